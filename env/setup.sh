@@ -1,0 +1,138 @@
+#!/usr/bin/env bash
+# Installs the toolkit with everything pinned into a virtual environment. Safe to call again: when nothing has changed
+# it returns at once and touches no network; what an interrupted call left half done, the next one repairs.
+#
+#   env/setup.sh [cpu|gpu] [dev] [rdma]     (default: cpu, or gpu where gpu was installed before)
+#
+# RELAX_VENV: the environment's folder (default .venv).  RELAX_PYTHON: the Python 3.11 to make it from.
+# RELAX_SETUP_WAIT_S: how long to wait for another call in progress (default 1800).
+set -euo pipefail
+unset PYTHONPATH PYTHONHOME
+export PIP_NO_INPUT=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
+VENV=$(realpath -m "${RELAX_VENV:-$ROOT/.venv}")
+LOG=$VENV/install.log
+LOCK=$VENV.lock
+ME=$(uname -n):$$
+
+say() { echo "setup: $*" >&2; }
+die() { say "$*"; exit 1; }
+
+is_311() { "$1" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; }
+has_venv() { "$1" -c 'import ensurepip, venv' 2>/dev/null; }
+
+find_python() {  # prints the first Python 3.11 that can make environments
+    local candidate
+    for candidate in ${RELAX_PYTHON:-python3.11 /usr/bin/python3.11 python3}; do
+        if is_311 "$candidate" && has_venv "$candidate"; then echo "$candidate"; return; fi
+    done
+    return 1
+}
+
+apt_python() {  # the only system package ever needed, and only where root may install it
+    [[ -z ${RELAX_PYTHON:-} && $(id -u) == 0 ]] && command -v apt-get >/dev/null || return 1
+    say "installing the system package python3.11-venv"
+    mkdir -p "$VENV"
+    { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends python3.11-venv; } \
+        >>"$LOG" 2>&1 || return 1
+}
+
+make_venv() {
+    local python
+    if ! python=$(find_python); then
+        apt_python && python=$(find_python) || die "no Python 3.11 with its venv module (tried \
+${RELAX_PYTHON:-python3.11, python3}): install python3.11-venv, load a module, or set RELAX_PYTHON=/path/to/python3.11"
+    fi
+    say "making $VENV"
+    rm -f "$VENV"/bin/python*  # links to an interpreter that is gone would stay
+    "$python" -m venv "$VENV"
+}
+
+check_venv() {  # makes the environment, or remakes its interpreter when that is broken
+    if ! is_311 "$VENV/bin/python" || ! "$VENV/bin/python" -I -m pip --version >/dev/null 2>&1; then make_venv; fi
+    head -n 3 "$VENV/bin/pip" | grep -qF "$VENV/bin/" || die "$VENV was made at another place: remove it and call again"
+}
+
+pip_install() {
+    say "$1"
+    shift
+    "$VENV/bin/python" -I -m pip install --progress-bar off "$@" >>"$LOG" 2>&1 && return
+    tail -n 20 "$LOG" >&2
+    die "pip failed; the end of $LOG is above. Calling again goes on from here"
+}
+
+stamp_of() {  # what installed lock $1 is a function of
+    local files=("$ROOT/env/requirements-$1.txt")
+    [[ $1 != package ]] || files=("$ROOT/setup.py" "$ROOT/pyproject.toml")
+    { cat "${files[@]}"; echo "$VENV $ROOT"; "$VENV/bin/python" -V; } 2>/dev/null | sha256sum
+}
+
+current() { [[ -x $VENV/bin/python && -f $VENV/.stamp-$1 && $(<"$VENV/.stamp-$1") == "$(stamp_of "$1")" ]]; }
+all_current() { local part; for part in "$@"; do current "$part" || return 1; done; }
+
+install_lock() {
+    local file=$ROOT/env/requirements-$1.txt todo=$VENV/install-$1.txt
+    rm -f "$VENV/.stamp-$1"
+    "$VENV/bin/python" -I "$ROOT/env/verify.py" "$file" >"$todo"
+    if [[ -s $todo ]]; then
+        pip_install "installing $(wc -l <"$todo") packages of ${file##*/}" --no-deps --no-compile \
+            --force-reinstall -r "$todo"
+        say "compiling to bytecode"  # on all cores, which pip does not; some packages hold files meant not to compile
+        "$VENV/bin/python" -I -m compileall -q -j 0 "$VENV"/lib/python3.11/site-packages >>"$LOG" 2>&1 || true
+    fi
+    if grep -q '^torch==' "$file" && ! "$VENV/bin/python" -I -c 'import torch' >>"$LOG" 2>&1; then
+        # Only the CUDA build of torch was to be had: it runs on the CPU too, once its own libraries are there.
+        pip_install "installing the libraries of torch's CUDA build" -c "$file" "$(grep '^torch==' "$file")"
+        "$VENV/bin/python" -I -c 'import torch' || die "torch cannot be imported (see above)"
+    fi
+    "$VENV/bin/python" -I "$ROOT/env/verify.py" "$file" >"$todo"
+    [[ ! -s $todo ]] || die "still not as ${file##*/} says: $(tr '\n' ' ' <"$todo")"
+    rm "$todo"
+    stamp_of "$1" >"$VENV/.stamp-$1"
+}
+
+install_package() {
+    rm -f "$VENV/.stamp-package"
+    pip_install "installing relax_hpc from $ROOT" --no-deps --no-build-isolation -e "$ROOT"
+    stamp_of package >"$VENV/.stamp-package"
+}
+
+take_lock() {  # a symbolic link names the holder and is made or refused in one step, on any filesystem
+    local deadline=$((SECONDS + ${RELAX_SETUP_WAIT_S:-1800})) holder
+    mkdir -p "$(dirname "$VENV")"
+    [[ -w $(dirname "$VENV") ]] || die "cannot write in $(dirname "$VENV"): set RELAX_VENV to a folder of yours"
+    until ln -sT "$ME" "$LOCK" 2>/dev/null; do
+        holder=$(readlink "$LOCK") || holder=somebody
+        if [[ ${holder%:*} == "${ME%:*}" && ! -d /proc/${holder#*:} ]]; then rm -f "$LOCK"; continue; fi
+        ((SECONDS < deadline)) || die "$holder (host:pid) still holds $LOCK; if it is gone, remove that link"
+        sleep 1
+    done
+    trap 'rm -f "$LOCK"' EXIT
+    trap 'exit 130' INT TERM HUP
+}
+
+main() {
+    local base=cpu parts=() arg
+    [[ ! -f $VENV/.stamp-gpu ]] || base=gpu
+    for arg in "$@"; do
+        case $arg in
+            cpu | gpu) base=$arg ;;
+            dev | rdma) parts+=("$arg") ;;
+            *) die "unknown argument '$arg' (cpu, gpu, dev, rdma)" ;;
+        esac
+    done
+    parts=("$base" "${parts[@]}" package)
+    if all_current "${parts[@]}"; then return; fi
+    take_lock
+    check_venv
+    [[ $base != cpu ]] || rm -f "$VENV/.stamp-gpu"
+    [[ $base != gpu ]] || rm -f "$VENV/.stamp-cpu"
+    for arg in "${parts[@]}"; do
+        if current "$arg"; then continue; fi
+        if [[ $arg == package ]]; then install_package; else install_lock "$arg"; fi
+    done
+    say "done: $VENV"
+}
+
+main "$@"

@@ -1,0 +1,59 @@
+"""Prints the lines of lock files that this Python does not have, or has only in part; nothing means all is well.
+
+Usage: verify.py LOCK... . A package counts when its version is the pinned one (a local tag such as +cpu is accepted)
+and every file of its RECORD is there. Standard library only: it runs before anything is installed.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import sysconfig
+from importlib.metadata import Distribution, distributions
+from pathlib import Path
+
+
+def canonical(name: str) -> str:
+    """The PEP 503 form of a package's name."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def pins(lock: Path) -> list[tuple[str, str]]:
+    """(name, version) of every ``name==version`` line of a lock, in its order."""
+    lines = (line.split("#")[0].strip() for line in lock.read_text(encoding="utf-8").splitlines())
+    return [(name, version) for name, _, version in (line.partition("==") for line in lines if line)]
+
+
+def whole(dist: Distribution) -> bool:
+    """Whether every installed file is there at its recorded size; bytecode may come and go, metadata sizes lie."""
+    for file in dist.files or []:
+        if file.suffix == ".pyc":
+            continue
+        path = Path(dist.locate_file(file))
+        sized = file.size is not None and not file.parts[0].endswith(".dist-info")
+        if not path.is_file() or (sized and path.stat().st_size != file.size):
+            return False
+    return bool(dist.files)
+
+
+def installed() -> dict[str, Distribution]:
+    """Canonical name -> package, after removing metadata that an interrupted installation left unfinished."""
+    site = Path(sysconfig.get_path("purelib"))
+    for info in site.glob("*.dist-info"):
+        if not all((info / name).is_file() for name in ("METADATA", "RECORD")):
+            shutil.rmtree(info)
+    return {canonical(dist.metadata["Name"]): dist for dist in distributions(path=[str(site)])}
+
+
+def main(locks: list[str]) -> None:
+    """Print what has to be installed to make this environment match `locks`."""
+    present = installed()
+    for name, version in (pin for lock in locks for pin in pins(Path(lock))):
+        dist = present.get(canonical(name))
+        if dist is None or dist.version.split("+")[0] != version or not whole(dist):
+            print(f"{name}=={version}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

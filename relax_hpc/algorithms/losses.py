@@ -1,0 +1,150 @@
+"""The policy loss: clipped surrogate, truncated importance sampling, KL to the reference, entropy bonus.
+
+Losses and metrics are *sums*, so that micro-batches and ranks add up and the trainer divides once a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from relax_hpc.algorithms.kl import KL_ESTIMATORS, k3, safe_exp
+from relax_hpc.config.schema import AlgorithmConfig
+
+MAX_SUFFIX = "_max"
+"""Metrics with this suffix are maxima and combine by max; all others are sums."""
+
+
+@dataclass(slots=True)
+class TokenBatch:
+    """Aligned per-token values of whole samples, each [b, s] float32 (or float64): entry i belongs to token i.
+
+    Only entries with mask 1 are looked at; the others may hold anything, inf and NaN included.
+    """
+
+    logprobs: Tensor
+    """By the policy that is trained, with gradient; nats."""
+    entropy: Tensor | None
+    """Of the policy's distribution at each token, with gradient if it enters the loss; nats."""
+    old_logprobs: Tensor
+    """By the policy before the step: the ratio's denominator."""
+    rollout_logprobs: Tensor
+    """By the engine that sampled the token."""
+    ref_logprobs: Tensor | None
+    """By the frozen reference."""
+    advantages: Tensor
+    mask: Tensor
+    """1 where the policy chose the token and is trained on it, else 0."""
+
+
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """Token losses max(-A r, -A clip(r, 1 - low, 1 + high)) and where the clipped branch holds, both of r's shape.
+
+    PPO, arXiv 1707.06347, equation 7, with GRPO's group advantages, arXiv 2402.03300, equation 3; two edges
+    ("clip-higher") from DAPO, arXiv 2503.14476, section 3.1.
+    """
+    free = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1.0 - low, 1.0 + high)
+    return torch.maximum(free, clipped), clipped > free
+
+
+def importance_weight(old_logprobs: Tensor, rollout_logprobs: Tensor, cap: float) -> tuple[Tensor, Tensor]:
+    """min(exp(old - rollout), cap), without gradient, and where the cap held; `cap` 0 gives ones.
+
+    It corrects for an engine that samples from a slightly different policy than the trainer computes. Truncation:
+    E. Ionides, "Truncated Importance Sampling", J. Comput. Graph. Stat. 17(2), 2008; for rollout engines:
+    F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025.
+    """
+    if cap == 0:
+        return torch.ones_like(old_logprobs), torch.zeros_like(old_logprobs, dtype=torch.bool)
+    weight = safe_exp(old_logprobs.detach() - rollout_logprobs.detach())
+    return weight.clamp(max=cap), weight > cap
+
+
+def policy_loss(batch: TokenBatch, config: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss *summed* over `batch` (a scalar with gradient), and detached scalar sums to log.
+
+    A token's loss is w * max(-A r, -A clip(r)) + kl_coefficient * KL - entropy_coefficient * H, with
+    r = exp(logprobs - old_logprobs) and w from `importance_weight`. `token_mean` adds up tokens (DAPO, arXiv
+    2503.14476, section 3.3; every token weighs the same, which Dr. GRPO, arXiv 2503.20783, section 3, asks for
+    too); `sequence_mean` first divides a sample's sum by its masked tokens (GRPO, arXiv 2402.03300,
+    equation 3) and so needs whole samples. The mean over an optimizer step is sum(loss) / sum(metrics["weight"]).
+
+    Metrics: `weight` (masked tokens, or samples having some), `tokens`, `samples`; `loss/policy`, `loss/kl`,
+    `loss/entropy`, whose sum is the loss; over masked tokens `ratio`, `clip_fraction`, `kl/old`, `tis_weight`,
+    `tis_capped`, `train_rollout_logprob_abs_diff`, `train_rollout_logprob_max` (a maximum), `kl/reference` if
+    there are ref_logprobs and `entropy` if there is entropy. `mean_metrics` turns their totals into means.
+
+    ValueError: shapes differ, or a coefficient is set whose input is missing.
+    """
+    keep = batch.mask > 0
+    x = _checked(batch, config, keep)
+    share = keep.to(x.logprobs.dtype)
+    if config.reduction == "sequence_mean":
+        share = share / share.sum(dim=1, keepdim=True).clamp(min=1.0)
+    ratio = safe_exp(x.logprobs - x.old_logprobs)
+    surrogate, clipped = clipped_surrogate(ratio, x.advantages, config.clip_low, config.clip_high)
+    weight, capped = importance_weight(x.old_logprobs, x.rollout_logprobs, config.tis_cap)
+    terms = {"loss/policy": (share * weight * surrogate).sum()}
+    kl = None if x.ref_logprobs is None else KL_ESTIMATORS[config.kl_estimator](x.ref_logprobs, x.logprobs)
+    terms["loss/kl"] = _scaled(config.kl_coefficient, share, kl)
+    terms["loss/entropy"] = _scaled(-config.entropy_coefficient, share, x.entropy)
+    loss = terms["loss/policy"] + terms["loss/kl"] + terms["loss/entropy"]
+
+    tokens = keep.sum().to(share.dtype)
+    samples = keep.any(dim=1).sum().to(share.dtype)
+    difference = (x.old_logprobs - x.rollout_logprobs).abs()
+    per_token = {
+        "ratio": ratio,
+        "clip_fraction": clipped,
+        "kl/reference": kl,
+        "kl/old": k3(x.logprobs, x.old_logprobs),
+        "entropy": x.entropy,
+        "tis_weight": weight,
+        "tis_capped": capped,
+        "train_rollout_logprob_abs_diff": difference,
+    }
+    metrics = {"weight": tokens if config.reduction == "token_mean" else samples, "tokens": tokens, "samples": samples}
+    metrics |= terms
+    metrics |= {name: (keep * value).sum() for name, value in per_token.items() if value is not None}
+    metrics["train_rollout_logprob" + MAX_SUFFIX] = difference.max()
+    return loss, {name: value.detach().to(share.dtype) for name, value in metrics.items()}
+
+
+def mean_metrics(totals: dict[str, float]) -> dict[str, float]:
+    """Means of combined `policy_loss` metrics: `loss/*` per weight, other sums per token; counts and maxima stay.
+
+    >>> mean_metrics({"weight": 2.0, "tokens": 4.0, "samples": 2.0, "loss/policy": 3.0, "ratio": 5.0})
+    {'weight': 2.0, 'tokens': 4.0, 'samples': 2.0, 'loss/policy': 1.5, 'ratio': 1.25}
+    """
+    result = {}
+    for name, value in totals.items():
+        if name in ("weight", "tokens", "samples") or name.endswith(MAX_SUFFIX):
+            result[name] = value
+        else:
+            result[name] = value / max(totals["weight" if name.startswith("loss/") else "tokens"], 1.0)
+    return result
+
+
+def _checked(batch: TokenBatch, config: AlgorithmConfig, keep: Tensor) -> TokenBatch:
+    """`batch` with zeros where not kept, put there before any exp so that neither values nor gradients turn NaN."""
+    if config.kl_coefficient and batch.ref_logprobs is None:
+        raise ValueError("algorithm.kl_coefficient is set but the batch has no ref_logprobs")
+    if config.entropy_coefficient and batch.entropy is None:
+        raise ValueError("algorithm.entropy_coefficient is set but the batch has no entropy")
+    clean = {}
+    for name in (field.name for field in fields(TokenBatch)):
+        value = getattr(batch, name)
+        if value is not None and value.shape != keep.shape:
+            raise ValueError(f"{name} has shape {tuple(value.shape)}, the mask {tuple(keep.shape)}")
+        clean[name] = None if value is None else torch.where(keep, value, torch.zeros_like(value))
+    return TokenBatch(**clean)
+
+
+def _scaled(coefficient: float, share: Tensor, value: Tensor | None) -> Tensor:
+    """coefficient * sum(share * value); exactly 0 when the term is off, so that no inf of it can reach the loss."""
+    if coefficient == 0 or value is None:
+        return share.new_zeros(())
+    return coefficient * (share * value).sum()

@@ -1,0 +1,209 @@
+"""Mistakes that show only when several fields, or the machine, are looked at together.
+
+Every finding is one line: key, what was found, what is allowed or how to mend it. Nothing is changed or started.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import socket
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from relax_hpc.config.model_files import Model, find_model
+from relax_hpc.config.schema import Config, ParallelConfig
+from relax_hpc.errors import ConfigError
+
+ALWAYS_NEEDED = ("rollout", "actor", "actor_fwd", "advantages")
+"""Roles that every run has; `reference` is needed when its KL is in the loss."""
+OWN_FLAGS = {
+    "model_path": "model.path",
+    "tokenizer_path": "model.path",
+    "dtype": "model.dtype",
+    "device": "model.device",
+    "random_seed": "seed",
+    "port": "rollout.engine.port",
+    "host": "",
+    "api_key": "",
+    "admin_api_key": "",
+    "weight_version": "",
+    "served_model_name": "",
+}
+"""Engine arguments that the rollout role sets itself -> our key for them, empty if there is none."""
+
+Findings = Iterator[str]
+
+
+def check(config: Config) -> list[str]:
+    """What is wrong with `config`, one line each; empty: nothing was found."""
+    checks = (_run, _data, _model, _groups, _algorithm, _rollout, _engine, _rewards)
+    return [finding for function in checks for finding in function(config)]
+
+
+def _run(config: Config) -> Findings:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", config.name):
+        yield f"name: found {config.name!r}, allowed: letters, digits, ., _ and - (it may name a directory)"
+    path = Path(config.run_dir or f"runs/{config.name}").absolute()
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not existing.is_dir():
+        yield f"run_dir: found {path}, but {existing} is a file; name a directory"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        yield f"run_dir: found {path}, but {existing} is not writable for you; name another directory"
+    if config.liveness.lease_s <= 2 * config.liveness.beat_s:
+        yield (
+            f"liveness.lease_s: found {config.liveness.lease_s}, allowed: more than two beats "
+            f"(liveness.beat_s is {config.liveness.beat_s}), else every group is taken for dead"
+        )
+
+
+def _data(config: Config) -> Findings:
+    data = config.data
+    if data.task and data.train:
+        yield f"data.train: found {data.train!r} beside data.task {data.task!r}, which makes its own; remove one"
+    if not data.task and not data.train:
+        yield "data.train: found nothing, and no data.task; name a jsonl file, or set data.task: sort_digits"
+    if config.warm_start.steps and not data.task:
+        yield (
+            f"warm_start.steps: found {config.warm_start.steps} without data.task, allowed: 0; "
+            "only built-in tasks have demonstrations"
+        )
+    named = {"data.train": data.train} | {f"data.eval.{name}": path for name, path in data.eval.items()}
+    for key, path in named.items():
+        if (path or key != "data.train") and not Path(path).is_file():
+            yield f"{key}: found {path!r}, which is not a file; name a jsonl file"
+
+
+def _model(config: Config) -> Findings:
+    model = config.model
+    if not model.path and not config.data.task:
+        yield "model.path: found nothing, and no data.task; name a Hugging Face directory (only tasks get a tiny model)"
+        return
+    policy = find_model(model)
+    yield from policy.problems
+    if model.reference_path:
+        yield from find_model(model, "reference_path").problems
+    if not policy.problems:
+        yield from _lengths(config, policy)
+        for group, parallel in _parallels(config):
+            yield from _split(group, parallel, policy)
+
+
+def _lengths(config: Config, model: Model) -> Findings:
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_new_tokens
+    if model.positions and prompt + response > model.positions:
+        yield (
+            f"rollout.max_new_tokens: found {response}, with data.max_prompt_tokens {prompt} together "
+            f"{prompt + response}; allowed: max_position_embeddings of the model, {model.positions}; lower one of them"
+        )
+
+
+def _parallels(config: Config) -> Iterator[tuple[str, ParallelConfig]]:
+    roles = {role for group in config.groups.values() for role in group.roles}
+    for name in ("actor", "actor_fwd", "reference"):
+        if name in roles:
+            yield name, getattr(config, name).parallel
+
+
+def _split(group: str, parallel: ParallelConfig, model: Model) -> Findings:
+    key, tensor = f"{group}.parallel", parallel.tensor
+    for name, size in model.tensor_sizes().items():
+        if size % tensor:
+            yield f"{key}.tensor: found {tensor}, allowed: a divisor of the model's {name}, {size}"
+    if model.layers % parallel.pipeline:
+        yield (
+            f"{key}.pipeline: found {parallel.pipeline}, allowed: a divisor of the model's num_hidden_layers, "
+            f"{model.layers}"
+        )
+    if parallel.sequence_parallel and tensor == 1:
+        yield f"{key}.sequence_parallel: found true with {key}.tensor 1, allowed: false, or a larger tensor"
+    if model.experts and tensor > 1 and not parallel.sequence_parallel:
+        # megatron-core 0.16.1 refuses MoE with tensor parallelism unless the sequence is split too.
+        yield (
+            f"{key}.sequence_parallel: found false with {key}.tensor {tensor} and a model of {model.experts} experts, "
+            "allowed: true, or tensor 1 (expert parallelism cannot be configured yet)"
+        )
+
+
+def _groups(config: Config) -> Findings:
+    if "hub" not in config.groups:
+        yield f"groups: found {', '.join(config.groups) or 'none'}, but no hub; add hub: {{roles: [advantages]}}"
+    places = Counter(role for group in config.groups.values() for role in group.roles)
+    for role, count in places.items():
+        if count > 1:
+            groups = [name for name, group in config.groups.items() if role in group.roles]
+            yield f"groups: found role {role} {count} times (in {', '.join(groups)}), allowed: once; remove the others"
+    for role in ALWAYS_NEEDED:
+        if role not in places:
+            yield f"groups: found role {role} in no group; every run needs it, add it to the roles of one"
+    if config.algorithm.kl_coefficient > 0 and "reference" not in places:
+        yield (
+            f"algorithm.kl_coefficient: found {config.algorithm.kl_coefficient}, but role reference is in no group; "
+            "set it to 0, or add reference to the roles of a group"
+        )
+    for name, group in config.groups.items():
+        if not group.roles and name != "hub":
+            yield f"groups.{name}.roles: found none; give it a role, or remove the group (groups: {{{name}: null}})"
+
+
+def _algorithm(config: Config) -> Findings:
+    groups, parts, data = config.groups_per_step, config.algorithm.mini_batches, config.actor.parallel.data
+    if groups % parts:
+        yield f"algorithm.mini_batches: found {parts}, allowed: a divisor of groups_per_step, {groups}"
+    elif groups // parts < data:
+        yield (
+            f"actor.parallel.data: found {data}, allowed: at most {groups // parts} (groups_per_step {groups} / "
+            f"algorithm.mini_batches {parts}), else a rank gets no prompt group"
+        )
+
+
+def _rollout(config: Config) -> Findings:
+    for key in ("temperature", "top_p"):
+        if getattr(config.rollout, key) == 0:
+            yield f"rollout.{key}: found 0.0, allowed: more; equal responses to a prompt teach nothing"
+
+
+def _engine(config: Config) -> Findings:
+    engine, replicas = config.rollout.engine, config.rollout.replicas
+    for flag in engine.flags:
+        name = flag.lstrip("-").replace("-", "_")
+        key = f"rollout.engine.flags.{flag}"
+        if name in OWN_FLAGS:
+            instead = f"set {OWN_FLAGS[name]} instead" if OWN_FLAGS[name] else "it cannot be changed"
+            yield f"{key}: found {engine.flags[flag]!r}, but this argument is set by the rollout role; {instead}"
+        elif name != flag:
+            yield f"{key}: found a flag with dashes, allowed: underscores ({name})"
+    if not engine.port:
+        return
+    last = engine.port + replicas - 1
+    if last > 65535:
+        yield (
+            f"rollout.engine.port: found {engine.port}, with {replicas} replicas up to {last}; "
+            f"allowed: at most {65536 - replicas}, or 0 for free ports"
+        )
+        return
+    for port in range(engine.port, last + 1):
+        if reason := _cannot_bind(port):
+            yield f"rollout.engine.port: found {engine.port}, but {port} is {reason}; name another, or 0 for free ones"
+
+
+def _cannot_bind(port: int) -> str:
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError as error:
+            return "in use" if error.errno == errno.EADDRINUSE else f"refused ({error.strerror})"
+    return ""
+
+
+def _rewards(config: Config) -> Findings:
+    from relax_hpc.rewards import get_reward
+
+    for key, name in (("rollout.reward", config.rollout.reward), ("eval.reward", config.eval.reward)):
+        try:
+            get_reward(name)
+        except ConfigError as error:
+            yield f"{key}: {str(error).removeprefix('reward: ')}"

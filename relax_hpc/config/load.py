@@ -1,0 +1,158 @@
+"""From files and overrides to a `Config`: every layer is checked by itself, so that errors name its file.
+
+Layers compose from left to right. Sections merge; lists are replaced whole; `groups`, `env`, `flags` and `eval` sets
+merge by key, and null takes a key out (of `flags` it is a value like any other).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+from relax_hpc.config.clean import COMMAND_LINE, clean, near
+from relax_hpc.config.read import dump_yaml, key_lines, read_yaml
+from relax_hpc.config.schema import Config, default_groups
+from relax_hpc.errors import ConfigError
+from relax_hpc.rundir import RunDir, write_atomic
+
+_PATHS = (("run_dir",), ("model", "path"), ("model", "reference_path"), ("data", "train"))
+
+
+@dataclasses.dataclass(slots=True)
+class Layers:
+    """A configuration before it becomes a `Config`, and where each value came from."""
+
+    tree: dict[str, Any]
+    sources: dict[str, str]
+    """Dotted key of every leaf that a layer set -> file or `command line`."""
+
+
+def load(files: Sequence[Path | str], overrides: Mapping[str, Any] | None = None) -> Config:
+    """Compose defaults, `files` from left to right and `overrides` (nested, or by dotted key) into a `Config`.
+
+    ConfigError, one line with source, key, found and allowed, for unknown keys, wrong types and values out of range.
+    What concerns several fields is found by `relax_hpc.config.check`.
+    """
+    return build(Config, compose(files, overrides).tree)
+
+
+def load_resolved(run_dir: Path | str) -> Config:
+    """The configuration of an existing run; its `run_dir` is the directory given, even if it was moved."""
+    run = RunDir(Path(run_dir))
+    config = load([run.config])
+    config.run_dir = str(run.root)
+    return config
+
+
+def dump(config: Config, path: Path) -> None:
+    """Write `config` as YAML in the order of the schema; readers see the whole file or the one before."""
+    write_atomic(path, dump_yaml(_complete(to_dict(config))).encode(), sync=True)
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """`config` as nested dicts of plain values, in the order of the schema."""
+    return dataclasses.asdict(config)
+
+
+def print_config(layers: Layers) -> str:
+    """`layers` as YAML in which every value that a layer set names that layer in a comment; `load` reads it back."""
+    text = dump_yaml(_complete(layers.tree))
+    lines = text.splitlines()
+    for key, line in key_lines(text).items():
+        if key in layers.sources:
+            lines[line] += f"  # {layers.sources[key]}"
+    return "\n".join(lines) + "\n"
+
+
+def resolve(config: Config) -> Config:
+    """`config` with `run_dir` filled in and every path made absolute, so that a resume may start elsewhere."""
+    tree = to_dict(config)
+    tree["run_dir"] = tree["run_dir"] or f"runs/{config.name}"
+    for *sections, field in _PATHS:
+        section = functools.reduce(dict.__getitem__, sections, tree)
+        section[field] = _absolute(section[field])
+    tree["data"]["eval"] = {name: _absolute(path) for name, path in tree["data"]["eval"].items()}
+    return build(Config, tree)
+
+
+def compose(files: Sequence[Path | str], overrides: Mapping[str, Any] | None = None) -> Layers:
+    """As `load`, before the dataclasses are made."""
+    layers = [(str(path), read_yaml(Path(path))) for path in files]
+    layers.append((COMMAND_LINE, _nest(overrides or {})))
+    tree, sources = to_dict(Config()), {}
+    known_groups = set(tree["groups"])
+    for source, raw in layers:
+        layer = clean(Config, raw, source)
+        _check_removals(layer.get("groups", {}), known_groups, source)
+        known_groups |= set(layer.get("groups", {}))
+        tree = merge(Config, tree, layer)
+        sources |= dict.fromkeys(_leaves(layer), source)
+    return Layers(tree, sources)
+
+
+def merge(hint: Any, base: Any, layer: Any) -> Any:
+    """`layer` laid over `base`, both clean values of type `hint`; neither is changed."""
+    if dataclasses.is_dataclass(hint):
+        hints = get_type_hints(hint)
+        return base | {key: merge(hints[key], base.get(key, {}), value) for key, value in layer.items()}
+    if get_origin(hint) is not dict:
+        return layer
+    item = get_args(hint)[1]
+    merged = base | {
+        key: merge(item, base.get(key, {}), value) if dataclasses.is_dataclass(item) and value is not None else value
+        for key, value in layer.items()
+    }
+    return merged if item is Any else {key: value for key, value in merged.items() if value is not None}
+
+
+def build(hint: Any, tree: Any) -> Any:
+    """A clean tree as an instance of `hint`; fields that it lacks keep their defaults."""
+    if dataclasses.is_dataclass(hint):
+        hints = get_type_hints(hint)
+        return hint(**{key: build(hints[key], value) for key, value in tree.items()})
+    if get_origin(hint) is dict:
+        return {key: build(get_args(hint)[1], value) for key, value in tree.items()}
+    return list(tree) if isinstance(tree, list) else tree
+
+
+def _check_removals(groups: Mapping[str, Any], known: set[str], source: str) -> None:
+    for name, value in groups.items():
+        if value is None and name not in known:
+            raise ConfigError(
+                f"{source}: groups.{name}: null removes a group, but there is none of that name, "
+                f"allowed: {', '.join(sorted(known))}{near(name, sorted(known))}"
+            )
+
+
+def _nest(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """{"a.b": 1} as {"a": {"b": 1}}."""
+    nested: dict[str, Any] = {}
+    for dotted, value in overrides.items():
+        *sections, name = str(dotted).split(".")
+        section = nested
+        for part in sections:
+            section = section.setdefault(part, {})
+            if not isinstance(section, dict):
+                raise ConfigError(f"{COMMAND_LINE}: {dotted}: given beside a value for {part}, keep one of the two")
+        section[name] = value
+    return nested
+
+
+def _complete(tree: dict[str, Any]) -> dict[str, Any]:
+    """`tree` with null for every default group that it lacks: without it, reading would bring the group back."""
+    return tree | {"groups": tree["groups"] | {name: None for name in default_groups() if name not in tree["groups"]}}
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute()) if path else ""

@@ -1,0 +1,95 @@
+"""Command-line options made from the schema: one a leaf, its help from the text under the field."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NoReturn, get_origin, get_type_hints
+
+from relax_hpc.config.clean import COMMAND_LINE, bounds, clean, keys, near, wrong
+from relax_hpc.config.schema import Config
+from relax_hpc.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Option:
+    """A leaf of the schema."""
+
+    key: str
+    """Dotted."""
+    hint: Any
+    default: Any
+    metadata: Any
+    help: str
+    section: str
+    """Title of the group of options it is shown in."""
+
+
+def options(cls: Any = Config, prefix: str = "", title: str = "") -> Iterator[Option]:
+    """Every leaf of the dataclass `cls` in the order of the schema."""
+    from docstring_parser import parse_from_object
+
+    hints, defaults = get_type_hints(cls), cls()
+    texts = {param.arg_name: param.description for param in parse_from_object(cls).params}
+    section = f"{title or 'run'}: {cls.__doc__.splitlines()[0].rstrip('.')}"
+    for field in dataclasses.fields(cls):
+        key, hint = prefix + field.name, hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            yield from options(hint, f"{key}.", key)
+            continue
+        default = getattr(defaults, field.name)
+        span = bounds(field.metadata)
+        text = " ".join(part for part in (texts.get(field.name), f"[{span}]" if span else "") if part)
+        yield Option(key, hint, default, field.metadata, text, section)
+
+
+def add_options(parser: ArgumentParser) -> None:
+    """An option `--a.b.c` for every leaf of `Config`."""
+    groups: dict[str, Any] = {}
+    for option in options():
+        group = groups.get(option.section) or groups.setdefault(
+            option.section, parser.add_argument_group(option.section)
+        )
+        hint, default = option.hint, option.default
+        if option.key == "groups":
+            hint = dict[str, Any]
+            default = {name: dataclasses.asdict(value) for name, value in default.items()}
+        # argparse formats help with %.
+        text = option.help.replace("%", "%%") or option.key
+        group.add_argument(f"--{option.key}", type=hint, default=default, help=text)
+
+
+def explain(message: str) -> NoReturn:
+    """Raise the parser's complaint as a ConfigError of one line like those about files."""
+    if bad_value := re.search(r'Parser key "([^"]+)":.*Got value: (.*)', message, re.DOTALL):
+        raise _bad_value(bad_value[1], bad_value[2].strip())
+    if unknown := re.search(r"unrecognized arguments: (.*)", message, re.DOTALL):
+        word = next((part for part in unknown[1].split() if part.startswith("-")), unknown[1].split()[0])
+        key = word.lstrip("-").partition("=")[0]
+        raise _unknown(word, key)
+    raise ConfigError(f"{COMMAND_LINE}: {' '.join(message.split())}")
+
+
+def _unknown(word: str, key: str) -> ConfigError:
+    leaves = [option.key for option in options()]
+    if key in keys():
+        inside = [leaf for leaf in leaves if leaf.startswith(f"{key}.")]
+        return ConfigError(f"{COMMAND_LINE}: {word}: a section, allowed: its fields, like --{inside[0]}")
+    return ConfigError(f"{COMMAND_LINE}: {word}: unknown option{near(key, leaves)}; see --help")
+
+
+def _bad_value(key: str, found: str) -> ConfigError:
+    option = next((item for item in options() if item.key == key), None)
+    if option is None:
+        return ConfigError(f"{COMMAND_LINE}: {key}: found {found!r}, which is not allowed; see --help")
+    if get_origin(option.hint) is dict:
+        return wrong(COMMAND_LINE, key, found, f"--{key}.NAME VALUE or --{key} '{{NAME: VALUE}}'")
+    try:
+        clean(option.hint, found, COMMAND_LINE, key, option.metadata)
+    except ConfigError as error:
+        return error
+    return ConfigError(f"{COMMAND_LINE}: {key}: found {found!r}, which is not allowed; see --help")

@@ -1,0 +1,294 @@
+"""The configuration of a run: one slotted dataclass a subject, every field documented under it.
+
+Ranges stand beside the defaults (`bounded`); checks over several fields are in `relax_hpc.config.check`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+def bounded(default: Any, low: float | None = None, high: float | None = None) -> Any:
+    """A dataclass field whose value must lie in [low, high]; the loader reports violations by file and key."""
+    return field(default=default, metadata={"low": low, "high": high})
+
+
+@dataclass(kw_only=True, slots=True)
+class TinyModelConfig:
+    """Shape of a small Qwen3 model that is made offline, with its tokenizer."""
+
+    hidden_size: int = bounded(64, 8)
+    """Width; must be a multiple of num_attention_heads' groups."""
+    num_layers: int = bounded(2, 1)
+    num_attention_heads: int = bounded(2, 1)
+    num_key_value_heads: int = bounded(1, 1)
+    head_dim: int = bounded(32, 8)
+    intermediate_size: int = bounded(192, 8)
+    tie_word_embeddings: bool = True
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelConfig:
+    """The policy that is trained, and the frozen reference."""
+
+    path: str = ""
+    """Hugging Face directory (config.json, tokenizer.json, *.safetensors). Empty: the run makes `tiny`."""
+    reference_path: str = ""
+    """Hugging Face directory of the reference; empty: the policy before its first step."""
+    tiny: TinyModelConfig = field(default_factory=TinyModelConfig)
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Parameter type of training and inference."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where models run. Every rank of a `cuda` group takes the device of its local rank."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DataConfig:
+    """Prompts. A jsonl line is {"id", "prompt" or "token_ids", "answer", ...}; see `relax_hpc.data.prompts`."""
+
+    task: Literal["", "sort_digits"] = ""
+    """A built-in verifiable task whose files are made in the run directory; empty: `train` and `eval` name files."""
+    digits: int = bounded(4, 1, 6)
+    """Digits a prompt of `sort_digits` has."""
+    train: str = ""
+    """jsonl file of training prompts."""
+    eval: dict[str, str] = field(default_factory=dict)
+    """Name of an evaluation set -> jsonl file."""
+    shuffle: bool = True
+    """Visit prompts in an order drawn from the run's seed, anew each epoch."""
+    max_prompt_tokens: int = bounded(1024, 1)
+    """Longer prompts are quarantined, counted and skipped."""
+    max_bad_share: float = bounded(0.05, 0.0, 1.0)
+    """Stop at start if a larger share of the lines is broken, empty or over-long."""
+
+
+@dataclass(kw_only=True, slots=True)
+class WarmStartConfig:
+    """Supervised steps on demonstrations before RL, so that sampled rewards carry a signal."""
+
+    steps: int = bounded(0, 0)
+    """0: none. Needs data.task."""
+    batch_size: int = bounded(64, 1)
+    lr: float = bounded(2e-3, 0.0)
+    noise: float = bounded(0.7, 0.0, 1.0)
+    """Share of demonstrations whose answer is another prompt's."""
+
+
+@dataclass(kw_only=True, slots=True)
+class AlgorithmConfig:
+    """GRPO and its corrections; formulas and sources are in `relax_hpc.algorithms`."""
+
+    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    """How a prompt group's rewards become advantages."""
+    passes: int = bounded(1, 1)
+    """Times a training batch is gone through."""
+    mini_batches: int = bounded(1, 1)
+    """Optimizer steps a pass makes; divides groups_per_step."""
+    clip_low: float = bounded(0.2, 0.0, 1.0)
+    """Lower edge of the ratio is 1 - clip_low."""
+    clip_high: float = bounded(0.28, 0.0)
+    """Upper edge of the ratio is 1 + clip_high."""
+    kl_coefficient: float = bounded(0.0, 0.0)
+    """Weight of KL(policy || reference) in the loss."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    entropy_coefficient: float = bounded(0.0)
+    reduction: Literal["token_mean", "sequence_mean"] = "token_mean"
+    """Over a whole optimizer step: mean over tokens, or over samples of each sample's mean."""
+    tis_cap: float = bounded(2.0, 0.0)
+    """Upper bound of the truncated importance weight old / rollout; 0 turns the correction off."""
+    shuffle_rewards: bool = False
+    """Control experiment: permute rewards over the step's samples. Nothing should be learned."""
+
+
+@dataclass(kw_only=True, slots=True)
+class EngineConfig:
+    """The inference engine of a rollout replica."""
+
+    kind: Literal["sglang", "transformers"] = "sglang"
+    """`transformers` is a small seeded engine for tests: slow, reproducible bit for bit."""
+    flags: dict[str, Any] = field(default_factory=dict)
+    """SGLang server arguments by name (`max_total_tokens: 16384`), passed through as they are."""
+    port: int = bounded(0, 0, 65535)
+    """First port; replica r takes port + r. 0: a free one."""
+    start_timeout_s: float = bounded(300.0, 1.0)
+    request_timeout_s: float = bounded(120.0, 0.1)
+    """Deadline of one generation request."""
+    update_timeout_s: float = bounded(60.0, 0.1)
+    max_failures: int = bounded(3, 1)
+    """Consecutive failures after which the engine is restarted (with its group)."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RolloutConfig:
+    """Generation."""
+
+    replicas: int = bounded(1, 1)
+    """Engine processes."""
+    groups_per_request: int = bounded(8, 1)
+    """Prompt groups sent to an engine in one HTTP request: larger is quicker on CPU, smaller streams sooner."""
+    requests_in_flight: int = bounded(2, 1)
+    """HTTP requests an engine works on at once."""
+    max_new_tokens: int = bounded(256, 1)
+    temperature: float = bounded(1.0, 0.0)
+    top_p: float = bounded(1.0, 0.0, 1.0)
+    reward: str = "answer_partial"
+    """Name in `relax_hpc.rewards`, or `package.module:function`."""
+    max_attempts: int = bounded(4, 1)
+    """Tries of one ticket: a failed or filtered group is replaced by another prompt under the same ticket."""
+    max_failed_share: float = bounded(0.5, 0.0, 1.0)
+    """Stop (exit 93) when a larger share of the last 64 prompt groups failed."""
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+
+@dataclass(kw_only=True, slots=True)
+class ParallelConfig:
+    """How a training or forward group splits the model. Ranks = tensor * pipeline * data."""
+
+    tensor: int = bounded(1, 1)
+    pipeline: int = bounded(1, 1)
+    data: int = bounded(1, 1)
+    sequence_parallel: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the group."""
+        return self.tensor * self.pipeline * self.data
+
+
+@dataclass(kw_only=True, slots=True)
+class OptimizerConfig:
+    """Adam of megatron-core."""
+
+    lr: float = bounded(1e-6, 0.0)
+    final_lr_share: float = bounded(1.0, 0.0, 1.0)
+    """Learning rate of the last step as a share of the first; linear between."""
+    warmup_steps: int = bounded(0, 0)
+    beta1: float = bounded(0.9, 0.0, 1.0)
+    beta2: float = bounded(0.95, 0.0, 1.0)
+    eps: float = bounded(1e-8, 0.0)
+    weight_decay: float = bounded(0.0, 0.0)
+    clip_grad: float = bounded(1.0, 0.0)
+    distributed: bool = False
+    """Shard optimizer state over data-parallel ranks."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ActorConfig:
+    """The training group."""
+
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    max_tokens_per_micro_batch: int = bounded(8192, 1)
+    """Padded tokens a data-parallel rank takes through one forward and backward pass."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ForwardConfig:
+    """The forward-only groups, actor_fwd and reference."""
+
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    max_tokens_per_micro_batch: int = bounded(8192, 1)
+
+
+@dataclass(kw_only=True, slots=True)
+class QueueConfig:
+    """The TransferQueue."""
+
+    durability: Literal["flush"] = "flush"
+    """What accepted means: `flush` is written to the operating system (survives any process's death)."""
+    wait_timeout_s: float = bounded(600.0, 1.0)
+    """Deadline of every wait for rows, tickets or versions; running past it ends the group with exit 75."""
+    lease_s: float = bounded(120.0, 1.0)
+    """Rows claimed and neither acked nor renewed for so long are offered again."""
+    keep_steps: int = bounded(2, 0)
+    """Shards of steps older than the last checkpoint by more than this are deleted."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CheckpointConfig:
+    """When the actor saves, and what stays."""
+
+    every: int = bounded(50, 1)
+    """Steps between checkpoints; the last step always has one."""
+    keep_last: int = bounded(2, 1)
+
+
+@dataclass(kw_only=True, slots=True)
+class EvalConfig:
+    """Greedy evaluation by the rollout engines."""
+
+    every: int = bounded(20, 0)
+    """Versions between evaluations, version 0 and the last included; 0: never."""
+    samples: int = bounded(200, 1)
+    """Prompts of each set."""
+    reward: str = "answer_exact"
+    """Reward of evaluation; its mean is reported as eval/<set>/exact_match."""
+
+
+@dataclass(kw_only=True, slots=True)
+class LivenessConfig:
+    """Deadlines and restarts."""
+
+    beat_s: float = bounded(0.5, 0.05)
+    lease_s: float = bounded(30.0, 1.0)
+    """A group without beats for so long is dead."""
+    connect_timeout_s: float = bounded(60.0, 1.0)
+    """How long a role looks for the hub."""
+    max_restarts: int = bounded(5, 0)
+    """Restarts of one group without a new step between them before the run stops with exit 93."""
+    stop_timeout_s: float = bounded(15.0, 0.1)
+    """Between asking a process to end and killing it."""
+
+
+@dataclass(kw_only=True, slots=True)
+class GroupConfig:
+    """Processes that live and die together."""
+
+    roles: list[Literal["rollout", "actor", "actor_fwd", "reference", "advantages"]] = field(default_factory=list)
+    env: dict[str, str] = field(default_factory=dict)
+    """Extra environment variables of its processes."""
+
+
+def default_groups() -> dict[str, GroupConfig]:
+    """One group a role, advantages beside the queue controller in the hub."""
+    return {
+        "hub": GroupConfig(roles=["advantages"]),
+        "rollout": GroupConfig(roles=["rollout"]),
+        "actor": GroupConfig(roles=["actor"]),
+        "actor_fwd": GroupConfig(roles=["actor_fwd"]),
+        "reference": GroupConfig(roles=["reference"]),
+    }
+
+
+@dataclass(kw_only=True, slots=True)
+class Config:
+    """A run. Several files compose from left to right; the resolved one lies in the run directory."""
+
+    name: str = "run"
+    run_dir: str = ""
+    """The run directory, on a filesystem that every node sees. Empty: runs/<name>."""
+    layout: Literal["local"] = "local"
+    seed: int = bounded(0, 0)
+    steps: int = bounded(100, 1)
+    groups_per_step: int = bounded(32, 1)
+    """Prompt groups a training step takes."""
+    samples_per_group: int = bounded(8, 2)
+    """Responses to each prompt."""
+    max_staleness: int = bounded(0, 0, 64)
+    """0: on-policy, the synchronous run; 1: near-on-policy; more: fully asynchronous."""
+    threads: int = bounded(1, 1)
+    """CPU threads of each process."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    actor_fwd: ForwardConfig = field(default_factory=ForwardConfig)
+    reference: ForwardConfig = field(default_factory=ForwardConfig)
+    queue: QueueConfig = field(default_factory=QueueConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    liveness: LivenessConfig = field(default_factory=LivenessConfig)
+    groups: dict[str, GroupConfig] = field(default_factory=default_groups)

@@ -1,0 +1,151 @@
+"""A small random Qwen3 model with a character tokenizer, made offline in the Hugging Face format."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from relax_hpc.config.schema import TinyModelConfig
+from relax_hpc.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+CHARACTERS = "0123456789+-*=:?,>.abcdefghijklmnopqrstuvwxyz "
+SPECIAL = ("<pad>", "<s>", "</s>")
+PAD_ID, BOS_ID, EOS_ID = range(3)
+VOCAB_SIZE = 64
+"""Characters, special tokens, and spare entries up to a round number."""
+INIT_STD = 0.02
+
+
+def make_tiny_model(directory: Path, shape: TinyModelConfig, seed: int) -> None:
+    """Write config, generation config, tokenizer and float32 weights drawn from `seed` into a new `directory`.
+
+    The directory appears whole, by rename; one that is there already is kept. ConfigError: it holds another shape,
+    or `shape` is impossible.
+    """
+    config = qwen3_config(shape)
+    if directory.exists():
+        return _check_same(directory, config)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    partial = directory.with_name(f".{directory.name}.partial-{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    ids = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
+    _write_json(partial / "config.json", config)
+    _write_json(partial / "generation_config.json", ids)
+    _write_tokenizer(partial)
+    _write_weights(partial / "model.safetensors", shape, seed)
+    partial.rename(directory)
+
+
+def qwen3_config(shape: TinyModelConfig) -> dict[str, Any]:
+    """The config.json of `shape`. ConfigError if attention cannot have it."""
+    if shape.num_attention_heads % shape.num_key_value_heads:
+        raise ConfigError(
+            f"model.tiny.num_attention_heads: found {shape.num_attention_heads}, allowed multiples of "
+            f"num_key_value_heads ({shape.num_key_value_heads})"
+        )
+    if shape.head_dim % 2:
+        raise ConfigError(f"model.tiny.head_dim: found {shape.head_dim}, allowed even numbers (rotary embedding)")
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_key_value_heads": shape.num_key_value_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": shape.tie_word_embeddings,
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "initializer_range": INIT_STD,
+        "bos_token_id": BOS_ID,
+        "eos_token_id": EOS_ID,
+        "pad_token_id": PAD_ID,
+        "torch_dtype": "float32",
+    }
+
+
+def parameter_shapes(shape: TinyModelConfig) -> dict[str, tuple[int, ...]]:
+    """Hugging Face name -> shape of every stored tensor; tied output weights are not stored."""
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    query, value = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+    layer = {
+        "input_layernorm": (hidden,),
+        "self_attn.q_proj": (query, hidden),
+        "self_attn.k_proj": (value, hidden),
+        "self_attn.v_proj": (value, hidden),
+        "self_attn.o_proj": (hidden, query),
+        "self_attn.q_norm": (shape.head_dim,),
+        "self_attn.k_norm": (shape.head_dim,),
+        "post_attention_layernorm": (hidden,),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB_SIZE, hidden)}
+    for index in range(shape.num_layers):
+        shapes |= {f"model.layers.{index}.{name}.weight": size for name, size in layer.items()}
+    shapes["model.norm.weight"] = (hidden,)
+    if not shape.tie_word_embeddings:
+        shapes["lm_head.weight"] = (VOCAB_SIZE, hidden)
+    return shapes
+
+
+def _write_weights(path: Path, shape: TinyModelConfig, seed: int) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(size: tuple[int, ...]) -> torch.Tensor:
+        # One-dimensional parameters are norms' scales.
+        return torch.ones(size) if len(size) == 1 else torch.randn(size, generator=generator) * INIT_STD
+
+    weights = {name: draw(size) for name, size in parameter_shapes(shape).items()}
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+def _write_tokenizer(directory: Path) -> None:
+    """One token a character, BOS in front; unknown characters become <pad>."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+
+    words = [*SPECIAL, *CHARACTERS]
+    words += [f"<unused{index}>" for index in range(VOCAB_SIZE - len(words))]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS_ID)])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": True, "model_max_length": 256}
+    _write_json(directory / "tokenizer_config.json", settings | names)
+
+
+def _check_same(directory: Path, config: dict[str, Any]) -> None:
+    try:
+        found = json.loads((directory / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{directory}: not a model made here ({error}); remove the directory") from error
+    differing = [key for key, value in config.items() if found.get(key) != value]
+    if differing:
+        key = differing[0]
+        raise ConfigError(
+            f"{directory}: holds a model with {key} {found.get(key)}, model.tiny asks for {config[key]}; "
+            "use another run directory"
+        )
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")

@@ -1,0 +1,38 @@
+"""Errors that end a process, each with the exit code that a scheduler acts on."""
+
+from __future__ import annotations
+
+EXIT_DONE = 0
+EXIT_RETRY = 75
+EXIT_CONFIG = 78
+EXIT_NO_PROGRESS = 93
+
+
+class RelaxError(Exception):
+    """Base of all errors of this package; ``exit_code`` is what the process ends with."""
+
+    exit_code = EXIT_RETRY
+
+
+class ConfigError(RelaxError):
+    """The user asked for something impossible; trying again cannot help."""
+
+    exit_code = EXIT_CONFIG
+
+
+class NoProgressError(RelaxError):
+    """The run is going in circles (crash loop, everything filtered); it stops instead of burning nodes."""
+
+    exit_code = EXIT_NO_PROGRESS
+
+
+class FencedError(RelaxError):
+    """A newer incarnation of this group exists; this process may change nothing any more."""
+
+
+class DeadlineError(RelaxError):
+    """A wait ran past its deadline; the message names the peer, since when, and the log to open."""
+
+
+class RefusedError(RelaxError):
+    """The queue controller refused a request; the message is the controller's."""

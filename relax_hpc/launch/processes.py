@@ -1,0 +1,118 @@
+"""A group as local processes: one an MPI launcher or role, started together and killed together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from relax_hpc.config.schema import Config
+from relax_hpc.errors import ConfigError
+from relax_hpc.rendezvous.process import clean_environment
+from relax_hpc.rundir import RunDir
+
+
+@dataclass(slots=True)
+class Member:
+    """A running role: the process, and a descriptor that becomes readable when it ends."""
+
+    role: str
+    process: subprocess.Popen
+    pidfd: int
+
+
+@dataclass(slots=True)
+class GroupProcesses:
+    """The processes of one incarnation of a group."""
+
+    name: str
+    epoch: int
+    members: list[Member] = field(default_factory=list)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to every role that still runs."""
+        for member in self.members:
+            if member.process.poll() is None:
+                member.process.send_signal(number)
+
+    def end(self, seconds: float) -> None:
+        """Ask all to end, wait up to ``seconds``, then kill them and all their children."""
+        families = [process for member in self.members for process in family(member.process.pid)]
+        self.signal(signal.SIGTERM)
+        deadline = time.monotonic() + seconds
+        for member in self.members:
+            try:
+                member.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                pass
+        kill(families)
+        self.reap()
+
+    def kill(self) -> None:
+        """Kill all processes of the group and their children at once."""
+        kill([process for member in self.members for process in family(member.process.pid)])
+        self.reap()
+
+    def reap(self) -> None:
+        for member in self.members:
+            member.process.wait(timeout=30)
+            os.close(member.pidfd)
+        self.members.clear()
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """A process and all its descendants, now."""
+    try:
+        root = psutil.Process(pid)
+        return [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def kill(processes: list[psutil.Process]) -> None:
+    """SIGKILL to processes, known by pid and start time, that are still there."""
+    for process in processes:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+
+
+def mpiexec() -> str:
+    """The MPI launcher that belongs to this environment's mpi4py."""
+    path = Path(sys.executable).parent / "mpiexec"
+    if not path.exists():
+        raise ConfigError(f"{path}: no MPI launcher; install the mpich wheel (env/setup.sh does)")
+    return str(path)
+
+
+def command(run: RunDir, config: Config, group: str, role: str, epoch: int) -> list[str]:
+    """What starts ``role``: Python itself, or an MPI launcher for a role of several ranks."""
+    args = ["-m", "relax_hpc.roles", "--run_dir", str(run.root), "--group", group, "--role", role]
+    words = [sys.executable, *args, "--epoch", str(epoch)]
+    ranks = getattr(config, role).parallel.ranks if role in ("actor", "actor_fwd", "reference") else 1
+    return words if ranks == 1 else [mpiexec(), "-n", str(ranks), *words]
+
+
+def start(run: RunDir, config: Config, group: str, epoch: int) -> GroupProcesses:
+    """Start every role of ``group`` (the controller first in the hub), output to its log directory."""
+    logs = run.logs(group, epoch)
+    logs.mkdir(parents=True, exist_ok=True)
+    roles = (["controller"] if group == "hub" else []) + list(config.groups[group].roles)
+    environment = clean_environment() | {"OMP_NUM_THREADS": str(config.threads), "PYTHONUNBUFFERED": "1"}
+    environment |= {"HF_HUB_OFFLINE": "1"} | config.groups[group].env
+    processes = GroupProcesses(group, epoch)
+    for role in roles:
+        with (logs / f"{role}.log").open("ab") as log:
+            words = command(run, config, group, role, epoch)
+            process = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+            )
+        processes.members.append(Member(role, process, os.pidfd_open(process.pid)))
+    return processes

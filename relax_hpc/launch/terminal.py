@@ -1,0 +1,77 @@
+"""What `relax-hpc run` shows: events of the groups, a progress line a step, and where everything lies at the end."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+from relax_hpc.config.schema import Config
+from relax_hpc.metrics.progress import Progress
+from relax_hpc.rundir import RunDir
+
+
+class Terminal:
+    """Follows metrics.jsonl for the user in front of it."""
+
+    def __init__(self, run: RunDir, config: Config) -> None:
+        self.run, self.config = run, config
+        self.progress = Progress(config.steps)
+        self.started = time.monotonic()
+        self.log = (run.root / "supervisor.log").open("a")
+        self._offset = run.metrics.stat().st_size if run.metrics.exists() else 0
+        self._steps = 0
+        self._scores: dict[str, float] = {}
+
+    def say(self, text: str) -> None:
+        """One line for the user and the supervisor's log."""
+        self.progress.close()
+        line = f"[{time.monotonic() - self.started:7.1f}s] {text}"
+        print(line, flush=True)
+        self.log.write(line + "\n")
+        self.log.flush()
+
+    def trained_steps(self) -> int:
+        """Steps seen so far."""
+        self.show_progress()
+        return self._steps
+
+    def show_progress(self) -> None:
+        """Show the steps that came since the last call."""
+        if not self.run.metrics.exists():
+            return
+        with self.run.metrics.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for text in whole.splitlines():
+            self._show(json.loads(text) if text.strip() else {})
+
+    def _show(self, line: dict) -> None:
+        values = {tag: value for tag, value in line.items() if "/" in tag and value is not None}
+        if any(tag.startswith("eval/") for tag in values) and "reward/mean" not in values:
+            self._scores = values
+            scores = "  ".join(f"{tag.removeprefix('eval/')} {value:.3f}" for tag, value in sorted(values.items()))
+            self.say(f"version {line['step']}: {scores}")
+        elif "reward/mean" in values:
+            self._steps = line["step"] + 1
+            self.progress.update(line["step"], values)
+
+    def summary(self) -> None:
+        """Where the run's results are; draws the reward plot."""
+        from relax_hpc.metrics.plot import plot_runs
+
+        checkpoints = sorted(self.run.checkpoints.glob("e*-step-*"))
+        picture = plot_runs([self.run.root], self.run.root / "rewards.png", [])
+        self.progress.close()
+        print(f"finished in {time.monotonic() - self.started:.1f} s")
+        print(f"run directory  {self.run.root}")
+        print(f"checkpoint     {checkpoints[-1] if checkpoints else 'none'}")
+        print(f"TensorBoard    tensorboard --logdir {self.run.tensorboard}")
+        print(f"reward plot    {picture}")
+        sys.stdout.flush()
+
+    def close(self) -> None:
+        self.progress.close()
+        self.log.close()

@@ -1,0 +1,123 @@
+"""The line that a run shows after each step, in a log file or overwriting itself on a terminal."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import TextIO
+
+_WINDOW = 20
+_TO_LINE_END = "\x1b[K"
+
+
+def progress_line(step: int, steps: int, values: Mapping[str, float], eta_s: float | None = None) -> str:
+    """One aligned line; what is missing from `values` shows as a dash.
+
+    Args:
+        step: the step just finished, from 0, as in metrics.jsonl.
+        steps: steps of the whole run.
+        values: reward/mean, staleness/mean, perf/rollout_tokens_per_s, idle/<role> (share of time, 0 to 1), and
+            eval/<set>/exact_match (share) where an evaluation has just come in; other tags are left alone.
+        eta_s: seconds to the end of the run, if known.
+
+    >>> progress_line(7, 300, {"reward/mean": 0.5, "staleness/mean": 0, "idle/actor": 0.25}, eta_s=90)
+    'step   7/300  reward 0.500  staleness 0.0      - tok/s  idle actor 25%  eta  1m30s'
+    """
+    parts = [
+        f"step {step:{len(str(steps))}d}/{steps}",
+        f"reward {_number(values.get('reward/mean'), '.3f'):>5}",
+        f"staleness {_number(values.get('staleness/mean'), '.1f'):>3}",
+        f"{_thousands(values.get('perf/rollout_tokens_per_s')):>5} tok/s",
+    ]
+    idle = [f"{tag[5:]} {_percent(values[tag]):>3}" for tag in sorted(values) if tag.startswith("idle/")]
+    parts += ["idle " + " ".join(idle)] if idle else []
+    parts += [f"eta {_duration(eta_s):>6}"]
+    parts += [f"{tag.split('/')[1]} {values[tag]:.1%}" for tag in sorted(values) if _is_score(tag)]
+    return "  ".join(parts)
+
+
+class Progress:
+    """Prints progress lines: every step in a log; on a terminal one that overwrites itself, some of which stay."""
+
+    def __init__(self, steps: int, stream: TextIO | None = None, keep_every: int = 10) -> None:
+        """`keep_every`: steps between lines that stay on a terminal, besides those with evaluations and the last."""
+        self._steps = steps
+        self._stream = sys.stdout if stream is None else stream
+        self._keep_every = keep_every
+        self._terminal = self._stream.isatty()
+        self._open = False
+        self._ends: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
+
+    def update(self, step: int, values: Mapping[str, float]) -> None:
+        """Show a finished step."""
+        line = progress_line(step, self._steps, values, self._eta(step))
+        if not self._terminal:
+            self._stream.write(line + "\n")
+        elif self._stays(step, values):
+            self._stream.write(f"\r{line}{_TO_LINE_END}\n")
+            self._open = False
+        else:
+            # A line as wide as the terminal would wrap, and the next carriage return would not reach its start.
+            self._stream.write(f"\r{line[: shutil.get_terminal_size().columns - 1]}{_TO_LINE_END}")
+            self._open = True
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Leave the cursor at the start of a fresh line."""
+        if self._open:
+            self._stream.write("\n")
+            self._stream.flush()
+            self._open = False
+
+    def _stays(self, step: int, values: Mapping[str, float]) -> bool:
+        return step % self._keep_every == 0 or step >= self._steps - 1 or any(map(_is_score, values))
+
+    def _eta(self, step: int) -> float | None:
+        """Seconds left at the pace of the last steps; None until there is a pace."""
+        now = time.monotonic()
+        if self._ends and step < self._ends[-1][0]:
+            self._ends.clear()
+        if not self._ends or step > self._ends[-1][0]:
+            self._ends.append((step, now))
+        left = max(0, self._steps - 1 - step)
+        if left == 0:
+            return 0.0
+        (first, since), (last, until) = self._ends[0], self._ends[-1]
+        return left * (until - since) / (last - first) if last > first else None
+
+
+def _is_score(tag: str) -> bool:
+    return tag.startswith("eval/") and tag.endswith("/exact_match")
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None or math.isnan(value) else format(value, form)
+
+
+def _percent(share: float) -> str:
+    return _number(share, ".0%")
+
+
+def _thousands(value: float | None) -> str:
+    """At most five characters: 9500, 123k, 1.2M."""
+    if value is None or value < 1e4:
+        return _number(value, ".0f")
+    return _number(value / 1e3, ".0f") + "k" if value < 1e6 else _number(value / 1e6, ".1f") + "M"
+
+
+def _duration(seconds: float | None) -> str:
+    """At most six characters: 42s, 4m07s, 3h12m, 2d03h."""
+    if seconds is None:
+        return "-"
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    days, h = divmod(hours, 24)
+    if days:
+        return f"{days}d{h:02d}h"
+    if hours:
+        return f"{h}h{m:02d}m"
+    return f"{m}m{s:02d}s" if minutes else f"{s}s"

@@ -1,0 +1,115 @@
+"""The metrics of a run, written by the hub alone: one JSON line a step, and the same scalars for TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import math
+import time as clock
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from tensorboard.compat.proto.event_pb2 import Event
+
+TAG_GROUPS = ("reward", "loss", "kl", "staleness", "queue", "weights", "perf", "idle", "eval")
+"""First part of a tag (`reward/mean`, `eval/digits/exact_match`); TensorBoard folds its charts by it."""
+
+RESERVED = frozenset({"step", "time", "epoch", "event"})
+METRICS_FILE = "metrics.jsonl"
+TENSORBOARD_DIR = "tensorboard"
+_TENSORBOARD_FLUSH_S = 2
+
+
+class MetricsWriter:
+    """Appends to <run_dir>/metrics.jsonl and to one event file an epoch in <run_dir>/tensorboard.
+
+    Nothing that was written is ever changed: after a resume, ``rolled_back`` says which steps no longer count and
+    `relax_hpc.metrics.read` leaves them out.
+
+    >>> with MetricsWriter(run_dir, epoch=1) as metrics:
+    ...     metrics.write(0, {"reward/mean": 0.25})
+    """
+
+    def __init__(self, run_dir: Path, epoch: int) -> None:
+        """Open for appending, making directories as needed; `epoch` is the incarnation that writes."""
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter  # 0.2 s, so not at import
+
+        self.epoch = epoch
+        run_dir.mkdir(parents=True, exist_ok=True)
+        path = run_dir / METRICS_FILE
+        torn = ends_torn(path)
+        self._file = path.open("a", encoding="utf-8")
+        if torn:
+            self._file.write("\n")
+        self._events = EventFileWriter(
+            str(run_dir / TENSORBOARD_DIR),
+            max_queue_size=1000,
+            flush_secs=_TENSORBOARD_FLUSH_S,
+            filename_suffix=f".epoch-{epoch:06d}",
+        )
+
+    def write(self, step: int, values: Mapping[str, float], time: float | None = None) -> None:
+        """Record the scalars of a step; several lines of one step add up, and of one tag the later value counts.
+
+        Args:
+            step: the training step, from 0. What is measured on version v belongs to step v.
+            values: tag -> anything float() takes; NaN and infinities become null in the JSON line.
+            time: wall-clock seconds since 1970; now if left out.
+
+        Raises:
+            ValueError: a tag has the name of one of the line's own fields.
+        """
+        if taken := RESERVED.intersection(values):
+            raise ValueError(f"metrics: {sorted(taken)} are fields of the line itself; use a tag such as perf/time_s")
+        time = clock.time() if time is None else time
+        scalars = {tag: float(value) for tag, value in values.items()}
+        finite = {tag: value if math.isfinite(value) else None for tag, value in scalars.items()}
+        self._append({"step": step, "time": time, "epoch": self.epoch, **finite})
+        self._events.add_event(_summary(step, time, scalars))
+
+    def rolled_back(self, step: int) -> None:
+        """Training goes on at `step`: what was written before for this and later steps no longer counts."""
+        now = clock.time()
+        self._append({"step": step, "time": now, "epoch": self.epoch, "event": "rolled_back"})
+        self._events.add_event(_restart(step, now))
+
+    def close(self) -> None:
+        """Flush both and close; a second call does nothing."""
+        self._file.close()
+        self._events.close()
+
+    def _append(self, line: dict[str, object]) -> None:
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def ends_torn(path: Path) -> bool:
+    """Whether a file's last line lacks its newline, as a killed writer leaves it."""
+    if not path.exists() or path.stat().st_size == 0:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, 2)
+        return file.read(1) != b"\n"
+
+
+def _summary(step: int, time: float, scalars: Mapping[str, float]) -> Event:
+    from tensorboard.compat.proto import event_pb2, summary_pb2
+
+    values = [summary_pb2.Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+    return event_pb2.Event(wall_time=time, step=step, summary=summary_pb2.Summary(value=values))
+
+
+def _restart(step: int, time: float) -> Event:
+    """The event by which TensorBoard drops the points of `step` and later that it has read so far."""
+    from tensorboard.compat.proto import event_pb2
+
+    start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+    return event_pb2.Event(wall_time=time, step=step, session_log=start)

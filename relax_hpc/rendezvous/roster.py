@@ -1,0 +1,60 @@
+"""Between groups: numbered files in the run directory say who is where, and in which incarnation.
+
+A group's launcher takes an epoch by exclusive create; the group's leader then publishes its card under that epoch.
+Readers follow the highest published epoch. Nothing is ever overwritten.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from relax_hpc.rundir import RunDir, write_json
+
+_CARD = re.compile(r"epoch-(\d{6})\.json")
+_CLAIM = re.compile(r"epoch-(\d{6})\.claim")
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What a group's leader tells the others: its epoch and, for the hub, the controller's endpoint."""
+
+    group: str
+    epoch: int
+    ranks: list[dict[str, Any]]
+    endpoint: str = ""
+
+
+def claim_epoch(run: RunDir, group: str) -> int:
+    """Take the next incarnation number of ``group``; two launchers never get the same one."""
+    folder = run.rendezvous(group)
+    folder.mkdir(parents=True, exist_ok=True)
+    epoch = 1 + max((int(m[1]) for name in os.listdir(folder) if (m := _CLAIM.fullmatch(name))), default=0)
+    while True:
+        try:
+            os.close(os.open(folder / f"epoch-{epoch:06d}.claim", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+            return epoch
+        except FileExistsError:
+            epoch += 1
+
+
+def publish_card(run: RunDir, card: Card) -> None:
+    """Let the other groups find this incarnation."""
+    value = {"group": card.group, "epoch": card.epoch, "ranks": card.ranks, "endpoint": card.endpoint}
+    write_json(run.rendezvous(card.group) / f"epoch-{card.epoch:06d}.json", value)
+
+
+def latest_card(run: RunDir, group: str) -> Card | None:
+    """The newest published incarnation of ``group``, or None."""
+    try:
+        names = os.listdir(run.rendezvous(group))
+    except FileNotFoundError:
+        return None
+    epochs = [int(m[1]) for name in names if (m := _CARD.fullmatch(name))]
+    if not epochs:
+        return None
+    value = json.loads((run.rendezvous(group) / f"epoch-{max(epochs):06d}.json").read_text())
+    return Card(value["group"], value["epoch"], value["ranks"], value["endpoint"])

@@ -1,0 +1,84 @@
+"""Rewards: functions of one response, found by name, and a guard that turns their failures into named reasons."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import numbers
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from relax_hpc.errors import ConfigError
+from relax_hpc.rewards.answers import answer_exact, answer_partial
+
+FLOAT32_MAX = 3.4028234663852886e38
+
+
+@dataclass(frozen=True, slots=True)
+class RewardInput:
+    """What a reward sees of a sample."""
+
+    prompt: str
+    answer: str
+    response_text: str
+    """The response without special tokens."""
+    finish_reason: str
+    """stop | length | abort"""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """The other fields of the prompt's line."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardError:
+    """A reward that could not be had; `reason` names a drop counter, `detail` is for the log."""
+
+    reason: str
+    """reward_exception | reward_not_a_number | reward_not_finite"""
+    detail: str
+
+
+Reward = Callable[[RewardInput], float]
+
+REWARDS: dict[str, Reward] = {"answer_partial": answer_partial, "answer_exact": answer_exact}
+
+
+def get_reward(name: str) -> Reward:
+    """The reward called `name`: built in, or imported from `package.module:function`. ConfigError if there is none."""
+    if ":" in name:
+        return _imported(name)
+    if name in REWARDS:
+        return REWARDS[name]
+    near = difflib.get_close_matches(name, REWARDS, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else "write package.module:function for your own"
+    raise ConfigError(f"reward: found {name!r}, allowed {', '.join(REWARDS)}; {hint}")
+
+
+def _imported(name: str) -> Reward:
+    module_name, _, attribute = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # a user's module may raise anything while it is imported
+        raise ConfigError(
+            f"reward: {name!r}: importing {module_name!r} failed: {type(error).__name__}: {error}; "
+            "put the module on PYTHONPATH or mend it"
+        ) from error
+    function = getattr(module, attribute, None)
+    if callable(function):
+        return function
+    near = difflib.get_close_matches(attribute, [key for key in vars(module) if not key.startswith("_")], n=1)
+    hint = f"did you mean {near[0]!r}?" if near else "define it there"
+    raise ConfigError(f"reward: {name!r}: module {module_name!r} has no function {attribute!r}; {hint}")
+
+
+def safe_reward(function: Reward, sample: RewardInput) -> float | RewardError:
+    """The reward as a float that fits float32, or why there is none; never raises an Exception."""
+    try:
+        value = function(sample)
+    except Exception as error:  # a user's function may raise anything
+        return RewardError("reward_exception", f"{type(error).__name__}: {error}")
+    if not isinstance(value, numbers.Real):
+        return RewardError("reward_not_a_number", f"returned {type(value).__name__}")
+    if not abs(value) <= FLOAT32_MAX:
+        return RewardError("reward_not_finite", f"returned {value}")
+    return float(value)

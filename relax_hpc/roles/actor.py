@@ -1,0 +1,203 @@
+"""The actor: trains the policy on the tickets of one step after the other, publishes every version, checkpoints.
+
+It begins where the newest verified checkpoint ends and tells the queue, which gives back or drops what came later.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from relax_hpc.checkpoint import store
+from relax_hpc.errors import RelaxError
+from relax_hpc.roles.context import Context
+from relax_hpc.roles.ranks import Ranks
+from relax_hpc.training.batches import Batch, collate, split_rows
+from relax_hpc.training.hf_files import read_config
+from relax_hpc.training.model import PolicyModel
+from relax_hpc.training.optimizer import learning_rate
+from relax_hpc.training.trainer import Trainer
+from relax_hpc.transfer_queue.client import Claim
+from relax_hpc.transfer_queue.schema import Row
+from relax_hpc.versions import Version
+from relax_hpc.weights.publisher import publish
+
+PAD = 0
+
+
+class Actor:
+    """One rank of the actor group; `train` runs in all of them, only the leader talks to the queue."""
+
+    def __init__(self, context: Context) -> None:
+        self.context, self.config = context, context.config
+        self.ranks = Ranks(context, self.config.actor.parallel)
+        model = PolicyModel(read_config(context.run.model), self.config.model, self.config.actor.parallel)
+        model.load_hf(context.run.model)
+        self.model = model
+        self.trainer = Trainer(
+            model, self.config.algorithm, self.config.actor.optimizer, self.config.rollout.temperature
+        )
+        self.budget = self.config.actor.max_tokens_per_micro_batch
+
+    # -- start and end of a step -------------------------------------------------------------------------------
+
+    def resume(self) -> int:
+        """Load the newest checkpoint that verifies; the step to begin with (0 without one)."""
+        points = self._ask("checkpoints")["checkpoints"]
+        for point in reversed(points):
+            directory = self.context.run.checkpoints / point["name"]
+            try:
+                store.verify(directory, point["digest"])
+            except RelaxError as error:
+                print(f"skipping a checkpoint that does not verify: {error}", flush=True)
+                continue
+            step = int(store.load(directory, self.trainer)["step"])
+            break
+        else:
+            step = 0
+        self._ask("resume", step=step)
+        self.publish(step)
+        return step
+
+    def _ask(self, op: str, **args: object) -> dict:
+        """A request to the queue by the leader, its answer in every rank."""
+        return self.ranks.tell(self.context.client.call(op, **args) if self.ranks.leader else None)
+
+    def publish(self, number: int) -> None:
+        """Make the present weights version ``number`` of this epoch."""
+        with self.context.spans("publish", step=number):
+            tensors = self.model.export_hf()
+            if self.ranks.leader:
+                publish(self.context.run, self.context.client, Version(self.context.epoch, number), tensors)
+
+    def checkpoint(self, step: int) -> None:
+        """Save everything that training step ``step`` needs, journal it, delete what is older than `keep_last`."""
+        with self.context.spans("checkpoint", step=step):
+            name = f"e{self.context.epoch:06d}-step-{step:06d}"
+            directory = self.context.run.checkpoints / name
+            digest = store.save(directory, self.trainer, {"step": step, "seed": self.config.seed})
+            self._ask("checkpoint", step=step, name=name, digest=digest)
+            if self.ranks.leader:
+                points = self.context.client.call("checkpoints")["checkpoints"]
+                keep = {point["name"] for point in points[-self.config.checkpoint.keep_last :]}
+                store.remove_others(self.context.run.checkpoints, keep)
+
+    # -- training ----------------------------------------------------------------------------------------------
+
+    def train(self, step: int) -> None:
+        """One training step: all its passes and mini-batches, then the new version."""
+        started = time.monotonic()
+        algorithm, minis = self.config.algorithm, self.config.algorithm.mini_batches
+        lr = learning_rate(self.config.actor.optimizer, step, self.config.steps)
+        leases: list[int] = []
+        tally = Tally()
+        mini_batches: list[list[list[Batch]]] = []
+        for number in range(minis):
+            windows: list[list[Batch]] = []
+            for claim, rows in self.windows(step, number):
+                leases.append(claim.lease)
+                tally.add(rows)
+                with self.context.spans("train", step=step):
+                    windows.append(self.batches(rows))
+                    if self.config.actor.parallel.pipeline == 1:
+                        self.trainer.accumulate(windows[-1])
+            with self.context.spans("train", step=step):
+                if self.config.actor.parallel.pipeline > 1:
+                    self.trainer.accumulate([batch for window in windows for batch in window])
+                metrics = self.trainer.step(lr)
+            mini_batches.append(windows)
+            if number == 0:
+                first = metrics
+        with self.context.spans("train", step=step):
+            for _ in range(algorithm.passes - 1):
+                for windows in mini_batches:
+                    self.trainer.accumulate([batch for window in windows for batch in window])
+                    metrics = self.trainer.step(lr)
+        self.publish(step + 1)
+        staleness = self._ask("trained", step=step, leases=leases)["staleness"]
+        if self.ranks.leader:
+            seconds = time.monotonic() - started
+            self.context.report(step, report(first, metrics, tally, staleness, lr, seconds))
+        if (step + 1) % self.config.checkpoint.every == 0 or step + 1 == self.config.steps:
+            self.checkpoint(step + 1)
+
+    def windows(self, step: int, number: int) -> Iterator[tuple[Claim, list[Row]]]:
+        """The windows of mini-batch ``number`` in ticket order, each as soon as its rows are there."""
+        size = self.config.groups_per_step // self.config.algorithm.mini_batches
+        left = size
+        while left:
+            with self.context.spans("wait", step=step):
+                claim = None
+                if self.ranks.leader:
+                    claim = self.context.client.claim("actor", self.budget * self.ranks.layout.data_size, size)
+                claim = Claim.of(self.ranks.tell(claim.message() if claim else None))
+            with self.context.spans("queue", step=step):
+                rows = self.ranks.rows(claim)
+            left -= len(claim.tickets)
+            yield claim, rows
+
+    def batches(self, rows: list[Row]) -> list[Batch]:
+        """This rank's micro-batches of a window."""
+        mine = [rows[index] for index in self.ranks.mine(rows)]
+        parts = split_rows(mine, self.budget)
+        return [collate(part, PAD, self.model.device, self.model.length_multiple) for part in parts]
+
+
+class Tally:
+    """What the step's rows say, for the metrics."""
+
+    def __init__(self) -> None:
+        self.rewards: list[float] = []
+        self.lengths: list[int] = []
+        self.stopped = 0
+        self.tokens = 0
+
+    def add(self, rows: list[Row]) -> None:
+        for row in rows:
+            self.rewards.append(float(row["reward"]))
+            self.lengths.append(len(row["token_ids"]) - int(row["prompt_len"]))
+            self.tokens += len(row["token_ids"])
+            self.stopped += row["finish_reason"] == "stop"
+
+
+def report(
+    first: dict[str, float], last: dict[str, float], tally: Tally, staleness: list[int], lr: float, seconds: float
+) -> dict[str, float]:
+    """Scalars of a step. The comparison of rollout and old log-probs is the first pass's, before any update."""
+    count = len(tally.rewards)
+    renamed = {
+        "ratio": "loss/ratio",
+        "clip_fraction": "loss/clip_fraction",
+        "entropy": "loss/entropy_nats",
+        "grad_norm": "loss/grad_norm",
+        "skipped": "loss/skipped_updates",
+    }
+    values = {renamed.get(name, name): value for name, value in last.items() if "/" in renamed.get(name, name)}
+    mean = sum(tally.rewards) / count
+    values |= {
+        "reward/mean": mean,
+        "reward/std": (sum((reward - mean) ** 2 for reward in tally.rewards) / count) ** 0.5,
+        "reward/response_tokens": sum(tally.lengths) / count,
+        "reward/stopped_share": tally.stopped / count,
+        "kl/train_rollout_logprob_abs_diff": first.get("train_rollout_logprob_abs_diff", 0.0),
+        "kl/train_rollout_logprob_max": first.get("train_rollout_logprob_max", 0.0),
+        "kl/tis_weight": first.get("tis_weight", 1.0),
+        "kl/tis_capped": first.get("tis_capped", 0.0),
+        "loss/lr": lr,
+        "staleness/min": min(staleness),
+        "staleness/mean": sum(staleness) / len(staleness),
+        "staleness/max": max(staleness),
+        "perf/step_s": seconds,
+        "perf/trained_tokens": tally.tokens,
+    }
+    return values
+
+
+def run(context: Context) -> None:
+    """Train to the last step, or until asked to stop."""
+    actor = Actor(context)
+    step = actor.resume()
+    while step < context.config.steps:
+        actor.train(step)
+        step += 1
+    actor.ranks.close()

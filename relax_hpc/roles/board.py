@@ -1,0 +1,79 @@
+"""The hub's board: gathers what the roles report and writes one line of metrics a step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+from relax_hpc.metrics.progress import Progress
+from relax_hpc.metrics.writer import MetricsWriter
+from relax_hpc.transfer_queue.state import QueueState
+
+_ADDED_UP = ("perf/rollout_tokens",)
+
+
+class Board:
+    """Collects reports until the actor's closes the step."""
+
+    def __init__(self, run_dir: Path, epoch: int, steps: int, state: QueueState) -> None:
+        self.writer = MetricsWriter(run_dir, epoch)
+        self.progress = Progress(steps)
+        self.state = state
+        self._values: dict[str, float] = defaultdict(float)
+        self._seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self._scores: dict[str, float] = {}
+
+    def report(self, role: str, step: int, values: dict[str, float], seconds: dict[str, float]) -> None:
+        """Take a role's report; an evaluation is written at once, a step when the actor reports it."""
+        if role == "eval":
+            self.writer.write(step, values)
+            self._scores = values
+            return
+        for what, spent in seconds.items():
+            self._seconds[role][what] += spent
+        for tag, value in values.items():
+            self._values[tag] = self._values[tag] + value if tag in _ADDED_UP else value
+        if role == "actor":
+            self._write(step)
+
+    def _write(self, step: int) -> None:
+        values = dict(self._values) | self._shares() | self._queue()
+        generating = self._seconds["rollout"].get("generate", 0.0)
+        if generating:
+            values["perf/rollout_tokens_per_s"] = values.get("perf/rollout_tokens", 0.0) / generating
+        training = self._seconds["actor"].get("train", 0.0)
+        if training:
+            values["perf/train_tokens_per_s"] = values["perf/trained_tokens"] / training
+        self.writer.write(step, values)
+        self.progress.update(step, values | self._scores)
+        self._values.clear()
+        self._seconds.clear()
+        self._scores = {}
+
+    def _shares(self) -> dict[str, float]:
+        """Of each role's time since the last step: the share it waited, and seconds by kind."""
+        shares: dict[str, float] = {}
+        for role, seconds in self._seconds.items():
+            total = sum(seconds.values())
+            if total:
+                shares[f"idle/{role}"] = seconds.get("wait", 0.0) / total
+            shares |= {f"perf/{role}_{what}_s": spent for what, spent in seconds.items() if what != "wait"}
+        return shares
+
+    def _queue(self) -> dict[str, float]:
+        state = self.state
+        lags = [state.newest.number - version.number for _, version in state.readers.values()] if state.newest else []
+        values = {f"queue/{name}": float(count) for name, count in state.depth().items()}
+        values |= {f"queue/dropped_{reason}": float(count) for reason, count in state.dropped.items()}
+        values |= {f"queue/{name.replace('/', '_')}": float(count) for name, count in state.noted.items()}
+        values["weights/version"] = float(state.newest.number if state.newest else 0)
+        values["weights/publish_lag"] = float(max(lags, default=0))
+        return values
+
+    def rolled_back(self, step: int) -> None:
+        """Training goes on at ``step``."""
+        if step < self.state.trained_steps or step > 0:
+            self.writer.rolled_back(step)
+
+    def close(self) -> None:
+        self.writer.close()

@@ -1,0 +1,39 @@
+"""What a role is given: its run, its place in the group, its connection to the queue, and its clock."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from relax_hpc.config.schema import Config
+from relax_hpc.metrics.spans import Spans
+from relax_hpc.rendezvous.world import World
+from relax_hpc.rundir import RunDir
+from relax_hpc.transfer_queue.client import QueueClient
+
+
+@dataclass(slots=True)
+class Context:
+    """One rank of one role. `client` is the leader's; other ranks have None."""
+
+    run: RunDir
+    config: Config
+    group: str
+    role: str
+    epoch: int
+    world: World
+    client: QueueClient | None
+    spans: Spans
+    stop: threading.Event
+    """Set when the process is asked to end."""
+
+    @property
+    def logs(self) -> Path:
+        """Where this incarnation of the group logs."""
+        return self.run.logs(self.group, self.epoch)
+
+    def report(self, step: int, values: dict[str, float]) -> None:
+        """Send metrics of ``step`` and the seconds spent by kind since the last report; nobody waits for it."""
+        assert self.client is not None
+        self.client.submit("report", role=self.role, step=step, values=values, seconds=self.spans.take())

@@ -1,0 +1,150 @@
+"""The forward-only roles: actor_fwd gives the clip's denominator, reference gives the KL's.
+
+actor_fwd follows the published weights. At staleness 0 it scores step t with version t; otherwise with the newest it
+has, and says which in `old_logprob_version`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from pathlib import Path
+
+import numpy as np
+
+from relax_hpc.errors import DeadlineError
+from relax_hpc.roles.context import Context
+from relax_hpc.roles.ranks import Ranks
+from relax_hpc.training.batches import collate, split_rows
+from relax_hpc.training.hf_files import read_config
+from relax_hpc.training.model import PolicyModel
+from relax_hpc.transfer_queue.client import Claim
+from relax_hpc.transfer_queue.schema import Row
+from relax_hpc.versions import Version
+from relax_hpc.weights.subscriber import NOTHING, Subscriber
+
+PAD = 0
+
+
+class Scorer:
+    """The model of a forward group and how it scores the rows of a claim, in all ranks."""
+
+    def __init__(self, context: Context, ranks: Ranks, directory: Path) -> None:
+        config = context.config
+        self.forward = getattr(config, context.role)
+        self.ranks = ranks
+        self.temperature = config.rollout.temperature
+        self.model = PolicyModel(read_config(directory), config.model, self.forward.parallel)
+        self.model.load_hf(directory)
+
+    def score(self, rows: Sequence[Row]) -> list[np.ndarray]:
+        """Log-probabilities [tokens] of each row; complete in the leader."""
+        mine = self.ranks.mine(rows)
+        parts = split_rows([rows[index] for index in mine], self.forward.max_tokens_per_micro_batch)
+        multiple = self.model.length_multiple
+        batches = [collate(part, PAD, self.model.device, multiple) for part in parts]
+        return self.ranks.collect(rows, mine, self.model.forward_logprobs(batches, self.temperature))
+
+    def load(self, data: bytes) -> None:
+        """Take the weights of a safetensors file."""
+        from safetensors.torch import load
+
+        self.model.load_tensors(load(data))
+
+
+def run(context: Context) -> None:
+    """Serve until the run is finished."""
+    follows = context.role == "actor_fwd"
+    config = context.config
+    frozen = Path(config.model.reference_path) if config.model.reference_path and not follows else context.run.model
+    forward = getattr(config, context.role)
+    ranks = Ranks(context, forward.parallel)
+    scorer = Scorer(context, ranks, frozen)
+    if context.world.leader:
+        _lead(context, ranks, scorer, follows)
+    else:
+        _follow(context, ranks, scorer)
+    ranks.close()
+
+
+def _follow(context: Context, ranks: Ranks, scorer: Scorer) -> None:
+    while (command := ranks.tell(None))["do"] != "end":
+        if command["do"] == "load":
+            scorer.load((context.run.weights / command["path"]).read_bytes())
+        else:
+            scorer.score(ranks.rows(Claim.of(command["claim"])))
+
+
+def _lead(context: Context, ranks: Ranks, scorer: Scorer, follows: bool) -> None:
+    client, role = context.client, context.role
+    assert client is not None
+    budget = scorer.forward.max_tokens_per_micro_batch * scorer.forward.parallel.data
+    weights = _Weights(context, ranks, scorer) if follows else None
+    work: Future = client.claim_later(role, budget)
+    while True:
+        with context.spans("wait"):
+            wait([work, *([weights.news] if weights else [])], return_when=FIRST_COMPLETED)
+        if weights and weights.news.done():
+            weights.pull()
+        if not work.done():
+            continue
+        claim = work.result()
+        if claim is None:
+            break
+        if weights:
+            weights.reach(claim.min_version)
+        ranks.tell({"do": "score", "claim": claim.message()})
+        with context.spans("queue", step=claim.step):
+            rows = ranks.rows(claim)
+        with context.spans("forward", step=claim.step):
+            scores = scorer.score(rows)
+        with context.spans("queue", step=claim.step):
+            _put(client, role, rows, scores, claim, weights.reader.serving if weights else NOTHING)
+        work = client.claim_later(role, budget)
+        context.report(claim.step, {})
+    ranks.tell({"do": "end"})
+
+
+def _put(client, role: str, rows: list[Row], scores: list[np.ndarray], claim: Claim, version: Version) -> None:
+    if role == "reference":
+        client.put([{**row, "ref_logprobs": s} for row, s in zip(rows, scores, strict=True)], ("ref_logprobs",), claim)
+        return
+    code = version.encode()
+    scored = [
+        {"sample_id": row["sample_id"], "old_logprobs": s, "old_logprob_version": code}
+        for row, s in zip(rows, scores, strict=True)
+    ]
+    client.put(scored, ("old_logprobs", "old_logprob_version"), claim)
+
+
+class _Weights:
+    """The leader's subscription of an actor_fwd group."""
+
+    def __init__(self, context: Context, ranks: Ranks, scorer: Scorer) -> None:
+        self.context, self.ranks, self.scorer = context, ranks, scorer
+        self.reader = Subscriber(context.run, context.client, context.group)
+        self.news = self.reader.newer()
+
+    def pull(self) -> None:
+        """Load the announced version in all ranks."""
+        announced = self.news.result()
+        if "version" not in announced:
+            self.news = Future()
+            return
+        with self.context.spans("weights"):
+            version, data = self.reader.read(announced)
+            if self.ranks.size > 1:
+                self.ranks.tell({"do": "load", "path": f"{version}/model.safetensors"})
+            self.scorer.load(data)
+            self.reader.served(version)
+        self.news = self.reader.newer()
+
+    def reach(self, number: int) -> None:
+        """Make sure that at least version ``number`` is loaded; rows made by it are there, so it is published."""
+        while self.reader.serving == NOTHING or self.reader.serving.number < number:
+            done, _ = wait([self.news], timeout=self.context.config.queue.wait_timeout_s)
+            if not done:
+                raise DeadlineError(f"actor_fwd: version {number} was not announced; open the actor's log")
+            self.pull()
+
+

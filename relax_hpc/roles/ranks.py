@@ -1,0 +1,78 @@
+"""A group of ranks that follow their leader: it decides, the others are told, all read the same rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import msgpack
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from relax_hpc.config.schema import ParallelConfig
+from relax_hpc.roles.context import Context
+from relax_hpc.training import parallel
+from relax_hpc.transfer_queue.client import Claim, read_rows
+from relax_hpc.transfer_queue.samplers import share
+from relax_hpc.transfer_queue.schema import Row
+from relax_hpc.transfer_queue.shard import FilePlane
+
+
+class Ranks:
+    """The ranks of one training or forward group; every method is collective."""
+
+    def __init__(self, context: Context, shape: ParallelConfig) -> None:
+        config, world = context.config, context.world
+        torch.set_num_threads(config.threads)
+        timeout = config.queue.wait_timeout_s + 60.0
+        parallel.initialize(
+            shape, world.rank, world.size, world.local_rank, world.master, config.model.device, config.seed, timeout
+        )
+        self.layout = parallel.layout()
+        self.samples = config.samples_per_group
+        self.leader = world.leader
+        self.size = world.size
+        self.plane = FilePlane(context.run.shards)
+        # Commands wait on sockets, not in an MPI or NCCL call that would burn a core or a GPU.
+        self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) if world.size > 1 else None
+
+    def tell(self, message: dict[str, Any] | None) -> dict[str, Any]:
+        """The leader's ``message``, in every rank."""
+        if self._control is None:
+            assert message is not None
+            return message
+        data = torch.frombuffer(bytearray(msgpack.packb(message) if self.leader else b"\0"), dtype=torch.uint8)
+        size = torch.tensor([len(data)])
+        dist.broadcast(size, 0, group=self._control)
+        data = data if self.leader else torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(data, 0, group=self._control)
+        return msgpack.unpackb(data.numpy().tobytes())
+
+    def rows(self, claim: Claim) -> list[Row]:
+        """All rows of ``claim``, read by each rank for itself."""
+        return read_rows(self.plane, claim, self.samples)
+
+    def mine(self, rows: Sequence[Row]) -> list[int]:
+        """Numbers of the rows that this data-parallel rank takes: whole prompt groups, balanced by tokens."""
+        groups = [range(first, first + self.samples) for first in range(0, len(rows), self.samples)]
+        sizes = [sum(len(rows[index]["token_ids"]) for index in group) for group in groups]
+        chosen = share(sizes, self.layout.data_size)[self.layout.data_rank]
+        return [index for group in chosen for index in groups[group]]
+
+    def collect(self, rows: Sequence[Row], mine: Sequence[int], values: Sequence[np.ndarray] | None) -> list[np.ndarray]:
+        """Per-token ``values`` that data-parallel leaders have for ``mine``; in the leader, of all rows in order."""
+        if self._control is None:
+            assert values is not None
+            return list(values)
+        lengths = [len(row["token_ids"]) for row in rows]
+        starts = np.concatenate([[0], np.cumsum(lengths)])
+        flat = torch.zeros(int(starts[-1]), dtype=torch.float32)
+        for index, value in zip(mine, values if self.layout.leader and values is not None else [], strict=False):
+            flat[starts[index] : starts[index + 1]] = torch.from_numpy(np.ascontiguousarray(value))
+        dist.reduce(flat, 0, group=self._control)
+        return np.split(flat.numpy(), starts[1:-1])
+
+    def close(self) -> None:
+        parallel.destroy()

@@ -1,0 +1,234 @@
+"""The rollout role: asks for tickets, has engines generate, computes rewards, puts whole prompt groups into the queue.
+
+Each engine replica has one task that follows the published weights and some that generate. An engine's death ends the
+role, and the supervisor starts the group again; a single bad answer costs one prompt group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from relax_hpc.data.prompts import Prompt, load_tokenizer
+from relax_hpc.errors import NoProgressError, RelaxError
+from relax_hpc.rewards import RewardError, get_reward
+from relax_hpc.roles.context import Context
+from relax_hpc.rollout.engine import Engine, EngineFault, GenerateRequest, Generation, Sampling, make_engine
+from relax_hpc.rollout.samples import PromptSource, group_rows, requests_for, reward_of
+from relax_hpc.transfer_queue.schema import Row
+from relax_hpc.versions import Version
+from relax_hpc.weights.subscriber import NOTHING, Subscriber
+
+_FAILURE_WINDOW = 64
+_NOTED_LINES = 100
+
+Work = list[tuple[int, int]]
+"""(ticket, attempt) of prompt groups to generate."""
+
+
+class Rollout:
+    """All replicas of one rollout group."""
+
+    def __init__(self, context: Context) -> None:
+        self.context, self.config, self.client = context, context.config, context.client
+        self.tokenizer = load_tokenizer(context.run.model)
+        config = self.config
+        self.source = PromptSource.load(data_file(context, config.data.train, "train"), self.tokenizer, config)
+        self.eval_sets = {name: self._eval_prompts(Path(path)) for name, path in eval_files(context).items()}
+        self.reward = get_reward(config.rollout.reward)
+        self.eval_reward = get_reward(config.eval.reward)
+        stops = tuple(self.tokenizer.eos_ids)
+        shape = config.rollout
+        self.sampling = Sampling(shape.temperature, shape.top_p, shape.max_new_tokens, stops, config.seed)
+        self.greedy = Sampling(0.0, 1.0, shape.max_new_tokens, stops, config.seed)
+        self.outcomes: deque[bool] = deque(maxlen=_FAILURE_WINDOW)
+        for line in self.source.bad[:_NOTED_LINES]:
+            self.client.submit("note", what="bad_prompt", name=f"line {line.line}", reason=line.reason)
+
+    def _eval_prompts(self, path: Path) -> list[Prompt]:
+        return PromptSource.load(path, self.tokenizer, self.config).prompts[: self.config.eval.samples]
+
+    async def ask(self, op: str, **args: Any) -> dict[str, Any]:
+        return await asyncio.wrap_future(self.client.submit(op, **args))
+
+    async def serve(self) -> None:
+        """Run all replicas until the run is finished; the first failure ends the others."""
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(self.config.rollout.replicas):
+                tasks.create_task(Replica(self, number).serve())
+
+
+class Replica:
+    """One engine: its process, the weights it serves, the prompt groups it works on."""
+
+    def __init__(self, rollout: Rollout, number: int) -> None:
+        self.rollout, self.number = rollout, number
+        self.context, self.config = rollout.context, rollout.config
+        context = self.context
+        self.engine: Engine = make_engine(
+            self.config, number, context.run.model, NOTHING, context.logs, context.run.token_file
+        )
+        self.reader = Subscriber(context.run, rollout.client, f"{context.group}/{number}")
+        self.failures = 0
+
+    async def serve(self) -> None:
+        """Start the engine, then follow weights and generate until the run is finished."""
+        await self.engine.start()
+        dead = asyncio.create_task(self.engine.wait_dead())
+        work = asyncio.gather(self.follow(), *(self.generate() for _ in range(self.config.rollout.requests_in_flight)))
+        try:
+            done, _ = await asyncio.wait([dead, work], return_when=asyncio.FIRST_COMPLETED)
+            if work not in done:
+                raise RelaxError(f"{self.engine.name} ended with code {dead.result()}; open its log in {self.context.logs}")
+            await work
+        finally:
+            for task in (dead, work):
+                task.cancel()
+            await self.engine.close()
+
+    async def follow(self) -> None:
+        """Swap to each newest version as it is announced; evaluate where that is due."""
+        while "version" in (news := await asyncio.wrap_future(self.reader.newer())):
+            step = Version.parse(news["version"]).number
+            with self.context.spans("engine_update", step=step):
+                version, folder = await asyncio.to_thread(self.reader.stage, news)
+                await self.engine.update_weights(folder, version)
+            due = await asyncio.to_thread(self.reader.served, version)
+            if due and self.number == 0:
+                await self.evaluate(version)
+
+    async def evaluate(self, version: Version) -> None:
+        """Greedy responses to the evaluation sets; the weights stay as they are meanwhile."""
+        values: dict[str, float] = {}
+        for name, prompts in self.rollout.eval_sets.items():
+            requests = [request for prompt in prompts for request in requests_for(prompt, 0, 1)]
+            with self.context.spans("eval", step=version.number):
+                answers = await self.answers(requests, self.rollout.greedy)
+            values[f"eval/{name}/exact_match"] = sum(map(self.score, prompts, answers)) / max(1, len(prompts))
+        await self.rollout.ask("evaluated", version=version.number, values=values)
+
+    def score(self, prompt: Prompt, answer: Generation | EngineFault) -> float:
+        """An evaluation's reward; what failed counts as 0."""
+        if isinstance(answer, EngineFault):
+            return 0.0
+        value = reward_of(prompt, answer, self.rollout.tokenizer, self.rollout.eval_reward)
+        return 0.0 if isinstance(value, RewardError) else value
+
+    async def generate(self) -> None:
+        """Take tickets and turn them into rows, until there are no more."""
+        count = self.config.rollout.groups_per_request
+        while "tickets" in (admitted := await self.admit(count)):
+            work = list(zip(admitted["tickets"], admitted["attempts"], strict=True))
+            while work:
+                work = await self.attempt(work)
+
+    async def admit(self, count: int) -> dict[str, Any]:
+        with self.context.spans("wait"):
+            return await self.rollout.ask("admit", reader=self.reader.reader, count=count)
+
+    async def attempt(self, work: Work) -> Work:
+        """Generate once; what must be tried again, with the next attempt's number."""
+        rollout = self.rollout
+        prompts = [rollout.source.prompt(ticket, attempt) for ticket, attempt in work]
+        samples = self.config.samples_per_group
+        requests = [r for p, (ticket, _) in zip(prompts, work, strict=True) for r in requests_for(p, ticket, samples)]
+        step = work[0][0] // self.config.groups_per_step
+        with self.context.spans("generate", step=step):
+            answers = await self.answers(requests, rollout.sampling)
+        with self.context.spans("queue", step=step):
+            rows, failed = await asyncio.to_thread(self.rows, prompts, work, answers)
+            if rows:
+                await asyncio.to_thread(rollout.client.generated, rows)
+        tokens = sum(len(row["token_ids"]) - row["prompt_len"] for row in rows)
+        self.context.report(step, {"perf/rollout_tokens": tokens})
+        return [(ticket, await self.failed(ticket, attempt, reason)) for ticket, attempt, reason in failed]
+
+    async def answers(self, requests: list[GenerateRequest], sampling: Sampling) -> list[Generation | EngineFault]:
+        """The engine's answers; a request that fails as a whole is repeated, a few times in a row at most."""
+        while True:
+            try:
+                answers = await self.engine.generate(requests, sampling)
+            except EngineFault as fault:
+                await self.fault(fault)
+                continue
+            self.failures = 0
+            return answers
+
+    async def fault(self, fault: EngineFault) -> None:
+        self.failures += 1
+        await self.rollout.ask("note", what="engine_fault", name=self.reader.reader, reason=fault.reason)
+        if self.failures >= self.config.rollout.engine.max_failures:
+            raise RelaxError(f"{self.engine.name} failed {self.failures} times in a row, last: {fault}") from fault
+
+    def rows(self, prompts: list[Prompt], work: Work, answers: list) -> tuple[list[Row], list[tuple[int, int, str]]]:
+        """Rows of the prompt groups that came out whole, and the others with their reasons."""
+        rows: list[Row] = []
+        failed: list[tuple[int, int, str]] = []
+        samples = self.config.samples_per_group
+        for index, (prompt, (ticket, attempt)) in enumerate(zip(prompts, work, strict=True)):
+            group = answers[index * samples : (index + 1) * samples]
+            made = group_rows(prompt, ticket, group, self.rollout.tokenizer, self.rollout.reward)
+            self.rollout.outcomes.append(not isinstance(made, str))
+            if isinstance(made, str):
+                failed.append((ticket, attempt, made))
+            else:
+                rows.extend(made)
+        return rows, failed
+
+    async def failed(self, ticket: int, attempt: int, reason: str) -> int:
+        """Count a failed group; the number of the next attempt, by another prompt under the same ticket."""
+        outcomes, shape = self.rollout.outcomes, self.config.rollout
+        share = 1.0 - sum(outcomes) / len(outcomes)
+        if len(outcomes) == _FAILURE_WINDOW and share > shape.max_failed_share:
+            raise NoProgressError(
+                f"{share:.0%} of the last {len(outcomes)} prompt groups failed, last reason {reason}; "
+                f"allowed rollout.max_failed_share={shape.max_failed_share:.0%}"
+            )
+        number = (await self.rollout.ask("fail", ticket=ticket, attempt=attempt, reason=reason))["attempt"]
+        if number >= shape.max_attempts:
+            raise NoProgressError(
+                f"ticket {ticket} failed {number} times, last reason {reason}; allowed rollout.max_attempts="
+                f"{shape.max_attempts}; look at the prompts and the reward"
+            )
+        return number
+
+
+def data_file(context: Context, configured: str, name: str) -> Path:
+    """A configured file, or the built-in task's."""
+    return Path(configured) if configured else context.run.data / f"{name}.jsonl"
+
+
+def eval_files(context: Context) -> dict[str, str]:
+    """Evaluation sets: configured ones, or the built-in task's held-out files."""
+    if context.config.data.eval or not context.config.data.task:
+        return context.config.data.eval
+    names = ("heldout_multisets", "heldout_prompts")
+    return {name: str(context.run.data / f"{name}.jsonl") for name in names}
+
+
+def run(context: Context) -> None:
+    """Generate until the run is finished."""
+
+    async def main() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        await Rollout(context).serve()
+
+    try:
+        asyncio.run(main())
+    except BaseExceptionGroup as group:
+        raise first_error(group) from group
+    except asyncio.CancelledError:
+        raise RelaxError("asked to stop") from None
+
+
+def first_error(group: BaseExceptionGroup) -> BaseException:
+    """The error that a user should read of a task group's: a configuration or progress error before all others."""
+    errors: list[BaseException] = []
+    for error in group.exceptions:
+        errors.append(first_error(error) if isinstance(error, BaseExceptionGroup) else error)
+    return max(errors, key=lambda error: getattr(error, "exit_code", 0))

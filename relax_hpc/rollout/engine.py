@@ -1,0 +1,124 @@
+"""What a rollout role asks of an inference engine, whatever generates the tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+
+from relax_hpc.config.schema import Config
+from relax_hpc.errors import ConfigError
+from relax_hpc.versions import Version
+
+FaultReason = Literal[
+    "http_error",
+    "timeout",
+    "connection",
+    "wrong_count",
+    "nan_logprob",
+    "unknown_version",
+    "dead",
+    "update_failed",
+]
+_LOGPROB_ROUNDING = 1e-3
+
+
+@dataclass(slots=True, frozen=True)
+class Sampling:
+    """How tokens are drawn; the same for all requests of a call."""
+
+    temperature: float
+    """0: the most probable token."""
+    top_p: float
+    max_new_tokens: int
+    stop_token_ids: tuple[int, ...]
+    """Generation ends after one of them, which belongs to the response; the model's own end tokens count too."""
+    seed: int
+    """Used by engines that can reproduce a sample; SGLang's CPU backends cannot."""
+
+
+@dataclass(slots=True, frozen=True)
+class GenerateRequest:
+    """One response to draw. (seed, prompt_id, sample, position) keys the draws of an engine that is seeded."""
+
+    prompt_ids: tuple[int, ...]
+    prompt_id: str
+    sample: int
+
+
+@dataclass(slots=True)
+class Generation:
+    """One response: three entries a token, the first token after the prompt at index 0."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    """Nats, at the sampling temperature (at 1 if that is 0), before top_p."""
+    token_versions: np.ndarray
+    """int32 [tokens]: `Version.encode()` of the weights that sampled each token."""
+    finish_reason: Literal["stop", "length", "abort"]
+
+
+class EngineFault(Exception):
+    """An engine failed to answer, or answered nonsense; trying again may help. `reason` is what callers count."""
+
+    def __init__(self, reason: FaultReason, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+
+
+class Engine(Protocol):
+    """An inference engine that serves one version of the policy at a time."""
+
+    name: str
+
+    async def start(self) -> None:
+        """Return when requests are served. ConfigError: it can never start. EngineFault("dead"): it did not, this
+        time; the message names its log."""
+
+    async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Generation | EngineFault]:
+        """One answer a request, in order; a bad one is an EngineFault in its place. EngineFault: all failed."""
+
+    async def update_weights(self, directory: Path, version: Version) -> None:
+        """Serve the weights in `directory` (config.json, tokenizer, model.safetensors) from now on: when this returns,
+        no new request is sampled by, or sees keys and values of, older weights. EngineFault: state unknown."""
+
+    async def wait_dead(self) -> int:
+        """The exit status of the engine's process when it has ended; does not return where there is no process."""
+
+    async def close(self) -> None:
+        """End the engine and every process of it; safe to call twice."""
+
+
+def make_engine(
+    config: Config, replica: int, model_dir: Path, version: Version, log_dir: Path, token_file: Path
+) -> Engine:
+    """The engine that `config.rollout.engine.kind` names, not started. `model_dir` holds the weights of `version`."""
+    if config.rollout.engine.kind == "sglang":
+        from relax_hpc.rollout.sglang_engine import SglangEngine
+
+        return SglangEngine(config, replica, model_dir, version, log_dir, token_file)
+    from relax_hpc.rollout.transformers_engine import TransformersEngine
+
+    return TransformersEngine(config, replica, model_dir, version)
+
+
+def require_model(model_dir: Path) -> None:
+    """ConfigError unless `model_dir` looks like a Hugging Face model."""
+    if not (model_dir / "config.json").is_file():
+        raise ConfigError(f"model.path: {model_dir} has no config.json; give a Hugging Face model directory")
+
+
+def check_generation(generation: Generation, max_new_tokens: int) -> Generation | EngineFault:
+    """`generation` itself, or what is wrong with its counts or log-probabilities."""
+    tokens, logprobs = len(generation.token_ids), len(generation.logprobs)
+    if not 0 < tokens <= max_new_tokens or tokens != logprobs:
+        allowed = f"1 to {max_new_tokens} of both"
+        return EngineFault("wrong_count", f"found {tokens} tokens and {logprobs} log-probs, allowed {allowed}")
+    for position, value in enumerate(generation.logprobs):
+        if not math.isfinite(value) or value > _LOGPROB_ROUNDING:
+            return EngineFault("nan_logprob", f"found {value} at response token {position}, allowed finite and <= 0")
+    return generation

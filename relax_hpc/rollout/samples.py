@@ -1,0 +1,86 @@
+"""From prompts to engine requests, and from an engine's answers to the rows of the queue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from relax_hpc.config.schema import Config
+from relax_hpc.data.prompts import BadLine, Prompt, Tokenizer, load_prompts, prompt_at
+from relax_hpc.rewards import Reward, RewardError, RewardInput, safe_reward
+from relax_hpc.rollout.engine import EngineFault, GenerateRequest, Generation
+from relax_hpc.transfer_queue.schema import Row, sample_id
+
+
+@dataclass(slots=True)
+class PromptSource:
+    """The training prompts; which one a ticket gets depends on the seed, the ticket and the attempt alone."""
+
+    config: Config
+    prompts: list[Prompt]
+    bad: list[BadLine]
+
+    @classmethod
+    def load(cls, path: Path, tokenizer: Tokenizer, config: Config) -> PromptSource:
+        """Read the file; ConfigError if too much of it is unusable."""
+        data = config.data
+        return cls(config, *load_prompts(path, tokenizer, data.max_prompt_tokens, data.max_bad_share))
+
+    def prompt(self, ticket: int, attempt: int) -> Prompt:
+        config = self.config
+        return self.prompts[prompt_at(ticket, attempt, len(self.prompts), config.seed, config.data.shuffle)]
+
+
+def requests_for(prompt: Prompt, ticket: int, samples: int) -> list[GenerateRequest]:
+    """One request a sample. The ticket is part of the sampling key, so that a prompt's next visit samples anew."""
+    key = f"{ticket}/{prompt.prompt_id}"
+    return [GenerateRequest(prompt.token_ids, key, k) for k in range(samples)]
+
+
+def reward_of(prompt: Prompt, generation: Generation, tokenizer: Tokenizer, reward: Reward) -> float | RewardError:
+    """The reward of one response."""
+    response = generation.token_ids
+    ended = generation.finish_reason == "stop"
+    text = tokenizer.decode(response[:-1] if ended else response)
+    return safe_reward(reward, RewardInput(prompt.text, prompt.answer, text, generation.finish_reason, prompt.metadata))
+
+
+def group_rows(
+    prompt: Prompt,
+    ticket: int,
+    answers: Sequence[Generation | EngineFault],
+    tokenizer: Tokenizer,
+    reward: Reward,
+) -> list[Row] | str:
+    """The rows of a prompt group, or why it failed: groups enter the queue whole."""
+    rows: list[Row] = []
+    for k, answer in enumerate(answers):
+        if isinstance(answer, EngineFault):
+            return answer.reason
+        if answer.finish_reason == "abort":
+            return "aborted"
+        value = reward_of(prompt, answer, tokenizer, reward)
+        if isinstance(value, RewardError):
+            return value.reason
+        rows.append(_row(prompt, ticket, k, answer, value))
+    return rows
+
+
+def _row(prompt: Prompt, ticket: int, k: int, answer: Generation, reward: float) -> Row:
+    known, made = len(prompt.token_ids), len(answer.token_ids)
+    return {
+        "sample_id": sample_id(ticket, k),
+        "prompt_id": prompt.prompt_id,
+        "ticket": ticket,
+        "token_ids": np.array([*prompt.token_ids, *answer.token_ids], np.int32),
+        "prompt_len": known,
+        "loss_mask": np.repeat(np.array([0, 1], np.uint8), [known, made]),
+        "rollout_logprobs": np.concatenate([np.zeros(known, np.float32), np.array(answer.logprobs, np.float32)]),
+        "token_versions": np.concatenate([np.zeros(known, np.int32), answer.token_versions.astype(np.int32)]),
+        "reward": reward,
+        "spans": [],
+        "finish_reason": answer.finish_reason,
+    }

@@ -1,0 +1,213 @@
+"""An SGLang server as a child process of a rollout role."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import json
+import os
+import re
+import socket
+import sys
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from relax_hpc.config.schema import Config
+from relax_hpc.errors import EXIT_CONFIG, ConfigError
+from relax_hpc.rollout.engine import EngineFault, Generation, GenerateRequest, Sampling, require_model
+from relax_hpc.rollout.sglang_client import SglangClient
+from relax_hpc.rollout.sglang_server import read_token
+from relax_hpc.versions import Version
+
+_POLL_S = 0.1
+_EXIT_GRACE_S = 1.0
+_LAUNCHER = re.compile(r"((LOCAL_|GROUP_|NODE_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_|PMI|OMPI_|MPI|HYDRA|TORCHELASTIC).*")
+_CPU_ARGUMENTS = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    # Left alone, SGLang takes most of the memory for keys and values.
+    "mem_fraction_static": 0.1,
+    "max_total_tokens": 16384,
+    # Overlapping the scheduler with the model needs a device beside the CPU; here it costs a third (measured).
+    "disable_overlap_schedule": True,
+    "sleep_on_idle": True,
+}
+_OURS = {
+    "model_path": "model.path",
+    "port": "rollout.engine.port",
+    "weight_version": "nothing: the engine sets it",
+    "api_key": "nothing: the run's token is used",
+    "admin_api_key": "nothing: the run's token is used",
+}
+
+
+class SglangEngine:
+    """`Engine` by a server process with its own session, which dies with this process and with `close`."""
+
+    name = "sglang"
+
+    def __init__(
+        self, config: Config, replica: int, model_dir: Path, version: Version, log_dir: Path, token_file: Path
+    ) -> None:
+        self._config, self._settings = config, config.rollout.engine
+        self._model_dir, self._token_file = model_dir, token_file
+        self._arguments = server_arguments(config, replica, model_dir, version)
+        self._log, self._launch_file = log_dir / f"engine-{replica}.log", log_dir / f"engine-{replica}.json"
+        self._open = contextlib.AsyncExitStack()
+
+    async def start(self) -> None:
+        """See `Engine.start`."""
+        require_model(self._model_dir)
+        token, host = read_token(self._token_file), self._arguments["host"]
+        reserved = self._open.enter_context(reserve_port(host, self._arguments["port"]))
+        self._arguments["port"] = port = reserved.getsockname()[1]
+        try:
+            self._process = await self._launch()
+            self._open.push_async_callback(end_session, self._process, self._config.liveness.stop_timeout_s)
+            reachable = "127.0.0.1" if host == "0.0.0.0" else host
+            self._client = SglangClient(f"http://{reachable}:{port}", token, self._settings)
+            self._open.push_async_callback(self._client.close)
+            await self._wait_healthy()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Generation | EngineFault]:
+        """See `Engine.generate`."""
+        async with self._name_the_dead():
+            return await self._client.generate(requests, sampling)
+
+    async def update_weights(self, directory: Path, version: Version) -> None:
+        """See `Engine.update_weights`."""
+        async with self._name_the_dead():
+            await self._client.update_weights(directory, version)
+
+    async def wait_dead(self) -> int:
+        """See `Engine.wait_dead`; negative after a signal."""
+        return await self._process.wait()
+
+    async def close(self) -> None:
+        """See `Engine.close`."""
+        await self._open.aclose()
+
+    async def _launch(self) -> asyncio.subprocess.Process:
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        launch = {"server": self._arguments, "token_file": str(self._token_file.resolve()), "parent": os.getpid()}
+        self._launch_file.write_text(json.dumps(launch, indent=2) + "\n")
+        command = (sys.executable, "-m", "relax_hpc.rollout.sglang_server", str(self._launch_file))
+        with self._log.open("ab") as log:
+            return await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=server_environment(self._config.threads),
+                start_new_session=True,
+            )
+
+    async def _wait_healthy(self) -> None:
+        limit = self._settings.start_timeout_s
+        try:
+            async with asyncio.timeout(limit):
+                while not await self._client.healthy():
+                    if await self._exited(_POLL_S):
+                        self._raise_start_failure()
+        except TimeoutError as error:
+            raise EngineFault("dead", f"not healthy in start_timeout_s = {limit}; see {self._log}") from error
+
+    def _raise_start_failure(self) -> None:
+        code = self._process.returncode
+        if code == EXIT_CONFIG:
+            raise ConfigError(self._log.read_text(errors="replace").strip().rpartition("\n")[2])
+        raise EngineFault("dead", f"the server ended with {code} while starting; see {self._log}")
+
+    async def _exited(self, within_s: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), within_s)
+        return self._process.returncode is not None
+
+    @contextlib.asynccontextmanager
+    async def _name_the_dead(self) -> AsyncIterator[None]:
+        """Turn the faults that a dead server causes into "dead"; its sockets close just before it has ended."""
+        try:
+            yield
+        except EngineFault as fault:
+            if not await self._exited(_EXIT_GRACE_S):
+                raise
+            raise EngineFault("dead", f"ended with {self._process.returncode} ({fault}); see {self._log}") from fault
+
+
+def server_arguments(config: Config, replica: int, model_dir: Path, version: Version) -> dict[str, Any]:
+    """ServerArgs fields of a replica, without the token; the user's flags win. Port 0 stands for a free one.
+
+    ConfigError if a flag names what the engine itself must set.
+    """
+    settings = config.rollout.engine
+    for name in settings.flags:
+        if name in _OURS:
+            raise ConfigError(f"rollout.engine.flags.{name}: not allowed; set {_OURS[name]}")
+    return {
+        "host": "127.0.0.1",
+        "port": settings.port + replica if settings.port else 0,
+        "model_path": str(model_dir),
+        "weight_version": str(version),
+        "dtype": config.model.dtype,
+        "random_seed": config.seed + replica,
+        # Prompts do not recur within a version, and an update flushes the cache.
+        "disable_radix_cache": True,
+        "skip_server_warmup": True,
+        **(_CPU_ARGUMENTS if config.model.device == "cpu" else {}),
+        **settings.flags,
+    }
+
+
+def server_environment(threads: int) -> dict[str, str]:
+    """This process's environment without what a launcher said about its ranks: the server is not one of them."""
+    kept = {name: value for name, value in os.environ.items() if not _LAUNCHER.fullmatch(name)}
+    return kept | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def reserve_port(host: str, port: int) -> socket.socket:
+    """A socket bound to `port` (0: a free one) that never listens: nobody else is given the port, but a server that
+    sets SO_REUSEADDR, as uvicorn does, can still listen on it (Linux). ConfigError if the port is taken.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        reserved.bind((host, port))
+    except OSError as error:
+        reserved.close()
+        if error.errno != errno.EADDRINUSE:
+            raise ConfigError(f"rollout.engine.flags.host: cannot listen on {host}: {error}") from error
+        raise ConfigError(f"rollout.engine.port: {port} is in use on {host}; choose another, or 0") from error
+    return reserved
+
+
+async def end_session(leader: asyncio.subprocess.Process, grace_s: float) -> None:
+    """End every process of the session that `leader` began: TERM, and KILL for what is left after `grace_s`."""
+    members = _session(leader.pid)
+    for process in members:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(leader.wait(), grace_s)
+    for process in _session(leader.pid):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    await asyncio.wait_for(leader.wait(), grace_s)
+    # The event loop alone may reap the leader.
+    await asyncio.to_thread(psutil.wait_procs, [one for one in members if one.pid != leader.pid], timeout=grace_s)
+
+
+def _session(leader: int) -> list[psutil.Process]:
+    def belongs(process: psutil.Process) -> bool:
+        with contextlib.suppress(ProcessLookupError):
+            return os.getsid(process.pid) == leader
+        return False
+
+    return [process for process in psutil.process_iter() if belongs(process)]

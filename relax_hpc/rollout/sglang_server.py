@@ -1,0 +1,95 @@
+"""`python -m relax_hpc.rollout.sglang_server ARGS.json`: an SGLang server that suits a run.
+
+ARGS.json: {"server": {ServerArgs field: value}, "token_file": path, "parent": pid}. The token is read here, so that it
+is in no command line, environment or log. SGLang's child interpreters import this module again before anything else
+(multiprocessing's spawn), which is how they get the CPU hooks, the redaction and the tie to their parent as well.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import difflib
+import inspect
+import json
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+from relax_hpc.errors import EXIT_CONFIG, ConfigError
+from relax_hpc.rollout import sglang_cpu
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(settings: dict[str, Any], token: str) -> None:
+    """Serve until terminated. Exits 78 with one line on stderr if a flag is unknown."""
+    from sglang.launch_server import run_server
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.utils import kill_process_tree
+
+    _check_flags(settings["server"], list(inspect.signature(ServerArgs).parameters))
+    try:
+        # One key for all endpoints: with an admin key alone, those that generate would be open.
+        run_server(ServerArgs(**settings["server"], api_key=token, admin_api_key=token))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+def _check_flags(flags: dict[str, Any], known: list[str]) -> None:
+    for name in flags:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1) or difflib.get_close_matches(name, known, n=1, cutoff=0)
+            _refuse(f"rollout.engine.flags.{name}: SGLang has no such server argument; the nearest is {near[0]}")
+
+
+def _refuse(line: str) -> NoReturn:
+    print(line, file=sys.stderr, flush=True)
+    sys.exit(EXIT_CONFIG)
+
+
+def _die_with(parent: int | None) -> None:
+    """Have the kernel kill this process when its parent ends; `parent` finds out if that was before."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent and os.getppid() != parent:
+        sys.exit(f"process {parent}, which started this one, has ended")
+
+
+def _redact(token: str) -> None:
+    """Keep the token out of log messages: SGLang logs its server arguments, keys and all."""
+    make = logging.getLogRecordFactory()
+
+    def factory(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = make(*args, **kwargs)
+        if token in (message := record.getMessage()):
+            record.msg, record.args = message.replace(token, "***"), ()
+        return record
+
+    logging.setLogRecordFactory(factory)
+
+
+def read_token(path: Path) -> str:
+    """The run's token. ConfigError if there is none: a server without one would obey anybody."""
+    token = path.read_text().strip() if path.is_file() else ""
+    if not token:
+        raise ConfigError(f"{path}: no token; the launcher writes it into the run directory")
+    return token
+
+
+def _prepare() -> tuple[dict[str, Any], str]:
+    """What must be in place in the server and its children before they import SGLang."""
+    settings = json.loads(Path(sys.argv[1]).read_bytes())
+    # A child's pipe from its parent tells it the same a moment later.
+    _die_with(settings["parent"] if __name__ == "__main__" else None)
+    token = read_token(Path(settings["token_file"]))
+    _redact(token)
+    sglang_cpu.install()
+    return settings, token
+
+
+if __name__ in ("__main__", "__mp_main__"):
+    prepared = _prepare()
+if __name__ == "__main__":
+    main(*prepared)

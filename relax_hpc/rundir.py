@@ -1,0 +1,131 @@
+"""The run directory: the one place that knows where everything of a run lies."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from relax_hpc.errors import ConfigError
+
+
+def write_atomic(path: Path, data: bytes, sync: bool = False) -> None:
+    """Write ``data`` beside ``path`` and rename it into place, so that readers see all of it or nothing."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    with temporary.open("wb") as file:
+        file.write(data)
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())
+    temporary.replace(path)
+    if sync:
+        sync_directory(path.parent)
+
+
+def write_json(path: Path, value: Any, sync: bool = False) -> None:
+    """``write_atomic`` of ``value`` as JSON."""
+    write_atomic(path, json.dumps(value, indent=1, sort_keys=True).encode() + b"\n", sync)
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames in ``path`` durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """Paths of a run.
+
+    >>> RunDir(Path("/r")).logs("actor", 2)
+    PosixPath('/r/logs/actor/epoch-000002')
+    """
+
+    root: Path
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "root", Path(self.root).absolute())
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.yaml"
+
+    @property
+    def token_file(self) -> Path:
+        return self.root / "token"
+
+    @property
+    def model(self) -> Path:
+        """Hugging Face directory of version 0: made here, or a link to `model.path`."""
+        return self.root / "model"
+
+    @property
+    def data(self) -> Path:
+        return self.root / "data"
+
+    @property
+    def journal(self) -> Path:
+        return self.root / "queue" / "journal"
+
+    @property
+    def shards(self) -> Path:
+        return self.root / "queue" / "shards"
+
+    @property
+    def weights(self) -> Path:
+        return self.root / "weights"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.root / "tensorboard"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.root / "events.jsonl"
+
+    @property
+    def finished(self) -> Path:
+        """Exists once every step is trained and evaluated."""
+        return self.root / "finished.json"
+
+    def rendezvous(self, group: str) -> Path:
+        return self.root / "rendezvous" / group
+
+    def logs(self, group: str, epoch: int) -> Path:
+        return self.root / "logs" / group / f"epoch-{epoch:06d}"
+
+    def exit_mark(self, group: str, epoch: int, role: str) -> Path:
+        """How a role ended, written by itself: success is this mark, never an exit code alone."""
+        return self.logs(group, epoch) / f"exit-{role}.json"
+
+    def create(self) -> None:
+        """Make the directory (0700) and its token (0600); both stay as they are when they exist."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.root.chmod(0o700)
+            for path in (self.journal, self.shards, self.weights, self.checkpoints, self.data):
+                path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"run_dir: cannot make {self.root}: {error.strerror}; name a writable folder") from error
+        if not self.token_file.exists():
+            descriptor = os.open(self.token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w") as file:
+                file.write(secrets.token_hex(32))
+
+    def token(self) -> bytes:
+        """The run's secret, which authenticates every message and engine request."""
+        return self.token_file.read_text().strip().encode()

@@ -1,0 +1,97 @@
+"""Hugging Face model directories: lazy reading of safetensors, and writing a whole directory at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from relax_hpc.errors import ConfigError
+
+_COPIED = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "*.jinja")
+_COPIED_CONFIGS = ("generation_config.json", "preprocessor_config.json", "processor_config.json")
+
+
+class SafetensorFiles(Mapping[str, Any]):
+    """The tensors of a directory by name, as lazy slices: `files[name][0:4]` reads four rows.
+
+    A context manager; ConfigError names the file that is missing or broken, or a tensor stored twice.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        paths = sorted(directory.glob("*.safetensors"))
+        if not paths:
+            raise ConfigError(f"{directory}: no *.safetensors file; expected a Hugging Face model directory")
+        self._stack = ExitStack()
+        self._owner: dict[str, Any] = {}
+        for path in paths:
+            try:
+                file = self._stack.enter_context(safe_open(path, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise ConfigError(f"{path}: not a whole safetensors file ({error})") from error
+            for name in file.keys():
+                if name in self._owner:
+                    raise ConfigError(f"{path}: tensor {name} lies in another file of the directory too")
+                self._owner[name] = file
+
+    def __enter__(self) -> SafetensorFiles:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def __getitem__(self, name: str) -> Any:
+        return self._owner[name].get_slice(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._owner)
+
+    def __len__(self) -> int:
+        return len(self._owner)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape, read from the headers."""
+        return {name: tuple(self[name].get_shape()) for name in self}
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The content of config.json. ConfigError if it is missing or no JSON."""
+    path = directory / "config.json"
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}; expected a Hugging Face model directory") from error
+
+
+def write_directory(
+    directory: Path, hf_config: dict[str, Any], tensors: Mapping[str, Tensor], source: Path | None
+) -> None:
+    """Write config.json and model.safetensors, with tokenizer files of `source`, into a new `directory`.
+
+    It appears whole, by rename. ConfigError if it is there already.
+    """
+    if directory.exists():
+        raise ConfigError(f"{directory}: is there already; a model directory is never overwritten")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    partial = directory.with_name(f".{directory.name}.partial-{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    for pattern in (*_COPIED, *_COPIED_CONFIGS) if source else ():
+        for path in source.glob(pattern):
+            shutil.copyfile(path, partial / path.name)
+    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    key = "dtype" if "dtype" in hf_config else "torch_dtype"
+    (partial / "config.json").write_text(json.dumps(hf_config | {key: dtype}, indent=2) + "\n")
+    save_file(dict(tensors), partial / "model.safetensors", metadata={"format": "pt"})
+    for path in partial.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    partial.rename(directory)

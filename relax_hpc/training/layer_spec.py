@@ -1,0 +1,64 @@
+"""Which modules a transformer layer is made of: Transformer Engine's on a GPU that has it, plain torch elsewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+)
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+
+def uses_transformer_engine(device: str) -> bool:
+    """Whether layers on `device` ("cpu" or "cuda") come from Transformer Engine."""
+    return device == "cuda" and importlib.util.find_spec("transformer_engine") is not None
+
+
+def layer_spec(config: TransformerConfig, device: str) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage and the final norm."""
+    if uses_transformer_engine(device):
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    layer.submodules.input_layernorm = RMSNorm
+    layer.submodules.pre_mlp_layernorm = RMSNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = CausalAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = RMSNorm
+        attention.k_layernorm = RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm over the last axis that marks its weight for sequence-parallel gradient reduction."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden_size] -> the same shape."""
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class CausalAttention(torch.nn.Module):
+    """Causal attention by torch's scaled_dot_product_attention; right padding needs no mask under causality."""
+
+    def __init__(self, config: TransformerConfig, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        """[s, b, heads, dim] each, fewer heads in key and value -> [s, b, heads * dim]."""
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
+        return out.permute(2, 0, 1, 3).flatten(2)

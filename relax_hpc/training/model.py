@@ -1,0 +1,204 @@
+"""The policy: a megatron-core GPT with Hugging Face weights in and out, and log-probabilities of token sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from relax_hpc.config.schema import ModelConfig, ParallelConfig
+from relax_hpc.errors import ConfigError
+from relax_hpc.training import parallel as ranks
+from relax_hpc.training.batches import Batch
+from relax_hpc.training.hf_files import SafetensorFiles, write_directory
+from relax_hpc.training.hf_mapping import (
+    Entry,
+    Piece,
+    Qwen3Shape,
+    check_names,
+    cut,
+    fuse,
+    join,
+    split,
+    stage_entries,
+    unique_pieces,
+)
+from relax_hpc.training.logprobs import token_logprobs
+
+
+class PolicyModel:
+    """This rank's part of a Qwen3 model.
+
+    `relax_hpc.training.parallel.initialize` comes first. Weights are loaded before a `Trainer` takes the model: the
+    optimizer keeps copies of its own. ConfigError: a model or a split that is not supported.
+    """
+
+    def __init__(self, hf_config: dict[str, Any], model: ModelConfig, parallel: ParallelConfig) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+        from relax_hpc.training import qwen3
+        from relax_hpc.training.layer_spec import layer_spec, uses_transformer_engine
+
+        qwen3.check_supported(hf_config)
+        self.hf_config = hf_config
+        self.shape = Qwen3Shape.of(hf_config)
+        qwen3.check_split(self.shape, parallel)
+        self.layout = ranks.layout()
+        self.device = torch.device(model.device)
+        self.dtype = qwen3.DTYPES[model.dtype]
+        self.config = qwen3.transformer_config(hf_config, model, parallel)
+        self.length_multiple = parallel.tensor if self.config.sequence_parallel else 1
+        """Padded sequence lengths must be multiples of this."""
+        first, last = self.layout.first_stage, self.layout.last_stage
+        self.module = GPTModel(
+            config=self.config,
+            transformer_layer_spec=layer_spec(self.config, model.device),
+            vocab_size=self.shape.padded_vocab(parallel.tensor),
+            max_sequence_length=hf_config.get("max_position_embeddings", 0),
+            pre_process=first,
+            post_process=last,
+            share_embeddings_and_output_weights=self.shape.tied,
+            position_embedding_type="rope",
+            rotary_base=qwen3.rope_theta(hf_config),
+        ).to(self.device)
+        offset = get_transformer_layer_offset(self.config)
+        self._entries = stage_entries(
+            self.shape,
+            range(offset, offset + self.shape.layers // parallel.pipeline),
+            first,
+            last,
+            "te" if uses_transformer_engine(model.device) else "local",
+        )
+        self._parameters = dict(self.module.named_parameters())
+        self._tensor_group = parallel_state.get_tensor_model_parallel_group()
+        self._pipeline_ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+
+    def load_hf(self, directory: Path) -> None:
+        """Take the weights of a Hugging Face directory; a rank reads only its slices. ConfigError: see `load_tensors`."""
+        with SafetensorFiles(directory) as files:
+            self._load(files, files.shapes(), str(directory))
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take whole tensors by Hugging Face name. ConfigError names the first missing, unknown or mis-shaped one."""
+        self._load(tensors, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, "weights")
+
+    @torch.no_grad()
+    def _load(self, source: Mapping[str, Any], shapes: dict[str, tuple[int, ...]], name: str) -> None:
+        check_names(self.shape, shapes, name)
+        parts, rank = self.layout.tensor_size, self.layout.tensor_rank
+        for entry in self._entries:
+            pieces = [cut(piece, source[piece.name], parts, rank) for piece in entry.pieces]
+            self._parameters[entry.name].copy_(fuse(entry, pieces, self.shape))
+
+    def export_hf(self) -> dict[str, Tensor] | None:
+        """Whole CPU tensors by Hugging Face name, in the model's type, on global rank 0; None on every other rank.
+
+        Collective: all ranks call it.
+        """
+        if self.layout.data_rank != 0:
+            return None
+        mine = dict(self._gather_tensor_parallel())
+        if self.layout.tensor_rank != 0:
+            return None
+        return self._gather_pipeline(mine)
+
+    @torch.no_grad()
+    def _gather_tensor_parallel(self) -> Iterator[tuple[str, Tensor]]:
+        for entry, piece in unique_pieces(self._entries):
+            local = self._piece_of(entry, piece)
+            parts = [local]
+            if piece.axis is not None and self.layout.tensor_size > 1:
+                parts = [torch.empty_like(local) for _ in range(self.layout.tensor_size)]
+                dist.all_gather(parts, local, group=self._tensor_group)
+            # A copy: the parameter behind it changes at the next step.
+            yield piece.name, join(piece, parts).detach().to("cpu", copy=True)
+
+    def _piece_of(self, entry: Entry, piece: Piece) -> Tensor:
+        pieces = split(entry, self._parameters[entry.name], self.shape)
+        return pieces[entry.pieces.index(piece)].contiguous()
+
+    def _gather_pipeline(self, mine: dict[str, Tensor]) -> dict[str, Tensor] | None:
+        if self.layout.pipeline_rank != 0:
+            for tensor in mine.values():
+                dist.send(tensor.to(self.device), self._pipeline_ranks[0])
+            return None
+        per_stage = self.shape.layers // self.layout.pipeline_size
+        for stage in range(1, self.layout.pipeline_size):
+            layers = range(stage * per_stage, (stage + 1) * per_stage)
+            entries = stage_entries(self.shape, layers, False, stage == self.layout.pipeline_size - 1)
+            for _, piece in unique_pieces(entries):
+                tensor = torch.empty(piece.shape, dtype=self.dtype, device=self.device)
+                dist.recv(tensor, self._pipeline_ranks[stage])
+                mine[piece.name] = tensor.cpu()
+        return mine
+
+    def save_hf(self, directory: Path, source: Path | None = None) -> None:
+        """Write a Hugging Face directory that appears whole, with the tokenizer of `source`. Collective.
+
+        ConfigError if `directory` is there already.
+        """
+        tensors = self.export_hf()
+        if tensors is not None:
+            write_directory(directory, self.hf_config, tensors, source)
+        dist.barrier()
+
+    def logits(self, batch: Batch, module: torch.nn.Module | None = None) -> Tensor:
+        """[b, s, v] of this rank's columns on the last stage; hidden states on the others (for pipeline schedules)."""
+        if batch.tokens.shape[1] % self.length_multiple:
+            raise ConfigError(
+                f"a batch of {batch.tokens.shape[1]} tokens under sequence parallelism: allowed multiples of "
+                f"{self.length_multiple}; pass multiple=model.length_multiple to collate"
+            )
+        positions = torch.arange(batch.tokens.shape[1], device=self.device).expand_as(batch.tokens)
+        return (module or self.module)(batch.tokens, positions, None)
+
+    def token_logprobs(
+        self, logits: Tensor, batch: Batch, temperature: float, entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """`relax_hpc.training.logprobs.token_logprobs` with this model's vocabulary and ranks."""
+        return token_logprobs(logits, batch.tokens, self.shape.vocab, temperature, self._tensor_group, entropy)
+
+    def logprobs(self, batch: Batch, temperature: float, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Log-probability of each token given those before it, and entropies if asked: [b, s] float32, index 0 is 0.
+
+        Differentiable. Only without pipeline parallelism; `forward_logprobs` works with it.
+        """
+        return self.token_logprobs(self.logits(batch), batch, temperature, entropy)
+
+    @torch.no_grad()
+    def forward_logprobs(self, micro_batches: Sequence[Batch], temperature: float) -> list[np.ndarray] | None:
+        """Log-probabilities of each row, in order, [length of the row] float32, on the replica's leader; None elsewhere.
+
+        Collective over the tensor and pipeline ranks of one data-parallel replica; replicas are independent.
+        """
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        def forward(batches: Iterator[Batch], module: torch.nn.Module) -> tuple[Tensor, Any]:
+            batch = next(batches)
+            return self.logits(batch, module), partial(collect, batch)
+
+        def collect(batch: Batch, logits: Tensor, non_loss_data: bool) -> list[np.ndarray]:
+            values, _ = self.token_logprobs(logits, batch, temperature)
+            return [line[:length] for line, length in zip(values.cpu().numpy(), batch.lengths)]
+
+        found: list[list[np.ndarray]] = []
+        if micro_batches:
+            found = get_forward_backward_func()(
+                forward_step_func=forward,
+                data_iterator=iter(micro_batches),
+                model=self.module,
+                num_microbatches=len(micro_batches),
+                seq_length=micro_batches[0].tokens.shape[1],
+                micro_batch_size=micro_batches[0].tokens.shape[0],
+                forward_only=True,
+                collect_non_loss_data=True,
+            )
+        return [line for lines in found for line in lines] if self.layout.leader else None

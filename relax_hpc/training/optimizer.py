@@ -1,0 +1,45 @@
+"""megatron-core's Adam and its learning rate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from relax_hpc.config.schema import OptimizerConfig
+
+
+def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
+    """Of step 0 .. steps - 1: up to `lr` over `warmup_steps`, then linearly to `lr * final_lr_share` at the last step.
+
+    >>> config = OptimizerConfig(lr=1.0, final_lr_share=0.5, warmup_steps=2)
+    >>> [learning_rate(config, step, 5) for step in range(5)]
+    [0.5, 1.0, 1.0, 0.75, 0.5]
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    share = min((step - config.warmup_steps) / max(1, steps - 1 - config.warmup_steps), 1.0)
+    return config.lr * (1.0 - (1.0 - config.final_lr_share) * share)
+
+
+def build_optimizer(config: OptimizerConfig, module: Any, dtype: torch.dtype) -> Any:
+    """The optimizer of `module`, a megatron-core DistributedDataParallel whose parameters have `dtype`.
+
+    float32 main parameters and moments also under bfloat16. Gradients are clipped by the trainer.
+    """
+    from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+    from megatron.core.optimizer import get_megatron_optimizer
+
+    settings = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        adam_beta1=config.beta1,
+        adam_beta2=config.beta2,
+        adam_eps=config.eps,
+        weight_decay=config.weight_decay,
+        clip_grad=config.clip_grad,
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        use_distributed_optimizer=config.distributed,
+    )
+    return get_megatron_optimizer(settings, [module])

@@ -1,0 +1,129 @@
+"""Process groups of a training or forward group: torch.distributed and megatron-core's parallel state."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from relax_hpc.config.schema import ParallelConfig
+from relax_hpc.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class RankLayout:
+    """Where this rank stands; every size is at least 1."""
+
+    tensor_rank: int
+    tensor_size: int
+    pipeline_rank: int
+    pipeline_size: int
+    data_rank: int
+    data_size: int
+
+    @property
+    def first_stage(self) -> bool:
+        """Holds the embedding."""
+        return self.pipeline_rank == 0
+
+    @property
+    def last_stage(self) -> bool:
+        """Holds the output layer, so has logits."""
+        return self.pipeline_rank == self.pipeline_size - 1
+
+    @property
+    def leader(self) -> bool:
+        """The one rank of its data-parallel replica that receives results: tensor rank 0 of the last stage."""
+        return self.last_stage and self.tensor_rank == 0
+
+
+def initialize(
+    parallel: ParallelConfig,
+    rank: int,
+    world: int,
+    local_rank: int,
+    master: tuple[str, int],
+    device: str,
+    seed: int,
+    timeout_s: float,
+) -> None:
+    """Join the group's `world` ranks over the store at `master` and split them as `parallel` says.
+
+    The store listens on `master`'s address alone, and a group of one rank opens no port. `timeout_s` bounds the meeting
+    and, with NCCL, every collective. ConfigError if `parallel` does not describe `world` ranks.
+    """
+    if parallel.ranks != world:
+        raise ConfigError(
+            f"parallel: tensor {parallel.tensor} * pipeline {parallel.pipeline} * data {parallel.data} = "
+            f"{parallel.ranks} ranks, found {world} processes; make them equal"
+        )
+    if device == "cuda":
+        torch.cuda.set_device(local_rank)
+    timeout = timedelta(seconds=timeout_s)
+    store = _store(rank, world, master, timeout)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=world, timeout=timeout
+    )
+    _split(parallel, device, seed, timeout_s)
+
+
+def _store(rank: int, world: int, master: tuple[str, int], timeout: timedelta) -> dist.Store:
+    host, port = master
+    if world == 1:
+        return dist.HashStore()
+    if socket.gethostbyname(host).startswith("127."):
+        # Gloo takes the address of the host name otherwise, which other machines can reach.
+        loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    if rank != 0:
+        return dist.TCPStore(host, port, world, False, timeout)
+    listener = socket.create_server((host, port), backlog=2 * world)
+    return dist.TCPStore(host, port, world, True, timeout, master_listen_fd=listener.detach())
+
+
+def _split(parallel: ParallelConfig, device: str, seed: int, timeout_s: float) -> None:
+    from relax_hpc.training import cpu, upstream_fixes
+
+    # It says at length that Transformer Engine and Apex are absent.
+    warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
+    if device == "cpu":
+        cpu.install()
+    upstream_fixes.install()
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        distributed_timeout_minutes=math.ceil(timeout_s / 60),
+    )
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def layout() -> RankLayout:
+    """This rank's place; needs `initialize`."""
+    from megatron.core import parallel_state as state
+
+    return RankLayout(
+        tensor_rank=state.get_tensor_model_parallel_rank(),
+        tensor_size=state.get_tensor_model_parallel_world_size(),
+        pipeline_rank=state.get_pipeline_model_parallel_rank(),
+        pipeline_size=state.get_pipeline_model_parallel_world_size(),
+        data_rank=state.get_data_parallel_rank(),
+        data_size=state.get_data_parallel_world_size(),
+    )
+
+
+def destroy() -> None:
+    """Leave the group. Safe without a group."""
+    from megatron.core import parallel_state
+
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

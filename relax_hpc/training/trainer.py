@@ -1,0 +1,185 @@
+"""Forward, backward and the optimizer step of the policy over all ranks of its group."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from relax_hpc.algorithms.losses import MAX_SUFFIX, TokenBatch, mean_metrics, policy_loss
+from relax_hpc.config.schema import AlgorithmConfig, OptimizerConfig
+from relax_hpc.training.batches import Batch
+from relax_hpc.training.model import PolicyModel
+from relax_hpc.training.optimizer import build_optimizer
+
+LossFunction = Callable[[TokenBatch], tuple[Tensor, dict[str, Tensor]]]
+"""The loss summed over a batch, and metric sums with `weight` and `tokens` among them."""
+
+
+def supervised_loss(batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    """Cross entropy summed over the masked tokens, in nats; for the warm start."""
+    loss, tokens = -(batch.logprobs * batch.mask).sum(), batch.mask.sum()
+    return loss, {"loss/supervised": loss.detach(), "tokens": tokens, "weight": tokens}
+
+
+class Trainer:
+    """Accumulates gradient *sums* over micro-batches and ranks, and divides once, in `step`, by the step's weight.
+
+    So micro-batches may be split over calls, ranks and layouts in any way, and a rank may have none.
+    """
+
+    def __init__(
+        self,
+        model: PolicyModel,
+        algorithm: AlgorithmConfig,
+        optimizer: OptimizerConfig,
+        temperature: float,
+        loss: LossFunction | None = None,
+    ) -> None:
+        """Take `model`, whose weights are loaded. `loss` replaces the policy loss of `algorithm`."""
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+        self.model = model
+        self.temperature = temperature
+        self.clip_grad = optimizer.clip_grad
+        self._loss = loss or partial(policy_loss, config=algorithm)
+        self._needs_entropy = loss is None
+        settings = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=optimizer.distributed
+        )
+        self.module = DistributedDataParallel(model.config, settings, model.module)
+        self.optimizer = build_optimizer(optimizer, self.module, model.dtype)
+        self._names = sorted(self._loss(_probe(model.device))[1])
+        self._zero()
+
+    def accumulate(self, micro_batches: Sequence[Batch]) -> None:
+        """Run `micro_batches` of this data-parallel rank forward and backward, adding to the gradient of the step.
+
+        The tensor and pipeline ranks of a replica pass the same ones. Any number of calls, also none, makes a step.
+        """
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        if not micro_batches:
+            return
+        sums = get_forward_backward_func()(
+            forward_step_func=self._forward,
+            data_iterator=iter(micro_batches),
+            model=self.module,
+            num_microbatches=len(micro_batches),
+            seq_length=micro_batches[0].tokens.shape[1],
+            micro_batch_size=micro_batches[0].tokens.shape[0],
+        )
+        for metrics in sums:
+            for name, value in metrics.items():
+                seen = self._sums.get(name)
+                combined = value.double() if seen is None else _combine(name, seen, value.double())
+                self._sums[name] = combined
+
+    def _forward(self, batches: Iterator[Batch], module: torch.nn.Module) -> tuple[Tensor, Any]:
+        batch = next(batches)
+        return self.model.logits(batch, module), partial(self._loss_of, batch)
+
+    def _loss_of(self, batch: Batch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        logprobs, entropy = self.model.token_logprobs(logits, batch, self.temperature, self._needs_entropy)
+        loss, metrics = self._loss(_token_batch(batch, logprobs, entropy))
+        # The count in the middle is for megatron's own division, which is not used; metrics stay on the last stage.
+        return loss, torch.zeros((), dtype=torch.int), metrics
+
+    def step(self, lr: float) -> dict[str, float]:
+        """Reduce, divide by the weight, clip, and let Adam step with learning rate `lr`; ready for the next step after.
+
+        Collective over all ranks, and all get the same metrics: means over the step's tokens (see `mean_metrics`),
+        `grad_norm` before clipping, and `skipped` 1.0 when the norm was not finite, which leaves weights and
+        optimizer as they were. A step without any token leaves them too, with `skipped` 1.0.
+        """
+        totals = self._reduce_metrics()
+        self._finalize_gradients(totals["weight"])
+        norm = self._gradient_norm()
+        usable = math.isfinite(norm) and totals["weight"] > 0
+        if usable:
+            self._update(lr, norm)
+        self._zero()
+        return mean_metrics(totals) | {"grad_norm": norm, "skipped": 0.0 if usable else 1.0}
+
+    def _finalize_gradients(self, weight: float) -> None:
+        from megatron.core.distributed import finalize_model_grads
+
+        finalize_model_grads([self.module])
+        if weight > 0:
+            self.module.scale_gradients(1.0 / weight)
+
+    def _gradient_norm(self) -> float:
+        self.optimizer.prepare_grads()
+        return float(self.optimizer.get_grad_norm())
+
+    def _update(self, lr: float, norm: float) -> None:
+        from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+        if self.clip_grad > 0:
+            clip_grad_by_total_norm_fp32(self.optimizer.get_parameters(), self.clip_grad, norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step_with_ready_grads()
+
+    def _reduce_metrics(self) -> dict[str, float]:
+        """Totals over the step, the same on every rank; a metric that no rank has seen is left out."""
+        from megatron.core import parallel_state
+
+        zero = torch.zeros((), dtype=torch.float64, device=self.model.device)
+        sums = torch.stack([self._sums.get(name, zero) for name in self._names])
+        seen = torch.tensor([float(name in self._sums) for name in self._names], device=sums.device).double()
+        top = torch.cat([sums, seen])
+        data = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        dist.all_reduce(sums, group=data)
+        dist.all_reduce(top, dist.ReduceOp.MAX, group=data)
+        both = torch.cat([sums, top])
+        pipeline = parallel_state.get_pipeline_model_parallel_group()
+        dist.broadcast(both, dist.get_process_group_ranks(pipeline)[-1], group=pipeline)
+        total, maximum, present = both.tolist(), both.tolist()[len(sums) :], both.tolist()[2 * len(sums) :]
+        totals = {
+            name: maximum[index] if name.endswith(MAX_SUFFIX) else total[index]
+            for index, name in enumerate(self._names)
+            if present[index]
+        }
+        return {"weight": 0.0, "tokens": 0.0} | totals
+
+    def _zero(self) -> None:
+        self.module.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self._sums: dict[str, Tensor] = {}
+
+
+def _combine(name: str, left: Tensor, right: Tensor) -> Tensor:
+    return torch.maximum(left, right) if name.endswith(MAX_SUFFIX) else left + right
+
+
+def _token_batch(batch: Batch, logprobs: Tensor, entropy: Tensor | None) -> TokenBatch:
+    old = batch.old_logprobs if batch.old_logprobs is not None else logprobs.detach()
+    return TokenBatch(
+        logprobs=logprobs,
+        entropy=entropy,
+        old_logprobs=old,
+        rollout_logprobs=old if batch.rollout_logprobs is None else batch.rollout_logprobs,
+        ref_logprobs=batch.ref_logprobs,
+        advantages=batch.advantages,
+        mask=batch.mask,
+    )
+
+
+def _probe(device: torch.device) -> TokenBatch:
+    """A batch with every field, to learn the names of a loss's metrics without communication."""
+    ones = torch.ones((1, 1), device=device)
+    return TokenBatch(
+        logprobs=ones,
+        entropy=ones,
+        old_logprobs=ones,
+        rollout_logprobs=ones,
+        ref_logprobs=ones,
+        advantages=ones,
+        mask=ones,
+    )

@@ -1,0 +1,75 @@
+"""Corrections of megatron-core bugs that appear on every device when Transformer Engine and Apex are absent.
+
+Each looks for its bug first, so that a release without it is left alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_installed = False
+
+
+def install() -> None:
+    """Apply every correction that this megatron-core needs, once."""
+    global _installed
+    if _installed:
+        return
+    _define_router_gemm()
+    if _uses_torch_adam():
+        _skip_step_when_loading_shards()
+        _give_each_parameter_its_step()
+    _installed = True
+
+
+def _uses_torch_adam() -> bool:
+    from megatron.core.optimizer import Adam
+
+    return Adam.__module__.startswith("torch.")
+
+
+def _define_router_gemm() -> None:
+    # Without it: NameError on te_general_gemm in a mixture-of-experts router that computes in float32.
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+def _skip_step_when_loading_shards() -> None:
+    # Without it: KeyError 'step' when a distributed optimizer's checkpoint is loaded into torch's Adam.
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    original = DistributedOptimizer._set_main_param_and_optimizer_states
+    if "step" in inspect.getsource(original):
+        return
+
+    @torch.no_grad()
+    def load(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        main_param = self.optimizer.param_groups[group]["params"][order]
+        for key, target in {"param": main_param, **self.optimizer.state[main_param]}.items():
+            if key != "step":
+                target.copy_(tensors[key])
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = load
+
+
+def _give_each_parameter_its_step() -> None:
+    # Without it: after a resume all parameters share one step tensor, and Adam advances it once a parameter.
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    original: Callable[[Any, Any], None] = DistributedOptimizer.load_state_dict
+
+    def load_state_dict(self: Any, state_dict: Any) -> None:
+        original(self, state_dict)
+        states = [state for state in self.optimizer.state.values() if torch.is_tensor(state.get("step"))]
+        if len({id(state["step"]) for state in states}) < len(states):
+            for state in states:
+                state["step"] = state["step"].clone()
+
+    DistributedOptimizer.load_state_dict = load_state_dict

@@ -1,0 +1,114 @@
+"""Supervised steps on demonstrations before RL: makes <run>/model out of <run>/model-init and <run>/data/warm_start.jsonl.
+
+Run as ``python -m relax_hpc.training.warm_start --run_dir RUN``, in one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from relax_hpc.config import load_resolved
+from relax_hpc.config.schema import AlgorithmConfig, Config, OptimizerConfig, ParallelConfig
+from relax_hpc.errors import ConfigError, RelaxError
+from relax_hpc.rundir import RunDir
+from relax_hpc.transfer_queue.schema import Row
+
+START_TIMEOUT_S = 60.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train and write the model; the exit code. A model that is there already is kept."""
+    parser = argparse.ArgumentParser(prog="relax_hpc.training.warm_start")
+    parser.add_argument("--run_dir", type=Path, required=True)
+    run_dir = parser.parse_args(argv).run_dir
+    try:
+        config = load_resolved(run_dir)
+        run = RunDir(run_dir)
+        if not run.model.exists():
+            warm_start(config, run.root / "model-init", run.data / "warm_start.jsonl", run.model)
+    except RelaxError as error:
+        print(f"warm start: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def warm_start(config: Config, source: Path, demonstrations: Path, target: Path) -> float:
+    """Train the model of `source` as `config.warm_start` says and write it to the new directory `target`.
+
+    The result is the last batch's mean cross entropy in nats. The order of the demonstrations is drawn from the run's seed.
+    """
+    import torch
+
+    from relax_hpc.training import parallel
+
+    settings = config.warm_start
+    rows = read_demonstrations(demonstrations)
+    torch.set_num_threads(config.threads)
+    parallel.initialize(
+        ParallelConfig(), 0, 1, 0, ("127.0.0.1", 0), config.model.device, config.seed, START_TIMEOUT_S
+    )
+    try:
+        return _train(config, settings.steps, rows, source, target)
+    finally:
+        parallel.destroy()
+
+
+def _train(config: Config, steps: int, rows: list[Row], source: Path, target: Path) -> float:
+    from relax_hpc.training.batches import collate, split_rows
+    from relax_hpc.training.hf_files import read_config
+    from relax_hpc.training.model import PolicyModel
+    from relax_hpc.training.trainer import Trainer, supervised_loss
+
+    settings = config.warm_start
+    model = PolicyModel(read_config(source), config.model, ParallelConfig())
+    model.load_hf(source)
+    optimizer = OptimizerConfig(lr=settings.lr)
+    trainer = Trainer(model, AlgorithmConfig(), optimizer, temperature=1.0, loss=supervised_loss)
+    pad = model.hf_config.get("pad_token_id") or 0
+    loss = float("nan")
+    for batch in _draw(rows, settings.batch_size, steps, config.seed):
+        parts = split_rows(batch, config.actor.max_tokens_per_micro_batch)
+        trainer.accumulate([collate(part, pad, model.device) for part in parts])
+        loss = trainer.step(settings.lr)["loss/supervised"]
+    model.save_hf(target, source)
+    return loss
+
+
+def _draw(rows: list[Row], size: int, steps: int, seed: int) -> list[list[Row]]:
+    """`steps` batches; no row comes again before all have come."""
+    rng = random.Random(seed)
+    order: list[Row] = []
+    while len(order) < size * steps:
+        order += rng.sample(rows, len(rows))
+    return [order[start : start + size] for start in range(0, size * steps, size)]
+
+
+def read_demonstrations(path: Path) -> list[Row]:
+    """Rows of a jsonl file of {"token_ids", "prompt_len"}, trained on everything after the prompt.
+
+    ConfigError names the line that is not one.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; the warm start needs demonstrations") from error
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            value = json.loads(line)
+            tokens, prompt = value["token_ids"], int(value["prompt_len"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path}:{number}: {error!r}; expected {{token_ids, prompt_len}}") from error
+        rows.append({"token_ids": tokens, "loss_mask": [0] * prompt + [1] * (len(tokens) - prompt)})
+    if not rows:
+        raise ConfigError(f"{path}: empty; expected a demonstration {{token_ids, prompt_len}} a line")
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())

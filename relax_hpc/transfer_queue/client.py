@@ -1,0 +1,311 @@
+"""A role's connection to the controller: any thread may call, one thread talks.
+
+It finds the controller through the roster, beats for liveness, and when the controller comes back under a higher epoch
+it reconnects and asks again whatever was not answered.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import zmq
+
+from relax_hpc.config.schema import Config
+from relax_hpc.errors import DeadlineError, FencedError, RefusedError, RelaxError
+from relax_hpc.rendezvous.roster import Card, latest_card
+from relax_hpc.rundir import RunDir
+from relax_hpc.transfer_queue.plan import GENERATED
+from relax_hpc.transfer_queue.schema import Row, sample_id
+from relax_hpc.transfer_queue.shard import FilePlane, pack
+from relax_hpc.transfer_queue.wire import BadMessage, seal, unseal
+
+_ERRORS: dict[str, type[RelaxError]] = {"fenced": FencedError, "deadline": DeadlineError}
+
+
+@dataclass(slots=True)
+class _Call:
+    future: Future
+    message: dict[str, Any]
+    until: float
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Prompt groups that this client holds until it acks them, with where their rows lie."""
+
+    lease: int
+    step: int
+    tickets: tuple[int, ...]
+    shards: tuple[dict[str, Any], ...]
+    min_version: int
+    """At staleness 0 the number of the weights that forward passes must use."""
+
+    @classmethod
+    def of(cls, message: dict[str, Any]) -> Claim:
+        """From the controller's answer, or from ``message()`` in another rank of the group."""
+        tickets, shards = tuple(message["tickets"]), tuple(message["shards"])
+        return cls(message["lease"], message["step"], tickets, shards, message["min_version"])
+
+    def message(self) -> dict[str, Any]:
+        """A msgpack-able copy, for the other ranks of the group."""
+        return asdict(self)
+
+
+def read_rows(plane: FilePlane, claim: Claim, samples_per_group: int) -> list[Row]:
+    """The rows of ``claim`` in ticket and sample order, every field that the queue has of them."""
+    merged: dict[str, Row] = {}
+    for descriptor in claim.shards:
+        for name, row in plane.read(descriptor).items():
+            merged.setdefault(name, {}).update(row)
+    plane.forget({descriptor["name"] for descriptor in claim.shards})
+    return [merged[sample_id(ticket, k)] for ticket in claim.tickets for k in range(samples_per_group)]
+
+
+class QueueClient:
+    """See the module. Close it, or use it as a context manager.
+
+    >>> with QueueClient(run, config, "reference", epoch=1) as client:           # doctest: +SKIP
+    ...     claim = client.claim("reference", budget=8192)
+    ...     rows = client.rows(claim)
+    ...     client.put([{**row, "ref_logprobs": score(row)} for row in rows], ("ref_logprobs",), claim)
+    """
+
+    def __init__(self, run: RunDir, config: Config, group: str, epoch: int, member: str = "") -> None:
+        self.run, self.config, self.group, self.epoch = run, config, group, epoch
+        self.member = member or group
+        self.name = f"{self.member}-{epoch}-{os.getpid()}-{os.urandom(4).hex()}"
+        self.plane = FilePlane(run.shards)
+        self.progress = 0
+        self._token = run.token()
+        self._ids = itertools.count(1)
+        self._shard_ids = itertools.count(1)
+        self._outbox: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        self._calls: dict[int, _Call] = {}
+        self._closing = threading.Event()
+        self._context = zmq.Context()
+        self._wake_address = f"inproc://wake-{id(self)}"
+        self._wake_in = self._context.socket(zmq.PAIR)
+        self._wake_in.bind(self._wake_address)
+        self._wake_out = self._context.socket(zmq.PAIR)
+        self._wake_out.connect(self._wake_address)
+        self._wake_lock = threading.Lock()
+        self._thread = threading.Thread(target=self._talk, name=f"queue-{self.member}", daemon=True)
+        self._thread.start()
+
+    # -- requests ----------------------------------------------------------------------------------------------
+
+    def submit(self, op: str, timeout: float | None = None, **args: Any) -> Future:
+        """Send a request; the future has its result, or DeadlineError, FencedError, RefusedError."""
+        timeout = self.config.queue.wait_timeout_s if timeout is None else timeout
+        number, now = next(self._ids), time.monotonic()
+        message = {"id": number, "client": self.name, "group": self.group, "epoch": self.epoch, "op": op, "args": args}
+        call = _Call(Future(), message, now + timeout, now)
+        self._outbox.put(call)
+        self._wake()
+        return call.future
+
+    def call(self, op: str, timeout: float | None = None, **args: Any) -> dict[str, Any]:
+        """``submit`` and wait."""
+        return self.submit(op, timeout, **args).result()
+
+    def claim_later(self, task: str, budget: int, boundary: int = 0) -> Future:
+        """A future Claim of the next window of ``task`` (None when the run is finished); see QueueState.claimable."""
+        boundary = boundary or self.config.groups_per_step
+        return _then(self.submit("claim", task=task, budget=budget, boundary=boundary), _claim)
+
+    def claim(self, task: str, budget: int, boundary: int = 0) -> Claim | None:
+        """Wait for ``claim_later``."""
+        return self.claim_later(task, budget, boundary).result()
+
+    def rows(self, claim: Claim) -> list[Row]:
+        """``read_rows`` through this client's plane."""
+        return read_rows(self.plane, claim, self.config.samples_per_group)
+
+    def put(self, rows: Sequence[Row], fields: Sequence[str], claim: Claim | None = None) -> dict[int, str]:
+        """Add ``fields`` to whole prompt groups; with ``claim``, ack it in the same message.
+
+        Returns why tickets were refused, by ticket (`rolled_back`, `stale_version`, `lease_lost`, `duplicate`...).
+        """
+        record = pack(rows, fields, {"group": self.group, "epoch": self.epoch})
+        name = f"{self.member.replace('/', '-')}-e{self.epoch:06d}-{os.getpid()}-{next(self._shard_ids):06d}.shard"
+        shard = self.plane.publish(name, record)
+        summary = _summarise(rows, fields)
+        lease = claim.lease if claim else 0
+        self.progress += 1
+        return self.call("put", shard=shard, rows=summary, fields=list(fields), lease=lease)["refused"]
+
+    def generated(self, rows: Sequence[Row]) -> dict[int, str]:
+        """Put freshly generated prompt groups."""
+        return self.put(rows, GENERATED)
+
+    # -- the talking thread ------------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        with self._wake_lock:
+            if not self._closing.is_set():
+                self._wake_out.send(b"")
+
+    def _talk(self) -> None:
+        line = _Line(self._context, self.run, self._token)
+        beat_at, beat_s = 0.0, self.config.liveness.beat_s
+        while not self._closing.is_set():
+            now = time.monotonic()
+            if now >= beat_at:
+                line.follow(list(self._calls.values()), now, 4 * beat_s)
+                self._send(line, self._beat_call(now))
+                self._expire(now)
+                beat_at = now + beat_s
+            wake = line.wait(self._wake_in, max(0.0, beat_at - time.monotonic()))
+            if wake:
+                self._take_outbox(line)
+            for reply in line.replies():
+                self._settle(reply)
+        line.close()
+
+    def _beat_call(self, now: float) -> _Call:
+        message = {"id": 0, "client": self.name, "group": self.group, "epoch": self.epoch, "op": "beat"}
+        message["args"] = {"member": self.member, "progress": self.progress}
+        return _Call(Future(), message, now + 1.0, now)
+
+    def _take_outbox(self, line: _Line) -> None:
+        while self._wake_in.poll(0):
+            self._wake_in.recv()
+        while not self._outbox.empty():
+            call = self._outbox.get_nowait()
+            self._calls[call.message["id"]] = call
+            self._send(line, call)
+
+    def _send(self, line: _Line, call: _Call) -> None:
+        line.send({**call.message, "patience": max(0.0, call.until - time.monotonic())})
+
+    def _expire(self, now: float) -> None:
+        for number in [n for n, call in self._calls.items() if now > call.until + 1.0]:
+            call = self._calls.pop(number)
+            card = latest_card(self.run, "hub")
+            log = self.run.logs("hub", card.epoch if card else 1)
+            text = f"{call.message['op']}: the hub has not answered for {now - call.since:.0f} s; open {log}"
+            call.future.set_exception(DeadlineError(text))
+
+    def _settle(self, reply: dict[str, Any]) -> None:
+        if reply.get("kind") == "fenced":
+            error = FencedError(reply["error"])
+            for call in self._calls.values():
+                call.future.set_exception(error)
+            self._calls.clear()
+        call = self._calls.pop(reply["id"], None)
+        if call is None:
+            return
+        if "error" in reply:
+            call.future.set_exception(_ERRORS.get(reply["kind"], RefusedError)(reply["error"]))
+        else:
+            call.future.set_result(reply["result"])
+
+    def close(self) -> None:
+        """Stop talking; what was not answered fails."""
+        if not self._closing.is_set():
+            self._wake()
+            self._closing.set()
+            self._thread.join(timeout=5.0)
+            self._wake_in.close(0)
+            self._wake_out.close(0)
+            self._context.destroy(linger=0)
+
+    def __enter__(self) -> QueueClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Line:
+    """The socket to the controller of the highest epoch."""
+
+    def __init__(self, context: zmq.Context, run: RunDir, token: bytes) -> None:
+        self.context, self.run, self.token = context, run, token
+        self.card: Card | None = None
+        self.socket: zmq.Socket | None = None
+        self.heard = 0.0
+
+    def follow(self, calls: list[_Call], now: float, patience: float) -> None:
+        """Connect to a newer controller if this one has been silent for ``patience`` seconds."""
+        if self.socket is not None and now - self.heard < patience:
+            return
+        card = latest_card(self.run, "hub")
+        if card is None or (self.card is not None and card.epoch <= self.card.epoch):
+            return
+        self.close()
+        self.card, self.heard = card, now
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(card.endpoint)
+        for call in calls:
+            self.send({**call.message, "patience": max(0.0, call.until - now)})
+
+    def send(self, message: dict[str, Any]) -> None:
+        if self.socket is not None:
+            self.socket.send(seal(self.token, message))
+
+    def wait(self, wake: zmq.Socket, seconds: float) -> bool:
+        """Sleep until a reply or ``wake``; whether it was (also) the latter."""
+        poller = zmq.Poller()
+        poller.register(wake, zmq.POLLIN)
+        if self.socket is not None:
+            poller.register(self.socket, zmq.POLLIN)
+        return wake in dict(poller.poll(seconds * 1000))
+
+    def replies(self) -> list[dict[str, Any]]:
+        replies: list[dict[str, Any]] = []
+        while self.socket is not None and self.socket.poll(0):
+            try:
+                replies.append(unseal(self.token, self.socket.recv()))
+                self.heard = time.monotonic()
+            except BadMessage:
+                continue
+        return replies
+
+    def close(self) -> None:
+        if self.socket is not None:
+            self.socket.close(0)
+
+
+def _summarise(rows: Sequence[Row], fields: Sequence[str]) -> list[dict[str, Any]]:
+    """Per prompt group what the controller must know: ticket, which samples, longest length, versions."""
+    groups: dict[int, dict[str, Any]] = {}
+    for row in rows:
+        ticket, _, k = row["sample_id"].partition(".")
+        summary = groups.setdefault(int(ticket), {"ticket": int(ticket), "mask": 0, "width": 0, "versions": set()})
+        summary["mask"] |= 1 << int(k)
+        if "token_ids" in fields:
+            summary["width"] = max(summary["width"], len(row["token_ids"]))
+            summary["versions"].update(row["token_versions"][row["prompt_len"] :].tolist())
+        if "old_logprob_version" in fields:
+            summary["versions"].add(int(row["old_logprob_version"]))
+    return [{**summary, "versions": sorted(summary["versions"])} for summary in groups.values()]
+
+
+def _claim(result: dict[str, Any]) -> Claim | None:
+    return None if result.get("finished") else Claim.of(result)
+
+
+def _then(future: Future, function: Any) -> Future:
+    """A future with ``function`` of the result."""
+    after: Future = Future()
+
+    def finish(done: Future) -> None:
+        error = done.exception()
+        if error is not None:
+            after.set_exception(error)
+        else:
+            after.set_result(function(done.result()))
+
+    future.add_done_callback(finish)
+    return after

@@ -1,0 +1,68 @@
+"""What the queue knows of a run before it starts: the shape of a step, the staleness bound, and who needs what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from relax_hpc.config.schema import Config
+
+GENERATED = ("prompt_id", "ticket", "token_ids", "prompt_len", "loss_mask", "rollout_logprobs", "token_versions")
+GENERATED += ("reward", "spans", "finish_reason")
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A consumer: rows are ready for it when all of `needs` are present, and it adds `gives`."""
+
+    needs: tuple[str, ...]
+    gives: tuple[str, ...]
+    in_order: bool
+    """Windows are cut in ticket order alone, so that they do not depend on when rows arrive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Shape of the run. A ticket belongs to step ``ticket // groups_per_step``."""
+
+    steps: int
+    groups_per_step: int
+    samples_per_group: int
+    max_staleness: int
+    eval_every: int
+    keep_steps: int
+    lease_s: float
+    tasks: dict[str, Task]
+
+    @classmethod
+    def of(cls, config: Config) -> Plan:
+        """The plan that ``config`` describes."""
+        in_order = config.max_staleness == 0
+        tasks = {
+            "actor_fwd": Task(("token_ids",), ("old_logprobs", "old_logprob_version"), in_order),
+            "reference": Task(("token_ids",), ("ref_logprobs",), in_order),
+            "advantages": Task(("reward",), ("advantages",), in_order),
+        }
+        active = {role for group in config.groups.values() for role in group.roles}
+        tasks = {name: task for name, task in tasks.items() if name in active}
+        learned = tuple(field for task in tasks.values() for field in task.gives)
+        tasks["actor"] = Task(("token_ids", "reward", *learned), (), True)
+        return cls(
+            steps=config.steps,
+            groups_per_step=config.groups_per_step,
+            samples_per_group=config.samples_per_group,
+            max_staleness=config.max_staleness,
+            eval_every=config.eval.every,
+            keep_steps=config.queue.keep_steps,
+            lease_s=config.queue.lease_s,
+            tasks=tasks,
+        )
+
+    def step_of(self, ticket: int) -> int:
+        return ticket // self.groups_per_step
+
+    def eval_due(self, evaluated: int, version: int) -> bool:
+        """Whether an engine that serves ``version`` owes an evaluation, ``evaluated`` (-1: none) being the last."""
+        if not self.eval_every:
+            return False
+        at_end = version == self.steps and evaluated < self.steps
+        return at_end or (evaluated < 0 or version // self.eval_every > evaluated // self.eval_every)

@@ -1,0 +1,415 @@
+"""The controller's memory: a deterministic state machine over journal records.
+
+Every change goes through `apply(record)`, in a live controller and in a replay alike; planning methods only read.
+Bookkeeping is by prompt group, whose number is its ticket. Symbols: t = step of a ticket, S = max_staleness,
+V = version that an engine serves: a ticket is admitted only if V.number >= t - S (and V is not rolled back).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from relax_hpc.transfer_queue.plan import Plan
+from relax_hpc.transfer_queue.schema import sample_id
+from relax_hpc.versions import Version
+
+Owner = tuple[str, int]
+Record = dict[str, Any]
+DONE = -1
+REMEMBERED_ADMISSIONS = 256
+
+
+@dataclass(slots=True)
+class PromptGroup:
+    """One prompt's samples: who generates them, which fields are there, and which task holds or has consumed them."""
+
+    owner: Owner | None
+    attempt: int = 0
+    width: int = 0
+    versions: frozenset[int] = frozenset()
+    old_version: int = 0
+    present: dict[str, int] = field(default_factory=dict)
+    """Field -> bit mask of the samples that have it."""
+    parts: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
+    """(shard number, its fields), oldest first."""
+    tasks: dict[str, int] = field(default_factory=dict)
+    """Task -> lease number, or DONE."""
+
+
+@dataclass(slots=True)
+class Lease:
+    """Tickets that a consumer holds. `key` names the request, so that asking again gives the same answer."""
+
+    task: str
+    owner: Owner
+    key: str
+    tickets: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Shard:
+    """Where a put's bytes are, and the tickets that still need them."""
+
+    descriptor: dict[str, Any]
+    tickets: set[int]
+
+
+@dataclass(slots=True)
+class Event:
+    """One line of events.jsonl."""
+
+    id: str
+    what: str
+    step: int
+    version: str = ""
+    reason: str = ""
+
+
+class QueueState:
+    """See the module. Fields are read by the controller and by tests; only `apply` writes them."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.full = (1 << plan.samples_per_group) - 1
+        self.epochs: dict[str, int] = {}
+        self.groups: dict[int, PromptGroup] = {}
+        self.next_ticket = 0
+        self.reissued: list[int] = []
+        self.admissions: dict[str, list[int]] = {}
+        self.leases: dict[int, Lease] = {}
+        self.lease_keys: dict[str, int] = {}
+        self.next_lease = 1
+        self.position: dict[str, int] = dict.fromkeys(plan.tasks, 0)
+        self.returned: dict[str, list[tuple[int, ...]]] = {task: [] for task in plan.tasks}
+        self.shards: dict[int, Shard] = {}
+        self.garbage: list[str] = []
+        self.dropped: Counter[str] = Counter()
+        self.noted: Counter[str] = Counter()
+        self.lineage: list[tuple[int, int]] = []
+        self.published: dict[Version, dict[str, Any]] = {}
+        self.newest: Version | None = None
+        self.readers: dict[str, tuple[Owner, Version]] = {}
+        self.checkpoints: list[dict[str, Any]] = []
+        self.trained_steps = 0
+        self.evaluated = -1
+        self.events: list[Event] = []
+
+    # -- reading -----------------------------------------------------------------------------------------------
+
+    def in_lineage(self, version: Version) -> bool:
+        """Whether ``version`` survives: its epoch trained, and no later epoch resumed below its number."""
+        epochs = [epoch for epoch, _ in self.lineage]
+        if version.epoch not in epochs:
+            return False
+        later = self.lineage[epochs.index(version.epoch) + 1 :]
+        return all(version.number <= start for _, start in later)
+
+    def finished(self) -> bool:
+        """Every step is trained, the last weights are saved, and evaluated if evaluation is on."""
+        evaluated = not self.plan.eval_every or self.evaluated >= self.plan.steps
+        saved = any(point["step"] >= self.plan.steps for point in self.checkpoints)
+        return self.trained_steps >= self.plan.steps and saved and evaluated
+
+    def admissible(self, version: Version, count: int) -> list[int]:
+        """Up to ``count`` tickets that an engine serving ``version`` may start, lowest first."""
+        if not self.in_lineage(version):
+            return []
+        end = min(self.plan.steps, version.number + self.plan.max_staleness + 1) * self.plan.groups_per_step
+        again = [ticket for ticket in heapq.nsmallest(count, self.reissued) if ticket < end]
+        fresh = range(self.next_ticket, min(end, self.next_ticket + count - len(again)))
+        return [*again, *fresh]
+
+    def claimable(self, task: str, budget: int, boundary: int) -> tuple[int, ...]:
+        """The next window of ``task``: ready tickets whose padded tokens fit ``budget`` (one group always fits).
+
+        A window never crosses a multiple of ``boundary`` tickets. In order, it is known to be complete: the group
+        behind it would not fit, or the boundary is reached.
+        """
+        for window in self.returned[task]:
+            if all(self._ready(task, ticket) for ticket in window):
+                return window
+        if self.plan.tasks[task].in_order:
+            return self._next_window(task, budget, boundary)
+        return self._any_window(task, budget)
+
+    def _ready(self, task: str, ticket: int) -> bool:
+        group = self.groups.get(ticket)
+        if group is None or task in group.tasks:
+            return False
+        return all(group.present.get(name) == self.full for name in self.plan.tasks[task].needs)
+
+    def _next_window(self, task: str, budget: int, boundary: int) -> tuple[int, ...]:
+        held = {ticket for window in self.returned[task] for ticket in window}
+        window: list[int] = []
+        start, width = self.position[task], 0
+        for ticket in range(start, (start // boundary + 1) * boundary):
+            group = self.groups.get(ticket)
+            if group is None or group.present.get("token_ids") != self.full:
+                return ()
+            if task in group.tasks or ticket in held:
+                continue
+            width = max(width, group.width)
+            if window and (len(window) + 1) * self.plan.samples_per_group * width > budget:
+                break
+            window.append(ticket)
+        return tuple(window) if all(self._ready(task, ticket) for ticket in window) else ()
+
+    def _any_window(self, task: str, budget: int) -> tuple[int, ...]:
+        window: list[int] = []
+        width = 0
+        for ticket in range(self.position[task], self.next_ticket):
+            if not self._ready(task, ticket):
+                continue
+            width = max(width, self.groups[ticket].width)
+            if window and (len(window) + 1) * self.plan.samples_per_group * width > budget:
+                break
+            window.append(ticket)
+        return tuple(window)
+
+    def refusal(self, owner: Owner, row: dict[str, Any], lease: int) -> str:
+        """Why a put of one prompt group cannot be taken ('' if it can; 'duplicate' is harmless)."""
+        ticket = row["ticket"]
+        group = self.groups.get(ticket)
+        if group is None:
+            return "unknown_ticket"
+        if lease:
+            held = self.leases.get(lease)
+            return "" if held and held.owner == owner and ticket in held.tickets else "lease_lost"
+        if group.present.get("token_ids"):
+            return "duplicate"
+        if group.owner != owner:
+            return "not_owner"
+        versions = [Version.decode(code) for code in row["versions"]]
+        if not versions or not all(self.in_lineage(version) for version in versions):
+            return "rolled_back"
+        oldest = min(version.number for version in versions)
+        return "" if oldest >= self.plan.step_of(ticket) - self.plan.max_staleness else "stale_version"
+
+    def retirable(self) -> list[Version]:
+        """Published versions below the newest that no reader serves or may still be loading, oldest first."""
+        served = [version for _, version in self.readers.values()]
+        floor = min([*served, self.newest]) if self.newest else None
+        return sorted(version for version in self.published if floor is not None and version < floor)
+
+    def staleness(self, step: int) -> list[int]:
+        """Of each prompt group of ``step``: the version trained minus the oldest version of its tokens."""
+        size = self.plan.groups_per_step
+        groups = (self.groups.get(ticket) for ticket in range(step * size, (step + 1) * size))
+        return [step - min(Version.decode(code).number for code in group.versions) for group in groups if group]
+
+    def depth(self) -> dict[str, int]:
+        """Prompt groups by how far they are: in generation, waiting for training."""
+        live = [group for group in self.groups.values() if group.tasks.get("actor") != DONE]
+        generated = sum(group.present.get("token_ids") == self.full for group in live)
+        return {"generating": len(live) - generated, "ready": generated, "reissued": len(self.reissued)}
+
+    # -- changing ----------------------------------------------------------------------------------------------
+
+    def apply(self, record: Record) -> None:
+        """Carry out one journal record. Deterministic; records are checked before they are journaled."""
+        getattr(self, "_on_" + record["op"])(**{key: value for key, value in record.items() if key != "op"})
+
+    def _on_register(self, group: str, epoch: int) -> None:
+        if epoch > self.epochs.get(group, 0):
+            self.epochs[group] = epoch
+            self._release(group, epoch)
+
+    def _on_down(self, group: str, epoch: int) -> None:
+        self._release(group, epoch + 1)
+
+    def _on_admit(self, owner: list, key: str, tickets: list[int], version: str) -> None:
+        for ticket in tickets:
+            if ticket in self.groups:
+                self.reissued.remove(ticket)
+                self.groups[ticket].owner = tuple(owner)
+            else:
+                self.groups[ticket] = PromptGroup(tuple(owner))
+                self.next_ticket = ticket + 1
+            self._event(ticket, "admitted", version)
+        heapq.heapify(self.reissued)
+        self.admissions[key] = tickets
+        while len(self.admissions) > REMEMBERED_ADMISSIONS:
+            self.admissions.pop(next(iter(self.admissions)))
+
+    def _on_fail(self, ticket: int, reason: str) -> None:
+        self.groups[ticket].attempt += 1
+        self.dropped[reason] += self.plan.samples_per_group
+        self._event(ticket, "failed", reason=reason)
+
+    def _on_put(self, number: int, shard: dict, rows: list[dict], fields: list[str]) -> None:
+        self.shards[number] = Shard(shard, {row["ticket"] for row in rows})
+        for row in rows:
+            group = self.groups[row["ticket"]]
+            group.parts.append((number, tuple(fields)))
+            for name in fields:
+                group.present[name] = group.present.get(name, 0) | row["mask"]
+            if "token_ids" in fields:
+                group.width, group.versions = row["width"], frozenset(row["versions"])
+                oldest = str(min(Version.decode(code) for code in row["versions"]))
+                self._sample_events(row["ticket"], "accepted", oldest)
+            else:
+                self._event(row["ticket"], fields[0])
+            if "old_logprob_version" in fields:
+                group.old_version = row["versions"][0]
+
+    def _on_reject(self, ticket: int, reason: str) -> None:
+        self._drop(ticket, reason)
+
+    def _on_claim(self, task: str, owner: list, key: str, number: int, tickets: list[int]) -> None:
+        self.next_lease = number + 1
+        self.leases[number] = Lease(task, tuple(owner), key, tuple(tickets))
+        self.lease_keys[key] = number
+        self.returned[task] = [window for window in self.returned[task] if window != tuple(tickets)]
+        for ticket in tickets:
+            self.groups[ticket].tasks[task] = number
+        self._advance(task)
+
+    def _on_ack(self, lease: int) -> None:
+        held = self._forget_lease(lease)
+        for ticket in held.tickets:
+            self.groups[ticket].tasks[held.task] = DONE
+        self._advance(held.task)
+
+    def _on_trained(self, step: int, leases: list[int]) -> None:
+        for lease in leases:
+            self._on_ack(lease)
+        self.trained_steps = step + 1
+        size = self.plan.groups_per_step
+        for ticket in range(step * size, (step + 1) * size):
+            self._sample_events(ticket, "trained", str(Version(self.lineage[-1][0], step)))
+
+    def _on_publish(self, version: str, digest: str) -> None:
+        self.newest = Version.parse(version)
+        self.published[self.newest] = {"digest": digest}
+
+    def _on_retire(self, versions: list[str]) -> None:
+        for version in versions:
+            self.published.pop(Version.parse(version), None)
+
+    def _on_serve(self, reader: str, owner: list, version: str) -> None:
+        self.readers[reader] = (tuple(owner), Version.parse(version))
+
+    def _on_evaluated(self, version: int) -> None:
+        self.evaluated = max(self.evaluated, version)
+
+    def _on_note(self, what: str, name: str, reason: str) -> None:
+        self.noted[f"{what}/{reason}"] += 1
+        self.events.append(Event(name, what, self.trained_steps, reason=reason))
+
+    def _on_checkpoint(self, step: int, epoch: int, name: str, digest: str) -> None:
+        self.checkpoints.append({"step": step, "epoch": epoch, "name": name, "digest": digest})
+        self._retire_groups(step - self.plan.keep_steps)
+
+    def _on_resume(self, epoch: int, step: int) -> None:
+        self.lineage.append((epoch, step))
+        self.trained_steps = step
+        self.evaluated = min(self.evaluated, step)
+        self.checkpoints = [point for point in self.checkpoints if point["step"] <= step]
+        first = step * self.plan.groups_per_step
+        for ticket in range(first, self.next_ticket):
+            if ticket in self.groups:
+                self._roll_back(ticket)
+            else:
+                self.groups[ticket] = PromptGroup(None)
+                heapq.heappush(self.reissued, ticket)
+        for task in self.plan.tasks:
+            self.position[task] = first
+            self.returned[task] = []
+            self._advance(task)
+
+    # -- helpers -----------------------------------------------------------------------------------------------
+
+    def _roll_back(self, ticket: int) -> None:
+        """After the lineage changed: drop what rolled-back weights made, give the rest back to the actor."""
+        group = self.groups[ticket]
+        if not all(self.in_lineage(Version.decode(code)) for code in group.versions):
+            self._drop(ticket, "rolled_back")
+            return
+        if group.tasks.pop("actor", 0) == DONE:
+            self._event(ticket, "returned")
+        if group.old_version and not self.in_lineage(Version.decode(group.old_version)):
+            fields = self.plan.tasks["actor_fwd"].gives
+            group.parts = [part for part in group.parts if part[1] != fields]
+            group.tasks.pop("actor_fwd", None)
+            group.old_version = 0
+            for name in fields:
+                group.present.pop(name, None)
+
+    def _drop(self, ticket: int, reason: str) -> None:
+        """Count the samples of ``ticket`` as dropped and offer the ticket again."""
+        self.dropped[reason] += self.plan.samples_per_group
+        self._sample_events(ticket, "dropped", reason=reason)
+        self._reset(ticket)
+
+    def _reset(self, ticket: int) -> None:
+        old = self.groups[ticket]
+        for lease in [number for number in set(old.tasks.values()) if number != DONE]:
+            held = self.leases[lease]
+            held.tickets = tuple(other for other in held.tickets if other != ticket)
+        for number, _ in old.parts:
+            self._unpin(number, ticket)
+        self.groups[ticket] = PromptGroup(None, attempt=old.attempt)
+        heapq.heappush(self.reissued, ticket)
+
+    def _release(self, group: str, below: int) -> None:
+        """Take back what incarnations of ``group`` before epoch ``below`` hold."""
+        for number in [n for n, held in self.leases.items() if held.owner[0] == group and held.owner[1] < below]:
+            held = self._forget_lease(number)
+            for ticket in held.tickets:
+                self.groups[ticket].tasks.pop(held.task, None)
+            if held.tickets and self.plan.tasks[held.task].in_order:
+                self.returned[held.task].append(held.tickets)
+            self.position[held.task] = min([self.position[held.task], *held.tickets])
+        for ticket, item in self.groups.items():
+            if item.owner and item.owner[0] == group and item.owner[1] < below and not item.present:
+                item.owner = None
+                heapq.heappush(self.reissued, ticket)
+        self.readers = {k: v for k, v in self.readers.items() if not (v[0][0] == group and v[0][1] < below)}
+
+    def _forget_lease(self, number: int) -> Lease:
+        held = self.leases.pop(number)
+        self.lease_keys.pop(held.key, None)
+        return held
+
+    def _advance(self, task: str) -> None:
+        position = self.position[task]
+        while position in self.groups and task in self.groups[position].tasks:
+            position += 1
+        self.position[task] = position
+
+    def _retire_groups(self, below_step: int) -> None:
+        end = below_step * self.plan.groups_per_step
+        for ticket in [ticket for ticket in self.groups if ticket < end]:
+            for number, _ in self.groups.pop(ticket).parts:
+                self._unpin(number, ticket)
+
+    def _unpin(self, number: int, ticket: int) -> None:
+        shard = self.shards.get(number)
+        if shard is None:
+            return
+        shard.tickets.discard(ticket)
+        if not shard.tickets:
+            self.garbage.append(self.shards.pop(number).descriptor["name"])
+
+    def _event(self, ticket: int, what: str, version: str = "", reason: str = "") -> None:
+        self.events.append(Event(f"{ticket:09d}", what, self.plan.step_of(ticket), version, reason))
+
+    def _sample_events(self, ticket: int, what: str, version: str = "", reason: str = "") -> None:
+        step = self.plan.step_of(ticket)
+        for k in range(self.plan.samples_per_group):
+            self.events.append(Event(sample_id(ticket, k), what, step, version, reason))
+
+    def take_events(self) -> Iterator[Event]:
+        """Events since the last call."""
+        events, self.events = self.events, []
+        return iter(events)
+
+
+def window_tokens(widths: Iterable[int], samples: int) -> int:
+    """Padded tokens of a window whose prompt groups have these longest lengths."""
+    sizes = list(widths)
+    return len(sizes) * samples * max(sizes, default=0)

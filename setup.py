@@ -1,0 +1,53 @@
+"""Packaging of relax_hpc: a small, torch-free base (CLI, configuration, queue controller) and extras for the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).resolve().parent
+BASE = [
+    "jsonargparse[signatures]>=4.40",
+    "docstring-parser>=0.16",
+    "PyYAML>=6",
+    "numpy>=1.26",
+    "pyzmq>=25.1.2",
+    "msgpack>=1",
+    "h5py>=3.10",
+    "tensorboard>=2.15",
+    "psutil>=5.9",
+]
+EXTRAS = {
+    "train": ["torch>=2.6", "megatron-core==0.16.1", "mpi4py>=4", "safetensors>=0.5"],
+    "sglang": ["sglang==0.5.21", "transformers==5.12.1", "tokenizers==0.22.2", "aiohttp"],
+    "rdma": ["nixl-cu12>=1.5; sys_platform == 'linux'"],
+    "omni": ["pillow", "decord", "librosa", "soundfile", "numba==0.65.1"],
+    "slurm": ["submitit>=1.5", "jinja2>=3"],
+    "plot": ["matplotlib>=3.8"],
+    "dev": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6", "ruff>=0.12", "packaging"],
+}
+EXTRAS["all"] = sorted({requirement for extra in EXTRAS.values() for requirement in extra})
+
+
+def long_description() -> str:
+    """The README when it is there; an sdist without it still builds."""
+    readme = HERE / "README.md"
+    return readme.read_text(encoding="utf-8") if readme.exists() else ""
+
+
+setup(
+    name="relax_hpc",
+    version="0.1.0",
+    description="Reinforcement-learning post-training of omni-modal language models on Slurm clusters",
+    long_description=long_description(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11",
+    packages=find_packages(include=["relax_hpc", "relax_hpc.*"]),
+    include_package_data=False,
+    install_requires=BASE,
+    extras_require=EXTRAS,
+    entry_points={"console_scripts": ["relax-hpc = relax_hpc.cli:main"]},
+)

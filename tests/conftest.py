@@ -1,0 +1,90 @@
+"""Settings of every test session: offline, one thread a process, and no process may outlive the session."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+from hypothesis import settings
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+settings.register_profile("default", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") or os.environ.get("RELAX_REQUIRE") else "default")
+
+MARK = "RELAX_TEST_SESSION"
+"""Environment variable that every process a test starts inherits; it finds those that left our process tree too."""
+GRACE_S = 5.0
+"""How long processes that were told to end have, after the last test, to be gone."""
+LEAKS = pytest.StashKey[list[str]]()
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """An empty run directory, mode 0700 as runs demand."""
+    path = tmp_path / "run"
+    path.mkdir(mode=0o700)
+    return path
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Mark this session's environment before the first test starts a process."""
+    os.environ[MARK] = uuid.uuid4().hex
+    config.stash[LEAKS] = []
+
+
+def _environment(process: psutil.Process) -> dict[str, str]:
+    try:
+        return process.environ()
+    except (psutil.Error, OSError):
+        return {}
+
+
+def _alive(process: psutil.Process) -> bool:
+    """Running, and not Python's own helper that ends with its parent."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and "multiprocessing.resource_tracker" not in str(
+            process.cmdline()
+        )
+    except psutil.Error:
+        return False
+
+
+def left_processes() -> list[psutil.Process]:
+    """Living processes that this session's tests started, orphans included."""
+    mark = os.environ[MARK]
+    marked = (process for process in psutil.process_iter() if _environment(process).get(MARK) == mark)
+    found = {process.pid: process for process in (*psutil.Process().children(recursive=True), *marked)}
+    return [process for pid, process in sorted(found.items()) if pid != os.getpid() and _alive(process)]
+
+
+def _describe(process: psutil.Process) -> str:
+    try:
+        command = " ".join(process.cmdline())[:200] or process.name()
+    except psutil.Error:
+        command = "?"
+    return f"pid {process.pid}, started by {_environment(process).get('PYTEST_CURRENT_TEST', '?')}: {command}"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Name and end every process that a test left behind, and fail the session for it."""
+    psutil.wait_procs(left_processes(), timeout=GRACE_S)
+    for process in left_processes():
+        session.config.stash[LEAKS].append(_describe(process))
+        process.kill()
+    if session.config.stash[LEAKS]:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print the processes that were left, where a reader of a failed session looks."""
+    if config.stash[LEAKS]:
+        terminalreporter.section("processes left behind by tests", red=True)
+        for line in config.stash[LEAKS]:
+            terminalreporter.line(line)

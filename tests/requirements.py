@@ -1,0 +1,61 @@
+"""What a test needs from the machine: it skips where that is missing, and fails where RELAX_REQUIRE says it may not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from importlib import metadata, util
+from pathlib import Path
+
+import pytest
+
+
+def _has_module(name: str) -> bool:
+    try:
+        return util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _has_cuda() -> bool:
+    cpu_build = _has_module("torch") and "+cpu" in metadata.version("torch")
+    return _has_module("torch") and not cpu_build and any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def mpiexec() -> Path:
+    """The MPI launcher of this Python's environment; the system's own belongs to another MPI library."""
+    return Path(sys.prefix) / "bin" / "mpiexec"
+
+
+CHECKS: dict[str, tuple[Callable[[], bool], str]] = {
+    "sglang": (lambda: _has_module("sglang"), "package sglang (env/setup.sh)"),
+    "mpi": (lambda: _has_module("mpi4py") and mpiexec().exists(), "packages mpi4py and mpich (env/setup.sh)"),
+    "slurm": (lambda: shutil.which("sinfo") is not None, "a Slurm cluster: sinfo on PATH"),
+    "torch": (lambda: _has_module("torch"), "package torch (env/setup.sh)"),
+    "megatron": (lambda: _has_module("megatron.core"), "package megatron-core (env/setup.sh)"),
+    "transformers": (lambda: _has_module("transformers"), "package transformers (env/setup.sh)"),
+    "h5py": (lambda: _has_module("h5py"), "package h5py (env/setup.sh)"),
+    "matplotlib": (lambda: _has_module("matplotlib"), "package matplotlib (env/setup.sh)"),
+    "cuda": (_has_cuda, "a GPU and a CUDA build of torch (env/setup.sh gpu)"),
+}
+
+
+def requires(*names: str) -> None:
+    """Skip the calling test, or the calling module, unless all of `names` (keys of CHECKS) are here.
+
+    A missing name that the comma-separated RELAX_REQUIRE holds is a failure instead: where the installer put
+    something, a silent skip would hide that it broke. Nothing heavy is imported. ValueError: an unknown name.
+    """
+    unknown = sorted(set(names) - set(CHECKS))
+    if unknown:
+        raise ValueError(f"requires: unknown {', '.join(unknown)}; known are {', '.join(sorted(CHECKS))}")
+    must = {name.strip() for name in os.environ.get("RELAX_REQUIRE", "").split(",")}
+    for name in names:
+        present, what = CHECKS[name]
+        if present():
+            continue
+        if name in must:
+            pytest.fail(f"RELAX_REQUIRE names {name}, but it is missing: {what}", pytrace=False)
+        pytest.skip(f"needs {what}", allow_module_level=True)

@@ -1,0 +1,308 @@
+"""Losses and advantages against closed forms, an independent implementation, and finite differences."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relax_hpc.algorithms.advantages import ADVANTAGES, group_advantages, token_advantages
+from relax_hpc.algorithms.kl import KL_ESTIMATORS
+from relax_hpc.algorithms.losses import MAX_SUFFIX, TokenBatch, mean_metrics, policy_loss
+from relax_hpc.config.schema import AlgorithmConfig
+from relax_hpc.errors import ConfigError
+
+configs = st.builds(
+    AlgorithmConfig,
+    clip_low=st.sampled_from([0.0, 0.2, 1.0]),
+    clip_high=st.sampled_from([0.0, 0.28]),
+    kl_coefficient=st.sampled_from([0.0, 0.3]),
+    kl_estimator=st.sampled_from(["k1", "k2", "k3"]),
+    entropy_coefficient=st.sampled_from([0.0, 0.01, -0.02]),
+    reduction=st.sampled_from(["token_mean", "sequence_mean"]),
+    tis_cap=st.sampled_from([0.0, 1.0, 2.0]),
+)
+shapes = st.tuples(st.integers(1, 4), st.integers(1, 6), st.integers(0, 2**31))
+
+
+def random_batch(rows: int, columns: int, seed: int, garbage: float | None = None) -> TokenBatch:
+    """float64 values around typical ones; masked entries hold `garbage` if given."""
+    rng = np.random.default_rng(seed)
+    mask = (rng.random((rows, columns)) < 0.6).astype(np.float64)
+    new = -rng.exponential(1.0, (rows, columns))
+    old = new + rng.normal(0, 0.4, new.shape)
+    values = {
+        "logprobs": new,
+        "entropy": rng.exponential(1.0, new.shape),
+        "old_logprobs": old,
+        "rollout_logprobs": old + rng.normal(0, 0.7, new.shape),
+        "ref_logprobs": new + rng.normal(0, 0.5, new.shape),
+        "advantages": rng.normal(0, 1, new.shape),
+    }
+    if garbage is not None:
+        values = {name: np.where(mask > 0, value, garbage) for name, value in values.items()}
+    return TokenBatch(**{name: torch.tensor(value) for name, value in values.items()}, mask=torch.tensor(mask))
+
+
+def one_token(config: AlgorithmConfig, ratio: float, advantage: float, **values: float) -> tuple[float, dict]:
+    """Loss and metrics of a batch of one token whose old log-probability is -1."""
+    given = {"logprobs": -1 + math.log(ratio), "old_logprobs": -1.0, "rollout_logprobs": -1.0, "advantages": advantage}
+    given |= {"mask": 1.0} | values
+    tensors = {field.name: None for field in dataclasses.fields(TokenBatch)}
+    tensors |= {name: torch.tensor([[value]], dtype=torch.float64) for name, value in given.items()}
+    loss, metrics = policy_loss(TokenBatch(**tensors), config)
+    return loss.item(), {name: value.item() for name, value in metrics.items()}
+
+
+def numpy_loss(batch: TokenBatch, config: AlgorithmConfig) -> dict[str, float]:
+    """The same quantities token by token in plain Python, written from the formulas."""
+    out = dict.fromkeys(("loss", "weight", "tokens", "samples", "loss/policy", "loss/kl", "loss/entropy"), 0.0)
+    sums = "ratio clip_fraction kl/reference kl/old entropy tis_weight tis_capped train_rollout_logprob_abs_diff"
+    out |= dict.fromkeys(sums.split(), 0.0) | {"train_rollout_logprob_max": 0.0}
+    rows, columns = batch.mask.shape
+    for i in range(rows):
+        chosen = [j for j in range(columns) if batch.mask[i, j] == 1]
+        out["samples"] += bool(chosen)
+        for j in chosen:
+            new, old, rollout = (float(t[i, j]) for t in (batch.logprobs, batch.old_logprobs, batch.rollout_logprobs))
+            ref, adv, entropy = (float(t[i, j]) for t in (batch.ref_logprobs, batch.advantages, batch.entropy))
+            share = 1 / len(chosen) if config.reduction == "sequence_mean" else 1.0
+            ratio = math.exp(new - old)
+            inside = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
+            importance = math.exp(old - rollout) if config.tis_cap else 1.0
+            weight = min(importance, config.tis_cap) if config.tis_cap else 1.0
+            d = ref - new
+            kl = {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - 1 - d}[config.kl_estimator]
+            out["tokens"] += 1
+            out["loss/policy"] += share * weight * -min(adv * ratio, adv * inside)
+            out["loss/kl"] += share * config.kl_coefficient * kl
+            out["loss/entropy"] -= share * config.entropy_coefficient * entropy
+            out["ratio"] += ratio
+            out["clip_fraction"] += adv * inside < adv * ratio
+            out["kl/reference"] += kl
+            out["kl/old"] += ratio - 1 - (new - old)
+            out["entropy"] += entropy
+            out["tis_weight"] += weight
+            out["tis_capped"] += bool(config.tis_cap) and importance > config.tis_cap
+            out["train_rollout_logprob_abs_diff"] += abs(old - rollout)
+            out["train_rollout_logprob_max"] = max(out["train_rollout_logprob_max"], abs(old - rollout))
+    out["loss"] = out["loss/policy"] + out["loss/kl"] + out["loss/entropy"]
+    out["weight"] = out["samples"] if config.reduction == "sequence_mean" else out["tokens"]
+    return out
+
+
+@settings(max_examples=150, deadline=None)
+@given(configs, shapes)
+def test_loss_and_metrics_equal_an_independent_implementation(config, shape):
+    batch = random_batch(*shape)
+    loss, metrics = policy_loss(batch, config)
+    found = {"loss": loss.item()} | {name: value.item() for name, value in metrics.items()}
+    assert found == pytest.approx(numpy_loss(batch, config), rel=1e-9, abs=1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(configs, shapes, st.sampled_from([math.nan, math.inf, -math.inf, 1e30]))
+def test_masked_entries_may_hold_anything(config, shape, garbage):
+    clean, dirty = random_batch(*shape), random_batch(*shape, garbage=garbage)
+    for batch in (clean, dirty):
+        batch.logprobs.requires_grad_()
+        batch.entropy.requires_grad_()
+    results = [policy_loss(batch, config) for batch in (clean, dirty)]
+    assert torch.equal(results[0][0], results[1][0])
+    assert all(torch.equal(value, results[1][1][name]) for name, value in results[0][1].items())
+    gradients = [torch.autograd.grad(r[0], b.logprobs)[0] for r, b in zip(results, (clean, dirty), strict=True)]
+    assert torch.equal(*gradients)
+    assert not (gradients[1] * (1 - dirty.mask)).any()
+
+
+@settings(max_examples=60, deadline=None)
+@given(configs, shapes, st.integers(0, 4))
+def test_parts_of_a_batch_add_up_to_the_whole(config, shape, cut):
+    batch = random_batch(*shape)
+    loss, whole = policy_loss(batch, config)
+    slices = [slice(0, cut), slice(cut, None)]
+    parts = [
+        policy_loss(
+            TokenBatch(**{f.name: getattr(batch, f.name)[part] for f in dataclasses.fields(TokenBatch)}), config
+        )
+        for part in slices
+        if len(batch.mask[part])
+    ]
+    assert sum(part[0].item() for part in parts) == pytest.approx(loss.item(), abs=1e-12)
+    for name, value in whole.items():
+        combine = max if name.endswith(MAX_SUFFIX) else sum
+        assert combine(part[1][name].item() for part in parts) == pytest.approx(value.item(), abs=1e-12)
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_gradient_equals_finite_differences(reduction, estimator):
+    config = AlgorithmConfig(
+        kl_coefficient=0.3, kl_estimator=estimator, entropy_coefficient=0.05, reduction=reduction, tis_cap=1.2
+    )
+    batch = random_batch(3, 4, seed=7)
+
+    def loss(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+        return policy_loss(dataclasses.replace(batch, logprobs=logprobs, entropy=entropy), config)[0]
+
+    assert torch.autograd.gradcheck(loss, (batch.logprobs.requires_grad_(), batch.entropy.requires_grad_()))
+
+
+def test_importance_weight_carries_no_gradient():
+    batch = random_batch(2, 3, seed=1)
+    batch.logprobs.requires_grad_()
+    batch.old_logprobs.requires_grad_()
+    batch.rollout_logprobs.requires_grad_()
+    loss, _ = policy_loss(batch, AlgorithmConfig(tis_cap=2.0))
+    assert torch.autograd.grad(loss, batch.rollout_logprobs, allow_unused=True) == (None,)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "expected", "clipped"),
+    [
+        (1.0, 2.0, -2.0, 0),
+        (1.28, 1.0, -1.28, 0),
+        (1.5, 1.0, -1.28, 1),
+        (0.5, 1.0, -0.5, 0),
+        (0.8, -1.0, 0.8, 0),
+        (0.5, -1.0, 0.8, 1),
+        (1.5, -1.0, 1.5, 0),
+        (1.5, 0.0, 0.0, 0),
+    ],
+)
+def test_clip_edges(ratio, advantage, expected, clipped):
+    loss, metrics = one_token(AlgorithmConfig(clip_low=0.2, clip_high=0.28), ratio, advantage)
+    assert loss == pytest.approx(expected)
+    assert metrics["clip_fraction"] == clipped
+    assert metrics["ratio"] == pytest.approx(ratio)
+
+
+@pytest.mark.parametrize(("cap", "weight", "capped"), [(2.0, 2.0, 1), (4.0, math.e, 0), (0.0, 1.0, 0)])
+def test_importance_weight_is_truncated(cap, weight, capped):
+    loss, metrics = one_token(AlgorithmConfig(tis_cap=cap), 1.0, 1.0, rollout_logprobs=-2.0)
+    assert loss == pytest.approx(-weight)
+    assert metrics["tis_weight"] == pytest.approx(weight)
+    assert metrics["tis_capped"] == capped
+    assert metrics["train_rollout_logprob_abs_diff"] == metrics["train_rollout_logprob_max"] == 1.0
+
+
+def test_reference_kl_is_reported_without_entering_the_loss():
+    loss, metrics = one_token(AlgorithmConfig(kl_coefficient=0.0), 1.0, 0.0, ref_logprobs=-1.5)
+    assert loss == 0
+    assert metrics["kl/reference"] == pytest.approx(math.exp(-0.5) - 1 + 0.5)
+    assert "kl/reference" not in one_token(AlgorithmConfig(), 1.0, 0.0)[1]
+
+
+def test_far_log_ratios_stay_finite_in_float32():
+    values = {field.name: torch.full((1, 2), -1.0) for field in dataclasses.fields(TokenBatch)}
+    values |= {"logprobs": torch.tensor([[-1.0, -300.0]]), "old_logprobs": torch.tensor([[-300.0, -1.0]])}
+    values |= {"mask": torch.ones(1, 2)}
+    loss, metrics = policy_loss(TokenBatch(**values), AlgorithmConfig(kl_coefficient=0.1))
+    assert all(torch.isfinite(value) for value in (loss, *metrics.values()))
+
+
+def test_a_batch_without_chosen_tokens_is_zero_and_differentiable():
+    batch = dataclasses.replace(random_batch(2, 3, seed=0), mask=torch.zeros(2, 3))
+    batch.logprobs.requires_grad_()
+    loss, metrics = policy_loss(batch, AlgorithmConfig(reduction="sequence_mean", kl_coefficient=0.1))
+    loss.backward()
+    assert not batch.logprobs.grad.any()
+    assert all(value == 0 for value in metrics.values())
+
+
+def test_missing_inputs_and_wrong_shapes_are_named():
+    batch = random_batch(2, 3, seed=0)
+    with pytest.raises(ValueError, match="no ref_logprobs"):
+        policy_loss(dataclasses.replace(batch, ref_logprobs=None), AlgorithmConfig(kl_coefficient=0.1))
+    with pytest.raises(ValueError, match="no entropy"):
+        policy_loss(dataclasses.replace(batch, entropy=None), AlgorithmConfig(entropy_coefficient=0.1))
+    with pytest.raises(ValueError, match=r"advantages has shape \(2,\), the mask \(2, 3\)"):
+        policy_loss(dataclasses.replace(batch, advantages=torch.zeros(2)), AlgorithmConfig())
+
+
+def test_mean_metrics():
+    totals = {"weight": 2.0, "tokens": 8.0, "samples": 2.0, "loss/policy": 4.0, "ratio": 6.0, "x_max": 3.0}
+    means = mean_metrics(totals)
+    assert (means["loss/policy"], means["ratio"], means["x_max"], means["tokens"]) == (2.0, 0.75, 3.0, 8.0)
+
+
+@pytest.mark.parametrize("name", ["k1", "k3"])
+def test_unbiased_estimators_find_the_divergence_of_two_categoricals(name):
+    p, q = torch.tensor([0.5, 0.3, 0.2]).log(), torch.tensor([0.2, 0.5, 0.3]).log()
+    expected = (q.exp() * (q - p)).sum()
+    estimate = (q.exp() * KL_ESTIMATORS[name](p, q)).sum()
+    assert estimate.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(("name", "right"), [("k1", False), ("k2", True)])
+def test_which_estimator_has_the_gradient_of_the_divergence(name, right):
+    p = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64).log()
+    logits = torch.tensor([0.1, 0.9, -0.3], dtype=torch.float64, requires_grad=True)
+    q = logits.log_softmax(0)
+    (exact,) = torch.autograd.grad((q.exp() * (q - p)).sum(), logits, retain_graph=True)
+    (found,) = torch.autograd.grad((q.detach().exp() * KL_ESTIMATORS[name](p, q)).sum(), logits)
+    assert torch.allclose(found, exact) == right
+
+
+rewards = (
+    st.integers(2, 8)
+    .flatmap(lambda n: st.lists(st.lists(st.integers(-100, 100), min_size=n, max_size=n), min_size=1, max_size=5))
+    .map(lambda rows: np.array(rows) / 16)
+)
+
+
+@given(rewards, st.sampled_from(sorted(ADVANTAGES)))
+def test_advantages_have_mean_zero_ignore_shifts_and_keep_order(values, kind):
+    found = group_advantages(values, kind)
+    assert found.shape == values.shape
+    assert found.mean(axis=1) == pytest.approx(0, abs=1e-9)
+    assert group_advantages(values + 3.5, kind) == pytest.approx(found, abs=1e-9)
+    assert (np.sign(found[:, :1] - found) == np.sign(values[:, :1] - values)).all()
+
+
+@given(rewards)
+def test_how_advantages_scale(values):
+    assert group_advantages(values * 8, "grpo") == pytest.approx(group_advantages(values, "grpo"), abs=1e-3)
+    for kind in ("dr_grpo", "rloo"):
+        assert group_advantages(values * 8, kind) == pytest.approx(8 * group_advantages(values, kind), abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", sorted(ADVANTAGES))
+@pytest.mark.parametrize("value", [0.0, 0.1, 1 / 3, 1e30])
+def test_equal_rewards_give_exactly_zero(kind, value):
+    assert not group_advantages(np.full((2, 3), value), kind).any()
+
+
+def test_advantages_in_closed_form():
+    values = np.array([[0.0, 1.0, 1.0, 4.0]])
+    std = math.sqrt(((1.5**2) + 2 * 0.5**2 + 2.5**2) / 3)
+    assert group_advantages(values, "dr_grpo")[0] == pytest.approx([-1.5, -0.5, -0.5, 2.5])
+    assert group_advantages(values, "grpo")[0] == pytest.approx(np.array([-1.5, -0.5, -0.5, 2.5]) / std, rel=1e-5)
+    assert group_advantages(values, "rloo")[0] == pytest.approx([0 - 2, 1 - 5 / 3, 1 - 5 / 3, 4 - 2 / 3])
+
+
+def test_advantages_refuse_what_they_cannot_use():
+    with pytest.raises(ConfigError, match="found 'gae', allowed grpo, dr_grpo, rloo"):
+        group_advantages(np.zeros((1, 2)), "gae")
+    with pytest.raises(ValueError, match="shape"):
+        group_advantages(np.zeros((3, 1)), "grpo")
+    with pytest.raises(ValueError, match="finite"):
+        group_advantages(np.array([[0.0, math.nan]]), "grpo")
+
+
+def test_token_advantages():
+    found = token_advantages(-0.5, np.array([0, 1, 1, 0], dtype=np.uint8))
+    assert found.dtype == np.float32
+    assert found.tolist() == [0, -0.5, -0.5, 0]
+
+
+def test_advantages_do_not_load_torch():
+    code = "import sys, relax_hpc.algorithms.advantages; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

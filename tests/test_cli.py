@@ -1,0 +1,239 @@
+"""The command line: one line an error, exit codes, and a frozen list of options."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from relax_hpc import __version__
+from relax_hpc.cli import COMMANDS, main, parser_of
+from relax_hpc.config import Config, dump, load
+from relax_hpc.config.options import options
+from relax_hpc.errors import EXIT_CONFIG, EXIT_NO_PROGRESS, NoProgressError
+
+ROOT = Path(__file__).parents[1]
+QUICKSTART = str(ROOT / "configs" / "runs" / "quickstart.yaml")
+FROZEN = Path(__file__).with_name("frozen_cli.txt")
+REGENERATE = "python -m tests.test_cli > tests/frozen_cli.txt"
+
+WRONG = [
+    (["runn"], ["runn: unknown command", "run, check, status, plot", "did you mean run?"]),
+    (["--resume"], ["--resume: unknown option"]),
+    (["run", "--steps", "ten"], ["steps: found 'ten' (str)", "an integer at least 1"]),
+    (["run", "--steps", "0"], ["steps: found 0 (int)", "at least 1"]),
+    (["run", "--steps", ""], ["steps: found ''"]),
+    (["run", "--stepz", "1"], ["--stepz: unknown option", "did you mean steps?"]),
+    (["run", "--stepz=1"], ["--stepz=1: unknown option", "did you mean steps?"]),
+    (["run", "--step", "1"], ["--step: unknown option", "did you mean steps?"]),
+    (["run", "--temperature", "1"], ["--temperature: unknown option", "did you mean rollout.temperature?"]),
+    (["run", "--rollout", "{top_p: 1}"], ["--rollout: a section", "--rollout.replicas"]),
+    (["run", "--rollout.temperature"], ["--rollout.temperature: expected one argument"]),
+    (["run", "--rollout.temperature", ".nan"], ["rollout.temperature: found nan", "finite"]),
+    (["run", "--data.shuffle", "maybe"], ["data.shuffle: found 'maybe'", "true or false"]),
+    (["run", "--algorithm.advantage", "grop"], ["algorithm.advantage: found 'grop'", "did you mean grpo?"]),
+    (["run", "--rollout.engine.flags", "5"], ["rollout.engine.flags: found '5'", "--rollout.engine.flags.NAME VALUE"]),
+    (["run", "--groups.actor.roles", "[actor]"], ["groups: found", "--groups '{NAME: VALUE}'"]),
+    (["run", "--groups.x", "5"], ["groups.x: found 5 (int)", "a mapping of roles, env"]),
+    (["run", "--groups.refernce", "null"], ["groups.refernce: null removes", "did you mean reference?"]),
+    (["run", "extra"], ["extra: unknown option"]),
+    (["run", "--resume"], ["--resume: found neither --run_dir nor --config"]),
+    (["plot"], ["required: runs"]),
+    (["status", "a", "b"], ["b: unknown option"]),
+]
+
+
+@pytest.mark.parametrize(("argv", "parts"), WRONG, ids=[" ".join(argv) for argv, _ in WRONG])
+def test_wrong_command_lines(argv: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == EXIT_CONFIG
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert captured.err.startswith("relax-hpc: error: command line: ")
+    for part in parts:
+        assert part in captured.err
+
+
+def test_wrong_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("rollout: {temprature: 1}")
+    assert main(["run", "--config", QUICKSTART, "--config", str(path)]) == EXIT_CONFIG
+    assert capsys.readouterr().err.startswith(f"relax-hpc: error: {path}: rollout.temprature: unknown key")
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Config, bool]]:
+    """What `run` would have started."""
+    calls: list[tuple[Config, bool]] = []
+    replace(monkeypatch, "relax_hpc.launch.local", run=lambda config, resume: calls.append((config, resume)) or 0)
+    return calls
+
+
+def test_run_takes_overrides(tmp_path: Path, started: list[tuple[Config, bool]]) -> None:
+    argv = ["run", "--config", QUICKSTART, "--run_dir", str(tmp_path / "run"), "--rollout.temperature", "0.7"]
+    argv += ["--actor.optimizer.lr=1e-4", "--steps", "10", "--name", "2024", "--data.shuffle", "false"]
+    argv += ["--rollout.engine.flags.max_total_tokens", "8192", "--rollout.engine.flags.schedule_policy", "fcfs"]
+    argv += [
+        "--groups.reference",
+        "null",
+        "--groups.hub",
+        "{roles: [advantages, actor_fwd]}",
+        "--groups.actor_fwd=null",
+    ]
+    assert main(argv) == 0
+    [(config, resume)] = started
+    assert not resume
+    assert (config.rollout.temperature, config.actor.optimizer.lr, config.steps, config.name) == (0.7, 1e-4, 10, "2024")
+    assert not config.data.shuffle and config.rollout.max_new_tokens == 6
+    flags = config.rollout.engine.flags
+    assert (flags["max_total_tokens"], flags["schedule_policy"], flags["log_level"]) == (8192, "fcfs", "error")
+    assert {name: group.roles for name, group in config.groups.items()} == {
+        "hub": ["advantages", "actor_fwd"],
+        "rollout": ["rollout"],
+        "actor": ["actor"],
+    }
+
+
+def test_resume(
+    tmp_path: Path,
+    started: list[tuple[Config, bool]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "runs" / "quickstart"
+    fresh = ["run", "--config", QUICKSTART]
+    assert main([*fresh, "--resume"]) == EXIT_CONFIG
+    assert "found no run in" in capsys.readouterr().err
+    run.mkdir(parents=True)
+    dump(load([QUICKSTART], {"run_dir": "/elsewhere", "groups.reference": None}), run / "config.yaml")
+    assert main(fresh) == EXIT_CONFIG
+    assert "already holds a run, --resume it or name another --run_dir" in capsys.readouterr().err
+    assert main([*fresh, "--resume"]) == 0
+    assert main(["run", "--resume", "--run_dir", "runs/quickstart", "--steps", "400"]) == 0
+    assert main(["run", "--resume", "--name", "quickstart"]) == 0
+    assert [resume for _, resume in started] == [True] * 3
+    assert [config.steps for config, _ in started] == [300, 400, 300]
+    assert all(config.run_dir == str(run) for config, _ in started)
+    assert "reference" not in started[1][0].groups
+
+
+def test_run_lists_every_finding_and_starts_nothing(
+    tmp_path: Path, started: list[tuple[Config, bool]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--config", QUICKSTART, "--run_dir", str(tmp_path / "r"), "--groups.rollout=null", "--rollout.reward=x"]
+    assert main(["run", *argv]) == EXIT_CONFIG
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[2] for line in lines] == ["groups", "rollout.reward"]
+    assert main(["check", *argv]) == EXIT_CONFIG
+    assert capsys.readouterr().out.splitlines() == [line.removeprefix("relax-hpc: error: ") for line in lines]
+    assert not started and not (tmp_path / "r").exists()
+
+
+def test_check_of_the_quickstart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--config", QUICKSTART, "--run_dir", str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out == "no findings\n"
+
+
+def test_print_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--config", QUICKSTART, "--print_config", "--steps", "5"]) == 0
+    text = capsys.readouterr().out
+    assert "steps: 5  # command line\n" in text and f"name: quickstart  # {QUICKSTART}\n" in text
+    (tmp_path / "printed.yaml").write_text(text)
+    assert load([tmp_path / "printed.yaml"]) == load([QUICKSTART], {"steps": 5})
+
+
+def test_plot_and_status_pass_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    replace(monkeypatch, "relax_hpc.metrics.plot", main=lambda *args: seen.append(args) or 3)
+    replace(monkeypatch, "relax_hpc.launch.status", main=lambda *args: seen.append(args) or 0)
+    assert main(["plot", "a", "b", "--tags", "x", "y", "--output", "o.png"]) == 3
+    assert main(["plot", "a"]) == 3
+    assert main(["status", "a", "--json"]) == 0
+    assert main(["status", "a"]) == 0
+    assert seen == [(["a", "b"], "o.png", ["x", "y"]), (["a"], "rewards.png", []), ("a", True), ("a", False)]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(NoProgressError("in\ncircles"), EXIT_NO_PROGRESS), (KeyboardInterrupt(), 130)]
+)
+def test_exit_codes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, code: int
+) -> None:
+    def fail(*_: Any) -> int:
+        raise error
+
+    replace(monkeypatch, "relax_hpc.launch.status", main=fail)
+    assert main(["status", "a"]) == code
+    assert capsys.readouterr().err in ("relax-hpc: error: in circles\n", "")
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0 and capsys.readouterr().out == f"relax-hpc {__version__}\n"
+    assert main([]) == 0
+    text = capsys.readouterr().out
+    assert all(f"{name} " in text and command.help.split()[0] in text for name, command in COMMANDS.items())
+
+
+def test_help_of_run_documents_the_fields() -> None:
+    text = " ".join(parser_of("run").format_help().split())
+    assert "--rollout.max_attempts MAX_ATTEMPTS Tries of one ticket" in text
+    assert "[at least 1] (type: int, default: 4)" in text
+    assert "%" not in text
+    keys = {option.key for option in options()}
+    assert all(f"--{key} " in text for key in keys)
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["run", "--help"], ["check", "--config", QUICKSTART]])
+def test_the_command_line_loads_nothing_heavy(argv: list[str], tmp_path: Path) -> None:
+    code = (
+        "import sys; from relax_hpc.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        "print([name for name in ('torch', 'zmq', 'matplotlib', 'transformers', 'h5py') if name in sys.modules])"
+    )
+    command = [sys.executable, "-c", code, *argv]
+    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert output.splitlines()[-1] == "[]"
+
+
+def test_module_is_the_command() -> None:
+    command = [sys.executable, "-m", "relax_hpc", "run", "--steps", "0"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == EXIT_CONFIG
+    assert result.stderr == "relax-hpc: error: command line: steps: found 0 (int), allowed: at least 1\n"
+
+
+def test_options_are_frozen() -> None:
+    assert frozen() == FROZEN.read_text(), f"the options changed; if that is wanted, tell users and run: {REGENERATE}"
+
+
+def frozen() -> str:
+    """All options of all commands: name, type and default, one a line."""
+    lines = []
+    for name in COMMANDS:
+        if name == "check":
+            continue  # the options of run without --resume
+        for action in parser_of(name)._actions:
+            hint = getattr(action, "_typehint", action.type)
+            shown = "" if hint is None else getattr(hint, "__name__", "") if isinstance(hint, type) else str(hint)
+            lines.append(f"{name} {' '.join(action.option_strings) or action.dest} {shown or '-'} {action.default!r}")
+    return "\n".join(lines).replace("typing.", "") + "\n"
+
+
+def replace(monkeypatch: pytest.MonkeyPatch, name: str, **functions: Any) -> None:
+    """Put a module of `functions` in the place of the module `name`."""
+    module = ModuleType(name)
+    vars(module).update(functions)
+    parent, _, last = name.rpartition(".")
+    monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(sys.modules.get(parent) or __import__(parent, fromlist=[last]), last, module, raising=False)
+
+
+if __name__ == "__main__":
+    print(frozen(), end="")

@@ -1,0 +1,391 @@
+"""Configuration: every wrong input ends as one line that teaches, and layers compose from left to right."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relax_hpc.config import Config, dump, load, load_resolved, resolve, to_dict
+from relax_hpc.config.check import check
+from relax_hpc.config.clean import clean
+from relax_hpc.config.load import compose, merge, print_config
+from relax_hpc.config.read import MAX_BYTES, dump_yaml, parse_yaml
+from relax_hpc.config.schema import GroupConfig
+from relax_hpc.errors import EXIT_CONFIG, ConfigError
+
+QUICKSTART = Path(__file__).parents[1] / "configs" / "runs" / "quickstart.yaml"
+
+WRONG = [
+    ("stepz: 5", ["stepz: unknown key", "did you mean steps?"]),
+    ("temperature: 1.0", ["temperature: unknown key", "did you mean rollout.temperature?"]),
+    ("rollout: {temprature: 1.0}", ["rollout.temprature", "allowed: replicas", "did you mean temperature?"]),
+    ("actor: {optimizer: {learning: 1}}", ["actor.optimizer.learning: unknown key", "lr, final_lr_share"]),
+    ("steps: ten", ["steps: found 'ten' (str)", "an integer at least 1"]),
+    ("steps: 10.0", ["steps: found 10.0 (float)", "an integer"]),
+    ("steps: true", ["steps: found True (bool)", "an integer"]),
+    ("steps: null", ["steps: found None", "an integer"]),
+    ("steps: 0", ["steps: found 0 (int)", "allowed: at least 1"]),
+    ("steps: [1]", ["steps: found [1] (list)", "an integer"]),
+    ("steps: 1_000", ["steps: found '1_000' (str)", "an integer"]),
+    ("max_staleness: 65", ["max_staleness: found 65", "0 to 64"]),
+    ("data: {digits: 7}", ["data.digits: found 7", "1 to 6"]),
+    ("rollout: {temperature: -0.1}", ["rollout.temperature: found -0.1", "at least 0.0"]),
+    ("rollout: {temperature: .nan}", ["rollout.temperature: found nan", "a finite number"]),
+    ("rollout: {temperature: .inf}", ["rollout.temperature: found inf", "a finite number"]),
+    ("rollout: {top_p: 1.5}", ["rollout.top_p: found 1.5", "0.0 to 1.0"]),
+    ("rollout: {temperature: '0.7'}", ["rollout.temperature: found '0.7' (str)", "a number"]),
+    ("rollout: 3", ["rollout: found 3 (int)", "a mapping of replicas"]),
+    ("rollout: {engine: {port: 70000}}", ["rollout.engine.port: found 70000", "0 to 65535"]),
+    ("rollout: {engine: {flags: [a]}}", ["rollout.engine.flags: found ['a']", "a mapping"]),
+    ("rollout: {engine: {flags: {1: 2}}}", ["rollout.engine.flags: found 1", "quote it"]),
+    ("rollout: {engine: {flags: {a: .nan}}}", ["rollout.engine.flags.a: found nan", "finite"]),
+    ("algorithm: {advantage: grop}", ["algorithm.advantage: found 'grop'", "'dr_grpo'", "did you mean grpo?"]),
+    ("layout: het", ["layout: found 'het'", "allowed: 'local'"]),
+    ("name: 2024", ["name: found 2024 (int)", "text", "quote it: '2024'"]),
+    ("model: {tiny: {tie_word_embeddings: yes}}", ["tie_word_embeddings: found 'yes'", "true or false"]),
+    ("data: {eval: {a: 3}}", ["data.eval.a: found 3 (int)", "text"]),
+    ('model: {path: "a\\0b"}', ["model.path", "without NUL"]),
+    ("groups: {hub: {roles: [advantage]}}", ["groups.hub.roles[0]: found 'advantage'", "did you mean advantages?"]),
+    ("groups: {hub: {role: []}}", ["groups.hub.role: unknown key", "did you mean roles?"]),
+    ("groups: {hub: {roles: actor}}", ["groups.hub.roles: found 'actor'", "a list"]),
+    ("groups: {../x: {}}", ["groups: found '../x'", "letters, digits"]),
+    ("groups: {refernce: null}", ["groups.refernce: null removes", "did you mean reference?"]),
+    ("groups: {hub: {env: {A: 1}}}", ["groups.hub.env.A: found 1 (int)", "quote it: '1'"]),
+    ("[1, 2]", ["the file: found [1, 2]", "a mapping of name, run_dir"]),
+    ("5", ["the file: found 5"]),
+    ("steps: 5\nname: a\nsteps: 6", [":3: not valid YAML", "'steps' appears twice (first on line 1)"]),
+    ("data: {digits: 1, digits: 2}", ["'digits' appears twice"]),
+    ("model: &m {}\ndata: *m", [":2: not valid YAML", "aliases"]),
+    ("a: !!python/object:os.system {}", [":1: not valid YAML", "python/object"]),
+    ("a: !!timestamp 2020-01-01", ["not valid YAML"]),
+    ("a: !!int abc", ["not valid YAML"]),
+    ("a: !!bool abc", ["not valid YAML"]),
+    ("steps: 5\n\tname: a", [":2: not valid YAML"]),
+    ("steps: [", ["not valid YAML"]),
+    ("steps: 5\n---\nsteps: 6", [":2: not valid YAML"]),
+    ("name: 'a\x00b'", ["not valid YAML"]),
+    ("a: " + "[" * 20000, ["nested too deeply"]),
+    ("rollout: {engine: {flags: {a: " + "[" * 20 + "]" * 20 + "}}}", ["nested deeper than 16"]),
+    ("#" * (MAX_BYTES + 1), [f"larger than {MAX_BYTES} bytes"]),
+]
+
+
+@pytest.mark.parametrize(("text", "parts"), WRONG, ids=[text[:40] for text, _ in WRONG])
+def test_wrong_file(tmp_path: Path, text: str, parts: list[str]) -> None:
+    path = write(tmp_path, "wrong.yaml", text)
+    with pytest.raises(ConfigError) as caught:
+        load([path])
+    message = str(caught.value)
+    assert message.startswith(str(path)) and "\n" not in message
+    assert caught.value.exit_code == EXIT_CONFIG
+    for part in parts:
+        assert part in message
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    write(tmp_path, "base.yaml", "")
+    with pytest.raises(ConfigError, match=r"bse\.yaml: cannot be read: No such file.*did you mean .*base\.yaml"):
+        load([tmp_path / "bse.yaml"])
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        load([tmp_path])
+    (tmp_path / "latin.yaml").write_bytes(b"name: \xff")
+    with pytest.raises(ConfigError, match=r"latin\.yaml: not valid YAML"):
+        load([tmp_path / "latin.yaml"])
+
+
+def test_error_names_the_right_one_of_three_files(tmp_path: Path) -> None:
+    files = [
+        write(tmp_path, "a.yaml", "steps: 5"),
+        write(tmp_path, "b.yaml", "steps: 0"),
+        write(tmp_path, "c.yaml", "steps: 7"),
+    ]
+    with pytest.raises(ConfigError, match=r"b\.yaml: steps: found 0"):
+        load(files)
+    with pytest.raises(ConfigError, match="^command line: steps: found -1"):
+        load([files[0]], {"steps": -1})
+
+
+def test_layers_compose_from_left_to_right(tmp_path: Path) -> None:
+    left = """
+    rollout: {temperature: 0.5, engine: {flags: {a: 1, b: [1, 2], c: {x: 1}}}}
+    data: {eval: {small: s.jsonl, large: l.jsonl}}
+    groups: {actor: {env: {A: '1', B: '2'}}}
+    """
+    right = """
+    rollout: {top_p: 0.9, engine: {flags: {b: [3], c: {y: 2}, d: null}}}
+    data: {eval: {large: null}}
+    groups: {actor: {env: {B: '3'}}, reference: null, hub: {roles: []}, extra: {roles: [advantages]}}
+    """
+    config = load([write(tmp_path, "left.yaml", left), write(tmp_path, "right.yaml", right)], {"rollout.top_p": 0.8})
+    assert (config.rollout.temperature, config.rollout.top_p) == (0.5, 0.8)
+    assert config.rollout.engine.flags == {"a": 1, "b": [3], "c": {"y": 2}, "d": None}
+    assert config.data.eval == {"small": "s.jsonl"}
+    assert config.groups == {
+        "hub": GroupConfig(),
+        "rollout": GroupConfig(roles=["rollout"]),
+        "actor": GroupConfig(roles=["actor"], env={"A": "1", "B": "3"}),
+        "actor_fwd": GroupConfig(roles=["actor_fwd"]),
+        "extra": GroupConfig(roles=["advantages"]),
+    }
+
+
+def test_two_layers_may_remove_the_same_group(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.yaml", "groups: {reference: null}")
+    assert "reference" not in load([path, path]).groups
+
+
+def test_empty_files_and_sections_change_nothing(tmp_path: Path) -> None:
+    assert load([write(tmp_path, "a.yaml", "# nothing"), write(tmp_path, "b.yaml", "rollout:\ndata: {}")]) == Config()
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1e-3", 1e-3), ("1E5", 1e5), ("3", 3.0), ("+.5", 0.5), ("1.", 1.0), ("010", 10.0), ("2.0e-3", 2e-3)],
+)
+def test_numbers_of_yaml_1_2(tmp_path: Path, text: str, value: float) -> None:
+    config = load([write(tmp_path, "a.yaml", f"rollout: {{temperature: {text}}}")])
+    assert config.rollout.temperature == value and type(config.rollout.temperature) is float
+
+
+def test_text_that_yaml_1_1_would_change(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.yaml", "groups: {actor: {env: {A: yes, B: 1:30, C: 2024-01-01, D: off, E: 0x10}}}")
+    assert load([path]).groups["actor"].env == {"A": "yes", "B": "1:30", "C": "2024-01-01", "D": "off", "E": "0x10"}
+
+
+def test_overrides_nested_and_dotted_agree() -> None:
+    assert load([], {"rollout": {"engine": {"port": 5}}}) == load([], {"rollout.engine.port": 5})
+    with pytest.raises(ConfigError, match="command line: rollout"):
+        load([], {"rollout": 1, "rollout.top_p": 0.5})
+
+
+def test_dump_and_load_give_the_same(tmp_path: Path) -> None:
+    flags = {"text": "1e-3", "yes": "yes", "many": ["a\nb", "", " x", "é\x07"], "deep": {"a": [1, 2.5, None, True]}}
+    overrides = {
+        "groups": {"reference": None, "extra": {}},
+        "rollout.engine.flags": flags,
+        "actor.optimizer.eps": 1e-20,
+    }
+    config = load([QUICKSTART], overrides)
+    dump(config, tmp_path / "config.yaml")
+    assert load([tmp_path / "config.yaml"]) == config
+    assert list(parse_yaml((tmp_path / "config.yaml").read_text(), "")) == list(to_dict(Config()))
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_a_moved_run_directory_counts_from_where_it_is(tmp_path: Path) -> None:
+    config = load([], {"run_dir": str(tmp_path / "old"), "steps": 7})
+    (tmp_path / "new").mkdir()
+    dump(config, tmp_path / "new" / "config.yaml")
+    resolved = load_resolved(tmp_path / "new")
+    assert (resolved.steps, resolved.run_dir) == (7, str(tmp_path / "new"))
+
+
+def test_resolve_makes_paths_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = resolve(load([], {"name": "a", "data.train": "t.jsonl", "data.eval.x": "e.jsonl"}))
+    assert config.run_dir == str(tmp_path / "runs" / "a")
+    assert (config.data.train, config.data.eval) == (str(tmp_path / "t.jsonl"), {"x": str(tmp_path / "e.jsonl")})
+    assert config.model.path == "" and resolve(config) == config
+
+
+def test_print_config_names_the_source_of_every_value(tmp_path: Path) -> None:
+    path = write(
+        tmp_path, "a.yaml", "steps: 5\nrollout: {engine: {flags: {a: 1}}}\ngroups: {hub: {roles: [advantages]}}"
+    )
+    text = print_config(compose([path], {"rollout.top_p": 0.5, "groups.reference": None}))
+    for line in (
+        f"steps: 5  # {path}",
+        f"a: 1  # {path}",
+        f"roles:  # {path}",
+        "top_p: 0.5  # command line",
+        "seed: 0\n",
+    ):
+        assert line in text
+    assert load([write(tmp_path, "b.yaml", text)]) == load([path], {"rollout.top_p": 0.5, "groups.reference": None})
+
+
+def test_quickstart_is_good(tmp_path: Path) -> None:
+    assert check(load([QUICKSTART], {"run_dir": str(tmp_path / "run")})) == []
+
+
+names = st.text("abcxyz", min_size=1, max_size=2)
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+plain = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3))
+layers = st.fixed_dictionaries(
+    {},
+    optional={
+        "steps": st.integers(1, 9),
+        "rollout": st.fixed_dictionaries(
+            {},
+            optional={
+                "top_p": st.floats(0, 1),
+                "engine": st.fixed_dictionaries({}, optional={"flags": st.dictionaries(names, plain, max_size=3)}),
+            },
+        ),
+        "data": st.fixed_dictionaries({"eval": st.dictionaries(names, st.text("a"), max_size=3)}),
+        "groups": st.dictionaries(
+            names,
+            st.fixed_dictionaries(
+                {}, optional={"roles": st.just(["actor"]), "env": st.dictionaries(names, st.text("a"), max_size=2)}
+            ),
+            max_size=3,
+        ),
+    },
+)
+
+
+@given(layers, layers, layers)
+@settings(max_examples=60, deadline=None)
+def test_merging_is_associative_and_the_last_layer_wins(a: Any, b: Any, c: Any) -> None:
+    assert merge(Config, merge(Config, a, b), c) == merge(Config, a, merge(Config, b, c))
+    assert merge(Config, a, {}) == a == merge(Config, a, a)
+    assert merge(Config, merge(Config, a, b), b) == merge(Config, a, b)
+    assert merge(Config, a, b).get("steps") == b.get("steps", a.get("steps"))
+
+
+@given(plain)
+@settings(max_examples=100, deadline=None)
+def test_yaml_gives_back_what_was_written(value: Any) -> None:
+    assert parse_yaml(dump_yaml({"a": value}), "x") == {"a": value}
+
+
+@given(st.dictionaries(st.sampled_from(list(to_dict(Config()))) | st.text(), plain, max_size=3))
+@settings(max_examples=100, deadline=None)
+def test_cleaning_anything_gives_a_layer_or_one_line(tree: Any) -> None:
+    try:
+        clean(Config, tree, "source")
+    except ConfigError as error:
+        assert str(error).startswith("source: ")
+
+
+FINDINGS = [
+    ({"model.path": "/nowhere"}, ["model.path: found '/nowhere', which is not a directory"]),
+    (
+        {"data.task": ""},
+        ["data.train: found nothing", "model.path: found nothing", "warm_start.steps: found 80 without"],
+    ),
+    ({"data.train": "/nowhere.jsonl"}, ["data.train: found '/nowhere.jsonl' beside data.task"]),
+    ({"data.eval.x": "/nowhere.jsonl"}, ["data.eval.x: found '/nowhere.jsonl', which is not a file"]),
+    ({"actor.parallel.tensor": 2}, ["actor.parallel.tensor: found 2, allowed: a divisor of the model's num_key_value"]),
+    (
+        {"model.tiny.num_attention_heads": 3, "model.tiny.num_key_value_heads": 2},
+        ["model.tiny.num_attention_heads: found"],
+    ),
+    ({"actor_fwd.parallel.pipeline": 3}, ["actor_fwd.parallel.pipeline: found 3", "num_hidden_layers, 2"]),
+    ({"reference.parallel.sequence_parallel": True}, ["reference.parallel.sequence_parallel: found true with"]),
+    ({"algorithm.mini_batches": 5}, ["algorithm.mini_batches: found 5", "groups_per_step, 32"]),
+    ({"algorithm.mini_batches": 16, "actor.parallel.data": 4}, ["actor.parallel.data: found 4, allowed: at most 2"]),
+    ({"groups.rollout": None}, ["groups: found role rollout in no group"]),
+    ({"groups.actor_fwd": None}, ["groups: found role actor_fwd in no group"]),
+    ({"groups.hub": None}, ["but no hub", "role advantages in no group"]),
+    ({"groups.hub.roles": ["advantages", "actor"]}, ["role actor 2 times (in hub, actor)"]),
+    ({"groups.idle": {}}, ["groups.idle.roles: found none"]),
+    (
+        {"groups.reference": None, "algorithm.kl_coefficient": 0.1},
+        ["algorithm.kl_coefficient: found 0.1, but role ref"],
+    ),
+    ({"rollout.max_new_tokens": 300}, ["rollout.max_new_tokens: found 300", "together 332", "of the model, 256"]),
+    ({"rollout.temperature": 0}, ["rollout.temperature: found 0.0"]),
+    ({"rollout.reward": "answer_exct"}, ["rollout.reward: found 'answer_exct'", "did you mean"]),
+    ({"eval.reward": "no.such:reward"}, ["eval.reward: 'no.such:reward': importing"]),
+    ({"rollout.engine.port": 65535, "rollout.replicas": 2}, ["rollout.engine.port: found 65535", "at most 65534"]),
+    (
+        {"rollout.engine.flags.model_path": "x"},
+        ["rollout.engine.flags.model_path: found 'x'", "set model.path instead"],
+    ),
+    ({"rollout.engine.flags.api-key": "x"}, ["rollout.engine.flags.api-key", "it cannot be changed"]),
+    ({"rollout.engine.flags.max-total-tokens": 5}, ["underscores (max_total_tokens)"]),
+    ({"liveness.lease_s": 1, "liveness.beat_s": 0.5}, ["liveness.lease_s: found 1.0", "more than two beats"]),
+    ({"name": "a/b"}, ["name: found 'a/b'"]),
+    ({"run_dir": f"{__file__}/run"}, ["run_dir: found", "is a file; name a directory"]),
+]
+
+
+@pytest.mark.parametrize(("overrides", "parts"), FINDINGS, ids=[" ".join(map(str, item[0])) for item in FINDINGS])
+def test_findings(tmp_path: Path, overrides: dict[str, Any], parts: list[str]) -> None:
+    findings = check(load([QUICKSTART], {"run_dir": str(tmp_path / "run")} | overrides))
+    for part in parts:
+        assert any(part in finding for finding in findings), findings
+    for finding in findings:
+        assert any(part in finding for part in parts) and "\n" not in finding
+
+
+def test_run_without_reference_is_good_when_its_kl_is_off(tmp_path: Path) -> None:
+    assert check(load([QUICKSTART], {"run_dir": str(tmp_path / "run"), "groups.reference": None})) == []
+
+
+def test_busy_port(tmp_path: Path) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        findings = check(load([QUICKSTART], {"run_dir": str(tmp_path / "run"), "rollout.engine.port": port}))
+    assert findings == [f"rollout.engine.port: found {port}, but {port} is in use; name another, or 0 for free ones"]
+
+
+def model_dir(path: Path, **sizes: Any) -> Path:
+    """A Hugging Face directory as far as the checks look into it."""
+    config = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 64, "intermediate_size": 128}
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4} | sizes))
+    (path / "tokenizer.json").write_text("{}")
+    (path / "model.safetensors").write_bytes(b"")
+    return path
+
+
+def model_findings(path: Path, **overrides: Any) -> list[str]:
+    return check(load([QUICKSTART], {"run_dir": str(path / "run"), "model.path": str(path)} | overrides))
+
+
+def test_model_directories(tmp_path: Path) -> None:
+    good = model_dir(tmp_path / "good")
+    layout = {"actor.parallel.tensor": 2, "actor.parallel.pipeline": 4}
+    assert model_findings(good, **layout) == []
+    (good / "tokenizer.json").unlink()
+    (good / "model.safetensors").unlink()
+    findings = model_findings(good)
+    assert len(findings) == 2 and "no *.safetensors" in findings[0] and "no tokenizer.json" in findings[1]
+    (good / "config.json").unlink()
+    assert "model.path: found no config.json in" in model_findings(good)[0]
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "\xff", '{"num_attention_heads": "8"}', '{"num_attention_heads": -1}', "{}"]
+)
+def test_broken_model_config(tmp_path: Path, text: str) -> None:
+    path = model_dir(tmp_path / "model")
+    (path / "config.json").write_text(text, encoding="latin-1")
+    findings = model_findings(path)
+    assert len(findings) == 1 and findings[0].startswith("model.path: found ")
+
+
+def test_index_that_names_a_missing_file(tmp_path: Path) -> None:
+    path = model_dir(tmp_path / "model")
+    (path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-2.safetensors"}}')
+    assert "no model-2.safetensors" in model_findings(path)[0]
+
+
+def test_mixture_of_experts_with_tensor_parallelism_needs_sequence_parallelism(tmp_path: Path) -> None:
+    path = model_dir(tmp_path / "model", num_experts=4)
+    findings = model_findings(path, **{"actor.parallel.tensor": 2})
+    assert len(findings) == 1 and "4 experts" in findings[0] and "cannot be configured yet" in findings[0]
+    assert model_findings(path, **{"actor.parallel.tensor": 2, "actor.parallel.sequence_parallel": True}) == []
+
+
+def test_omni_modal_model_keeps_its_sizes_below(tmp_path: Path) -> None:
+    path = model_dir(tmp_path / "model")
+    sizes = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({"thinker_config": {"text_config": sizes}}))
+    assert "num_hidden_layers, 4" in model_findings(path, **{"actor.parallel.pipeline": 3})[0]
+
+
+def write(directory: Path, name: str, text: str) -> Path:
+    path = directory / name
+    path.write_text(text)
+    return path

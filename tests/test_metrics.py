@@ -1,0 +1,241 @@
+"""metrics.jsonl and TensorBoard survive crashes and rollbacks; progress lines; benchmark figures."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from relax_hpc.metrics.progress import Progress, progress_line
+from relax_hpc.metrics.read import load_metrics, read_metrics, tags_of
+from relax_hpc.metrics.writer import MetricsWriter
+
+
+def figures_module():
+    """tools/bench/figures.py, which is no package."""
+    path = Path(__file__).parents[1] / "tools/bench/figures.py"
+    spec = importlib.util.spec_from_file_location("figures", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def rewards(run_dir: Path) -> list[tuple[int, float]]:
+    return [(row["step"], row["reward/mean"]) for row in read_metrics(run_dir)]
+
+
+def test_lines_of_a_step_add_up(tmp_path):
+    with MetricsWriter(tmp_path, epoch=1) as metrics:
+        metrics.write(0, {"reward/mean": 0.5, "loss/total": 1})
+        metrics.write(0, {"eval/digits/exact_match": 0.25, "loss/total": 2}, time=7.0)
+    [row] = read_metrics(tmp_path)
+    assert row == {
+        "step": 0,
+        "time": 7.0,
+        "epoch": 1,
+        "reward/mean": 0.5,
+        "loss/total": 2.0,
+        "eval/digits/exact_match": 0.25,
+    }
+    assert tags_of([row]) == ["eval/digits/exact_match", "loss/total", "reward/mean"]
+
+
+def test_each_line_is_on_disk_before_close(tmp_path):
+    metrics = MetricsWriter(tmp_path, epoch=1)
+    metrics.write(3, {"reward/mean": 0.5})
+    assert rewards(tmp_path) == [(3, 0.5)]
+    metrics.close()
+    metrics.close()
+
+
+def test_non_finite_numbers_are_valid_json(tmp_path):
+    with MetricsWriter(tmp_path, epoch=1) as metrics:
+        metrics.write(0, {"loss/total": math.nan, "kl/k3": math.inf, "reward/mean": 1})
+
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    assert line["loss/total"] is None and line["kl/k3"] is None
+    assert math.isnan(read_metrics(tmp_path)[0]["loss/total"])
+
+
+def test_names_of_the_lines_own_fields_are_refused(tmp_path):
+    with MetricsWriter(tmp_path, epoch=1) as metrics, pytest.raises(ValueError, match="time"):
+        metrics.write(0, {"time": 1.0})
+
+
+def test_no_file_is_no_rows(tmp_path):
+    assert read_metrics(tmp_path) == []
+
+
+def test_rollback_supersedes_older_lines(tmp_path):
+    with MetricsWriter(tmp_path, epoch=1) as old:
+        for step in range(6):
+            old.write(step, {"reward/mean": step})
+    with MetricsWriter(tmp_path, epoch=2) as new:
+        new.rolled_back(3)
+        new.write(3, {"reward/mean": 30})
+    assert rewards(tmp_path) == [(0, 0), (1, 1), (2, 2), (3, 30)]
+    assert load_metrics(tmp_path).rollbacks == [(2, 3)]
+
+
+def test_rollback_within_an_epoch(tmp_path):
+    with MetricsWriter(tmp_path, epoch=1) as metrics:
+        for step in range(4):
+            metrics.write(step, {"reward/mean": step})
+        metrics.rolled_back(2)
+        metrics.write(2, {"reward/mean": 20})
+    assert rewards(tmp_path) == [(0, 0), (1, 1), (2, 20)]
+
+
+def test_a_straggler_of_an_older_epoch_does_not_come_back(tmp_path):
+    with MetricsWriter(tmp_path, epoch=1) as old, MetricsWriter(tmp_path, epoch=2) as new:
+        old.write(0, {"reward/mean": 0})
+        new.rolled_back(1)
+        new.write(1, {"reward/mean": 10})
+        old.write(1, {"reward/mean": 1})
+        old.write(2, {"reward/mean": 2})
+    assert rewards(tmp_path) == [(0, 0), (1, 10)]
+
+
+def test_the_newest_epoch_wins_without_a_rollback(tmp_path):
+    with MetricsWriter(tmp_path, epoch=1) as old, MetricsWriter(tmp_path, epoch=2) as new:
+        new.write(0, {"reward/mean": 2})
+        old.write(0, {"reward/mean": 1, "loss/total": 5})
+    [row] = read_metrics(tmp_path)
+    assert (row["reward/mean"], row["loss/total"], row["epoch"]) == (2, 5, 2)
+
+
+def test_an_evaluation_of_the_weights_resumed_from_stays(tmp_path):
+    with MetricsWriter(tmp_path, epoch=1) as old:
+        old.write(2, {"reward/mean": 1, "eval/digits/exact_match": 0.5})
+        old.write(3, {"eval/digits/exact_match": 0.75})
+    with MetricsWriter(tmp_path, epoch=2) as new:
+        new.rolled_back(2)
+    [row] = read_metrics(tmp_path)
+    assert row["step"] == 2 and row["eval/digits/exact_match"] == 0.5 and "reward/mean" not in row
+
+
+def test_torn_lines_are_counted_and_the_next_is_not_glued_to_them(tmp_path):
+    with MetricsWriter(tmp_path, epoch=1) as metrics:
+        metrics.write(0, {"reward/mean": 0})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 1, "time": 1.0, "epo')
+    assert load_metrics(tmp_path).torn == 1
+    with MetricsWriter(tmp_path, epoch=2) as metrics:
+        metrics.write(1, {"reward/mean": 1})
+    assert rewards(tmp_path) == [(0, 0), (1, 1)]
+    assert load_metrics(tmp_path).torn == 1
+
+
+def test_tensorboard_reads_one_curve_through_a_rollback(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with MetricsWriter(tmp_path, epoch=1) as old:
+        for step in range(6):
+            old.write(step, {"reward/mean": step}, time=100.0 + step)
+    with MetricsWriter(tmp_path, epoch=2) as new:
+        new.rolled_back(3)
+        new.write(3, {"reward/mean": 30})
+    files = sorted(path.name for path in (tmp_path / "tensorboard").iterdir())
+    assert [name[-13:] for name in files] == [".epoch-000001", ".epoch-000002"]
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(0, 0), (1, 1), (2, 2), (3, 30)]
+    assert events.Scalars("reward/mean")[0].wall_time == 100.0
+
+
+def test_writing_needs_neither_torch_nor_tensorflow(tmp_path):
+    script = (
+        "import sys, pathlib; from relax_hpc.metrics.writer import MetricsWriter;"
+        "assert 'tensorboard' not in sys.modules;"
+        "MetricsWriter(pathlib.Path(sys.argv[1]), 1).close();"
+        "assert not {'torch', 'tensorflow'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=60)
+
+
+VALUES = {"reward/mean": 0.4313, "staleness/mean": 1.0, "perf/rollout_tokens_per_s": 12345.6, "idle/actor": 0.125}
+
+
+def test_progress_line():
+    line = progress_line(7, 300, VALUES | {"eval/digits/exact_match": 0.61, "loss/total": 3}, eta_s=247)
+    assert line == "step   7/300  reward 0.431  staleness 1.0    12k tok/s  idle actor 12%  eta  4m07s  digits 61.0%"
+
+
+def test_progress_lines_are_aligned():
+    lines = [progress_line(7, 300, {"idle/actor": math.nan}), progress_line(299, 300, VALUES, eta_s=0)]
+    assert len({len(line) for line in lines}) == 1 and " - tok/s" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(42, "42s"), (59.7, "1m00s"), (3700, "1h01m"), (100000, "1d03h"), (None, "-")]
+)
+def test_eta(seconds, text):
+    assert progress_line(0, 2, {}, seconds).endswith(f" {text}")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_log_has_one_plain_line_a_step():
+    log = io.StringIO()
+    progress = Progress(3, log)
+    for step in range(3):
+        progress.update(step, VALUES)
+    progress.close()
+    lines = log.getvalue().splitlines()
+    assert [line[:8] for line in lines] == ["step 0/3", "step 1/3", "step 2/3"]
+    assert "\x1b" not in log.getvalue() and lines[0].endswith("-") and lines[2].endswith("0s")
+
+
+def test_a_terminal_keeps_some_lines(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    screen = Terminal()
+    progress = Progress(100, screen, keep_every=10)
+    for step in range(8, 13):
+        progress.update(step, VALUES | ({"eval/digits/exact_match": 0.5} if step == 12 else {}))
+    progress.update(13, VALUES)
+    progress.close()
+    kept = [line.split("\r")[-1] for line in screen.getvalue().split("\n")[:-1]]
+    assert [line.split("/")[0] for line in kept] == ["step  10", "step  12", "step  13"]
+    assert all(line.endswith("\x1b[K") for line in kept) and "digits 50.0%" in kept[1]
+    passing = [part.removesuffix("\x1b[K") for part in screen.getvalue().split("\r") if part.endswith("\x1b[K")]
+    assert passing and all(len(line) == 39 for line in passing)
+
+
+def test_figures_end_in_one_line_of_json(capsys):
+    figures = figures_module()
+    rows = [
+        figures.Figure("own share", 0.034567, "of a step", "<= 0.05", True),
+        figures.Figure("rows", 1234567.0, "rows/s", ">= 2e6", False),
+        figures.Figure("loss", math.nan, "nats"),
+    ]
+    figures.print_figures(rows, {"seed": 0, "run": Path("runs/a")}, as_json=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["own", "share", "0.03457", "of", "a", "step", "<=", "0.05", "ok"]
+    assert lines[2].endswith("MISSED") and "1,234,567" in lines[2]
+    parsed = json.loads(lines[-1])
+    assert parsed["figures"][1] == {
+        "name": "rows",
+        "value": 1234567.0,
+        "unit": "rows/s",
+        "target": ">= 2e6",
+        "ok": False,
+    }
+    assert parsed["figures"][2]["value"] is None and parsed["settings"] == {"seed": 0, "run": "runs/a"}
+
+
+def test_figures_without_json(capsys):
+    figures = figures_module()
+    figures.print_figures([figures.Figure("a", 1.0, "s")], {}, as_json=False)
+    assert "{" not in capsys.readouterr().out

@@ -1,0 +1,181 @@
+"""Prompt files, the order in which tickets visit prompts, and the digit-sorting task."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relax_hpc.config.schema import TinyModelConfig
+from relax_hpc.data.prompts import BadLine, Tokenizer, load_prompts, load_tokenizer, prompt_at
+from relax_hpc.data.sort_digits import make_sort_digits, sort_answer, split
+from relax_hpc.data.tiny_model import make_tiny_model
+from relax_hpc.errors import ConfigError
+
+GOOD = {"id": "a", "prompt": "12?", "answer": "12", "level": 3}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    directory = tmp_path_factory.mktemp("model") / "tiny"
+    make_tiny_model(directory, TinyModelConfig(hidden_size=8, num_layers=1, head_dim=8, intermediate_size=8), seed=0)
+    return load_tokenizer(directory)
+
+
+def write(path: Path, *lines: object) -> Path:
+    path.write_bytes(b"\n".join(x if isinstance(x, bytes) else json.dumps(x).encode() for x in lines) + b"\n")
+    return path
+
+
+def test_good_lines(tmp_path, tokenizer):
+    ids = {"id": 7, "token_ids": [1, 4, 5], "answer": 12}
+    prompts, bad = load_prompts(write(tmp_path / "p.jsonl", GOOD, b"", ids), tokenizer, 8, 0.0)
+    assert bad == []
+    assert [p.prompt_id for p in prompts] == ["a", "7"]
+    assert prompts[0].token_ids == (1, 4, 5, 18)
+    assert prompts[0].metadata == {"level": 3}
+    assert (prompts[1].token_ids, prompts[1].text, prompts[1].answer) == ((1, 4, 5), "12", "12")
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"id": "b", ', "broken_json"),
+        (b"\xff\xfe", "broken_json"),
+        (b"[1]", "broken_json"),
+        (b"[" * 100_000, "broken_json"),
+        ({"id": "b", "prompt": "1?"}, "missing_field"),
+        ({"prompt": "1?", "answer": "1"}, "missing_field"),
+        ({"id": "b", "answer": "1"}, "missing_field"),
+        ({"id": "b", "prompt": 3, "answer": "1"}, "wrong_type"),
+        ({"id": "b", "prompt": "1?", "answer": None}, "wrong_type"),
+        ({"id": ["b"], "prompt": "1?", "answer": "1"}, "wrong_type"),
+        ({"id": "b", "token_ids": [1, 64], "answer": "1"}, "wrong_type"),
+        ({"id": "b", "token_ids": [True], "answer": "1"}, "wrong_type"),
+        ({"id": "b", "token_ids": "1", "answer": "1"}, "wrong_type"),
+        ({"id": "b", "prompt": "  ", "answer": "1"}, "empty_prompt"),
+        ({"id": "b", "token_ids": [], "answer": "1"}, "empty_prompt"),
+        ({"id": "b", "prompt": "12345678", "answer": "1"}, "over_long"),
+        ({"id": "a", "prompt": "1?", "answer": "1"}, "duplicate_id"),
+    ],
+)
+def test_a_bad_line_is_skipped_with_its_reason(tmp_path, tokenizer, line, reason):
+    path = write(tmp_path / "p.jsonl", GOOD, line, GOOD | {"id": "c"})
+    prompts, bad = load_prompts(path, tokenizer, 8, 0.5)
+    assert bad == [BadLine(2, reason)]
+    assert [p.prompt_id for p in prompts] == ["a", "c"]
+
+
+def test_too_many_bad_lines(tmp_path, tokenizer):
+    path = write(tmp_path / "p.jsonl", GOOD, b"{", GOOD)
+    with pytest.raises(ConfigError, match=r"p\.jsonl: 2 of 3 lines are bad, first line 2: broken_json.*max_bad_share"):
+        load_prompts(path, tokenizer, 8, 0.5)
+    assert len(load_prompts(path, tokenizer, 8, 0.67)[1]) == 2
+
+
+def test_nothing_to_load(tmp_path, tokenizer):
+    with pytest.raises(ConfigError, match=r"none\.jsonl: cannot be read: No such file"):
+        load_prompts(tmp_path / "none.jsonl", tokenizer, 8, 1.0)
+    with pytest.raises(ConfigError, match="no prompts"):
+        load_prompts(write(tmp_path / "empty.jsonl", b""), tokenizer, 8, 1.0)
+    with pytest.raises(ConfigError, match="1 of 1 lines are bad"):
+        load_prompts(write(tmp_path / "bad.jsonl", b"{"), tokenizer, 8, 1.0)
+
+
+@given(st.integers(1, 50), st.integers(0, 5), st.integers(0, 2**40), st.booleans())
+def test_each_epoch_visits_each_prompt_once(count, epoch, seed, shuffle):
+    tickets = range(epoch * count, (epoch + 1) * count)
+    visited = [prompt_at(ticket, 0, count, seed, shuffle) for ticket in tickets]
+    assert sorted(visited) == list(range(count))
+    if not shuffle:
+        assert visited == list(range(count))
+
+
+@given(st.integers(0, 10**6), st.integers(1, 5), st.integers(1, 50), st.integers(0, 2**40), st.booleans())
+def test_a_replacement_is_another_prompt(ticket, attempt, count, seed, shuffle):
+    index = prompt_at(ticket, attempt, count, seed, shuffle)
+    assert 0 <= index < count
+    assert count == 1 or index != prompt_at(ticket, 0, count, seed, shuffle)
+
+
+def test_order_depends_on_seed_and_epoch_and_never_changes():
+    orders = [tuple(prompt_at(e * 20 + i, 0, 20, s, True) for i in range(20)) for s in range(3) for e in range(3)]
+    assert len(set(orders)) == 9
+    assert [prompt_at(i, 0, 8, 0, True) for i in range(8)] == [3, 4, 1, 7, 0, 6, 2, 5]
+    assert [prompt_at(5, attempt, 1000, 0, True) for attempt in range(4)] == [619, 636, 121, 979]
+
+
+def test_tokenizer(tokenizer):
+    assert tokenizer.encode("4312?") == [1, 7, 6, 4, 5, 18]
+    assert tokenizer.encode("4312?", special=False) == [7, 6, 4, 5, 18]
+    assert tokenizer.decode([4, 5, 6, 2]) == "123"
+    assert tokenizer.decode(tokenizer.encode("a b")) == "a b"
+    assert (tokenizer.eos_ids, tokenizer.pad_id, tokenizer.bos_id, tokenizer.vocab_size) == ((2,), 0, 1, 64)
+
+
+def test_where_end_tokens_come_from(tmp_path):
+    make_tiny_model(tmp_path / "m", TinyModelConfig(hidden_size=8, num_layers=1), seed=0)
+    (tmp_path / "m/generation_config.json").write_text('{"eos_token_id": [9, 2]}')
+    (tmp_path / "m/tokenizer_config.json").write_text('{"eos_token": {"content": "z"}}')
+    tokenizer = load_tokenizer(tmp_path / "m")
+    assert tokenizer.eos_ids == (tokenizer.encode("z", special=False)[0], 9, 2)
+    for name in ("generation_config.json", "tokenizer_config.json", "config.json"):
+        (tmp_path / "m" / name).unlink()
+    with pytest.raises(ConfigError, match="no end-of-text token"):
+        load_tokenizer(tmp_path / "m")
+    (tmp_path / "m/tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match="not a tokenizer"):
+        load_tokenizer(tmp_path / "m")
+    with pytest.raises(ConfigError, match=r"missing; model\.path"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("digits", [1, 2, 4])
+def test_split_is_disjoint_and_complete(digits):
+    sets = split(digits)
+    assert all(sets.values())
+    assert sorted(text for texts in sets.values() for text in texts) == [f"{i:0{digits}d}" for i in range(10**digits)]
+    trained = {sort_answer(text) for text in sets["train"]}
+    assert trained.isdisjoint(sort_answer(text) for text in sets["heldout_multisets"])
+
+
+def test_split_of_four_digits_never_changes():
+    assert {name: len(texts) for name, texts in split(4).items()} == {
+        "train": 6434,
+        "heldout_multisets": 1987,
+        "heldout_prompts": 1579,
+    }
+    assert split(4)["train"][:3] == ["1516", "6606", "0809"]
+
+
+def test_sort_digits_files(tmp_path, tokenizer):
+    make_sort_digits(tmp_path / "one", tokenizer, 3, seed=1, warm_start_rows=500, noise=0.7)
+    make_sort_digits(tmp_path / "two", tokenizer, 3, seed=1, warm_start_rows=500, noise=0.7)
+    names = ["heldout_multisets.jsonl", "heldout_prompts.jsonl", "train.jsonl", "warm_start.jsonl"]
+    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == names
+    assert all((tmp_path / "one" / n).read_bytes() == (tmp_path / "two" / n).read_bytes() for n in names)
+    prompts, bad = load_prompts(tmp_path / "one/train.jsonl", tokenizer, 8, 0.0)
+    assert not bad
+    assert all(p.text == p.prompt_id + "?" and p.answer == sort_answer(p.prompt_id) for p in prompts)
+    train = {p.prompt_id for p in prompts}
+    rows = [json.loads(line) for line in (tmp_path / "one/warm_start.jsonl").open()]
+    wrong = 0
+    for row in rows:
+        ids, n = row["token_ids"], row["prompt_len"]
+        asked, answered = tokenizer.decode(ids[:n]).removesuffix("?"), tokenizer.decode(ids[n:])
+        assert (ids[0], ids[-1], len(ids)) == (tokenizer.bos_id, tokenizer.eos_ids[0], n + 4)
+        assert asked in train
+        assert sort_answer(answered) == answered
+        wrong += answered != sort_answer(asked)
+    assert len(rows) == 500
+    assert 0.6 < wrong / 500 < 0.8
+
+
+def test_warm_start_without_noise_is_right(tmp_path, tokenizer):
+    make_sort_digits(tmp_path, tokenizer, 2, seed=0, warm_start_rows=50, noise=0.0)
+    for line in (tmp_path / "warm_start.jsonl").open():
+        question, answer = tokenizer.decode(json.loads(line)["token_ids"]).split("?")
+        assert answer == sort_answer(question)

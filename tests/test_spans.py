@@ -1,0 +1,172 @@
+"""Spans: files, totals, unions of intervals, and the break-down of a step."""
+
+from __future__ import annotations
+
+import json
+import threading
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relax_hpc.metrics.spans import Span, Spans, merge_intervals, read_spans, step_breakdown, union_length
+
+INTERVALS = st.lists(st.tuples(st.integers(-20, 20), st.integers(-20, 20)), max_size=12)
+
+
+class Clock:
+    """Stands in for time.monotonic."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr("time.monotonic", lambda: self.now)
+
+
+def span_file(run_dir: Path, group: str) -> Path:
+    return run_dir / "logs" / group / "epoch-000001" / f"spans-{group}-0.jsonl"
+
+
+def test_spans_are_written_and_read(tmp_path, monkeypatch):
+    clock = Clock(monkeypatch)
+    spans = Spans(span_file(tmp_path, "actor"), "actor")
+    with spans("train", step=3):
+        clock.now += 2
+    with spans("wait"):
+        clock.now += 1
+    spans.close()
+    spans.close()
+    train, wait = read_spans(tmp_path)
+    assert (train.role, train.what, train.step, wait.what, wait.step) == ("actor", "train", 3, "wait", None)
+    assert train.end - train.start == pytest.approx(2, abs=1e-5) and wait.start == train.end
+    lines = [json.loads(line) for line in span_file(tmp_path, "actor").read_text().splitlines()]
+    assert lines[1] == {"role": "actor", "what": "train", "step": 3, "start": 100.0, "end": 102.0}
+
+
+def test_a_span_counts_when_its_block_fails(tmp_path):
+    spans = Spans(span_file(tmp_path, "actor"), "actor")
+    with pytest.raises(RuntimeError), spans("train"):
+        raise RuntimeError
+    spans.close()
+    assert [span.what for span in read_spans(tmp_path)] == ["train"]
+
+
+def test_totals_include_what_still_runs(tmp_path, monkeypatch):
+    clock = Clock(monkeypatch)
+    spans = Spans(span_file(tmp_path, "actor"), "actor")
+    with spans("train"):
+        clock.now += 2
+    with spans("wait"):
+        clock.now += 3
+        assert spans.take() == {"train": 2, "wait": 3}
+        clock.now += 4
+    assert spans.take() == {"wait": 4}
+    assert spans.take() == {}
+    spans.close()
+
+
+def test_finished_spans_reach_the_file_while_a_long_one_runs(tmp_path, monkeypatch):
+    clock = Clock(monkeypatch)
+    spans = Spans(span_file(tmp_path, "actor"), "actor")
+    with spans("train"):
+        clock.now += 0.5
+    assert read_spans(tmp_path) == []
+    clock.now += 1
+    with spans("wait"):
+        assert [span.what for span in read_spans(tmp_path)] == ["train"]
+    spans.close()
+
+
+def test_threads_share_spans(tmp_path):
+    spans = Spans(span_file(tmp_path, "rollout"), "rollout")
+
+    def work() -> None:
+        for step in range(50):
+            with spans("generate", step=step):
+                pass
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    spans.close()
+    assert len(read_spans(tmp_path)) == 200
+
+
+def test_processes_of_one_boot_share_a_clock_and_others_are_moved(tmp_path):
+    for group, boot, monotonic, wall in (("a", "x", 10.0, 1010.0), ("b", "x", 20.0, 1020.4), ("c", "y", 5.0, 1020.0)):
+        path = span_file(tmp_path, group)
+        path.parent.mkdir(parents=True)
+        anchor = {"role": group, "monotonic": monotonic, "wall": wall, "boot": boot}
+        span = {"role": group, "what": "wait", "step": None, "start": monotonic, "end": monotonic + 1}
+        path.write_text(json.dumps(anchor) + "\n" + json.dumps(span) + '\n{"role": "a", "wh')
+    assert [(span.role, span.start) for span in read_spans(tmp_path)] == [("a", 1010.0), ("b", 1020.0), ("c", 1020.0)]
+
+
+def test_reopened_file_is_healed(tmp_path):
+    path = span_file(tmp_path, "a")
+    path.parent.mkdir(parents=True)
+    path.write_text('{"role": "a", "wh')
+    spans = Spans(path, "a")
+    with spans("wait"):
+        pass
+    spans.close()
+    assert len(read_spans(tmp_path)) == 1
+
+
+@given(INTERVALS, st.integers(-20, 20), st.integers(-20, 20))
+def test_union_length_counts_covered_cells(intervals, start, end):
+    covered = {cell for low, high in intervals for cell in range(low, high)} & set(range(start, end))
+    assert union_length(intervals, start, end) == len(covered)
+
+
+@given(INTERVALS)
+def test_merged_intervals_are_disjoint_and_cover_the_same(intervals):
+    merged = merge_intervals(intervals)
+    assert all(first[1] < second[0] for first, second in pairwise(merged))
+    assert {c for low, high in merged for c in range(low, high)} == {
+        c for low, high in intervals for c in range(low, high)
+    }
+
+
+@given(INTERVALS, INTERVALS)
+def test_union_length_grows_with_intervals_up_to_the_window(some, more):
+    assert union_length(some, -10, 10) <= union_length(some + more, -10, 10) <= 20
+
+
+def test_step_breakdown():
+    spans = []
+    for step in range(4):
+        at = 10.0 * step
+        spans += [
+            Span("rollout", "generate", step, at, at + 4),
+            Span("actor_fwd", "forward", step, at + 3, at + 5),
+            Span("reference", "forward", step, at + 3.5, at + 5.5),
+            Span("actor", "wait", step, at, at + 6),
+            Span("actor", "train", step, at + 6, at + 10),
+        ]
+    result = step_breakdown(spans, 1, 3)
+    assert [step.step for step in result.steps] == [1, 2, 3]
+    assert result.wall_s == 10 and result.own_share == pytest.approx(0.05)
+    assert result.seconds == {"forward": 2.5, "generate": 4, "train": 4, "wait": 6}
+    assert result.steps[0].model_s == 9.5
+
+
+def test_model_time_is_clipped_to_the_step():
+    spans = [Span("actor", "train", t, 10 * t + 9, 10 * t + 10) for t in range(3)]
+    spans.append(Span("rollout", "generate", 9, 5, 500))
+    assert step_breakdown(spans, 1, 2).own_share == 0
+
+
+def test_breakdown_by_publishes():
+    spans = [Span("actor", "publish", t, 2 * t, 2 * t + 1) for t in range(3)]
+    assert step_breakdown(spans, 1, 2, boundary="publish").wall_s == 2
+
+
+def test_breakdown_needs_every_step():
+    with pytest.raises(ValueError, match=r"no 'train' span for steps \[0, 2\]"):
+        step_breakdown([Span("actor", "train", 1, 0, 1)], 1, 2)
+    with pytest.raises(ValueError, match="step 1 ended"):
+        step_breakdown([Span("actor", "train", 0, 5, 6), Span("actor", "train", 1, 0, 1)], 1, 1)

@@ -1,0 +1,61 @@
+"""One rank of a multi-rank training test: `python training_rank.py MASTER WORLD RANK LAYOUT MODEL OUT [CHECKPOINT]`.
+
+LAYOUT is tensor,pipeline,data,sequence_parallel,distributed as numbers. Rank 0 writes what it found to OUT.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import training_helpers as helpers
+from safetensors.torch import save_file
+
+from relax_hpc.checkpoint import store
+from relax_hpc.config.schema import ParallelConfig
+from relax_hpc.training import parallel
+
+
+def main() -> None:
+    master, world, rank, layout, model, out, *checkpoint = sys.argv[1:]
+    host, port = master.split(":")
+    tensor, pipeline, data, sequence, distributed = map(int, layout.split(","))
+    split = ParallelConfig(tensor=tensor, pipeline=pipeline, data=data, sequence_parallel=bool(sequence))
+    torch.set_num_threads(1)
+    parallel.initialize(split, int(rank), int(world), int(rank), (host, int(port)), "cpu", 0, 60.0)
+    trainer = helpers.trainer(Path(model), split, distributed=bool(distributed))
+    for path in checkpoint:
+        store.load(Path(path), trainer)
+    check(trainer, Path(out))
+    parallel.destroy()
+
+
+def check(trainer, out: Path) -> None:
+    """Log-probs of the rows, one optimizer step, a checkpoint, and a second step."""
+    layout, multiple = trainer.model.layout, trainer.model.length_multiple
+    mine = helpers.rows(8)[layout.data_rank :: layout.data_size]
+    micro = [helpers.batch(mine[start : start + 2], multiple) for start in range(0, len(mine), 2)]
+    scored = trainer.model.forward_logprobs(micro, 0.9)
+    assert (scored is not None) == layout.leader
+    if layout.leader:
+        flat = torch.cat([torch.from_numpy(line) for line in scored])
+        save_file({"logprobs": flat}, out / f"logprobs-{layout.data_rank}.safetensors")
+    steps = []
+    # The second replica has nothing to do in the first step.
+    trainer.accumulate([helpers.batch(helpers.rows(4, seed=9), multiple)] if layout.data_rank == 0 else [])
+    steps.append(trainer.step(helpers.LR))
+    first = trainer.model.export_hf()
+    store.save(out / "e000001-step-000001", trainer, {"step": 1})
+    trainer.accumulate(micro)
+    steps.append(trainer.step(helpers.LR))
+    second = trainer.model.export_hf()
+    if first is not None and second is not None:
+        save_file(first, out / "first.safetensors")
+        save_file(second, out / "second.safetensors")
+        (out / "metrics.json").write_text(json.dumps(steps))
+
+
+if __name__ == "__main__":
+    main()
