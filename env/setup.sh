@@ -71,15 +71,21 @@ stamp_of() {  # what installed lock $1 is a function of
 current() { [[ -x $VENV/bin/python && -f $VENV/.stamp-$1 && $(<"$VENV/.stamp-$1") == "$(stamp_of "$1")" ]]; }
 all_current() { local part; for part in "$@"; do current "$part" || return 1; done; }
 
+compile_all() {  # to bytecode, on all cores, which pip does not; some packages hold files meant not to compile
+    say "compiling to bytecode"
+    "$VENV/bin/python" -I -m compileall -q -j 0 "$VENV"/lib/python3.11/site-packages >>"$LOG" 2>&1 || true
+}
+
 install_lock() {
-    local file=$ROOT/env/requirements-$1.txt todo=$VENV/install-$1.txt
+    local file=$ROOT/env/requirements-$1.txt todo=$VENV/install-$1.txt count
     rm -f "$VENV/.stamp-$1"
     "$VENV/bin/python" -I "$ROOT/env/verify.py" "$file" >"$todo"
-    if [[ -s $todo ]]; then
-        pip_install "installing $(wc -l <"$todo") packages of ${file##*/}" --no-deps --no-compile \
-            --force-reinstall -r "$todo"
-        say "compiling to bytecode"  # on all cores, which pip does not; some packages hold files meant not to compile
-        "$VENV/bin/python" -I -m compileall -q -j 0 "$VENV"/lib/python3.11/site-packages >>"$LOG" 2>&1 || true
+    count=$(wc -l <"$todo")
+    if ((count > 20)); then
+        pip_install "installing $count packages of ${file##*/}" --no-deps --force-reinstall --no-compile -r "$todo"
+        compile_all
+    elif ((count > 0)); then
+        pip_install "installing $count packages of ${file##*/}" --no-deps --force-reinstall -r "$todo"
     fi
     if grep -q '^torch==' "$file" && ! "$VENV/bin/python" -I -c 'import torch' >>"$LOG" 2>&1; then
         # Only the CUDA build of torch was to be had: it runs on the CPU too, once its own libraries are there.

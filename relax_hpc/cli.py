@@ -14,7 +14,7 @@ from relax_hpc import __version__
 from relax_hpc.config.check import check
 from relax_hpc.config.clean import COMMAND_LINE, near
 from relax_hpc.config.load import build, compose, print_config, resolve
-from relax_hpc.config.options import add_options, explain
+from relax_hpc.config.options import add_options, explain, split_groups
 from relax_hpc.config.schema import Config
 from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, ConfigError, RelaxError
 from relax_hpc.rundir import RunDir
@@ -31,6 +31,8 @@ class Command:
     add_arguments: Callable[[ArgumentParser], None]
     handle: Callable[[dict[str, Any]], int]
     """From the arguments that were given, nested, to the exit code."""
+    takes_config: bool = False
+    """Whether every field of the configuration is an option."""
 
 
 class _Parser(ArgumentParser):
@@ -62,8 +64,9 @@ def parser_of(name: str) -> ArgumentParser:
 
 def _dispatch(argv: list[str]) -> int:
     if argv and argv[0] in COMMANDS:
-        given = parser_of(argv[0]).parse_args(argv[1:], defaults=False)
-        return COMMANDS[argv[0]].handle(given.as_dict())
+        command = COMMANDS[argv[0]]
+        rest, groups = split_groups(argv[1:]) if command.takes_config else (argv[1:], {})
+        return command.handle(parser_of(argv[0]).parse_args(rest, defaults=False).as_dict() | groups)
     if argv and not argv[0].startswith("-"):
         raise ConfigError(
             f"{COMMAND_LINE}: {argv[0]}: unknown command, allowed: {', '.join(COMMANDS)}{near(argv[0], list(COMMANDS))}"
@@ -153,9 +156,7 @@ def _status(given: dict[str, Any]) -> int:
 def _configure(given: dict[str, Any]) -> Config | None:
     """The configuration asked for; None if it was only to be printed."""
     files, only_print = given.pop("config", None) or [], given.pop("print_config", None) is not None
-    # --groups.NAME.FIELD arrives as {"groups": {"NAME.FIELD": ...}}.
-    groups = {f"groups.{name}": value for name, value in given.pop("groups", {}).items()}
-    layers = compose(files, given | groups)
+    layers = compose(files, given)
     if only_print:
         print(print_config(layers), end="")
         return None
@@ -191,8 +192,9 @@ COMMANDS = {
         f"[--resume] [--run_dir D] {_CONFIG_USAGE}",
         _run_arguments,
         _run,
+        takes_config=True,
     ),
-    "check": Command("Look for mistakes without starting anything.", _CONFIG_USAGE, _config_arguments, _check),
+    "check": Command("Look for mistakes without starting anything.", _CONFIG_USAGE, _config_arguments, _check, True),
     "status": Command("Show what a run is doing.", "RUN [--json]", _status_arguments, _status),
     "plot": Command(
         "Draw the metrics of one or more runs.", "RUN [RUN ...] [--output F] [--tags T ...]", _plot_arguments, _plot

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from relax_hpc.errors import ConfigError
+
+MIN_TOKEN_BYTES = 32
 
 
 def write_atomic(path: Path, data: bytes, sync: bool = False) -> None:
@@ -122,10 +125,23 @@ class RunDir:
         except OSError as error:
             raise ConfigError(f"run_dir: cannot make {self.root}: {error.strerror}; name a writable folder") from error
         if not self.token_file.exists():
-            descriptor = os.open(self.token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "w") as file:
-                file.write(secrets.token_hex(32))
+            self._make_token()
+
+    def _make_token(self) -> None:
+        """The token appears whole and once, whoever else makes this run directory at the same time."""
+        temporary = self.root / f".token.{os.getpid()}.{secrets.token_hex(4)}"
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_hex(32))
+        with contextlib.suppress(FileExistsError):
+            os.link(temporary, self.token_file)
+        temporary.unlink()
 
     def token(self) -> bytes:
         """The run's secret, which authenticates every message and engine request."""
-        return self.token_file.read_text().strip().encode()
+        try:
+            token = self.token_file.read_text().strip().encode()
+        except OSError as error:
+            raise ConfigError(f"{self.token_file}: {error.strerror}; it is made with the run directory") from error
+        if len(token) < MIN_TOKEN_BYTES:
+            raise ConfigError(f"{self.token_file}: {len(token)} bytes, expected at least {MIN_TOKEN_BYTES}; delete it")
+        return token

@@ -37,9 +37,14 @@ WRONG = [
     (["run", "--data.shuffle", "maybe"], ["data.shuffle: found 'maybe'", "true or false"]),
     (["run", "--algorithm.advantage", "grop"], ["algorithm.advantage: found 'grop'", "did you mean grpo?"]),
     (["run", "--rollout.engine.flags", "5"], ["rollout.engine.flags: found '5'", "--rollout.engine.flags.NAME VALUE"]),
-    (["run", "--groups.actor.roles", "[actor]"], ["groups: found", "--groups '{NAME: VALUE}'"]),
+    (["run", "--groups", "5"], ["groups: found '5'", "--groups.NAME VALUE or --groups '{NAME: VALUE}'"]),
+    (["run", "--groups.actor.role", "[actor]"], ["groups.actor.role: unknown key", "did you mean roles?"]),
+    (["run", "--groups.hub.roles", "[a"], ["--groups.hub.roles:1: not valid YAML"]),
+    (["run", "--groups.hub"], ["--groups.hub: expected one argument"]),
     (["run", "--groups.x", "5"], ["groups.x: found 5 (int)", "a mapping of roles, env"]),
     (["run", "--groups.refernce", "null"], ["groups.refernce: null removes", "did you mean reference?"]),
+    (["run", "--groups.hub.roles=[]", "--groups.hub=null"], ["groups.hub.roles: given beside a value for hub"]),
+    (["status", "a", "--groups.x", "1"], ["--groups.x: unknown option"]),
     (["run", "extra"], ["extra: unknown option"]),
     (["run", "--resume"], ["--resume: found neither --run_dir nor --config"]),
     (["plot"], ["required: runs"]),
@@ -76,18 +81,14 @@ def test_run_takes_overrides(tmp_path: Path, started: list[tuple[Config, bool]])
     argv = ["run", "--config", QUICKSTART, "--run_dir", str(tmp_path / "run"), "--rollout.temperature", "0.7"]
     argv += ["--actor.optimizer.lr=1e-4", "--steps", "10", "--name", "2024", "--data.shuffle", "false"]
     argv += ["--rollout.engine.flags.max_total_tokens", "8192", "--rollout.engine.flags.schedule_policy", "fcfs"]
-    argv += [
-        "--groups.reference",
-        "null",
-        "--groups.hub",
-        "{roles: [advantages, actor_fwd]}",
-        "--groups.actor_fwd=null",
-    ]
+    argv += ["--groups.reference", "null", "--groups.hub.roles", "[advantages, actor_fwd]"]
+    argv += ["--groups.actor_fwd=null", "--groups.actor.env.A", "b", "--groups.actor.env.B=1"]
     assert main(argv) == 0
     [(config, resume)] = started
     assert not resume
     assert (config.rollout.temperature, config.actor.optimizer.lr, config.steps, config.name) == (0.7, 1e-4, 10, "2024")
     assert not config.data.shuffle and config.rollout.max_new_tokens == 6
+    assert config.groups["actor"].env == {"A": "b", "B": "1"}
     flags = config.rollout.engine.flags
     assert (flags["max_total_tokens"], flags["schedule_policy"], flags["log_level"]) == (8192, "fcfs", "error")
     assert {name: group.roles for name, group in config.groups.items()} == {

@@ -107,7 +107,7 @@ def test_error_names_the_right_one_of_three_files(tmp_path: Path) -> None:
     ]
     with pytest.raises(ConfigError, match=r"b\.yaml: steps: found 0"):
         load(files)
-    with pytest.raises(ConfigError, match="^command line: steps: found -1"):
+    with pytest.raises(ConfigError, match=r"^command line: steps: found -1"):
         load([files[0]], {"steps": -1})
 
 
@@ -160,6 +160,12 @@ def test_text_that_yaml_1_1_would_change(tmp_path: Path) -> None:
 
 def test_overrides_nested_and_dotted_agree() -> None:
     assert load([], {"rollout": {"engine": {"port": 5}}}) == load([], {"rollout.engine.port": 5})
+    both = {"rollout.top_p": 0.5, "rollout": {"max_new_tokens": 5}}
+    assert (
+        load([], both)
+        == load([], dict(reversed(both.items())))
+        == load([], {"rollout": {"top_p": 0.5, "max_new_tokens": 5}})
+    )
     with pytest.raises(ConfigError, match="command line: rollout"):
         load([], {"rollout": 1, "rollout.top_p": 0.5})
 
@@ -270,7 +276,10 @@ FINDINGS = [
         {"data.task": ""},
         ["data.train: found nothing", "model.path: found nothing", "warm_start.steps: found 80 without"],
     ),
-    ({"data.train": "/nowhere.jsonl"}, ["data.train: found '/nowhere.jsonl' beside data.task"]),
+    (
+        {"data.train": "/nowhere.jsonl"},
+        ["data.train: found '/nowhere.jsonl' beside data.task", "data.train: found '/nowhere.jsonl', which is not"],
+    ),
     ({"data.eval.x": "/nowhere.jsonl"}, ["data.eval.x: found '/nowhere.jsonl', which is not a file"]),
     ({"actor.parallel.tensor": 2}, ["actor.parallel.tensor: found 2, allowed: a divisor of the model's num_key_value"]),
     (

@@ -23,7 +23,8 @@ from relax_hpc.transfer_queue.schema import Row
 
 SHAPE = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 ALGORITHM = AlgorithmConfig(kl_coefficient=0.1, entropy_coefficient=0.01)
-OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.01, clip_grad=0.5)
+EPS = 1e-6
+"""Larger than the usual 1e-8, below which a gradient that is only rounding noise moves a weight by the whole rate."""
 LR = 1e-3
 
 
@@ -94,18 +95,21 @@ def policy(directory: Path, split: ParallelConfig | None = None, dtype: str = "f
 def trainer(
     directory: Path, split: ParallelConfig | None = None, dtype: str = "float32", distributed: bool = False
 ) -> Trainer:
-    optimizer = OptimizerConfig(lr=LR, weight_decay=0.01, clip_grad=0.5, distributed=distributed)
+    optimizer = OptimizerConfig(lr=LR, eps=EPS, weight_decay=0.01, clip_grad=0.5, distributed=distributed)
     return Trainer(policy(directory, split, dtype), ALGORITHM, optimizer, temperature=0.9)
 
 
 def launch(world: int, *args: object, timeout_s: float = 120.0) -> None:
     """Run `training_rank.py` in `world` processes; AssertionError with their output if one fails."""
     master = f"127.0.0.1:{free_port('127.0.0.1')}"
-    script = Path(__file__).with_name("training_rank.py")
-    command = [sys.executable, "-W", "ignore", str(script), master, str(world)]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.training_rank", master, str(world)]
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), *map(str, args)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [*command, str(rank), *map(str, args)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=Path(__file__).parent.parent,
         )
         for rank in range(world)
     ]

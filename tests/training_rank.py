@@ -1,6 +1,7 @@
-"""One rank of a multi-rank training test: `python training_rank.py MASTER WORLD RANK LAYOUT MODEL OUT [CHECKPOINT]`.
+"""One rank of a multi-rank training test.
 
-LAYOUT is tensor,pipeline,data,sequence_parallel,distributed as numbers. Rank 0 writes what it found to OUT.
+`python -m tests.training_rank MASTER WORLD RANK LAYOUT MODEL OUT [CHECKPOINT]`, where LAYOUT is tensor, pipeline, data,
+sequence_parallel and distributed as numbers with commas between. Rank 0 writes what it found to OUT.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import sys
 from pathlib import Path
 
 import torch
-import training_helpers as helpers
 from safetensors.torch import save_file
 
 from relax_hpc.checkpoint import store
 from relax_hpc.config.schema import ParallelConfig
 from relax_hpc.training import parallel
+from relax_hpc.training.trainer import Trainer
+from tests import training_helpers as helpers
 
 
 def main() -> None:
@@ -32,7 +34,7 @@ def main() -> None:
     parallel.destroy()
 
 
-def check(trainer, out: Path) -> None:
+def check(trainer: Trainer, out: Path) -> None:
     """Log-probs of the rows, one optimizer step, a checkpoint, and a second step."""
     layout, multiple = trainer.model.layout, trainer.model.length_multiple
     mine = helpers.rows(8)[layout.data_rank :: layout.data_size]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Collection
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch.distributed as dist
 
 from relax_hpc.checkpoint.random_state import load_random_state, save_random_state
 from relax_hpc.checkpoint.ranks import sum_bytes, tell
-from relax_hpc.errors import RelaxError
+from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.rundir import sync_directory, write_json
 
 if TYPE_CHECKING:
@@ -54,7 +53,13 @@ def save(directory: Path, trainer: Trainer, meta: dict[str, Any]) -> str:
     digests = _digest_all(partial, names, device, sync=True)
     digest = ""
     if dist.get_rank() == 0:
-        marker = {"format": FORMAT_VERSION, "files": digests, "layout": _layout(trainer), "meta": meta}
+        marker = {
+            "format": FORMAT_VERSION,
+            "files": digests,
+            "layout": _layout(trainer),
+            "optimizer": _optimizer(trainer),
+            "meta": meta,
+        }
         write_json(partial / MARKER, marker, sync=True)
         digest = _sha256(partial / MARKER)
         partial.rename(directory)
@@ -66,10 +71,13 @@ def load(directory: Path, trainer: Trainer) -> dict[str, Any]:
     """Verify `directory`, put its state into `trainer`, and return its meta. Collective.
 
     Another split over ranks than the one that saved is fine; random states are restored only under the same split.
-    CheckpointError, in every rank, names the file that is missing or damaged.
+    CheckpointError, in every rank, names the file that is missing or damaged. ConfigError: the checkpoint is of
+    another parameter type, or its optimizer was sharded and this one is not (or the reverse).
     """
-    marker = tell(_read_marker(directory) if dist.get_rank() == 0 else None, trainer.model.device)
-    _check_files(directory, marker, _digest_all(directory, sorted(marker["files"]), trainer.model.device))
+    device = trainer.model.device
+    marker = tell(_read_marker(directory) if dist.get_rank() == 0 else None, device)
+    _check_marker(directory, marker, trainer)
+    _check_files(directory, marker, _digest_all(directory, sorted(marker["files"]), device))
     _load_state(directory, trainer)
     if marker["layout"] == _layout(trainer):
         load_random_state(directory / _random_file())
@@ -87,8 +95,7 @@ def verify(directory: Path, digest: str | None = None) -> dict[str, Any]:
     CheckpointError names the file that is missing, truncated or changed.
     """
     marker = _read_marker(directory)
-    if "error" in marker:
-        raise CheckpointError(marker["error"])
+    _check_readable(marker)
     if digest is not None and _sha256(directory / MARKER) != digest:
         raise CheckpointError(f"{directory / MARKER}: not the marker that was recorded for this checkpoint")
     found = {name: _sha256(directory / name) for name in marker["files"]}
@@ -120,6 +127,21 @@ def _read_marker(directory: Path) -> dict[str, Any]:
     if marker.get("format") != FORMAT_VERSION:
         return {"error": f"{path}: format {marker.get('format')}, this version reads {FORMAT_VERSION}"}
     return marker
+
+
+def _check_readable(marker: dict[str, Any]) -> None:
+    if "error" in marker:
+        raise CheckpointError(marker["error"])
+
+
+def _check_marker(directory: Path, marker: dict[str, Any], trainer: Trainer) -> None:
+    _check_readable(marker)
+    for key, wanted in _optimizer(trainer).items():
+        if marker["optimizer"].get(key) != wanted:
+            raise ConfigError(
+                f"{directory / MARKER}: saved with {key} {marker['optimizer'].get(key)}, the run has {wanted}; "
+                "resume with the setting it was saved with"
+            )
 
 
 def _check_files(directory: Path, marker: dict[str, Any], found: dict[str, str]) -> None:
@@ -160,6 +182,14 @@ def _layout(trainer: Trainer) -> list[int]:
     return [layout.tensor_size, layout.pipeline_size, layout.data_size]
 
 
+def _optimizer(trainer: Trainer) -> dict[str, Any]:
+    """What the stored optimizer state depends on, by configuration key."""
+    return {
+        "model.dtype": str(trainer.model.dtype).removeprefix("torch."),
+        "actor.optimizer.distributed": trainer.settings.distributed,
+    }
+
+
 def _random_file() -> str:
     return f"random-{dist.get_rank():06d}.safetensors"
 
@@ -176,9 +206,13 @@ def _save_state(directory: Path, trainer: Trainer) -> None:
 def _load_state(directory: Path, trainer: Trainer) -> None:
     from megatron.core import dist_checkpointing
 
+    from relax_hpc.training.optimizer import fill_adam_state
+
     state = dist_checkpointing.load(_sharded_state(trainer, loading=True), str(directory))
     trainer.model.module.load_state_dict(state["model"])
     trainer.optimizer.load_state_dict(state["optimizer"])
+    # A step count of zero is not stored.
+    fill_adam_state(trainer.optimizer)
 
 
 def _sharded_state(trainer: Trainer, loading: bool) -> dict[str, Any]:

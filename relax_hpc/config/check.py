@@ -21,16 +21,13 @@ ALWAYS_NEEDED = ("rollout", "actor", "actor_fwd", "advantages")
 """Roles that every run has; `reference` is needed when its KL is in the loss."""
 OWN_FLAGS = {
     "model_path": "model.path",
-    "tokenizer_path": "model.path",
     "dtype": "model.dtype",
     "device": "model.device",
     "random_seed": "seed",
     "port": "rollout.engine.port",
-    "host": "",
     "api_key": "",
     "admin_api_key": "",
     "weight_version": "",
-    "served_model_name": "",
 }
 """Engine arguments that the rollout role sets itself -> our key for them, empty if there is none."""
 
@@ -130,14 +127,14 @@ def _split(group: str, parallel: ParallelConfig, model: Model) -> Findings:
 def _groups(config: Config) -> Findings:
     if "hub" not in config.groups:
         yield f"groups: found {', '.join(config.groups) or 'none'}, but no hub; add hub: {{roles: [advantages]}}"
-    places = Counter(role for group in config.groups.values() for role in group.roles)
+    places: Counter[str] = Counter(role for group in config.groups.values() for role in group.roles)
     for role, count in places.items():
         if count > 1:
             groups = [name for name, group in config.groups.items() if role in group.roles]
             yield f"groups: found role {role} {count} times (in {', '.join(groups)}), allowed: once; remove the others"
-    for role in ALWAYS_NEEDED:
-        if role not in places:
-            yield f"groups: found role {role} in no group; every run needs it, add it to the roles of one"
+    for needed in ALWAYS_NEEDED:
+        if needed not in places:
+            yield f"groups: found role {needed} in no group; every run needs it, add it to the roles of one"
     if config.algorithm.kl_coefficient > 0 and "reference" not in places:
         yield (
             f"algorithm.kl_coefficient: found {config.algorithm.kl_coefficient}, but role reference is in no group; "

@@ -6,11 +6,12 @@ merge by key, and null takes a key out (of `flags` it is a value like any other)
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from relax_hpc.config.clean import COMMAND_LINE, clean, near
 from relax_hpc.config.read import dump_yaml, key_lines, read_yaml
@@ -82,7 +83,8 @@ def compose(files: Sequence[Path | str], overrides: Mapping[str, Any] | None = N
     """As `load`, before the dataclasses are made."""
     layers = [(str(path), read_yaml(Path(path))) for path in files]
     layers.append((COMMAND_LINE, _nest(overrides or {})))
-    tree, sources = to_dict(Config()), {}
+    tree = to_dict(Config())
+    sources: dict[str, str] = {}
     known_groups = set(tree["groups"])
     for source, raw in layers:
         layer = clean(Config, raw, source)
@@ -111,8 +113,8 @@ def merge(hint: Any, base: Any, layer: Any) -> Any:
 def build(hint: Any, tree: Any) -> Any:
     """A clean tree as an instance of `hint`; fields that it lacks keep their defaults."""
     if dataclasses.is_dataclass(hint):
-        hints = get_type_hints(hint)
-        return hint(**{key: build(hints[key], value) for key, value in tree.items()})
+        hints, make = get_type_hints(hint), cast(Any, hint)
+        return make(**{key: build(hints[key], value) for key, value in tree.items()})
     if get_origin(hint) is dict:
         return {key: build(get_args(hint)[1], value) for key, value in tree.items()}
     return list(tree) if isinstance(tree, list) else tree
@@ -130,14 +132,15 @@ def _check_removals(groups: Mapping[str, Any], known: set[str], source: str) -> 
 def _nest(overrides: Mapping[str, Any]) -> dict[str, Any]:
     """{"a.b": 1} as {"a": {"b": 1}}."""
     nested: dict[str, Any] = {}
-    for dotted, value in overrides.items():
-        *sections, name = str(dotted).split(".")
+    # Sections before the fields inside them, so that neither hides the other.
+    for dotted, value in sorted(overrides.items(), key=lambda item: item[0].count(".")):
+        *sections, name = dotted.split(".")
         section = nested
         for part in sections:
             section = section.setdefault(part, {})
             if not isinstance(section, dict):
                 raise ConfigError(f"{COMMAND_LINE}: {dotted}: given beside a value for {part}, keep one of the two")
-        section[name] = value
+        section[name] = copy.deepcopy(value)
     return nested
 
 

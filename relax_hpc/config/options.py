@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, get_origin, get_type_hints
 
 from relax_hpc.config.clean import COMMAND_LINE, bounds, clean, keys, near, wrong
+from relax_hpc.config.read import parse_yaml
 from relax_hpc.config.schema import Config
 from relax_hpc.errors import ConfigError
 
@@ -61,6 +62,29 @@ def add_options(parser: ArgumentParser) -> None:
         # argparse formats help with %.
         text = option.help.replace("%", "%%") or option.key
         group.add_argument(f"--{option.key}", type=hint, default=default, help=text)
+
+
+def split_groups(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """`argv` without `--groups.NAME...` options, and these as overrides: jsonargparse keeps one item below a name only.
+
+    >>> split_groups(["--steps", "5", "--groups.actor.roles", "[actor]", "--groups.hub=null"])
+    (['--steps', '5'], {'groups.actor.roles': ['actor'], 'groups.hub': None})
+    """
+    rest, found, words = [], {}, iter(argv)
+    for word in words:
+        if not word.startswith("--groups."):
+            rest.append(word)
+            continue
+        key, equals, text = word.removeprefix("--").partition("=")
+        try:
+            text = text if equals else next(words)
+        except StopIteration:
+            raise ConfigError(f"{COMMAND_LINE}: --{key}: expected one argument") from None
+        # Environment variables are text whatever they look like.
+        found[key] = (
+            text if re.fullmatch(r"groups\.[^.]+\.env\..+", key) else parse_yaml(text, f"{COMMAND_LINE}: --{key}")
+        )
+    return rest, found
 
 
 def explain(message: str) -> NoReturn:

@@ -14,13 +14,15 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
-from relax_hpc.config import Config, dump, resolve
+from relax_hpc.config import Config, dump, load_resolved, resolve
 from relax_hpc.config.check import check
 from relax_hpc.errors import EXIT_CONFIG, EXIT_NO_PROGRESS, ConfigError, NoProgressError, RelaxError
 from relax_hpc.launch import processes
 from relax_hpc.launch.processes import GroupProcesses, Member
+from relax_hpc.launch.status import status
 from relax_hpc.launch.terminal import Terminal
 from relax_hpc.rendezvous.roster import claim_epoch
 from relax_hpc.rundir import RunDir
@@ -28,23 +30,43 @@ from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.weights.subscriber import staging_root
 
 INTERRUPTED = 130
+_ANSWER_S = 1.0
+
+
+FIXED = ("seed", "groups_per_step", "samples_per_group", "model", "data", "warm_start")
+"""Settings that a run keeps for life: its tickets and its first weights are made of them."""
 
 
 def run(config: Config, resume: bool) -> int:
     """Make or continue the run of ``config`` on this machine; the exit code of ``relax-hpc run``."""
     config = resolve(config)
     directory = RunDir(Path(config.run_dir))
-    if directory.config.exists() and not resume:
-        raise ConfigError(f"run_dir: {directory.root} holds a run already; add --resume or name another --run_dir")
     if findings := check(config):
         raise ConfigError(findings[0])
+    if directory.config.exists():
+        if not resume:
+            raise ConfigError(f"run_dir: {directory.root} holds a run already; add --resume or name another --run_dir")
+        check_resumable(directory, config)
     directory.create()
     dump(config, directory.config)
     if directory.finished.exists():
-        print(f"{directory.root}: the run is finished already")
+        print(f"{directory.root}: the run is finished already; to go on, resume with more --steps")
         return 0
     with Supervisor(directory, config) as supervisor:
         return supervisor.supervise()
+
+
+def check_resumable(directory: RunDir, config: Config) -> None:
+    """ConfigError if a fixed setting changed or the run is being run; a finished run with more steps is reopened."""
+    before = load_resolved(directory.root)
+    for key in FIXED:
+        if (found := getattr(config, key)) != (kept := getattr(before, key)):
+            raise ConfigError(f"{directory.config}: {key}: found {found}, a run keeps {kept}; start a new run_dir")
+    if not directory.finished.exists():
+        if status(directory, _ANSWER_S)["hub"]:
+            raise ConfigError(f"run_dir: {directory.root} is being run now; look with: relax-hpc status RUN")
+    elif config.steps > before.steps:
+        directory.finished.unlink()
 
 
 class Supervisor:
@@ -59,6 +81,8 @@ class Supervisor:
         self.step_at_restart: dict[str, int] = {}
         self.interrupted = 0
         self.client: QueueClient | None = None
+        self.beats: Future | None = None
+        self.look_at = time.monotonic() + config.liveness.lease_s
         self.selector = selectors.DefaultSelector()
         self.wake_out, self.wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.selector.register(self.wake_out, selectors.EVENT_READ, None)
@@ -100,6 +124,7 @@ class Supervisor:
             if self.interrupted:
                 return self.stop()
             self.wait(self.config.liveness.beat_s)
+            self.check_beats()
             self.terminal.show_progress()
         self.end_hub()
         self.terminal.summary()
@@ -164,6 +189,20 @@ class Supervisor:
             self.give_up(name, reason, mark["code"])
         self.restart(name, reason)
 
+    def check_beats(self) -> None:
+        """A group that lives but has not beaten for a lease is dead: it hangs, or was stopped."""
+        if self.beats is not None and self.beats.done():
+            answer, self.beats = self.beats, None
+            beats = {} if answer.exception() else answer.result()["beats"]
+            for member, beat in beats.items():
+                name, group = beat["group"], self.groups.get(beat["group"])
+                if group and beat["epoch"] == group.epoch and beat["age_s"] > self.config.liveness.lease_s:
+                    self.terminal.say(f"{name}: {member} has not beaten for {beat['age_s']:.0f} s, taken for dead")
+                    self.restart(name, "no beats")
+        if self.beats is None and time.monotonic() > self.look_at:
+            self.look_at = time.monotonic() + self.config.liveness.lease_s / 3
+            self.beats = self.client.submit("status", timeout=self.config.liveness.lease_s)
+
     def mark(self, name: str, role: str) -> dict:
         """How a role says it ended; empty if it could not say."""
         try:
@@ -186,7 +225,9 @@ class Supervisor:
         self.restarts[name] = 1 if fresh else self.restarts[name] + 1
         self.step_at_restart[name] = step
         if self.restarts[name] > self.config.liveness.max_restarts:
-            self.give_up(name, f"{self.restarts[name]} ends without a new step between, last: {reason}", EXIT_NO_PROGRESS)
+            self.give_up(
+                name, f"{self.restarts[name]} ends without a new step between, last: {reason}", EXIT_NO_PROGRESS
+            )
         self.start(name)
 
     def give_up(self, name: str, reason: str, code: int) -> None:
@@ -210,14 +251,17 @@ class Supervisor:
     def stop(self) -> int:
         """Asked to end early: the actor saves at its next step's edge, then everything goes."""
         self.terminal.say("stopping; a second signal stops at once")
-        asked = self.interrupted
-        for name in self._stop_order():
-            if self.interrupted > asked:
-                break
-            self.groups[name].end(self.config.liveness.stop_timeout_s)
+        asked, seconds = self.interrupted, self.config.liveness.stop_timeout_s
+        for names in self._stop_order():
+            for name in names:
+                self.groups[name].signal(signal.SIGTERM)
+            for name in names:
+                self.groups[name].end(seconds if self.interrupted == asked else 0.0)
         self.terminal.say(f"stopped; go on with: relax-hpc run --run_dir {self.run.root} --resume")
         return INTERRUPTED
 
-    def _stop_order(self) -> list[str]:
-        first = [name for name, group in self.config.groups.items() if "actor" in group.roles and name in self.groups]
-        return first + [name for name in self.groups if name not in (*first, "hub")] + ["hub"] * ("hub" in self.groups)
+    def _stop_order(self) -> list[list[str]]:
+        """The actor while it can still be fed, then the others together, the hub last."""
+        actors = [name for name, group in self.config.groups.items() if "actor" in group.roles and name != "hub"]
+        others = [name for name in self.groups if name not in (*actors, "hub")]
+        return [[name for name in names if name in self.groups] for names in (actors, others, ["hub"])]

@@ -7,6 +7,8 @@ import os
 import signal
 import threading
 
+from relax_hpc.errors import RelaxError
+
 _PR_SET_PDEATHSIG = 1
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _LAUNCHER_PREFIXES = ("PMI", "HYDRA", "MPI_", "MPIR_", "OMPI_", "PMIX_", "SLURM_")
@@ -26,9 +28,15 @@ def clean_environment() -> dict[str, str]:
     }
 
 
-def on_terminate() -> threading.Event:
-    """An event that SIGTERM and SIGINT set."""
+def on_terminate(at_once: bool) -> threading.Event:
+    """An event that SIGTERM and SIGINT set; ``at_once`` also raises RelaxError wherever the main thread is or waits."""
     event = threading.Event()
+
+    def handle(*_: object) -> None:
+        event.set()
+        if at_once:
+            raise RelaxError("asked to stop")
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: event.set())
+        signal.signal(number, handle)
     return event

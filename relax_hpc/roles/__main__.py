@@ -23,6 +23,8 @@ MODULES = {
     "advantages": "relax_hpc.roles.advantages",
 }
 WITH_RANKS = ("actor", "actor_fwd", "reference")
+FINISH_FIRST = ("controller", "actor")
+"""Roles that, asked to stop, first bring to an end what they are at."""
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -78,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one role; its end is written to its exit mark."""
     args = parse(argv)
     die_with_parent()
-    stop = on_terminate()
+    stop = on_terminate(at_once=args.role not in FINISH_FIRST)
     run = RunDir(args.run_dir)
     code, reason = EXIT_DONE, ""
     try:

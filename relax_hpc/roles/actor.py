@@ -84,8 +84,8 @@ class Actor:
 
     # -- training ----------------------------------------------------------------------------------------------
 
-    def train(self, step: int) -> None:
-        """One training step: all its passes and mini-batches, then the new version."""
+    def train(self, step: int) -> bool:
+        """One training step: all its passes and mini-batches, then the new version; whether it was checkpointed."""
         started = time.monotonic()
         algorithm, minis = self.config.algorithm, self.config.algorithm.mini_batches
         lr = learning_rate(self.config.actor.optimizer, step, self.config.steps)
@@ -118,8 +118,10 @@ class Actor:
         if self.ranks.leader:
             seconds = time.monotonic() - started
             self.context.report(step, report(first, metrics, tally, staleness, lr, seconds))
-        if (step + 1) % self.config.checkpoint.every == 0 or step + 1 == self.config.steps:
+        due = (step + 1) % self.config.checkpoint.every == 0 or step + 1 == self.config.steps
+        if due:
             self.checkpoint(step + 1)
+        return due
 
     def windows(self, step: int, number: int) -> Iterator[tuple[Claim, list[Row]]]:
         """The windows of mini-batch ``number`` in ticket order, each as soon as its rows are there."""
@@ -194,10 +196,14 @@ def report(
 
 
 def run(context: Context) -> None:
-    """Train to the last step, or until asked to stop."""
+    """Train to the last step; asked to stop, save at the next step's edge."""
     actor = Actor(context)
-    step = actor.resume()
+    step = saved = actor.resume()
     while step < context.config.steps:
-        actor.train(step)
+        if actor.ranks.tell({"stop": context.stop.is_set()})["stop"]:
+            if step > saved:
+                actor.checkpoint(step)
+            raise RelaxError(f"asked to stop: saved step {step}")
+        saved = step + 1 if actor.train(step) else saved
         step += 1
     actor.ranks.close()

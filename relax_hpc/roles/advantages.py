@@ -37,5 +37,7 @@ def run(context: Context) -> None:
             return
         with context.spans("queue", step=claim.step):
             rows = client.rows(claim)
-            client.put(advantages_of(rows, config.samples_per_group, config.algorithm, config.seed), ("advantages",), claim)
+            client.put(
+                advantages_of(rows, config.samples_per_group, config.algorithm, config.seed), ("advantages",), claim
+            )
         context.report(claim.step, {})

@@ -18,12 +18,14 @@ from relax_hpc.roles.ranks import Ranks
 from relax_hpc.training.batches import collate, split_rows
 from relax_hpc.training.hf_files import read_config
 from relax_hpc.training.model import PolicyModel
-from relax_hpc.transfer_queue.client import Claim
+from relax_hpc.transfer_queue.client import Claim, QueueClient
 from relax_hpc.transfer_queue.schema import Row
 from relax_hpc.versions import Version
+from relax_hpc.weights.manifest import TENSORS, read_verified
 from relax_hpc.weights.subscriber import NOTHING, Subscriber
 
 PAD = 0
+VERSION_FIELD = "old_logprob_version"
 
 
 class Scorer:
@@ -70,7 +72,7 @@ def run(context: Context) -> None:
 def _follow(context: Context, ranks: Ranks, scorer: Scorer) -> None:
     while (command := ranks.tell(None))["do"] != "end":
         if command["do"] == "load":
-            scorer.load((context.run.weights / command["path"]).read_bytes())
+            scorer.load(read_verified(context.run.weights / command["version"], command["digest"])[TENSORS])
         else:
             scorer.score(ranks.rows(Claim.of(command["claim"])))
 
@@ -99,22 +101,17 @@ def _lead(context: Context, ranks: Ranks, scorer: Scorer, follows: bool) -> None
         with context.spans("forward", step=claim.step):
             scores = scorer.score(rows)
         with context.spans("queue", step=claim.step):
-            _put(client, role, rows, scores, claim, weights.reader.serving if weights else NOTHING)
+            _put(client, rows, scores, claim, weights.reader.serving if weights else None)
         work = client.claim_later(role, budget)
         context.report(claim.step, {})
     ranks.tell({"do": "end"})
 
 
-def _put(client, role: str, rows: list[Row], scores: list[np.ndarray], claim: Claim, version: Version) -> None:
-    if role == "reference":
-        client.put([{**row, "ref_logprobs": s} for row, s in zip(rows, scores, strict=True)], ("ref_logprobs",), claim)
-        return
-    code = version.encode()
-    scored = [
-        {"sample_id": row["sample_id"], "old_logprobs": s, "old_logprob_version": code}
-        for row, s in zip(rows, scores, strict=True)
-    ]
-    client.put(scored, ("old_logprobs", "old_logprob_version"), claim)
+def _put(client: QueueClient, rows: list[Row], scores: list[np.ndarray], claim: Claim, version: Version | None) -> None:
+    """Put the scores by actor_fwd's ``version``, or by the reference."""
+    field, extra = ("old_logprobs", {VERSION_FIELD: version.encode()}) if version else ("ref_logprobs", {})
+    made = [{"sample_id": row["sample_id"], field: score, **extra} for row, score in zip(rows, scores, strict=True)]
+    client.put(made, (field, *extra), claim)
 
 
 class _Weights:
@@ -134,7 +131,7 @@ class _Weights:
         with self.context.spans("weights"):
             version, data = self.reader.read(announced)
             if self.ranks.size > 1:
-                self.ranks.tell({"do": "load", "path": f"{version}/model.safetensors"})
+                self.ranks.tell({"do": "load", "version": str(version), "digest": announced["digest"]})
             self.scorer.load(data)
             self.reader.served(version)
         self.news = self.reader.newer()
@@ -146,5 +143,3 @@ class _Weights:
             if not done:
                 raise DeadlineError(f"actor_fwd: version {number} was not announced; open the actor's log")
             self.pull()
-
-

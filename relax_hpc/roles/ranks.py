@@ -61,7 +61,9 @@ class Ranks:
         chosen = share(sizes, self.layout.data_size)[self.layout.data_rank]
         return [index for group in chosen for index in groups[group]]
 
-    def collect(self, rows: Sequence[Row], mine: Sequence[int], values: Sequence[np.ndarray] | None) -> list[np.ndarray]:
+    def collect(
+        self, rows: Sequence[Row], mine: Sequence[int], values: Sequence[np.ndarray] | None
+    ) -> list[np.ndarray]:
         """Per-token ``values`` that data-parallel leaders have for ``mine``; in the leader, of all rows in order."""
         if self._control is None:
             assert values is not None

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from relax_hpc.data.prompts import Prompt, load_tokenizer
 from relax_hpc.errors import NoProgressError, RelaxError
+from relax_hpc.metrics.spans import Spans
 from relax_hpc.rewards import RewardError, get_reward
 from relax_hpc.roles.context import Context
 from relax_hpc.rollout.engine import Engine, EngineFault, GenerateRequest, Generation, Sampling, make_engine
@@ -24,6 +27,40 @@ from relax_hpc.weights.subscriber import NOTHING, Subscriber
 
 _FAILURE_WINDOW = 64
 _NOTED_LINES = 100
+
+class Activity:
+    """What an engine is at: several requests at once count once, and only an engine without any work waits."""
+
+    def __init__(self, spans: Spans) -> None:
+        self._spans = spans
+        self._running: Counter[str] = Counter()
+        self._open: dict[str, ExitStack] = {}
+        self._begin("wait", None)
+
+    @contextmanager
+    def __call__(self, what: str, step: int) -> Iterator[None]:
+        """Work of a kind, from its first overlapping request to the end of its last."""
+        if not self._running.total():
+            self._end("wait")
+        if not self._running[what]:
+            self._begin(what, step)
+        self._running[what] += 1
+        try:
+            yield
+        finally:
+            self._running[what] -= 1
+            if not self._running[what]:
+                self._end(what)
+            if not self._running.total():
+                self._begin("wait", None)
+
+    def _begin(self, what: str, step: int | None) -> None:
+        self._open[what] = ExitStack()
+        self._open[what].enter_context(self._spans(what, step=step))
+
+    def _end(self, what: str) -> None:
+        self._open.pop(what).close()
+
 
 Work = list[tuple[int, int]]
 """(ticket, attempt) of prompt groups to generate."""
@@ -73,6 +110,7 @@ class Replica:
         )
         self.reader = Subscriber(context.run, rollout.client, f"{context.group}/{number}")
         self.failures = 0
+        self.activity = Activity(context.spans)
 
     async def serve(self) -> None:
         """Start the engine, then follow weights and generate until the run is finished."""
@@ -82,7 +120,9 @@ class Replica:
         try:
             done, _ = await asyncio.wait([dead, work], return_when=asyncio.FIRST_COMPLETED)
             if work not in done:
-                raise RelaxError(f"{self.engine.name} ended with code {dead.result()}; open its log in {self.context.logs}")
+                raise RelaxError(
+                    f"{self.engine.name} ended with code {dead.result()}; open its log in {self.context.logs}"
+                )
             await work
         finally:
             for task in (dead, work):
@@ -93,7 +133,7 @@ class Replica:
         """Swap to each newest version as it is announced; evaluate where that is due."""
         while "version" in (news := await asyncio.wrap_future(self.reader.newer())):
             step = Version.parse(news["version"]).number
-            with self.context.spans("engine_update", step=step):
+            with self.activity("engine_update", step):
                 version, folder = await asyncio.to_thread(self.reader.stage, news)
                 await self.engine.update_weights(folder, version)
             due = await asyncio.to_thread(self.reader.served, version)
@@ -105,7 +145,7 @@ class Replica:
         values: dict[str, float] = {}
         for name, prompts in self.rollout.eval_sets.items():
             requests = [request for prompt in prompts for request in requests_for(prompt, 0, 1)]
-            with self.context.spans("eval", step=version.number):
+            with self.activity("eval", version.number):
                 answers = await self.answers(requests, self.rollout.greedy)
             values[f"eval/{name}/exact_match"] = sum(map(self.score, prompts, answers)) / max(1, len(prompts))
         await self.rollout.ask("evaluated", version=version.number, values=values)
@@ -119,15 +159,11 @@ class Replica:
 
     async def generate(self) -> None:
         """Take tickets and turn them into rows, until there are no more."""
-        count = self.config.rollout.groups_per_request
-        while "tickets" in (admitted := await self.admit(count)):
+        count, reader = self.config.rollout.groups_per_request, self.reader.reader
+        while "tickets" in (admitted := await self.rollout.ask("admit", reader=reader, count=count)):
             work = list(zip(admitted["tickets"], admitted["attempts"], strict=True))
             while work:
                 work = await self.attempt(work)
-
-    async def admit(self, count: int) -> dict[str, Any]:
-        with self.context.spans("wait"):
-            return await self.rollout.ask("admit", reader=self.reader.reader, count=count)
 
     async def attempt(self, work: Work) -> Work:
         """Generate once; what must be tried again, with the next attempt's number."""
@@ -136,7 +172,7 @@ class Replica:
         samples = self.config.samples_per_group
         requests = [r for p, (ticket, _) in zip(prompts, work, strict=True) for r in requests_for(p, ticket, samples)]
         step = work[0][0] // self.config.groups_per_step
-        with self.context.spans("generate", step=step):
+        with self.activity("generate", step):
             answers = await self.answers(requests, rollout.sampling)
         with self.context.spans("queue", step=step):
             rows, failed = await asyncio.to_thread(self.rows, prompts, work, answers)

@@ -12,7 +12,7 @@ import numpy as np
 import orjson
 
 from relax_hpc.config.schema import EngineConfig
-from relax_hpc.rollout.engine import EngineFault, Generation, GenerateRequest, Sampling, check_generation
+from relax_hpc.rollout.engine import EngineFault, GenerateRequest, Generation, Sampling, check_generation
 from relax_hpc.versions import Version
 
 _HEALTH_TIMEOUT_S = 5.0
@@ -23,8 +23,9 @@ class SglangClient:
 
     def __init__(self, url: str, token: str, settings: EngineConfig) -> None:
         headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-        # No connection limit: a role decides how many requests are in flight. No proxies: the token stays here.
-        connector = aiohttp.TCPConnector(limit=0)
+        # A new connection a request: the server closes idle ones, and a request on its way there would be lost.
+        # No limit: the role decides how many are in flight. No proxies: the token stays between the two.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
         self._session = aiohttp.ClientSession(url, headers=headers, connector=connector, trust_env=False)
         self._settings = settings
         self._froze_gc = False

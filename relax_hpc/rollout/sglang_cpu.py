@@ -11,6 +11,7 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +21,7 @@ _TORCHVISION_SCHEMAS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
+_declaring = threading.Lock()
 _declared: list[Any] = []
 
 
@@ -42,8 +44,14 @@ def install_transformers_hook() -> None:
     """Let transformers' model classes be imported where torchvision was built for another torch (CUDA beside CPU).
 
     torchvision describes two of its operators to the compiler as it is imported, and fails on "operator
-    torchvision::nms does not exist" when its library could not be loaded; declared, they exist. Cheap; idempotent.
+    torchvision::nms does not exist" when its library could not be loaded; declared, they exist. Cheap; idempotent;
+    safe from several threads.
     """
+    with _declaring:
+        _declare_operators()
+
+
+def _declare_operators() -> None:
     if _declared or "torchvision" in sys.modules or not (spec := importlib.util.find_spec("torchvision")):
         return
     import torch

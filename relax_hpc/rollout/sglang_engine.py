@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import re
+import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -18,11 +19,12 @@ import psutil
 
 from relax_hpc.config.schema import Config
 from relax_hpc.errors import EXIT_CONFIG, ConfigError
-from relax_hpc.rollout.engine import EngineFault, Generation, GenerateRequest, Sampling, require_model
+from relax_hpc.rollout.engine import EngineFault, GenerateRequest, Generation, Sampling, require_model
 from relax_hpc.rollout.sglang_client import SglangClient
 from relax_hpc.rollout.sglang_server import read_token
 from relax_hpc.versions import Version
 
+_SERVER = "relax_hpc.rollout.sglang_server"
 _POLL_S = 0.1
 _EXIT_GRACE_S = 1.0
 _LAUNCHER = re.compile(r"((LOCAL_|GROUP_|NODE_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_|PMI|OMPI_|MPI|HYDRA|TORCHELASTIC).*")
@@ -99,7 +101,7 @@ class SglangEngine:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         launch = {"server": self._arguments, "token_file": str(self._token_file.resolve()), "parent": os.getpid()}
         self._launch_file.write_text(json.dumps(launch, indent=2) + "\n")
-        command = (sys.executable, "-m", "relax_hpc.rollout.sglang_server", str(self._launch_file))
+        command = (sys.executable, "-m", _SERVER, str(self._launch_file))
         with self._log.open("ab") as log:
             return await asyncio.create_subprocess_exec(
                 *command,
@@ -189,11 +191,11 @@ def reserve_port(host: str, port: int) -> socket.socket:
 
 
 async def end_session(leader: asyncio.subprocess.Process, grace_s: float) -> None:
-    """End every process of the session that `leader` began: TERM, and KILL for what is left after `grace_s`."""
+    """End every process of the session that `leader` began; what is left after `grace_s` is killed."""
     members = _session(leader.pid)
-    for process in members:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.terminate()
+    with contextlib.suppress(ProcessLookupError):
+        # SGLang waits 5 s after a TERM, to finish requests that nobody waits for here, and not after an interrupt.
+        leader.send_signal(signal.SIGINT)
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(leader.wait(), grace_s)
     for process in _session(leader.pid):

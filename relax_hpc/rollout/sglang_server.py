@@ -25,15 +25,18 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(settings: dict[str, Any], token: str) -> None:
-    """Serve until terminated. Exits 78 with one line on stderr if a flag is unknown."""
-    from sglang.launch_server import run_server
+    """Serve until interrupted. Exits 78 with one line on stderr if a flag is unknown."""
     from sglang.srt.server_args import ServerArgs
-    from sglang.srt.utils import kill_process_tree
 
     _check_flags(settings["server"], list(inspect.signature(ServerArgs).parameters))
+    from sglang.launch_server import run_server
+    from sglang.srt.utils import kill_process_tree
+
     try:
         # One key for all endpoints: with an admin key alone, those that generate would be open.
         run_server(ServerArgs(**settings["server"], api_key=token, admin_api_key=token))
+    except KeyboardInterrupt:
+        print("interrupted: the engine was closed", file=sys.stderr)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 

@@ -39,7 +39,7 @@ def collate(rows: Sequence[Row], pad_id: int, device: str | torch.device, multip
 
     def stack(name: str, fill: float, dtype: type) -> Tensor:
         out = np.full((len(rows), size), fill, dtype)
-        for line, row, length in zip(out, rows, lengths):
+        for line, row, length in zip(out, rows, lengths, strict=True):
             if row.get(name) is not None:
                 line[:length] = row[name]
         return torch.from_numpy(out).to(device)

@@ -1,7 +1,7 @@
 """Lets megatron-core run on a machine without CUDA: device calls that it makes unconditionally are redirected.
 
-Only where torch finds no CUDA device; a GPU process is never touched. `install` must run before a megatron module builds
-anything, and once is enough.
+Only where torch finds no CUDA device; a GPU process is never touched. `install` comes before anything else imports
+megatron-core, and once is enough.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 _CPU = torch.device("cpu")
-_FACTORIES = frozenset("tensor zeros ones empty full arange zeros_like ones_like empty_like rand randn".split())
+_FACTORIES = frozenset(
+    ("tensor", "zeros", "ones", "empty", "full", "arange", "zeros_like", "ones_like", "empty_like", "rand", "randn")
+)
 _MODULES_WITH_CUDA_LITERALS = (
     "megatron.core.utils",
     "megatron.core.pipeline_parallel.schedules",

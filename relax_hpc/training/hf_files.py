@@ -37,7 +37,7 @@ class SafetensorFiles(Mapping[str, Any]):
                 file = self._stack.enter_context(safe_open(path, framework="pt"))
             except (SafetensorError, OSError) as error:
                 raise ConfigError(f"{path}: not a whole safetensors file ({error})") from error
-            for name in file.keys():
+            for name in file.offset_keys():
                 if name in self._owner:
                     raise ConfigError(f"{path}: tensor {name} lies in another file of the directory too")
                 self._owner[name] = file

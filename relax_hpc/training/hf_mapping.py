@@ -96,7 +96,7 @@ def all_pieces(shape: Qwen3Shape) -> dict[str, Piece]:
 def stage_entries(
     shape: Qwen3Shape, layers: range, first: bool, last: bool, spec: Literal["local", "te"] = "local"
 ) -> list[Entry]:
-    """Parameters of a pipeline stage that holds `layers` (global indices), the embedding if `first`, logits if `last`."""
+    """Parameters of the pipeline stage that holds `layers` (global), the embedding if `first` and logits if `last`."""
     entries = []
     embedding = Piece(EMBEDDING, (shape.vocab, shape.hidden), 0)
     if first:
@@ -142,7 +142,7 @@ def check_names(shape: Qwen3Shape, found: dict[str, tuple[int, ...]], source: st
     Tied checkpoints often repeat the embedding as lm_head.weight; that one is ignored.
     """
     expected = {name: piece.shape for name, piece in all_pieces(shape).items()}
-    for name, size in found.items():
+    for name in found:
         if name not in expected and not (shape.tied and name == OUTPUT):
             raise ConfigError(f"{source}: unknown tensor {name}; this is not the model that config.json describes")
     for name, size in expected.items():

@@ -12,7 +12,7 @@ from torch import Tensor
 def token_logprobs(
     logits: Tensor, tokens: Tensor, vocab: int, temperature: float, group: dist.ProcessGroup, entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of every token given those before it, and the entropy it was drawn from; both [b, s] float32, nats.
+    """Log-probability of every token given those before it, and entropy of its distribution: [b, s] float32, nats.
 
     `logits` [b, s, v]: this rank's columns of the padded vocabulary; columns from `vocab` on get no probability.
     `tokens` [b, s] int64. Index i belongs to token i; index 0, which nothing predicts, is 0.
@@ -27,7 +27,7 @@ def _shift(values: Tensor) -> Tensor:
 
 
 class _VocabParallel(torch.autograd.Function):
-    """With z = logits / T and p = softmax(z): log p[target] = z[target] - log sum exp z, and H = log sum exp z - E_p[z].
+    """With z = logits / T, p = softmax(z): log p[target] = z[target] - log sum exp z, and H = log sum exp z - E_p[z].
 
     Gradients: d log p[t] / dz_k = 1[k = t] - p_k and dH / dz_k = -p_k (log p_k + H). Only p is kept for the backward
     pass, and it needs no communication: every rank has the whole loss and its own columns.

@@ -82,7 +82,7 @@ class PolicyModel:
         self._pipeline_ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
 
     def load_hf(self, directory: Path) -> None:
-        """Take the weights of a Hugging Face directory; a rank reads only its slices. ConfigError: see `load_tensors`."""
+        """Take the weights of a Hugging Face directory; a rank reads only its slices. Errors as `load_tensors`."""
         with SafetensorFiles(directory) as files:
             self._load(files, files.shapes(), str(directory))
 
@@ -175,7 +175,7 @@ class PolicyModel:
 
     @torch.no_grad()
     def forward_logprobs(self, micro_batches: Sequence[Batch], temperature: float) -> list[np.ndarray] | None:
-        """Log-probabilities of each row, in order, [length of the row] float32, on the replica's leader; None elsewhere.
+        """Log-probabilities of each row, in order, [its length] float32, on the replica's leader; None on other ranks.
 
         Collective over the tensor and pipeline ranks of one data-parallel replica; replicas are independent.
         """
@@ -187,7 +187,7 @@ class PolicyModel:
 
         def collect(batch: Batch, logits: Tensor, non_loss_data: bool) -> list[np.ndarray]:
             values, _ = self.token_logprobs(logits, batch, temperature)
-            return [line[:length] for line, length in zip(values.cpu().numpy(), batch.lengths)]
+            return [line[:length] for line, length in zip(values.cpu().numpy(), batch.lengths, strict=True)]
 
         found: list[list[np.ndarray]] = []
         if micro_batches:

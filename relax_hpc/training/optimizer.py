@@ -28,7 +28,7 @@ def build_optimizer(config: OptimizerConfig, module: Any, dtype: torch.dtype) ->
     float32 main parameters and moments also under bfloat16. Gradients are clipped by the trainer.
     """
     from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-    from megatron.core.optimizer import get_megatron_optimizer
+    from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
 
     settings = MegatronOptimizerConfig(
         optimizer="adam",
@@ -42,4 +42,28 @@ def build_optimizer(config: OptimizerConfig, module: Any, dtype: torch.dtype) ->
         bf16=dtype is torch.bfloat16,
         use_distributed_optimizer=config.distributed,
     )
-    return get_megatron_optimizer(settings, [module])
+    optimizer = get_megatron_optimizer(settings, [module], config_overrides=get_standard_config_overrides(settings))
+    fill_adam_state(optimizer)
+    return optimizer
+
+
+def fill_adam_state(optimizer: Any) -> None:
+    """Give every parameter the state that torch's Adam makes at its first step, where it has none.
+
+    megatron-core saves and loads optimizers on the assumption that they have stepped.
+    """
+    for part in optimizer.chained_optimizers:
+        if not isinstance(part.optimizer, torch.optim.AdamW):
+            continue
+        for parameter in (parameter for group in part.optimizer.param_groups for parameter in group["params"]):
+            state = part.optimizer.state[parameter]
+            state.setdefault("step", torch.zeros(()))
+            state.setdefault("exp_avg", torch.zeros_like(parameter))
+            state.setdefault("exp_avg_sq", torch.zeros_like(parameter))
+
+
+def set_rates(optimizer: Any, config: OptimizerConfig, lr: float) -> None:
+    """Make the next step use `lr`, and weight decay on matrices only: norms' scales and biases are left alone."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+        group["weight_decay"] = config.weight_decay * group["wd_mult"]

@@ -43,7 +43,9 @@ def check_split(shape: Qwen3Shape, parallel: ParallelConfig) -> None:
         if count % parallel.tensor:
             raise ConfigError(f"parallel.tensor: found {parallel.tensor}, allowed divisors of the {count} {what}")
     if shape.layers % parallel.pipeline:
-        raise ConfigError(f"parallel.pipeline: found {parallel.pipeline}, allowed divisors of the {shape.layers} layers")
+        raise ConfigError(
+            f"parallel.pipeline: found {parallel.pipeline}, allowed divisors of the {shape.layers} layers"
+        )
 
 
 def rope_theta(hf_config: dict[str, Any]) -> float:
@@ -83,6 +85,8 @@ def transformer_config(hf_config: dict[str, Any], model: ModelConfig, parallel: 
         sequence_parallel=parallel.sequence_parallel and parallel.tensor > 1,
         # Micro-batches differ in length, and a stage learns the shape from the one before it.
         variable_seq_lengths=parallel.pipeline > 1,
+        # megatron-core asks this of dense models too when lengths vary.
+        moe_token_dispatcher_type="alltoall",
         # Losses are sums; the trainer divides once by the step's weight.
         calculate_per_token_loss=True,
         use_cpu_initialization=model.device == "cpu",

@@ -15,7 +15,7 @@ from relax_hpc.algorithms.losses import MAX_SUFFIX, TokenBatch, mean_metrics, po
 from relax_hpc.config.schema import AlgorithmConfig, OptimizerConfig
 from relax_hpc.training.batches import Batch
 from relax_hpc.training.model import PolicyModel
-from relax_hpc.training.optimizer import build_optimizer
+from relax_hpc.training.optimizer import build_optimizer, set_rates
 
 LossFunction = Callable[[TokenBatch], tuple[Tensor, dict[str, Tensor]]]
 """The loss summed over a batch, and metric sums with `weight` and `tokens` among them."""
@@ -46,7 +46,7 @@ class Trainer:
 
         self.model = model
         self.temperature = temperature
-        self.clip_grad = optimizer.clip_grad
+        self.settings = optimizer
         self._loss = loss or partial(policy_loss, config=algorithm)
         self._needs_entropy = loss is None
         settings = DistributedDataParallelConfig(
@@ -77,8 +77,7 @@ class Trainer:
         for metrics in sums:
             for name, value in metrics.items():
                 seen = self._sums.get(name)
-                combined = value.double() if seen is None else _combine(name, seen, value.double())
-                self._sums[name] = combined
+                self._sums[name] = value.double() if seen is None else _combine(name, seen, value.double())
 
     def _forward(self, batches: Iterator[Batch], module: torch.nn.Module) -> tuple[Tensor, Any]:
         batch = next(batches)
@@ -120,10 +119,9 @@ class Trainer:
     def _update(self, lr: float, norm: float) -> None:
         from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
-        if self.clip_grad > 0:
-            clip_grad_by_total_norm_fp32(self.optimizer.get_parameters(), self.clip_grad, norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        if self.settings.clip_grad > 0:
+            clip_grad_by_total_norm_fp32(self.optimizer.get_parameters(), self.settings.clip_grad, norm)
+        set_rates(self.optimizer, self.settings, lr)
         self.optimizer.step_with_ready_grads()
 
     def _reduce_metrics(self) -> dict[str, float]:
@@ -132,20 +130,17 @@ class Trainer:
 
         zero = torch.zeros((), dtype=torch.float64, device=self.model.device)
         sums = torch.stack([self._sums.get(name, zero) for name in self._names])
-        seen = torch.tensor([float(name in self._sums) for name in self._names], device=sums.device).double()
-        top = torch.cat([sums, seen])
+        seen = torch.tensor([float(name in self._sums) for name in self._names]).to(sums)
+        # Rows: sums, maxima, and whether any rank has the metric.
+        table = torch.stack([sums, sums, seen])
         data = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        dist.all_reduce(sums, group=data)
-        dist.all_reduce(top, dist.ReduceOp.MAX, group=data)
-        both = torch.cat([sums, top])
+        dist.all_reduce(table[0], group=data)
+        dist.all_reduce(table[1:], dist.ReduceOp.MAX, group=data)
+        # Only the last pipeline stage has seen the loss.
         pipeline = parallel_state.get_pipeline_model_parallel_group()
-        dist.broadcast(both, dist.get_process_group_ranks(pipeline)[-1], group=pipeline)
-        total, maximum, present = both.tolist(), both.tolist()[len(sums) :], both.tolist()[2 * len(sums) :]
-        totals = {
-            name: maximum[index] if name.endswith(MAX_SUFFIX) else total[index]
-            for index, name in enumerate(self._names)
-            if present[index]
-        }
+        dist.broadcast(table, dist.get_process_group_ranks(pipeline)[-1], group=pipeline)
+        columns = zip(self._names, *table.tolist(), strict=True)
+        totals = {name: top if name.endswith(MAX_SUFFIX) else total for name, total, top, any_ in columns if any_}
         return {"weight": 0.0, "tokens": 0.0} | totals
 
     def _zero(self) -> None:

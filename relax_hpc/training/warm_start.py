@@ -1,4 +1,4 @@
-"""Supervised steps on demonstrations before RL: makes <run>/model out of <run>/model-init and <run>/data/warm_start.jsonl.
+"""Supervised steps before RL: makes <run>/model out of <run>/model-init and <run>/data/warm_start.jsonl.
 
 Run as ``python -m relax_hpc.training.warm_start --run_dir RUN``, in one process.
 """
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def warm_start(config: Config, source: Path, demonstrations: Path, target: Path) -> float:
     """Train the model of `source` as `config.warm_start` says and write it to the new directory `target`.
 
-    The result is the last batch's mean cross entropy in nats. The order of the demonstrations is drawn from the run's seed.
+    The result is the last batch's mean cross entropy in nats. The run's seed decides the order of demonstrations.
     """
     import torch
 
@@ -49,9 +49,7 @@ def warm_start(config: Config, source: Path, demonstrations: Path, target: Path)
     settings = config.warm_start
     rows = read_demonstrations(demonstrations)
     torch.set_num_threads(config.threads)
-    parallel.initialize(
-        ParallelConfig(), 0, 1, 0, ("127.0.0.1", 0), config.model.device, config.seed, START_TIMEOUT_S
-    )
+    parallel.initialize(ParallelConfig(), 0, 1, 0, ("127.0.0.1", 0), config.model.device, config.seed, START_TIMEOUT_S)
     try:
         return _train(config, settings.steps, rows, source, target)
     finally:

@@ -6,6 +6,7 @@ it reconnects and asks again whatever was not answered.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import queue
@@ -26,6 +27,9 @@ from relax_hpc.transfer_queue.plan import GENERATED
 from relax_hpc.transfer_queue.schema import Row, sample_id
 from relax_hpc.transfer_queue.shard import FilePlane, pack
 from relax_hpc.transfer_queue.wire import BadMessage, seal, unseal
+
+OBSERVER_EPOCH = 0
+"""Epoch of clients that only look: they are no group and are not registered."""
 
 _ERRORS: dict[str, type[RelaxError]] = {"fenced": FencedError, "deadline": DeadlineError}
 
@@ -62,12 +66,16 @@ class Claim:
 
 def read_rows(plane: FilePlane, claim: Claim, samples_per_group: int) -> list[Row]:
     """The rows of ``claim`` in ticket and sample order, every field that the queue has of them."""
-    merged: dict[str, Row] = {}
+    names = {ticket: [sample_id(ticket, k) for k in range(samples_per_group)] for ticket in claim.tickets}
+    merged: dict[str, Row] = {name: {} for ticket in claim.tickets for name in names[ticket]}
     for descriptor in claim.shards:
-        for name, row in plane.read(descriptor).items():
-            merged.setdefault(name, {}).update(row)
+        rows = plane.read(descriptor)
+        # A shard may also hold dropped rows of tickets that were generated again: only its own count.
+        for ticket in descriptor["tickets"]:
+            for name in names[ticket]:
+                merged[name].update(rows[name])
     plane.forget({descriptor["name"] for descriptor in claim.shards})
-    return [merged[sample_id(ticket, k)] for ticket in claim.tickets for k in range(samples_per_group)]
+    return list(merged.values())
 
 
 class QueueClient:
@@ -82,7 +90,7 @@ class QueueClient:
     def __init__(self, run: RunDir, config: Config, group: str, epoch: int, member: str = "") -> None:
         self.run, self.config, self.group, self.epoch = run, config, group, epoch
         self.member = member or group
-        self.name = f"{self.member}-{epoch}-{os.getpid()}-{os.urandom(4).hex()}"
+        self.name = f"{self.member}-e{epoch:06d}-{os.getpid()}-{os.urandom(4).hex()}"
         self.plane = FilePlane(run.shards)
         self.progress = 0
         self._token = run.token()
@@ -108,9 +116,10 @@ class QueueClient:
         timeout = self.config.queue.wait_timeout_s if timeout is None else timeout
         number, now = next(self._ids), time.monotonic()
         message = {"id": number, "client": self.name, "group": self.group, "epoch": self.epoch, "op": op, "args": args}
-        call = _Call(Future(), message, now + timeout, now)
+        call = _Call(_running(), message, now + timeout, now)
         self._outbox.put(call)
-        self._wake()
+        if not self._wake():
+            self._fail_all(RelaxError(f"{op}: this connection to the queue is closed"))
         return call.future
 
     def call(self, op: str, timeout: float | None = None, **args: Any) -> dict[str, Any]:
@@ -136,7 +145,7 @@ class QueueClient:
         Returns why tickets were refused, by ticket (`rolled_back`, `stale_version`, `lease_lost`, `duplicate`...).
         """
         record = pack(rows, fields, {"group": self.group, "epoch": self.epoch})
-        name = f"{self.member.replace('/', '-')}-e{self.epoch:06d}-{os.getpid()}-{next(self._shard_ids):06d}.shard"
+        name = f"{self.name.replace('/', '-')}-{next(self._shard_ids):06d}.shard"
         shard = self.plane.publish(name, record)
         summary = _summarise(rows, fields)
         lease = claim.lease if claim else 0
@@ -149,13 +158,42 @@ class QueueClient:
 
     # -- the talking thread ------------------------------------------------------------------------------------
 
-    def _wake(self) -> None:
+    def _wake(self) -> bool:
         with self._wake_lock:
-            if not self._closing.is_set():
-                self._wake_out.send(b"")
+            if self._closing.is_set():
+                return False
+            self._wake_out.send(b"")
+            return True
 
     def _talk(self) -> None:
         line = _Line(self._context, self.run, self._token)
+        error = RelaxError("the connection to the queue was closed before the answer came")
+        try:
+            self._serve(line)
+        except Exception as failure:
+            error = RelaxError(f"the connection to the queue broke: {type(failure).__name__}: {failure}")
+            error.__cause__ = failure
+        finally:
+            with self._wake_lock:
+                self._closing.set()
+            line.close()
+            self._fail_all(error)
+
+    def _fail_all(self, error: RelaxError) -> None:
+        """Nobody waits for an answer that cannot come."""
+        self._drain_outbox()
+        while self._calls:
+            self._calls.popitem()[1].future.set_exception(error)
+
+    def _drain_outbox(self) -> list[_Call]:
+        calls: list[_Call] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                calls.append(self._outbox.get_nowait())
+                self._calls[calls[-1].message["id"]] = calls[-1]
+        return calls
+
+    def _serve(self, line: _Line) -> None:
         beat_at, beat_s = 0.0, self.config.liveness.beat_s
         while not self._closing.is_set():
             now = time.monotonic()
@@ -169,19 +207,16 @@ class QueueClient:
                 self._take_outbox(line)
             for reply in line.replies():
                 self._settle(reply)
-        line.close()
 
     def _beat_call(self, now: float) -> _Call:
         message = {"id": 0, "client": self.name, "group": self.group, "epoch": self.epoch, "op": "beat"}
         message["args"] = {"member": self.member, "progress": self.progress}
-        return _Call(Future(), message, now + 1.0, now)
+        return _Call(_running(), message, now + 1.0, now)
 
     def _take_outbox(self, line: _Line) -> None:
         while self._wake_in.poll(0):
             self._wake_in.recv()
-        while not self._outbox.empty():
-            call = self._outbox.get_nowait()
-            self._calls[call.message["id"]] = call
+        for call in self._drain_outbox():
             self._send(line, call)
 
     def _send(self, line: _Line, call: _Call) -> None:
@@ -211,13 +246,14 @@ class QueueClient:
 
     def close(self) -> None:
         """Stop talking; what was not answered fails."""
-        if not self._closing.is_set():
-            self._wake()
-            self._closing.set()
-            self._thread.join(timeout=5.0)
-            self._wake_in.close(0)
-            self._wake_out.close(0)
-            self._context.destroy(linger=0)
+        with self._wake_lock:
+            if not self._closing.is_set():
+                self._closing.set()
+                self._wake_out.send(b"")
+        self._thread.join(timeout=5.0)
+        self._wake_in.close(0)
+        self._wake_out.close(0)
+        self._context.destroy(linger=0)
 
     def __enter__(self) -> QueueClient:
         return self
@@ -296,16 +332,22 @@ def _claim(result: dict[str, Any]) -> Claim | None:
     return None if result.get("finished") else Claim.of(result)
 
 
+def _running() -> Future:
+    """A future that cannot be cancelled: an asyncio waiter that goes away must not disturb the talking thread."""
+    future: Future = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
 def _then(future: Future, function: Any) -> Future:
     """A future with ``function`` of the result."""
-    after: Future = Future()
+    after = _running()
 
     def finish(done: Future) -> None:
-        error = done.exception()
-        if error is not None:
-            after.set_exception(error)
-        else:
+        try:
             after.set_result(function(done.result()))
+        except Exception as error:
+            after.set_exception(error)
 
     future.add_done_callback(finish)
     return after

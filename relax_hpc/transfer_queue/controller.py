@@ -6,19 +6,21 @@ so nobody polls. Requests are idempotent: a client that lost the reply, or its c
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
 import zmq
 
+from relax_hpc.errors import FencedError
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.journal import Journal
 from relax_hpc.transfer_queue.plan import Plan
-from relax_hpc.transfer_queue.state import Owner, QueueState
-from relax_hpc.transfer_queue.wire import BadMessage, seal, unseal
+from relax_hpc.transfer_queue.shard import check_name
+from relax_hpc.transfer_queue.state import Event, Owner, QueueState
+from relax_hpc.transfer_queue.wire import MAX_MESSAGE_BYTES, BadMessage, seal, unseal
 from relax_hpc.versions import Version
 
 Args = dict[str, Any]
@@ -43,6 +45,7 @@ class Request:
     owner: Owner
     op: str
     args: Args
+    since: float
     deadline: float
 
 
@@ -57,29 +60,31 @@ class Controller:
         for record in self.journal.replay():
             self.state.apply(record)
         self.state.events.clear()
-        self.events_file = run.events.open("a")
+        self.events_file = run.events.open("ab", buffering=0)
         self.parked: list[Request] = []
         self.beats: dict[str, dict[str, Any]] = {}
         self.refused_frames = 0
-        self.next_shard = 1 + max(self.state.shards, default=0)
         self.on_report: Callable[[str, int, dict[str, float], dict[str, float]], None] = lambda *_: None
         self.on_trained: Callable[[int], None] = lambda _: None
         self.on_resume: Callable[[int], None] = lambda _: None
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 1000)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self.endpoint = f"tcp://{host}:{self.socket.bind_to_random_port(f'tcp://{host}')}"
 
     # -- loop --------------------------------------------------------------------------------------------------
 
     def serve(self, until: Callable[[], bool]) -> None:
-        """Answer requests until ``until()``; it is asked at least once a second."""
+        """Answer requests until ``until()``; asked at least once a second. FencedError once there is a successor."""
         poller = zmq.Poller()
         poller.register(self.socket, zmq.POLLIN)
         while not until():
             poller.poll(self._patience() * 1000)
             replies = self._drain()
             self.journal.commit()
+            if successor := self.journal.superseded():
+                raise FencedError(f"hub epoch {self.epoch} is over: epoch {successor} has taken its place")
             for peer, reply in replies:
                 self.socket.send_multipart([peer, seal(self.token, reply)])
             self._after_replies()
@@ -120,9 +125,10 @@ class Controller:
             owner = (str(message["group"]), int(message["epoch"]))
             args = dict(message["args"])
             key = f"{message['client']}#{message['id']}"
-            deadline = time.monotonic() + float(message["patience"])
-            return Request(peer, int(message["id"]), key, owner, str(message["op"]), args, deadline)
-        except (BadMessage, KeyError, TypeError, ValueError):
+            patience = max(0.0, float(message["patience"]))
+            since = time.monotonic()
+            return Request(peer, int(message["id"]), key, owner, str(message["op"]), args, since, since + patience)
+        except (BadMessage, KeyError, TypeError, ValueError, OverflowError):
             self.refused_frames += 1
             return None
 
@@ -132,16 +138,26 @@ class Controller:
         except Refused as refusal:
             replies.append((request.peer, self._reply(request, error=str(refusal), kind=refusal.kind)))
             return
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             text = f"{request.op}: malformed arguments: {type(error).__name__}: {error}"
             replies.append((request.peer, self._reply(request, error=text, kind="refused")))
             return
         if result is not None:
             replies.append((request.peer, self._reply(request, result=result)))
         elif time.monotonic() >= request.deadline:
-            replies.append((request.peer, self._reply(request, error=f"{request.op}: nothing came", kind="deadline")))
+            replies.append((request.peer, self._reply(request, error=self._overdue(request), kind="deadline")))
         else:
             self.parked.append(request)
+
+    def _overdue(self, request: Request) -> str:
+        """What was waited for, how long, how far the run is, and where to look."""
+        what = " ".join([request.op, *(str(request.args[name]) for name in ("task", "reader") if name in request.args)])
+        at = ", ".join(f"{count} {name}" for name, count in self.state.depth().items())
+        return (
+            f"{what}: nothing came for {time.monotonic() - request.since:.1f} s; trained steps: "
+            f"{self.state.trained_steps}, prompt groups: {at}; open the logs of the group that is behind in "
+            f"{self.run.root / 'logs'}"
+        )
 
     def _reply(self, request: Request, **content: Any) -> Reply:
         return {"id": request.id, "hub_epoch": self.epoch, **content}
@@ -152,25 +168,20 @@ class Controller:
         if handler is None:
             raise Refused("refused", f"unknown request {request.op!r}")
         group, epoch = request.owner
-        known = self.state.epochs.get(group, 0)
-        if epoch < known:
-            raise Refused("fenced", f"{group} epoch {epoch} is over: epoch {known} has taken its place")
-        if epoch > known:
+        if lowest := self.state.over(request.owner):
+            raise Refused("fenced", f"{group} epoch {epoch} is over: only epoch {lowest} or later may go on")
+        if epoch > self.state.epochs.get(group, 0):
             self._record(op="register", group=group, epoch=epoch)
         return handler(request, **request.args)
 
     def _record(self, **record: Any) -> None:
-        self.journal.append(record)
+        # What cannot be applied must not be journaled: its replay would fail for ever.
         self.state.apply(record)
+        self.journal.append(record)
 
     def _after_replies(self) -> None:
-        lines = [
-            json.dumps({"id": e.id, "what": e.what, "step": e.step, "version": e.version, "reason": e.reason})
-            for e in self.state.take_events()
-        ]
-        if lines:
-            self.events_file.write("\n".join(lines) + "\n")
-            self.events_file.flush()
+        if lines := [_line(event) for event in self.state.take_events()]:
+            self.events_file.write("".join(lines).encode())
         garbage, self.state.garbage = self.state.garbage, []
         for name in garbage:
             (self.run.shards / name).unlink(missing_ok=True)
@@ -178,12 +189,9 @@ class Controller:
     # -- requests ----------------------------------------------------------------------------------------------
 
     def _do_beat(self, request: Request, member: str, progress: int) -> Any:
-        self.beats[member] = {
-            "group": request.owner[0],
-            "epoch": request.owner[1],
-            "progress": progress,
-            "at": time.monotonic(),
-        }
+        group, epoch = request.owner
+        if epoch:
+            self.beats[member] = {"group": group, "epoch": epoch, "progress": progress, "at": time.monotonic()}
         return {}
 
     def _do_down(self, request: Request, group: str, epoch: int) -> Any:
@@ -209,25 +217,25 @@ class Controller:
         return {"tickets": tickets, "attempts": attempts}
 
     def _do_fail(self, request: Request, ticket: int, attempt: int, reason: str) -> Any:
-        group = self.state.groups[ticket]
+        group, reason = self.state.groups[ticket], str(reason)
         if group.owner == request.owner and group.attempt == attempt and not group.present:
             self._record(op="fail", ticket=ticket, reason=reason)
         return {"attempt": self.state.groups[ticket].attempt}
 
     def _do_put(self, request: Request, shard: dict, rows: list[dict], fields: list[str], lease: int = 0) -> Any:
-        refused = {row["ticket"]: self.state.refusal(request.owner, row, lease) for row in rows}
-        taken = [row for row in rows if not refused[row["ticket"]]]
-        if taken:
-            self._record(op="put", number=self.next_shard, shard=shard, rows=taken, fields=fields)
-            self.next_shard += 1
-        else:
-            self.state.garbage.append(shard["name"])
-        for ticket, reason in refused.items():
-            if reason in ("rolled_back", "stale_version"):
-                self._record(op="reject", ticket=ticket, reason=reason)
-        if lease in self.state.leases and self.state.leases[lease].owner == request.owner:
-            self._record(op="ack", lease=lease)
-        return {"refused": {ticket: reason for ticket, reason in refused.items() if reason}}
+        if request.key not in self.state.puts:
+            check_name(shard["name"])
+            if ("token_ids" in fields) == bool(lease):
+                raise Refused("refused", f"put: {list(fields)} {'with' if lease else 'without'} a lease")
+            refused = {row["ticket"]: self.state.refusal(request.owner, row, lease) for row in rows}
+            taken = [row for row in rows if not refused[row["ticket"]]]
+            refused = {ticket: reason for ticket, reason in refused.items() if reason}
+            held = self.state.leases.get(lease)
+            lease = lease if held and held.owner == request.owner else 0
+            self._record(
+                op="put", key=request.key, shard=shard, rows=taken, fields=fields, refused=refused, lease=lease
+            )
+        return {"refused": self.state.puts[request.key]}
 
     def _do_claim(self, request: Request, task: str, budget: int, boundary: int) -> Any:
         number = self.state.lease_keys.get(request.key, 0)
@@ -243,13 +251,15 @@ class Controller:
     def _describe(self, number: int) -> dict[str, Any]:
         """A lease as its holder needs it: the tickets and the shards where their rows lie."""
         tickets = self.state.leases[number].tickets
-        groups = [self.state.groups[ticket] for ticket in tickets]
-        shards = sorted({part for group in groups for part, _ in group.parts})
+        shards: dict[int, list[int]] = {}
+        for ticket in tickets:
+            for shard, _ in self.state.groups[ticket].parts:
+                shards.setdefault(shard, []).append(ticket)
         return {
             "lease": number,
             "step": self.plan.step_of(tickets[0]) if tickets else 0,
             "tickets": list(tickets),
-            "shards": [self.state.shards[shard].descriptor for shard in shards],
+            "shards": [{**self.state.shards[n].descriptor, "tickets": shards[n]} for n in sorted(shards)],
             "min_version": self.plan.step_of(tickets[0]) if tickets and not self.plan.max_staleness else 0,
         }
 
@@ -261,15 +271,26 @@ class Controller:
 
     def _do_trained(self, request: Request, step: int, leases: list[int]) -> Any:
         if step >= self.state.trained_steps:
-            lost = [lease for lease in leases if lease not in self.state.leases]
-            if step != self.state.trained_steps or lost:
-                expected = self.state.trained_steps
-                raise Refused("refused", f"trained: step {step} (expected {expected}), leases lost: {lost}")
+            self._check_trained(request.owner, step, leases)
             self._record(op="trained", step=step, leases=leases)
             self.on_trained(step)
         return {"staleness": self.state.staleness(step)}
 
+    def _check_trained(self, owner: Owner, step: int, leases: list[int]) -> None:
+        """Step t is trained on exactly the tickets of t, all of them held by this actor."""
+        held = [self.state.leases.get(lease) for lease in leases]
+        mine = [found is not None and (found.task, found.owner) == ("actor", owner) for found in held]
+        lost = [lease for lease, found in zip(leases, mine, strict=True) if not found]
+        tickets = sorted(ticket for found in held if found for ticket in found.tickets)
+        size, expected = self.plan.groups_per_step, self.state.trained_steps
+        if step != expected or lost or tickets != list(range(step * size, (step + 1) * size)):
+            raise Refused(
+                "refused", f"trained: step {step} (expected {expected}) with tickets {tickets}, leases lost: {lost}"
+            )
+
     def _do_resume(self, request: Request, step: int) -> Any:
+        if not 0 <= step <= self.plan.steps:
+            raise Refused("refused", f"resume: step {step}, the run has {self.plan.steps}")
         if not self.state.lineage or self.state.lineage[-1][0] < request.owner[1]:
             self._record(op="resume", epoch=request.owner[1], step=step)
             self.on_resume(step)
@@ -290,31 +311,33 @@ class Controller:
             raise Refused("fenced", f"publish: version {version} is not of actor epoch {request.owner[1]}")
         if found not in self.state.published:
             self._record(op="publish", version=version, digest=digest)
-        retire = [str(old) for old in self.state.retirable()]
-        if retire:
+        if retire := [str(old) for old in self.state.retirable()]:
             self._record(op="retire", versions=retire)
-        return {"retire": retire}
+        return {"retire": retire, "keep": [str(kept) for kept in self.state.published]}
 
     def _do_next_version(self, request: Request, after: str) -> Any:
         """The newest published version once it is above ``after``."""
-        newest = self.state.newest
-        if newest is not None and newest > Version.parse(after):
-            return {"version": str(newest), "digest": self.state.published[newest]["digest"]}
+        if newest := self.state.newer(Version.parse(after)):
+            return {"version": str(newest), "digest": self.state.published[newest]}
         return {"finished": True} if self.state.finished() else None
 
     def _do_serve(self, request: Request, reader: str, version: str) -> Any:
+        found = Version.parse(version)
         self._record(op="serve", reader=reader, owner=list(request.owner), version=version)
-        number = Version.parse(version).number
-        return {"eval_due": self.plan.eval_due(self.state.evaluated, number)}
+        due = self.state.in_lineage(found) and self.plan.eval_due(self.state.evaluated, found.number)
+        return {"eval_due": due}
 
     def _do_evaluated(self, request: Request, version: int, values: dict[str, float]) -> Any:
-        self.on_report("eval", version, values, {})
-        self._record(op="evaluated", version=version)
+        """Counts if the asking group still serves that number in the lineage: it may be rolled back by now."""
+        served = [found for owner, found in self.state.readers.values() if owner == request.owner]
+        if any(found.number == version and self.state.in_lineage(found) for found in served):
+            self._record(op="evaluated", version=version)
+            self.on_report("eval", version, values, {})
         return {}
 
     def _do_note(self, request: Request, what: str, name: str, reason: str) -> Any:
         """Count something that went wrong outside of a ticket: an engine's fault, a broken line of a prompt file."""
-        self._record(op="note", what=what, name=name, reason=reason)
+        self._record(op="note", what=str(what), name=str(name), reason=str(reason))
         return {}
 
     def _do_report(self, request: Request, role: str, step: int, values: dict, seconds: dict) -> Any:
@@ -345,3 +368,11 @@ class Controller:
         if self.state.trained_steps != after or self.state.finished():
             return {"trained_steps": self.state.trained_steps, "finished": self.state.finished()}
         return None
+
+
+def _line(event: Event) -> str:
+    """A line of events.jsonl; a step writes hundreds, so the JSON is put together by hand."""
+    return (
+        f'{{"id": {quoted(event.id)}, "what": {quoted(event.what)}, "step": {event.step}, '
+        f'"version": {quoted(event.version)}, "reason": {quoted(event.reason)}}}\n'
+    )

@@ -11,18 +11,20 @@ import os
 import struct
 import zlib
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import msgpack
 import numpy as np
 
-from relax_hpc.transfer_queue.schema import FIELDS, FORMAT_VERSION, FieldSpec, Row
+from relax_hpc.transfer_queue.schema import FIELDS, FORMAT_VERSION, Row
 
-_PREFIX = struct.Struct("<8sIIQ")
+_PREFIX = struct.Struct("<8sIIQI")
+"""Magic, format version, header bytes, payload bytes, crc of everything else."""
+_CRC_AT = _PREFIX.size - 4
 _MAGIC = b"RLXSHARD"
 _ALIGN = 64
-_SCALAR = FieldSpec("scalar", "float64", "")
 
 
 class ShardError(ValueError):
@@ -33,68 +35,71 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
 
 
+def check_name(name: str) -> str:
+    """``name``, if it is one; ShardError if it leads out of the folder or to a hidden file."""
+    if not isinstance(name, str) or not name or "/" in name or "\0" in name or name.startswith("."):
+        raise ShardError(f"{name!r}: a shard's name has no path in it and no dot before it")
+    return name
+
+
 def pack(rows: Sequence[Row], fields: Sequence[str], origin: dict[str, Any]) -> bytes:
     """One record holding ``fields`` of ``rows``; ``origin`` (run, group, epoch) goes to the header."""
     columns: list[dict[str, Any]] = []
-    pieces: list[np.ndarray] = []
+    pieces: list[tuple[int, np.ndarray]] = []
     position = 0
     for name in fields:
-        spec = FIELDS.get(name)
+        spec, values = FIELDS.get(name), [row[name] for row in rows]
         if spec is None or spec.kind in ("text", "json"):
-            columns.append({"name": name, "values": [row[name] for row in rows]})
+            columns.append({"name": name, "values": values})
             continue
-        values = [np.atleast_1d(np.asarray(row[name], dtype=spec.dtype)) for row in rows]
-        flat = np.concatenate(values)
-        lengths = [len(value) for value in values] if spec.kind == "token" else None
+        tokens = spec.kind == "token"
+        flat = np.concatenate(values).astype(spec.dtype, copy=False) if tokens else np.array(values, dtype=spec.dtype)
+        lengths = [len(value) for value in values] if tokens else None
         columns.append({"name": name, "dtype": spec.dtype, "at": position, "count": len(flat), "lengths": lengths})
-        pieces.append(flat)
+        pieces.append((position, flat))
         position = _aligned(position + flat.nbytes)
-    payload = bytearray(position)
-    for column, flat in zip((c for c in columns if "at" in c), pieces, strict=True):
-        payload[column["at"] : column["at"] + flat.nbytes] = flat.view(np.uint8).data
-    ids = [row["sample_id"] for row in rows]
-    header = msgpack.packb({"origin": origin, "sample_ids": ids, "columns": columns})
-    prefix = _PREFIX.pack(_MAGIC, FORMAT_VERSION, len(header), len(payload))
-    body_at = _aligned(_PREFIX.size + len(header) + 4)
-    crc = zlib.crc32(payload, zlib.crc32(header, zlib.crc32(prefix)))
-    record = bytearray(body_at)
-    record[: _PREFIX.size] = prefix
+    header = msgpack.packb({"origin": origin, "sample_ids": [row["sample_id"] for row in rows], "columns": columns})
+    body_at = _aligned(_PREFIX.size + len(header))
+    record = bytearray(body_at + position)
+    _PREFIX.pack_into(record, 0, _MAGIC, FORMAT_VERSION, len(header), position, 0)
     record[_PREFIX.size : _PREFIX.size + len(header)] = header
-    struct.pack_into("<I", record, _PREFIX.size + len(header), crc)
-    return bytes(record + payload)
+    for at, flat in pieces:
+        record[body_at + at : body_at + at + flat.nbytes] = flat.view(np.uint8).data
+    struct.pack_into("<I", record, _CRC_AT, _crc(memoryview(record)))
+    return bytes(record)
 
 
-def unpack(record: memoryview | bytes, name: str = "shard", check: bool = True) -> dict[str, Row]:
+def _crc(record: memoryview) -> int:
+    return zlib.crc32(record[_PREFIX.size :], zlib.crc32(record[:_CRC_AT]))
+
+
+def unpack(record: memoryview | bytes, name: str = "shard") -> dict[str, Row]:
     """Rows by sample id, per-token fields as read-only views into ``record``; ShardError if it is not whole."""
     view = memoryview(record)
     if len(view) < _PREFIX.size:
         raise ShardError(f"{name}: {len(view)} bytes, shorter than a header")
-    magic, version, header_size, payload_size = _PREFIX.unpack_from(view)
+    magic, version, header_size, payload_size, crc = _PREFIX.unpack_from(view)
     if magic != _MAGIC or version != FORMAT_VERSION:
         raise ShardError(f"{name}: not a shard of format {FORMAT_VERSION} (magic {magic!r}, format {version})")
-    body_at = _aligned(_PREFIX.size + header_size + 4)
+    body_at = _aligned(_PREFIX.size + header_size)
     if len(view) != body_at + payload_size:
         raise ShardError(f"{name}: {len(view)} bytes, header says {body_at + payload_size}")
-    header_bytes, payload = view[_PREFIX.size : _PREFIX.size + header_size], view[body_at:]
-    if check:
-        (crc,) = struct.unpack_from("<I", view, _PREFIX.size + header_size)
-        if crc != zlib.crc32(payload, zlib.crc32(header_bytes, zlib.crc32(view[: _PREFIX.size]))):
-            raise ShardError(f"{name}: checksum does not match")
-    header = msgpack.unpackb(header_bytes)
-    rows: list[Row] = [{"sample_id": sample} for sample in header["sample_ids"]]
-    for column in header["columns"]:
-        for row, value in zip(rows, _values(column, payload, len(rows)), strict=True):
-            row[column["name"]] = value
-    return {row["sample_id"]: row for row in rows}
+    if crc != _crc(view):
+        raise ShardError(f"{name}: checksum does not match")
+    header = msgpack.unpackb(view[_PREFIX.size : _PREFIX.size + header_size])
+    names = ["sample_id", *(column["name"] for column in header["columns"])]
+    values = [header["sample_ids"], *(_values(column, view[body_at:]) for column in header["columns"])]
+    return {row[0]: dict(zip(names, row, strict=True)) for row in zip(*values, strict=True)}
 
 
-def _values(column: dict[str, Any], payload: memoryview, count: int) -> list[Any]:
+def _values(column: dict[str, Any], payload: memoryview) -> list[Any]:
     if "values" in column:
         return column["values"]
     flat = np.frombuffer(payload, column["dtype"], column["count"], column["at"])
     if column["lengths"] is None:
         return list(flat)
-    return np.split(flat, np.cumsum(column["lengths"])[:-1]) if count else []
+    ends = list(accumulate(column["lengths"]))
+    return [flat[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 class FilePlane:
@@ -106,7 +111,7 @@ class FilePlane:
 
     def publish(self, name: str, record: bytes) -> dict[str, Any]:
         """Write ``record`` under ``name`` by rename; the descriptor by which others read it."""
-        path = self.folder / name
+        path = self.folder / check_name(name)
         temporary = path.with_name(f".{name}.{os.getpid()}")
         temporary.write_bytes(record)
         temporary.replace(path)
@@ -114,9 +119,7 @@ class FilePlane:
 
     def read(self, descriptor: dict[str, Any]) -> dict[str, Row]:
         """Rows of a shard by sample id, mapped; ShardError if the file is missing or not whole."""
-        name = descriptor["name"]
-        if "/" in name or name.startswith("."):
-            raise ShardError(f"{name}: a shard's name has no path in it")
+        name = check_name(descriptor["name"])
         if name not in self._open:
             try:
                 with (self.folder / name).open("rb") as file:

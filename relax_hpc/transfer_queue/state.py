@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,9 @@ from relax_hpc.versions import Version
 Owner = tuple[str, int]
 Record = dict[str, Any]
 DONE = -1
-REMEMBERED_ADMISSIONS = 256
+REMEMBERED = 256
+REJECTED = ("rolled_back", "stale_version", "incomplete")
+"""Why generated rows are dropped and their ticket is offered again."""
 
 
 @dataclass(slots=True)
@@ -76,21 +78,24 @@ class QueueState:
         self.plan = plan
         self.full = (1 << plan.samples_per_group) - 1
         self.epochs: dict[str, int] = {}
+        self.ended: dict[str, int] = {}
         self.groups: dict[int, PromptGroup] = {}
         self.next_ticket = 0
         self.reissued: list[int] = []
         self.admissions: dict[str, list[int]] = {}
+        self.puts: dict[str, dict[int, str]] = {}
         self.leases: dict[int, Lease] = {}
         self.lease_keys: dict[str, int] = {}
         self.next_lease = 1
         self.position: dict[str, int] = dict.fromkeys(plan.tasks, 0)
         self.returned: dict[str, list[tuple[int, ...]]] = {task: [] for task in plan.tasks}
         self.shards: dict[int, Shard] = {}
+        self.next_shard = 1
         self.garbage: list[str] = []
         self.dropped: Counter[str] = Counter()
         self.noted: Counter[str] = Counter()
         self.lineage: list[tuple[int, int]] = []
-        self.published: dict[Version, dict[str, Any]] = {}
+        self.published: dict[Version, str] = {}
         self.newest: Version | None = None
         self.readers: dict[str, tuple[Owner, Version]] = {}
         self.checkpoints: list[dict[str, Any]] = []
@@ -107,6 +112,17 @@ class QueueState:
             return False
         later = self.lineage[epochs.index(version.epoch) + 1 :]
         return all(version.number <= start for _, start in later)
+
+    def over(self, owner: Owner) -> int:
+        """0 while ``owner`` may speak for its group, else the lowest epoch that may."""
+        group, epoch = owner
+        lowest = max(self.epochs.get(group, 0), self.ended.get(group, 0) + 1)
+        return lowest if epoch < lowest else 0
+
+    def newer(self, after: Version) -> Version | None:
+        """The newest published version that is in the lineage, if it is above ``after``."""
+        newest = self.newest
+        return newest if newest is not None and newest > after and self.in_lineage(newest) else None
 
     def finished(self) -> bool:
         """Every step is trained, the last weights are saved, and evaluated if evaluation is on."""
@@ -134,7 +150,7 @@ class QueueState:
                 return window
         if self.plan.tasks[task].in_order:
             return self._next_window(task, budget, boundary)
-        return self._any_window(task, budget)
+        return self._any_window(task, budget, boundary)
 
     def _ready(self, task: str, ticket: int) -> bool:
         group = self.groups.get(ticket)
@@ -158,14 +174,15 @@ class QueueState:
             window.append(ticket)
         return tuple(window) if all(self._ready(task, ticket) for ticket in window) else ()
 
-    def _any_window(self, task: str, budget: int) -> tuple[int, ...]:
+    def _any_window(self, task: str, budget: int, boundary: int) -> tuple[int, ...]:
         window: list[int] = []
         width = 0
         for ticket in range(self.position[task], self.next_ticket):
             if not self._ready(task, ticket):
                 continue
             width = max(width, self.groups[ticket].width)
-            if window and (len(window) + 1) * self.plan.samples_per_group * width > budget:
+            too_long = (len(window) + 1) * self.plan.samples_per_group * width > budget
+            if window and (too_long or ticket // boundary != window[0] // boundary):
                 break
             window.append(ticket)
         return tuple(window)
@@ -176,18 +193,24 @@ class QueueState:
         group = self.groups.get(ticket)
         if group is None:
             return "unknown_ticket"
+        versions = [Version.decode(code) for code in row["versions"]]
+        survive = all(self.in_lineage(version) for version in versions)
+        oldest = self.plan.step_of(ticket) - self.plan.max_staleness
         if lease:
             held = self.leases.get(lease)
-            return "" if held and held.owner == owner and ticket in held.tickets else "lease_lost"
-        if group.present.get("token_ids"):
+            if not held or held.owner != owner or ticket not in held.tickets:
+                return "lease_lost"
+            on_policy = self.plan.max_staleness > 0 or all(version.number >= oldest for version in versions)
+            return ("" if on_policy else "stale_version") if survive else "rolled_back"
+        if group.present:
             return "duplicate"
         if group.owner != owner:
             return "not_owner"
-        versions = [Version.decode(code) for code in row["versions"]]
-        if not versions or not all(self.in_lineage(version) for version in versions):
+        if row["mask"] != self.full:
+            return "incomplete"
+        if not versions or not survive:
             return "rolled_back"
-        oldest = min(version.number for version in versions)
-        return "" if oldest >= self.plan.step_of(ticket) - self.plan.max_staleness else "stale_version"
+        return "" if min(version.number for version in versions) >= oldest else "stale_version"
 
     def retirable(self) -> list[Version]:
         """Published versions below the newest that no reader serves or may still be loading, oldest first."""
@@ -219,6 +242,7 @@ class QueueState:
             self._release(group, epoch)
 
     def _on_down(self, group: str, epoch: int) -> None:
+        self.ended[group] = max(epoch, self.ended.get(group, 0))
         self._release(group, epoch + 1)
 
     def _on_admit(self, owner: list, key: str, tickets: list[int], version: str) -> None:
@@ -231,17 +255,30 @@ class QueueState:
                 self.next_ticket = ticket + 1
             self._event(ticket, "admitted", version)
         heapq.heapify(self.reissued)
-        self.admissions[key] = tickets
-        while len(self.admissions) > REMEMBERED_ADMISSIONS:
-            self.admissions.pop(next(iter(self.admissions)))
+        _remember(self.admissions, key, tickets)
 
     def _on_fail(self, ticket: int, reason: str) -> None:
         self.groups[ticket].attempt += 1
         self.dropped[reason] += self.plan.samples_per_group
         self._event(ticket, "failed", reason=reason)
 
-    def _on_put(self, number: int, shard: dict, rows: list[dict], fields: list[str]) -> None:
-        self.shards[number] = Shard(shard, {row["ticket"] for row in rows})
+    def _on_put(
+        self, key: str, shard: dict, rows: list[dict], fields: list[str], refused: dict[int, str], lease: int
+    ) -> None:
+        _remember(self.puts, key, refused)
+        if rows:
+            self.shards[self.next_shard] = Shard(shard, {row["ticket"] for row in rows})
+            self._add_fields(self.next_shard, rows, fields)
+            self.next_shard += 1
+        else:
+            self.garbage.append(shard["name"])
+        for ticket, reason in refused.items():
+            if reason in REJECTED and "token_ids" in fields:
+                self._drop(ticket, reason)
+        if lease:
+            self._on_ack(lease)
+
+    def _add_fields(self, number: int, rows: list[dict], fields: list[str]) -> None:
         for row in rows:
             group = self.groups[row["ticket"]]
             group.parts.append((number, tuple(fields)))
@@ -256,9 +293,6 @@ class QueueState:
             if "old_logprob_version" in fields:
                 group.old_version = row["versions"][0]
 
-    def _on_reject(self, ticket: int, reason: str) -> None:
-        self._drop(ticket, reason)
-
     def _on_claim(self, task: str, owner: list, key: str, number: int, tickets: list[int]) -> None:
         self.next_lease = number + 1
         self.leases[number] = Lease(task, tuple(owner), key, tuple(tickets))
@@ -269,9 +303,16 @@ class QueueState:
         self._advance(task)
 
     def _on_ack(self, lease: int) -> None:
+        """Consumed are the tickets that have what the task gives; others (their rows were refused) are ready again."""
         held = self._forget_lease(lease)
+        gives = self.plan.tasks[held.task].gives
         for ticket in held.tickets:
-            self.groups[ticket].tasks[held.task] = DONE
+            group = self.groups[ticket]
+            if all(group.present.get(name) == self.full for name in gives):
+                group.tasks[held.task] = DONE
+            else:
+                group.tasks.pop(held.task, None)
+                self.position[held.task] = min(self.position[held.task], ticket)
         self._advance(held.task)
 
     def _on_trained(self, step: int, leases: list[int]) -> None:
@@ -284,7 +325,7 @@ class QueueState:
 
     def _on_publish(self, version: str, digest: str) -> None:
         self.newest = Version.parse(version)
-        self.published[self.newest] = {"digest": digest}
+        self.published[self.newest] = digest
 
     def _on_retire(self, versions: list[str]) -> None:
         for version in versions:
@@ -310,12 +351,13 @@ class QueueState:
         self.evaluated = min(self.evaluated, step)
         self.checkpoints = [point for point in self.checkpoints if point["step"] <= step]
         first = step * self.plan.groups_per_step
+        self.next_ticket = max(self.next_ticket, first)
         for ticket in range(first, self.next_ticket):
             if ticket in self.groups:
                 self._roll_back(ticket)
             else:
                 self.groups[ticket] = PromptGroup(None)
-                heapq.heappush(self.reissued, ticket)
+                self._drop(ticket, "retired")
         for task in self.plan.tasks:
             self.position[task] = first
             self.returned[task] = []
@@ -333,7 +375,10 @@ class QueueState:
             self._event(ticket, "returned")
         if group.old_version and not self.in_lineage(Version.decode(group.old_version)):
             fields = self.plan.tasks["actor_fwd"].gives
+            gone = [part for part in group.parts if part[1] == fields]
             group.parts = [part for part in group.parts if part[1] != fields]
+            for number, _ in gone:
+                self._unpin(number, ticket)
             group.tasks.pop("actor_fwd", None)
             group.old_version = 0
             for name in fields:
@@ -409,7 +454,8 @@ class QueueState:
         return iter(events)
 
 
-def window_tokens(widths: Iterable[int], samples: int) -> int:
-    """Padded tokens of a window whose prompt groups have these longest lengths."""
-    sizes = list(widths)
-    return len(sizes) * samples * max(sizes, default=0)
+def _remember(memory: dict[str, Any], key: str, value: Any) -> None:
+    """Keep the answer to the request ``key``, and the latest few before it."""
+    memory[key] = value
+    while len(memory) > REMEMBERED:
+        memory.pop(next(iter(memory)))

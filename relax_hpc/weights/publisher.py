@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from typing import TYPE_CHECKING
@@ -22,7 +23,9 @@ def publish(run: RunDir, client: QueueClient, version: Version, tensors: dict[st
     """
     from safetensors.torch import save
 
-    described = [{"name": n, "dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape)} for n, t in tensors.items()]
+    described = [
+        {"name": n, "dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape)} for n, t in tensors.items()
+    ]
     data = save(tensors, metadata={"format": "pt"})
     manifest = manifest_of(str(version), {TENSORS: data}, described)
     target = run.weights / str(version)
@@ -33,5 +36,17 @@ def publish(run: RunDir, client: QueueClient, version: Version, tensors: dict[st
     if target.exists():
         shutil.rmtree(target)
     temporary.rename(target)
-    for old in client.call("publish", version=str(version), digest=digest(manifest))["retire"]:
-        shutil.rmtree(run.weights / old, ignore_errors=True)
+    keep = set(client.call("publish", version=str(version), digest=digest(manifest))["keep"])
+    for name in old_directories(run, version):
+        if name not in keep:
+            shutil.rmtree(run.weights / name, ignore_errors=True)
+
+
+def old_directories(run: RunDir, version: Version) -> list[str]:
+    """What lies in <run>/weights from before ``version``: published or not, half written by a dead actor or whole."""
+    found: list[str] = []
+    for path in run.weights.iterdir():
+        with contextlib.suppress(ValueError):
+            if Version.parse(path.name.removeprefix(".").partition(".")[0]) < version:
+                found.append(path.name)
+    return sorted(found)

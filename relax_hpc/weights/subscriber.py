@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import stat
 import tempfile
 from concurrent.futures import Future
 from pathlib import Path
@@ -23,6 +24,15 @@ def staging_root(run: RunDir) -> Path:
     name = f"relax-{os.getuid()}-{hashlib.sha256(str(run.root).encode()).hexdigest()[:16]}"
     memory = Path("/dev/shm")
     return (memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())) / name
+
+
+def own_folder(path: Path) -> Path:
+    """``path``, made if needed; WeightsError if somebody else made it: its place in shared memory can be guessed."""
+    path.mkdir(mode=0o700, exist_ok=True)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise WeightsError(f"{path}: not a folder of this user alone; have its owner remove it")
+    return path
 
 
 class Subscriber:
@@ -51,16 +61,22 @@ class Subscriber:
     def stage(self, announced: dict[str, str]) -> tuple[Version, Path]:
         """A verified copy in memory that an engine can load as a model directory."""
         version, data = self.read(announced)
-        folder = staging_root(self.run) / self.reader.replace("/", "-")
+        folder = own_folder(staging_root(self.run)) / self.reader.replace("/", "-")
         if not folder.exists():
-            folder.mkdir(parents=True, mode=0o700)
-            for source in self.run.model.iterdir():
-                if source.suffix != ".safetensors" and source.is_file():
-                    shutil.copy(source, folder / source.name)
+            self._prepare(folder)
         temporary = folder / f".{TENSORS}"
         temporary.write_bytes(data)
         temporary.replace(folder / TENSORS)
         return version, folder
+
+    def _prepare(self, folder: Path) -> None:
+        """Everything of a model directory but the weights; it appears whole."""
+        temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
+        temporary.mkdir(mode=0o700)
+        for source in self.run.model.iterdir():
+            if source.suffix != ".safetensors" and source.is_file():
+                shutil.copy(source, temporary / source.name)
+        temporary.rename(folder)
 
     def served(self, version: Version) -> bool:
         """Tell the controller that this reader now works with ``version``; whether an evaluation is due."""

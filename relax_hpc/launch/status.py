@@ -1,0 +1,60 @@
+"""`relax-hpc status RUN`: what a run is doing, from the hub if it answers and from the run directory in any case."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from relax_hpc.config import Config, load_resolved
+from relax_hpc.errors import ConfigError, RelaxError
+from relax_hpc.rendezvous.roster import latest_card
+from relax_hpc.rundir import RunDir
+from relax_hpc.transfer_queue.client import OBSERVER_EPOCH, QueueClient
+
+
+def status(run: RunDir, patience_s: float = 3.0) -> dict[str, Any]:
+    """Groups with their epochs and last beats, and the queue's counters; `hub`: it answered within ``patience_s``."""
+    if not run.config.exists():
+        raise ConfigError(f"{run.root}: no run here (config.yaml is missing); name a run directory")
+    config = load_resolved(run.root)
+    cards = {name: latest_card(run, name) for name in config.groups}
+    groups = {
+        name: {"epoch": card.epoch if card else 0, "ranks": len(card.ranks) if card else 0}
+        for name, card in cards.items()
+    }
+    finished = run.finished.exists()
+    result: dict[str, Any] = {"run_dir": str(run.root), "finished": finished, "groups": groups, "hub": False}
+    if not result["finished"]:
+        result |= _ask_hub(run, config, patience_s)
+    return result
+
+
+def _ask_hub(run: RunDir, config: Config, patience_s: float) -> dict[str, Any]:
+    with QueueClient(run, config, "observer", OBSERVER_EPOCH) as client:
+        try:
+            return {"hub": True, **client.call("status", timeout=patience_s)}
+        except RelaxError:
+            return {}
+
+
+def main(run: str, as_json: bool) -> int:
+    """Print the status of a run directory."""
+    found = status(RunDir(Path(run)))
+    if as_json:
+        print(json.dumps(found))
+        return 0
+    state = "finished" if found["finished"] else "running" if found["hub"] else "not running (the hub does not answer)"
+    print(f"{found['run_dir']}: {state}")
+    if found["hub"]:
+        depth = found["depth"]
+        print(f"step {found['trained_steps']}/{found['steps']}  newest weights {found['newest']}")
+        print(f"queue: {depth['generating']} prompt groups in generation, {depth['ready']} waiting for training")
+        print("dropped: " + (", ".join(f"{k} {v}" for k, v in found["dropped"].items()) or "nothing"))
+        print("waiting: " + (", ".join(sorted(set(found["waiting"]))) or "nobody"))
+    print(f"{'GROUP':<12}{'EPOCH':>6}{'RANKS':>7}{'LAST BEAT':>11}")
+    for name, group in found["groups"].items():
+        beats = [beat["age_s"] for beat in found.get("beats", {}).values() if beat["group"] == name]
+        age = f"{min(beats):.1f} s" if beats else "-"
+        print(f"{name:<12}{group['epoch']:>6}{group['ranks']:>7}{age:>11}")
+    return 0

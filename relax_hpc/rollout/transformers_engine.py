@@ -1,0 +1,177 @@
+"""A small engine in this process: slow, and reproducible bit for bit whatever else is generated beside a sample."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from relax_hpc.config.schema import Config
+from relax_hpc.errors import ConfigError
+from relax_hpc.rollout.engine import (
+    EngineFault,
+    GenerateRequest,
+    Generation,
+    Sampling,
+    check_generation,
+    require_model,
+)
+from relax_hpc.versions import Version
+
+if TYPE_CHECKING:
+    import torch
+
+
+def keyed_uniform(seed: int, prompt_id: str, sample: int, position: int) -> float:
+    """A uniform number in [0, 1) that depends on its key alone: 53 bits of BLAKE2b. `position` 0 is the first token
+    after the prompt.
+    """
+    key = f"{seed}\0{prompt_id}\0{sample}\0{position}".encode()
+    return (int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 11) * 2.0**-53
+
+
+def sample_token(logits: torch.Tensor, temperature: float, top_p: float, uniform: float) -> tuple[int, float]:
+    """A token of `logits` [vocabulary] and its log-probability in nats.
+
+    The inverse of the cumulative distribution, in float64 and in the order of token ids, at `uniform`. `top_p` keeps
+    the most probable tokens up to that mass. The log-probability is float32 log_softmax(logits / temperature), before
+    top_p. Temperature 0 takes the most probable token, with its log-probability at temperature 1.
+    """
+    logprobs = (logits.float() / (temperature or 1.0)).log_softmax(-1)
+    if temperature == 0:
+        token = int(logprobs.argmax())
+    else:
+        token = _inverse_cdf(_top_p(logprobs.double().exp().numpy(), top_p), uniform)
+    return token, float(logprobs[token])
+
+
+def _top_p(probabilities: np.ndarray, top_p: float) -> np.ndarray:
+    """Zero where the mass of strictly more probable tokens (ties: smaller ids first) reaches `top_p`."""
+    if top_p >= 1:
+        return probabilities
+    order = np.argsort(-probabilities, kind="stable")
+    before = np.cumsum(probabilities[order]) - probabilities[order]
+    kept = np.where(before < top_p, probabilities[order], 0.0)
+    kept[0] = probabilities[order[0]]
+    return kept[np.argsort(order)]
+
+
+def _inverse_cdf(weights: np.ndarray, uniform: float) -> int:
+    cumulative = np.cumsum(weights)
+    token = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
+    # Rounding may put the point at the very end.
+    return min(token, int(np.flatnonzero(weights)[-1]))
+
+
+class TransformersEngine:
+    """`Engine` by Hugging Face's model, one sample at a time with its cache of keys and values."""
+
+    name = "transformers"
+
+    def __init__(self, config: Config, replica: int, model_dir: Path, version: Version) -> None:
+        self._dtype, self._timeout_s = config.model.dtype, config.rollout.engine.request_timeout_s
+        self._model_dir, self._version = model_dir, version
+        # A sample is drawn by one version: updates wait for the sample, not for the batch.
+        self._lock = threading.Lock()
+
+    async def start(self) -> None:
+        """See `Engine.start`. Sets this process's torch to one thread: sums then have one order."""
+        require_model(self._model_dir)
+        self._model, self._stops = await asyncio.to_thread(_build, self._model_dir, self._dtype)
+        try:
+            await asyncio.to_thread(load_weights, self._model, self._model_dir)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"model.path: {error}") from error
+
+    async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Generation | EngineFault]:
+        """See `Engine.generate`."""
+        answers = []
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                for request in requests:
+                    answers.append(await asyncio.to_thread(self._generate, request, sampling))
+        except TimeoutError as error:
+            detail = f"{len(answers)} of {len(requests)} answers within {self._timeout_s} s"
+            raise EngineFault("timeout", detail) from error
+        return [check_generation(answer, sampling.max_new_tokens) for answer in answers]
+
+    async def update_weights(self, directory: Path, version: Version) -> None:
+        """See `Engine.update_weights`."""
+        try:
+            await asyncio.to_thread(self._swap, directory, version)
+        except (OSError, ValueError) as error:
+            raise EngineFault("update_failed", f"{version} from {directory}: {error}") from error
+
+    async def wait_dead(self) -> int:
+        """Never returns: there is no process but this one."""
+        return await asyncio.get_running_loop().create_future()
+
+    async def close(self) -> None:
+        """Nothing to end."""
+
+    def _swap(self, directory: Path, version: Version) -> None:
+        with self._lock:
+            load_weights(self._model, directory)
+            self._version = version
+
+    def _generate(self, request: GenerateRequest, sampling: Sampling) -> Generation:
+        with self._lock:
+            return self._draw(request, sampling)
+
+    def _draw(self, request: GenerateRequest, sampling: Sampling) -> Generation:
+        import torch
+
+        stops = self._stops | set(sampling.stop_token_ids)
+        token_ids, logprobs = [], []
+        inputs, cache, reason = list(request.prompt_ids), None, "length"
+        while len(token_ids) < sampling.max_new_tokens and reason == "length":
+            with torch.inference_mode():
+                output = self._model(torch.tensor([inputs]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+            uniform = keyed_uniform(sampling.seed, request.prompt_id, request.sample, len(token_ids))
+            token, logprob = sample_token(output.logits[0, -1], sampling.temperature, sampling.top_p, uniform)
+            token_ids.append(token)
+            logprobs.append(logprob)
+            inputs, cache = [token], output.past_key_values
+            reason = "stop" if token in stops else "length"
+        versions = np.full(len(token_ids), self._version.encode(), np.int32)
+        return Generation(token_ids, logprobs, versions, reason)
+
+
+def _build(directory: Path, dtype: str) -> tuple[Any, set[int]]:
+    """The model of `directory` without its weights, and its end tokens."""
+    import torch
+
+    from relax_hpc.rollout.sglang_cpu import install_transformers_hook
+
+    torch.set_num_threads(1)
+    install_transformers_hook()
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    ends = config.eos_token_id
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
+    return model, set(ends if isinstance(ends, list) else [ends]) - {None}
+
+
+def load_weights(model: Any, directory: Path) -> None:
+    """Copy model.safetensors of `directory` into `model`. ValueError unless names and shapes are exactly the model's;
+    weights that are tied to others may be left out. OSError: no such file.
+    """
+    import torch
+    from safetensors.torch import load_file
+
+    path = directory / "model.safetensors"
+    found = load_file(path)
+    own, with_tied = dict(model.named_parameters()), dict(model.named_parameters(remove_duplicate=False))
+    wrong = sorted((own.keys() - found.keys()) | (found.keys() - with_tied.keys()))
+    wrong += [name for name in found.keys() & own.keys() if found[name].shape != own[name].shape]
+    if wrong:
+        raise ValueError(f"{path}: missing, unknown or of another shape: {', '.join(wrong[:4])}")
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(found[name])

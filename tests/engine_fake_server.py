@@ -1,0 +1,104 @@
+"""`python -m tests.engine_fake_server ARGS.json`: to a client, `relax_hpc.rollout.sglang_server` without a model.
+
+The first token of a prompt, one of the constants, says how its answer is wrong. A child is started that would outlive
+the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+GOOD, SPANS, STATUS_500, HANG, MISSING, NOT_JSON, FEW_LOGPROBS, TOO_MANY, EMPTY, NULL, POSITIVE = range(11)
+NO_VERSION, BAD_VERSION, GAP, MALFORMED, EXIT = range(11, 16)
+CALLS = web.AppKey("calls", list[str])
+
+
+def answer(kind: int, tokens: int) -> dict[str, Any]:
+    """One answer of /generate."""
+    count = {TOO_MANY: tokens + 1, EMPTY: 0}.get(kind, tokens)
+    logprobs: list[float | None] = [-0.5] * (count - (kind == FEW_LOGPROBS))
+    if kind in (NULL, POSITIVE):
+        logprobs[1] = None if kind == NULL else 0.5
+    meta: dict[str, Any] = {
+        "finish_reason": {"type": "length", "length": count},
+        "output_token_logprobs": [[value, 7, None] for value in logprobs],
+        "weight_version": "default" if kind == BAD_VERSION else "e000001-v000004",
+    }
+    if kind in (SPANS, GAP):
+        first = {"version": "e000001-v000003", "start": kind == GAP, "end": 2}
+        meta["weight_versions"] = [first, {"version": "e000001-v000004", "start": 2, "end": count}]
+    if kind == NO_VERSION:
+        del meta["weight_version"]
+    return {} if kind == MALFORMED else {"output_ids": [7] * count, "meta_info": meta}
+
+
+async def generate(request: web.Request) -> web.Response:
+    """All prompts share a transport, so one that breaks it breaks all."""
+    body = await request.json()
+    kinds = [prompt[0] for prompt in body["input_ids"]]
+    if EXIT in kinds:
+        os._exit(3)
+    if HANG in kinds:
+        await asyncio.Event().wait()
+    if STATUS_500 in kinds:
+        return web.Response(status=500, text="out of memory")
+    if NOT_JSON in kinds:
+        return web.Response(text="[NaN", content_type="application/json")
+    answers = [answer(kind, body["sampling_params"]["max_new_tokens"]) for kind in kinds]
+    return web.json_response(answers[1:] if MISSING in kinds else answers)
+
+
+async def update(request: web.Request) -> web.Response:
+    """Directories named "broken" are refused; "stale" are taken without a change of version."""
+    body = await request.json()
+    if "broken" in body["model_path"]:
+        return web.json_response({"success": False, "message": "no such file"}, status=400)
+    if "stale" not in body["model_path"]:
+        request.app[CALLS].append(body["weight_version"])
+    return web.json_response({"success": True, "message": ""})
+
+
+def application(token: str) -> web.Application:
+    """The server; `app[CALLS]` are the control requests it got, in order."""
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Any) -> web.StreamResponse:
+        if request.path != "/health" and request.headers.get("Authorization") != f"Bearer {token}":
+            return web.Response(status=401)
+        if request.path in ("/pause_generation", "/continue_generation", "/freeze_gc"):
+            request.app[CALLS].append(request.path)
+            return web.json_response({"status": "ok"})
+        return await handler(request)
+
+    async def model_info(request: web.Request) -> web.Response:
+        versions = [call for call in request.app[CALLS] if call.startswith("e")]
+        return web.json_response({"weight_version": versions[-1] if versions else "e000001-v000000"})
+
+    async def health(_: web.Request) -> web.Response:
+        return web.Response()
+
+    async def environment(_: web.Request) -> web.Response:
+        return web.json_response(dict(os.environ))
+
+    app = web.Application(middlewares=[guard])
+    app[CALLS] = []
+    app.add_routes([web.post("/generate", generate), web.post("/update_weights_from_disk", update)])
+    app.add_routes([web.get("/model_info", model_info), web.get("/health", health)])
+    app.add_routes([web.get("/environment", environment), web.route("*", "/{other}", health)])
+    return app
+
+
+if __name__ == "__main__":
+    settings = json.loads(Path(sys.argv[1]).read_bytes())
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    server = settings["server"]
+    token = Path(settings["token_file"]).read_text().strip()
+    web.run_app(application(token), host=server["host"], port=server["port"], reuse_address=True, print=None)

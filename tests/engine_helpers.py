@@ -1,0 +1,73 @@
+"""Models, references and processes for the engines' tests."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+
+import psutil
+import torch
+from safetensors.torch import load_file, save_file
+
+from relax_hpc.config.schema import Config, EngineConfig, TinyModelConfig
+from relax_hpc.data.tiny_model import EOS_ID, make_tiny_model
+from relax_hpc.rollout.engine import Generation
+from relax_hpc.rollout.sglang_cpu import install_transformers_hook
+
+TOKEN = "b7d2-a-token-that-only-this-test-knows"
+
+
+def make_model(directory: Path, seed: int) -> Path:
+    """A random model whose next token depends strongly on all tokens before, and is hardly ever the end token."""
+    make_tiny_model(directory, TinyModelConfig(), seed)
+    weights = load_file(directory / "model.safetensors")
+    scaled = {name: value * (20 if value.ndim > 1 else 1) for name, value in weights.items()}
+    scaled["model.embed_tokens.weight"][EOS_ID] = 0
+    save_file(scaled, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def make_config(kind: str, **engine: object) -> Config:
+    """The default configuration with an engine of `kind`."""
+    config = Config()
+    config.rollout.engine = EngineConfig(kind=kind, **engine)
+    config.liveness.stop_timeout_s = 5.0
+    return config
+
+
+@functools.cache
+def reference_model(directory: Path) -> torch.nn.Module:
+    """Hugging Face's model, loaded its own way."""
+    install_transformers_hook()
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def reference_logprobs(
+    directory: Path, prompt: tuple[int, ...], response: list[int], temperature: float
+) -> list[float]:
+    """Log-probabilities of `response` by one forward pass over prompt and response."""
+    ids = torch.tensor([[*prompt, *response]])
+    logits = reference_model(directory)(ids).logits[0, len(prompt) - 1 : -1]
+    return (logits / temperature).log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0].tolist()
+
+
+def error_against(directory: Path, prompt: tuple[int, ...], found: Generation, temperature: float = 1.0) -> float:
+    """Largest difference of the generation's log-probabilities to the reference's."""
+    expected = reference_logprobs(directory, prompt, found.token_ids, temperature)
+    return max(abs(one - other) for one, other in zip(found.logprobs, expected, strict=True))
+
+
+def session_of(leader: int) -> list[psutil.Process]:
+    """Living processes of a session."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (ProcessLookupError, psutil.Error):
+            continue
+    return found

@@ -1,0 +1,196 @@
+"""Queues for tests: small configurations, rows, and controllers in a thread or in a process of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from relax_hpc.config.schema import Config
+from relax_hpc.rendezvous.roster import Card, claim_epoch, publish_card
+from relax_hpc.rundir import RunDir
+from relax_hpc.transfer_queue.client import QueueClient
+from relax_hpc.transfer_queue.controller import Controller
+from relax_hpc.transfer_queue.plan import Plan
+from relax_hpc.transfer_queue.schema import Row, sample_id
+from relax_hpc.versions import Version
+
+BUDGET = 1 << 30
+SERVER = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from tests.queue_helpers import serve_here, small
+serve_here(Path(sys.argv[2]), int(sys.argv[3]))
+"""
+
+
+def small(groups: int = 2, samples: int = 2, steps: int = 4, staleness: int = 0, **more: int) -> Config:
+    """A run of few samples, without evaluation and with quick beats."""
+    config = Config(steps=steps, groups_per_step=groups, samples_per_group=samples, max_staleness=staleness)
+    config.eval.every = more.get("eval_every", 0)
+    config.queue.keep_steps = more.get("keep_steps", 2)
+    config.queue.wait_timeout_s = 20.0
+    config.liveness.beat_s = 0.05
+    return config
+
+
+def make_run(path: Path) -> RunDir:
+    run = RunDir(path)
+    run.create()
+    return run
+
+
+def serve_here(path: Path, epoch: int, config: Config | None = None) -> None:
+    """What a controller process of a test does, until it is killed."""
+    run = RunDir(path)
+    controller = Controller(run, Plan.of(config or small()), epoch)
+    publish_card(run, Card("hub", epoch, [], controller.endpoint))
+    controller.serve(lambda: False)
+
+
+@contextmanager
+def in_thread(run: RunDir, config: Config) -> Iterator[Controller]:
+    """A controller of the next hub epoch in a thread of this process."""
+    epoch = claim_epoch(run, "hub")
+    controller = Controller(run, Plan.of(config), epoch)
+    publish_card(run, Card("hub", epoch, [], controller.endpoint))
+    stop = threading.Event()
+    thread = threading.Thread(target=lambda: controller.serve(stop.is_set))
+    thread.start()
+    try:
+        yield controller
+    finally:
+        stop.set()
+        thread.join(timeout=10)
+        controller.close()
+
+
+class HubProcess:
+    """A controller (of ``small()``) in a process of its own, to be killed."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.epoch = claim_epoch(run, "hub")
+        root = str(Path(__file__).resolve().parent.parent)
+        words = [sys.executable, "-c", SERVER, root, str(run.root), str(self.epoch)]
+        self.process = subprocess.Popen(words)
+
+    def kill(self) -> None:
+        """Without a chance to tidy up."""
+        if self.process.poll() is None:
+            os.kill(self.process.pid, signal.SIGKILL)
+        self.process.wait(timeout=10)
+
+    def __enter__(self) -> HubProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+def rows_of(tickets: Sequence[int], version: Version, samples: int = 2, length: int = 5) -> list[Row]:
+    """Whole generated prompt groups: two prompt tokens, then ``length - 2`` by ``version``."""
+    versions = np.array([0, 0] + [version.encode()] * (length - 2), dtype=np.int32)
+    return [
+        {
+            "sample_id": sample_id(ticket, k),
+            "prompt_id": f"p{ticket}",
+            "ticket": ticket,
+            "token_ids": np.arange(length, dtype=np.int32) + 100 * ticket + k,
+            "prompt_len": 2,
+            "loss_mask": (versions > 0).astype(np.uint8),
+            "rollout_logprobs": np.full(length, -1.0 - k, np.float32),
+            "token_versions": versions,
+            "reward": float(k),
+            "spans": [],
+            "finish_reason": "stop",
+        }
+        for ticket in tickets
+        for k in range(samples)
+    ]
+
+
+def learned(rows: Sequence[Row], version: Version) -> list[Row]:
+    """``rows`` with what the forward roles and the advantages add."""
+    return [
+        {
+            **row,
+            "old_logprobs": row["rollout_logprobs"],
+            "old_logprob_version": version.encode(),
+            "ref_logprobs": row["rollout_logprobs"] * 2,
+            "advantages": row["loss_mask"].astype(np.float32),
+        }
+        for row in rows
+    ]
+
+
+GIVES = {
+    "actor_fwd": ("old_logprobs", "old_logprob_version"),
+    "reference": ("ref_logprobs",),
+    "advantages": ("advantages",),
+}
+
+
+class Roles:
+    """One client a role, each with its step of work."""
+
+    def __init__(self, run: RunDir, config: Config, epoch: int = 1) -> None:
+        self.config, self.epoch = config, epoch
+        groups = {"actor": "actor", "rollout": "rollout", "actor_fwd": "actor_fwd", "reference": "reference"}
+        groups["advantages"] = "hub"
+        self.clients = {role: QueueClient(run, config, group, epoch, role) for role, group in groups.items()}
+
+    def __getitem__(self, role: str) -> QueueClient:
+        return self.clients[role]
+
+    def start(self, step: int = 0) -> Version:
+        """Resume at ``step`` and publish its weights."""
+        version = Version(self.epoch, step)
+        self["actor"].call("resume", step=step)
+        self["actor"].call("publish", version=str(version), digest="d")
+        return version
+
+    def admit(self, version: Version, count: int = BUDGET) -> list[int]:
+        self["rollout"].call("serve", reader="rollout/0", version=str(version))
+        return self["rollout"].call("admit", reader="rollout/0", count=count)["tickets"]
+
+    def generate(self, version: Version) -> list[int]:
+        tickets = self.admit(version)
+        assert self["rollout"].generated(rows_of(tickets, version, self.config.samples_per_group)) == {}
+        return tickets
+
+    def learn(self, version: Version) -> None:
+        """Each middle role takes one window and answers it."""
+        for role, fields in GIVES.items():
+            claim = self[role].claim(role, BUDGET)
+            assert claim is not None
+            assert self[role].put(learned(self[role].rows(claim), version), fields, claim) == {}
+
+    def train(self, step: int) -> list[Row]:
+        claim = self["actor"].claim("actor", BUDGET)
+        assert claim is not None and claim.step == step
+        rows = self["actor"].rows(claim)
+        self["actor"].call("publish", version=str(Version(self.epoch, step + 1)), digest="d")
+        self["actor"].call("trained", step=step, leases=[claim.lease])
+        return rows
+
+    def step(self, step: int) -> list[Row]:
+        """A whole synchronous step."""
+        version = Version(self.epoch, step)
+        self.generate(version)
+        self.learn(version)
+        return self.train(step)
+
+    def __enter__(self) -> Roles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for client in self.clients.values():
+            client.close()

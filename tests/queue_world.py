@@ -1,0 +1,316 @@
+"""A whole run in memory: the controller's real request handlers, and roles that work, die and come back at will.
+
+Nothing here waits or talks to a socket; every request is sent twice, as after a lost reply.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import msgpack
+
+from relax_hpc.transfer_queue.controller import Controller, Refused, Request
+from relax_hpc.transfer_queue.plan import GENERATED, Plan
+from relax_hpc.transfer_queue.schema import ticket_of
+from relax_hpc.transfer_queue.state import QueueState
+from relax_hpc.versions import Version
+from tests.queue_helpers import GIVES
+
+NOTHING = Version(0, 0)
+GROUPS = {role: role for role in ("rollout", "actor", "actor_fwd", "reference")} | {"advantages": "hub"}
+IGNORED = ("plan", "events", "garbage")
+
+
+class Log(list):
+    """A journal in memory; records go through msgpack as in a file."""
+
+    def append(self, record: dict[str, Any]) -> None:
+        super().append(msgpack.packb(record))
+
+
+class Desk(Controller):
+    """A controller without socket and files."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.epoch, self.state, self.journal = plan, 1, QueueState(plan), Log()
+        self.parked, self.beats, self.refused_frames = [], {}, 0
+        self.on_report = self.on_trained = self.on_resume = lambda *_: None
+
+    def replayed(self) -> QueueState:
+        """A fresh state that saw the same journal."""
+        state = QueueState(self.plan)
+        for record in self.journal:
+            state.apply(msgpack.unpackb(record, strict_map_key=False))
+        return state
+
+    def restart(self) -> None:
+        events, garbage = self.state.events, self.state.garbage
+        self.state = self.replayed()
+        self.state.events, self.state.garbage = events, garbage
+
+    def ask(self, group: str, epoch: int, key: str, op: str, **args: Any) -> Any:
+        return self._handle(Request(b"", 0, key, (group, epoch), op, args, 0.0, 0.0))
+
+
+def contents(state: QueueState) -> dict[str, Any]:
+    return {name: value for name, value in vars(state).items() if name not in IGNORED}
+
+
+class World:
+    """The run and what must hold of it. `act` lets a role do one thing; `kill` ends its process."""
+
+    def __init__(self, plan: Plan, budget: int, minis: int = 1, save_every: int = 1) -> None:
+        self.plan, self.budget, self.minis, self.save_every = plan, budget, minis, save_every
+        self.desk = Desk(plan)
+        self.keys = itertools.count()
+        self.names = itertools.count()
+        self.epochs = dict.fromkeys(GROUPS, 1)
+        self.shards: dict[str, dict[int, dict[str, Any]]] = {}
+        self.status: dict[str, str] = {}
+        self.trained_at: dict[int, list[int]] = {}
+        self.older = 0
+        for role in GROUPS:
+            self.reborn(role)
+
+    def reborn(self, role: str) -> None:
+        """The memory of a fresh process."""
+        if role == "rollout":
+            self.serving, self.flight, self.due = NOTHING, [], None
+        elif role == "actor":
+            self.step, self.leases, self.held, self.announced = -1, [], [], False
+        elif role == "actor_fwd":
+            self.scoring, self.scored = NOTHING, None
+        else:
+            setattr(self, role, None)
+
+    def kill(self, role: str, noticed: bool) -> None:
+        """End a process; `noticed`: the supervisor says so before the next one registers."""
+        if noticed:
+            self.ask_as("supervisor", 1, "down", group=GROUPS[role], epoch=self.epochs[role])
+        self.epochs[role] += 1
+        self.reborn(role)
+
+    def ask(self, role: str, op: str, **args: Any) -> Any:
+        return self.ask_as(GROUPS[role], self.epochs[role], op, **args)
+
+    def ask_as(self, group: str, epoch: int, op: str, **args: Any) -> Any:
+        key = f"k{next(self.keys)}"
+        first = self.desk.ask(group, epoch, key, op, **args)
+        if first is not None and op not in ("next_version", "note"):
+            before = contents(self.desk.replayed()) if len(self.desk.journal) < 40 else None
+            if next(self.keys) % 5 == 0:
+                self.desk.restart()
+            again = self.desk.ask(group, epoch, key, op, **args)
+            assert again == first or op == "publish", (op, first, again)
+            assert before is None or contents(self.desk.state) == before, op
+        self.audit()
+        return first
+
+    # -- the ledger --------------------------------------------------------------------------------------------
+
+    def audit(self) -> None:
+        """Every accepted sample is in one place: waiting, trained, or dropped."""
+        for event in self.desk.state.take_events():
+            if event.what == "accepted":
+                assert self.status.get(event.id) in (None, "dropped"), event
+            elif event.what == "trained":
+                assert self.status[event.id] == "accepted", event
+            elif event.what == "returned":
+                for sample in [name for name in self.status if ticket_of(name) == int(event.id)]:
+                    assert self.status[sample] == "trained", event
+                    self.status[sample] = "accepted"
+            if event.what in ("accepted", "trained", "dropped"):
+                self.status[event.id] = event.what
+            if event.what == "dropped":
+                assert event.reason, event
+
+    def rows(self, claim: dict[str, Any]) -> dict[int, dict[str, Any]]:
+        """As `read_rows` puts them together."""
+        merged: dict[int, dict[str, Any]] = {ticket: {} for ticket in claim["tickets"]}
+        for shard in claim["shards"]:
+            for ticket in shard["tickets"]:
+                merged[ticket].update(self.shards[shard["name"]][ticket])
+        return merged
+
+    def put(self, role: str, rows: dict[int, dict[str, Any]], fields: tuple[str, ...], lease: int = 0) -> dict[int, str]:
+        name = f"s{next(self.names)}"
+        self.shards[name] = rows
+        full = (1 << self.plan.samples_per_group) - 1
+        summary = [
+            {"ticket": t, "mask": full, "width": row.get("width", 0), "versions": row.get("made_by", [])}
+            for t, row in rows.items()
+        ]
+        reply = self.ask(role, "put", shard={"name": name}, rows=summary, fields=list(fields), lease=lease)
+        for garbage in self.desk.state.garbage:
+            self.shards.pop(garbage)
+        self.desk.state.garbage.clear()
+        return reply["refused"]
+
+    # -- roles -------------------------------------------------------------------------------------------------
+
+    def act(self, role: str, choice: int = 0) -> bool:
+        """Let ``role`` do its next thing (``choice`` picks among several); whether it could."""
+        return getattr(self, "act_" + role)(choice)
+
+    def pull(self, role: str, serving: Version) -> Version | None:
+        news = self.ask(role, "next_version", after=str(serving))
+        if news is None or "version" not in news:
+            return None
+        version = Version.parse(news["version"])
+        reply = self.ask(role, "serve", reader=role, version=news["version"])
+        if role == "rollout" and reply["eval_due"]:
+            self.due = version
+        return version
+
+    def act_rollout(self, choice: int) -> bool:
+        acts = [self.swap, self.evaluate, self.finish, self.admit]
+        order = acts[choice % 4 :] + acts[: choice % 4]
+        return any(act(choice) for act in order)
+
+    def swap(self, choice: int) -> bool:
+        version = self.pull("rollout", self.serving)
+        self.serving = version or self.serving
+        return version is not None
+
+    def evaluate(self, choice: int) -> bool:
+        due, self.due = self.due, None
+        if due:
+            self.ask("rollout", "evaluated", version=due.number, values={})
+        return due is not None
+
+    def admit(self, choice: int) -> bool:
+        if self.serving == NOTHING:
+            return False
+        reply = self.ask("rollout", "admit", reader="rollout", count=1 + choice % 3)
+        if reply is None or "tickets" not in reply:
+            return False
+        for ticket in reply["tickets"]:
+            assert self.serving.number >= self.plan.step_of(ticket) - self.plan.max_staleness
+            assert self.alive(self.serving)
+        self.flight.append((reply["tickets"], reply["attempts"], self.serving))
+        return True
+
+    def finish(self, choice: int) -> bool:
+        if not self.flight:
+            return False
+        tickets, attempts, version = self.flight.pop(choice % len(self.flight))
+        if choice % 7 == 6:
+            self.ask("rollout", "fail", ticket=tickets[0], attempt=attempts[0], reason="reward")
+        made_by = sorted({version.encode(), self.serving.encode()})
+        rows = {t: {"width": 3 + (7 * t) % 5, "made_by": made_by, "generated": made_by} for t in tickets}
+        refused = self.put("rollout", rows, GENERATED)
+        assert set(refused.values()) <= {"rolled_back"}, refused
+        return True
+
+    def alive(self, version: Version) -> bool:
+        return self.desk.state.in_lineage(version)
+
+    def act_actor_fwd(self, choice: int) -> bool:
+        if self.scored is None or choice % 2 or self.scoring == NOTHING or self.scoring.number < self.scored["min_version"]:
+            version = self.pull("actor_fwd", self.scoring)
+            self.scoring = version or self.scoring
+            if version:
+                return True
+        if self.scored is None:
+            self.scored = self.claim("actor_fwd")
+            return self.scored is not None
+        if self.scoring == NOTHING or self.scoring.number < self.scored["min_version"]:
+            return False
+        claim, self.scored = self.scored, None
+        code = self.scoring.encode()
+        rows = {ticket: {"made_by": [code], "old": code} for ticket in claim["tickets"]}
+        self.put("actor_fwd", rows, GIVES["actor_fwd"], claim["lease"])
+        return True
+
+    def middle(self, role: str) -> bool:
+        claim = getattr(self, role)
+        if claim is None:
+            setattr(self, role, self.claim(role))
+            return getattr(self, role) is not None
+        setattr(self, role, None)
+        self.put(role, {ticket: {} for ticket in claim["tickets"]}, GIVES[role], claim["lease"])
+        return True
+
+    def act_reference(self, choice: int) -> bool:
+        return self.middle("reference")
+
+    def act_advantages(self, choice: int) -> bool:
+        return self.middle("advantages")
+
+    def claim(self, task: str) -> dict[str, Any] | None:
+        boundary = self.plan.groups_per_step // (self.minis if task == "actor" else 1)
+        claim = self.ask(task, "claim", task=task, budget=self.budget, boundary=boundary)
+        if claim is None or claim.get("finished"):
+            return None
+        tickets = claim["tickets"]
+        widths = [row["width"] for row in self.rows(claim).values()]
+        assert tickets == sorted(tickets) and tickets[0] // boundary == tickets[-1] // boundary
+        assert len(tickets) == 1 or len(tickets) * self.plan.samples_per_group * max(widths) <= self.budget
+        return claim
+
+    def act_actor(self, choice: int) -> bool:
+        if self.step < 0:
+            return self.resume()
+        if self.announced:
+            return self.save_or_go_on()
+        if self.step >= self.plan.steps:
+            return False
+        if len(self.held) < self.plan.groups_per_step:
+            return self.take_window()
+        self.ask("actor", "publish", version=str(Version(self.epochs["actor"], self.step + 1)), digest="d")
+        self.ask("actor", "trained", step=self.step, leases=self.leases)
+        self.step, self.leases, self.held, self.announced = self.step + 1, [], [], True
+        return True
+
+    def resume(self) -> bool:
+        points = [0, *(point["step"] for point in self.ask("actor", "checkpoints")["checkpoints"])]
+        self.step = points[max(0, len(points) - 1 - self.older)]
+        self.older = 0
+        self.ask("actor", "resume", step=self.step)
+        self.ask("actor", "publish", version=str(Version(self.epochs["actor"], self.step)), digest="d")
+        return True
+
+    def save_or_go_on(self) -> bool:
+        self.announced = False
+        if self.step % self.save_every == 0 or self.step == self.plan.steps:
+            self.ask("actor", "checkpoint", step=self.step, name=f"{self.epochs['actor']}-{self.step}", digest="d")
+        return True
+
+    def take_window(self) -> bool:
+        claim = self.claim("actor")
+        if claim is None:
+            return False
+        for ticket, row in self.rows(claim).items():
+            assert self.plan.step_of(ticket) == self.step
+            versions = [Version.decode(code) for code in row["generated"]]
+            assert all(self.alive(version) for version in versions)
+            assert min(version.number for version in versions) >= self.step - self.plan.max_staleness
+            old = Version.decode(row["old"])
+            assert self.alive(old) and (self.plan.max_staleness or old.number == self.step)
+        self.leases.append(claim["lease"])
+        self.held.extend(claim["tickets"])
+        return True
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    def go_to_the_end(self, rounds: int = 600) -> None:
+        """No more faults: the run must finish, with every sample trained once."""
+        for round_ in range(rounds):
+            moved = [self.act(role, choice) for role in GROUPS for choice in (0, 1, 2, 3)]
+            if self.desk.state.finished() and not any(moved):
+                break
+            assert any(moved), f"deadlock in round {round_}: {contents(self.desk.state)}"
+        assert self.desk.state.finished(), contents(self.desk.state)
+        samples = self.plan.steps * self.plan.groups_per_step * self.plan.samples_per_group
+        assert list(self.status.values()).count("trained") == len(self.status) == samples
+        assert contents(self.desk.replayed()) == contents(self.desk.state)
+
+
+def refused_kind(desk: Desk, *args: Any, **kwargs: Any) -> str:
+    """The kind of refusal of a request, '' if it is taken."""
+    try:
+        desk.ask(*args, **kwargs)
+    except Refused as refusal:
+        return refusal.kind
+    return ""

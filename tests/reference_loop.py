@@ -1,0 +1,224 @@
+"""The synchronous run in one process: what a distributed run at max_staleness 0 must equal bit for bit.
+
+There is no queue, publisher, shard or role here, only a loop over the steps that says what each of them is:
+`python tests/reference_loop.py CONFIG.yaml --run_dir D [--steps N]`. It prints one JSON line a step and leaves
+D/weights.safetensors (Hugging Face names) and D/rows.shard. One rank; the engine is `transformers`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from relax_hpc.algorithms.advantages import group_advantages, token_advantages
+from relax_hpc.config import Config, load
+from relax_hpc.config.schema import ParallelConfig
+from relax_hpc.data.prompts import Prompt, load_prompts, load_tokenizer, prompt_at
+from relax_hpc.launch.prepare import prepare
+from relax_hpc.rewards import get_reward
+from relax_hpc.rollout.engine import GenerateRequest, Generation, Sampling, make_engine
+from relax_hpc.rollout.samples import reward_of
+from relax_hpc.rundir import RunDir
+from relax_hpc.training import parallel
+from relax_hpc.training.batches import Batch, collate, split_rows
+from relax_hpc.training.hf_files import read_config
+from relax_hpc.training.model import PolicyModel
+from relax_hpc.training.optimizer import learning_rate
+from relax_hpc.training.trainer import Trainer
+from relax_hpc.transfer_queue.schema import Row, sample_id
+from relax_hpc.transfer_queue.shard import pack
+from relax_hpc.versions import Version
+
+PAD = 0
+FIELDS = ("prompt_id", "ticket", "token_ids", "prompt_len", "loss_mask", "rollout_logprobs", "reward", "finish_reason")
+FIELDS += ("old_logprobs", "ref_logprobs", "advantages")
+Group = list[Row]
+"""The samples of one prompt."""
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """One training step: its rows in ticket and sample order, and the metrics of each optimizer step."""
+
+    step: int
+    rows: list[Row]
+    updates: list[dict[str, float]] = field(default_factory=list)
+
+    def line(self) -> dict[str, object]:
+        """What is printed: losses of the last optimizer step, the mean reward, SHA-256 of all token ids."""
+        tokens = hashlib.sha256(b"".join(row["token_ids"].tobytes() for row in self.rows)).hexdigest()
+        reward = sum(float(row["reward"]) for row in self.rows) / len(self.rows)
+        return {"step": self.step, "reward": reward, "token_digest": tokens, **self.updates[-1]}
+
+
+@dataclass(slots=True)
+class ReferenceResult:
+    """The whole run."""
+
+    steps: list[StepRecord]
+    weights: dict[str, Tensor]
+    """Final ones, on the CPU, by Hugging Face name."""
+
+
+def reference_run(config: Config, directory: Path, steps: int | None = None) -> ReferenceResult:
+    """Train `config` for its first `steps` (all) in this process, which becomes a megatron-core group of one rank.
+
+    Model, data and the engine's copy of the weights go to `directory`.
+    """
+    if config.max_staleness or config.algorithm.shuffle_rewards or config.rollout.engine.kind != "transformers":
+        raise ValueError(
+            "the reference is on-policy, keeps rewards in order, and samples with engine kind transformers"
+        )
+    run = RunDir(directory)
+    run.create()
+    prepare(run, config)
+    torch.set_num_threads(config.threads)
+    parallel.initialize(ParallelConfig(), 0, 1, 0, ("127.0.0.1", 0), config.model.device, config.seed, 60.0)
+    try:
+        loop = Loop(config, run)
+        records = [loop.step(number) for number in range(config.steps if steps is None else steps)]
+        return ReferenceResult(records, loop.trainer.model.export_hf())
+    finally:
+        parallel.destroy()
+
+
+class Loop:
+    """The state between steps: the policy, the reference, and the engine with a copy of the policy's weights."""
+
+    def __init__(self, config: Config, run: RunDir) -> None:
+        self.config = config
+        self.tokenizer = load_tokenizer(run.model)
+        train, data = Path(config.data.train or run.data / "train.jsonl"), config.data
+        self.prompts, _ = load_prompts(train, self.tokenizer, data.max_prompt_tokens, data.max_bad_share)
+        self.reward = get_reward(config.rollout.reward)
+        initial = Path(config.model.reference_path or run.model)
+        self.reference = policy(config, initial)
+        self.trainer = Trainer(
+            policy(config, run.model), config.algorithm, config.actor.optimizer, config.rollout.temperature
+        )
+        self.engine = make_engine(config, 0, run.model, Version(0, 0), run.root, run.token_file)
+        asyncio.run(self.engine.start())
+        self.copies = run.weights
+
+    def step(self, number: int) -> StepRecord:
+        """Weights `number` generate, are scored and become weights `number` + 1."""
+        size = self.config.groups_per_step
+        groups = [self.generate(ticket) for ticket in range(number * size, (number + 1) * size)]
+        self.score(groups)
+        record = StepRecord(number, [row for group in groups for row in group])
+        for mini_batch in self.config.algorithm.passes * split(groups, self.config.algorithm.mini_batches):
+            for micro_batch in micro_batches(mini_batch, self.config.actor.max_tokens_per_micro_batch):
+                self.trainer.accumulate([tensors(micro_batch, self.config)])
+            lr = learning_rate(self.config.actor.optimizer, number, self.config.steps)
+            record.updates.append(self.trainer.step(lr))
+        save_file(self.trainer.model.export_hf(), self.copies / "model.safetensors", metadata={"format": "pt"})
+        asyncio.run(self.engine.update_weights(self.copies, Version(1, number + 1)))
+        return record
+
+    def generate(self, ticket: int) -> Group:
+        """The samples of a ticket, one after the other, with rewards and advantages."""
+        config, shape = self.config, self.config.rollout
+        prompt = self.prompts[prompt_at(ticket, 0, len(self.prompts), config.seed, config.data.shuffle)]
+        stops = tuple(self.tokenizer.eos_ids)
+        sampling = Sampling(shape.temperature, shape.top_p, shape.max_new_tokens, stops, config.seed)
+        group = []
+        for k in range(config.samples_per_group):
+            request = GenerateRequest(prompt.token_ids, f"{ticket}/{prompt.prompt_id}", k)
+            (answer,) = asyncio.run(self.engine.generate([request], sampling))
+            group.append(row_of(prompt, ticket, k, answer, reward_of(prompt, answer, self.tokenizer, self.reward)))
+        rewards = np.array([[row["reward"] for row in group]])
+        for row, advantage in zip(group, group_advantages(rewards, config.algorithm.advantage)[0], strict=True):
+            row["advantages"] = token_advantages(advantage, row["loss_mask"])
+        return group
+
+    def score(self, groups: Sequence[Group]) -> None:
+        """Log-probabilities by the policy before the step and by the reference."""
+        scorers = (("old_logprobs", self.trainer.model, "actor_fwd"), ("ref_logprobs", self.reference, "reference"))
+        for name, model, role in scorers:
+            for micro_batch in micro_batches(groups, getattr(self.config, role).max_tokens_per_micro_batch):
+                batch = tensors(micro_batch, self.config)
+                scores = model.forward_logprobs([batch], self.config.rollout.temperature)
+                for row, values in zip(micro_batch, scores, strict=True):
+                    row[name] = values
+
+
+def policy(config: Config, directory: Path) -> PolicyModel:
+    model = PolicyModel(read_config(directory), config.model, ParallelConfig())
+    model.load_hf(directory)
+    return model
+
+
+def row_of(prompt: Prompt, ticket: int, k: int, answer: Generation, reward: float) -> Row:
+    """A sample's row; the reward counts as the float32 that rows carry."""
+    before = np.zeros(len(prompt.token_ids))
+    return {
+        "sample_id": sample_id(ticket, k),
+        "prompt_id": prompt.prompt_id,
+        "ticket": ticket,
+        "token_ids": np.array([*prompt.token_ids, *answer.token_ids], np.int32),
+        "prompt_len": len(before),
+        "loss_mask": np.array([*before, *(1 for _ in answer.token_ids)], np.uint8),
+        "rollout_logprobs": np.array([*before, *answer.logprobs], np.float32),
+        "reward": np.float32(reward),
+        "finish_reason": answer.finish_reason,
+    }
+
+
+def split(groups: Sequence[Group], parts: int) -> list[Sequence[Group]]:
+    """`parts` mini-batches of as many consecutive groups each."""
+    size = len(groups) // parts
+    return [groups[start : start + size] for start in range(0, len(groups), size)]
+
+
+def micro_batches(groups: Sequence[Group], budget: int) -> Iterator[list[Row]]:
+    """Rows that go through the model together: windows of whole groups, cut again only where one group is too large."""
+    for window in windows(groups, budget):
+        yield from split_rows([row for group in window for row in group], budget)
+
+
+def windows(groups: Sequence[Group], budget: int) -> Iterator[list[Group]]:
+    """Runs of consecutive groups whose rows, padded to the longest of the run, fill at most `budget` tokens.
+
+    A group that is larger than that stands alone.
+    """
+    start = 0
+    for end in range(1, len(groups) + 1):
+        following = [row for group in groups[start : end + 1] for row in group]
+        if end == len(groups) or len(following) * max(len(row["token_ids"]) for row in following) > budget:
+            yield list(groups[start:end])
+            start = end
+
+
+def tensors(rows: Sequence[Row], config: Config) -> Batch:
+    return collate(rows, PAD, config.model.device)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="reference_loop.py", description=__doc__)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--run_dir", type=Path, required=True)
+    parser.add_argument("--steps", type=int, help="only the first ones; the learning rate still follows the config")
+    args = parser.parse_args(argv)
+    result = reference_run(load([args.config]), args.run_dir, args.steps)
+    for record in result.steps:
+        print(json.dumps(record.line()))
+    save_file(result.weights, args.run_dir / "weights.safetensors", metadata={"format": "pt"})
+    rows = [row for record in result.steps for row in record.rows]
+    (args.run_dir / "rows.shard").write_bytes(pack(rows, FIELDS, {"by": "reference_loop"}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""The arithmetic of the benchmarks: which steps count, how a step is divided, and how programs take turns."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from relax_hpc.metrics.spans import Span
+
+BENCH = Path(__file__).parents[1] / "tools/bench"
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """Import a module of tools/bench, which is no package, as its scripts do."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    yield importlib.import_module
+    for name in ("figures", "turns", "quickstart"):
+        sys.modules.pop(name, None)
+
+
+def step_spans(first: float) -> list[Span]:
+    """A step of one second: generation, a gap, two forward roles at once, training, and its publication."""
+    names = [("rollout", "generate", 0.0, 0.5), ("rollout", "queue", 0.5, 0.53), ("reference", "forward", 0.55, 0.65)]
+    names += [("actor_fwd", "forward", 0.6, 0.7), ("advantages", "queue", 0.54, 0.56), ("actor", "wait", 0.0, 0.7)]
+    names += [("actor", "train", 0.7, 0.8), ("actor", "train", 0.81, 0.98), ("actor", "publish", 0.98, 1.0)]
+    return [Span(role, what, int(first), first + start, first + end) for role, what, start, end in names]
+
+
+def test_parts_of_a_step_add_up_to_it(bench):
+    quickstart = bench("quickstart")
+    parts = quickstart.parts_of(step_spans(0.0), 0.0, 1.0)
+    assert sum(parts.values()) == pytest.approx(1.0)
+    assert parts["generation"] == pytest.approx(0.5)
+    assert parts["forward roles"] == pytest.approx(0.15)
+    assert parts["train"] == pytest.approx(0.27)
+    # From 0.55 on the second queue span lies under a forward pass: 30 ms and 10 ms are left.
+    assert parts["queue, rewards and rows"] == pytest.approx(0.04)
+    assert parts[quickstart.WAITING] == pytest.approx(0.02)
+
+
+def test_own_share_is_what_no_model_covers(bench):
+    assert bench("quickstart").own_share(step_spans(0.0), 0.0, 1.0) == pytest.approx(1 - 0.5 - 0.15 - 0.27)
+
+
+def test_a_step_lasts_from_the_end_of_training_to_the_next(bench):
+    spans = step_spans(0.0) + step_spans(1.0) + step_spans(3.0)
+    assert bench("quickstart").step_intervals(spans) == {1: (0.98, 1.98)}
+
+
+def test_ratio_is_stated_with_and_without_forward_passes(bench):
+    lines = [{"forward": odd, "start": 0.0, "end": 0.5 + 0.25 * odd} for odd in (False, True)]
+    figures = bench("quickstart").plain_figures(lines, 0.75)
+    assert [(figure.value, figure.ok) for figure in figures] == [(0.5, None), (1.5, False), (0.75, None), (1.0, True)]
+
+
+def test_steps_are_found_in_progress_lines(bench):
+    quickstart = bench("quickstart")
+    assert quickstart.step_of_run("step   7/300  reward 0.449") == 7
+    assert quickstart.step_of_run("[   6.7s] actor: started epoch 1 (actor)") is None
+    assert quickstart.step_of_plain('{"step": 3, "forward": false}') == 3
+    assert quickstart.step_of_plain("without forward passes: median step 0.458 s") is None
+
+
+STEPS = "import itertools, time\nfor i in itertools.count():\n print(i, flush=True)\n time.sleep(0.02)"
+
+
+def test_programs_take_turns(bench):
+    with bench("turns").Program([sys.executable, "-c", STEPS], int, {}) as program:
+        program.turn(until=2, timeout_s=30)
+        program.turn(until=5, timeout_s=30)
+        assert program.last_step >= 5 and not program.ended and program.peak_bytes > 0
+        (start, stop), (again, _) = program.windows
+        assert program.had_machine(start, stop) and not program.had_machine(start, again)
+    assert program.returncode(0) == -9
+
+
+def test_a_program_that_makes_no_step_is_given_up(bench):
+    with bench("turns").Program([sys.executable, "-c", "import time; time.sleep(60)"], int, {}) as program:
+        with pytest.raises(TimeoutError, match="step 0 did not end"):
+            program.turn(until=0, timeout_s=0.1)

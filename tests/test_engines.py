@@ -1,0 +1,262 @@
+"""The contract of engines, held by a real SGLang server and by the engine in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.requirements import requires
+
+requires("sglang", "torch", "transformers")
+
+import psutil  # noqa: E402
+
+from relax_hpc.rollout.engine import Engine, EngineFault, GenerateRequest, Generation, Sampling, make_engine  # noqa: E402
+from relax_hpc.rollout.sglang_client import SglangClient  # noqa: E402
+from relax_hpc.rollout.transformers_engine import keyed_uniform, load_weights, sample_token  # noqa: E402
+from relax_hpc.versions import Version  # noqa: E402
+from tests.engine_helpers import TOKEN, error_against, make_config, make_model, reference_model, session_of  # noqa: E402
+
+PROMPTS = [(1, 3 + k, 9, 2 + k, 7) for k in range(4)]
+REQUESTS = [GenerateRequest(prompt, f"p{k}", sample) for k, prompt in enumerate(PROMPTS) for sample in range(2)]
+TOLERANCE = {"sglang": 1e-3, "transformers": 1e-4}
+
+
+@dataclass
+class Served:
+    """An engine that runs, the loop it runs in, and what it serves: version n has the weights of models[n % 2]."""
+
+    engine: Engine
+    runner: asyncio.Runner
+    models: list[Path]
+    logs: Path
+    version: Version
+
+    def generate(self, requests: list[GenerateRequest], **sampling: object) -> list[Generation]:
+        return self.runner.run(self.engine.generate(requests, draw(**sampling)))
+
+    def update(self) -> Path:
+        """Go to the next version; its weights."""
+        self.version = Version(self.version.epoch, self.version.number + 1)
+        self.runner.run(self.engine.update_weights(self.model, self.version))
+        return self.model
+
+    @property
+    def model(self) -> Path:
+        return self.models[self.version.number % 2]
+
+
+def draw(**changes: object) -> Sampling:
+    defaults = {"temperature": 1.0, "top_p": 1.0, "max_new_tokens": 8, "stop_token_ids": (), "seed": 5}
+    return Sampling(**(defaults | changes))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return [make_model(folder / f"model-{seed}", seed) for seed in range(2)]
+
+
+def serve(kind: str, models: list[Path], folder: Path, **settings: object) -> Iterator[Served]:
+    token_file = folder / "token"
+    token_file.write_text(TOKEN + "\n")
+    with asyncio.Runner() as runner:
+        engine = make_engine(make_config(kind, **settings), 0, models[0], Version(3, 0), folder / "logs", token_file)
+        runner.run(engine.start())
+        try:
+            yield Served(engine, runner, models, folder / "logs", Version(3, 0))
+        finally:
+            runner.run(engine.close())
+
+
+@pytest.fixture(scope="module")
+def sglang(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """With its radix cache, which is off by default, so that reuse of keys and values can be seen."""
+    flags = {"disable_radix_cache": False, "enable_cache_report": True}
+    yield from serve("sglang", models, tmp_path_factory.mktemp("sglang"), flags=flags)
+
+
+@pytest.fixture(scope="module")
+def transformers(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    yield from serve("transformers", models, tmp_path_factory.mktemp("transformers"))
+
+
+@pytest.fixture(params=["sglang", "transformers"])
+def served(request: pytest.FixtureRequest) -> Served:
+    return request.getfixturevalue(request.param)
+
+
+def test_log_probs_are_those_of_the_model_at_the_temperature(served: Served) -> None:
+    answers = served.generate(REQUESTS, temperature=0.7)
+    for request, answer in zip(REQUESTS, answers, strict=True):
+        assert len(answer.token_ids) == len(answer.logprobs) == len(answer.token_versions) == 8
+        assert answer.finish_reason == "length"
+        assert error_against(served.model, request.prompt_ids, answer, 0.7) < TOLERANCE[served.engine.name]
+    assert len({tuple(answer.token_ids) for answer in answers}) > len(PROMPTS)
+
+
+def test_temperature_zero_takes_the_most_probable_token(served: Served) -> None:
+    for prompt, answer in zip(PROMPTS, served.generate(REQUESTS, temperature=0.0)[::2], strict=True):
+        ids = list(prompt)
+        for token in answer.token_ids:
+            assert token == int(reference_model(served.model)(input_ids(ids)).logits[0, -1].argmax())
+            ids.append(token)
+        assert error_against(served.model, prompt, answer) < TOLERANCE[served.engine.name]
+
+
+def input_ids(ids: list[int]) -> object:
+    import torch
+
+    return torch.tensor([ids])
+
+
+def test_a_stop_token_ends_the_response_and_belongs_to_it(served: Served) -> None:
+    [whole] = served.generate(REQUESTS[:1], temperature=0.0)
+    stop = whole.token_ids[3]
+    [cut] = served.generate(REQUESTS[:1], temperature=0.0, stop_token_ids=(stop,))
+    assert cut.finish_reason == "stop"
+    assert cut.token_ids == whole.token_ids[: whole.token_ids.index(stop) + 1]
+
+
+def test_after_an_update_the_new_weights_generate_under_the_new_version(served: Served) -> None:
+    old = served.model
+    new = served.update()
+    for request, answer in zip(REQUESTS, served.generate(REQUESTS), strict=True):
+        assert answer.token_versions.dtype == np.int32
+        assert set(answer.token_versions) == {served.version.encode()}
+        assert error_against(new, request.prompt_ids, answer) < TOLERANCE[served.engine.name]
+        assert error_against(old, request.prompt_ids, answer) > 0.1
+
+
+def test_an_update_from_nowhere_is_a_fault_and_the_next_update_works(served: Served) -> None:
+    with pytest.raises(EngineFault) as caught:
+        served.runner.run(served.engine.update_weights(Path("/nonexistent"), Version(9, 9)))
+    assert caught.value.reason == "update_failed"
+    served.update()
+    assert {version for answer in served.generate(REQUESTS) for version in answer.token_versions} == {
+        served.version.encode()
+    }
+
+
+def test_no_new_request_reuses_keys_and_values_of_older_weights(sglang: Served) -> None:
+    prompt = (1, *range(3, 43))
+
+    def ask() -> tuple[int, Generation]:
+        body = {"input_ids": [prompt], "sampling_params": {"max_new_tokens": 1}}
+        [raw] = sglang.runner.run(sglang.engine._client._call("/generate", body, 30.0))
+        return raw["meta_info"]["cached_tokens"], sglang.generate([GenerateRequest(prompt, "long", 0)])[0]
+
+    ask()
+    assert ask()[0] > 30, "the cache works within a version, so the rest of this test says something"
+    new = sglang.update()
+    cached, answer = ask()
+    assert cached == 0
+    assert error_against(new, prompt, answer) < 1e-3
+
+
+def test_generation_goes_on_through_updates_and_each_token_has_the_version_that_drew_it(sglang: Served) -> None:
+    sglang.update()
+    before, prompt = sglang.version.number, PROMPTS[0]
+
+    async def generate_through_updates() -> Generation:
+        request = [GenerateRequest(prompt, "p", 0)]
+        task = asyncio.create_task(sglang.engine.generate(request, draw(temperature=0.0, max_new_tokens=200)))
+        for number in range(before + 1, before + 7):
+            sglang.version = Version(3, number)
+            await sglang.engine.update_weights(sglang.model, sglang.version)
+        return (await task)[0]
+
+    answer = sglang.runner.run(generate_through_updates())
+    assert len(answer.token_ids) == 200
+    assert len(set(answer.token_versions)) > 1
+    assert (np.diff(answer.token_versions) >= 0).all()
+    for code in set(answer.token_versions.tolist()):
+        drawn = np.flatnonzero(answer.token_versions == code)
+        context = (*prompt, *answer.token_ids[: drawn[0]])
+        last = drawn[-1] + 1
+        part = Generation(answer.token_ids[drawn[0] : last], answer.logprobs[drawn[0] : last], drawn, "length")
+        assert error_against(sglang.models[Version.decode(code).number % 2], context, part) < 1e-3
+
+
+def test_the_token_guards_every_endpoint_and_is_shown_nowhere(sglang: Served) -> None:
+    async def refused(path: str) -> EngineFault:
+        url = str(sglang.engine._client._session._base_url)
+        stranger = SglangClient(url, "wrong", make_config("sglang").rollout.engine)
+        try:
+            with pytest.raises(EngineFault) as caught:
+                await stranger._call(path, {}, 10.0)
+        finally:
+            await stranger.close()
+        return caught.value
+
+    for path in ("/generate", "/pause_generation", "/update_weights_from_disk", "/freeze_gc", "/v1/completions"):
+        assert "401" in str(sglang.runner.run(refused(path)))
+    for process in session_of(sglang.engine._process.pid):
+        assert TOKEN not in " ".join(process.cmdline()) + str(process.environ())
+    logs = "".join(path.read_text() for path in sglang.logs.iterdir())
+    assert TOKEN not in logs
+    assert "'api_key': '***'" in logs
+
+
+def test_samples_of_the_seeded_engine_do_not_depend_on_what_is_generated_beside_them(transformers: Served) -> None:
+    together = transformers.generate(REQUESTS)
+    alone = [transformers.generate([request])[0] for request in reversed(REQUESTS)][::-1]
+    assert [answer.token_ids for answer in together] == [answer.token_ids for answer in alone]
+    assert [answer.logprobs for answer in together] == [answer.logprobs for answer in alone]
+
+
+def test_the_seeded_engine_keeps_its_deadline(transformers: Served, models: list[Path], tmp_path: Path) -> None:
+    hurried = serve("transformers", models, tmp_path, request_timeout_s=0.01)
+    with pytest.raises(EngineFault) as caught:
+        next(hurried).generate(REQUESTS)
+    hurried.close()
+    assert caught.value.reason == "timeout"
+
+
+def test_weights_that_do_not_fit_are_refused_whole(transformers: Served, models: list[Path], tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(models[0] / "model.safetensors")
+    weights["model.norm.scale"] = weights.pop("model.norm.weight")
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model\.norm\.scale, model\.norm\.weight"):
+        load_weights(reference_model(models[0]), tmp_path)
+
+
+def test_uniforms_are_keyed_and_uniform() -> None:
+    values = [keyed_uniform(0, "p", sample, position) for sample in range(50) for position in range(40)]
+    assert len(set(values)) == 2000
+    assert keyed_uniform(0, "p", 1, 2) == values[42]
+    assert np.histogram(values, bins=10, range=(0, 1))[0].min() > 150
+
+
+def test_sampled_tokens_follow_the_distribution_and_top_p() -> None:
+    import torch
+
+    logits = torch.log(torch.tensor([0.5, 0.05, 0.3, 0.15]))
+    points = (np.arange(1000) + 0.5) / 1000
+
+    def counts(top_p: float) -> list[int]:
+        return np.bincount([sample_token(logits, 1.0, top_p, u)[0] for u in points], minlength=4).tolist()
+
+    assert counts(1.0) == [500, 50, 300, 150]
+    assert counts(0.79) == [625, 0, 375, 0]
+    assert sample_token(logits, 0.0, 1.0, 0.99) == (0, pytest.approx(np.log(0.5), abs=1e-6))
+    assert sample_token(logits, 1.0, 1.0, 0.999)[1] == pytest.approx(np.log(0.15), abs=1e-6)
+
+
+def test_closing_ends_every_process_of_the_server(sglang: Served) -> None:
+    """Last in this file: it ends the server that the tests above share."""
+    leader = sglang.engine._process.pid
+    members = session_of(leader)
+    assert len(members) >= 3
+    sglang.runner.run(sglang.engine.close())
+    assert isinstance(sglang.runner.run(sglang.engine.wait_dead()), int)
+    _, alive = psutil.wait_procs(members, timeout=0)
+    assert not alive
+    assert not session_of(leader)

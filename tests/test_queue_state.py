@@ -1,0 +1,268 @@
+"""The queue's rules hold whatever dies in whatever order: the real request handlers under random faults."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from relax_hpc.transfer_queue.plan import GENERATED, Plan
+from relax_hpc.transfer_queue.state import QueueState
+from relax_hpc.versions import Version
+from tests.queue_helpers import GIVES, small
+from tests.queue_world import GROUPS, World, contents, refused_kind
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """Roles act and die in any order; then, without faults, the run must reach its end."""
+
+    world: World | None = None
+
+    @initialize(
+        staleness=st.integers(0, 3),
+        shape=st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2)]),
+        budget=st.sampled_from([1, 14, 30, 1000]),
+        eval_every=st.sampled_from([0, 2]),
+        keep=st.integers(0, 2),
+        save_every=st.integers(1, 3),
+    )
+    def start(self, staleness, shape, budget, eval_every, keep, save_every):
+        groups, minis = shape
+        config = small(groups, 2, 4, staleness, eval_every=eval_every, keep_steps=keep)
+        self.world = World(Plan.of(config), budget, minis, save_every)
+
+    @rule(role=st.sampled_from(sorted(GROUPS)), choice=st.integers(0, 20), times=st.integers(1, 6))
+    def act(self, role, choice, times):
+        for _ in range(times):
+            self.world.act(role, choice)
+
+    @rule(rounds=st.integers(1, 8))
+    def all_act(self, rounds):
+        for _, role in itertools.product(range(rounds), GROUPS):
+            self.world.act(role)
+
+    @rule(role=st.sampled_from(sorted(GROUPS)), noticed=st.booleans())
+    def kill(self, role, noticed):
+        self.world.kill(role, noticed)
+
+    @rule(older=st.integers(1, 3))
+    def kill_actor_and_lose_checkpoints(self, older):
+        self.world.kill("actor", True)
+        self.world.older = older
+
+    @rule()
+    def kill_hub(self):
+        self.world.desk.restart()
+
+    @invariant()
+    def replay_is_the_same(self):
+        if self.world:
+            assert contents(self.world.desk.replayed()) == contents(self.world.desk.state)
+
+    def teardown(self):
+        if self.world:
+            self.world.go_to_the_end()
+
+
+TestQueueMachine = QueueMachine.TestCase
+TestQueueMachine.settings = settings(
+    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+def world(staleness: int = 0, groups: int = 2, steps: int = 4, **more: int) -> World:
+    return World(Plan.of(small(groups, 2, steps, staleness, **more)), 1000)
+
+
+def until_trained(it: World, steps: int) -> None:
+    for _ in range(300):
+        if it.desk.state.trained_steps == steps:
+            return
+        for role in GROUPS:
+            if role != "actor" or it.desk.state.trained_steps < steps:
+                it.act(role)
+    raise AssertionError("does not get there")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_long_random_runs_finish(seed):
+    chance = random.Random(seed)
+    config = small(chance.choice([1, 2, 4]), 2, 6, seed % 4, eval_every=chance.choice([0, 3]), keep_steps=seed % 3)
+    it = World(Plan.of(config), chance.choice([1, 20, 1000]), 1, chance.choice([1, 2]))
+    for _ in range(400):
+        role = chance.choice(sorted(GROUPS))
+        if chance.random() < 0.03:
+            it.kill(role, chance.random() < 0.5)
+            it.older = chance.choice([0, 0, 1, 2])
+        it.act(role, chance.randrange(20))
+    it.go_to_the_end()
+
+
+def test_resume_twice_to_ever_older_steps():
+    it = world(staleness=2, steps=5)
+    until_trained(it, 4)
+    for older in (1, 2):
+        it.kill("actor", True)
+        it.older = older
+        it.act("actor")
+        step = it.step
+        assert not it.alive(Version(1, step + 1)) and it.alive(Version(it.epochs["actor"], step))
+        assert it.desk.state.admissible(Version(1, 4), 9) == []
+    assert it.desk.state.dropped["rolled_back"] > 0
+    it.go_to_the_end()
+
+
+def test_resume_behind_retired_rows_generates_them_again():
+    it = world(steps=5, keep_steps=0)
+    until_trained(it, 4)
+    it.act("actor")
+    assert min(it.desk.state.groups) >= 6
+    it.kill("actor", True)
+    it.older = 9
+    it.go_to_the_end()
+    assert it.desk.state.dropped["retired"] >= 12
+
+
+def test_scores_of_rolled_back_weights_are_made_again():
+    """Rows made by version 0 survive a resume at 0, but not the log-probs that version 1 gave them."""
+    it = world(staleness=2, steps=3)
+    for choice in (0, 5, 5, 3, 3, 3, 3, 2, 2, 2, 2, 2, 2):
+        it.act("rollout", choice)
+    while it.desk.state.trained_steps < 1:
+        for role in ("actor", "actor_fwd", "reference", "advantages"):
+            it.act(role)
+    it.act("actor_fwd")
+    while it.act("actor_fwd"):
+        pass
+    later = [group for ticket, group in it.desk.state.groups.items() if ticket >= 2 and group.old_version]
+    assert {Version.decode(group.old_version) for group in later} == {Version(1, 1)}
+    it.kill("actor", True)
+    it.older = 9
+    it.act("actor")
+    for group in it.desk.state.groups.values():
+        assert group.old_version == 0 or Version.decode(group.old_version).number == 0
+        assert ("old_logprobs" in group.present) == bool(group.old_version)
+    it.go_to_the_end()
+
+
+def test_scores_that_come_in_late_from_rolled_back_weights_are_refused():
+    it = world(staleness=2, steps=3)
+    until_trained(it, 1)
+    while it.scored is None or it.scoring.number < 1:
+        for role in ("rollout", "actor_fwd"):
+            it.act(role)
+    claim = it.scored
+    it.kill("actor", True)
+    it.older = 9
+    it.act("actor")
+    rows = {ticket: {"made_by": [Version(1, 1).encode()]} for ticket in claim["tickets"]}
+    refused = it.put("actor_fwd", rows, GIVES["actor_fwd"], claim["lease"])
+    assert set(refused) == set(claim["tickets"]) and set(refused.values()) <= {"rolled_back", "lease_lost"}
+    assert claim["lease"] not in it.desk.state.leases
+    it.scored = None
+    it.go_to_the_end()
+
+
+def generated(plan: Plan, order: list[int], budget: int, boundary: int) -> list[tuple[int, ...]]:
+    """Windows of the reference when prompt groups of various widths arrive in ``order``, claimed as soon as possible."""
+    state, windows = QueueState(plan), []
+    state.apply({"op": "resume", "epoch": 1, "step": 0})
+    tickets = sorted(order)
+    state.apply({"op": "admit", "owner": ["rollout", 1], "key": "k", "tickets": tickets, "version": "e000001-v000000"})
+    full = (1 << plan.samples_per_group) - 1
+    for ticket in order:
+        row = {"ticket": ticket, "mask": full, "width": 3 + (5 * ticket) % 7, "versions": [Version(1, 0).encode()]}
+        put = {"key": f"p{ticket}", "shard": {"name": f"s{ticket}"}, "rows": [row], "refused": {}, "lease": 0}
+        state.apply({"op": "put", "fields": list(GENERATED), **put})
+        while window := state.claimable("reference", budget, boundary):
+            windows.append(window)
+            number, key = state.next_lease, f"c{len(windows)}"
+            claim = {"task": "reference", "owner": ["reference", 1], "key": key, "number": number}
+            state.apply({"op": "claim", "tickets": list(window), **claim})
+            if ticket % 2:
+                state.apply({"op": "down", "group": "reference", "epoch": 1})
+                assert state.claimable("reference", budget, boundary) == window
+                state.apply({"op": "claim", "tickets": list(window), **claim, "number": number + 1})
+    return windows
+
+
+@pytest.mark.parametrize("boundary", [2, 4, 8])
+@pytest.mark.parametrize("budget", [1, 30, 55, 1000])
+def test_windows_in_order_do_not_depend_on_arrival(budget, boundary):
+    plan = Plan.of(small(8, 2, 1))
+    expected = generated(plan, list(range(8)), budget, boundary)
+    assert [ticket for window in expected for ticket in window] == list(range(8))
+    for seed in range(8):
+        order = random.Random(seed).sample(range(8), 8)
+        assert generated(plan, order, budget, boundary) == expected
+    for window in expected:
+        assert window[0] // boundary == window[-1] // boundary
+        assert len(window) == 1 or 2 * len(window) * max(3 + (5 * ticket) % 7 for ticket in window) <= budget
+
+
+def test_an_older_epoch_can_change_nothing():
+    it = world()
+    until_trained(it, 1)
+    it.kill("actor", False)
+    it.act("actor")
+    before = contents(it.desk.replayed())
+    requests = {
+        "put": {"shard": {"name": "s"}, "rows": [], "fields": ["ref_logprobs"], "lease": 1},
+        "claim": {"task": "actor", "budget": 9, "boundary": 2},
+        "ack": {"lease": 1},
+        "publish": {"version": "e000001-v000002", "digest": "d"},
+        "trained": {"step": 1, "leases": []},
+        "checkpoint": {"step": 1, "name": "n", "digest": "d"},
+        "resume": {"step": 1},
+    }
+    for op, args in requests.items():
+        assert refused_kind(it.desk, "actor", 1, f"z-{op}", op, **args) == "fenced", op
+    assert contents(it.desk.state) == before
+
+
+def test_whoever_was_seen_to_end_is_fenced_before_its_successor_comes():
+    it = world()
+    it.act("actor")
+    it.act("rollout")
+    it.kill("rollout", True)
+    assert refused_kind(it.desk, "rollout", 1, "late", "serve", reader="rollout", version="e000001-v000000") == "fenced"
+    assert it.desk.state.readers == {}
+    it.go_to_the_end()
+
+
+def test_a_step_is_trained_on_exactly_its_tickets():
+    it = world()
+    while len(it.held) < 2:
+        for role in GROUPS:
+            if role != "actor" or len(it.held) < 2:
+                it.act(role)
+    for step, leases in ((0, []), (1, it.leases), (0, [99])):
+        assert refused_kind(it.desk, "actor", 1, f"t{step}{leases}", "trained", step=step, leases=leases) == "refused"
+    it.go_to_the_end()
+
+
+def test_incomplete_prompt_groups_are_dropped_and_offered_again():
+    it = world()
+    it.act("actor")
+    it.swap(0)
+    it.admit(0)
+    row = {"ticket": 0, "mask": 1, "width": 5, "versions": [Version(1, 0).encode()]}
+    put = {"shard": {"name": "half"}, "rows": [row], "fields": list(GENERATED)}
+    assert it.desk.ask("rollout", 1, "half", "put", **put) == {"refused": {0: "incomplete"}}
+    assert it.desk.state.dropped == {"incomplete": 2}
+    it.desk.state.garbage.clear()
+    it.flight.clear()
+    it.go_to_the_end()
+
+
+def test_a_put_asked_again_keeps_its_shard():
+    it = world()
+    it.act("actor")
+    it.swap(0)
+    it.admit(1)
+    it.finish(0)
+    assert it.desk.state.garbage == [] and len(it.desk.state.shards) == 1

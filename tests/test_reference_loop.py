@@ -1,0 +1,150 @@
+"""At max_staleness 0 five roles that are killed and restarted equal one synchronous loop, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from relax_hpc.transfer_queue.schema import Row
+from relax_hpc.transfer_queue.shard import unpack
+from tests import run_helpers
+from tests.requirements import requires
+from tests.run_helpers import Running
+
+requires("megatron", "transformers")
+
+RUN_S = 240.0
+# Two or three prompt groups a window for the actor, one more for actor_fwd, less than one for the reference.
+WINDOWS = {
+    "actor": {"max_tokens_per_micro_batch": 90},
+    "actor_fwd": {"max_tokens_per_micro_batch": 130},
+    "reference": {"max_tokens_per_micro_batch": 30},
+}
+WARM = {"warm_start": {"steps": 30, "batch_size": 32, "lr": 1e-2}}
+PLAIN = run_helpers.merged(WINDOWS | WARM, {"algorithm": {"passes": 2}})
+REGULARISED = run_helpers.merged(
+    WINDOWS | WARM,
+    {
+        "seed": 4,
+        "steps": 6,
+        "algorithm": {"passes": 2, "mini_batches": 2, "kl_coefficient": 0.05, "entropy_coefficient": 0.01},
+        "actor": {"optimizer": {"final_lr_share": 0.1, "warmup_steps": 2, "weight_decay": 0.01}},
+        "checkpoint": {"every": 2},
+    },
+)
+EXACT = ("token_ids", "prompt_len", "loss_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs")
+EXACT += ("reward", "advantages", "prompt_id", "finish_reason")
+METRICS = {
+    "reward/mean": "reward",
+    "loss/policy": "loss/policy",
+    "loss/kl": "loss/kl",
+    "loss/entropy": "loss/entropy",
+    "loss/ratio": "ratio",
+    "loss/grad_norm": "grad_norm",
+    "loss/entropy_nats": "entropy",
+    "kl/old": "kl/old",
+    "kl/reference": "kl/reference",
+}
+"""Tag of metrics.jsonl -> name in the reference's line."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a run, or the reference, came to."""
+
+    lines: list[dict[str, Any]]
+    rows: dict[str, Row]
+    weights: dict[str, Tensor]
+
+
+@contextmanager
+def reference(directory: Path, overrides: dict[str, Any]) -> Iterator[Callable[[], Outcome]]:
+    """Start the reference loop; call what this yields to wait for its outcome."""
+    config = run_helpers.write_config(directory / "reference.yaml", overrides)
+    script, root = Path(__file__).with_name("reference_loop.py"), directory / "reference"
+    command = [sys.executable, "-W", "ignore", str(script), str(config), "--run_dir", str(root)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def outcome() -> Outcome:
+        output, errors = process.communicate(timeout=RUN_S)
+        assert process.returncode == 0, errors
+        lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+        return Outcome(lines, unpack((root / "rows.shard").read_bytes()), load_file(root / "weights.safetensors"))
+
+    try:
+        yield outcome
+    finally:
+        process.kill()
+        process.communicate(timeout=RUN_S)
+
+
+def outcome_of(running: Running) -> Outcome:
+    """Wait for the run's end and read what it left."""
+    running.finish(RUN_S)
+    run = running.run
+    return Outcome(run_helpers.trained_steps(run), run_helpers.queue_rows(run), run_helpers.final_weights(run))
+
+
+def assert_equal(found: Outcome, expected: Outcome) -> None:
+    """Rows first, then losses by step, then weights: the first difference is nearest to its cause."""
+    assert found.rows.keys() == expected.rows.keys()
+    for name, row in expected.rows.items():
+        for field in EXACT:
+            assert np.array_equal(found.rows[name][field], row[field]), f"{field} of {name}"
+    assert len(found.lines) == len(expected.lines)
+    for line, should in zip(found.lines, expected.lines, strict=True):
+        assert {tag: line[tag] for tag in METRICS} == {tag: should[name] for tag, name in METRICS.items()}
+    assert different(found, expected) == []
+
+
+def different(one: Outcome, other: Outcome) -> list[str]:
+    """Names of weights that are not bit-equal."""
+    assert one.weights.keys() == other.weights.keys()
+    return [name for name, value in one.weights.items() if not torch.equal(value, other.weights[name])]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, Outcome]:
+    """An undisturbed run, and the reference of the same configuration."""
+    directory = tmp_path_factory.mktemp("plain")
+    with reference(directory, PLAIN) as expected, run_helpers.running(directory, PLAIN) as running:
+        return outcome_of(running), expected()
+
+
+def test_a_run_equals_the_synchronous_loop(plain):
+    found, expected = plain
+    assert len(found.rows) == 48 and len(found.lines) == 3
+    assert any(line["reward/std"] > 0 for line in found.lines), "without a signal every loop is equal"
+    assert_equal(found, expected)
+
+
+def test_another_seed_differs(plain, tmp_path):
+    with reference(tmp_path, PLAIN | {"seed": 5}) as other:
+        assert len(different(other(), plain[0])) == len(plain[0].weights)
+
+
+def test_killed_roles_change_nothing(tmp_path):
+    """Rollout and actor_fwd are killed in the middle, later the actor, which goes on from its checkpoint."""
+    with reference(tmp_path, REGULARISED) as expected, run_helpers.running(tmp_path, REGULARISED) as running:
+        running.wait_for_step(0, RUN_S)
+        running.kill("rollout")
+        running.kill("actor_fwd")
+        running.wait_for_step(2, RUN_S)
+        running.kill("actor")
+        found = outcome_of(running)
+        assert [running.epochs(group) for group in ("rollout", "actor_fwd", "actor", "reference")] == [2, 2, 2, 1]
+        ((_, resumed),) = run_helpers.rollbacks(running.run)
+        assert resumed in (2, 4)
+        assert_equal(found, expected())

@@ -1,0 +1,119 @@
+"""A run that was interrupted, or killed as a whole, goes on where it was."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+from relax_hpc.errors import EXIT_CONFIG
+from relax_hpc.transfer_queue.state import QueueState
+from relax_hpc.weights.subscriber import staging_root
+from tests.audit import audit, read_events
+from tests.requirements import requires
+from tests.run_helpers import Running, journal_records, queue_state, rollbacks, running, trained_steps
+
+requires("mpi", "torch", "megatron", "transformers")
+
+STEPS = 16
+EVERY = 3
+OVER = {"steps": STEPS, "checkpoint": {"every": EVERY}}
+WAIT_S = 240.0
+INTERRUPTED = 130
+
+
+def everything(live: Running) -> list[psutil.Process]:
+    """The supervisor and all that it started."""
+    supervisor = psutil.Process(live.process.pid)
+    return [supervisor, *supervisor.children(recursive=True)]
+
+
+def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def newest_point(live: Running) -> dict:
+    """The last checkpoint that the journal knows."""
+    return queue_state(live.run).checkpoints[-1]
+
+
+def command(directory: Path, *words: str) -> subprocess.CompletedProcess:
+    """`relax-hpc run` on the run in `directory`, to its end."""
+    base = [sys.executable, "-m", "relax_hpc", "run", "--config", str(directory / "config.yaml")]
+    line = [*base, "--run_dir", str(directory / "run"), *words]
+    return subprocess.run(line, capture_output=True, text=True, timeout=WAIT_S)
+
+
+def test_interrupted_killed_and_damaged(tmp_path: Path) -> None:
+    with running(tmp_path, OVER) as live:
+        step = interrupt(live)
+    with running(tmp_path, OVER, None, "--resume") as live:
+        assert_continues(live, step)
+        older, newest = kill_everything(live)
+    damage(live.run.checkpoints / newest["name"])
+    with running(tmp_path, OVER, None, "--resume") as live:
+        live.finish(WAIT_S)
+        logs = "".join(path.read_text() for path in (live.run.root / "logs" / "actor").glob("*/*.log"))
+    lines = [line for line in logs.splitlines() if "does not verify" in line]
+    assert len(lines) == 1 and newest["name"] in lines[0] and "damaged" in lines[0]
+    assert [at for _, at in rollbacks(live.run)][-1] == older["step"]
+    assert [row["step"] for row in trained_steps(live.run)] == list(range(STEPS))
+    result = audit(live.run)
+    assert result.problems == [] and set(result.dropped) <= {"rolled_back"}
+    assert_finished_run_says_so(tmp_path)
+
+
+def interrupt(live: Running) -> int:
+    """Interrupt a run in its middle, as Ctrl-C does; the step that it saved."""
+    live.wait_for_step(EVERY, WAIT_S)
+    family = everything(live)
+    live.process.send_signal(signal.SIGINT)
+    assert live.wait(60.0) == INTERRUPTED, live.story()
+    assert not alive(family) and not staging_root(live.run).exists()
+    step = newest_point(live)["step"]
+    assert step == queue_state(live.run).trained_steps > EVERY, "saved at the edge of the step it was at"
+    assert "--resume" in live.output.read_text().splitlines()[-1]
+    return step
+
+
+def assert_continues(live: Running, step: int) -> None:
+    """Nothing that was saved is trained again, and the tickets go on."""
+    live.wait_for_step(step + EVERY + 1, WAIT_S)
+    assert [row["step"] for row in trained_steps(live.run)][: step + 2] == list(range(step + 2))
+    assert audit_of_trained(live) == []
+
+
+def audit_of_trained(live: Running) -> list[str]:
+    """Samples with more than one "trained" event: before any step is rolled back there are none."""
+    names = [event["id"] for event in read_events(live.run) if event["what"] == "trained"]
+    return sorted({name for name in names if names.count(name) > 1}) if len(names) != len({*names}) else []
+
+
+def kill_everything(live: Running) -> tuple[dict, dict]:
+    """SIGKILL to all processes of a run at once; its last two checkpoints."""
+    family = everything(live)
+    for process in family:
+        process.kill()
+    assert live.wait(30.0) == -signal.SIGKILL
+    psutil.wait_procs(family, timeout=30.0)
+    assert not alive(family)
+    older, newest = queue_state(live.run).checkpoints[-2:]
+    return older, newest
+
+
+def damage(checkpoint: Path) -> None:
+    """Cut the largest file in half, as a full disk does."""
+    largest = max((path for path in checkpoint.iterdir()), key=lambda path: path.stat().st_size)
+    os.truncate(largest, largest.stat().st_size // 2)
+
+
+def assert_finished_run_says_so(tmp_path: Path) -> None:
+    again = command(tmp_path, "--resume")
+    assert again.returncode == 0 and "finished already" in again.stdout and again.stderr == ""
+    refused = command(tmp_path)
+    assert refused.returncode == EXIT_CONFIG and refused.stderr.count("\n") == 1
+    assert "already holds a run" in refused.stderr and "--resume" in refused.stderr

@@ -1,0 +1,272 @@
+"""What the client and the process handling make of a server that fails, lies, hangs or dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.requirements import requires
+
+requires("sglang")
+
+import psutil  # noqa: E402
+from aiohttp.test_utils import TestServer  # noqa: E402
+
+import tests.engine_fake_server as fake  # noqa: E402
+from relax_hpc.errors import ConfigError  # noqa: E402
+from relax_hpc.rollout import sglang_engine  # noqa: E402
+from relax_hpc.rollout.engine import EngineFault, GenerateRequest, Generation, Sampling  # noqa: E402
+from relax_hpc.rollout.sglang_client import SglangClient  # noqa: E402
+from relax_hpc.rollout.sglang_engine import SglangEngine  # noqa: E402
+from relax_hpc.versions import Version  # noqa: E402
+from tests.engine_helpers import TOKEN, make_config, session_of  # noqa: E402
+
+SAMPLING = Sampling(1.0, 1.0, 4, (), 0)
+
+
+@asynccontextmanager
+async def client_and_server(**settings: float) -> AsyncIterator[tuple[SglangClient, TestServer]]:
+    """A client of a fake server in this process."""
+    server = TestServer(fake.application(TOKEN))
+    await server.start_server()
+    client = SglangClient(str(server.make_url("/")), TOKEN, make_config("sglang", **settings).rollout.engine)
+    try:
+        yield client, server
+    finally:
+        await client.close()
+        await server.close()
+
+
+def ask(*kinds: int, **settings: float) -> list[Generation | EngineFault]:
+    """The client's answers to one request of each kind."""
+
+    async def generate() -> list[Generation | EngineFault]:
+        async with client_and_server(**settings) as (client, _):
+            return await client.generate([GenerateRequest((kind, 5), "p", 0) for kind in kinds], SAMPLING)
+
+    return asyncio.run(generate())
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (fake.STATUS_500, "http_error"),
+        (fake.NOT_JSON, "http_error"),
+        (fake.MISSING, "wrong_count"),
+        (fake.HANG, "timeout"),
+    ],
+)
+def test_a_broken_exchange_fails_the_whole_call(kind: int, reason: str) -> None:
+    with pytest.raises(EngineFault) as caught:
+        ask(fake.GOOD, kind, request_timeout_s=0.3)
+    assert caught.value.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (fake.FEW_LOGPROBS, "wrong_count"),
+        (fake.TOO_MANY, "wrong_count"),
+        (fake.EMPTY, "wrong_count"),
+        (fake.NULL, "nan_logprob"),
+        (fake.POSITIVE, "nan_logprob"),
+        (fake.NO_VERSION, "unknown_version"),
+        (fake.BAD_VERSION, "unknown_version"),
+        (fake.GAP, "unknown_version"),
+        (fake.MALFORMED, "http_error"),
+    ],
+)
+def test_a_bad_answer_is_a_fault_in_its_place(kind: int, reason: str) -> None:
+    first, second, third = ask(fake.GOOD, kind, fake.GOOD)
+    assert isinstance(second, EngineFault)
+    assert second.reason == reason
+    assert isinstance(first, Generation)
+    assert isinstance(third, Generation)
+
+
+def test_versions_come_from_spans_or_from_the_one_version() -> None:
+    one, spans = ask(fake.GOOD, fake.SPANS)
+    new, old = Version(1, 4).encode(), Version(1, 3).encode()
+    assert one.token_versions.tolist() == [new] * 4
+    assert spans.token_versions.tolist() == [old, old, new, new]
+
+
+def test_an_update_pauses_flushes_resumes_and_is_verified() -> None:
+    async def updates() -> list[str]:
+        async with client_and_server() as (client, server):
+            await client.generate([GenerateRequest((fake.GOOD,), "p", 0)], SAMPLING)
+            await client.generate([GenerateRequest((fake.GOOD,), "p", 1)], SAMPLING)
+            await client.update_weights(Path("weights"), Version(1, 5))
+            return server.app[fake.CALLS]
+
+    calls = asyncio.run(updates())
+    assert calls == ["/freeze_gc", "/pause_generation", "e000001-v000005", "/continue_generation"]
+
+
+@pytest.mark.parametrize(("directory", "what"), [("broken", "no such file"), ("stale", "reports version")])
+def test_an_update_that_did_not_happen_is_a_fault(directory: str, what: str) -> None:
+    async def update() -> None:
+        async with client_and_server() as (client, _):
+            await client.update_weights(Path(directory), Version(1, 5))
+
+    with pytest.raises(EngineFault, match=what) as caught:
+        asyncio.run(update())
+    assert caught.value.reason == "update_failed"
+
+
+def test_a_server_that_is_not_there_is_a_connection_fault() -> None:
+    async def generate() -> None:
+        client = SglangClient("http://127.0.0.1:9", TOKEN, make_config("sglang").rollout.engine)
+        try:
+            await client.generate([GenerateRequest((1,), "p", 0)], SAMPLING)
+        finally:
+            await client.close()
+
+    with pytest.raises(EngineFault) as caught:
+        asyncio.run(generate())
+    assert caught.value.reason == "connection"
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A directory with a token and what `start` takes for a model."""
+    (tmp_path / "token").write_text(TOKEN)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    return tmp_path
+
+
+@pytest.fixture
+def faked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launch the fake server instead of SGLang's."""
+    monkeypatch.setattr(sglang_engine, "_SERVER", "tests.engine_fake_server")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+
+
+def make_engine(place: Path, **settings: object) -> SglangEngine:
+    config = make_config("sglang", **settings)
+    return SglangEngine(config, 2, place / "model", Version(1, 0), place / "logs", place / "token")
+
+
+def start(engine: SglangEngine) -> None:
+    async def start_and_close() -> None:
+        try:
+            await engine.start()
+        finally:
+            await engine.close()
+
+    asyncio.run(start_and_close())
+
+
+def test_a_dead_server_is_told_from_a_broken_connection_and_leaves_no_children(place: Path, faked: None) -> None:
+    async def die() -> tuple[EngineFault, int, int]:
+        engine = make_engine(place)
+        await engine.start()
+        leader = engine._process.pid
+        assert len(session_of(leader)) == 2
+        with pytest.raises(EngineFault) as caught:
+            await engine.generate([GenerateRequest((fake.EXIT,), "p", 0)], SAMPLING)
+        code = await engine.wait_dead()
+        await engine.close()
+        await engine.close()
+        return caught.value, code, leader
+
+    fault, code, leader = asyncio.run(die())
+    assert fault.reason == "dead"
+    assert "engine-2.log" in str(fault)
+    assert code == 3
+    assert not session_of(leader)
+
+
+def test_the_server_is_nobodys_rank_and_does_not_see_the_token(
+    place: Path, faked: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PMI_RANK", "PMIX_ID", "OMPI_COMM_WORLD")
+    for name in ranks:
+        monkeypatch.setenv(name, "1")
+
+    async def environment() -> dict[str, str]:
+        engine = make_engine(place)
+        await engine.start()
+        try:
+            return await engine._client._call("/environment", None, 5.0)
+        finally:
+            await engine.close()
+
+    found = asyncio.run(environment())
+    assert not found.keys() & set(ranks)
+    assert found["OMP_NUM_THREADS"] == "1"
+    assert TOKEN not in str(found)
+    assert found["PATH"] == os.environ["PATH"]
+
+
+def test_a_server_dies_with_the_role_that_started_it() -> None:
+    tie = "import os, sys; from relax_hpc.rollout.sglang_server import _die_with; _die_with(os.getppid())"
+    server = f"{tie}; print(os.getpid(), flush=True); sys.stdin.read()"
+    role = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {server!r}])"
+    root = Path(__file__).parents[1]
+    process = subprocess.Popen([sys.executable, "-c", role], cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with process:
+        child = psutil.Process(int(process.stdout.readline()))
+        process.kill()
+        child.wait(timeout=5)
+
+
+def test_a_busy_port_is_the_users_to_change(place: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"rollout\.engine\.port: {port} is in use"):
+            start(make_engine(place, port=port - 2))
+
+
+def test_a_missing_model_or_token_is_named(place: Path) -> None:
+    (place / "token").write_text("\n")
+    with pytest.raises(ConfigError, match=r"token: no token"):
+        start(make_engine(place))
+    (place / "model" / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"model\.path: .*model has no config\.json"):
+        start(make_engine(place))
+
+
+def test_flags_that_are_the_engines_are_refused(place: Path) -> None:
+    with pytest.raises(ConfigError, match=r"flags\.port: not allowed; set rollout\.engine\.port"):
+        make_engine(place, flags={"port": 30000})
+
+
+def test_flags_override_what_the_device_sets(place: Path) -> None:
+    assert make_engine(place)._arguments["disable_radix_cache"]
+    flags = {"max_total_tokens": 99, "disable_radix_cache": False}
+    arguments = make_engine(place, flags=flags, port=4000)._arguments
+    assert (arguments["max_total_tokens"], arguments["disable_radix_cache"], arguments["port"]) == (99, False, 4002)
+
+
+def test_an_unknown_flag_is_refused_with_the_nearest(place: Path) -> None:
+    """By SGLang's own list, in the server process."""
+    with pytest.raises(ConfigError) as caught:
+        start(make_engine(place, flags={"max_total_token": 99}))
+    expected = "SGLang has no such server argument; the nearest is max_total_tokens"
+    assert str(caught.value) == f"rollout.engine.flags.max_total_token: {expected}"
+
+
+def test_a_server_that_cannot_start_is_dead_and_its_log_named(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang_engine, "_SERVER", "tests.no_such_module")
+    with pytest.raises(EngineFault, match=r"ended with 1 while starting; see .*engine-2\.log") as caught:
+        start(make_engine(place))
+    assert caught.value.reason == "dead"
+    assert "no_such_module" in (place / "logs" / "engine-2.log").read_text()
+
+
+def test_a_server_that_never_gets_healthy_is_dead_and_gone(place: Path, faked: None) -> None:
+    engine = make_engine(place, start_timeout_s=0.01)
+    with pytest.raises(EngineFault, match=r"start_timeout_s = 0\.01") as caught:
+        start(engine)
+    assert caught.value.reason == "dead"
+    assert not session_of(engine._process.pid)

@@ -1,0 +1,115 @@
+"""The megatron-core policy against transformers, and Hugging Face weights in and out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from relax_hpc.config.schema import ModelConfig, ParallelConfig
+from relax_hpc.errors import ConfigError
+from relax_hpc.training.hf_files import read_config
+from relax_hpc.training.model import PolicyModel
+from tests.training_helpers import batch, one_rank, policy, rows, tiny, tiny_model  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def reference_logprobs(directory: Path, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
+    from relax_hpc.rollout.sglang_cpu import install_transformers_hook
+
+    install_transformers_hook()
+    from transformers import Qwen3ForCausalLM
+
+    model = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(tokens).logits[:, :-1] / temperature
+    return logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_logprobs_match_transformers(tmp_path: Path, tied: bool):
+    directory = tiny_model(tmp_path, tied)
+    samples = rows(6)
+    scored = policy(directory).forward_logprobs([batch(samples[:4]), batch(samples[4:])], 0.8)
+    for sample, ours in zip(samples, scored, strict=True):
+        tokens = torch.from_numpy(sample["token_ids"]).long()[None]
+        theirs = reference_logprobs(directory, tokens, 0.8)[0]
+        assert len(ours) == len(sample["token_ids"]) and ours[0] == 0.0
+        torch.testing.assert_close(torch.from_numpy(ours[1:].copy()), theirs, atol=1e-4, rtol=0)
+    assert theirs.std() > 0.5
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_round_trip_is_byte_identical(tmp_path: Path, tied: bool):
+    directory = tiny_model(tmp_path, tied)
+    policy(directory).save_hf(tmp_path / "again", directory)
+    for name in ("model.safetensors", "tokenizer.json", "config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (directory / name).read_bytes()
+
+
+def test_a_model_directory_is_never_overwritten(tiny: Path):  # noqa: F811
+    with pytest.raises(ConfigError, match="is there already"):
+        policy(tiny).save_hf(tiny)
+
+
+def test_new_weights_replace_the_old(tiny: Path):  # noqa: F811
+    model = policy(tiny)
+    weights = {name: value + 1.0 for name, value in load_file(tiny / "model.safetensors").items()}
+    model.load_tensors(weights)
+    exported = model.export_hf()
+    assert all(torch.equal(exported[name], value) for name, value in weights.items())
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight is missing"):
+        model.load_tensors({name: value for name, value in weights.items() if name != "model.norm.weight"})
+
+
+def test_bfloat16_is_close_to_float32(tiny: Path):  # noqa: F811
+    exact, rough = (
+        policy(tiny, dtype=dtype).forward_logprobs([batch(rows(4))], 1.0) for dtype in ("float32", "bfloat16")
+    )
+    assert 0 < max(abs(a - b).max() for a, b in zip(exact, rough, strict=True)) < 0.3
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"model_type": "llama"}, "model_type is 'llama'"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
+        ({"attention_bias": True}, "attention_bias is True"),
+    ],
+)
+def test_other_models_are_refused(tiny: Path, change: dict, says: str):  # noqa: F811
+    with pytest.raises(ConfigError, match=says):
+        PolicyModel(read_config(tiny) | change, ModelConfig(), ParallelConfig())
+
+
+def test_rope_theta_is_found_where_transformers_5_puts_it(tiny: Path):  # noqa: F811
+    from relax_hpc.training.qwen3 import rope_theta
+
+    assert rope_theta({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}) == 5e5
+    assert rope_theta(read_config(tiny)) == 1e6
+
+
+def test_broken_directories_are_named(tiny: Path, tmp_path: Path):  # noqa: F811
+    model = policy(tiny)
+    with pytest.raises(ConfigError, match=r"no \*\.safetensors"):
+        model.load_hf(tmp_path)
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny, broken)
+    data = (broken / "model.safetensors").read_bytes()
+    (broken / "model.safetensors").write_bytes(data[: len(data) // 2])
+    with pytest.raises(ConfigError, match="not a whole safetensors file"):
+        model.load_hf(broken)
+    save_file({"extra": torch.zeros(1)}, broken / "model.safetensors")
+    with pytest.raises(ConfigError, match="unknown tensor extra"):
+        model.load_hf(broken)
+
+
+def test_the_saved_config_states_the_type(tiny: Path, tmp_path: Path):  # noqa: F811
+    policy(tiny, dtype="bfloat16").save_hf(tmp_path / "half")
+    assert json.loads((tmp_path / "half/config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert load_file(tmp_path / "half/model.safetensors")["model.norm.weight"].dtype == torch.bfloat16

@@ -1,0 +1,75 @@
+"""Two ranks, split in every way, agree with one; their checkpoints load into one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from relax_hpc.checkpoint import store
+from relax_hpc.config.schema import ParallelConfig
+from relax_hpc.errors import ConfigError
+from relax_hpc.training import parallel
+from tests.training_helpers import LR, batch, launch, one_rank, rows, tiny, tiny_model, trainer  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+LAYOUTS = {"tensor and sequence": "2,1,1,1,0", "data, sharded optimizer": "1,1,2,0,1", "pipeline": "1,2,1,0,0"}
+
+
+def one_rank_run(directory: Path, distributed: bool, checkpoint: Path | None = None) -> tuple[list, dict, list[dict]]:
+    """What `training_rank.check` finds, in this process; from its second step on if there is a `checkpoint`."""
+    ours = trainer(directory, distributed=distributed)
+    if checkpoint:
+        store.load(checkpoint, ours)
+    logprobs = ours.model.forward_logprobs([batch(rows(8))], 0.9)
+    metrics = []
+    for samples in ([] if checkpoint else [rows(4, seed=9)]) + [rows(8)]:
+        ours.accumulate([batch(samples)])
+        metrics.append(ours.step(LR))
+    return logprobs, ours.model.export_hf(), metrics
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_two_ranks_agree_with_one(tmp_path: Path, name: str):
+    layout = LAYOUTS[name]
+    replicas, distributed = int(layout.split(",")[2]), layout.endswith("1")
+    directory = tiny_model(tmp_path, tied=name != "tensor and sequence")
+    launch(2, layout, directory, tmp_path)
+    logprobs, weights, metrics = one_rank_run(directory, distributed)
+    for replica in range(replicas):
+        found = load_file(tmp_path / f"logprobs-{replica}.safetensors")["logprobs"].numpy()
+        np.testing.assert_allclose(found, np.concatenate(logprobs[replica::replicas]), atol=1e-4)
+    second = load_file(tmp_path / "second.safetensors")
+    assert sorted(second) == sorted(weights)
+    for key, value in weights.items():
+        torch.testing.assert_close(second[key], value, atol=1e-5, rtol=0)
+    found_metrics = json.loads((tmp_path / "metrics.json").read_text())
+    for found, expected in zip(found_metrics, metrics, strict=True):
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+    resumed = one_rank_run(directory, distributed, tmp_path / "e000001-step-000001")
+    for key, value in resumed[1].items():
+        torch.testing.assert_close(value, weights[key], atol=1e-5, rtol=0)
+    assert resumed[2][0] == pytest.approx(metrics[1], rel=1e-4, abs=1e-5)
+
+
+def test_a_split_that_does_not_fit_the_processes_is_refused():
+    with pytest.raises(ConfigError, match="= 4 ranks, found 2 processes"):
+        parallel.initialize(ParallelConfig(tensor=2, data=2), 0, 2, 0, ("127.0.0.1", 1), "cpu", 0, 1.0)
+
+
+def test_a_split_that_does_not_fit_the_model_is_refused():
+    from relax_hpc.training.hf_mapping import Qwen3Shape
+    from relax_hpc.training.qwen3 import check_split
+
+    shape = Qwen3Shape(hidden=8, inner=12, layers=3, heads=8, groups=2, head_dim=2, vocab=13, tied=False)
+    check_split(shape, ParallelConfig(tensor=2, pipeline=3))
+    with pytest.raises(ConfigError, match="divisors of the 2 key-value heads"):
+        check_split(shape, ParallelConfig(tensor=4))
+    with pytest.raises(ConfigError, match="divisors of the 3 layers"):
+        check_split(shape, ParallelConfig(pipeline=2))

@@ -1,0 +1,135 @@
+"""The optimizer step against an independent one in plain torch, and what may be split over calls."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from relax_hpc.config.schema import AlgorithmConfig, OptimizerConfig
+from relax_hpc.training.trainer import Trainer, supervised_loss
+from relax_hpc.transfer_queue.schema import Row
+from tests.training_helpers import ALGORITHM, EPS, LR, batch, one_rank, policy, rows, tiny, trainer  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def independent_step(directory: Path, samples: list[Row], steps: int) -> dict[str, Tensor]:
+    """Weights after AdamW steps on GRPO's loss, written from the formulas on transformers' model, sample by sample."""
+    from relax_hpc.rollout.sglang_cpu import install_transformers_hook
+
+    install_transformers_hook()
+    from transformers import Qwen3ForCausalLM
+
+    model = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32).train()
+    norms = [value for value in model.parameters() if value.dim() == 1]
+    others = [value for value in model.parameters() if value.dim() > 1]
+    groups = [{"params": others, "weight_decay": 0.01}, {"params": norms, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=EPS)
+    for _ in range(steps):
+        total = sum((sample_loss(model, sample) for sample in samples), start=torch.zeros(()))
+        (total / sum(int(sample["loss_mask"].sum()) for sample in samples)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.state_dict())
+
+
+def sample_loss(model: torch.nn.Module, sample: Row) -> Tensor:
+    tokens = torch.from_numpy(sample["token_ids"]).long()[None]
+    logp = (model(tokens).logits[0, :-1] / 0.9).log_softmax(-1)
+    chosen = logp.gather(-1, tokens[0, 1:, None])[:, 0]
+    old, rollout, ref, advantage, mask = (
+        torch.from_numpy(sample[name][1:]).float()
+        for name in ("old_logprobs", "rollout_logprobs", "ref_logprobs", "advantages", "loss_mask")
+    )
+    ratio = (chosen - old).exp()
+    surrogate = torch.min(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+    weight = (old - rollout).exp().clamp(max=2.0)
+    kl = (ref - chosen).exp() - (ref - chosen) - 1
+    entropy = -(logp.exp() * logp).sum(-1)
+    return (mask * (-weight * surrogate + 0.1 * kl - 0.01 * entropy)).sum()
+
+
+def difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
+    return max((left[name] - right[name]).abs().max().item() for name in left)
+
+
+def test_two_steps_match_an_independent_implementation(tiny: Path):  # noqa: F811
+    samples = rows(8)
+    ours = trainer(tiny)
+    for _ in range(2):
+        ours.accumulate([batch(samples[:3]), batch(samples[3:])])
+        metrics = ours.step(LR)
+    found = ours.model.export_hf()
+    assert difference(found, independent_step(tiny, samples, 2)) < 1e-5
+    assert metrics["tokens"] == sum(sample["loss_mask"].sum() for sample in samples)
+    assert metrics["skipped"] == 0.0 and metrics["grad_norm"] > 0.5
+
+
+def test_accumulating_in_pieces_equals_one_call(tiny: Path):  # noqa: F811
+    samples = rows(8)
+    whole, pieces = trainer(tiny), trainer(tiny)
+    whole.accumulate([batch(samples)])
+    for start in (0, 2, 4, 6):
+        pieces.accumulate([batch(samples[start : start + 1]), batch(samples[start + 1 : start + 2])])
+    pieces.accumulate([])
+    left, right = whole.step(LR), pieces.step(LR)
+    assert left == pytest.approx(right, rel=1e-4)
+    assert difference(whole.model.export_hf(), pieces.model.export_hf()) < 1e-5
+
+
+def test_a_step_without_tokens_changes_nothing(tiny: Path):  # noqa: F811
+    ours = trainer(tiny)
+    before = ours.model.export_hf()
+    masked = [row | {"loss_mask": row["loss_mask"] * 0} for row in rows(2)]
+    ours.accumulate([batch(masked)])
+    assert ours.step(LR)["skipped"] == 1.0
+    assert ours.step(LR)["skipped"] == 1.0
+    assert difference(before, ours.model.export_hf()) == 0.0
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_and_forgotten(tiny: Path):  # noqa: F811
+    ours, clean = trainer(tiny), trainer(tiny)
+    before = ours.model.export_hf()
+    bad = rows(2, seed=5)
+    bad[0]["advantages"][7] = math.inf
+    ours.accumulate([batch(bad)])
+    metrics = ours.step(LR)
+    assert metrics["skipped"] == 1.0 and not math.isfinite(metrics["grad_norm"])
+    assert difference(before, ours.model.export_hf()) == 0.0
+    for each in (ours, clean):
+        each.accumulate([batch(rows(2))])
+        assert each.step(LR)["skipped"] == 0.0
+    assert difference(ours.model.export_hf(), clean.model.export_hf()) == 0.0
+
+
+def test_missing_old_logprobs_mean_the_policys_own(tiny: Path):  # noqa: F811
+    ours = Trainer(policy(tiny), AlgorithmConfig(), OptimizerConfig(lr=LR), 1.0)
+    plain = [{name: row[name] for name in ("token_ids", "loss_mask", "advantages")} for row in rows(4)]
+    ours.accumulate([batch(plain)])
+    metrics = ours.step(LR)
+    assert metrics["ratio"] == pytest.approx(1.0) and metrics["tis_weight"] == 1.0
+    assert "kl/reference" not in metrics
+
+
+def test_bfloat16_trains_on_cpu(tiny: Path):  # noqa: F811
+    ours = trainer(tiny, dtype="bfloat16")
+    before = ours.model.export_hf()
+    ours.accumulate([batch(rows(4))])
+    assert ours.step(LR)["skipped"] == 0.0
+    after = ours.model.export_hf()
+    assert difference(before, after) > 0.0
+    assert all(value.dtype == torch.bfloat16 and torch.isfinite(value).all() for value in after.values())
+
+
+def test_supervised_loss_falls(tiny: Path):  # noqa: F811
+    ours = Trainer(policy(tiny), ALGORITHM, OptimizerConfig(lr=1e-2), 1.0, loss=supervised_loss)
+    losses = []
+    for _ in range(15):
+        ours.accumulate([batch(rows(4))])
+        losses.append(ours.step(1e-2)["loss/supervised"])
+    assert losses[-1] < 0.5 * losses[0]
