@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import zmq
 
 from relax_hpc.config.schema import Config
 from relax_hpc.rendezvous.roster import Card, claim_epoch, publish_card
@@ -69,7 +70,10 @@ def in_thread(run: RunDir, config: Config) -> Iterator[Controller]:
         yield controller
     finally:
         stop.set()
-        thread.join(timeout=10)
+        with zmq.Context() as context, context.socket(zmq.DEALER) as bell:
+            bell.connect(controller.endpoint)
+            bell.send(b"")
+            thread.join(timeout=10)
         controller.close()
 
 

@@ -49,7 +49,7 @@ class Desk(Controller):
         self.state = self.replayed()
         self.state.events, self.state.garbage = events, garbage
 
-    def ask(self, group: str, epoch: int, key: str, op: str, **args: Any) -> Any:
+    def ask(self, group: str, epoch: int, key: str, op: str, /, **args: Any) -> Any:
         return self._handle(Request(b"", 0, key, (group, epoch), op, args, 0.0, 0.0))
 
 
@@ -91,10 +91,10 @@ class World:
         self.epochs[role] += 1
         self.reborn(role)
 
-    def ask(self, role: str, op: str, **args: Any) -> Any:
+    def ask(self, role: str, op: str, /, **args: Any) -> Any:
         return self.ask_as(GROUPS[role], self.epochs[role], op, **args)
 
-    def ask_as(self, group: str, epoch: int, op: str, **args: Any) -> Any:
+    def ask_as(self, group: str, epoch: int, op: str, /, **args: Any) -> Any:
         key = f"k{next(self.keys)}"
         first = self.desk.ask(group, epoch, key, op, **args)
         if first is not None and op not in ("next_version", "note"):
@@ -133,7 +133,9 @@ class World:
                 merged[ticket].update(self.shards[shard["name"]][ticket])
         return merged
 
-    def put(self, role: str, rows: dict[int, dict[str, Any]], fields: tuple[str, ...], lease: int = 0) -> dict[int, str]:
+    def put(
+        self, role: str, rows: dict[int, dict[str, Any]], fields: tuple[str, ...], lease: int = 0
+    ) -> dict[int, str]:
         name = f"s{next(self.names)}"
         self.shards[name] = rows
         full = (1 << self.plan.samples_per_group) - 1
@@ -207,7 +209,12 @@ class World:
         return self.desk.state.in_lineage(version)
 
     def act_actor_fwd(self, choice: int) -> bool:
-        if self.scored is None or choice % 2 or self.scoring == NOTHING or self.scoring.number < self.scored["min_version"]:
+        if (
+            self.scored is None
+            or choice % 2
+            or self.scoring == NOTHING
+            or self.scoring.number < self.scored["min_version"]
+        ):
             version = self.pull("actor_fwd", self.scoring)
             self.scoring = version or self.scoring
             if version:

@@ -15,12 +15,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import yaml
-from safetensors.torch import load_file
-from torch import Tensor
 
 from relax_hpc.config import load_resolved
 from relax_hpc.metrics.read import load_metrics, read_metrics
@@ -31,6 +29,9 @@ from relax_hpc.transfer_queue.schema import Row
 from relax_hpc.transfer_queue.shard import unpack
 from relax_hpc.transfer_queue.state import QueueState
 from relax_hpc.versions import Version
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 POLL_S = 0.02
 STOP_S = 20.0
@@ -45,7 +46,7 @@ SMALL: dict[str, Any] = {
     "data": {"task": "sort_digits", "digits": 3, "max_prompt_tokens": 32},
     "rollout": {"max_new_tokens": 5, "groups_per_request": 2, "engine": {"kind": "transformers"}},
     "actor": {"optimizer": {"lr": 1e-3}},
-    "queue": {"keep_steps": 1000, "wait_timeout_s": 60.0},
+    "queue": {"keep_steps": 1000, "wait_timeout_s": 120.0},
     "eval": {"every": 0},
     "liveness": {"stop_timeout_s": 5.0},
 }
@@ -108,20 +109,15 @@ class Running:
 
     def processes(self, role: str) -> list[psutil.Process]:
         """The living processes of `role` ("controller" too), the supervisor's descendants, by ascending pid."""
-        found = []
-        for process in psutil.Process(self.process.pid).children(recursive=True):
-            try:
-                words = process.cmdline()
-            except psutil.Error:
-                continue
-            named = words[words.index("--role") + 1] if "--role" in words else ""
-            if named == role and words[1:3] == ["-m", "relax_hpc.roles"]:
-                found.append(process)
-        return sorted(found, key=lambda process: process.pid)
+        try:
+            children = psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+        return sorted((child for child in children if _role(child) == role), key=lambda process: process.pid)
 
     def kill(self, role: str) -> int:
         """SIGKILL to the first process of `role`, and wait until it is gone; its pid."""
-        process = self.processes(role)[0]
+        process = self.wait_until(lambda: self.processes(role), f"{role} runs", 10.0)[0]
         process.kill()
         self.wait_until(lambda: not _alive(process), f"{role} is gone", 10.0)
         return process.pid
@@ -137,6 +133,15 @@ class Running:
         return "\n".join(f"--- {path}\n{text}" for path, text in texts.items() if text)
 
 
+def _role(process: psutil.Process) -> str:
+    """The role that a process runs; empty for launchers, engines and what has just ended."""
+    try:
+        words = process.cmdline()
+    except psutil.Error:
+        return ""
+    return words[words.index("--role") + 1] if words[1:3] == ["-m", "relax_hpc.roles"] else ""
+
+
 def _alive(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
@@ -145,7 +150,9 @@ def _alive(process: psutil.Process) -> bool:
 
 
 @contextmanager
-def running(directory: Path, overrides: dict[str, Any] | None = None, base: dict[str, Any] | None = None, *words: str):
+def running(
+    directory: Path, overrides: dict[str, Any] | None = None, base: dict[str, Any] | None = None, *words: str
+) -> Iterator[Running]:
     """Start a run in `directory`/run with `write_config`'s configuration; it is ended when the block is left.
 
     More `words` go to the command line. A run that is there already is resumed by "--resume".
@@ -221,5 +228,7 @@ def rollbacks(run: RunDir) -> list[tuple[int, int]]:
 
 def final_weights(run: RunDir) -> dict[str, Tensor]:
     """The newest published version by Hugging Face name."""
+    from safetensors.torch import load_file
+
     newest = max(Version.parse(path.name) for path in run.weights.iterdir() if not path.name.startswith("."))
     return load_file(run.weights / str(newest) / "model.safetensors")

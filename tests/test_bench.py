@@ -52,9 +52,12 @@ def test_a_step_lasts_from_the_end_of_training_to_the_next(bench):
 
 
 def test_ratio_is_stated_with_and_without_forward_passes(bench):
-    lines = [{"forward": odd, "start": 0.0, "end": 0.5 + 0.25 * odd} for odd in (False, True)]
+    lines = [
+        {"forward": odd, "start": 0.0, "end": 0.5 + 0.25 * odd, "seconds": {"train": 0.125}} for odd in (False, True)
+    ]
     figures = bench("quickstart").plain_figures(lines, 0.75)
-    assert [(figure.value, figure.ok) for figure in figures] == [(0.5, None), (1.5, False), (0.75, None), (1.0, True)]
+    expected = [(0.5, None), (1.5, False), (0.75, None), (1.0, True), (0.125, None)]
+    assert [(figure.value, figure.ok) for figure in figures] == expected
 
 
 def test_steps_are_found_in_progress_lines(bench):

@@ -10,7 +10,7 @@ import torch
 from relax_hpc.checkpoint import store
 from relax_hpc.errors import ConfigError
 from relax_hpc.training.trainer import Trainer
-from tests.training_helpers import LR, batch, launch, one_rank, rows, tiny, trainer  # noqa: F401
+from tests.training_helpers import LR, batch, launch, one_rank_fixture, rows, tiny_fixture, trainer  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -24,7 +24,7 @@ def train(ours: Trainer, steps: range) -> list[dict[str, float]]:
 
 
 @pytest.fixture(scope="module")
-def saved(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+def saved(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("checkpoints") / "e000001-step-000002"
     ours = trainer(tiny)
     train(ours, range(2))
@@ -44,7 +44,7 @@ def copy(saved: Path, tmp_path: Path) -> Path:
     [("float32", False, 2), ("float32", True, 2), ("bfloat16", False, 2), ("float32", False, 0), ("float32", True, 0)],
 )
 def test_training_continues_bit_for_bit(
-    tiny: Path,  # noqa: F811
+    tiny: Path,
     tmp_path: Path,
     dtype: str,
     distributed: bool,
@@ -64,7 +64,7 @@ def test_training_continues_bit_for_bit(
     assert store.verify(tmp_path / "e000001-step-000002", digest)["step"] == 2
 
 
-def test_a_new_process_continues_bit_for_bit(saved: Path, tiny: Path, tmp_path: Path):  # noqa: F811
+def test_a_new_process_continues_bit_for_bit(saved: Path, tiny: Path, tmp_path: Path):
     from safetensors.torch import load_file
 
     launch(1, "1,1,1,0,0", tiny, tmp_path, saved)
@@ -76,7 +76,7 @@ def test_a_new_process_continues_bit_for_bit(saved: Path, tiny: Path, tmp_path: 
     assert all(torch.equal(value, exported[name]) for name, value in load_file(tmp_path / "first.safetensors").items())
 
 
-def test_a_truncated_or_missing_file_is_named(copy: Path, tiny: Path):  # noqa: F811
+def test_a_truncated_or_missing_file_is_named(copy: Path, tiny: Path):
     ours = trainer(tiny)
     shard = next(copy.glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:-1])
@@ -88,7 +88,7 @@ def test_a_truncated_or_missing_file_is_named(copy: Path, tiny: Path):  # noqa: 
         store.load(copy, ours)
 
 
-def test_without_a_marker_there_is_no_checkpoint(copy: Path, tiny: Path):  # noqa: F811
+def test_without_a_marker_there_is_no_checkpoint(copy: Path, tiny: Path):
     assert store.is_complete(copy)
     (copy / store.MARKER).unlink()
     assert not store.is_complete(copy)
@@ -101,14 +101,14 @@ def test_a_marker_of_another_save_is_refused(copy: Path):
         store.verify(copy, "0" * 64)
 
 
-def test_settings_that_change_the_state_are_refused(saved: Path, tiny: Path):  # noqa: F811
+def test_settings_that_change_the_state_are_refused(saved: Path, tiny: Path):
     with pytest.raises(ConfigError, match=r"saved with model\.dtype float32, the run has bfloat16"):
         store.load(saved, trainer(tiny, dtype="bfloat16"))
     with pytest.raises(ConfigError, match=r"saved with actor\.optimizer\.distributed False"):
         store.load(saved, trainer(tiny, distributed=True))
 
 
-def test_a_save_that_died_leaves_nothing_that_counts(saved: Path, tiny: Path, tmp_path: Path):  # noqa: F811
+def test_a_save_that_died_leaves_nothing_that_counts(saved: Path, tiny: Path, tmp_path: Path):
     partial = tmp_path / ".e000001-step-000001.partial"
     partial.mkdir()
     (partial / "__0_0.distcp").write_bytes(b"half")

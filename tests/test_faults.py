@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import psutil
-import pytest
 
+from relax_hpc.errors import EXIT_NO_PROGRESS
 from relax_hpc.weights.subscriber import staging_root
 from tests.audit import audit
 from tests.requirements import requires
-from tests.run_helpers import Running, merged, rollbacks, running, trained_steps
+from tests.run_helpers import Running, rollbacks, running, trained_steps
 
 requires("mpi", "torch", "megatron", "transformers")
 
@@ -66,7 +65,7 @@ def assert_clean_end(live: Running, family: list[psutil.Process]) -> None:
 
 
 def test_every_role_can_die(tmp_path: Path) -> None:
-    over = {"steps": 32, "checkpoint": {"every": 4}}
+    over = {"steps": 26, "checkpoint": {"every": 4}}
     with running(tmp_path, over) as live:
         live.wait_for_step(1, START_S)
         for role in ("rollout", "reference", "actor_fwd", "advantages", "controller"):
@@ -74,8 +73,37 @@ def test_every_role_can_die(tmp_path: Path) -> None:
         live.wait_until(lambda: [*live.run.checkpoints.glob("e*-step-*")], "a checkpoint", START_S)
         kill_and_recover(live, "actor")
         assert_clean_end(live, psutil.Process(live.process.pid).children(recursive=True))
-    assert [row["step"] for row in trained_steps(live.run)] == list(range(32))
+    assert [row["step"] for row in trained_steps(live.run)] == list(range(26))
     assert len(rollbacks(live.run)) == 1
     result = audit(live.run)
     assert result.problems == []
     assert set(result.dropped) <= {"rolled_back"} and not result.failed
+
+
+def test_a_rank_of_an_asynchronous_actor_can_die(tmp_path: Path) -> None:
+    """Two tensor-parallel ranks under mpiexec; what the bound of staleness promises holds before and after."""
+    parallel = {"parallel": {"tensor": 2}, "optimizer": {"lr": 1e-3}}
+    over = {"steps": 14, "max_staleness": 2, "checkpoint": {"every": 3}, "actor": parallel}
+    over["model"] = {"tiny": {"num_key_value_heads": 2}}
+    with running(tmp_path, over) as live:
+        live.wait_for_step(4, START_S)
+        assert len(live.processes("actor")) == 2
+        kill_and_recover(live, "actor", rank=1)
+        assert_clean_end(live, psutil.Process(live.process.pid).children(recursive=True))
+    rows = trained_steps(live.run)
+    assert [row["step"] for row in rows] == list(range(14)) and len(rollbacks(live.run)) == 1
+    assert 0 < max(row["staleness/max"] for row in rows) <= 2
+    result = audit(live.run)
+    assert result.problems == [] and set(result.dropped) <= {"rolled_back"} and not result.failed
+
+
+def test_a_crash_loop_ends_the_run(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import os\nos._exit(7)\n")
+    groups = {"rollout": {"env": {"PYTHONPATH": str(tmp_path)}}}
+    with running(tmp_path, {"groups": groups, "liveness": {"max_restarts": 2}}) as live:
+        assert live.wait(START_S) == EXIT_NO_PROGRESS, live.story()
+    last = live.output.read_text().splitlines()[-1]
+    assert last.startswith("relax-hpc: error: rollout: ") and "ended with code 7" in last
+    assert "without a new step" in last and "max_restarts" in last and str(live.run.logs("rollout", 3)) in last
+    assert live.epochs("rollout") == 3 and live.epochs("actor") == 1
+    assert not staging_root(live.run).exists()

@@ -14,7 +14,7 @@ from relax_hpc.config.schema import ModelConfig, ParallelConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.training.hf_files import read_config
 from relax_hpc.training.model import PolicyModel
-from tests.training_helpers import batch, one_rank, policy, rows, tiny, tiny_model  # noqa: F401
+from tests.training_helpers import batch, one_rank_fixture, policy, rows, tiny_fixture, tiny_model  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -52,12 +52,12 @@ def test_round_trip_is_byte_identical(tmp_path: Path, tied: bool):
         assert (tmp_path / "again" / name).read_bytes() == (directory / name).read_bytes()
 
 
-def test_a_model_directory_is_never_overwritten(tiny: Path):  # noqa: F811
+def test_a_model_directory_is_never_overwritten(tiny: Path):
     with pytest.raises(ConfigError, match="is there already"):
         policy(tiny).save_hf(tiny)
 
 
-def test_new_weights_replace_the_old(tiny: Path):  # noqa: F811
+def test_new_weights_replace_the_old(tiny: Path):
     model = policy(tiny)
     weights = {name: value + 1.0 for name, value in load_file(tiny / "model.safetensors").items()}
     model.load_tensors(weights)
@@ -67,7 +67,7 @@ def test_new_weights_replace_the_old(tiny: Path):  # noqa: F811
         model.load_tensors({name: value for name, value in weights.items() if name != "model.norm.weight"})
 
 
-def test_bfloat16_is_close_to_float32(tiny: Path):  # noqa: F811
+def test_bfloat16_is_close_to_float32(tiny: Path):
     exact, rough = (
         policy(tiny, dtype=dtype).forward_logprobs([batch(rows(4))], 1.0) for dtype in ("float32", "bfloat16")
     )
@@ -82,19 +82,19 @@ def test_bfloat16_is_close_to_float32(tiny: Path):  # noqa: F811
         ({"attention_bias": True}, "attention_bias is True"),
     ],
 )
-def test_other_models_are_refused(tiny: Path, change: dict, says: str):  # noqa: F811
+def test_other_models_are_refused(tiny: Path, change: dict, says: str):
     with pytest.raises(ConfigError, match=says):
         PolicyModel(read_config(tiny) | change, ModelConfig(), ParallelConfig())
 
 
-def test_rope_theta_is_found_where_transformers_5_puts_it(tiny: Path):  # noqa: F811
+def test_rope_theta_is_found_where_transformers_5_puts_it(tiny: Path):
     from relax_hpc.training.qwen3 import rope_theta
 
     assert rope_theta({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}) == 5e5
     assert rope_theta(read_config(tiny)) == 1e6
 
 
-def test_broken_directories_are_named(tiny: Path, tmp_path: Path):  # noqa: F811
+def test_broken_directories_are_named(tiny: Path, tmp_path: Path):
     model = policy(tiny)
     with pytest.raises(ConfigError, match=r"no \*\.safetensors"):
         model.load_hf(tmp_path)
@@ -109,7 +109,7 @@ def test_broken_directories_are_named(tiny: Path, tmp_path: Path):  # noqa: F811
         model.load_hf(broken)
 
 
-def test_the_saved_config_states_the_type(tiny: Path, tmp_path: Path):  # noqa: F811
+def test_the_saved_config_states_the_type(tiny: Path, tmp_path: Path):
     policy(tiny, dtype="bfloat16").save_hf(tmp_path / "half")
     assert json.loads((tmp_path / "half/config.json").read_text())["torch_dtype"] == "bfloat16"
     assert load_file(tmp_path / "half/model.safetensors")["model.norm.weight"].dtype == torch.bfloat16

@@ -14,7 +14,7 @@ from relax_hpc.checkpoint import store
 from relax_hpc.config.schema import ParallelConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.training import parallel
-from tests.training_helpers import LR, batch, launch, one_rank, rows, tiny, tiny_model, trainer  # noqa: F401
+from tests.training_helpers import LR, batch, launch, one_rank_fixture, rows, tiny_fixture, tiny_model, trainer  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from relax_hpc.config.schema import AlgorithmConfig, OptimizerConfig
 from relax_hpc.training.trainer import Trainer, supervised_loss
 from relax_hpc.transfer_queue.schema import Row
-from tests.training_helpers import ALGORITHM, EPS, LR, batch, one_rank, policy, rows, tiny, trainer  # noqa: F401
+from tests.training_helpers import ALGORITHM, EPS, LR, batch, one_rank_fixture, policy, rows, tiny_fixture, trainer  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -58,7 +58,7 @@ def difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
     return max((left[name] - right[name]).abs().max().item() for name in left)
 
 
-def test_two_steps_match_an_independent_implementation(tiny: Path):  # noqa: F811
+def test_two_steps_match_an_independent_implementation(tiny: Path):
     samples = rows(8)
     ours = trainer(tiny)
     for _ in range(2):
@@ -70,7 +70,7 @@ def test_two_steps_match_an_independent_implementation(tiny: Path):  # noqa: F81
     assert metrics["skipped"] == 0.0 and metrics["grad_norm"] > 0.5
 
 
-def test_accumulating_in_pieces_equals_one_call(tiny: Path):  # noqa: F811
+def test_accumulating_in_pieces_equals_one_call(tiny: Path):
     samples = rows(8)
     whole, pieces = trainer(tiny), trainer(tiny)
     whole.accumulate([batch(samples)])
@@ -82,7 +82,7 @@ def test_accumulating_in_pieces_equals_one_call(tiny: Path):  # noqa: F811
     assert difference(whole.model.export_hf(), pieces.model.export_hf()) < 1e-5
 
 
-def test_a_step_without_tokens_changes_nothing(tiny: Path):  # noqa: F811
+def test_a_step_without_tokens_changes_nothing(tiny: Path):
     ours = trainer(tiny)
     before = ours.model.export_hf()
     masked = [row | {"loss_mask": row["loss_mask"] * 0} for row in rows(2)]
@@ -92,7 +92,7 @@ def test_a_step_without_tokens_changes_nothing(tiny: Path):  # noqa: F811
     assert difference(before, ours.model.export_hf()) == 0.0
 
 
-def test_a_gradient_that_is_not_finite_is_skipped_and_forgotten(tiny: Path):  # noqa: F811
+def test_a_gradient_that_is_not_finite_is_skipped_and_forgotten(tiny: Path):
     ours, clean = trainer(tiny), trainer(tiny)
     before = ours.model.export_hf()
     bad = rows(2, seed=5)
@@ -107,7 +107,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_forgotten(tiny: Path):  # 
     assert difference(ours.model.export_hf(), clean.model.export_hf()) == 0.0
 
 
-def test_missing_old_logprobs_mean_the_policys_own(tiny: Path):  # noqa: F811
+def test_missing_old_logprobs_mean_the_policys_own(tiny: Path):
     ours = Trainer(policy(tiny), AlgorithmConfig(), OptimizerConfig(lr=LR), 1.0)
     plain = [{name: row[name] for name in ("token_ids", "loss_mask", "advantages")} for row in rows(4)]
     ours.accumulate([batch(plain)])
@@ -116,7 +116,7 @@ def test_missing_old_logprobs_mean_the_policys_own(tiny: Path):  # noqa: F811
     assert "kl/reference" not in metrics
 
 
-def test_bfloat16_trains_on_cpu(tiny: Path):  # noqa: F811
+def test_bfloat16_trains_on_cpu(tiny: Path):
     ours = trainer(tiny, dtype="bfloat16")
     before = ours.model.export_hf()
     ours.accumulate([batch(rows(4))])
@@ -126,7 +126,7 @@ def test_bfloat16_trains_on_cpu(tiny: Path):  # noqa: F811
     assert all(value.dtype == torch.bfloat16 and torch.isfinite(value).all() for value in after.values())
 
 
-def test_supervised_loss_falls(tiny: Path):  # noqa: F811
+def test_supervised_loss_falls(tiny: Path):
     ours = Trainer(policy(tiny), ALGORITHM, OptimizerConfig(lr=1e-2), 1.0, loss=supervised_loss)
     losses = []
     for _ in range(15):

@@ -28,8 +28,8 @@ EPS = 1e-6
 LR = 1e-3
 
 
-@pytest.fixture(scope="module")
-def one_rank() -> Iterator[None]:
+@pytest.fixture(scope="module", name="one_rank")
+def one_rank_fixture() -> Iterator[None]:
     """A group of one rank for a whole test file."""
     torch.set_num_threads(1)
     parallel.initialize(ParallelConfig(), 0, 1, 0, ("127.0.0.1", 0), "cpu", 0, 60.0)
@@ -37,8 +37,8 @@ def one_rank() -> Iterator[None]:
     parallel.destroy()
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", name="tiny")
+def tiny_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tied model; see `tiny_model`."""
     return tiny_model(tmp_path_factory.mktemp("tiny"), tied=True)
 

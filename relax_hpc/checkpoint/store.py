@@ -206,13 +206,13 @@ def _save_state(directory: Path, trainer: Trainer) -> None:
 def _load_state(directory: Path, trainer: Trainer) -> None:
     from megatron.core import dist_checkpointing
 
-    from relax_hpc.training.optimizer import fill_adam_state
-
     state = dist_checkpointing.load(_sharded_state(trainer, loading=True), str(directory))
     trainer.model.module.load_state_dict(state["model"])
+    optimizer = state["optimizer"].get("optimizer", state["optimizer"])
+    if "state" in optimizer:
+        # A step count of zero is not stored.
+        optimizer["state"].setdefault("common_step", torch.zeros(()))
     trainer.optimizer.load_state_dict(state["optimizer"])
-    # A step count of zero is not stored.
-    fill_adam_state(trainer.optimizer)
 
 
 def _sharded_state(trainer: Trainer, loading: bool) -> dict[str, Any]:

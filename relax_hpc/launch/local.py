@@ -142,8 +142,11 @@ class Supervisor:
         self._attend(Member("prepare", child, os.pidfd_open(child.pid)))
         if child.returncode and not self.interrupted:
             lines = log.read_text(errors="replace").strip().splitlines() or ["no output"]
-            kind = ConfigError if child.returncode == EXIT_CONFIG else RelaxError
-            raise kind(f"{lines[-1]} (log: {log})")
+            if child.returncode != EXIT_CONFIG:
+                raise RelaxError(f"prepare: {lines[-1]} (log: {log})")
+            # Nothing has begun: with the mistake mended, the same command line is right.
+            self.run.config.unlink()
+            raise ConfigError(lines[-1])
 
     def _attend(self, member: Member) -> None:
         """Wait for a process outside of the groups, or for a signal, which ends it."""
@@ -225,9 +228,9 @@ class Supervisor:
         self.restarts[name] = 1 if fresh else self.restarts[name] + 1
         self.step_at_restart[name] = step
         if self.restarts[name] > self.config.liveness.max_restarts:
-            self.give_up(
-                name, f"{self.restarts[name]} ends without a new step between, last: {reason}", EXIT_NO_PROGRESS
-            )
+            times, allowed = self.restarts[name], self.config.liveness.max_restarts
+            text = f"ended {times} times without a new step between, allowed liveness.max_restarts={allowed}"
+            self.give_up(name, f"{text}; the last time: {reason}", EXIT_NO_PROGRESS)
         self.start(name)
 
     def give_up(self, name: str, reason: str, code: int) -> None:

@@ -20,6 +20,8 @@ def prepare(run: RunDir, config: Config) -> None:
     start = Path(config.model.path).absolute() if config.model.path else _tiny_model(run, config)
     if config.data.task == "sort_digits":
         _sort_digits(run, config, start)
+    else:
+        _check_prompts(config, start)
     if config.warm_start.steps:
         from relax_hpc.training.warm_start import warm_start
 
@@ -43,6 +45,15 @@ def _sort_digits(run: RunDir, config: Config, model: Path) -> None:
     warm = config.warm_start
     rows = warm.steps * warm.batch_size
     make_sort_digits(run.data, load_tokenizer(model), config.data.digits, config.seed, rows, warm.noise)
+
+
+def _check_prompts(config: Config, model: Path) -> None:
+    """ConfigError now, before anything waits for a GPU, if a prompt file is of no use."""
+    from relax_hpc.data.prompts import load_prompts, load_tokenizer
+
+    data, tokenizer = config.data, load_tokenizer(model)
+    for path in (data.train, *data.eval.values()):
+        load_prompts(path, tokenizer, data.max_prompt_tokens, data.max_bad_share)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -49,6 +49,8 @@ class Terminal:
             self._show(json.loads(text) if text.strip() else {})
 
     def _show(self, line: dict) -> None:
+        if line.get("event") == "rolled_back":
+            self.say(f"training goes on at step {line['step']}; what was trained beyond it does not count")
         values = {tag: value for tag, value in line.items() if "/" in tag and value is not None}
         if any(tag.startswith("eval/") for tag in values) and "reward/mean" not in values:
             self._scores = values

@@ -20,7 +20,7 @@ from relax_hpc.metrics.spans import Spans
 from relax_hpc.rewards import RewardError, get_reward
 from relax_hpc.roles.context import Context
 from relax_hpc.rollout.engine import Engine, EngineFault, GenerateRequest, Generation, Sampling, make_engine
-from relax_hpc.rollout.samples import PromptSource, group_rows, requests_for, reward_of
+from relax_hpc.rollout.samples import Failure, PromptSource, group_rows, requests_for, reward_of
 from relax_hpc.transfer_queue.schema import Row
 from relax_hpc.versions import Version
 from relax_hpc.weights.subscriber import NOTHING, Subscriber
@@ -133,8 +133,9 @@ class Replica:
         """Swap to each newest version as it is announced; evaluate where that is due."""
         while "version" in (news := await asyncio.wrap_future(self.reader.newer())):
             step = Version.parse(news["version"]).number
-            with self.activity("engine_update", step):
+            with self.activity("weights", step):
                 version, folder = await asyncio.to_thread(self.reader.stage, news)
+            with self.activity("engine_update", step):
                 await self.engine.update_weights(folder, version)
             due = await asyncio.to_thread(self.reader.served, version)
             if due and self.number == 0:
@@ -180,7 +181,7 @@ class Replica:
                 await asyncio.to_thread(rollout.client.generated, rows)
         tokens = sum(len(row["token_ids"]) - row["prompt_len"] for row in rows)
         self.context.report(step, {"perf/rollout_tokens": tokens})
-        return [(ticket, await self.failed(ticket, attempt, reason)) for ticket, attempt, reason in failed]
+        return [(ticket, await self.failed(ticket, attempt, failure)) for ticket, attempt, failure in failed]
 
     async def answers(self, requests: list[GenerateRequest], sampling: Sampling) -> list[Generation | EngineFault]:
         """The engine's answers; a request that fails as a whole is repeated, a few times in a row at most."""
@@ -199,34 +200,37 @@ class Replica:
         if self.failures >= self.config.rollout.engine.max_failures:
             raise RelaxError(f"{self.engine.name} failed {self.failures} times in a row, last: {fault}") from fault
 
-    def rows(self, prompts: list[Prompt], work: Work, answers: list) -> tuple[list[Row], list[tuple[int, int, str]]]:
+    def rows(
+        self, prompts: list[Prompt], work: Work, answers: list
+    ) -> tuple[list[Row], list[tuple[int, int, Failure]]]:
         """Rows of the prompt groups that came out whole, and the others with their reasons."""
         rows: list[Row] = []
-        failed: list[tuple[int, int, str]] = []
+        failed: list[tuple[int, int, Failure]] = []
         samples = self.config.samples_per_group
         for index, (prompt, (ticket, attempt)) in enumerate(zip(prompts, work, strict=True)):
             group = answers[index * samples : (index + 1) * samples]
             made = group_rows(prompt, ticket, group, self.rollout.tokenizer, self.rollout.reward)
-            self.rollout.outcomes.append(not isinstance(made, str))
-            if isinstance(made, str):
+            self.rollout.outcomes.append(not isinstance(made, Failure))
+            if isinstance(made, Failure):
                 failed.append((ticket, attempt, made))
             else:
                 rows.extend(made)
         return rows, failed
 
-    async def failed(self, ticket: int, attempt: int, reason: str) -> int:
+    async def failed(self, ticket: int, attempt: int, failure: Failure) -> int:
         """Count a failed group; the number of the next attempt, by another prompt under the same ticket."""
         outcomes, shape = self.rollout.outcomes, self.config.rollout
         share = 1.0 - sum(outcomes) / len(outcomes)
         if len(outcomes) == _FAILURE_WINDOW and share > shape.max_failed_share:
             raise NoProgressError(
-                f"{share:.0%} of the last {len(outcomes)} prompt groups failed, last reason {reason}; "
-                f"allowed rollout.max_failed_share={shape.max_failed_share:.0%}"
+                f"{share:.0%} of the last {len(outcomes)} prompt groups failed, the last by {failure.detail}; "
+                f"allowed rollout.max_failed_share={shape.max_failed_share:.0%}; look at the prompts and the reward"
             )
-        number = (await self.rollout.ask("fail", ticket=ticket, attempt=attempt, reason=reason))["attempt"]
+        print(f"ticket {ticket}, attempt {attempt}: {failure.detail}", flush=True)
+        number = (await self.rollout.ask("fail", ticket=ticket, attempt=attempt, reason=failure.reason))["attempt"]
         if number >= shape.max_attempts:
             raise NoProgressError(
-                f"ticket {ticket} failed {number} times, last reason {reason}; allowed rollout.max_attempts="
+                f"ticket {ticket} failed {number} times, the last by {failure.detail}; allowed rollout.max_attempts="
                 f"{shape.max_attempts}; look at the prompts and the reward"
             )
         return number

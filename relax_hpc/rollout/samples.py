@@ -48,23 +48,31 @@ def reward_of(prompt: Prompt, generation: Generation, tokenizer: Tokenizer, rewa
     return safe_reward(reward, RewardInput(prompt.text, prompt.answer, text, generation.finish_reason, prompt.metadata))
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a prompt group came to nothing: `reason` is counted, `detail` is for whoever reads the error."""
+
+    reason: str
+    detail: str
+
+
 def group_rows(
     prompt: Prompt,
     ticket: int,
     answers: Sequence[Generation | EngineFault],
     tokenizer: Tokenizer,
     reward: Reward,
-) -> list[Row] | str:
+) -> list[Row] | Failure:
     """The rows of a prompt group, or why it failed: groups enter the queue whole."""
     rows: list[Row] = []
     for k, answer in enumerate(answers):
         if isinstance(answer, EngineFault):
-            return answer.reason
+            return Failure(answer.reason, str(answer))
         if answer.finish_reason == "abort":
-            return "aborted"
+            return Failure("aborted", "the engine gave the response up")
         value = reward_of(prompt, answer, tokenizer, reward)
         if isinstance(value, RewardError):
-            return value.reason
+            return Failure(value.reason, f"{value.reason}: {value.detail} (prompt {prompt.prompt_id})")
         rows.append(_row(prompt, ticket, k, answer, value))
     return rows
 

@@ -55,8 +55,8 @@ def initialize(
 ) -> None:
     """Join the group's `world` ranks over the store at `master` and split them as `parallel` says.
 
-    The store listens on `master`'s address alone, and a group of one rank opens no port. `timeout_s` bounds the meeting
-    and, with NCCL, every collective. ConfigError if `parallel` does not describe `world` ranks.
+    The store listens on `master`'s address alone; a group of one rank has none and ignores it. `timeout_s` bounds the
+    meeting and every collective. ConfigError if `parallel` does not describe `world` ranks.
     """
     if parallel.ranks != world:
         raise ConfigError(
@@ -75,12 +75,12 @@ def initialize(
 
 def _store(rank: int, world: int, master: tuple[str, int], timeout: timedelta) -> dist.Store:
     host, port = master
-    if world == 1:
-        return dist.HashStore()
-    if socket.gethostbyname(host).startswith("127."):
+    if world == 1 or socket.gethostbyname(host).startswith("127."):
         # Gloo takes the address of the host name otherwise, which other machines can reach.
         loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    if world == 1:
+        return dist.HashStore()
     if rank != 0:
         return dist.TCPStore(host, port, world, False, timeout)
     listener = socket.create_server((host, port), backlog=2 * world)

@@ -28,11 +28,12 @@ from safetensors.torch import save_file
 from relax_hpc.config import Config, load_resolved
 from relax_hpc.config.schema import ParallelConfig
 from relax_hpc.data.prompts import load_tokenizer
+from relax_hpc.errors import RelaxError
 from relax_hpc.rendezvous.process import die_with_parent
 from relax_hpc.rewards import get_reward
 from relax_hpc.roles.advantages import advantages_of
-from relax_hpc.rollout.engine import Engine, EngineFault, Sampling, make_engine
-from relax_hpc.rollout.samples import PromptSource, group_rows, requests_for
+from relax_hpc.rollout.engine import Engine, Sampling, make_engine
+from relax_hpc.rollout.samples import Failure, PromptSource, group_rows, requests_for
 from relax_hpc.rundir import RunDir
 from relax_hpc.training import parallel
 from relax_hpc.training.batches import Batch, collate, split_rows
@@ -108,10 +109,10 @@ class PlainLoop:
         return clock.line(step, forward)
 
     def rows(self, prompt: Any, ticket: int, answers: list) -> list[Row]:
-        """The rows of one prompt group; EngineFault: it failed, which the plain loop does not survive."""
+        """The rows of one prompt group; RelaxError: it failed, which the plain loop does not survive."""
         rows = group_rows(prompt, ticket, answers, self.tokenizer, self.reward)
-        if isinstance(rows, str):
-            raise EngineFault("http_error", f"prompt group {ticket} failed: {rows}")
+        if isinstance(rows, Failure):
+            raise RelaxError(f"prompt group {ticket} failed: {rows.detail}")
         return rows
 
     def score(self, rows: list[Row], forward: bool) -> None:

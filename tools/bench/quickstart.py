@@ -99,14 +99,15 @@ def run_figures(spans: Sequence[Span], steps: Sequence[int], intervals: dict[int
 
 
 def plain_figures(lines: Sequence[dict[str, Any]], wall: float) -> list[Figure]:
-    """The plain loop's step, and ``wall`` seconds as a multiple of it, with and without its forward passes."""
+    """The plain loop's step with and without forward passes, ``wall`` seconds as multiples of it, and its parts."""
     figures = []
     for forward, name in ((False, "plain loop"), (True, "plain loop with forward passes")):
-        plain = median(line["end"] - line["start"] for line in lines if line["forward"] == forward)
+        chosen = [line for line in lines if line["forward"] == forward]
+        plain = median(line["end"] - line["start"] for line in chosen)
         ratio = wall / plain
-        figures.append(Figure(f"{name}: step", plain, "s"))
-        figures.append(Figure(f"step / {name}", ratio, "times", "<= 1.3", ratio <= 1.3))
-    return figures
+        figures += [Figure(name, plain, "s"), Figure(f"step / {name}", ratio, "times", "<= 1.3", ratio <= 1.3)]
+    parts = {part: median(line["seconds"][part] for line in chosen) for part in chosen[0]["seconds"]}
+    return [*figures, *(Figure(f"plain loop: {part}", seconds, "s") for part, seconds in parts.items())]
 
 
 def bounds(figures: Sequence[Figure]) -> str:

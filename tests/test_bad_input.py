@@ -1,0 +1,259 @@
+"""Mistakes in the configuration, the prompts, the reward and the engine: counted, or named in one line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from relax_hpc.cli import main
+from relax_hpc.config.schema import Config, GroupConfig, TinyModelConfig
+from relax_hpc.data.tiny_model import EOS_ID, make_tiny_model
+from relax_hpc.errors import EXIT_CONFIG, EXIT_NO_PROGRESS, NoProgressError, RelaxError
+from relax_hpc.metrics.spans import Spans
+from relax_hpc.rendezvous.world import World
+from relax_hpc.roles import rollout
+from relax_hpc.roles.context import Context
+from relax_hpc.rollout.engine import EngineFault, GenerateRequest, Generation, Sampling
+from relax_hpc.rundir import RunDir
+from relax_hpc.transfer_queue.client import QueueClient
+from relax_hpc.transfer_queue.controller import Controller
+from relax_hpc.versions import Version
+from relax_hpc.weights.publisher import publish
+from tests.audit import audit, read_events
+from tests.queue_helpers import in_thread, make_run
+from tests.requirements import requires
+from tests.run_helpers import SMALL, merged, queue_rows, running, trained_steps, write_config
+
+WAIT_S = 240.0
+FICKLE = """
+def fickle(sample):
+    if sample.metadata.get("poison"):
+        raise RuntimeError("no answer to that")
+    return float(len(sample.response_text))
+
+def never(sample):
+    return 1 / 0
+"""
+GOOD = [{"id": f"p{number}", "prompt": f"{number}?", "answer": f"{number}"} for number in range(100, 140)]
+
+
+# -- before anything is started ----------------------------------------------------------------------------------------
+
+
+def busy_port() -> socket.socket:
+    taken = socket.socket()
+    taken.bind(("127.0.0.1", 0))
+    taken.listen()
+    return taken
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--model.path", "/no/such/model"], ["model.path: found '/no/such/model'", "not a directory"]),
+        (["--actor.parallel.tensor", "2"], ["actor.parallel.tensor: found 2", "num_key_value_heads, 1"]),
+        (["--algorithm.mini_batches", "3"], ["algorithm.mini_batches: found 3", "divisor of groups_per_step, 4"]),
+        (["--rollout.engine.port", "BUSY"], ["rollout.engine.port: found BUSY", "in use", "0 for free ones"]),
+    ],
+    ids=["model", "tensor", "batch", "port"],
+)
+def test_impossible_settings_start_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], parts: list[str]
+) -> None:
+    with busy_port() as taken:
+        port = str(taken.getsockname()[1])
+        config = write_config(tmp_path / "config.yaml")
+        given = [word.replace("BUSY", port) for word in words]
+        code = main(["run", "--config", str(config), "--run_dir", str(tmp_path / "run"), *given])
+    captured = capsys.readouterr()
+    assert code == EXIT_CONFIG and captured.out == ""
+    assert captured.err.startswith("relax-hpc: error: ") and captured.err.count("\n") == 1, captured.err
+    assert all(part.replace("BUSY", port) in captured.err for part in parts), captured.err
+    assert not (tmp_path / "run").exists()
+
+
+def make_data(directory: Path, extra: Sequence[str] = (), poisoned: Sequence[int] = ()) -> dict:
+    """A model and a prompt file of GOOD with `extra` lines at its end; the settings that name them."""
+    make_tiny_model(directory / "model", TinyModelConfig(**SMALL["model"]["tiny"]), 3)
+    lines = [json.dumps(prompt | {"poison": index in poisoned}) for index, prompt in enumerate(GOOD)]
+    (directory / "train.jsonl").write_text("\n".join([*lines, *extra]) + "\n")
+    (directory / "fickle.py").write_text(FICKLE)
+    data = {"task": "", "train": str(directory / "train.jsonl"), "max_prompt_tokens": 8, "shuffle": False}
+    return {"model": {"path": str(directory / "model")}, "data": data}
+
+
+BAD_LINES = [
+    '{"id": "torn", "prompt": ',
+    '{"id": "empty", "prompt": " ", "answer": "1"}',
+    '{"id": "long", "prompt": "0123456789?", "answer": "1"}',
+    '{"id": "p100", "prompt": "1?", "answer": "1"}',
+]
+REASONS = ["broken_json", "empty_prompt", "over_long", "duplicate_id"]
+
+
+def run_to_the_end(directory: Path, over: dict) -> subprocess.CompletedProcess:
+    """`relax-hpc run` of SMALL with `over`."""
+    config = write_config(directory / "config.yaml", over)
+    line = [sys.executable, "-m", "relax_hpc", "run", "--config", str(config), "--run_dir", str(directory / "run")]
+    return subprocess.run(line, capture_output=True, text=True, timeout=WAIT_S)
+
+
+def assert_one_line(result: subprocess.CompletedProcess, code: int, *parts: str) -> None:
+    """The run ended with `code`, and its last word was one line that holds all of `parts`."""
+    assert result.returncode == code, result.stdout + result.stderr
+    assert result.stderr.startswith("relax-hpc: error: ") and result.stderr.count("\n") == 1, result.stderr
+    assert "Traceback" not in result.stdout
+    for part in parts:
+        assert part in result.stderr
+
+
+def test_too_many_bad_lines_start_nothing(tmp_path: Path) -> None:
+    requires("torch")
+    result = run_to_the_end(tmp_path, make_data(tmp_path, BAD_LINES))
+    assert_one_line(result, EXIT_CONFIG, "train.jsonl: 4 of 44 lines are bad", "line 41: broken_json", "max_bad_share")
+    assert "started" not in result.stdout
+    assert not (tmp_path / "run" / "config.yaml").exists(), "the same command can be given again"
+
+
+# -- counted, and the run goes on --------------------------------------------------------------------------------------
+
+
+def test_bad_lines_and_a_fickle_reward_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    requires("mpi", "torch", "megatron", "transformers")
+    over = make_data(tmp_path, BAD_LINES, poisoned=(1, 6)) | {"rollout": {"reward": "fickle:fickle"}}
+    over["data"]["max_bad_share"] = 0.2
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with running(tmp_path, over) as live:
+        live.finish(WAIT_S)
+    named = {event["id"]: event["reason"] for event in read_events(live.run) if event["what"] == "bad_prompt"}
+    assert named == {f"line {line}": reason for line, reason in enumerate(REASONS, start=41)}
+    last = trained_steps(live.run)[-1]
+    assert [last[f"queue/bad_prompt_{reason}"] for reason in REASONS] == [1, 1, 1, 1]
+    result = audit(live.run)
+    assert result.problems == [] and result.failed.keys() == {"reward_exception"}
+    assert last["queue/dropped_reward_exception"] == 4 * result.failed["reward_exception"] >= 8
+    prompts = {row["ticket"]: row["prompt_id"] for row in queue_rows(live.run).values()}
+    assert {prompts[ticket] for ticket in range(12)}.isdisjoint({"p101", "p106"})
+    assert prompts[0] == "p100" and prompts[2] == "p102", "tickets without a fault keep their prompts"
+
+
+# -- the run ends, with one line ---------------------------------------------------------------------------------------
+
+
+def test_a_reward_that_always_raises_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    requires("mpi", "torch", "megatron", "transformers")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    result = run_to_the_end(tmp_path, make_data(tmp_path) | {"rollout": {"reward": "fickle:never"}})
+    assert_one_line(result, EXIT_NO_PROGRESS, "rollout: ", "reward_exception", "ZeroDivisionError", "max_attempts=4")
+    assert "epoch 2" not in result.stdout
+
+
+def test_an_unknown_engine_flag_ends_the_run(tmp_path: Path) -> None:
+    requires("sglang", "mpi", "torch", "megatron")
+    engine = {"kind": "sglang", "flags": {"max_total_token": 4096}}
+    result = run_to_the_end(tmp_path, {"rollout": {"engine": engine}})
+    assert_one_line(result, EXIT_CONFIG, "rollout.engine.flags.max_total_token", "the nearest is max_total_tokens")
+    assert "epoch 2" not in result.stdout
+
+
+# -- the rollout role with an engine that fails ------------------------------------------------------------------------
+
+
+class FaultyEngine:
+    """An engine whose calls and answers are faults, as `script` says: one entry a call, then all is well."""
+
+    name = "faulty"
+
+    def __init__(self, script: list[str]) -> None:
+        self.script = script
+        self.version = Version(0, 0)
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def wait_dead(self) -> int:
+        return await asyncio.get_running_loop().create_future()
+
+    async def update_weights(self, directory: Path, version: Version) -> None:
+        assert (directory / "model.safetensors").exists()
+        self.version = version
+
+    async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Generation | EngineFault]:
+        what = self.script.pop(0) if self.script else "well"
+        if what == "timeout":
+            raise EngineFault("timeout", "/generate: no answer within 2 s")
+        versions = np.full(2, self.version.encode(), np.int32)
+        answers: list = [Generation([7, EOS_ID], [-0.5, -0.5], versions, "stop") for _ in requests]
+        if what == "nan":
+            answers[1] = EngineFault("nan_logprob", "found nan at response token 0")
+        return answers
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A run whose queue is served in a thread, with one published version; `world.rollout(script)` runs the role."""
+    run = make_run(tmp_path / "run")
+    settings = make_data(tmp_path)
+    (tmp_path / "model").rename(run.model)
+    config = Config(steps=1, groups_per_step=4, samples_per_group=2)
+    config.eval.every, config.queue.wait_timeout_s = 0, 20.0
+    config.data.train, config.rollout.groups_per_request = settings["data"]["train"], 4
+    config.groups = {name: GroupConfig(roles=[name]) for name in ("rollout", "actor")}
+    with in_thread(run, config) as controller, QueueClient(run, config, "actor", 1) as actor:
+        actor.call("resume", step=0)
+        publish(run, actor, Version(1, 0), {"weight": torch.zeros(1)})
+
+        def act(script: list[str]) -> None:
+            monkeypatch.setattr(rollout, "make_engine", lambda *_: FaultyEngine(script))
+            with QueueClient(run, config, "rollout", 1) as client:
+                spans = Spans(tmp_path / "spans.jsonl", "rollout")
+                world = World(0, 1, 0, [{}])
+                rollout.run(Context(run, config, "rollout", "rollout", 1, world, client, spans, threading.Event()))
+
+        yield SimpleNamespace(run=run, config=config, controller=controller, actor=actor, rollout=act)
+
+
+def train_the_step(actor: QueueClient, run: RunDir) -> None:
+    """What an actor does with the only step of the run."""
+    leases, tickets = [], 0
+    while tickets < 4:
+        claim = actor.claim("actor", 1 << 20)
+        leases, tickets = [*leases, claim.lease], tickets + len(claim.tickets)
+    publish(run, actor, Version(1, 1), {"weight": torch.ones(1)})
+    actor.call("trained", step=0, leases=leases)
+    actor.call("checkpoint", step=1, name="e000001-step-000001", digest="")
+
+
+def test_faults_of_the_engine_are_counted_and_the_run_goes_on(world: SimpleNamespace) -> None:
+    trainer = threading.Thread(target=train_the_step, args=(world.actor, world.run))
+    trainer.start()
+    world.rollout(["timeout", "timeout", "nan"])
+    trainer.join(20.0)
+    state: Controller = world.controller.state
+    assert state.finished() and state.noted == {"engine_fault/timeout": 2}
+    assert state.dropped == {"nan_logprob": 2}, "both samples of the prompt group whose second one was bad"
+
+
+def test_an_engine_that_only_fails_ends_its_group(world: SimpleNamespace) -> None:
+    with pytest.raises(RelaxError, match=r"faulty failed 3 times in a row, last: timeout: .* within 2 s"):
+        world.rollout(["timeout"] * 3)
+    assert world.controller.state.noted == {"engine_fault/timeout": 3}
+
+
+def test_too_large_a_share_of_failures_ends_the_run(world: SimpleNamespace) -> None:
+    world.config.rollout.max_attempts, world.config.samples_per_group = 100, 2
+    world.config.rollout.reward = "builtins:dict"
+    with pytest.raises(NoProgressError, match=r"100% of the last 64 prompt groups failed.*reward_.*=50%"):
+        world.rollout([])

@@ -1,0 +1,184 @@
+"""The controller with real clients: whole steps, notification without polling, requests that are asked twice."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+
+import numpy as np
+import pytest
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relax_hpc.transfer_queue.client import QueueClient
+from relax_hpc.transfer_queue.wire import seal, unseal
+from relax_hpc.versions import Version
+from tests.queue_helpers import BUDGET, Roles, in_thread, make_run, rows_of, small
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_run_from_its_first_to_its_last_step(tmp_path, staleness):
+    run, config = make_run(tmp_path / "run"), small(steps=3, staleness=staleness, keep_steps=0)
+    with in_thread(run, config) as controller, Roles(run, config) as roles:
+        version = roles.start()
+        for step in range(3):
+            if step == 0 or not staleness:
+                tickets = roles.generate(Version(1, step))
+                assert tickets == list(range(2 * step, 2 * (step + 1 + staleness)))
+            watching = roles["actor"].submit("watch", after=step)
+            while controller.state.position["advantages"] < 2 * (step + 1):
+                roles.learn(version if staleness else Version(1, step))
+            rows = roles.train(step)
+            samples = itertools.product((2 * step, 2 * step + 1), range(2))
+            assert [row["sample_id"] for row in rows] == [f"{ticket:09d}.{k:02d}" for ticket, k in samples]
+            assert np.array_equal(rows[0]["ref_logprobs"], rows[0]["rollout_logprobs"] * 2)
+            assert watching.result(timeout=5)["trained_steps"] == step + 1
+            roles["actor"].call("checkpoint", step=step + 1, name=f"c{step}", digest="d")
+        assert roles["reference"].claim("reference", BUDGET) is None
+        roles["actor"].call("status")
+        assert list(run.shards.iterdir()) == []
+    events = [json.loads(line) for line in run.events.read_text().splitlines()]
+    trained = [event["id"] for event in events if event["what"] == "trained"]
+    assert len(trained) == len(set(trained)) == 12
+
+
+def test_a_waiting_consumer_is_told_by_the_put_itself(tmp_path):
+    """No polling quantum: with a controller that would sleep for an hour, the answer still comes at once."""
+    run, config = make_run(tmp_path / "run"), small()
+    config.liveness.beat_s = 5.0
+    with in_thread(run, config) as controller, Roles(run, config) as roles:
+        controller._patience = lambda: 3600.0
+        version = roles.start()
+        tickets = roles.admit(version)
+        waiting = roles["reference"].claim_later("reference", BUDGET)
+        news = roles["rollout"].submit("next_version", after=str(version))
+        roles["reference"].call("status")
+        started = time.monotonic()
+        roles["rollout"].generated(rows_of(tickets, version))
+        assert waiting.result(timeout=2).tickets == (0, 1)
+        roles["actor"].call("publish", version="e000001-v000001", digest="d")
+        assert news.result(timeout=2)["version"] == "e000001-v000001"
+        assert time.monotonic() - started < 2
+
+
+class Wire:
+    """Speaks the protocol by hand, so that a request can be repeated with its key."""
+
+    def __init__(self, run, endpoint: str) -> None:
+        self.token, self.context = run.token(), zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.connect(endpoint)
+
+    def ask(self, group: str, number: int, op: str, **args):
+        message = {"id": number, "client": f"{group}-wire", "group": group, "epoch": 1, "op": op, "args": args}
+        self.socket.send(seal(self.token, {**message, "patience": 5.0}))
+        assert self.socket.poll(5000), op
+        reply = unseal(self.token, self.socket.recv())
+        assert "error" not in reply, reply
+        return reply["result"]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.context.destroy(linger=0)
+
+
+def requests(group_rows: list[dict]):
+    """A step as raw requests, in order: (group, op, arguments from earlier answers)."""
+    version = "e000001-v000000"
+    yield "actor", "resume", {"step": 0}
+    yield "actor", "publish", {"version": version, "digest": "d"}
+    yield "rollout", "serve", {"reader": "r", "version": version}
+    tickets = (yield "rollout", "admit", {"reader": "r", "count": 9})["tickets"]
+    assert tickets == [0, 1]
+    yield "rollout", "fail", {"ticket": 0, "attempt": 0, "reason": "reward"}
+    fields = ["token_ids", "reward"]
+    yield "rollout", "put", {"shard": {"name": "gen"}, "rows": group_rows, "fields": fields, "lease": 0}
+    for task, gives in (("actor_fwd", ["old_logprobs", "old_logprob_version"]), ("reference", ["ref_logprobs"])):
+        claim = yield task, "claim", {"task": task, "budget": BUDGET, "boundary": 2}
+        rows = [{**row, "versions": row["versions"] if task == "actor_fwd" else []} for row in group_rows]
+        yield task, "put", {"shard": {"name": task}, "rows": rows, "fields": gives, "lease": claim["lease"]}
+        yield task, "ack", {"lease": claim["lease"]}
+    claim = yield "hub", "claim", {"task": "advantages", "budget": BUDGET, "boundary": 2}
+    put = {"shard": {"name": "adv"}, "rows": group_rows, "fields": ["advantages"], "lease": claim["lease"]}
+    yield "hub", "put", put
+    claim = yield "actor", "claim", {"task": "actor", "budget": BUDGET, "boundary": 2}
+    assert [shard["name"] for shard in claim["shards"]] == ["gen", "actor_fwd", "reference", "adv"]
+    yield "actor", "publish", {"version": "e000001-v000001", "digest": "d"}
+    yield "actor", "trained", {"step": 0, "leases": [claim["lease"]]}
+    yield "actor", "checkpoint", {"step": 1, "name": "c", "digest": "d"}
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_every_request_asked_twice_has_the_effect_of_one(tmp_path, restart):
+    run, config = make_run(tmp_path / "run"), small()
+    rows = [{"ticket": t, "mask": 3, "width": 5, "versions": [Version(1, 0).encode()]} for t in (0, 1)]
+    script = requests(rows)
+    group, op, args = next(script)
+    for name in ("gen", "actor_fwd", "reference", "adv"):
+        (run.shards / name).touch()
+    for number in itertools.count(1):
+        with in_thread(run, config) as controller, Wire(run, controller.endpoint) as wire:
+            answer = wire.ask(group, number, op, **args)
+            if not restart:
+                assert wire.ask(group, number, op, **args) == answer or op == "publish"
+        if restart:
+            with in_thread(run, config) as controller, Wire(run, controller.endpoint) as wire:
+                before = len(controller.state.events)
+                assert wire.ask(group, number, op, **args) == answer or op == "publish"
+                assert len(controller.state.events) == before == 0, op
+        try:
+            group, op, args = script.send(answer)
+        except StopIteration:
+            break
+    assert controller.state.trained_steps == 1
+    assert controller.state.dropped == {"reward": 2}
+    assert len(controller.state.checkpoints) == 1
+    assert {path.name for path in run.shards.iterdir()} == {"gen", "actor_fwd", "reference", "adv"}
+
+
+@pytest.fixture(scope="module")
+def living(tmp_path_factory):
+    """A controller that is sent nonsense, and a client that must be served all the same."""
+    run, config = make_run(tmp_path_factory.mktemp("fuzz") / "run"), small()
+    with in_thread(run, config) as controller, QueueClient(run, config, "actor", 1) as client:
+        client.call("status")
+        yield run, controller, client
+    with in_thread(run, config) as successor:
+        assert successor.state.epochs == controller.state.epochs, "what was taken can be replayed"
+
+
+values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**40), 2**40)
+    | st.floats()
+    | st.text(max_size=8)
+    | st.binary(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+OPS = ["beat", "down", "admit", "fail", "put", "claim", "ack", "trained", "resume", "checkpoint", "publish"]
+OPS += ["next_version", "serve", "evaluated", "note", "report", "status", "watch", "checkpoints", "", "__init__"]
+NAMES = ["member", "progress", "group", "epoch", "reader", "count", "ticket", "attempt", "reason", "shard", "rows"]
+NAMES += ["fields", "lease", "task", "budget", "boundary", "step", "leases", "name", "digest", "version", "after"]
+
+
+@settings(max_examples=80)
+@given(
+    raw=st.binary(max_size=200),
+    op=st.sampled_from(OPS),
+    args=st.dictionaries(st.sampled_from(NAMES), values, max_size=4),
+    patience=st.floats(),
+)
+def test_no_frame_stops_the_controller(living, raw, op, args, patience):
+    run, controller, client = living
+    message = {"id": 1, "client": "fuzz", "group": "fuzz", "epoch": 1, "op": op, "args": args, "patience": patience}
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.connect(controller.endpoint)
+        for frame in (raw, seal(run.token(), message)):
+            socket.send(frame)
+        assert client.call("status", timeout=5.0)["steps"] == 4

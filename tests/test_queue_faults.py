@@ -1,0 +1,214 @@
+"""What dies, lies or comes too late: controllers killed for real, torn and corrupted journals, fences, bad frames."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import wait
+
+import pytest
+import zmq
+
+from relax_hpc.errors import DeadlineError, FencedError, RelaxError
+from relax_hpc.rendezvous.roster import claim_epoch
+from relax_hpc.transfer_queue.client import QueueClient
+from relax_hpc.transfer_queue.controller import Controller
+from relax_hpc.transfer_queue.journal import Journal, JournalError
+from relax_hpc.transfer_queue.plan import Plan
+from relax_hpc.transfer_queue.wire import seal
+from relax_hpc.versions import Version
+from tests.queue_helpers import BUDGET, HubProcess, Roles, in_thread, make_run, small
+
+
+def test_a_killed_controller_comes_back_and_clients_go_on(tmp_path):
+    """Killed with a step half done and requests parked; the successor answers them and the run trains on."""
+    run, config = make_run(tmp_path / "run"), small()
+    with Roles(run, config) as roles:
+        with HubProcess(run) as hub:
+            roles.start()
+            first = roles.generate(Version(1, 0))
+            parked = roles["actor"].claim_later("actor", BUDGET)
+            roles["actor"].call("status")
+            hub.kill()
+            lost = roles["rollout"].submit("note", what="engine_fault", name="x", reason="y")
+        with HubProcess(run) as hub:
+            assert hub.epoch == 2
+            roles.learn(Version(1, 0))
+            assert parked.result(timeout=10).tickets == tuple(first) == (0, 1)
+            assert lost.result(timeout=10) == {}
+            roles["actor"].call("publish", version="e000001-v000001", digest="d")
+            roles["actor"].call("trained", step=0, leases=[parked.result().lease])
+            roles.step(1)
+            assert roles["actor"].call("status")["trained_steps"] == 2
+
+
+def test_what_a_dead_owner_held_comes_back(tmp_path):
+    run, config = make_run(tmp_path / "run"), small()
+    with in_thread(run, config), Roles(run, config) as roles:
+        version = roles.start()
+        roles.generate(version)
+        held = roles["reference"].claim("reference", BUDGET)
+        with QueueClient(run, config, "supervisor", 1) as supervisor:
+            supervisor.call("down", group="reference", epoch=1)
+        with pytest.raises(FencedError, match="reference epoch 1 is over"):
+            roles["reference"].call("ack", lease=held.lease)
+        with QueueClient(run, config, "reference", 2) as successor:
+            assert successor.claim("reference", BUDGET).tickets == held.tickets
+
+
+def test_a_second_controller_fences_the_first(tmp_path):
+    """The first stops at its next reply, and what it wrote after the seal is never read."""
+    run, config = make_run(tmp_path / "run"), small()
+    old = Controller(run, Plan.of(config), claim_epoch(run, "hub"))
+    new = Controller(run, Plan.of(config), claim_epoch(run, "hub"))
+    with pytest.raises(FencedError, match="hub epoch 1 is over"):
+        old.serve(lambda: False)
+    old._record(op="register", group="late", epoch=7)
+    old.journal.commit()
+    old.journal._file.write(b"\xffgarbage that no checksum fits")
+    third = Controller(run, Plan.of(config), claim_epoch(run, "hub"))
+    assert "late" not in third.state.epochs
+    for controller in (old, new, third):
+        controller.close()
+
+
+def journal(folder, epoch: int) -> tuple[Journal, list[dict]]:
+    made = Journal(folder, epoch)
+    return made, list(made.replay())
+
+
+def test_a_torn_tail_is_cut_off(tmp_path):
+    first, _ = journal(tmp_path, 1)
+    for number in range(3):
+        first.append({"op": "register", "group": "g", "epoch": number})
+        first.commit()
+    first.close()
+    whole = first.path.read_bytes()
+    for cut in range(1, 12):
+        first.path.write_bytes(whole[:-cut])
+        second, records = journal(tmp_path, 1 + cut)
+        assert [record["epoch"] for record in records] == [0, 1]
+        second.close()
+        second.path.unlink()
+
+
+def test_a_damaged_middle_is_refused_with_its_offset(tmp_path):
+    first, _ = journal(tmp_path, 1)
+    first.commit()
+    at = first.path.stat().st_size
+    for number in range(3):
+        first.append({"op": "register", "group": "g", "epoch": number})
+    first.close()
+    whole = first.path.read_bytes()
+    for byte in range(at, at + 20):
+        for bit in (0x01, 0x80):
+            damaged = bytearray(whole)
+            damaged[byte] ^= bit
+            first.path.write_bytes(damaged)
+            made = Journal(tmp_path, 2)
+            with pytest.raises(JournalError, match=rf"epoch-000001.journal: .* at offset {at}$"):
+                list(made.replay())
+            made.close()
+            made.path.unlink()
+
+
+def test_sealed_records_must_be_whole(tmp_path):
+    for epoch in (1, 2):
+        made, _ = journal(tmp_path, epoch)
+        made.append({"op": "register", "group": "g", "epoch": epoch})
+        made.close()
+    path = tmp_path / "epoch-000001.journal"
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(JournalError, match="sealed at"):
+        journal(tmp_path, 3)
+
+
+def test_a_zombie_that_opens_late_is_not_replayed(tmp_path):
+    newer, _ = journal(tmp_path, 3)
+    zombie, _ = journal(tmp_path, 2)
+    zombie.append({"op": "register", "group": "late", "epoch": 1})
+    zombie.close()
+    assert zombie.superseded() == 3 and not newer.superseded()
+    newer.close()
+    _, records = journal(tmp_path, 4)
+    assert records == []
+
+
+def test_bad_frames_and_a_wrong_token_change_nothing(tmp_path):
+    run, config = make_run(tmp_path / "run"), small()
+    good = {"id": 1, "client": "c", "group": "actor", "epoch": 9, "op": "beat", "args": {}, "patience": 1.0}
+    with in_thread(run, config) as controller, Roles(run, config) as roles, zmq.Context() as context:
+        socket = context.socket(zmq.DEALER)
+        socket.connect(controller.endpoint)
+        frames = [b"", b"x" * 100, seal(b"0" * 64, good), seal(run.token(), good)[:-1], seal(run.token(), {})]
+        odd = [{"epoch": float("inf")}, {"patience": "x"}, {"args": 3}, {"op": None}]
+        frames += [seal(run.token(), {**good, **change}) for change in odd]
+        for frame in frames:
+            socket.send(frame)
+        socket.send_multipart([b"two", b"frames"])
+        roles.start()
+        deadline = time.monotonic() + 5
+        while controller.refused_frames < len(frames) and time.monotonic() < deadline:
+            roles["actor"].call("status")
+        assert not socket.poll(0) or b"refused" in socket.recv()
+        assert controller.state.epochs["actor"] == 1 and controller.refused_frames >= len(frames) - 1
+        socket.close(0)
+
+
+def test_requests_with_bad_arguments_are_refused_and_not_journaled(tmp_path):
+    run, config = make_run(tmp_path / "run"), small()
+    bad = [
+        ("put", {"shard": {"name": "../../token"}, "rows": [], "fields": ["token_ids"]}),
+        ("put", {"shard": "x", "rows": 7, "fields": None}),
+        ("put", {"shard": {"name": "s"}, "rows": [], "fields": ["reward"]}),
+        ("serve", {"reader": "r", "version": "newest"}),
+        ("resume", {"step": -1}),
+        ("resume", {"step": "x"}),
+        ("evaluated", {"version": 1}),
+        ("claim", {"task": "nobody", "budget": 1, "boundary": 1}),
+        ("claim", {"task": "actor", "budget": 1, "boundary": 0}),
+        ("nonsense", {}),
+        ("beat", {"request": 1}),
+    ]
+    with in_thread(run, config) as controller, Roles(run, config) as roles:
+        roles.start()
+        for op, args in bad:
+            with pytest.raises(RelaxError):
+                roles["actor"].call(op, timeout=1.0, **args)
+        assert run.token_file.exists()
+        roles.step(0)
+        trained = controller.state.trained_steps
+    with in_thread(run, config) as successor:
+        assert successor.state.trained_steps == trained == 1
+
+
+def test_waits_end_with_an_error_that_says_where_to_look(tmp_path):
+    run, config = make_run(tmp_path / "run"), small()
+    with QueueClient(run, config, "actor", 1) as alone:
+        with pytest.raises(DeadlineError, match=r"status: the hub has not answered .* open .*logs/hub/epoch-000001"):
+            alone.call("status", timeout=0.1)
+    with in_thread(run, config), Roles(run, config) as roles:
+        started = time.monotonic()
+        with pytest.raises(DeadlineError, match=r"claim actor: nothing came for 0\.\d s; .*open the logs .*logs"):
+            roles["actor"].call("claim", timeout=0.2, task="actor", budget=1, boundary=2)
+        assert 0.15 < time.monotonic() - started < 1.2
+
+
+def test_a_closed_client_leaves_nobody_waiting(tmp_path):
+    run, config = make_run(tmp_path / "run"), small()
+    client = QueueClient(run, config, "actor", 1)
+    waiting = [client.submit("status") for _ in range(3)]
+    threading.Thread(target=client.close).start()
+    assert len(wait(waiting, timeout=5).done) == 3
+    assert all(isinstance(future.exception(), RelaxError) for future in waiting)
+    with pytest.raises(RelaxError, match="closed"):
+        client.submit("status").result(timeout=5)
+
+
+def test_a_waiter_that_goes_away_does_not_break_the_connection(tmp_path):
+    run, config = make_run(tmp_path / "run"), small()
+    with in_thread(run, config), QueueClient(run, config, "actor", 1) as client:
+        assert not client.submit("claim", task="actor", budget=1, boundary=2, timeout=0.1).cancel()
+        assert not client.claim_later("actor", 1).cancel()
+        time.monotonic()
+        assert client.call("status")["trained_steps"] == 0

@@ -1,0 +1,98 @@
+"""The quickstart run, shortened, by its command: the policy learns, although its engine is killed on the way."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import psutil
+import yaml
+
+from relax_hpc.checkpoint.store import verify
+from relax_hpc.metrics.writer import TAG_GROUPS
+from relax_hpc.weights.subscriber import staging_root
+from tests.audit import audit
+from tests.requirements import requires
+from tests.run_helpers import Running, queue_state, read_metrics, running, trained_steps
+
+requires("sglang", "mpi", "torch", "megatron")
+
+QUICKSTART = Path(__file__).parents[1] / "configs" / "runs" / "quickstart.yaml"
+STEPS = 200
+KILL_AFTER = 20
+SHORTER = {"steps": STEPS, "checkpoint": {"every": 100}, "eval": {"every": 100}}
+START_S = 300.0
+RUN_S = 900.0
+
+
+def test_the_quickstart_learns_and_survives_its_engine(tmp_path: Path) -> None:
+    with running(tmp_path, SHORTER, yaml.safe_load(QUICKSTART.read_text())) as live:
+        live.wait_for_step(KILL_AFTER, START_S)
+        family = [*psutil.Process(live.process.pid).children(recursive=True), kill_scheduler(live)]
+        live.wait_for_step(KILL_AFTER + 5, START_S)
+        family += psutil.Process(live.process.pid).children(recursive=True)
+        live.finish(RUN_S)
+        epochs = {path.name: live.epochs(path.name) for path in (live.run.root / "logs").iterdir() if path.is_dir()}
+    assert epochs == {"hub": 1, "rollout": 2, "actor": 1, "actor_fwd": 1, "reference": 1}
+    psutil.wait_procs(family, timeout=10.0)
+    assert not [process for process in family if process.is_running()]
+    assert not staging_root(live.run).exists()
+    assert_learned(live)
+    assert_metrics_are_whole(live)
+    assert_last_lines_name_what_is_there(live)
+    result = audit(live.run)
+    assert result.problems == [] and not result.dropped and not result.failed
+    assert set(result.noted) <= {"engine_fault/dead", "engine_fault/connection", "engine_fault/timeout"}
+
+
+def kill_scheduler(live: Running) -> psutil.Process:
+    """SIGKILL to the process of SGLang that holds the model."""
+    (role,) = live.processes("rollout")
+    (scheduler,) = [child for child in role.children(recursive=True) if "scheduler" in " ".join(child.cmdline())]
+    scheduler.kill()
+    return scheduler
+
+
+def exact_match(row: dict[str, Any]) -> float:
+    """Mean over the held-out sets."""
+    return mean(value for tag, value in row.items() if tag.startswith("eval/"))
+
+
+def assert_learned(live: Running) -> None:
+    """Rewards, held-out answers, and log-probs that both sides agree on."""
+    rows = read_metrics(live.run.root)
+    trained = trained_steps(live.run)
+    rewards = [row["reward/mean"] for row in trained]
+    assert mean(rewards[:5]) < 0.35 and mean(rewards[-5:]) > 0.75, rewards
+    assert exact_match(rows[0]) < 0.1 and exact_match(rows[-1]) > 0.3
+    assert all(row["kl/train_rollout_logprob_abs_diff"] < 1e-3 for row in trained)
+    assert all(row["staleness/max"] == 0 for row in trained)
+
+
+def assert_metrics_are_whole(live: Running) -> None:
+    """One line a step, all groups of tags, and the same numbers for TensorBoard."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    lines = [json.loads(line) for line in live.run.metrics.read_text().splitlines()]
+    steps = [line for line in lines if "reward/mean" in line]
+    assert [line["step"] for line in steps] == list(range(STEPS))
+    assert all(line["time"] <= after["time"] for line, after in zip(steps, steps[1:], strict=False))
+    assert {tag.partition("/")[0] for line in lines for tag in line if "/" in tag} == set(TAG_GROUPS)
+    board = EventAccumulator(str(live.run.tensorboard), {"scalars": 0})
+    board.Reload()
+    shown = {event.step: event.value for event in board.Scalars("reward/mean")}
+    assert shown.keys() == {line["step"] for line in steps}
+    assert all(abs(shown[line["step"]] - line["reward/mean"]) < 1e-6 for line in steps)
+
+
+def assert_last_lines_name_what_is_there(live: Running) -> None:
+    """The run directory, a checkpoint that verifies, the TensorBoard folder and the plot."""
+    last = [line.split() for line in live.output.read_text().splitlines()[-4:]]
+    assert [words[0] for words in last] == ["run", "checkpoint", "TensorBoard", "reward"]
+    run, checkpoint, board, plot = (Path(words[-1]) for words in last)
+    assert run == live.run.root and board == live.run.tensorboard and any(board.iterdir())
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    point = queue_state(live.run).checkpoints[-1]
+    assert checkpoint.name == point["name"] and verify(checkpoint, point["digest"])["step"] == STEPS

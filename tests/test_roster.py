@@ -1,0 +1,77 @@
+"""The run directory and the roster: epochs are taken once, secrets stay secret."""
+
+from __future__ import annotations
+
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from relax_hpc.errors import ConfigError
+from relax_hpc.rendezvous.roster import Card, claim_epoch, latest_card, publish_card
+from relax_hpc.rundir import RunDir
+from relax_hpc.transfer_queue.wire import BadMessage, seal, unseal
+from tests.queue_helpers import make_run
+
+RACER = """
+import sys
+from pathlib import Path
+from relax_hpc.rendezvous.roster import claim_epoch
+from relax_hpc.rundir import RunDir
+run = RunDir(Path(sys.argv[1]))
+run.create()
+print(run.token().decode(), *(claim_epoch(run, "actor") for _ in range(50)))
+"""
+
+
+def test_racing_processes_never_take_the_same_epoch_or_make_two_tokens(tmp_path):
+    words = [sys.executable, "-c", RACER, str(tmp_path / "run")]
+    root = Path(__file__).resolve().parent.parent
+    racers = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=root) for _ in range(3)]
+    answers = [racer.communicate(timeout=30)[0].split() for racer in racers]
+    assert len({answer[0] for answer in answers}) == 1
+    assert sorted(int(epoch) for answer in answers for epoch in answer[1:]) == list(range(1, 151))
+
+
+def test_the_highest_published_epoch_is_followed(tmp_path):
+    run = make_run(tmp_path / "run")
+    assert latest_card(run, "hub") is None
+    for _ in range(3):
+        epoch = claim_epoch(run, "hub")
+    assert latest_card(run, "hub") is None, "claimed is not published"
+    for published in (epoch, 1):
+        publish_card(run, Card("hub", published, [], f"tcp://127.0.0.1:{published}"))
+    assert latest_card(run, "hub") == Card("hub", 3, [], "tcp://127.0.0.1:3")
+
+
+def test_only_the_user_may_enter_a_run_and_read_its_token(tmp_path):
+    (tmp_path / "run").mkdir(mode=0o755)
+    run = make_run(tmp_path / "run")
+    assert stat.S_IMODE(run.root.stat().st_mode) == 0o700
+    assert stat.S_IMODE(run.token_file.stat().st_mode) == 0o600
+    token = run.token()
+    run.create()
+    assert run.token() == token and len(token) == 64
+    assert [path.name for path in run.root.glob(".token*")] == []
+
+
+@pytest.mark.parametrize("text", ["", "short\n"])
+def test_a_token_that_is_none_is_refused(tmp_path, text):
+    run = make_run(tmp_path / "run")
+    run.token_file.write_text(text)
+    with pytest.raises(ConfigError, match="token"):
+        run.token()
+    with pytest.raises(ConfigError, match="token"):
+        RunDir(tmp_path / "nowhere").token()
+
+
+def test_the_token_is_in_no_message_and_a_changed_one_is_noticed():
+    token = b"0123456789abcdef" * 4
+    frame = seal(token, {"op": "beat"})
+    assert token not in frame and token[:16] not in frame
+    assert unseal(token, frame) == {"op": "beat"}
+    for at in range(len(frame)):
+        with pytest.raises(BadMessage):
+            unseal(token, frame[:at] + bytes([frame[at] ^ 1]) + frame[at + 1 :])
