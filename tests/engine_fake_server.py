@@ -19,6 +19,8 @@ from aiohttp import web
 GOOD, SPANS, STATUS_500, HANG, MISSING, NOT_JSON, FEW_LOGPROBS, TOO_MANY, EMPTY, NULL, POSITIVE = range(11)
 NO_VERSION, BAD_VERSION, GAP, MALFORMED, EXIT = range(11, 16)
 CALLS = web.AppKey("calls", list[str])
+HANGING = web.AppKey("hanging", asyncio.Event)
+"""Set once a request hangs."""
 
 
 def answer(kind: int, tokens: int) -> dict[str, Any]:
@@ -47,6 +49,7 @@ async def generate(request: web.Request) -> web.Response:
     if EXIT in kinds:
         os._exit(3)
     if HANG in kinds:
+        request.app[HANGING].set()
         await asyncio.Event().wait()
     if STATUS_500 in kinds:
         return web.Response(status=500, text="out of memory")
@@ -90,6 +93,7 @@ def application(token: str) -> web.Application:
 
     app = web.Application(middlewares=[guard])
     app[CALLS] = []
+    app[HANGING] = asyncio.Event()
     app.add_routes([web.post("/generate", generate), web.post("/update_weights_from_disk", update)])
     app.add_routes([web.get("/model_info", model_info), web.get("/health", health)])
     app.add_routes([web.get("/environment", environment), web.route("*", "/{other}", health)])

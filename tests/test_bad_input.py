@@ -33,7 +33,7 @@ from relax_hpc.weights.publisher import publish
 from tests.audit import audit, read_events
 from tests.queue_helpers import in_thread, make_run
 from tests.requirements import requires
-from tests.run_helpers import SMALL, merged, queue_rows, running, trained_steps, write_config
+from tests.run_helpers import SMALL, queue_rows, running, trained_steps, write_config
 
 WAIT_S = 240.0
 FICKLE = """
@@ -215,12 +215,12 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         actor.call("resume", step=0)
         publish(run, actor, Version(1, 0), {"weight": torch.zeros(1)})
 
-        def act(script: list[str]) -> None:
+        def act(script: list[str], epoch: int = 1) -> None:
             monkeypatch.setattr(rollout, "make_engine", lambda *_: FaultyEngine(script))
-            with QueueClient(run, config, "rollout", 1) as client:
+            with QueueClient(run, config, "rollout", epoch) as client:
                 spans = Spans(tmp_path / "spans.jsonl", "rollout")
                 world = World(0, 1, 0, [{}])
-                rollout.run(Context(run, config, "rollout", "rollout", 1, world, client, spans, threading.Event()))
+                rollout.run(Context(run, config, "rollout", "rollout", epoch, world, client, spans, threading.Event()))
 
         yield SimpleNamespace(run=run, config=config, controller=controller, actor=actor, rollout=act)
 
@@ -244,6 +244,17 @@ def test_faults_of_the_engine_are_counted_and_the_run_goes_on(world: SimpleNames
     state: Controller = world.controller.state
     assert state.finished() and state.noted == {"engine_fault/timeout": 2}
     assert state.dropped == {"nan_logprob": 2}, "both samples of the prompt group whose second one was bad"
+
+
+def test_bad_lines_are_counted_once_a_run(world: SimpleNamespace) -> None:
+    path = Path(world.config.data.train)
+    path.write_text("\n".join([path.read_text().strip(), *BAD_LINES]))
+    world.config.data.max_bad_share, world.config.data.max_prompt_tokens = 0.2, 8
+    for epoch in (1, 2):
+        with pytest.raises(RelaxError, match="faulty failed 3 times"):
+            world.rollout(["timeout"] * 3, epoch)
+    noted = world.controller.state.noted
+    assert noted == {f"bad_prompt/{reason}": 1 for reason in REASONS} | {"engine_fault/timeout": 6}
 
 
 def test_an_engine_that_only_fails_ends_its_group(world: SimpleNamespace) -> None:

@@ -107,3 +107,14 @@ def test_a_crash_loop_ends_the_run(tmp_path: Path) -> None:
     assert "without a new step" in last and "max_restarts" in last and str(live.run.logs("rollout", 3)) in last
     assert live.epochs("rollout") == 3 and live.epochs("actor") == 1
     assert not staging_root(live.run).exists()
+
+
+def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
+    """Ranks under an MPI launcher, whose parent is not ours, included."""
+    over = {"actor": {"parallel": {"tensor": 2}}, "model": {"tiny": {"num_key_value_heads": 2}}}
+    with running(tmp_path, over) as live:
+        live.wait_until(lambda: len(live.processes("actor")) == 2, "both ranks have started", START_S)
+        family = psutil.Process(live.process.pid).children(recursive=True)
+        live.process.kill()
+        gone, left = psutil.wait_procs(family, timeout=10.0)
+    assert gone and not left

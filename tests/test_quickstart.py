@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -78,7 +79,7 @@ def assert_metrics_are_whole(live: Running) -> None:
     lines = [json.loads(line) for line in live.run.metrics.read_text().splitlines()]
     steps = [line for line in lines if "reward/mean" in line]
     assert [line["step"] for line in steps] == list(range(STEPS))
-    assert all(line["time"] <= after["time"] for line, after in zip(steps, steps[1:], strict=False))
+    assert all(line["time"] <= after["time"] for line, after in pairwise(steps))
     assert {tag.partition("/")[0] for line in lines for tag in line if "/" in tag} == set(TAG_GROUPS)
     board = EventAccumulator(str(live.run.tensorboard), {"scalars": 0})
     board.Reload()

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import psutil
 
+from relax_hpc.config import load_resolved
+from relax_hpc.data.prompts import prompt_at
 from relax_hpc.errors import EXIT_CONFIG
-from relax_hpc.transfer_queue.state import QueueState
 from relax_hpc.weights.subscriber import staging_root
 from tests.audit import audit, read_events
 from tests.requirements import requires
-from tests.run_helpers import Running, journal_records, queue_state, rollbacks, running, trained_steps
+from tests.run_helpers import Running, queue_rows, queue_state, rollbacks, running, trained_steps
 
 requires("mpi", "torch", "megatron", "transformers")
 
 STEPS = 16
 EVERY = 3
-OVER = {"steps": STEPS, "checkpoint": {"every": EVERY}}
+OVER = {
+    "steps": STEPS,
+    "checkpoint": {"every": EVERY},
+    "actor": {"parallel": {"tensor": 2}},
+    "model": {"tiny": {"num_key_value_heads": 2}},
+}
+"""Two ranks under an MPI launcher: the signals and the ends of processes must pass through it."""
 WAIT_S = 240.0
 INTERRUPTED = 130
 
@@ -34,11 +43,6 @@ def everything(live: Running) -> list[psutil.Process]:
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
     return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-
-
-def newest_point(live: Running) -> dict:
-    """The last checkpoint that the journal knows."""
-    return queue_state(live.run).checkpoints[-1]
 
 
 def command(directory: Path, *words: str) -> subprocess.CompletedProcess:
@@ -58,12 +62,13 @@ def test_interrupted_killed_and_damaged(tmp_path: Path) -> None:
     with running(tmp_path, OVER, None, "--resume") as live:
         live.finish(WAIT_S)
         logs = "".join(path.read_text() for path in (live.run.root / "logs" / "actor").glob("*/*.log"))
-    lines = [line for line in logs.splitlines() if "does not verify" in line]
-    assert len(lines) == 1 and newest["name"] in lines[0] and "damaged" in lines[0]
+    (line,) = {line for line in logs.splitlines() if "does not verify" in line}
+    assert newest["name"] in line and "damaged" in line
     assert [at for _, at in rollbacks(live.run)][-1] == older["step"]
     assert [row["step"] for row in trained_steps(live.run)] == list(range(STEPS))
     result = audit(live.run)
     assert result.problems == [] and set(result.dropped) <= {"rolled_back"}
+    assert_prompts_of_tickets(live)
     assert_finished_run_says_so(tmp_path)
 
 
@@ -74,7 +79,7 @@ def interrupt(live: Running) -> int:
     live.process.send_signal(signal.SIGINT)
     assert live.wait(60.0) == INTERRUPTED, live.story()
     assert not alive(family) and not staging_root(live.run).exists()
-    step = newest_point(live)["step"]
+    step = queue_state(live.run).checkpoints[-1]["step"]
     assert step == queue_state(live.run).trained_steps > EVERY, "saved at the edge of the step it was at"
     assert "--resume" in live.output.read_text().splitlines()[-1]
     return step
@@ -84,20 +89,20 @@ def assert_continues(live: Running, step: int) -> None:
     """Nothing that was saved is trained again, and the tickets go on."""
     live.wait_for_step(step + EVERY + 1, WAIT_S)
     assert [row["step"] for row in trained_steps(live.run)][: step + 2] == list(range(step + 2))
-    assert audit_of_trained(live) == []
+    assert trained_twice(live) == []
 
 
-def audit_of_trained(live: Running) -> list[str]:
-    """Samples with more than one "trained" event: before any step is rolled back there are none."""
-    names = [event["id"] for event in read_events(live.run) if event["what"] == "trained"]
-    return sorted({name for name in names if names.count(name) > 1}) if len(names) != len({*names}) else []
+def trained_twice(live: Running) -> list[str]:
+    """Samples with more than one "trained" event; before any step is rolled back there are none."""
+    counts = Counter(event["id"] for event in read_events(live.run) if event["what"] == "trained")
+    return [name for name, count in counts.items() if count > 1]
 
 
 def kill_everything(live: Running) -> tuple[dict, dict]:
     """SIGKILL to all processes of a run at once; its last two checkpoints."""
     family = everything(live)
     for process in family:
-        process.kill()
+        process.send_signal(signal.SIGKILL)
     assert live.wait(30.0) == -signal.SIGKILL
     psutil.wait_procs(family, timeout=30.0)
     assert not alive(family)
@@ -109,6 +114,15 @@ def damage(checkpoint: Path) -> None:
     """Cut the largest file in half, as a full disk does."""
     largest = max((path for path in checkpoint.iterdir()), key=lambda path: path.stat().st_size)
     os.truncate(largest, largest.stat().st_size // 2)
+
+
+def assert_prompts_of_tickets(live: Running) -> None:
+    """Each ticket trained the prompt that it has in every run of this seed: the data went on where they were."""
+    ids = [json.loads(line)["id"] for line in (live.run.data / "train.jsonl").read_text().splitlines()]
+    config = load_resolved(live.run.root)
+    found = {row["ticket"]: row["prompt_id"] for row in queue_rows(live.run).values()}
+    tickets = range(STEPS * config.groups_per_step)
+    assert found == {t: ids[prompt_at(t, 0, len(ids), config.seed, config.data.shuffle)] for t in tickets}
 
 
 def assert_finished_run_says_so(tmp_path: Path) -> None:

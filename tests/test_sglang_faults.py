@@ -99,16 +99,32 @@ def test_versions_come_from_spans_or_from_the_one_version() -> None:
     assert spans.token_versions.tolist() == [old, old, new, new]
 
 
-def test_an_update_pauses_flushes_resumes_and_is_verified() -> None:
+def test_only_an_update_beside_running_requests_pauses_the_server() -> None:
     async def updates() -> list[str]:
         async with client_and_server() as (client, server):
             await client.generate([GenerateRequest((fake.GOOD,), "p", 0)], SAMPLING)
-            await client.generate([GenerateRequest((fake.GOOD,), "p", 1)], SAMPLING)
             await client.update_weights(Path("weights"), Version(1, 5))
+            hanging = asyncio.create_task(client.generate([GenerateRequest((fake.HANG,), "p", 1)], SAMPLING))
+            await asyncio.wait_for(server.app[fake.HANGING].wait(), 10)
+            await client.update_weights(Path("weights"), Version(1, 6))
+            hanging.cancel()
             return server.app[fake.CALLS]
 
     calls = asyncio.run(updates())
-    assert calls == ["/freeze_gc", "/pause_generation", "e000001-v000005", "/continue_generation"]
+    assert calls == ["/freeze_gc", "e000001-v000005", "/pause_generation", "e000001-v000006", "/continue_generation"]
+
+
+def test_nothing_is_asked_of_unknown_weights() -> None:
+    async def generate() -> None:
+        async with client_and_server() as (client, _):
+            with pytest.raises(EngineFault, match="no such file"):
+                await client.update_weights(Path("broken"), Version(1, 5))
+            with pytest.raises(EngineFault, match="weights are unknown"):
+                await client.generate([GenerateRequest((fake.GOOD,), "p", 0)], SAMPLING)
+            await client.update_weights(Path("weights"), Version(1, 5))
+            await client.generate([GenerateRequest((fake.GOOD,), "p", 0)], SAMPLING)
+
+    asyncio.run(generate())
 
 
 @pytest.mark.parametrize(("directory", "what"), [("broken", "no such file"), ("stale", "reports version")])

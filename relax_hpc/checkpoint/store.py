@@ -48,6 +48,8 @@ def save(directory: Path, trainer: Trainer, meta: dict[str, Any]) -> str:
     dist.barrier()
     _save_state(partial, trainer)
     save_random_state(partial / _random_file())
+    # All files must be there, under their last names, before they are listed.
+    dist.barrier()
     device = trainer.model.device
     names = tell(_files(partial) if dist.get_rank() == 0 else None, device)
     digests = _digest_all(partial, names, device, sync=True)

@@ -199,8 +199,6 @@ class QueueConfig:
     """What accepted means: `flush` is written to the operating system (survives any process's death)."""
     wait_timeout_s: float = bounded(600.0, 1.0)
     """Deadline of every wait for rows, tickets or versions; running past it ends the group with exit 75."""
-    lease_s: float = bounded(120.0, 1.0)
-    """Rows claimed and neither acked nor renewed for so long are offered again."""
     keep_steps: int = bounded(2, 0)
     """Shards of steps older than the last checkpoint by more than this are deleted."""
 
@@ -233,8 +231,6 @@ class LivenessConfig:
     beat_s: float = bounded(0.5, 0.05)
     lease_s: float = bounded(30.0, 1.0)
     """A group without beats for so long is dead."""
-    connect_timeout_s: float = bounded(60.0, 1.0)
-    """How long a role looks for the hub."""
     max_restarts: int = bounded(5, 0)
     """Restarts of one group without a new step between them before the run stops with exit 93."""
     stop_timeout_s: float = bounded(15.0, 0.1)

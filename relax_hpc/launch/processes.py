@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import psutil
 
 from relax_hpc.config.schema import Config
 from relax_hpc.errors import ConfigError
-from relax_hpc.rendezvous.process import clean_environment
+from relax_hpc.rendezvous.process import PARENT, clean_environment
 from relax_hpc.rundir import RunDir
 
 
@@ -47,10 +48,8 @@ class GroupProcesses:
         self.signal(signal.SIGTERM)
         deadline = time.monotonic() + seconds
         for member in self.members:
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 member.process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                pass
         kill(families)
         self.reap()
 
@@ -97,7 +96,8 @@ def command(run: RunDir, config: Config, group: str, role: str, epoch: int) -> l
     args = ["-m", "relax_hpc.roles", "--run_dir", str(run.root), "--group", group, "--role", role]
     words = [sys.executable, *args, "--epoch", str(epoch)]
     ranks = getattr(config, role).parallel.ranks if role in ("actor", "actor_fwd", "reference") else 1
-    return words if ranks == 1 else [mpiexec(), "-n", str(ranks), *words]
+    tied = [sys.executable, "-m", "relax_hpc.launch.tied"]
+    return words if ranks == 1 else [*tied, mpiexec(), "-n", str(ranks), *words]
 
 
 def start(run: RunDir, config: Config, group: str, epoch: int) -> GroupProcesses:
@@ -106,7 +106,7 @@ def start(run: RunDir, config: Config, group: str, epoch: int) -> GroupProcesses
     logs.mkdir(parents=True, exist_ok=True)
     roles = (["controller"] if group == "hub" else []) + list(config.groups[group].roles)
     environment = clean_environment() | {"OMP_NUM_THREADS": str(config.threads), "PYTHONUNBUFFERED": "1"}
-    environment |= {"HF_HUB_OFFLINE": "1"} | config.groups[group].env
+    environment |= {"HF_HUB_OFFLINE": "1", PARENT: str(os.getpid())} | config.groups[group].env
     processes = GroupProcesses(group, epoch)
     for role in roles:
         with (logs / f"{role}.log").open("ab") as log:

@@ -5,18 +5,27 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 import threading
 
 from relax_hpc.errors import RelaxError
 
 _PR_SET_PDEATHSIG = 1
+PARENT = "RELAX_PARENT"
+"""Environment variable: pid of the process that started this one."""
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _LAUNCHER_PREFIXES = ("PMI", "HYDRA", "MPI_", "MPIR_", "OMPI_", "PMIX_", "SLURM_")
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it ends, however it ends."""
+    """Have the kernel kill this process when the one that started it ends, however it ends.
+
+    A parent that put its pid into PARENT is also noticed if it has ended by now.
+    """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = os.environ.pop(PARENT, "")
+    if parent and int(parent) != os.getppid():
+        sys.exit(f"process {parent}, which started this one, has ended")
 
 
 def clean_environment() -> dict[str, str]:

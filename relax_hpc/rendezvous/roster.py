@@ -10,6 +10,7 @@ import json
 import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from relax_hpc.rundir import RunDir, write_json
@@ -32,7 +33,7 @@ def claim_epoch(run: RunDir, group: str) -> int:
     """Take the next incarnation number of ``group``; two launchers never get the same one."""
     folder = run.rendezvous(group)
     folder.mkdir(parents=True, exist_ok=True)
-    epoch = 1 + max((int(m[1]) for name in os.listdir(folder) if (m := _CLAIM.fullmatch(name))), default=0)
+    epoch = 1 + max(_numbers(folder, _CLAIM), default=0)
     while True:
         try:
             os.close(os.open(folder / f"epoch-{epoch:06d}.claim", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
@@ -49,12 +50,15 @@ def publish_card(run: RunDir, card: Card) -> None:
 
 def latest_card(run: RunDir, group: str) -> Card | None:
     """The newest published incarnation of ``group``, or None."""
-    try:
-        names = os.listdir(run.rendezvous(group))
-    except FileNotFoundError:
-        return None
-    epochs = [int(m[1]) for name in names if (m := _CARD.fullmatch(name))]
+    epochs = _numbers(run.rendezvous(group), _CARD)
     if not epochs:
         return None
     value = json.loads((run.rendezvous(group) / f"epoch-{max(epochs):06d}.json").read_text())
     return Card(value["group"], value["epoch"], value["ranks"], value["endpoint"])
+
+
+def _numbers(folder: Path, name: re.Pattern) -> list[int]:
+    try:
+        return [int(match[1]) for path in folder.iterdir() if (match := name.fullmatch(path.name))]
+    except FileNotFoundError:
+        return []

@@ -39,7 +39,7 @@ def free_port(host: str) -> int:
 
 
 def join(address: str = "127.0.0.1") -> World:
-    """Meet the other ranks that the MPI launcher started (alone without one); ``address`` is how they reach this one."""
+    """Meet the other ranks that the MPI launcher started (alone without one); they reach this one at ``address``."""
     card = {"host": socket.gethostname(), "address": address, "port": free_port(address), "pid": os.getpid()}
     import mpi4py
 

@@ -26,7 +26,9 @@ from relax_hpc.versions import Version
 from relax_hpc.weights.subscriber import NOTHING, Subscriber
 
 _FAILURE_WINDOW = 64
-_NOTED_LINES = 100
+_NOTED_LINES = 10_000
+"""Bad lines beyond so many are left out of the counts."""
+
 
 class Activity:
     """What an engine is at: several requests at once count once, and only an engine without any work waits."""
@@ -82,8 +84,14 @@ class Rollout:
         self.sampling = Sampling(shape.temperature, shape.top_p, shape.max_new_tokens, stops, config.seed)
         self.greedy = Sampling(0.0, 1.0, shape.max_new_tokens, stops, config.seed)
         self.outcomes: deque[bool] = deque(maxlen=_FAILURE_WINDOW)
-        for line in self.source.bad[:_NOTED_LINES]:
-            self.client.submit("note", what="bad_prompt", name=f"line {line.line}", reason=line.reason)
+        self._note_bad_lines()
+
+    def _note_bad_lines(self) -> None:
+        """Count them, once a run: an earlier incarnation of the group may have done so."""
+        noted = self.client.call("status")["noted"]
+        if not any(name.startswith("bad_prompt/") for name in noted):
+            for line in self.source.bad[:_NOTED_LINES]:
+                self.client.submit("note", what="bad_prompt", name=f"line {line.line}", reason=line.reason)
 
     def _eval_prompts(self, path: Path) -> list[Prompt]:
         return PromptSource.load(path, self.tokenizer, self.config).prompts[: self.config.eval.samples]
@@ -176,9 +184,7 @@ class Replica:
         with self.activity("generate", step):
             answers = await self.answers(requests, rollout.sampling)
         with self.context.spans("queue", step=step):
-            rows, failed = await asyncio.to_thread(self.rows, prompts, work, answers)
-            if rows:
-                await asyncio.to_thread(rollout.client.generated, rows)
+            rows, failed = await asyncio.to_thread(self.deliver, prompts, work, answers)
         tokens = sum(len(row["token_ids"]) - row["prompt_len"] for row in rows)
         self.context.report(step, {"perf/rollout_tokens": tokens})
         return [(ticket, await self.failed(ticket, attempt, failure)) for ticket, attempt, failure in failed]
@@ -200,10 +206,10 @@ class Replica:
         if self.failures >= self.config.rollout.engine.max_failures:
             raise RelaxError(f"{self.engine.name} failed {self.failures} times in a row, last: {fault}") from fault
 
-    def rows(
+    def deliver(
         self, prompts: list[Prompt], work: Work, answers: list
     ) -> tuple[list[Row], list[tuple[int, int, Failure]]]:
-        """Rows of the prompt groups that came out whole, and the others with their reasons."""
+        """Put the prompt groups that came out whole; their rows, and the others with their reasons."""
         rows: list[Row] = []
         failed: list[tuple[int, int, Failure]] = []
         samples = self.config.samples_per_group
@@ -215,6 +221,8 @@ class Replica:
                 failed.append((ticket, attempt, made))
             else:
                 rows.extend(made)
+        if rows:
+            self.rollout.client.generated(rows)
         return rows, failed
 
     async def failed(self, ticket: int, attempt: int, failure: Failure) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +30,10 @@ class SglangClient:
         self._session = aiohttp.ClientSession(url, headers=headers, connector=connector, trust_env=False)
         self._settings = settings
         self._froze_gc = False
+        self._unknown_weights = False
+        self._running = 0
+        self._entry = asyncio.Lock()
+        """Held while weights are swapped: a new request waits at the door."""
 
     async def healthy(self) -> bool:
         """Whether the server answers and serves; a paused one does not."""
@@ -50,7 +55,14 @@ class SglangClient:
             },
             "return_logprob": True,
         }
-        answers = await self._call("/generate", body, self._settings.request_timeout_s)
+        async with self._entry:
+            if self._unknown_weights:
+                raise EngineFault("update_failed", "the last update failed; the server's weights are unknown")
+            self._running += 1
+        try:
+            answers = await self._call("/generate", body, self._settings.request_timeout_s)
+        finally:
+            self._running -= 1
         if not isinstance(answers, list) or len(answers) != len(requests):
             found = len(answers) if isinstance(answers, list) else type(answers).__name__
             raise EngineFault("wrong_count", f"/generate: found {found} answers to {len(requests)} requests")
@@ -58,7 +70,7 @@ class SglangClient:
         return [_generation(answer, sampling.max_new_tokens) for answer in answers]
 
     async def update_weights(self, directory: Path, version: Version) -> None:
-        """See `Engine.update_weights`. After a fault the server stays paused: it serves no unknown weights.
+        """See `Engine.update_weights`. After a fault, whose weights are unknown, only another update may follow.
 
         "retract" sends running requests back to the queue, so that the whole cache can be flushed; they go on with
         keys and values computed anew by the new weights. Updates from disk take no begin/end_weight_update in any
@@ -66,15 +78,24 @@ class SglangClient:
         """
         limit = self._settings.update_timeout_s
         weights = {"model_path": str(directory), "weight_version": str(version), "flush_cache": True}
-        try:
-            await self._call("/pause_generation", {"mode": "retract"}, limit)
-            await self._call("/update_weights_from_disk", weights, limit)
-            await self._call("/continue_generation", {"torch_empty_cache": False}, limit)
-            info = await self._call("/model_info", None, limit)
-        except EngineFault as fault:
-            raise EngineFault("update_failed", f"{version} from {directory}: {fault}") from fault
+        async with self._entry:
+            busy, self._unknown_weights = self._running > 0 or self._unknown_weights, True
+            try:
+                info = await self._swap(weights, busy, limit)
+            except EngineFault as fault:
+                raise EngineFault("update_failed", f"{version} from {directory}: {fault}") from fault
         if (found := info.get("weight_version")) != str(version):
             raise EngineFault("update_failed", f"the server reports version {found} after an update to {version}")
+        self._unknown_weights = False
+
+    async def _swap(self, weights: dict[str, Any], busy: bool, limit: float) -> dict[str, Any]:
+        """Update from disk, a ``busy`` server's requests retracted meanwhile; what it then says of its model."""
+        if busy:
+            await self._call("/pause_generation", {"mode": "retract"}, limit)
+        await self._call("/update_weights_from_disk", weights, limit)
+        if busy:
+            await self._call("/continue_generation", {"torch_empty_cache": False}, limit)
+        return await self._call("/model_info", None, limit)
 
     async def close(self) -> None:
         """Drop the connections."""

@@ -18,8 +18,9 @@ from relax_hpc.errors import FencedError
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.journal import Journal
 from relax_hpc.transfer_queue.plan import Plan
+from relax_hpc.transfer_queue.records import Event, Owner
 from relax_hpc.transfer_queue.shard import check_name
-from relax_hpc.transfer_queue.state import Event, Owner, QueueState
+from relax_hpc.transfer_queue.state import QueueState
 from relax_hpc.transfer_queue.wire import MAX_MESSAGE_BYTES, BadMessage, seal, unseal
 from relax_hpc.versions import Version
 
@@ -62,6 +63,8 @@ class Controller:
         self.state.events.clear()
         self.events_file = run.events.open("ab", buffering=0)
         self.parked: list[Request] = []
+        self.changed = False
+        """Something happened that parked requests may wait for."""
         self.beats: dict[str, dict[str, Any]] = {}
         self.refused_frames = 0
         self.on_report: Callable[[str, int, dict[str, float], dict[str, float]], None] = lambda *_: None
@@ -114,9 +117,11 @@ class Controller:
             request = self._parse(peer, frame)
             if request is not None:
                 self._answer(request, replies)
-        waiting, self.parked = self.parked, []
-        for request in waiting:
-            self._answer(request, replies)
+        if self.changed or any(request.deadline <= time.monotonic() for request in self.parked):
+            self.changed = False
+            waiting, self.parked = self.parked, []
+            for request in waiting:
+                self._answer(request, replies)
         return replies
 
     def _parse(self, peer: bytes, frame: bytes) -> Request | None:
@@ -178,6 +183,7 @@ class Controller:
         # What cannot be applied must not be journaled: its replay would fail for ever.
         self.state.apply(record)
         self.journal.append(record)
+        self.changed = True
 
     def _after_replies(self) -> None:
         if lines := [_line(event) for event in self.state.take_events()]:

@@ -30,7 +30,6 @@ class Plan:
     max_staleness: int
     eval_every: int
     keep_steps: int
-    lease_s: float
     tasks: dict[str, Task]
 
     @classmethod
@@ -53,7 +52,6 @@ class Plan:
             max_staleness=config.max_staleness,
             eval_every=config.eval.every,
             keep_steps=config.queue.keep_steps,
-            lease_s=config.queue.lease_s,
             tasks=tasks,
         )
 

@@ -10,65 +10,18 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
+from relax_hpc.transfer_queue import windows
 from relax_hpc.transfer_queue.plan import Plan
+from relax_hpc.transfer_queue.records import DONE, Event, Lease, Owner, PromptGroup, Shard
 from relax_hpc.transfer_queue.schema import sample_id
 from relax_hpc.versions import Version
 
-Owner = tuple[str, int]
 Record = dict[str, Any]
-DONE = -1
 REMEMBERED = 256
 REJECTED = ("rolled_back", "stale_version", "incomplete")
 """Why generated rows are dropped and their ticket is offered again."""
-
-
-@dataclass(slots=True)
-class PromptGroup:
-    """One prompt's samples: who generates them, which fields are there, and which task holds or has consumed them."""
-
-    owner: Owner | None
-    attempt: int = 0
-    width: int = 0
-    versions: frozenset[int] = frozenset()
-    old_version: int = 0
-    present: dict[str, int] = field(default_factory=dict)
-    """Field -> bit mask of the samples that have it."""
-    parts: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
-    """(shard number, its fields), oldest first."""
-    tasks: dict[str, int] = field(default_factory=dict)
-    """Task -> lease number, or DONE."""
-
-
-@dataclass(slots=True)
-class Lease:
-    """Tickets that a consumer holds. `key` names the request, so that asking again gives the same answer."""
-
-    task: str
-    owner: Owner
-    key: str
-    tickets: tuple[int, ...]
-
-
-@dataclass(slots=True)
-class Shard:
-    """Where a put's bytes are, and the tickets that still need them."""
-
-    descriptor: dict[str, Any]
-    tickets: set[int]
-
-
-@dataclass(slots=True)
-class Event:
-    """One line of events.jsonl."""
-
-    id: str
-    what: str
-    step: int
-    version: str = ""
-    reason: str = ""
 
 
 class QueueState:
@@ -146,46 +99,17 @@ class QueueState:
         behind it would not fit, or the boundary is reached.
         """
         for window in self.returned[task]:
-            if all(self._ready(task, ticket) for ticket in window):
+            if all(self.ready(task, ticket) for ticket in window):
                 return window
-        if self.plan.tasks[task].in_order:
-            return self._next_window(task, budget, boundary)
-        return self._any_window(task, budget, boundary)
+        cut = windows.in_order if self.plan.tasks[task].in_order else windows.as_ready
+        return cut(self, task, budget, boundary)
 
-    def _ready(self, task: str, ticket: int) -> bool:
+    def ready(self, task: str, ticket: int) -> bool:
+        """Whether ``task`` may take ``ticket``: all it needs is there, and it has neither claimed nor consumed it."""
         group = self.groups.get(ticket)
         if group is None or task in group.tasks:
             return False
         return all(group.present.get(name) == self.full for name in self.plan.tasks[task].needs)
-
-    def _next_window(self, task: str, budget: int, boundary: int) -> tuple[int, ...]:
-        held = {ticket for window in self.returned[task] for ticket in window}
-        window: list[int] = []
-        start, width = self.position[task], 0
-        for ticket in range(start, (start // boundary + 1) * boundary):
-            group = self.groups.get(ticket)
-            if group is None or group.present.get("token_ids") != self.full:
-                return ()
-            if task in group.tasks or ticket in held:
-                continue
-            width = max(width, group.width)
-            if window and (len(window) + 1) * self.plan.samples_per_group * width > budget:
-                break
-            window.append(ticket)
-        return tuple(window) if all(self._ready(task, ticket) for ticket in window) else ()
-
-    def _any_window(self, task: str, budget: int, boundary: int) -> tuple[int, ...]:
-        window: list[int] = []
-        width = 0
-        for ticket in range(self.position[task], self.next_ticket):
-            if not self._ready(task, ticket):
-                continue
-            width = max(width, self.groups[ticket].width)
-            too_long = (len(window) + 1) * self.plan.samples_per_group * width > budget
-            if window and (too_long or ticket // boundary != window[0] // boundary):
-                break
-            window.append(ticket)
-        return tuple(window)
 
     def refusal(self, owner: Owner, row: dict[str, Any], lease: int) -> str:
         """Why a put of one prompt group cannot be taken ('' if it can; 'duplicate' is harmless)."""

@@ -18,7 +18,7 @@ import psutil
 from relax_hpc.launch.processes import family
 from relax_hpc.rendezvous.process import die_with_parent
 
-_SAMPLE_S = 2.0
+_SAMPLE_S = 5.0
 
 
 class Program:

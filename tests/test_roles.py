@@ -1,0 +1,101 @@
+"""The small parts of the roles: advantages, sharing over ranks, the hub's board, an engine's activity."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relax_hpc.config.schema import AlgorithmConfig, Config
+from relax_hpc.metrics.read import read_metrics
+from relax_hpc.metrics.spans import Spans
+from relax_hpc.roles.advantages import advantages_of
+from relax_hpc.roles.board import Board
+from relax_hpc.roles.rollout import Activity, first_error
+from relax_hpc.transfer_queue.plan import Plan
+from relax_hpc.transfer_queue.samplers import share
+from relax_hpc.transfer_queue.schema import sample_id
+from relax_hpc.transfer_queue.state import QueueState
+
+
+def rows_with(rewards: list[float], samples: int) -> list[dict]:
+    mask = np.array([0, 1, 1], np.uint8)
+    return [
+        {"sample_id": sample_id(n // samples, n % samples), "ticket": n // samples, "reward": r, "loss_mask": mask}
+        for n, r in enumerate(rewards)
+    ]
+
+
+def test_advantages_stay_within_their_prompt_group() -> None:
+    made = advantages_of(rows_with([0.0, 1.0, 5.0, 5.0], 2), 2, AlgorithmConfig(), seed=0)
+    values = [row["advantages"].tolist() for row in made]
+    half = 2**-0.5
+    np.testing.assert_allclose(values, [[0, -half, -half], [0, half, half], [0, 0, 0], [0, 0, 0]], atol=1e-5)
+
+
+def test_the_control_permutes_rewards_reproducibly() -> None:
+    rows, algorithm = rows_with(list(np.linspace(0, 1, 32)), 4), AlgorithmConfig(shuffle_rewards=True)
+    one, two = (advantages_of(rows, 4, algorithm, seed=1) for _ in range(2))
+    plain = advantages_of(rows, 4, AlgorithmConfig(), seed=1)
+    assert all(np.array_equal(a["advantages"], b["advantages"]) for a, b in zip(one, two, strict=True))
+    assert any(not np.array_equal(a["advantages"], b["advantages"]) for a, b in zip(one, plain, strict=True))
+
+
+@given(st.lists(st.integers(1, 1000), max_size=40), st.integers(1, 8))
+def test_sharing_is_a_partition_within_its_bound(sizes: list[int], ranks: int) -> None:
+    shares = share(sizes, ranks)
+    assert sorted(item for items in shares for item in items) == list(range(len(sizes)))
+    best = max([*sizes, sum(sizes) / ranks]) if sizes else 0
+    assert max(sum(sizes[item] for item in items) for items in shares) <= 4 / 3 * best + max(sizes, default=0) / 3
+
+
+def board(tmp_path: Path) -> Board:
+    return Board(tmp_path, 1, 10, QueueState(Plan.of(Config())))
+
+
+def test_the_actors_report_closes_a_step(tmp_path: Path) -> None:
+    hub = board(tmp_path)
+    hub.report("rollout", 0, {"perf/rollout_tokens": 100.0}, {"generate": 2.0, "wait": 2.0})
+    hub.report("rollout", 0, {"perf/rollout_tokens": 50.0}, {"generate": 1.0})
+    hub.report("eval", 0, {"eval/test/exact_match": 0.25}, {})
+    assert all("reward/mean" not in row for row in read_metrics(tmp_path))
+    hub.report("actor", 0, {"reward/mean": 0.5, "perf/trained_tokens": 300.0}, {"train": 3.0, "wait": 1.0})
+    hub.close()
+    (row,) = read_metrics(tmp_path)
+    assert row["step"] == 0 and row["reward/mean"] == 0.5 and row["eval/test/exact_match"] == 0.25
+    assert row["perf/rollout_tokens"] == 150.0 and row["perf/rollout_tokens_per_s"] == 50.0
+    assert row["idle/rollout"] == 0.4 and row["idle/actor"] == 0.25 and row["perf/train_tokens_per_s"] == 100.0
+
+
+def test_overlapping_requests_count_once(tmp_path: Path) -> None:
+    spans = Spans(tmp_path / "spans-rollout-0.jsonl", "rollout")
+    activity = Activity(spans)
+    with activity("generate", 3):
+        with activity("generate", 4):
+            pass
+        with activity("engine_update", 5):
+            pass
+    spans.close()
+    lines = [json.loads(line) for line in (tmp_path / "spans-rollout-0.jsonl").read_text().splitlines()[1:]]
+    assert [(line["what"], line["step"]) for line in lines] == [("wait", None), ("engine_update", 5), ("generate", 3)]
+
+
+def test_the_error_that_counts_is_the_one_that_restarting_cannot_cure() -> None:
+    from relax_hpc.errors import ConfigError, RelaxError
+
+    wrong = ConfigError("wrong")
+    assert first_error(BaseExceptionGroup("", [RelaxError("a"), BaseExceptionGroup("", [wrong])])) is wrong
+
+
+def test_an_evaluation_is_due_at_the_start_every_so_often_and_at_the_end() -> None:
+    plan = Plan.of(Config(steps=7))
+    plan = Plan(**{name: getattr(plan, name) for name in Plan.__slots__} | {"eval_every": 3})
+    evaluated, due = -1, []
+    for version in range(8):
+        if plan.eval_due(evaluated, version):
+            due.append(version)
+            evaluated = version
+    assert due == [0, 3, 6, 7]
