@@ -89,8 +89,9 @@ def make_data(directory: Path, extra: Sequence[str] = (), poisoned: Sequence[int
     lines = [json.dumps(prompt | {"poison": index in poisoned}) for index, prompt in enumerate(GOOD)]
     (directory / "train.jsonl").write_text("\n".join([*lines, *extra]) + "\n")
     (directory / "fickle.py").write_text(FICKLE)
+    groups = {"reference": None}  # not needed, and a start saved
     data = {"task": "", "train": str(directory / "train.jsonl"), "max_prompt_tokens": 8, "shuffle": False}
-    return {"model": {"path": str(directory / "model")}, "data": data}
+    return {"model": {"path": str(directory / "model")}, "data": data, "groups": groups}
 
 
 BAD_LINES = [
@@ -162,7 +163,7 @@ def test_a_reward_that_always_raises_ends_the_run(tmp_path: Path, monkeypatch: p
 def test_an_unknown_engine_flag_ends_the_run(tmp_path: Path) -> None:
     requires("sglang", "mpi", "torch", "megatron")
     engine = {"kind": "sglang", "flags": {"max_total_token": 4096}}
-    result = run_to_the_end(tmp_path, {"rollout": {"engine": engine}})
+    result = run_to_the_end(tmp_path, {"rollout": {"engine": engine}, "groups": {"reference": None}})
     assert_one_line(result, EXIT_CONFIG, "rollout.engine.flags.max_total_token", "the nearest is max_total_tokens")
     assert "epoch 2" not in result.stdout
 

@@ -84,7 +84,7 @@ def test_a_rank_of_an_asynchronous_actor_can_die(tmp_path: Path) -> None:
     """Two tensor-parallel ranks under mpiexec; what the bound of staleness promises holds before and after."""
     parallel = {"parallel": {"tensor": 2}, "optimizer": {"lr": 1e-3}}
     over = {"steps": 14, "max_staleness": 2, "checkpoint": {"every": 3}, "actor": parallel}
-    over["model"] = {"tiny": {"num_key_value_heads": 2}}
+    over |= {"model": {"tiny": {"num_key_value_heads": 2}}, "groups": {"reference": None}}
     with running(tmp_path, over) as live:
         live.wait_for_step(4, START_S)
         assert len(live.processes("actor")) == 2
