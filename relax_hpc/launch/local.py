@@ -187,7 +187,7 @@ class Supervisor:
             self.done.add(f"{name}/{member.role}")
             return
         reason = mark.get("reason") or f"ended with code {code}"
-        self.terminal.say(f"{name}: {member.role}: {reason}")
+        self.terminal.say(f"{name}: {reason}" if member.role == name else f"{name}: {member.role}: {reason}")
         if mark.get("code") in (EXIT_CONFIG, EXIT_NO_PROGRESS):
             self.give_up(name, reason, mark["code"])
         self.restart(name, reason)

@@ -58,7 +58,7 @@ class Terminal:
             self.say(f"version {line['step']}: {scores}")
         elif "reward/mean" in values:
             self._steps = line["step"] + 1
-            self.progress.update(line["step"], values)
+            self.progress.update(line["step"], values, line["time"])
 
     def summary(self) -> None:
         """Where the run's results are; draws the reward plot."""

@@ -52,9 +52,9 @@ class Progress:
         self._open = False
         self._ends: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
 
-    def update(self, step: int, values: Mapping[str, float]) -> None:
-        """Show a finished step."""
-        line = progress_line(step, self._steps, values, self._eta(step))
+    def update(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
+        """Show a step that was finished at wall-clock time `at` (now, if left out)."""
+        line = progress_line(step, self._steps, values, self._eta(step, time.time() if at is None else at))
         if not self._terminal:
             self._stream.write(line + "\n")
         elif self._stays(step, values):
@@ -76,9 +76,8 @@ class Progress:
     def _stays(self, step: int, values: Mapping[str, float]) -> bool:
         return step % self._keep_every == 0 or step >= self._steps - 1 or any(map(_is_score, values))
 
-    def _eta(self, step: int) -> float | None:
+    def _eta(self, step: int, now: float) -> float | None:
         """Seconds left at the pace of the last steps; None until there is a pace."""
-        now = time.monotonic()
         if self._ends and step < self._ends[-1][0]:
             self._ends.clear()
         if not self._ends or step > self._ends[-1][0]:

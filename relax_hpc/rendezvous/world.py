@@ -48,6 +48,8 @@ def join(address: str = "127.0.0.1") -> World:
 
     cards = [json.loads(text) for text in _allgather(MPI.COMM_WORLD, json.dumps(card).encode())]
     rank = MPI.COMM_WORLD.Get_rank()
+    # Its shared memory goes now, not never when this process is killed; the launcher still ends all ranks with one.
+    MPI.Finalize()
     local_rank = sum(other["host"] == card["host"] for other in cards[:rank])
     return World(rank, len(cards), local_rank, cards)
 
