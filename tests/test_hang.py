@@ -1,27 +1,50 @@
-"""A role that lives but does not beat is taken for dead, and the run goes on."""
+"""What lives without giving a sign is taken for dead; who looks at a live run sees it; nobody runs it twice."""
 
 from __future__ import annotations
 
+import json
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 from tests.audit import audit
 from tests.requirements import requires
-from tests.run_helpers import running
+from tests.run_helpers import Running, running
 
 requires("mpi", "torch", "megatron", "transformers")
 
 LEASE_S = 3.0
-HANGING = {"steps": 40, "liveness": {"beat_s": 0.2, "lease_s": LEASE_S, "stop_timeout_s": 5.0}}
+SETTINGS = {"steps": 60, "liveness": {"beat_s": 0.2, "lease_s": LEASE_S, "stop_timeout_s": 5.0}}
 
 
-def test_a_stopped_role_is_replaced_after_its_lease(tmp_path: Path) -> None:
-    with running(tmp_path, HANGING) as run:
-        run.wait_for_step(2, 120)
-        others = {role: [process.pid for process in run.processes(role)] for role in ("rollout", "actor", "actor_fwd")}
-        run.processes("reference")[0].send_signal(signal.SIGSTOP)
-        run.wait_until(lambda: run.epochs("reference") == 2, "reference was started again", 10 * LEASE_S)
-        assert {role: [process.pid for process in run.processes(role)] for role in others} == others
+def cli(*words: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "relax_hpc", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def freeze(run: Running, group: str, role: str) -> None:
+    """Stop ``role`` and wait until its group was started again, the others untouched."""
+    roles = ("rollout", "actor", "actor_fwd", "reference", "controller")
+    others = {name: [p.pid for p in run.processes(name)] for name in roles if name != role}
+    epochs = run.epochs(group)
+    run.processes(role)[0].send_signal(signal.SIGSTOP)
+    run.wait_until(lambda: run.epochs(group) == epochs + 1, f"{group} was started again", 20 * LEASE_S)
+    assert {name: [p.pid for p in run.processes(name)] for name in others} == others
+
+
+def test_hung_roles_are_replaced_and_a_live_run_is_seen(tmp_path: Path) -> None:
+    with running(tmp_path, SETTINGS) as run:
+        run.wait_for_step(1, 120)
+        seen = json.loads(cli("status", str(run.run.root), "--json").stdout)
+        assert seen["hub"] and not seen["finished"] and seen["steps"] == 60 and "actor" in seen["beats"]
+        again = cli("run", "--run_dir", str(run.run.root), "--resume")
+        assert again.returncode == 78 and "is being run now" in again.stderr and again.stderr.count("\n") == 1
+        freeze(run, "reference", "reference")
+        freeze(run, "hub", "controller")
         run.finish(200)
-    assert "has not beaten for" in run.output.read_text()
+    assert run.output.read_text().count("has given no sign for 3 s, taken for dead") == 2
     assert not audit(run.run).problems
+    assert "finished" in cli("status", str(run.run.root)).stdout
+    fewer = cli("run", "--run_dir", str(run.run.root), "--resume", "--steps", "10")
+    assert fewer.returncode == 78 and "steps: found 10, but step 60 is checkpointed" in fewer.stderr

@@ -14,25 +14,25 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import Future
 from pathlib import Path
 
 from relax_hpc.config import Config, dump, load_resolved, resolve
 from relax_hpc.config.check import check
-from relax_hpc.errors import EXIT_CONFIG, EXIT_NO_PROGRESS, ConfigError, NoProgressError, RelaxError
+from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, EXIT_NO_PROGRESS, ConfigError, NoProgressError, RelaxError
 from relax_hpc.launch import processes
+from relax_hpc.launch.lookout import Lookout
 from relax_hpc.launch.processes import GroupProcesses, Member
 from relax_hpc.launch.status import status
 from relax_hpc.launch.terminal import Terminal
-from relax_hpc.rendezvous.roster import claim_epoch
+from relax_hpc.rendezvous.roster import claim_epoch, latest_card, latest_epoch
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.weights.subscriber import staging_root
 
 INTERRUPTED = 130
+SUPERVISOR = "supervisor"
 _ANSWER_S = 1.0
-
-
+_STOP_LOOK_S = 0.1
 FIXED = ("seed", "groups_per_step", "samples_per_group", "model", "data", "warm_start")
 """Settings that a run keeps for life: its tickets and its first weights are made of them."""
 
@@ -47,11 +47,13 @@ def run(config: Config, resume: bool) -> int:
         if not resume:
             raise ConfigError(f"run_dir: {directory.root} holds a run already; add --resume or name another --run_dir")
         check_resumable(directory, config)
+        if directory.finished.exists():
+            print(f"{directory.root}: the run is finished already; to go on, resume with more --steps")
+            return EXIT_DONE
+    elif directory.root.exists() and not directory.token_file.exists() and any(directory.root.iterdir()):
+        raise ConfigError(f"run_dir: {directory.root} holds other files; name a new or empty folder")
     directory.create()
     dump(config, directory.config)
-    if directory.finished.exists():
-        print(f"{directory.root}: the run is finished already; to go on, resume with more --steps")
-        return 0
     with Supervisor(directory, config) as supervisor:
         return supervisor.supervise()
 
@@ -62,6 +64,9 @@ def check_resumable(directory: RunDir, config: Config) -> None:
     for key in FIXED:
         if (found := getattr(config, key)) != (kept := getattr(before, key)):
             raise ConfigError(f"{directory.config}: {key}: found {found}, a run keeps {kept}; start a new run_dir")
+    saved = max((int(path.name[-6:]) for path in directory.checkpoints.glob("e*-step-*")), default=0)
+    if config.steps < saved:
+        raise ConfigError(f"steps: found {config.steps}, but step {saved} is checkpointed; allowed: at least {saved}")
     if not directory.finished.exists():
         if status(directory, _ANSWER_S)["hub"]:
             raise ConfigError(f"run_dir: {directory.root} is being run now; look with: relax-hpc status RUN")
@@ -80,9 +85,9 @@ class Supervisor:
         self.restarts: dict[str, int] = {}
         self.step_at_restart: dict[str, int] = {}
         self.interrupted = 0
+        self.stopping = False
+        self.epoch = claim_epoch(directory, SUPERVISOR)
         self.client: QueueClient | None = None
-        self.beats: Future | None = None
-        self.look_at = time.monotonic() + config.liveness.lease_s
         self.selector = selectors.DefaultSelector()
         self.wake_out, self.wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.selector.register(self.wake_out, selectors.EVENT_READ, None)
@@ -119,12 +124,16 @@ class Supervisor:
             return self.stop()
         for name in ["hub", *(name for name in self.config.groups if name != "hub")]:
             self.start(name)
-        self.client = QueueClient(self.run, self.config, "supervisor", claim_epoch(self.run, "supervisor"))
+        self.client = QueueClient(self.run, self.config, SUPERVISOR, self.epoch)
+        lookout = Lookout(self.client, self.config.liveness.lease_s)
         while not self.finished():
             if self.interrupted:
                 return self.stop()
             self.wait(self.config.liveness.beat_s)
-            self.check_beats()
+            for dead in lookout.look():
+                self.hangs(*dead)
+            if (latest := latest_epoch(self.run, SUPERVISOR)) > self.epoch:
+                raise RelaxError(f"supervisor {latest} has taken over {self.run.root}; this one was {self.epoch}")
             self.terminal.show_progress()
         self.end_hub()
         self.terminal.summary()
@@ -182,6 +191,8 @@ class Supervisor:
         """A process is gone: done if it left its mark, else its group goes and comes again."""
         self.selector.unregister(member.pidfd)
         code = member.process.wait()
+        if self.stopping:
+            return
         mark = self.mark(name, member.role)
         if code == 0 and mark.get("status") == "done":
             self.done.add(f"{name}/{member.role}")
@@ -192,19 +203,16 @@ class Supervisor:
             self.give_up(name, reason, mark["code"])
         self.restart(name, reason)
 
-    def check_beats(self) -> None:
-        """A group that lives but has not beaten for a lease is dead: it hangs, or was stopped."""
-        if self.beats is not None and self.beats.done():
-            answer, self.beats = self.beats, None
-            beats = {} if answer.exception() else answer.result()["beats"]
-            for member, beat in beats.items():
-                name, group = beat["group"], self.groups.get(beat["group"])
-                if group and beat["epoch"] == group.epoch and beat["age_s"] > self.config.liveness.lease_s:
-                    self.terminal.say(f"{name}: {member} has not beaten for {beat['age_s']:.0f} s, taken for dead")
-                    self.restart(name, "no beats")
-        if self.beats is None and time.monotonic() > self.look_at:
-            self.look_at = time.monotonic() + self.config.liveness.lease_s / 3
-            self.beats = self.client.submit("status", timeout=self.config.liveness.lease_s)
+    def hangs(self, name: str, role: str, epoch: int) -> None:
+        """A role lives but gives no sign: its group is dead, unless the role is done or already another's."""
+        group = self.groups.get(name)
+        started = latest_card(self.run, name) if name == "hub" else None
+        if role == "controller" and (started is None or started.epoch != group.epoch):
+            return
+        if f"{name}/{role}" in self.done or (epoch and epoch != group.epoch):
+            return
+        self.terminal.say(f"{name}: {role} has given no sign for {self.config.liveness.lease_s:.0f} s, taken for dead")
+        self.restart(name, "no sign of life")
 
     def mark(self, name: str, role: str) -> dict:
         """How a role says it ended; empty if it could not say."""
@@ -213,13 +221,17 @@ class Supervisor:
         except (OSError, ValueError):
             return {}
 
-    def restart(self, name: str, reason: str) -> None:
-        """Kill what is left of a group, tell the queue, start it again; give up if that leads nowhere."""
-        group = self.groups[name]
+    def forget(self, group: GroupProcesses) -> None:
+        """Kill what is left of a group and stop watching it."""
         for member in group.members:
             if member.pidfd in self.selector.get_map():
                 self.selector.unregister(member.pidfd)
         group.kill()
+
+    def restart(self, name: str, reason: str) -> None:
+        """Kill what is left of a group, tell the queue, start it again; give up if that leads nowhere."""
+        group = self.groups[name]
+        self.forget(group)
         self.done -= {f"{name}/{role}" for role in self.config.groups[name].roles}
         if self.client and name != "hub":
             self.client.submit("down", group=name, epoch=group.epoch)
@@ -254,12 +266,16 @@ class Supervisor:
     def stop(self) -> int:
         """Asked to end early: the actor saves at its next step's edge, then everything goes."""
         self.terminal.say("stopping; a second signal stops at once")
-        asked, seconds = self.interrupted, self.config.liveness.stop_timeout_s
+        self.stopping, asked = True, self.interrupted
         for names in self._stop_order():
-            for name in names:
-                self.groups[name].signal(signal.SIGTERM)
-            for name in names:
-                self.groups[name].end(seconds if self.interrupted == asked else 0.0)
+            groups = [self.groups[name] for name in names]
+            for group in groups:
+                group.signal(signal.SIGTERM)
+            deadline = time.monotonic() + self.config.liveness.stop_timeout_s
+            while any(group.alive() for group in groups) and self.interrupted == asked and time.monotonic() < deadline:
+                self.wait(_STOP_LOOK_S)
+            for group in groups:
+                self.forget(group)
         self.terminal.say(f"stopped; go on with: relax-hpc run --run_dir {self.run.root} --resume")
         return INTERRUPTED
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,16 +39,9 @@ class GroupProcesses:
             if member.process.poll() is None:
                 member.process.send_signal(number)
 
-    def end(self, seconds: float) -> None:
-        """Ask all to end, wait up to ``seconds``, then kill them and all their children."""
-        families = [process for member in self.members for process in family(member.process.pid)]
-        self.signal(signal.SIGTERM)
-        deadline = time.monotonic() + seconds
-        for member in self.members:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                member.process.wait(max(0.0, deadline - time.monotonic()))
-        kill(families)
-        self.reap()
+    def alive(self) -> bool:
+        """Whether any role still runs."""
+        return any(member.process.poll() is None for member in self.members)
 
     def kill(self) -> None:
         """Kill all processes of the group and their children at once."""

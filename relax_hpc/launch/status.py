@@ -10,7 +10,8 @@ from relax_hpc.config import Config, load_resolved
 from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.rendezvous.roster import latest_card
 from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue.client import OBSERVER_EPOCH, QueueClient
+from relax_hpc.transfer_queue.client import QueueClient
+from relax_hpc.transfer_queue.records import OBSERVER_EPOCH
 
 
 def status(run: RunDir, patience_s: float = 3.0) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -46,7 +47,9 @@ class Terminal:
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
         for text in whole.splitlines():
-            self._show(json.loads(text) if text.strip() else {})
+            # A line that a killed hub left half written is nothing to show.
+            with contextlib.suppress(ValueError):
+                self._show(json.loads(text))
 
     def _show(self, line: dict) -> None:
         if line.get("event") == "rolled_back":

@@ -33,13 +33,18 @@ def claim_epoch(run: RunDir, group: str) -> int:
     """Take the next incarnation number of ``group``; two launchers never get the same one."""
     folder = run.rendezvous(group)
     folder.mkdir(parents=True, exist_ok=True)
-    epoch = 1 + max(_numbers(folder, _CLAIM), default=0)
+    epoch = 1 + latest_epoch(run, group)
     while True:
         try:
             os.close(os.open(folder / f"epoch-{epoch:06d}.claim", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
             return epoch
         except FileExistsError:
             epoch += 1
+
+
+def latest_epoch(run: RunDir, group: str) -> int:
+    """The highest incarnation number taken by ``group``; 0 if none was."""
+    return max(_numbers(run.rendezvous(group), _CLAIM), default=0)
 
 
 def publish_card(run: RunDir, card: Card) -> None:

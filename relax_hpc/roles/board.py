@@ -6,6 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from relax_hpc.metrics.progress import Progress
+from relax_hpc.metrics.read import read_metrics
 from relax_hpc.metrics.writer import MetricsWriter
 from relax_hpc.transfer_queue.state import QueueState
 
@@ -16,6 +17,8 @@ class Board:
     """Collects reports until the actor's closes the step."""
 
     def __init__(self, run_dir: Path, epoch: int, steps: int, state: QueueState) -> None:
+        rows = read_metrics(run_dir)
+        self._next = 1 + max((row["step"] for row in rows if "reward/mean" in row), default=-1)
         self.writer = MetricsWriter(run_dir, epoch)
         self.progress = Progress(steps)
         self.state = state
@@ -45,6 +48,7 @@ class Board:
         if training:
             values["perf/train_tokens_per_s"] = values["perf/trained_tokens"] / training
         self.writer.write(step, values)
+        self._next = step + 1
         self.progress.update(step, values | self._scores)
         self._values.clear()
         self._seconds.clear()
@@ -71,9 +75,10 @@ class Board:
         return values
 
     def rolled_back(self, step: int) -> None:
-        """Training goes on at ``step``."""
-        if step < self.state.trained_steps or step > 0:
+        """Training goes on at ``step``; what was written of it and later steps no longer counts."""
+        if step < self._next:
             self.writer.rolled_back(step)
+            self._next = step
 
     def close(self) -> None:
         self.writer.close()

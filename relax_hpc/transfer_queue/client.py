@@ -28,9 +28,6 @@ from relax_hpc.transfer_queue.schema import Row, sample_id
 from relax_hpc.transfer_queue.shard import FilePlane, pack
 from relax_hpc.transfer_queue.wire import BadMessage, seal, unseal
 
-OBSERVER_EPOCH = 0
-"""Epoch of clients that only look: they are no group and are not registered."""
-
 _ERRORS: dict[str, type[RelaxError]] = {"fenced": FencedError, "deadline": DeadlineError}
 
 

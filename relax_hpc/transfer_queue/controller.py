@@ -18,7 +18,7 @@ from relax_hpc.errors import FencedError
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.journal import Journal
 from relax_hpc.transfer_queue.plan import Plan
-from relax_hpc.transfer_queue.records import Event, Owner
+from relax_hpc.transfer_queue.records import OBSERVER_EPOCH, Event, Owner
 from relax_hpc.transfer_queue.shard import check_name
 from relax_hpc.transfer_queue.state import QueueState
 from relax_hpc.transfer_queue.wire import MAX_MESSAGE_BYTES, BadMessage, seal, unseal
@@ -26,6 +26,9 @@ from relax_hpc.versions import Version
 
 Args = dict[str, Any]
 Reply = dict[str, Any]
+
+
+_FOR_OBSERVERS = ("beat", "status", "checkpoints")
 
 
 class Refused(Exception):
@@ -173,6 +176,10 @@ class Controller:
         if handler is None:
             raise Refused("refused", f"unknown request {request.op!r}")
         group, epoch = request.owner
+        if epoch == OBSERVER_EPOCH:
+            if request.op not in _FOR_OBSERVERS:
+                raise Refused("refused", f"{request.op}: not for an observer, allowed {', '.join(_FOR_OBSERVERS)}")
+            return handler(request, **request.args)
         if lowest := self.state.over(request.owner):
             raise Refused("fenced", f"{group} epoch {epoch} is over: only epoch {lowest} or later may go on")
         if epoch > self.state.epochs.get(group, 0):

@@ -7,6 +7,8 @@ from typing import Any
 
 Owner = tuple[str, int]
 """A group and the epoch of its incarnation."""
+OBSERVER_EPOCH = 0
+"""Epoch of clients that only look: they are no group and may change nothing."""
 DONE = -1
 """In place of a lease number: the task has consumed the prompt group."""
 
