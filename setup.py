@@ -14,7 +14,6 @@ BASE = [
     "numpy>=1.26",
     "pyzmq>=25.1.2",
     "msgpack>=1",
-    "h5py>=3.10",
     "tensorboard>=2.15",
     "psutil>=5.9",
 ]
@@ -24,6 +23,7 @@ EXTRAS = {
     "rdma": ["nixl-cu12>=1.5; sys_platform == 'linux'"],
     "omni": ["pillow", "decord", "librosa", "soundfile", "numba==0.65.1"],
     "slurm": ["submitit>=1.5", "jinja2>=3"],
+    "hdf5": ["h5py>=3.10"],
     "plot": ["matplotlib>=3.8"],
     "dev": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6", "ruff>=0.12", "packaging"],
 }

@@ -31,7 +31,7 @@ from relax_hpc.rollout.engine import GenerateRequest, Generation, Sampling, make
 from relax_hpc.rollout.samples import reward_of
 from relax_hpc.rundir import RunDir
 from relax_hpc.training import parallel
-from relax_hpc.training.batches import Batch, collate, split_rows
+from relax_hpc.training.batches import PAD, Batch, collate, split_rows
 from relax_hpc.training.hf_files import read_config
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.optimizer import learning_rate
@@ -40,7 +40,6 @@ from relax_hpc.transfer_queue.schema import Row, sample_id
 from relax_hpc.transfer_queue.shard import pack
 from relax_hpc.versions import Version
 
-PAD = 0
 FIELDS = ("prompt_id", "ticket", "token_ids", "prompt_len", "loss_mask", "rollout_logprobs", "reward", "finish_reason")
 FIELDS += ("old_logprobs", "ref_logprobs", "advantages")
 Group = list[Row]

@@ -22,6 +22,7 @@ from relax_hpc.data.tiny_model import EOS_ID, make_tiny_model
 from relax_hpc.errors import EXIT_CONFIG, EXIT_NO_PROGRESS, NoProgressError, RelaxError
 from relax_hpc.metrics.spans import Spans
 from relax_hpc.rendezvous.world import World
+from relax_hpc.rewards import RewardInput
 from relax_hpc.roles import rollout
 from relax_hpc.roles.context import Context
 from relax_hpc.rollout.engine import EngineFault, GenerateRequest, Generation, Sampling
@@ -245,6 +246,27 @@ def test_faults_of_the_engine_are_counted_and_the_run_goes_on(world: SimpleNames
     state: Controller = world.controller.state
     assert state.finished() and state.noted == {"engine_fault/timeout": 2}
     assert state.dropped == {"nan_logprob": 2}, "both samples of the prompt group whose second one was bad"
+
+
+def test_a_reward_that_hangs_costs_its_request(world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    hang, calls = threading.Event(), iter([True])
+
+    def reward(_: RewardInput) -> float:
+        if next(calls, False):
+            hang.wait(WAIT_S)
+        return 1.0
+
+    monkeypatch.setattr(rollout, "get_reward", lambda _: reward)
+    world.config.rollout.reward_timeout_s = 0.3
+    trainer = threading.Thread(target=train_the_step, args=(world.actor, world.run))
+    trainer.start()
+    try:
+        world.rollout([])
+    finally:
+        hang.set()
+        trainer.join(20.0)
+    state: Controller = world.controller.state
+    assert state.finished() and state.dropped.keys() == {"reward_timeout"}
 
 
 def test_bad_lines_are_counted_once_a_run(world: SimpleNamespace) -> None:

@@ -203,6 +203,13 @@ def test_the_token_guards_every_endpoint_and_is_shown_nowhere(sglang: Served) ->
     assert "'api_key': '***'" in logs
 
 
+def test_the_server_listens_on_the_loopback_interface_alone(sglang: Served) -> None:
+    session = session_of(sglang.engine._process.pid)
+    sockets = [socket for process in session for socket in process.net_connections("inet")]
+    listening = {socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN}
+    assert listening == {"127.0.0.1"}
+
+
 def test_samples_of_the_seeded_engine_do_not_depend_on_what_is_generated_beside_them(transformers: Served) -> None:
     together = transformers.generate(REQUESTS)
     alone = [transformers.generate([request])[0] for request in reversed(REQUESTS)][::-1]

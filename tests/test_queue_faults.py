@@ -9,7 +9,7 @@ from concurrent.futures import wait
 import pytest
 import zmq
 
-from relax_hpc.errors import DeadlineError, FencedError, RelaxError
+from relax_hpc.errors import DeadlineError, FencedError, RefusedError, RelaxError
 from relax_hpc.rendezvous.roster import claim_epoch
 from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transfer_queue.controller import Controller
@@ -17,7 +17,7 @@ from relax_hpc.transfer_queue.journal import Journal, JournalError
 from relax_hpc.transfer_queue.plan import Plan
 from relax_hpc.transfer_queue.wire import seal
 from relax_hpc.versions import Version
-from tests.queue_helpers import BUDGET, HubProcess, Roles, in_thread, make_run, small
+from tests.queue_helpers import BUDGET, GIVES, HubProcess, Roles, in_thread, learned, make_run, rows_of, small
 
 
 def test_a_killed_controller_comes_back_and_clients_go_on(tmp_path):
@@ -51,7 +51,7 @@ def test_what_a_dead_owner_held_comes_back(tmp_path):
         with QueueClient(run, config, "supervisor", 1) as supervisor:
             supervisor.call("down", group="reference", epoch=1)
         with pytest.raises(FencedError, match="reference epoch 1 is over"):
-            roles["reference"].call("ack", lease=held.lease)
+            roles["reference"].give_back(held)
         with QueueClient(run, config, "reference", 2) as successor:
             assert successor.claim("reference", BUDGET).tickets == held.tickets
 
@@ -212,3 +212,56 @@ def test_a_waiter_that_goes_away_does_not_break_the_connection(tmp_path):
         assert not client.claim_later("actor", 1).cancel()
         time.monotonic()
         assert client.call("status")["trained_steps"] == 0
+
+
+def test_a_resume_with_other_groups_takes_over_from_the_old_ones(tmp_path):
+    """The rollout's group is renamed with tickets in generation, the reference is dropped while it holds a claim."""
+    run, config = make_run(tmp_path / "run"), small(staleness=1)
+    with in_thread(run, config), Roles(run, config) as roles:
+        version = roles.start()
+        roles["rollout"].generated(rows_of(roles.admit(version)[:2], version))
+        assert roles["reference"].claim("reference", BUDGET).tickets == (0, 1)
+        for role in ("actor_fwd", "advantages"):
+            claim = roles[role].claim(role, BUDGET)
+            roles[role].put(learned(roles[role].rows(claim), version), GIVES[role], claim)
+    groups = config.groups
+    del groups["reference"]
+    groups["engines"] = groups.pop("rollout")
+    with in_thread(run, config) as controller, Roles(run, config, 2) as roles:
+        assert controller.state.readers == {} and controller.state.reissued == [2, 3]
+        assert controller.state.leases == {}
+        with QueueClient(run, config, "rollout", 1) as former, pytest.raises(FencedError, match="rollout epoch 1"):
+            former.call("status")
+        roles.start()
+        assert roles.train(0)
+    with in_thread(run, config) as controller:
+        assert controller.state.trained_steps == 1
+
+
+def test_files_that_no_put_told_of_go_with_their_writers(tmp_path):
+    run, config = make_run(tmp_path / "run"), small()
+    with in_thread(run, config), Roles(run, config) as roles:
+        roles.generate(roles.start())
+        with QueueClient(run, config, "supervisor", 1) as supervisor:
+            supervisor.call("down", group="reference", epoch=1)
+    (kept,) = run.shards.iterdir()
+    over = ["reference-e000001-7-ab-000001.shard", ".reference-e000001-7-ab-000001.shard.7"]
+    living = ["reference-e000002-8-ab-000001.shard", "rollout-e000001-9-ab-000009.shard", "unrelated"]
+    for name in over + living:
+        (run.shards / name).touch()
+    Controller(run, Plan.of(config), claim_epoch(run, "hub")).close()
+    assert {path.name for path in run.shards.iterdir()} == {kept.name, *living}
+
+
+def test_rows_that_are_not_as_the_schema_says_are_refused_by_field(tmp_path):
+    run, config = make_run(tmp_path / "run"), small()
+    with in_thread(run, config), Roles(run, config) as roles:
+        version = roles.start()
+        rows = rows_of(roles.admit(version), version)
+        bad = {"reward": float("nan"), "token_ids": [1, 2], "prompt_len": 1 << 40}
+        bad |= {"loss_mask": rows[0]["loss_mask"][1:]}
+        bad |= {"rollout_logprobs": rows[0]["rollout_logprobs"].astype("float64"), "finish_reason": None}
+        for name, value in bad.items():
+            with pytest.raises(RefusedError, match=f"put: {name}: "):
+                roles["rollout"].generated([{**rows[0], name: value}, *rows[1:]])
+        assert roles["rollout"].generated(rows) == {}

@@ -225,7 +225,7 @@ def test_an_older_epoch_can_change_nothing():
     requests = {
         "put": {"shard": {"name": "s"}, "rows": [], "fields": ["ref_logprobs"], "lease": 1},
         "claim": {"task": "actor", "budget": 9, "boundary": 2},
-        "ack": {"lease": 1},
+        "release": {"lease": 1},
         "publish": {"version": "e000001-v000002", "digest": "d"},
         "trained": {"step": 1, "leases": []},
         "checkpoint": {"step": 1, "name": "n", "digest": "d"},
@@ -277,3 +277,41 @@ def test_a_put_asked_again_keeps_its_shard():
     it.admit(1)
     it.finish(0)
     assert it.desk.state.garbage == [] and len(it.desk.state.shards) == 1
+
+
+def test_the_shards_of_a_claim_stay_until_it_is_given_back():
+    """The actor resumes between the reference's claim and its reading: the rows are dropped, their files are not."""
+    it = world(staleness=1)
+    until_trained(it, 1)
+    for role, choice in itertools.product(["rollout", "reference"] * 4, range(4)):
+        if role == "rollout" or it.reference is None or it.reference["step"] == 1:
+            it.act(role, choice)
+    claim = it.reference = it.reference or it.claim("reference")
+    it.kill("actor", True)
+    it.older = 9
+    it.act("actor")
+    lease = it.desk.state.leases[claim["lease"]]
+    assert len(lease.tickets) < len(claim["tickets"])
+    assert set(it.rows(claim)) == set(claim["tickets"])
+    names = {shard["name"] for shard in claim["shards"]}
+    assert not names & set(it.desk.state.garbage)
+    it.ask("reference", "release", lease=claim["lease"])
+    assert names & set(it.desk.state.garbage)
+    it.reference = None
+    it.go_to_the_end()
+
+
+def test_a_claim_asked_again_after_its_rows_were_dropped_waits_for_others():
+    it = world()
+    until_trained(it, 1)
+    for _ in range(8):
+        it.act("rollout")
+    window = {"task": "reference", "budget": 1000, "boundary": 2}
+    claim = it.desk.ask("reference", 1, "same", "claim", **window)
+    assert claim["tickets"] == [2, 3]
+    it.kill("actor", True)
+    it.older = 9
+    it.act("actor")
+    assert it.desk.ask("reference", 1, "same", "claim", **window) is None
+    assert it.desk.state.leases == {}
+    it.go_to_the_end()

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_hpc.config.schema import AlgorithmConfig, Config
+from relax_hpc.launch.processes import environment
 from relax_hpc.metrics.read import read_metrics
 from relax_hpc.metrics.spans import Spans
 from relax_hpc.roles.advantages import advantages_of
 from relax_hpc.roles.board import Board
-from relax_hpc.roles.rollout import Activity, first_error
+from relax_hpc.roles.exit_mark import leave_mark
+from relax_hpc.roles.rollout import Activity, first_error, within
 from relax_hpc.transfer_queue.plan import Plan
 from relax_hpc.transfer_queue.samplers import share
 from relax_hpc.transfer_queue.schema import sample_id
 from relax_hpc.transfer_queue.state import QueueState
+from tests.requirements import requires
 
 
 def rows_with(rewards: list[float], samples: int) -> list[dict]:
@@ -50,6 +56,42 @@ def test_sharing_is_a_partition_within_its_bound(sizes: list[int], ranks: int) -
     assert sorted(item for items in shares for item in items) == list(range(len(sizes)))
     best = max([*sizes, sum(sizes) / ranks]) if sizes else 0
     assert max(sum(sizes[item] for item in items) for items in shares) <= 4 / 3 * best + max(sizes, default=0) / 3
+
+
+def test_a_window_of_one_prompt_group_is_shared_by_all_ranks() -> None:
+    requires("torch", "megatron")
+    from relax_hpc.roles.ranks import Ranks
+    from relax_hpc.training.parallel import RankLayout
+
+    rows = [{"token_ids": [0] * 5}] * 4
+    ranks = Ranks.__new__(Ranks)
+    taken = []
+    for rank in range(4):
+        ranks.layout = RankLayout(0, 1, 0, 1, data_rank=rank, data_size=4)
+        taken += ranks.mine(rows)
+    assert taken == [0, 1, 2, 3]
+
+
+def test_a_mark_is_never_replaced_by_one_that_says_less(tmp_path: Path) -> None:
+    mark = tmp_path / "exit-actor.json"
+    for code, stays in ((0, 0), (75, 75), (93, 93), (75, 93), (0, 93)):
+        leave_mark(mark, code)
+        assert json.loads(mark.read_text())["code"] == stays
+
+
+def test_what_takes_too_long_is_left_behind() -> None:
+    never = threading.Event()
+    with pytest.raises(TimeoutError):
+        asyncio.run(within(0.05, never.wait))
+    never.set()
+    assert asyncio.run(within(5.0, lambda: 3)) == 3
+
+
+def test_a_cpu_run_sees_no_gpu() -> None:
+    config = Config()
+    assert environment(config, {"A": "b", "CUDA_VISIBLE_DEVICES": "1"})["CUDA_VISIBLE_DEVICES"] == ""
+    config.model.device = "cuda"
+    assert environment(config, {"CUDA_VISIBLE_DEVICES": "1"})["CUDA_VISIBLE_DEVICES"] == "1"
 
 
 def board(tmp_path: Path) -> Board:

@@ -25,7 +25,7 @@ from relax_hpc.errors import ConfigError  # noqa: E402
 from relax_hpc.rollout import sglang_engine  # noqa: E402
 from relax_hpc.rollout.engine import EngineFault, GenerateRequest, Generation, Sampling  # noqa: E402
 from relax_hpc.rollout.sglang_client import SglangClient  # noqa: E402
-from relax_hpc.rollout.sglang_engine import SglangEngine  # noqa: E402
+from relax_hpc.rollout.sglang_engine import SglangEngine, server_arguments  # noqa: E402
 from relax_hpc.versions import Version  # noqa: E402
 from tests.engine_helpers import TOKEN, make_config, session_of  # noqa: E402
 
@@ -225,7 +225,7 @@ def test_the_server_is_nobodys_rank_and_does_not_see_the_token(
 
 
 def test_a_server_dies_with_the_role_that_started_it() -> None:
-    tie = "import os, sys; from relax_hpc.rollout.sglang_server import _die_with; _die_with(os.getppid())"
+    tie = "import os, sys; from relax_hpc.rendezvous.process import die_with_parent; die_with_parent()"
     server = f"{tie}; print(os.getpid(), flush=True); sys.stdin.read()"
     role = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {server!r}])"
     root = Path(__file__).parents[1]
@@ -262,6 +262,14 @@ def test_flags_override_what_the_device_sets(place: Path) -> None:
     flags = {"max_total_tokens": 99, "disable_radix_cache": False}
     arguments = make_engine(place, flags=flags, port=4000)._arguments
     assert (arguments["max_total_tokens"], arguments["disable_radix_cache"], arguments["port"]) == (99, False, 4002)
+
+
+def test_each_replica_has_gpus_of_its_own(place: Path) -> None:
+    config = make_config("sglang", flags={"tp_size": 2})
+    config.model.device = "cuda"
+    assert server_arguments(config, 2, place, Version(1, 0))["base_gpu_id"] == 4
+    config.rollout.engine.flags["base_gpu_id"] = 1
+    assert server_arguments(config, 2, place, Version(1, 0))["base_gpu_id"] == 1
 
 
 def test_an_unknown_flag_is_refused_with_the_nearest(place: Path) -> None:

@@ -42,7 +42,8 @@ def directories(run) -> list[str]:
 def test_a_reader_gets_what_was_published(stage):
     put(stage, 0)
     reader = Subscriber(stage[0], stage[3], "rollout/0")
-    version, data = reader.read(reader.newer().result(timeout=5))
+    announced, data = reader.read(reader.newer().result(timeout=5))
+    version = Version.parse(announced["version"])
     assert version == Version(1, 0) and torch.equal(load(data)["w"], weights(0)["w"])
     reader.served(version)
     waiting = reader.newer()
@@ -97,7 +98,9 @@ def test_a_reader_that_lost_the_race_with_deletion_gets_the_newer_version(stage)
     announced = reader.newer().result(timeout=5)
     put(stage, 1)
     assert directories(stage[0]) == ["e000001-v000001"]
-    assert reader.read(announced)[0] == Version(1, 1)
+    newer = reader.newer().result(timeout=5)
+    assert newer["version"] == "e000001-v000001" and newer["digest"] != announced["digest"]
+    assert reader.read(announced)[0] == newer, "with its digest, for whoever reads it too"
 
 
 def test_rolled_back_weights_are_not_announced(stage):

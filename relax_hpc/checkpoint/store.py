@@ -20,6 +20,7 @@ from relax_hpc.checkpoint.random_state import load_random_state, save_random_sta
 from relax_hpc.checkpoint.ranks import sum_bytes, tell
 from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.rundir import sync_directory, write_json
+from relax_hpc.training.optimizer import uses_torch_adam
 
 if TYPE_CHECKING:
     from relax_hpc.training.trainer import Trainer
@@ -69,39 +70,22 @@ def save(directory: Path, trainer: Trainer, meta: dict[str, Any]) -> str:
     return tell(digest, device)
 
 
-def load(directory: Path, trainer: Trainer) -> dict[str, Any]:
+def load(directory: Path, trainer: Trainer, digest: str | None = None) -> dict[str, Any]:
     """Verify `directory`, put its state into `trainer`, and return its meta. Collective.
 
+    Every file is checked against the marker, and the marker against `digest`, what `save` returned, if given.
     Another split over ranks than the one that saved is fine; random states are restored only under the same split.
-    CheckpointError, in every rank, names the file that is missing or damaged. ConfigError: the checkpoint is of
-    another parameter type, or its optimizer was sharded and this one is not (or the reverse).
+    CheckpointError, in every rank and before anything is changed, names the file that is missing or damaged.
+    ConfigError: the checkpoint is of another parameter type, or its optimizer was sharded and this one is not (or the
+    reverse).
     """
     device = trainer.model.device
-    marker = tell(_read_marker(directory) if dist.get_rank() == 0 else None, device)
+    marker = tell(_read_marker(directory, digest) if dist.get_rank() == 0 else None, device)
     _check_marker(directory, marker, trainer)
     _check_files(directory, marker, _digest_all(directory, sorted(marker["files"]), device))
     _load_state(directory, trainer)
     if marker["layout"] == _layout(trainer):
         load_random_state(directory / _random_file())
-    return marker["meta"]
-
-
-def is_complete(directory: Path) -> bool:
-    """Whether saving came to its end; says nothing about damage since."""
-    return (directory / MARKER).is_file()
-
-
-def verify(directory: Path, digest: str | None = None) -> dict[str, Any]:
-    """Check every file against the marker, and the marker against `digest` if given; the meta. Not collective.
-
-    CheckpointError names the file that is missing, truncated or changed.
-    """
-    marker = _read_marker(directory)
-    _check_readable(marker)
-    if digest is not None and _sha256(directory / MARKER) != digest:
-        raise CheckpointError(f"{directory / MARKER}: not the marker that was recorded for this checkpoint")
-    found = {name: _sha256(directory / name) for name in marker["files"]}
-    _check_files(directory, marker, found)
     return marker["meta"]
 
 
@@ -117,7 +101,7 @@ def remove_others(root: Path, keep: Collection[str]) -> list[str]:
     return [path.name for path in doomed]
 
 
-def _read_marker(directory: Path) -> dict[str, Any]:
+def _read_marker(directory: Path, digest: str | None) -> dict[str, Any]:
     """The marker, or {"error": why not}, so that rank 0 can tell the others."""
     path = directory / MARKER
     try:
@@ -128,16 +112,14 @@ def _read_marker(directory: Path) -> dict[str, Any]:
         return {"error": f"{path}: {error}; take an older checkpoint"}
     if marker.get("format") != FORMAT_VERSION:
         return {"error": f"{path}: format {marker.get('format')}, this version reads {FORMAT_VERSION}"}
+    if digest is not None and _sha256(path) != digest:
+        return {"error": f"{path}: not the marker that was recorded for this checkpoint; take an older one"}
     return marker
 
 
-def _check_readable(marker: dict[str, Any]) -> None:
+def _check_marker(directory: Path, marker: dict[str, Any], trainer: Trainer) -> None:
     if "error" in marker:
         raise CheckpointError(marker["error"])
-
-
-def _check_marker(directory: Path, marker: dict[str, Any], trainer: Trainer) -> None:
-    _check_readable(marker)
     for key, wanted in _optimizer(trainer).items():
         if marker["optimizer"].get(key) != wanted:
             raise ConfigError(
@@ -211,8 +193,8 @@ def _load_state(directory: Path, trainer: Trainer) -> None:
     state = dist_checkpointing.load(_sharded_state(trainer, loading=True), str(directory))
     trainer.model.module.load_state_dict(state["model"])
     optimizer = state["optimizer"].get("optimizer", state["optimizer"])
-    if "state" in optimizer:
-        # A step count of zero is not stored.
+    if "state" in optimizer and uses_torch_adam(trainer.optimizer):
+        # A step count of zero is not stored; other Adams keep theirs elsewhere.
         optimizer["state"].setdefault("common_step", torch.zeros(()))
     trainer.optimizer.load_state_dict(state["optimizer"])
 

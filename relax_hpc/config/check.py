@@ -24,6 +24,7 @@ OWN_FLAGS = {
     "dtype": "model.dtype",
     "device": "model.device",
     "random_seed": "seed",
+    "host": "",
     "port": "rollout.engine.port",
     "api_key": "",
     "admin_api_key": "",
@@ -147,12 +148,13 @@ def _groups(config: Config) -> Findings:
 
 def _algorithm(config: Config) -> Findings:
     groups, parts, data = config.groups_per_step, config.algorithm.mini_batches, config.actor.parallel.data
+    rows = groups // parts * config.samples_per_group
     if groups % parts:
         yield f"algorithm.mini_batches: found {parts}, allowed: a divisor of groups_per_step, {groups}"
-    elif groups // parts < data:
+    elif rows < data:
         yield (
-            f"actor.parallel.data: found {data}, allowed: at most {groups // parts} (groups_per_step {groups} / "
-            f"algorithm.mini_batches {parts}), else a rank gets no prompt group"
+            f"actor.parallel.data: found {data}, allowed: at most {rows} (groups_per_step {groups} / "
+            f"algorithm.mini_batches {parts} * samples_per_group), else a rank gets no sample"
         )
 
 
@@ -168,8 +170,7 @@ def _engine(config: Config) -> Findings:
         name = flag.lstrip("-").replace("-", "_")
         key = f"rollout.engine.flags.{flag}"
         if name in OWN_FLAGS:
-            instead = f"set {OWN_FLAGS[name]} instead" if OWN_FLAGS[name] else "it cannot be changed"
-            yield f"{key}: found {engine.flags[flag]!r}, but this argument is set by the rollout role; {instead}"
+            yield f"{key}: found {engine.flags[flag]!r}, but this argument is set by the rollout role; {own_flag(name)}"
         elif name != flag:
             yield f"{key}: found a flag with dashes, allowed: underscores ({name})"
     if not engine.port:
@@ -184,6 +185,11 @@ def _engine(config: Config) -> Findings:
     for port in range(engine.port, last + 1):
         if reason := _cannot_bind(port):
             yield f"rollout.engine.port: found {engine.port}, but {port} is {reason}; name another, or 0 for free ones"
+
+
+def own_flag(name: str) -> str:
+    """What to do instead of setting engine argument ``name``, a key of OWN_FLAGS."""
+    return f"set {OWN_FLAGS[name]} instead" if OWN_FLAGS[name] else "it cannot be changed"
 
 
 def _cannot_bind(port: int) -> str:

@@ -134,6 +134,8 @@ class RolloutConfig:
     top_p: float = bounded(1.0, 0.0, 1.0)
     reward: str = "answer_partial"
     """Name in `relax_hpc.rewards`, or `package.module:function`."""
+    reward_timeout_s: float = bounded(60.0, 0.1)
+    """Deadline of the rewards of one generation request; past it, its prompt groups fail as `reward_timeout`."""
     max_attempts: int = bounded(4, 1)
     """Tries of one ticket: a failed or filtered group is replaced by another prompt under the same ticket."""
     max_failed_share: float = bounded(0.5, 0.0, 1.0)
@@ -243,7 +245,7 @@ class GroupConfig:
 
     roles: list[Literal["rollout", "actor", "actor_fwd", "reference", "advantages"]] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)
-    """Extra environment variables of its processes."""
+    """Extra environment variables of its processes, such as CUDA_VISIBLE_DEVICES, which places a group on its GPUs."""
 
 
 def default_groups() -> dict[str, GroupConfig]:

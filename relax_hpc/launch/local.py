@@ -27,10 +27,10 @@ from relax_hpc.launch.terminal import Terminal
 from relax_hpc.rendezvous.roster import claim_epoch, latest_card, latest_epoch
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.client import QueueClient
+from relax_hpc.transfer_queue.plan import SUPERVISOR
 from relax_hpc.weights.subscriber import staging_root
 
 INTERRUPTED = 130
-SUPERVISOR = "supervisor"
 _ANSWER_S = 1.0
 _STOP_LOOK_S = 0.1
 FIXED = ("seed", "groups_per_step", "samples_per_group", "model", "data", "warm_start")
@@ -145,9 +145,8 @@ class Supervisor:
         log = self.run.root / "logs" / "prepare.log"
         log.parent.mkdir(exist_ok=True)
         self.terminal.say("preparing model, data and warm start")
-        environment = processes.clean_environment() | {"OMP_NUM_THREADS": str(self.config.threads)}
         with log.open("ab") as file:
-            child = subprocess.Popen(words, stdout=file, stderr=file, env=environment)
+            child = subprocess.Popen(words, stdout=file, stderr=file, env=processes.environment(self.config))
         self._attend(Member("prepare", child, os.pidfd_open(child.pid)))
         if child.returncode and not self.interrupted:
             lines = log.read_text(errors="replace").strip().splitlines() or ["no output"]

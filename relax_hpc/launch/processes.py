@@ -90,19 +90,26 @@ def command(run: RunDir, config: Config, group: str, role: str, epoch: int) -> l
     return words if ranks == 1 else [*tied, mpiexec(), "-n", str(ranks), *words]
 
 
+def environment(config: Config, extra: dict[str, str] | None = None) -> dict[str, str]:
+    """Environment variables of a run's processes; ``extra`` are a group's own."""
+    own = {"OMP_NUM_THREADS": str(config.threads), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    # Libraries would pick a GPU that they can see, whatever the configuration says.
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if config.model.device == "cpu" else {}
+    return clean_environment() | own | (extra or {}) | hidden | {PARENT: str(os.getpid())}
+
+
 def start(run: RunDir, config: Config, group: str, epoch: int) -> GroupProcesses:
     """Start every role of ``group`` (the controller first in the hub), output to its log directory."""
     logs = run.logs(group, epoch)
     logs.mkdir(parents=True, exist_ok=True)
     roles = (["controller"] if group == "hub" else []) + list(config.groups[group].roles)
-    environment = clean_environment() | {"OMP_NUM_THREADS": str(config.threads), "PYTHONUNBUFFERED": "1"}
-    environment |= {"HF_HUB_OFFLINE": "1", PARENT: str(os.getpid())} | config.groups[group].env
+    variables = environment(config, config.groups[group].env)
     processes = GroupProcesses(group, epoch)
     for role in roles:
         with (logs / f"{role}.log").open("ab") as log:
             words = command(run, config, group, role, epoch)
             process = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+                words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=variables, start_new_session=True
             )
         processes.members.append(Member(role, process, os.pidfd_open(process.pid)))
     return processes

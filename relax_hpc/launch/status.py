@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 from relax_hpc.config import Config, load_resolved
 from relax_hpc.errors import ConfigError, RelaxError
-from relax_hpc.rendezvous.roster import latest_card
+from relax_hpc.rendezvous.roster import latest_card, latest_epoch
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transfer_queue.records import OBSERVER_EPOCH
@@ -19,16 +20,21 @@ def status(run: RunDir, patience_s: float = 3.0) -> dict[str, Any]:
     if not run.config.exists():
         raise ConfigError(f"{run.root}: no run here (config.yaml is missing); name a run directory")
     config = load_resolved(run.root)
-    cards = {name: latest_card(run, name) for name in config.groups}
-    groups = {
-        name: {"epoch": card.epoch if card else 0, "ranks": len(card.ranks) if card else 0}
-        for name, card in cards.items()
-    }
     finished = run.finished.exists()
-    result: dict[str, Any] = {"run_dir": str(run.root), "finished": finished, "groups": groups, "hub": False}
-    if not result["finished"]:
-        result |= _ask_hub(run, config, patience_s)
-    return result
+    found = {} if finished else _ask_hub(run, config, patience_s)
+    groups = {name: _group(run, name, found.get("beats", {})) for name in config.groups}
+    return {"run_dir": str(run.root), "finished": finished, "hub": False, "groups": groups} | found
+
+
+def _group(run: RunDir, name: str, beats: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Epoch, ranks and seconds since the last sign of a group: by the hub, else by the files that roles leave."""
+    card = latest_card(run, name)
+    ages = [beat["age_s"] for beat in beats.values() if beat["group"] == name]
+    if not ages:
+        now, files = time.time(), run.rendezvous(name).glob("beat-*.json")
+        ages = [now - json.loads(path.read_text())["time"] for path in files]
+    ranks = len(card.ranks) if card else 0
+    return {"epoch": latest_epoch(run, name), "ranks": ranks, "last_beat_s": min(ages, default=None)}
 
 
 def _ask_hub(run: RunDir, config: Config, patience_s: float) -> dict[str, Any]:
@@ -55,7 +61,6 @@ def main(run: str, as_json: bool) -> int:
         print("waiting: " + (", ".join(sorted(set(found["waiting"]))) or "nobody"))
     print(f"{'GROUP':<12}{'EPOCH':>6}{'RANKS':>7}{'LAST BEAT':>11}")
     for name, group in found["groups"].items():
-        beats = [beat["age_s"] for beat in found.get("beats", {}).values() if beat["group"] == name]
-        age = f"{min(beats):.1f} s" if beats else "-"
-        print(f"{name:<12}{group['epoch']:>6}{group['ranks']:>7}{age:>11}")
+        age = "-" if group["last_beat_s"] is None else f"{group['last_beat_s']:.1f} s"
+        print(f"{name:<12}{group['epoch']:>6}{group['ranks'] or '-':>7}{age:>11}")
     return 0

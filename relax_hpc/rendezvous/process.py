@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import sys
 import threading
@@ -13,8 +14,9 @@ from relax_hpc.errors import RelaxError
 _PR_SET_PDEATHSIG = 1
 PARENT = "RELAX_PARENT"
 """Environment variable: pid of the process that started this one."""
-LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_LAUNCHER_PREFIXES = ("PMI", "HYDRA", "MPI_", "MPIR_", "OMPI_", "PMIX_", "SLURM_")
+_LAUNCHER = re.compile(
+    r"(LOCAL_|GROUP_|NODE_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|(PMI|HYDRA|MPIR?_|OMPI_|TORCHELASTIC|SLURM_).*"
+)
 
 
 def die_with_parent() -> None:
@@ -30,11 +32,7 @@ def die_with_parent() -> None:
 
 def clean_environment() -> dict[str, str]:
     """This process's environment without what an MPI launcher or Slurm step put there for its own ranks."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name not in LAUNCHER_VARIABLES and not name.startswith(_LAUNCHER_PREFIXES)
-    }
+    return {name: value for name, value in os.environ.items() if not _LAUNCHER.fullmatch(name)}
 
 
 def on_terminate(at_once: bool) -> threading.Event:

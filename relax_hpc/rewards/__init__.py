@@ -1,4 +1,8 @@
-"""Rewards: functions of one response, found by name, and a guard that turns their failures into named reasons."""
+"""Rewards: functions of one response, found by name, and a guard that turns their failures into named reasons.
+
+Several threads may call a function at once. One that takes longer than `rollout.reward_timeout_s` for a request's
+responses goes on in its thread, with nobody waiting for it.
+"""
 
 from __future__ import annotations
 

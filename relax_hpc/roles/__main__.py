@@ -13,7 +13,8 @@ from pathlib import Path
 from relax_hpc.config import Config, load_resolved
 from relax_hpc.errors import EXIT_DONE, EXIT_RETRY, RelaxError
 from relax_hpc.rendezvous.process import die_with_parent, on_terminate
-from relax_hpc.rundir import RunDir, write_json
+from relax_hpc.roles.exit_mark import leave_mark
+from relax_hpc.rundir import RunDir
 
 MODULES = {
     "rollout": "relax_hpc.roles.rollout",
@@ -92,9 +93,9 @@ def main(argv: list[str] | None = None) -> int:
         code, reason = EXIT_RETRY, f"{type(error).__name__}: {error}"
     if reason:
         print(f"{args.role}: {reason}", file=sys.stderr, flush=True)
-    mark = run.exit_mark(args.group, args.epoch, args.role)
-    if code != EXIT_DONE or not mark.exists():
-        write_json(mark, {"status": "failed" if code else "done", "code": code, "reason": reason})
+    # Where there are ranks, their leader has said that all are done (Ranks.close).
+    if code != EXIT_DONE or args.role not in WITH_RANKS:
+        leave_mark(run.exit_mark(args.group, args.epoch, args.role), code, reason)
     return code
 
 

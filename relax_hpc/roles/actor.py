@@ -12,7 +12,7 @@ from relax_hpc.checkpoint import store
 from relax_hpc.errors import RelaxError
 from relax_hpc.roles.context import Context
 from relax_hpc.roles.ranks import Ranks
-from relax_hpc.training.batches import Batch, collate, split_rows
+from relax_hpc.training.batches import PAD, Batch, collate, split_rows
 from relax_hpc.training.hf_files import read_config
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.optimizer import learning_rate
@@ -21,8 +21,6 @@ from relax_hpc.transfer_queue.client import Claim
 from relax_hpc.transfer_queue.schema import Row
 from relax_hpc.versions import Version
 from relax_hpc.weights.publisher import publish
-
-PAD = 0
 
 
 class Actor:
@@ -47,12 +45,10 @@ class Actor:
         for point in reversed(points):
             directory = self.context.run.checkpoints / point["name"]
             try:
-                store.verify(directory, point["digest"])
-            except RelaxError as error:
+                step = int(store.load(directory, self.trainer, point["digest"])["step"])
+                break
+            except store.CheckpointError as error:
                 print(f"skipping a checkpoint that does not verify: {error}", flush=True)
-                continue
-            step = int(store.load(directory, self.trainer)["step"])
-            break
         else:
             step = 0
         self._ask("resume", step=step)
@@ -203,6 +199,8 @@ def run(context: Context) -> None:
         if actor.ranks.tell({"stop": context.stop.is_set()})["stop"]:
             if step > saved:
                 actor.checkpoint(step)
+            # The others end only after the leader's last work.
+            actor.ranks.tell({})
             raise RelaxError(f"asked to stop: saved step {step}")
         saved = step + 1 if actor.train(step) else saved
         step += 1

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from relax_hpc.errors import DeadlineError
 from relax_hpc.roles.context import Context
 from relax_hpc.roles.ranks import Ranks
-from relax_hpc.training.batches import collate, split_rows
+from relax_hpc.training.batches import PAD, collate, split_rows
 from relax_hpc.training.hf_files import read_config
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.transfer_queue.client import Claim, QueueClient
@@ -24,7 +23,6 @@ from relax_hpc.versions import Version
 from relax_hpc.weights.manifest import TENSORS, read_verified
 from relax_hpc.weights.subscriber import NOTHING, Subscriber
 
-PAD = 0
 VERSION_FIELD = "old_logprob_version"
 
 
@@ -93,8 +91,10 @@ def _lead(context: Context, ranks: Ranks, scorer: Scorer, follows: bool) -> None
         claim = work.result()
         if claim is None:
             break
-        if weights:
-            weights.reach(claim.min_version)
+        if weights and not weights.fit(claim):
+            client.give_back(claim)
+            work = client.claim_later(role, budget)
+            continue
         ranks.tell({"do": "score", "claim": claim.message()})
         with context.spans("queue", step=claim.step):
             rows = ranks.rows(claim)
@@ -121,6 +121,9 @@ class _Weights:
         self.context, self.ranks, self.scorer = context, ranks, scorer
         self.reader = Subscriber(context.run, context.client, context.group)
         self.news = self.reader.newer()
+        with context.spans("wait"):
+            wait([self.news])
+        self.pull()
 
     def pull(self) -> None:
         """Load the announced version in all ranks."""
@@ -129,17 +132,18 @@ class _Weights:
             self.news = Future()
             return
         with self.context.spans("weights"):
-            version, data = self.reader.read(announced)
+            announced, data = self.reader.read(announced)
             if self.ranks.size > 1:
-                self.ranks.tell({"do": "load", "version": str(version), "digest": announced["digest"]})
+                self.ranks.tell({"do": "load", "version": announced["version"], "digest": announced["digest"]})
             self.scorer.load(data)
-            self.reader.served(version)
+            self.reader.served(Version.parse(announced["version"]))
         self.news = self.reader.newer()
 
-    def reach(self, number: int) -> None:
-        """Make sure that at least version ``number`` is loaded; rows made by it are there, so it is published."""
-        while self.reader.serving == NOTHING or self.reader.serving.number < number:
-            done, _ = wait([self.news], timeout=self.context.config.queue.wait_timeout_s)
-            if not done:
-                raise DeadlineError(f"actor_fwd: version {number} was not announced; open the actor's log")
-            self.pull()
+    def fit(self, claim: Claim) -> bool:
+        """Whether the rows of ``claim`` can be scored with what is loaded.
+
+        If not, either the version that made them is announced before the claim could be given back, or they were made
+        before a rollback and are dropped already. So nobody waits for a version while holding a claim: the actor might
+        have to train on earlier rows first, which need scores.
+        """
+        return self.reader.serving != NOTHING and self.reader.serving.number >= claim.min_version

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from relax_hpc.config.schema import ParallelConfig
 from relax_hpc.roles.context import Context
+from relax_hpc.roles.exit_mark import leave_mark
 from relax_hpc.training import parallel
 from relax_hpc.transfer_queue.client import Claim, read_rows
 from relax_hpc.transfer_queue.samplers import share
@@ -32,6 +33,7 @@ class Ranks:
         )
         self.layout = parallel.layout()
         self.samples = config.samples_per_group
+        self._mark = context.run.exit_mark(context.group, context.epoch, context.role)
         self.leader = world.leader
         self.size = world.size
         self.plane = FilePlane(context.run.shards)
@@ -55,11 +57,9 @@ class Ranks:
         return read_rows(self.plane, claim, self.samples)
 
     def mine(self, rows: Sequence[Row]) -> list[int]:
-        """Numbers of the rows that this data-parallel rank takes: whole prompt groups, balanced by tokens."""
-        groups = [range(first, first + self.samples) for first in range(0, len(rows), self.samples)]
-        sizes = [sum(len(rows[index]["token_ids"]) for index in group) for group in groups]
-        chosen = share(sizes, self.layout.data_size)[self.layout.data_rank]
-        return [index for group in chosen for index in groups[group]]
+        """Numbers of the rows that this data-parallel rank takes, ascending; the ranks' tokens are balanced."""
+        sizes = [len(row["token_ids"]) for row in rows]
+        return share(sizes, self.layout.data_size)[self.layout.data_rank]
 
     def collect(
         self, rows: Sequence[Row], mine: Sequence[int], values: Sequence[np.ndarray] | None
@@ -77,4 +77,12 @@ class Ranks:
         return np.split(flat.numpy(), starts[1:-1])
 
     def close(self) -> None:
+        """The role is done: the leader, whose work is over, marks that, and all leave together.
+
+        The MPI launcher kills the other ranks as soon as one has ended.
+        """
+        if self.leader:
+            leave_mark(self._mark)
+        if self._control is not None:
+            dist.barrier(group=self._control)
         parallel.destroy()

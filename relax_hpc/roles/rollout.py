@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from relax_hpc.data.prompts import Prompt, load_tokenizer
 from relax_hpc.errors import NoProgressError, RelaxError
@@ -64,6 +65,7 @@ class Activity:
         self._open.pop(what).close()
 
 
+T = TypeVar("T")
 Work = list[tuple[int, int]]
 """(ticket, attempt) of prompt groups to generate."""
 
@@ -123,19 +125,19 @@ class Replica:
     async def serve(self) -> None:
         """Start the engine, then follow weights and generate until the run is finished."""
         await self.engine.start()
-        dead = asyncio.create_task(self.engine.wait_dead())
-        work = asyncio.gather(self.follow(), *(self.generate() for _ in range(self.config.rollout.requests_in_flight)))
+        jobs = [self.follow(), *(self.generate() for _ in range(self.config.rollout.requests_in_flight))]
         try:
-            done, _ = await asyncio.wait([dead, work], return_when=asyncio.FIRST_COMPLETED)
-            if work not in done:
-                raise RelaxError(
-                    f"{self.engine.name} ended with code {dead.result()}; open its log in {self.context.logs}"
-                )
-            await work
+            async with asyncio.TaskGroup() as tasks:
+                watch = tasks.create_task(self.watch())
+                await asyncio.wait([tasks.create_task(job) for job in jobs])
+                watch.cancel()
         finally:
-            for task in (dead, work):
-                task.cancel()
             await self.engine.close()
+
+    async def watch(self) -> None:
+        """Raise when the engine's process has ended."""
+        code = await self.engine.wait_dead()
+        raise RelaxError(f"{self.engine.name} ended with code {code}; open its log in {self.context.logs}")
 
     async def follow(self) -> None:
         """Swap to each newest version as it is announced; evaluate where that is due."""
@@ -152,12 +154,26 @@ class Replica:
     async def evaluate(self, version: Version) -> None:
         """Greedy responses to the evaluation sets; the weights stay as they are meanwhile."""
         values: dict[str, float] = {}
+        size = self.config.rollout.groups_per_request * self.config.samples_per_group
         for name, prompts in self.rollout.eval_sets.items():
-            requests = [request for prompt in prompts for request in requests_for(prompt, 0, 1)]
-            with self.activity("eval", version.number):
-                answers = await self.answers(requests, self.rollout.greedy)
-            values[f"eval/{name}/exact_match"] = sum(map(self.score, prompts, answers)) / max(1, len(prompts))
+            scores = 0.0
+            for start in range(0, len(prompts), size):
+                part = prompts[start : start + size]
+                with self.activity("eval", version.number):
+                    scores += await self.scores(part)
+            values[f"eval/{name}/exact_match"] = scores / max(1, len(prompts))
         await self.rollout.ask("evaluated", version=version.number, values=values)
+
+    async def scores(self, prompts: list[Prompt]) -> float:
+        """Sum of the evaluation's rewards for greedy responses, by one request; 0 if they take too long."""
+        requests = [request for prompt in prompts for request in requests_for(prompt, 0, 1)]
+        answers = await self.answers(requests, self.rollout.greedy)
+        limit = self.config.rollout.reward_timeout_s
+        try:
+            return await within(limit, lambda: sum(map(self.score, prompts, answers)))
+        except TimeoutError:
+            print(f"evaluation: rewards took longer than rollout.reward_timeout_s={limit:g}, counted as 0", flush=True)
+            return 0.0
 
     def score(self, prompt: Prompt, answer: Generation | EngineFault) -> float:
         """An evaluation's reward; what failed counts as 0."""
@@ -184,7 +200,9 @@ class Replica:
         with self.activity("generate", step):
             answers = await self.answers(requests, rollout.sampling)
         with self.context.spans("queue", step=step):
-            rows, failed = await asyncio.to_thread(self.deliver, prompts, work, answers)
+            rows, failed = await self.judge(prompts, work, answers)
+            if rows:
+                await asyncio.to_thread(rollout.client.generated, rows)
         tokens = sum(len(row["token_ids"]) - row["prompt_len"] for row in rows)
         self.context.report(step, {"perf/rollout_tokens": tokens})
         return [(ticket, await self.failed(ticket, attempt, failure)) for ticket, attempt, failure in failed]
@@ -206,24 +224,28 @@ class Replica:
         if self.failures >= self.config.rollout.engine.max_failures:
             raise RelaxError(f"{self.engine.name} failed {self.failures} times in a row, last: {fault}") from fault
 
-    def deliver(
+    async def judge(
         self, prompts: list[Prompt], work: Work, answers: list
     ) -> tuple[list[Row], list[tuple[int, int, Failure]]]:
-        """Put the prompt groups that came out whole; their rows, and the others with their reasons."""
-        rows: list[Row] = []
-        failed: list[tuple[int, int, Failure]] = []
-        samples = self.config.samples_per_group
-        for index, (prompt, (ticket, attempt)) in enumerate(zip(prompts, work, strict=True)):
-            group = answers[index * samples : (index + 1) * samples]
-            made = group_rows(prompt, ticket, group, self.rollout.tokenizer, self.rollout.reward)
-            self.rollout.outcomes.append(not isinstance(made, Failure))
-            if isinstance(made, Failure):
-                failed.append((ticket, attempt, made))
-            else:
-                rows.extend(made)
-        if rows:
-            self.rollout.client.generated(rows)
-        return rows, failed
+        """Rows of the prompt groups that came out whole, and the others with their reasons."""
+        limit = self.config.rollout.reward_timeout_s
+        try:
+            groups = await within(limit, lambda: self.groups(prompts, work, answers))
+        except TimeoutError:
+            detail = f"reward_timeout: the request's rewards took longer than rollout.reward_timeout_s={limit:g}"
+            groups = [Failure("reward_timeout", detail)] * len(work)
+        self.rollout.outcomes.extend(not isinstance(group, Failure) for group in groups)
+        rows = [row for group in groups if not isinstance(group, Failure) for row in group]
+        return rows, [(*tried, group) for tried, group in zip(work, groups, strict=True) if isinstance(group, Failure)]
+
+    def groups(self, prompts: list[Prompt], work: Work, answers: list) -> list[list[Row] | Failure]:
+        """What became of each prompt group."""
+        size, tokenizer, reward = self.config.samples_per_group, self.rollout.tokenizer, self.rollout.reward
+        parts = [answers[start : start + size] for start in range(0, len(answers), size)]
+        return [
+            group_rows(prompt, ticket, part, tokenizer, reward)
+            for prompt, (ticket, _), part in zip(prompts, work, parts, strict=True)
+        ]
 
     async def failed(self, ticket: int, attempt: int, failure: Failure) -> int:
         """Count a failed group; the number of the next attempt, by another prompt under the same ticket."""
@@ -242,6 +264,15 @@ class Replica:
                 f"{shape.max_attempts}; look at the prompts and the reward"
             )
         return number
+
+
+async def within(seconds: float, function: Callable[[], T]) -> T:
+    """What `function` returns, in a thread of its own. TimeoutError: it takes longer, and its thread is left behind."""
+    pool = ThreadPoolExecutor(1)
+    try:
+        return await asyncio.wait_for(asyncio.get_running_loop().run_in_executor(pool, function), seconds)
+    finally:
+        pool.shutdown(wait=False)
 
 
 def data_file(context: Context, configured: str, name: str) -> Path:

@@ -7,7 +7,6 @@ import contextlib
 import errno
 import json
 import os
-import re
 import signal
 import socket
 import sys
@@ -17,8 +16,10 @@ from typing import Any
 
 import psutil
 
+from relax_hpc.config.check import OWN_FLAGS, own_flag
 from relax_hpc.config.schema import Config
 from relax_hpc.errors import EXIT_CONFIG, ConfigError
+from relax_hpc.rendezvous.process import PARENT, clean_environment
 from relax_hpc.rollout.engine import EngineFault, GenerateRequest, Generation, Sampling, require_model
 from relax_hpc.rollout.sglang_client import SglangClient
 from relax_hpc.rollout.sglang_server import read_token
@@ -27,7 +28,7 @@ from relax_hpc.versions import Version
 _SERVER = "relax_hpc.rollout.sglang_server"
 _POLL_S = 0.1
 _EXIT_GRACE_S = 1.0
-_LAUNCHER = re.compile(r"((LOCAL_|GROUP_|NODE_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_|PMI|OMPI_|MPI|HYDRA|TORCHELASTIC).*")
+_HOST = "127.0.0.1"
 _CPU_ARGUMENTS = {
     "device": "cpu",
     "attention_backend": "torch_native",
@@ -38,13 +39,6 @@ _CPU_ARGUMENTS = {
     # Overlapping the scheduler with the model needs a device beside the CPU; here it costs a third (measured).
     "disable_overlap_schedule": True,
     "sleep_on_idle": True,
-}
-_OURS = {
-    "model_path": "model.path",
-    "port": "rollout.engine.port",
-    "weight_version": "nothing: the engine sets it",
-    "api_key": "nothing: the run's token is used",
-    "admin_api_key": "nothing: the run's token is used",
 }
 
 
@@ -65,14 +59,13 @@ class SglangEngine:
     async def start(self) -> None:
         """See `Engine.start`."""
         require_model(self._model_dir)
-        token, host = read_token(self._token_file), self._arguments["host"]
-        reserved = self._open.enter_context(reserve_port(host, self._arguments["port"]))
+        token = read_token(self._token_file)
+        reserved = self._open.enter_context(reserve_port(self._arguments["port"]))
         self._arguments["port"] = port = reserved.getsockname()[1]
         try:
             self._process = await self._launch()
             self._open.push_async_callback(end_session, self._process, self._config.liveness.stop_timeout_s)
-            reachable = "127.0.0.1" if host == "0.0.0.0" else host
-            self._client = SglangClient(f"http://{reachable}:{port}", token, self._settings)
+            self._client = SglangClient(f"http://{_HOST}:{port}", token, self._settings)
             self._open.push_async_callback(self._client.close)
             await self._wait_healthy()
         except BaseException:
@@ -99,7 +92,7 @@ class SglangEngine:
 
     async def _launch(self) -> asyncio.subprocess.Process:
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        launch = {"server": self._arguments, "token_file": str(self._token_file.resolve()), "parent": os.getpid()}
+        launch = {"server": self._arguments, "token_file": str(self._token_file.resolve())}
         self._launch_file.write_text(json.dumps(launch, indent=2) + "\n")
         command = (sys.executable, "-m", _SERVER, str(self._launch_file))
         with self._log.open("ab") as log:
@@ -149,12 +142,13 @@ def server_arguments(config: Config, replica: int, model_dir: Path, version: Ver
 
     ConfigError if a flag names what the engine itself must set.
     """
-    settings = config.rollout.engine
-    for name in settings.flags:
-        if name in _OURS:
-            raise ConfigError(f"rollout.engine.flags.{name}: not allowed; set {_OURS[name]}")
+    settings, flags = config.rollout.engine, config.rollout.engine.flags
+    for name in flags:
+        if name in OWN_FLAGS:
+            raise ConfigError(f"rollout.engine.flags.{name}: not allowed; {own_flag(name)}")
+    devices = flags.get("tp_size", 1) * flags.get("pp_size", 1)
     return {
-        "host": "127.0.0.1",
+        "host": _HOST,
         "port": settings.port + replica if settings.port else 0,
         "model_path": str(model_dir),
         "weight_version": str(version),
@@ -163,30 +157,30 @@ def server_arguments(config: Config, replica: int, model_dir: Path, version: Ver
         # Prompts do not recur within a version, and an update flushes the cache.
         "disable_radix_cache": True,
         "skip_server_warmup": True,
-        **(_CPU_ARGUMENTS if config.model.device == "cpu" else {}),
-        **settings.flags,
+        **(_CPU_ARGUMENTS if config.model.device == "cpu" else {"base_gpu_id": replica * devices}),
+        **flags,
     }
 
 
 def server_environment(threads: int) -> dict[str, str]:
     """This process's environment without what a launcher said about its ranks: the server is not one of them."""
-    kept = {name: value for name, value in os.environ.items() if not _LAUNCHER.fullmatch(name)}
-    return kept | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    own = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", PARENT: str(os.getpid())}
+    return clean_environment() | own
 
 
-def reserve_port(host: str, port: int) -> socket.socket:
+def reserve_port(port: int) -> socket.socket:
     """A socket bound to `port` (0: a free one) that never listens: nobody else is given the port, but a server that
     sets SO_REUSEADDR, as uvicorn does, can still listen on it (Linux). ConfigError if the port is taken.
     """
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        reserved.bind((host, port))
+        reserved.bind((_HOST, port))
     except OSError as error:
         reserved.close()
         if error.errno != errno.EADDRINUSE:
-            raise ConfigError(f"rollout.engine.flags.host: cannot listen on {host}: {error}") from error
-        raise ConfigError(f"rollout.engine.port: {port} is in use on {host}; choose another, or 0") from error
+            raise ConfigError(f"rollout.engine.port: cannot listen on {port}: {error}") from error
+        raise ConfigError(f"rollout.engine.port: {port} is in use; choose another, or 0") from error
     return reserved
 
 

@@ -1,27 +1,27 @@
 """`python -m relax_hpc.rollout.sglang_server ARGS.json`: an SGLang server that suits a run.
 
-ARGS.json: {"server": {ServerArgs field: value}, "token_file": path, "parent": pid}. The token is read here, so that it
-is in no command line, environment or log. SGLang's child interpreters import this module again before anything else
+ARGS.json: {"server": {ServerArgs field: value}, "token_file": path}. The token is read here, so that it is in no
+command line, environment or log. SGLang's child interpreters import this module again before anything else
 (multiprocessing's spawn), which is how they get the CPU hooks, the redaction and the tie to their parent as well.
 """
 
 from __future__ import annotations
 
-import ctypes
 import difflib
 import inspect
 import json
 import logging
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
 from relax_hpc.errors import EXIT_CONFIG, ConfigError
+from relax_hpc.rendezvous.process import die_with_parent
 from relax_hpc.rollout import sglang_cpu
 
-_PR_SET_PDEATHSIG = 1
+_SPREADING = {"dist_init_addr", "nnodes", "dp_size"}
+"""Arguments of servers with several groups of ranks, or on several nodes; they meet SGLang's way."""
 
 
 def main(settings: dict[str, Any], token: str) -> None:
@@ -29,6 +29,7 @@ def main(settings: dict[str, Any], token: str) -> None:
     from sglang.srt.server_args import ServerArgs
 
     _check_flags(settings["server"], list(inspect.signature(ServerArgs).parameters))
+    _stay_private(settings["server"])
     from sglang.launch_server import run_server
     from sglang.srt.utils import kill_process_tree
 
@@ -53,11 +54,15 @@ def _refuse(line: str) -> NoReturn:
     sys.exit(EXIT_CONFIG)
 
 
-def _die_with(parent: int | None) -> None:
-    """Have the kernel kill this process when its parent ends; `parent` finds out if that was before."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if parent and os.getppid() != parent:
-        sys.exit(f"process {parent}, which started this one, has ended")
+def _stay_private(server: dict[str, Any]) -> None:
+    """Keep torch.distributed from listening on every interface, which its store of a `tcp://` address does.
+
+    The ranks of one node meet in a file in this process's memory instead.
+    """
+    if not server.keys() & _SPREADING:
+        file = os.memfd_create("rendezvous")
+        os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file:///proc/{os.getpid()}/fd/{file}"
+        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 def _redact(token: str) -> None:
@@ -84,8 +89,7 @@ def read_token(path: Path) -> str:
 def _prepare() -> tuple[dict[str, Any], str]:
     """What must be in place in the server and its children before they import SGLang."""
     settings = json.loads(Path(sys.argv[1]).read_bytes())
-    # A child's pipe from its parent tells it the same a moment later.
-    _die_with(settings["parent"] if __name__ == "__main__" else None)
+    die_with_parent()
     token = read_token(Path(settings["token_file"]))
     _redact(token)
     sglang_cpu.install()

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from relax_hpc.transfer_queue.schema import Row
 
+PAD = 0
+"""Token id after a row's end; nothing that is used depends on it."""
+
 
 @dataclass(slots=True)
 class Batch:

@@ -47,14 +47,19 @@ def build_optimizer(config: OptimizerConfig, module: Any, dtype: torch.dtype) ->
     return optimizer
 
 
+def uses_torch_adam(optimizer: Any) -> bool:
+    """Whether megatron-core fell back to torch's Adam, for want of Transformer Engine's and Apex's."""
+    return all(isinstance(part.optimizer, torch.optim.AdamW) for part in optimizer.chained_optimizers)
+
+
 def fill_adam_state(optimizer: Any) -> None:
     """Give every parameter the state that torch's Adam makes at its first step, where it has none.
 
     megatron-core saves and loads optimizers on the assumption that they have stepped.
     """
+    if not uses_torch_adam(optimizer):
+        return
     for part in optimizer.chained_optimizers:
-        if not isinstance(part.optimizer, torch.optim.AdamW):
-            continue
         for parameter in (parameter for group in part.optimizer.param_groups for parameter in group["params"]):
             state = part.optimizer.state[parameter]
             state.setdefault("step", torch.zeros(()))

@@ -22,12 +22,14 @@ import zmq
 from relax_hpc.config.schema import Config
 from relax_hpc.errors import DeadlineError, FencedError, RefusedError, RelaxError
 from relax_hpc.rendezvous.roster import Card, latest_card
-from relax_hpc.rundir import RunDir
+from relax_hpc.rundir import RunDir, write_json
 from relax_hpc.transfer_queue.plan import GENERATED
-from relax_hpc.transfer_queue.schema import Row, sample_id
+from relax_hpc.transfer_queue.records import OBSERVER_EPOCH
+from relax_hpc.transfer_queue.schema import BadRow, Row, sample_id
 from relax_hpc.transfer_queue.shard import FilePlane, pack
 from relax_hpc.transfer_queue.wire import BadMessage, seal, unseal
 
+BEAT_FILE_S = 5.0
 _ERRORS: dict[str, type[RelaxError]] = {"fenced": FencedError, "deadline": DeadlineError}
 
 
@@ -87,7 +89,7 @@ class QueueClient:
     def __init__(self, run: RunDir, config: Config, group: str, epoch: int, member: str = "") -> None:
         self.run, self.config, self.group, self.epoch = run, config, group, epoch
         self.member = member or group
-        self.name = f"{self.member}-e{epoch:06d}-{os.getpid()}-{os.urandom(4).hex()}"
+        self.name = f"{group}-e{epoch:06d}-{os.getpid()}-{os.urandom(4).hex()}"
         self.plane = FilePlane(run.shards)
         self.progress = 0
         self._token = run.token()
@@ -132,6 +134,10 @@ class QueueClient:
         """Wait for ``claim_later``."""
         return self.claim_later(task, budget, boundary).result()
 
+    def give_back(self, claim: Claim) -> None:
+        """Hold ``claim`` no more: what is still wanted of it is offered again."""
+        self.call("release", lease=claim.lease)
+
     def rows(self, claim: Claim) -> list[Row]:
         """``read_rows`` through this client's plane."""
         return read_rows(self.plane, claim, self.config.samples_per_group)
@@ -140,8 +146,12 @@ class QueueClient:
         """Add ``fields`` to whole prompt groups; with ``claim``, ack it in the same message.
 
         Returns why tickets were refused, by ticket (`rolled_back`, `stale_version`, `lease_lost`, `duplicate`...).
+        RefusedError, naming the field, if a row is not as the schema says.
         """
-        record = pack(rows, fields, {"group": self.group, "epoch": self.epoch})
+        try:
+            record = pack(rows, fields, {"group": self.group, "epoch": self.epoch})
+        except BadRow as error:
+            raise RefusedError(f"put: {error}") from error
         name = f"{self.name.replace('/', '-')}-{next(self._shard_ids):06d}.shard"
         shard = self.plane.publish(name, record)
         summary = _summarise(rows, fields)
@@ -191,12 +201,15 @@ class QueueClient:
         return calls
 
     def _serve(self, line: _Line) -> None:
-        beat_at, beat_s = 0.0, self.config.liveness.beat_s
+        beat_at, file_at, beat_s = 0.0, 0.0, self.config.liveness.beat_s
         while not self._closing.is_set():
             now = time.monotonic()
             if now >= beat_at:
                 line.follow(list(self._calls.values()), now, 4 * beat_s)
                 self._send(line, self._beat_call(now))
+                if now >= file_at and self.epoch != OBSERVER_EPOCH:
+                    self._write_beat()
+                    file_at = now + BEAT_FILE_S
                 self._expire(now)
                 beat_at = now + beat_s
             wake = line.wait(self._wake_in, max(0.0, beat_at - time.monotonic()))
@@ -204,6 +217,12 @@ class QueueClient:
                 self._take_outbox(line)
             for reply in line.replies():
                 self._settle(reply)
+
+    def _write_beat(self) -> None:
+        """For `status` while the hub does not answer. A full disk must not end the talking."""
+        path = self.run.rendezvous(self.group) / f"beat-{self.member}.json"
+        with contextlib.suppress(OSError):
+            write_json(path, {"time": time.time(), "epoch": self.epoch, "progress": self.progress})
 
     def _beat_call(self, now: float) -> _Call:
         message = {"id": 0, "client": self.name, "group": self.group, "epoch": self.epoch, "op": "beat"}

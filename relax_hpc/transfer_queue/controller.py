@@ -19,7 +19,7 @@ from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.journal import Journal
 from relax_hpc.transfer_queue.plan import Plan
 from relax_hpc.transfer_queue.records import OBSERVER_EPOCH, Event, Owner
-from relax_hpc.transfer_queue.shard import check_name
+from relax_hpc.transfer_queue.shard import SHARD_NAME, check_name
 from relax_hpc.transfer_queue.state import QueueState
 from relax_hpc.transfer_queue.wire import MAX_MESSAGE_BYTES, BadMessage, seal, unseal
 from relax_hpc.versions import Version
@@ -28,6 +28,8 @@ Args = dict[str, Any]
 Reply = dict[str, Any]
 
 
+_LOOK_S = 0.05
+"""How often at least to look for a successor while nothing changes, seconds."""
 _FOR_OBSERVERS = ("beat", "status", "checkpoints")
 
 
@@ -64,6 +66,8 @@ class Controller:
         for record in self.journal.replay():
             self.state.apply(record)
         self.state.events.clear()
+        self._end_former_groups()
+        self._sweep()
         self.events_file = run.events.open("ab", buffering=0)
         self.parked: list[Request] = []
         self.changed = False
@@ -71,7 +75,6 @@ class Controller:
         self.beats: dict[str, dict[str, Any]] = {}
         self.refused_frames = 0
         self.on_report: Callable[[str, int, dict[str, float], dict[str, float]], None] = lambda *_: None
-        self.on_trained: Callable[[int], None] = lambda _: None
         self.on_resume: Callable[[int], None] = lambda _: None
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.ROUTER)
@@ -85,15 +88,42 @@ class Controller:
         """Answer requests until ``until()``; asked at least once a second. FencedError once there is a successor."""
         poller = zmq.Poller()
         poller.register(self.socket, zmq.POLLIN)
+        look_at = 0.0
         while not until():
             poller.poll(self._patience() * 1000)
             replies = self._drain()
-            self.journal.commit()
-            if successor := self.journal.superseded():
-                raise FencedError(f"hub epoch {self.epoch} is over: epoch {successor} has taken its place")
+            wrote = self.journal.commit()
+            # A change counts only if a successor replays it, so look before telling of it; other answers may be late.
+            if wrote or time.monotonic() >= look_at:
+                look_at = time.monotonic() + _LOOK_S
+                self._check_successor()
             for peer, reply in replies:
                 self.socket.send_multipart([peer, seal(self.token, reply)])
             self._after_replies()
+
+    def _check_successor(self) -> None:
+        if successor := self.journal.superseded():
+            raise FencedError(f"hub epoch {self.epoch} is over: epoch {successor} has taken its place")
+
+    def _end_former_groups(self) -> None:
+        """After a resume with other groups nobody speaks for the old ones: what they hold comes back."""
+        for group, epoch in self.state.epochs.items():
+            if group not in self.plan.groups and not self.state.over((group, epoch)):
+                self._record(op="down", group=group, epoch=epoch)
+
+    def _sweep(self) -> None:
+        """Remove the files of shards that are garbage, or were never put by a group incarnation that is over.
+
+        A living one's are left alone: its put may have been sent to an earlier controller and be sent again.
+        """
+        needed = {shard.descriptor["name"] for shard in self.state.shards.values()}
+        garbage = set(self.state.garbage)
+        self.state.garbage.clear()
+        for path in self.run.shards.iterdir():
+            made = SHARD_NAME.match(path.name)
+            orphan = made and path.name not in needed and self.state.over((made[1], int(made[2])))
+            if orphan or path.name in garbage:
+                path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Flush and release everything."""
@@ -252,6 +282,10 @@ class Controller:
 
     def _do_claim(self, request: Request, task: str, budget: int, boundary: int) -> Any:
         number = self.state.lease_keys.get(request.key, 0)
+        if number and not self.state.leases[number].tickets:
+            # Asked again after everything in it was dropped.
+            self._record(op="release", lease=number)
+            number = 0
         if not number:
             tickets = self.state.claimable(task, budget, boundary)
             if not tickets:
@@ -276,17 +310,17 @@ class Controller:
             "min_version": self.plan.step_of(tickets[0]) if tickets and not self.plan.max_staleness else 0,
         }
 
-    def _do_ack(self, request: Request, lease: int) -> Any:
+    def _do_release(self, request: Request, lease: int) -> Any:
+        """The holder cannot use what it has claimed."""
         held = self.state.leases.get(lease)
         if held and held.owner == request.owner:
-            self._record(op="ack", lease=lease)
+            self._record(op="release", lease=lease)
         return {}
 
     def _do_trained(self, request: Request, step: int, leases: list[int]) -> Any:
         if step >= self.state.trained_steps:
             self._check_trained(request.owner, step, leases)
             self._record(op="trained", step=step, leases=leases)
-            self.on_trained(step)
         return {"staleness": self.state.staleness(step)}
 
     def _check_trained(self, owner: Owner, step: int, leases: list[int]) -> None:
@@ -326,7 +360,7 @@ class Controller:
             self._record(op="publish", version=version, digest=digest)
         if retire := [str(old) for old in self.state.retirable()]:
             self._record(op="retire", versions=retire)
-        return {"retire": retire, "keep": [str(kept) for kept in self.state.published]}
+        return {"keep": [str(kept) for kept in self.state.published]}
 
     def _do_next_version(self, request: Request, after: str) -> Any:
         """The newest published version once it is above ``after``."""
@@ -375,12 +409,6 @@ class Controller:
             "finished": state.finished(),
             "waiting": [f"{r.owner[0]}: {r.op}" for r in self.parked],
         }
-
-    def _do_watch(self, request: Request, after: int) -> Any:
-        """Answered once more than ``after`` steps are trained, or the run is finished."""
-        if self.state.trained_steps != after or self.state.finished():
-            return {"trained_steps": self.state.trained_steps, "finished": self.state.finished()}
-        return None
 
 
 def _line(event: Event) -> str:

@@ -98,13 +98,14 @@ class Journal:
         """Buffer ``record``; it counts after the next ``commit``."""
         self._pending.append(_frame(msgpack.packb(record)))
 
-    def commit(self) -> None:
-        """Hand all buffered records to the operating system in one write."""
-        if self._pending:
-            data = memoryview(b"".join(self._pending))
-            self._pending.clear()
-            while data:
-                data = data[self._file.write(data) :]
+    def commit(self) -> bool:
+        """Hand all buffered records to the operating system in one write; whether there were any."""
+        data = memoryview(b"".join(self._pending))
+        wrote = bool(self._pending)
+        self._pending.clear()
+        while data:
+            data = data[self._file.write(data) :]
+        return wrote
 
     def close(self) -> None:
         self.commit()

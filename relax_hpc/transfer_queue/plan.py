@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from relax_hpc.config.schema import Config
 
+SUPERVISOR = "supervisor"
+"""Speaks to the queue as a group of this name."""
 GENERATED = ("prompt_id", "ticket", "token_ids", "prompt_len", "loss_mask", "rollout_logprobs", "token_versions")
 GENERATED += ("reward", "spans", "finish_reason")
 
@@ -31,6 +33,9 @@ class Plan:
     eval_every: int
     keep_steps: int
     tasks: dict[str, Task]
+    """Tasks that no group of this run has are kept: a journal may know them from before the groups were changed."""
+    groups: frozenset[str]
+    """Names that may speak to the queue; what others hold from before the groups were changed comes back."""
 
     @classmethod
     def of(cls, config: Config) -> Plan:
@@ -42,8 +47,7 @@ class Plan:
             "advantages": Task(("reward",), ("advantages",), in_order),
         }
         active = {role for group in config.groups.values() for role in group.roles}
-        tasks = {name: task for name, task in tasks.items() if name in active}
-        learned = tuple(field for task in tasks.values() for field in task.gives)
+        learned = tuple(field for name, task in tasks.items() if name in active for field in task.gives)
         tasks["actor"] = Task(("token_ids", "reward", *learned), (), True)
         return cls(
             steps=config.steps,
@@ -53,6 +57,7 @@ class Plan:
             eval_every=config.eval.every,
             keep_steps=config.queue.keep_steps,
             tasks=tasks,
+            groups=frozenset({*config.groups, SUPERVISOR}),
         )
 
     def step_of(self, ticket: int) -> int:

@@ -38,14 +38,17 @@ class Lease:
     owner: Owner
     key: str
     tickets: tuple[int, ...]
+    shards: frozenset[int]
+    """Where the rows lay when they were claimed: files stay as long as the lease, even of dropped rows."""
 
 
 @dataclass(slots=True)
 class Shard:
-    """Where a put's bytes are, and the tickets that still need them."""
+    """Where a put's bytes are, the tickets that still need them, and how many leases may still read them."""
 
     descriptor: dict[str, Any]
     tickets: set[int]
+    leases: int = 0
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Which data-parallel rank takes which prompt groups: pure functions, so that every rank finds the same answer."""
+"""Which data-parallel rank takes which rows: pure functions, so that every rank finds the same answer."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ Unknown fields are kept and passed on.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,6 +17,10 @@ import numpy as np
 FORMAT_VERSION = 1
 
 Row = dict[str, Any]
+
+
+class BadRow(ValueError):
+    """Rows that may not enter the queue; the message names the field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,28 +60,22 @@ def sample_id(ticket: int, k: int) -> str:
     return f"{ticket:09d}.{k:02d}"
 
 
-def ticket_of(sample: str) -> int:
-    """The ticket in a sample id."""
-    return int(sample.partition(".")[0])
+def flat_column(name: str, values: Sequence[Any]) -> np.ndarray:
+    """Field ``name`` of several rows as one array of its dtype, per-token arrays end to end.
 
-
-def check_row(row: Row, fields: tuple[str, ...]) -> str | None:
-    """Why ``row`` may not enter the queue with ``fields``, or None: wrong dtype, shape, length or NaN."""
-    length = len(row["token_ids"]) if "token_ids" in row else None
-    for name in fields:
-        spec, value = FIELDS.get(name), row.get(name)
-        if value is None:
-            return f"{name}: missing"
-        if spec is None or spec.kind in ("text", "json"):
-            continue
-        if spec.kind == "scalar":
-            if not np.isscalar(value) or (spec.dtype == "float32" and not np.isfinite(value)):
-                return f"{name}: found {value!r}, expected a finite {spec.dtype}"
-            continue
-        if not isinstance(value, np.ndarray) or value.dtype != spec.dtype or value.ndim != 1:
-            return f"{name}: found {getattr(value, 'dtype', type(value).__name__)}, expected a 1-d {spec.dtype} array"
-        if length is not None and len(value) != length:
-            return f"{name}: {len(value)} entries for {length} tokens"
-        if spec.dtype == "float32" and not np.isfinite(value).all():
-            return f"{name}: not finite"
-    return None
+    BadRow if the values may not enter the queue: wrong dtype or shape, out of range, NaN or infinite.
+    """
+    spec, tokens = FIELDS[name], FIELDS[name].kind == "token"
+    try:
+        found = np.concatenate(values) if tokens else np.array(values)
+    except (ValueError, TypeError) as error:
+        raise BadRow(f"{name}: {error}") from error
+    numbers = "biuf" if spec.dtype.startswith("float") else "iu"
+    if found.ndim != 1 or (found.dtype != spec.dtype if tokens else found.dtype.kind not in numbers):
+        raise BadRow(f"{name}: found {found.dtype} with {found.ndim} dimensions, expected {spec.dtype} with one")
+    with np.errstate(over="ignore"):
+        flat = found.astype(spec.dtype, copy=False)
+    whole = np.isfinite(flat) if flat.dtype.kind == "f" else flat == found
+    if not whole.all():
+        raise BadRow(f"{name}: found {found[~whole][0]}, expected a finite {spec.dtype}")
+    return flat

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import struct
 import zlib
 from collections.abc import Sequence
@@ -18,13 +19,15 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from relax_hpc.transfer_queue.schema import FIELDS, FORMAT_VERSION, Row
+from relax_hpc.transfer_queue.schema import FIELDS, FORMAT_VERSION, BadRow, Row, flat_column
 
 _PREFIX = struct.Struct("<8sIIQI")
 """Magic, format version, header bytes, payload bytes, crc of everything else."""
 _CRC_AT = _PREFIX.size - 4
 _MAGIC = b"RLXSHARD"
 _ALIGN = 64
+SHARD_NAME = re.compile(r"\.?(.+)-e(\d{6,})-")
+"""Group and epoch in the name of a shard of a `QueueClient`, or of its temporary file."""
 
 
 class ShardError(ValueError):
@@ -43,18 +46,22 @@ def check_name(name: str) -> str:
 
 
 def pack(rows: Sequence[Row], fields: Sequence[str], origin: dict[str, Any]) -> bytes:
-    """One record holding ``fields`` of ``rows``; ``origin`` (run, group, epoch) goes to the header."""
+    """One record holding ``fields`` of ``rows``; ``origin`` (group, epoch) goes to the header. BadRow as it says."""
     columns: list[dict[str, Any]] = []
     pieces: list[tuple[int, np.ndarray]] = []
     position = 0
     for name in fields:
+        if missing := [row["sample_id"] for row in rows if row.get(name) is None]:
+            raise BadRow(f"{name}: missing in {missing[0]}")
         spec, values = FIELDS.get(name), [row[name] for row in rows]
         if spec is None or spec.kind in ("text", "json"):
             columns.append({"name": name, "values": values})
             continue
-        tokens = spec.kind == "token"
-        flat = np.concatenate(values).astype(spec.dtype, copy=False) if tokens else np.array(values, dtype=spec.dtype)
-        lengths = [len(value) for value in values] if tokens else None
+        flat = flat_column(name, values)
+        lengths = [len(value) for value in values] if spec.kind == "token" else None
+        for row, length in zip(rows, lengths or (), strict=False):
+            if length != len(row.get("token_ids", row[name])):
+                raise BadRow(f"{name}: {length} entries for {len(row['token_ids'])} tokens in {row['sample_id']}")
         columns.append({"name": name, "dtype": spec.dtype, "at": position, "count": len(flat), "lengths": lengths})
         pieces.append((position, flat))
         position = _aligned(position + flat.nbytes)

@@ -163,11 +163,11 @@ class QueueState:
     def _on_register(self, group: str, epoch: int) -> None:
         if epoch > self.epochs.get(group, 0):
             self.epochs[group] = epoch
-            self._release(group, epoch)
+            self._take_back(group, epoch)
 
     def _on_down(self, group: str, epoch: int) -> None:
         self.ended[group] = max(epoch, self.ended.get(group, 0))
-        self._release(group, epoch + 1)
+        self._take_back(group, epoch + 1)
 
     def _on_admit(self, owner: list, key: str, tickets: list[int], version: str) -> None:
         for ticket in tickets:
@@ -200,7 +200,7 @@ class QueueState:
             if reason in REJECTED and "token_ids" in fields:
                 self._drop(ticket, reason)
         if lease:
-            self._on_ack(lease)
+            self._ack(lease)
 
     def _add_fields(self, number: int, rows: list[dict], fields: list[str]) -> None:
         for row in rows:
@@ -219,29 +219,28 @@ class QueueState:
 
     def _on_claim(self, task: str, owner: list, key: str, number: int, tickets: list[int]) -> None:
         self.next_lease = number + 1
-        self.leases[number] = Lease(task, tuple(owner), key, tuple(tickets))
+        shards = frozenset(shard for ticket in tickets for shard, _ in self.groups[ticket].parts)
+        for shard in shards:
+            self.shards[shard].leases += 1
+        self.leases[number] = Lease(task, tuple(owner), key, tuple(tickets), shards)
         self.lease_keys[key] = number
         self.returned[task] = [window for window in self.returned[task] if window != tuple(tickets)]
         for ticket in tickets:
             self.groups[ticket].tasks[task] = number
         self._advance(task)
 
-    def _on_ack(self, lease: int) -> None:
-        """Consumed are the tickets that have what the task gives; others (their rows were refused) are ready again."""
+    def _on_release(self, lease: int) -> None:
+        """The holder gives a lease back: what is left of its window is offered again as it was."""
         held = self._forget_lease(lease)
-        gives = self.plan.tasks[held.task].gives
         for ticket in held.tickets:
-            group = self.groups[ticket]
-            if all(group.present.get(name) == self.full for name in gives):
-                group.tasks[held.task] = DONE
-            else:
-                group.tasks.pop(held.task, None)
-                self.position[held.task] = min(self.position[held.task], ticket)
-        self._advance(held.task)
+            self.groups[ticket].tasks.pop(held.task, None)
+        if held.tickets and self.plan.tasks[held.task].in_order:
+            self.returned[held.task].append(held.tickets)
+        self.position[held.task] = min([self.position[held.task], *held.tickets])
 
     def _on_trained(self, step: int, leases: list[int]) -> None:
         for lease in leases:
-            self._on_ack(lease)
+            self._ack(lease)
         self.trained_steps = step + 1
         size = self.plan.groups_per_step
         for ticket in range(step * size, (step + 1) * size):
@@ -324,15 +323,23 @@ class QueueState:
         self.groups[ticket] = PromptGroup(None, attempt=old.attempt)
         heapq.heappush(self.reissued, ticket)
 
-    def _release(self, group: str, below: int) -> None:
-        """Take back what incarnations of ``group`` before epoch ``below`` hold."""
+    def _ack(self, lease: int) -> None:
+        """Consumed are the tickets that have what the task gives; others (their rows were refused) are ready again."""
+        held = self._forget_lease(lease)
+        gives = self.plan.tasks[held.task].gives
+        for ticket in held.tickets:
+            group = self.groups[ticket]
+            if all(group.present.get(name) == self.full for name in gives):
+                group.tasks[held.task] = DONE
+            else:
+                group.tasks.pop(held.task, None)
+                self.position[held.task] = min(self.position[held.task], ticket)
+        self._advance(held.task)
+
+    def _take_back(self, group: str, below: int) -> None:
+        """Release what incarnations of ``group`` before epoch ``below`` hold."""
         for number in [n for n, held in self.leases.items() if held.owner[0] == group and held.owner[1] < below]:
-            held = self._forget_lease(number)
-            for ticket in held.tickets:
-                self.groups[ticket].tasks.pop(held.task, None)
-            if held.tickets and self.plan.tasks[held.task].in_order:
-                self.returned[held.task].append(held.tickets)
-            self.position[held.task] = min([self.position[held.task], *held.tickets])
+            self._on_release(number)
         for ticket, item in self.groups.items():
             if item.owner and item.owner[0] == group and item.owner[1] < below and not item.present:
                 item.owner = None
@@ -342,6 +349,9 @@ class QueueState:
     def _forget_lease(self, number: int) -> Lease:
         held = self.leases.pop(number)
         self.lease_keys.pop(held.key, None)
+        for shard in held.shards:
+            self.shards[shard].leases -= 1
+            self._collect(shard)
         return held
 
     def _advance(self, task: str) -> None:
@@ -357,11 +367,13 @@ class QueueState:
                 self._unpin(number, ticket)
 
     def _unpin(self, number: int, ticket: int) -> None:
-        shard = self.shards.get(number)
-        if shard is None:
-            return
-        shard.tickets.discard(ticket)
-        if not shard.tickets:
+        self.shards[number].tickets.discard(ticket)
+        self._collect(number)
+
+    def _collect(self, number: int) -> None:
+        """A shard that no ticket and no lease needs is garbage."""
+        shard = self.shards[number]
+        if not shard.tickets and not shard.leases:
             self.garbage.append(self.shards.pop(number).descriptor["name"])
 
     def _event(self, ticket: int, what: str, version: str = "", reason: str = "") -> None:

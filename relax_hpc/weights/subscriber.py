@@ -46,12 +46,14 @@ class Subscriber:
         """A future {version, digest} of the next version above the one served, or {finished}."""
         return self.client.submit("next_version", after=str(self.serving))
 
-    def read(self, announced: dict[str, str]) -> tuple[Version, bytes]:
-        """The verified safetensors bytes of an announced version, or of a newer one if it is gone already."""
+    def read(self, announced: dict[str, str]) -> tuple[dict[str, str], bytes]:
+        """The verified safetensors bytes of an announced version, or of a newer one if it is gone already.
+
+        With the announcement of what was read.
+        """
         while True:
-            version = Version.parse(announced["version"])
             try:
-                return version, read_verified(self.run.weights / str(version), announced["digest"])[TENSORS]
+                return announced, read_verified(self.run.weights / announced["version"], announced["digest"])[TENSORS]
             except WeightsError:
                 newest = self.client.call("next_version", after=str(self.serving))
                 if newest.get("version", "") == announced["version"] or "version" not in newest:
@@ -60,14 +62,14 @@ class Subscriber:
 
     def stage(self, announced: dict[str, str]) -> tuple[Version, Path]:
         """A verified copy in memory that an engine can load as a model directory."""
-        version, data = self.read(announced)
+        announced, data = self.read(announced)
         folder = own_folder(staging_root(self.run)) / self.reader.replace("/", "-")
         if not folder.exists():
             self._prepare(folder)
         temporary = folder / f".{TENSORS}"
         temporary.write_bytes(data)
         temporary.replace(folder / TENSORS)
-        return version, folder
+        return Version.parse(announced["version"]), folder
 
     def _prepare(self, folder: Path) -> None:
         """Everything of a model directory but the weights; it appears whole."""

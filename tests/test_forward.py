@@ -1,0 +1,73 @@
+"""The leader of actor_fwd: which claims it scores, and with which weights."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+
+from relax_hpc.roles import forward
+from relax_hpc.transfer_queue.client import Claim
+from relax_hpc.versions import Version
+from relax_hpc.weights.subscriber import NOTHING
+
+
+def done(value) -> Future:
+    future: Future = Future()
+    future.set_result(value)
+    return future
+
+
+class Reader:
+    """A subscriber to whom one version after the other is announced; the last but one is gone when it is read."""
+
+    def __init__(self, *_) -> None:
+        self.serving = NOTHING
+        self.news = iter([done({"version": "e000001-v000001", "digest": "old"})])
+
+    def newer(self) -> Future:
+        return next(self.news, Future())
+
+    def read(self, announced):
+        return {"version": "e000002-v000000", "digest": "new"}, b"weights"
+
+    def served(self, version: Version) -> None:
+        self.serving = version
+
+
+class Queue:
+    """A client whose first claim is of step 1, from before the actor resumed at step 0."""
+
+    def __init__(self) -> None:
+        claims = [Claim(7 + n, step, (2 * step,), (), step) for n, step in enumerate((1, 0))]
+        self.claims = iter([*claims, None])
+        self.given_back: list[int] = []
+        self.put_rows: list[tuple[int, int]] = []
+
+    def claim_later(self, task: str, budget: int) -> Future:
+        return done(next(self.claims))
+
+    def give_back(self, claim: Claim) -> None:
+        self.given_back.append(claim.lease)
+
+    def put(self, rows, fields, claim) -> None:
+        self.put_rows += [(claim.lease, row["old_logprob_version"]) for row in rows]
+
+
+def test_a_claim_from_before_a_rollback_is_given_back_and_training_goes_on(monkeypatch):
+    """Version 1 of the new actor comes only after step 0 was trained again, which needs these scores."""
+    monkeypatch.setattr(forward, "Subscriber", Reader)
+    client, told = Queue(), []
+    ranks = SimpleNamespace(size=2, tell=told.append, rows=lambda claim: [{"sample_id": "000000000.00"}])
+    context = SimpleNamespace(
+        client=client, role="actor_fwd", run=None, group="g", spans=lambda *_, **__: nullcontext(), report=print
+    )
+    parallel = SimpleNamespace(max_tokens_per_micro_batch=9, parallel=SimpleNamespace(data=1))
+    scorer = SimpleNamespace(forward=parallel, load=lambda data: None, score=lambda rows: [np.zeros(1, np.float32)])
+    forward._lead(context, ranks, scorer, follows=True)
+    assert client.given_back == [7]
+    assert client.put_rows == [(8, Version(2, 0).encode())]
+    assert told[0] == {"do": "load", "version": "e000002-v000000", "digest": "new"}, "what the leader read"
+    assert [message["do"] for message in told] == ["load", "score", "end"]
