@@ -14,16 +14,18 @@ BASE = [
     "numpy>=1.26",
     "pyzmq>=25.1.2",
     "msgpack>=1",
+    "xxhash>=3",
+    "h5py>=3.10",
     "tensorboard>=2.15",
     "psutil>=5.9",
+    "jinja2>=3",
 ]
 EXTRAS = {
     "train": ["torch>=2.6", "megatron-core==0.16.1", "mpi4py>=4", "safetensors>=0.5"],
     "sglang": ["sglang==0.5.21", "transformers==5.12.1", "tokenizers==0.22.2", "aiohttp", "orjson"],
     "rdma": ["nixl-cu12>=1.5; sys_platform == 'linux'"],
     "omni": ["pillow", "decord", "librosa", "soundfile", "numba==0.65.1"],
-    "slurm": ["submitit>=1.5", "jinja2>=3"],
-    "hdf5": ["h5py>=3.10"],
+    "slurm": ["submitit>=1.5"],
     "plot": ["matplotlib>=3.8"],
     "dev": ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6", "ruff>=0.12", "packaging"],
 }
@@ -45,7 +47,10 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.11",
-    packages=find_packages(include=["relax_hpc", "relax_hpc.*"]),
+    packages=[*find_packages(include=["relax_hpc", "relax_hpc.*"]), "relax_hpc.templates"],
+    # The templates lie in slurm/, where users look for them; in a checkout they are found there.
+    package_dir={"relax_hpc.templates": "slurm"},
+    package_data={"relax_hpc.templates": ["*.sbatch.j2"]},
     include_package_data=False,
     install_requires=BASE,
     extras_require=EXTRAS,

@@ -30,12 +30,44 @@ find_python() {  # prints the first Python 3.11 that can make environments
     return 1
 }
 
-apt_python() {  # the only system package ever needed, and only where root may install it
-    [[ -z ${RELAX_PYTHON:-} && $(id -u) == 0 ]] && command -v apt-get >/dev/null || return 1
-    say "installing the system package python3.11-venv"
+may_apt() { [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null && command -v dpkg-query >/dev/null; }
+
+apt_install() {
+    say "installing system packages: $*"
     mkdir -p "$VENV"
-    { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends python3.11-venv; } \
-        >>"$LOG" 2>&1 || return 1
+    apt_quietly "$@" >>"$LOG" 2>&1
+}
+
+apt_quietly() (  # a subshell, whose end removes the policy that keeps new packages from starting daemons
+    policy=/usr/sbin/policy-rc.d
+    if [[ ! -e $policy ]]; then
+        trap 'rm -f "$policy"' EXIT
+        trap 'exit 130' INT TERM HUP
+        printf '#!/bin/sh\nexit 101\n' >"$policy"
+        chmod +x "$policy"
+    fi
+    apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@"
+)
+
+apt_python() {  # the one system package without which nothing works, and only where root may install it
+    [[ -z ${RELAX_PYTHON:-} ]] && may_apt && apt_install python3.11-venv
+}
+
+slurm_packages() {  # prints what the Slurm tests lack, unless Slurm is there and is not Debian's: a cluster's own
+    local have wanted
+    may_apt && [[ -z $(find "$VENV/.apt-failed" -mmin -60 2>/dev/null) ]] || return 0
+    have=$(dpkg-query -W -f='${db:Status-Status} ${Package}\n' | sed -n 's/^installed //p' | sort)
+    grep -qx slurm-client <<<"$have" || ! command -v sinfo >/dev/null || return 0
+    wanted=$(grep -v '^#' "$ROOT/env/debian-packages.txt" | sort)
+    comm -13 <(echo "$have") <(echo "$wanted")
+}
+
+install_slurm() {  # a convenience: without it the Slurm tests skip; a failure is not tried again for an hour
+    local packages
+    mapfile -t packages < <(slurm_packages)
+    if ((${#packages[@]} == 0)) || apt_install "${packages[@]}"; then return; fi
+    touch "$VENV/.apt-failed"
+    say "apt-get failed (see $LOG): tests on a real Slurm will skip"
 }
 
 make_venv() {
@@ -129,7 +161,7 @@ main() {
         esac
     done
     parts=("$base" "${parts[@]}" package)
-    if all_current "${parts[@]}"; then return; fi
+    if all_current "${parts[@]}" && [[ " ${parts[*]} " != *" dev "* || -z $(slurm_packages) ]]; then return; fi
     take_lock
     check_venv
     [[ $base != cpu ]] || rm -f "$VENV/.stamp-gpu"
@@ -138,6 +170,7 @@ main() {
         if current "$arg"; then continue; fi
         if [[ $arg == package ]]; then install_package; else install_lock "$arg"; fi
     done
+    [[ " ${parts[*]} " != *" dev "* ]] || install_slurm
     say "done: $VENV"
 }
 

@@ -1,10 +1,34 @@
 #!/usr/bin/env bash
 # Installs what is missing and runs the tests; arguments go to pytest. A test of something installed here may not skip.
+# With --all: all faults that runs have to survive, with real engines everywhere, as root and as a plain user (hours),
+# and at the end the table of the README.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash env/setup.sh dev
 VENV=$(realpath -m "${RELAX_VENV:-.venv}")
 export PATH="$VENV/bin:$PATH"
-export RELAX_REQUIRE=${RELAX_REQUIRE-sglang,mpi,torch,megatron,transformers,h5py,matplotlib}
+INSTALLED=sglang,mpi,torch,megatron,transformers,h5py,matplotlib
+# The Slurm that setup.sh installs on a Debian machine for root.
+if [[ $(id -u) == 0 ]] && dpkg-query -W -f='${Version}' slurm-wlm munge >/dev/null 2>&1 && command -v sinfo >/dev/null; then
+    INSTALLED+=,slurm
+fi
+export RELAX_REQUIRE=${RELAX_REQUIRE-$INSTALLED}
+
+if [[ ${1:-} == --all ]]; then
+    shift
+    RELAX_FAULT_TABLE=$(mktemp)
+    chmod a+w "$RELAX_FAULT_TABLE"
+    export RELAX_FAULT_TABLE RELAX_REAL_ENGINES=1
+    faults=(tests/test_slurm_{het,jobs,ends,user}.py tests/test_commands_slurm.py tests/test_power_loss.py)
+    options=(-m pytest -p no:cacheprovider -q --timeout=3600 "$@" "${faults[@]}")
+    failed=0
+    "$VENV/bin/python" "${options[@]}" || failed=1
+    if [[ $(id -u) == 0 ]]; then
+        "$VENV/bin/python" -m tests.plain_user "${options[@]}" || failed=1
+    fi
+    "$VENV/bin/python" -m tests.fault_table "$RELAX_FAULT_TABLE"
+    exit "$failed"
+fi
+
 [[ $# -gt 0 ]] || set -- tests -q --durations=15
 exec "$VENV/bin/python" -m pytest -p no:cacheprovider "$@"

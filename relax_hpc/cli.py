@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from jsonargparse import SUPPRESS, ArgumentParser
 
 from relax_hpc import __version__
+from relax_hpc.cli_command import CONFIG_USAGE, Command, complain, config_arguments
+from relax_hpc.cli_living import LIVING
+from relax_hpc.cli_queue import QUEUE
+from relax_hpc.config.changes import change_files
 from relax_hpc.config.check import check
 from relax_hpc.config.clean import COMMAND_LINE, near
-from relax_hpc.config.load import build, compose, print_config, resolve
-from relax_hpc.config.options import add_options, explain, split_groups
+from relax_hpc.config.load import build, compose, load_resolved, print_config, resolve
+from relax_hpc.config.options import explain, split_groups
 from relax_hpc.config.schema import Config
 from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, ConfigError, RelaxError
 from relax_hpc.rundir import RunDir
 
 EXIT_INTERRUPTED = 130
-
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """A subcommand."""
-
-    help: str
-    usage: str
-    add_arguments: Callable[[ArgumentParser], None]
-    handle: Callable[[dict[str, Any]], int]
-    """From the arguments that were given, nested, to the exit code."""
-    takes_config: bool = False
-    """Whether every field of the configuration is an option."""
 
 
 class _Parser(ArgumentParser):
@@ -47,10 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(list(sys.argv[1:] if argv is None else argv))
     except RelaxError as error:
-        _complain(str(error))
+        complain(str(error))
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader has seen enough, as in `relax-hpc logs RUN | head`.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_DONE
 
 
 def parser_of(name: str) -> ArgumentParser:
@@ -91,16 +86,9 @@ def _top_parser() -> ArgumentParser:
     return parser
 
 
-def _config_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--config", action="append", metavar="F", help="YAML file; several compose from left to right")
-    # jsonargparse hands its own option of this name over as `--print_config=`.
-    parser.add_argument("--print_config", nargs="?", metavar="", help="Print the configuration and where it came from")
-    add_options(parser)
-
-
 def _run_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="Go on with the run that lies in run_dir")
-    _config_arguments(parser)
+    config_arguments(parser)
 
 
 def _plot_arguments(parser: ArgumentParser) -> None:
@@ -109,15 +97,10 @@ def _plot_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--tags", nargs="+", default=[], metavar="TAG", help="Metrics to draw; none: the usual ones")
 
 
-def _status_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="Run directory")
-    parser.add_argument("--json", action="store_true", help="For programs")
-
-
 def _run(given: dict[str, Any]) -> int:
     resume = given.pop("resume", False)
     if resume and not given.get("config"):
-        given["config"] = [str(_run_dir(given).config)]
+        given["config"] = _files_of(_run_dir(given))
     config = _configure(given)
     if config is None:
         return EXIT_DONE
@@ -125,11 +108,44 @@ def _run(given: dict[str, Any]) -> int:
     _check_run_dir(RunDir(Path(config.run_dir)), resume)
     if findings := check(config):
         for finding in findings:
-            _complain(finding)
+            complain(finding)
         return EXIT_CONFIG
     from relax_hpc.launch import local
 
     return local.run(config, resume)
+
+
+def _submit_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--resume", action="store_true", help="Go on with the run that lies in run_dir")
+    parser.add_argument("--dry-run", action="store_true", help="Write every file, contact nothing")
+    parser.add_argument("--json", action="store_true", help="For programs")
+    parser.add_argument("--parsable", action="store_true", help="Job ids only, as sbatch does")
+    config_arguments(parser)
+
+
+def _submit(given: dict[str, Any]) -> int:
+    resume, dry_run = given.pop("resume", False), given.pop("dry_run", False)
+    form = "json" if given.pop("json", False) else "parsable" if given.pop("parsable", False) else ""
+    if resume and not given.get("config"):
+        given["config"] = _files_of(_run_dir(given))
+    config = _configure(given)
+    if config is None:
+        return EXIT_DONE
+    config = resolve(config)
+    if config.layout == "local" and config.site.name == "":
+        raise ConfigError("layout: found 'local', allowed with submit: het or jobs, or local with a site; see run")
+    _check_run_dir(RunDir(Path(config.run_dir)), resume)
+    if findings := check(config):
+        for finding in findings:
+            complain(finding)
+        return EXIT_CONFIG
+    from relax_hpc.launch.slurm.commands import Slurm
+    from relax_hpc.launch.slurm.submit import submit
+    from relax_hpc.launch.slurm.whereabouts import check_gone
+
+    if resume and not dry_run:
+        check_gone(RunDir(Path(config.run_dir)), config, Slurm())
+    return submit(config, resume, dry_run, form)
 
 
 def _check(given: dict[str, Any]) -> int:
@@ -147,10 +163,20 @@ def _plot(given: dict[str, Any]) -> int:
     return plot.main(given["runs"], given.get("output", "rewards.png"), given.get("tags", []))
 
 
-def _status(given: dict[str, Any]) -> int:
-    from relax_hpc.launch import status
+def _doctor_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--deep", action="store_true", help="Also look from the nodes, by a job of a minute")
+    parser.add_argument("--json", action="store_true", help="For programs")
+    config_arguments(parser)
 
-    return status.main(given["run"], given.get("json", False))
+
+def _doctor(given: dict[str, Any]) -> int:
+    deep, as_json = given.pop("deep", False), given.pop("json", False)
+    config = _configure(given)
+    if config is None:
+        return EXIT_DONE
+    from relax_hpc.launch.slurm import doctor
+
+    return doctor.main(resolve(config), deep, as_json)
 
 
 def _configure(given: dict[str, Any]) -> Config | None:
@@ -174,6 +200,12 @@ def _run_dir(given: dict[str, Any]) -> RunDir:
     return run
 
 
+def _files_of(run: RunDir) -> list[str]:
+    """A run's own configuration, with what was changed for whole groups since."""
+    names = load_resolved(run.root).groups
+    return [str(path) for path in (run.config, *(f for f in change_files(run) if f.stem[7:] in names))]
+
+
 def _check_run_dir(run: RunDir, resume: bool) -> None:
     if resume and not run.config.is_file():
         raise ConfigError(f"run_dir: found no run in {run.root} (no config.yaml), leave out --resume to start one")
@@ -181,22 +213,32 @@ def _check_run_dir(run: RunDir, resume: bool) -> None:
         raise ConfigError(f"run_dir: {run.root} already holds a run, --resume it or name another --run_dir")
 
 
-def _complain(message: str) -> None:
-    print(f"relax-hpc: error: {' '.join(message.split())}", file=sys.stderr)
-
-
-_CONFIG_USAGE = "[--config F]... [--KEY VALUE]... [--print_config]"
 COMMANDS = {
     "run": Command(
         "Start a run, or go on with one, and supervise it until it ends.",
-        f"[--resume] [--run_dir D] {_CONFIG_USAGE}",
+        f"[--resume] [--run_dir D] {CONFIG_USAGE}",
         _run_arguments,
         _run,
         takes_config=True,
     ),
-    "check": Command("Look for mistakes without starting anything.", _CONFIG_USAGE, _config_arguments, _check, True),
-    "status": Command("Show what a run is doing.", "RUN [--json]", _status_arguments, _status),
+    "submit": Command(
+        "Hand a run to Slurm.",
+        f"[--resume] [--dry-run] [--json | --parsable] {CONFIG_USAGE}",
+        _submit_arguments,
+        _submit,
+        takes_config=True,
+    ),
+    "check": Command("Look for mistakes without starting anything.", CONFIG_USAGE, config_arguments, _check, True),
+    "doctor": Command(
+        "Look for what would go wrong on this cluster, before anything is submitted.",
+        f"[--deep] [--json] {CONFIG_USAGE}",
+        _doctor_arguments,
+        _doctor,
+        takes_config=True,
+    ),
+    **LIVING,
     "plot": Command(
         "Draw the metrics of one or more runs.", "RUN [RUN ...] [--output F] [--tags T ...]", _plot_arguments, _plot
     ),
+    "queue": QUEUE,
 }

@@ -30,6 +30,10 @@ class FencedError(RelaxError):
     """A newer incarnation of this group exists; this process may change nothing any more."""
 
 
+class StoppedError(RelaxError):
+    """Ended early in good order: asked to, or because the time limit leaves no room. Not a failure."""
+
+
 class DeadlineError(RelaxError):
     """A wait ran past its deadline; the message names the peer, since when, and the log to open."""
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import secrets
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,39 @@ def write_atomic(path: Path, data: bytes, sync: bool = False) -> None:
 def write_json(path: Path, value: Any, sync: bool = False) -> None:
     """``write_atomic`` of ``value`` as JSON."""
     write_atomic(path, json.dumps(value, indent=1, sort_keys=True).encode() + b"\n", sync)
+
+
+def write_numbered(folder: Path, suffix: str, data: bytes = b"") -> Path:
+    """Write ``data`` to ``folder``/NNNNNN``suffix`` under the next free number; the file appears whole and once."""
+    folder.mkdir(parents=True, exist_ok=True)
+    numbers = [int(path.name[:6]) for path in folder.iterdir() if path.name[:6].isdigit()]
+    number = 1 + max(numbers, default=0)
+    temporary = folder / f".{os.getpid()}.{secrets.token_hex(4)}"
+    write_atomic(temporary, data, sync=True)
+    try:
+        while True:
+            path = folder / f"{number:06d}{suffix}"
+            try:
+                os.link(temporary, path)
+                return path
+            except FileExistsError:
+                number += 1
+    finally:
+        temporary.unlink()
+
+
+def private_folder(path: Path) -> Path:
+    """``path``, made if needed, for this user alone.
+
+    ConfigError if somebody else made it or can write in it: a shared place with a known name can be taken.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = path.lstat()
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
+        path.chmod(0o700)
+    else:
+        raise ConfigError(f"{path}: not a folder of this user alone; have its owner remove it, or set site.local_dir")
+    return path
 
 
 def sync_directory(path: Path) -> None:
@@ -105,6 +139,21 @@ class RunDir:
         """Exists once every step is trained and evaluated."""
         return self.root / "finished.json"
 
+    @property
+    def stop(self) -> Path:
+        """Exists while the whole run is asked to stop, or has given up; a resume removes it."""
+        return self.root / "stop.json"
+
+    @property
+    def submit(self) -> Path:
+        """What was handed to Slurm, and which jobs came of it."""
+        return self.root / "submit"
+
+    @property
+    def code(self) -> Path:
+        """The package as it was at submission."""
+        return self.root / "code"
+
     def rendezvous(self, group: str) -> Path:
         return self.root / "rendezvous" / group
 
@@ -120,7 +169,7 @@ class RunDir:
         try:
             self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.root.chmod(0o700)
-            for path in (self.journal, self.shards, self.weights, self.checkpoints, self.data):
+            for path in (self.journal, self.shards, self.weights, self.checkpoints, self.data, self.root / "logs"):
                 path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"run_dir: cannot make {self.root}: {error.strerror}; name a writable folder") from error

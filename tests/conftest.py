@@ -10,6 +10,8 @@ import psutil
 import pytest
 from hypothesis import settings
 
+from tests.slurm_sandbox import sandbox, small_sandbox  # noqa: F401
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 

@@ -21,6 +21,7 @@ from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transfer_queue.controller import Controller
 from relax_hpc.transfer_queue.plan import Plan
 from relax_hpc.transfer_queue.schema import Row, sample_id
+from relax_hpc.transfer_queue.snapshots import RECORDS
 from relax_hpc.versions import Version
 
 BUDGET = 1 << 30
@@ -29,7 +30,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from tests.queue_helpers import serve_here, small
-serve_here(Path(sys.argv[2]), int(sys.argv[3]))
+serve_here(Path(sys.argv[2]), int(sys.argv[3]), snapshot_every=int(sys.argv[4]))
 """
 
 
@@ -49,19 +50,19 @@ def make_run(path: Path) -> RunDir:
     return run
 
 
-def serve_here(path: Path, epoch: int, config: Config | None = None) -> None:
+def serve_here(path: Path, epoch: int, config: Config | None = None, snapshot_every: int = RECORDS) -> None:
     """What a controller process of a test does, until it is killed."""
     run = RunDir(path)
-    controller = Controller(run, Plan.of(config or small()), epoch)
+    controller = Controller(run, Plan.of(config or small()), epoch, snapshot_every=snapshot_every)
     publish_card(run, Card("hub", epoch, [], controller.endpoint))
     controller.serve(lambda: False)
 
 
 @contextmanager
-def in_thread(run: RunDir, config: Config) -> Iterator[Controller]:
+def in_thread(run: RunDir, config: Config, snapshot_every: int = RECORDS) -> Iterator[Controller]:
     """A controller of the next hub epoch in a thread of this process."""
     epoch = claim_epoch(run, "hub")
-    controller = Controller(run, Plan.of(config), epoch)
+    controller = Controller(run, Plan.of(config), epoch, snapshot_every=snapshot_every)
     publish_card(run, Card("hub", epoch, [], controller.endpoint))
     stop = threading.Event()
     thread = threading.Thread(target=lambda: controller.serve(stop.is_set))
@@ -80,10 +81,10 @@ def in_thread(run: RunDir, config: Config) -> Iterator[Controller]:
 class HubProcess:
     """A controller (of ``small()``) in a process of its own, to be killed."""
 
-    def __init__(self, run: RunDir) -> None:
+    def __init__(self, run: RunDir, snapshot_every: int = RECORDS) -> None:
         self.epoch = claim_epoch(run, "hub")
         root = str(Path(__file__).resolve().parent.parent)
-        words = [sys.executable, "-c", SERVER, root, str(run.root), str(self.epoch)]
+        words = [sys.executable, "-c", SERVER, root, str(run.root), str(self.epoch), str(snapshot_every)]
         self.process = subprocess.Popen(words)
 
     def kill(self) -> None:
@@ -168,6 +169,7 @@ class Roles:
     def generate(self, version: Version) -> list[int]:
         tickets = self.admit(version)
         assert self["rollout"].generated(rows_of(tickets, version, self.config.samples_per_group)) == {}
+        self["rollout"].settle()
         return tickets
 
     def learn(self, version: Version) -> None:
@@ -176,6 +178,7 @@ class Roles:
             claim = self[role].claim(role, BUDGET)
             assert claim is not None
             assert self[role].put(learned(self[role].rows(claim), version), fields, claim) == {}
+            self[role].settle()
 
     def train(self, step: int) -> list[Row]:
         claim = self["actor"].claim("actor", BUDGET)

@@ -10,15 +10,18 @@ from typing import Any
 
 import msgpack
 
-from relax_hpc.transfer_queue.controller import Controller, Refused, Request
+from relax_hpc.transfer_queue.desk import Desk, Parked
 from relax_hpc.transfer_queue.plan import GENERATED, Plan
+from relax_hpc.transfer_queue.requests import Refused, Request
 from relax_hpc.transfer_queue.state import QueueState
 from relax_hpc.versions import Version
 from tests.queue_helpers import GIVES
 
 NOTHING = Version(0, 0)
 GROUPS = {role: role for role in ("rollout", "actor", "actor_fwd", "reference")} | {"advantages": "hub"}
-IGNORED = ("plan", "events", "garbage")
+BYTES = 100
+"""Of a prompt group in any shard."""
+IGNORED = ("plan", "told", "woken", "origins")
 
 
 class Log(list):
@@ -28,13 +31,11 @@ class Log(list):
         super().append(msgpack.packb(record))
 
 
-class Desk(Controller):
-    """A controller without socket and files."""
+class Paper(Desk):
+    """A desk whose journal is in memory."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan, self.epoch, self.state, self.journal = plan, 1, QueueState(plan), Log()
-        self.parked, self.beats, self.refused_frames = [], {}, 0
-        self.on_report = self.on_resume = lambda *_: None
+        super().__init__(plan, 1, QueueState(plan), Log())
 
     def replayed(self) -> QueueState:
         """A fresh state that saw the same journal."""
@@ -44,24 +45,46 @@ class Desk(Controller):
         return state
 
     def restart(self) -> None:
-        events, garbage = self.state.events, self.state.garbage
+        told, garbage = self.state.told, self.state.shelf.garbage
         self.state = self.replayed()
-        self.state.events, self.state.garbage = events, garbage
+        self.state.told, self.state.shelf.garbage = told, garbage
 
     def ask(self, group: str, epoch: int, key: str, op: str, /, **args: Any) -> Any:
-        return self._handle(Request(b"", 0, key, (group, epoch), op, args, 0.0, 0.0))
+        """The answer; None: not yet."""
+        try:
+            return self.handle(Request(b"", 0, f"{group}-{epoch}#{key}", (group, epoch), op, args, 0.0, 0.0))
+        except Parked:
+            return None
 
 
 def contents(state: QueueState) -> dict[str, Any]:
     return {name: value for name, value in vars(state).items() if name not in IGNORED}
 
 
-class World:
-    """The run and what must hold of it. `act` lets a role do one thing; `kill` ends its process."""
+class GoneError(Exception):
+    """Rows that were claimed cannot be read: they were only in the memory of a process that ended."""
 
-    def __init__(self, plan: Plan, budget: int, minis: int = 1, save_every: int = 1) -> None:
+
+class World:
+    """The run and what must hold of it. `act` lets a role do one thing; `kill` ends its process.
+
+    ``slow_disk``: rows are put before they are on disk. ``settles``: the actor asks for that before it trains.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        budget: int,
+        minis: int = 1,
+        save_every: int = 1,
+        slow_disk: bool = False,
+        settles: bool = True,
+    ) -> None:
         self.plan, self.budget, self.minis, self.save_every = plan, budget, minis, save_every
-        self.desk = Desk(plan)
+        self.slow_disk, self.settles = slow_disk, settles
+        self.unsaved: dict[str, list[str]] = {role: [] for role in GROUPS}
+        self.gone: set[str] = set()
+        self.desk = Paper(plan)
         self.keys = itertools.count()
         self.names = itertools.count()
         self.epochs = dict.fromkeys(GROUPS, 1)
@@ -69,6 +92,8 @@ class World:
         self.status: dict[str, str] = {}
         self.trained_at: dict[int, list[int]] = {}
         self.older = 0
+        self.lost_steps = 0
+        self.begun: set[int] = set()
         for role in GROUPS:
             self.reborn(role)
 
@@ -88,6 +113,8 @@ class World:
         if noticed:
             self.ask_as("supervisor", 1, "down", group=GROUPS[role], epoch=self.epochs[role])
         self.epochs[role] += 1
+        self.gone.update(self.unsaved[role])
+        self.unsaved[role] = []
         self.reborn(role)
 
     def ask(self, role: str, op: str, /, **args: Any) -> Any:
@@ -96,7 +123,7 @@ class World:
     def ask_as(self, group: str, epoch: int, op: str, /, **args: Any) -> Any:
         key = f"k{next(self.keys)}"
         first = self.desk.ask(group, epoch, key, op, **args)
-        if first is not None and op not in ("next_version", "note"):
+        if first is not None and op not in ("next_version", "note", "settled"):
             before = contents(self.desk.replayed()) if len(self.desk.journal) < 40 else None
             if next(self.keys) % 5 == 0:
                 self.desk.restart()
@@ -126,11 +153,21 @@ class World:
 
     def rows(self, claim: dict[str, Any]) -> dict[int, dict[str, Any]]:
         """As `read_rows` puts them together, however late: the shards of a claim stay as long as its lease."""
+        if not self.gone.isdisjoint(shard["name"] for shard in claim["shards"]):
+            raise GoneError
         merged: dict[int, dict[str, Any]] = {ticket: {} for ticket in claim["tickets"]}
         for shard in claim["shards"]:
             for ticket in shard["tickets"]:
                 merged[ticket].update(self.shards[shard["name"]][ticket])
         return merged
+
+    def read(self, role: str, claim: dict[str, Any]) -> dict[int, dict[str, Any]]:
+        """`rows`; what cannot be read is given back."""
+        try:
+            return self.rows(claim)
+        except GoneError:
+            self.ask(role, "release", lease=claim["lease"])
+            raise
 
     def put(
         self, role: str, rows: dict[int, dict[str, Any]], fields: tuple[str, ...], lease: int = 0
@@ -142,17 +179,35 @@ class World:
             {"ticket": t, "mask": full, "width": row.get("width", 0), "versions": row.get("made_by", [])}
             for t, row in rows.items()
         ]
-        reply = self.ask(role, "put", shard={"name": name}, rows=summary, fields=list(fields), lease=lease)
-        for garbage in self.desk.state.garbage:
-            self.shards.pop(garbage)
-        self.desk.state.garbage.clear()
+        put = {"shard": {"name": name, "bytes": BYTES * len(rows)}, "rows": summary, "fields": list(fields)}
+        reply = self.ask(role, "put", lease=lease, saved=not self.slow_disk, **put)
+        if self.slow_disk:
+            self.unsaved[role].append(name)
+        self.tidy_up()
         return reply["refused"]
+
+    def tidy_up(self) -> None:
+        for garbage in self.desk.state.shelf.garbage:
+            self.shards.pop(garbage, None)
+        self.desk.state.shelf.garbage.clear()
+
+    def save(self, role: str) -> bool:
+        names, self.unsaved[role] = self.unsaved[role], []
+        if names:
+            self.ask(role, "saved", names=names)
+            self.tidy_up()
+        return bool(names)
 
     # -- roles -------------------------------------------------------------------------------------------------
 
     def act(self, role: str, choice: int = 0) -> bool:
         """Let ``role`` do its next thing (``choice`` picks among several); whether it could."""
-        return getattr(self, "act_" + role)(choice)
+        if choice % 3 == 0 and self.save(role):
+            return True
+        try:
+            return getattr(self, "act_" + role)(choice)
+        except GoneError:
+            return True
 
     def pull(self, role: str, serving: Version) -> Version | None:
         news = self.ask(role, "next_version", after=str(serving))
@@ -189,8 +244,19 @@ class World:
         for ticket in reply["tickets"]:
             assert self.serving.number >= self.plan.step_of(ticket) - self.plan.max_staleness
             assert self.alive(self.serving)
+        self.check_room(reply["tickets"])
         self.flight.append((reply["tickets"], reply["attempts"], self.serving))
         return True
+
+    def check_room(self, tickets: list[int]) -> None:
+        """Beyond the step that is trained next, nothing starts for which there is no room."""
+        state, plan = self.desk.state, self.plan
+        ahead = [ticket for ticket in tickets if plan.step_of(ticket) > state.trained_steps]
+        fresh = [ticket for ticket in ahead if state.groups[ticket].attempt == 0 and ticket not in self.begun]
+        rows = (len(state.generating) + len(state.untrained)) * plan.samples_per_group
+        assert not ahead or state.shelf.untrained_bytes < plan.max_bytes
+        assert not fresh or rows <= plan.max_rows
+        self.begun.update(tickets)
 
     def finish(self, choice: int) -> bool:
         if not self.flight:
@@ -219,7 +285,7 @@ class World:
         if self.scoring.number < claim["min_version"]:
             self.ask("actor_fwd", "release", lease=claim["lease"])
             return self.follow()
-        self.rows(claim)
+        self.read("actor_fwd", claim)
         code = self.scoring.encode()
         rows = {ticket: {"made_by": [code], "old": code} for ticket in claim["tickets"]}
         self.put("actor_fwd", rows, GIVES["actor_fwd"], claim["lease"])
@@ -236,7 +302,7 @@ class World:
             setattr(self, role, self.claim(role))
             return getattr(self, role) is not None
         setattr(self, role, None)
-        self.rows(claim)
+        self.read(role, claim)
         self.put(role, {ticket: {} for ticket in claim["tickets"]}, GIVES[role], claim["lease"])
         return True
 
@@ -252,7 +318,7 @@ class World:
         if claim is None or claim.get("finished"):
             return None
         tickets = claim["tickets"]
-        widths = [row["width"] for row in self.rows(claim).values()]
+        widths = [row["width"] for row in self.read(task, claim).values()]
         assert tickets == sorted(tickets) and tickets[0] // boundary == tickets[-1] // boundary
         assert len(tickets) == 1 or len(tickets) * self.plan.samples_per_group * max(widths) <= self.budget
         return claim
@@ -266,9 +332,31 @@ class World:
             return False
         if len(self.held) < self.plan.groups_per_step:
             return self.take_window()
+        if self.settles and (moved := self.settle()) is not None:
+            return moved
         self.ask("actor", "publish", version=str(Version(self.epochs["actor"], self.step + 1)), digest="d")
-        self.ask("actor", "trained", step=self.step, leases=self.leases)
+        try:
+            if self.ask("actor", "trained", step=self.step, leases=self.leases) is None:
+                return False
+        except Refused:
+            assert self.slow_disk and not self.settles
+            self.lost_steps += 1
+            self.kill("actor", False)
+            return True
         self.step, self.leases, self.held, self.announced = self.step + 1, [], [], True
+        return True
+
+    def settle(self) -> bool | None:
+        """None when all that is held is on disk; begins the step anew if some of it was lost."""
+        held = self.ask("actor", "settled", leases=self.leases)
+        if held is None:
+            return False
+        if held["tickets"] == sorted(self.held):
+            return None
+        for lease in self.leases:
+            self.ask("actor", "release", lease=lease)
+        self.leases, self.held = [], []
+        self.lost_steps += 1
         return True
 
     def resume(self) -> bool:
@@ -315,7 +403,7 @@ class World:
         assert contents(self.desk.replayed()) == contents(self.desk.state)
 
 
-def refused_kind(desk: Desk, *args: Any, **kwargs: Any) -> str:
+def refused_kind(desk: Paper, *args: Any, **kwargs: Any) -> str:
     """The kind of refusal of a request, '' if it is taken."""
     try:
         desk.ask(*args, **kwargs)

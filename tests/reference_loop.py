@@ -36,6 +36,7 @@ from relax_hpc.training.hf_files import read_config
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.optimizer import learning_rate
 from relax_hpc.training.trainer import Trainer
+from relax_hpc.transfer_queue.files import ShardFiles
 from relax_hpc.transfer_queue.schema import Row, sample_id
 from relax_hpc.transfer_queue.shard import pack
 from relax_hpc.versions import Version
@@ -215,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(record.line()))
     save_file(result.weights, args.run_dir / "weights.safetensors", metadata={"format": "pt"})
     rows = [row for record in result.steps for row in record.rows]
-    (args.run_dir / "rows.shard").write_bytes(pack(rows, FIELDS, {"by": "reference_loop"}))
+    ShardFiles(args.run_dir).write("rows.h5", pack(rows, FIELDS, {"by": "reference_loop"}))
     return 0
 
 

@@ -6,11 +6,9 @@ Nothing here sleeps for a fixed time: every wait ends with its condition, with t
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,19 +21,19 @@ import yaml
 from relax_hpc.config import load_resolved
 from relax_hpc.metrics.read import load_metrics, read_metrics
 from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue.journal import Journal
+from relax_hpc.transfer_queue import hdf5
+from relax_hpc.transfer_queue.audit import journal_records
 from relax_hpc.transfer_queue.plan import Plan
 from relax_hpc.transfer_queue.schema import Row
-from relax_hpc.transfer_queue.shard import unpack
 from relax_hpc.transfer_queue.state import QueueState
 from relax_hpc.versions import Version
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+QUICKSTART = Path(__file__).parents[1] / "configs" / "runs" / "quickstart.yaml"
 POLL_S = 0.02
 STOP_S = 20.0
-AFTER_ALL_EPOCHS = 999_999
 
 SMALL: dict[str, Any] = {
     "seed": 3,
@@ -57,6 +55,19 @@ def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     """`over` laid over `base`, section by section; neither is changed."""
     both = {k: merged(base[k], v) for k, v in over.items() if isinstance(v, dict) and isinstance(base.get(k), dict)}
     return base | over | both
+
+
+def engine_of(wanted: str) -> str:
+    """`wanted`, unless the tests are to use real engines everywhere."""
+    return "sglang" if os.environ.get("RELAX_REAL_ENGINES") else wanted
+
+
+def with_engine(engine: str) -> dict[str, Any]:
+    """The small `transformers` engine of SMALL, or that of the quickstart and a model that its attention can serve."""
+    if engine == "transformers":
+        return {}
+    quickstart = yaml.safe_load(QUICKSTART.read_text())
+    return {"model": {"tiny": quickstart["model"]["tiny"]}, "rollout": {"engine": quickstart["rollout"]["engine"]}}
 
 
 def write_config(path: Path, overrides: dict[str, Any] | None = None, base: dict[str, Any] | None = None) -> Path:
@@ -183,15 +194,6 @@ def end(process: subprocess.Popen) -> None:
 # -- what a run left ---------------------------------------------------------------------------------------------------
 
 
-def journal_records(run: RunDir) -> Iterator[dict[str, Any]]:
-    """Everything the controllers of `run` journaled, in order. The run's own files stay as they are."""
-    with tempfile.TemporaryDirectory() as copy:
-        shutil.copytree(run.journal, copy, dirs_exist_ok=True)
-        journal = Journal(Path(copy), AFTER_ALL_EPOCHS)
-        yield from journal.replay()
-        journal.close()
-
-
 def queue_state(run: RunDir) -> QueueState:
     """The queue as the journal leaves it."""
     state = QueueState(Plan.of(load_resolved(run.root)))
@@ -206,7 +208,7 @@ def queue_rows(run: RunDir) -> dict[str, Row]:
     Rows whose shards were deleted after a checkpoint are missing: set queue.keep_steps to keep them.
     """
     state = queue_state(run)
-    shards = {number: unpack((run.shards / s.descriptor["name"]).read_bytes()) for number, s in state.shards.items()}
+    shards = {number: hdf5.read(run.shards / s.descriptor["name"]) for number, s in state.shards.items()}
     rows: dict[str, Row] = {}
     for ticket, group in sorted(state.groups.items()):
         for number, fields in group.parts:

@@ -13,8 +13,10 @@ import pytest
 from relax_hpc import __version__
 from relax_hpc.cli import COMMANDS, main, parser_of
 from relax_hpc.config import Config, dump, load
+from relax_hpc.config.changes import add_change
 from relax_hpc.config.options import options
 from relax_hpc.errors import EXIT_CONFIG, EXIT_NO_PROGRESS, NoProgressError
+from relax_hpc.rundir import RunDir
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = str(ROOT / "configs" / "runs" / "quickstart.yaml")
@@ -22,7 +24,14 @@ FROZEN = Path(__file__).with_name("frozen_cli.txt")
 REGENERATE = "python -m tests.test_cli > tests/frozen_cli.txt"
 
 WRONG = [
-    (["runn"], ["runn: unknown command", "run, check, status, plot", "did you mean run?"]),
+    (
+        ["runn"],
+        [
+            "runn: unknown command",
+            "run, submit, check, doctor, status, logs, resubmit, scale, stop, list, sandbox, plot",
+            "did you mean run?",
+        ],
+    ),
     (["--resume"], ["--resume: unknown option"]),
     (["run", "--steps", "ten"], ["steps: found 'ten' (str)", "an integer at least 1"]),
     (["run", "--steps", "0"], ["steps: found 0 (int)", "at least 1"]),
@@ -49,6 +58,11 @@ WRONG = [
     (["run", "--resume"], ["--resume: found neither --run_dir nor --config"]),
     (["plot"], ["required: runs"]),
     (["status", "a", "b"], ["b: unknown option"]),
+    (["status", "a", "--watch", "often"], ["watch: found 'often'"]),
+    (["resubmit"], ["required: run"]),
+    (["resubmit", "a"], ["--group: found nothing"]),
+    (["resubmit", "a", "--group", "b", "--stepz", "1"], ["--stepz: unknown option"]),
+    (["scale", "a", "--replicas", "few"], ["replicas: found 'few'"]),
 ]
 
 
@@ -147,15 +161,64 @@ def test_print_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert load([tmp_path / "printed.yaml"]) == load([QUICKSTART], {"steps": 5})
 
 
-def test_plot_and_status_pass_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_pass_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    replace(monkeypatch, "relax_hpc.metrics.plot", main=lambda *args: seen.append(args) or 3)
-    replace(monkeypatch, "relax_hpc.launch.status", main=lambda *args: seen.append(args) or 0)
-    assert main(["plot", "a", "b", "--tags", "x", "y", "--output", "o.png"]) == 3
-    assert main(["plot", "a"]) == 3
-    assert main(["status", "a", "--json"]) == 0
-    assert main(["status", "a"]) == 0
-    assert seen == [(["a", "b"], "o.png", ["x", "y"]), (["a"], "rewards.png", []), ("a", True), ("a", False)]
+
+    def take(*args: Any, **named: Any) -> int:
+        seen.append((*args, *sorted(named.items())))
+        return 3
+
+    for name in ("metrics.plot", "launch.status_view", "launch.stop", "launch.listing"):
+        replace(monkeypatch, f"relax_hpc.{name}", main=take)
+    for name in ("scale", "doctor"):
+        replace(monkeypatch, f"relax_hpc.launch.slurm.{name}", main=take)
+    monkeypatch.setattr("relax_hpc.sandbox.command.main", take)
+    calls: list[tuple[list[str], tuple[Any, ...]]] = [
+        (["plot", "a", "b", "--tags", "x", "y", "--output", "o.png"], (["a", "b"], "o.png", ["x", "y"])),
+        (["plot", "a"], (["a"], "rewards.png", [])),
+        (["status", "a", "--json"], ("a", True, None)),
+        (["status", "a", "--watch"], ("a", False, 5.0)),
+        (["status", "a", "--watch", "10"], ("a", False, 10.0)),
+        (["stop", "a", "--now"], ("a", True)),
+        (["list"], ("runs", False)),
+        (["list", "x", "--json"], ("x", True)),
+        (["scale", "a", "--replicas", "3"], ("a", "rollout", 3, [], False)),
+        (
+            ["scale", "a", "--replicas", "3", "--group", "g", "--time-min", "5", "--parsable"],
+            ("a", "g", 3, ["--time-min=5"], True),
+        ),
+        (["sandbox", "up", "d", "--nodes", "4"], ("up", ["d"], ("nodes", 4))),
+        (["sandbox", "kill-node", "node1", "--down"], ("kill-node", ["node1"], ("down", True))),
+    ]
+    for argv, _ in calls:
+        assert main(argv) == 3
+    assert seen == [expected for _, expected in calls]
+    assert main(["doctor", "--config", QUICKSTART, "--deep"]) == 3
+    config, deep, as_json = seen[-1]
+    assert (config.name, deep, as_json) == ("quickstart", True, False)
+
+
+def test_resubmit_passes_what_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    from relax_hpc.launch.slurm import resubmit
+
+    seen: list[Any] = []
+    monkeypatch.setattr(resubmit, "main", lambda *args: seen.append(args) or 0)
+    argv = ["resubmit", "a", "--group", "rollout", "--nodes", "4", "--parsable", "--config", "c.yaml"]
+    assert main([*argv, "--rollout.temperature", "0.5", "--groups.rollout.env.A", "1"]) == 0
+    overrides = {"rollout": {"temperature": 0.5}, "groups.rollout.env.A": "1"}
+    assert seen == [("a", resubmit.Wish("rollout", ["c.yaml"], overrides, nodes=4, parsable=True))]
+
+
+def test_a_resume_takes_over_what_was_changed_for_whole_groups(
+    tmp_path: Path, started: list[tuple[Config, bool]]
+) -> None:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    dump(load([QUICKSTART], {"run_dir": str(run.root)}), run.config)
+    for group, value in (("rollout", 0.5), ("rollout-2", 0.7)):
+        add_change(run, load([run.config]), group, [], {"rollout.temperature": value})
+    assert main(["run", "--resume", "--run_dir", str(run.root)]) == 0
+    assert started[0][0].rollout.temperature == 0.5
 
 
 @pytest.mark.parametrize(
@@ -167,7 +230,7 @@ def test_exit_codes(
     def fail(*_: Any) -> int:
         raise error
 
-    replace(monkeypatch, "relax_hpc.launch.status", main=fail)
+    replace(monkeypatch, "relax_hpc.launch.status_view", main=fail)
     assert main(["status", "a"]) == code
     assert capsys.readouterr().err in ("relax-hpc: error: in circles\n", "")
 
@@ -218,9 +281,13 @@ def frozen() -> str:
     """All options of all commands: name, type and default, one a line."""
     lines = []
     for name in COMMANDS:
-        if name == "check":
-            continue  # the options of run without --resume
+        if name in ("check", "doctor", "submit", "resubmit"):
+            known = {action.dest for action in parser_of("run")._actions}  # the rest are those of run
+        else:
+            known = set()
         for action in parser_of(name)._actions:
+            if action.dest in known:
+                continue
             hint = getattr(action, "_typehint", action.type)
             shown = "" if hint is None else getattr(hint, "__name__", "") if isinstance(hint, type) else str(hint)
             lines.append(f"{name} {' '.join(action.option_strings) or action.dest} {shown or '-'} {action.default!r}")

@@ -46,7 +46,7 @@ WRONG = [
     ("rollout: {engine: {flags: {1: 2}}}", ["rollout.engine.flags: found 1", "quote it"]),
     ("rollout: {engine: {flags: {a: .nan}}}", ["rollout.engine.flags.a: found nan", "finite"]),
     ("algorithm: {advantage: grop}", ["algorithm.advantage: found 'grop'", "'dr_grpo'", "did you mean grpo?"]),
-    ("layout: het", ["layout: found 'het'", "allowed: 'local'"]),
+    ("layout: ray", ["layout: found 'ray'", "allowed: 'local', 'het', 'jobs'"]),
     ("name: 2024", ["name: found 2024 (int)", "text", "quote it: '2024'"]),
     ("model: {tiny: {tie_word_embeddings: yes}}", ["tie_word_embeddings: found 'yes'", "true or false"]),
     ("data: {eval: {a: 3}}", ["data.eval.a: found 3 (int)", "text"]),

@@ -104,7 +104,11 @@ def test_a_crash_loop_ends_the_run(tmp_path: Path) -> None:
         assert live.wait(START_S) == EXIT_NO_PROGRESS, live.story()
     last = live.output.read_text().splitlines()[-1]
     assert last.startswith("relax-hpc: error: rollout: ") and "ended with code 7" in last
-    assert "without a new step" in last and "max_restarts" in last and str(live.run.logs("rollout", 3)) in last
+    assert (
+        "without new samples, steps or checkpoints" in last
+        and "max_restarts" in last
+        and str(live.run.logs("rollout", 3)) in last
+    )
     assert live.epochs("rollout") == 3 and live.epochs("actor") == 1
     assert not staging_root(live.run).exists()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from concurrent.futures import wait
@@ -13,7 +14,7 @@ from relax_hpc.errors import DeadlineError, FencedError, RefusedError, RelaxErro
 from relax_hpc.rendezvous.roster import claim_epoch
 from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transfer_queue.controller import Controller
-from relax_hpc.transfer_queue.journal import Journal, JournalError
+from relax_hpc.transfer_queue.journal import Journal, JournalError, Position
 from relax_hpc.transfer_queue.plan import Plan
 from relax_hpc.transfer_queue.wire import seal
 from relax_hpc.versions import Version
@@ -78,18 +79,101 @@ def journal(folder, epoch: int) -> tuple[Journal, list[dict]]:
 
 
 def test_a_torn_tail_is_cut_off(tmp_path):
-    first, _ = journal(tmp_path, 1)
+    (first, _), ends = journal(tmp_path, 1), []
     for number in range(3):
         first.append({"op": "register", "group": "g", "epoch": number})
         first.commit()
+        ends.append(first.position.offset)
     first.close()
     whole = first.path.read_bytes()
     for cut in range(1, 12):
         first.path.write_bytes(whole[:-cut])
         second, records = journal(tmp_path, 1 + cut)
         assert [record["epoch"] for record in records] == [0, 1]
+        assert sum(second.cut.values()) == len(whole) - cut - ends[-2], "reported"
         second.close()
         second.path.unlink()
+
+
+def test_a_journal_of_another_format_is_refused(tmp_path):
+    first = Journal(tmp_path, 1)
+    first.append({"op": "seal", "lengths": {}})
+    first.close()
+    with pytest.raises(JournalError, match=r"epoch-000001.journal: format 1, this program reads 2; finish the run"):
+        journal(tmp_path, 2)
+
+
+def test_a_replay_goes_on_from_any_position_that_the_journal_covers(tmp_path):
+    positions = [Position(1, 0)]
+    for epoch in (1, 2, 3):
+        made, _ = journal(tmp_path, epoch)
+        for number in range(3):
+            made.append({"op": "register", "group": "g", "epoch": 10 * epoch + number})
+            made.commit()
+            positions.append(made.position)
+        made.close()
+    everything = [10 * epoch + number for epoch in (1, 2, 3) for number in range(3)]
+    for number, position in enumerate(positions):
+        last = Journal(tmp_path, 9)
+        assert last.covers(position)
+        assert [record["epoch"] for record in last.replay(position)] == everything[number:]
+        last.close()
+        last.path.unlink()
+    made = Journal(tmp_path, 9)
+    beyond = [Position(3, positions[-1].offset + 1), Position(2, positions[6].offset + 1), Position(4, 0)]
+    assert not any(map(made.covers, beyond))
+    made.close()
+
+
+def test_zeros_that_a_power_loss_left_at_the_end_are_cut_off(tmp_path):
+    first, _ = journal(tmp_path, 1)
+    first.append({"op": "register", "group": "g", "epoch": 1})
+    first.close()
+    with first.path.open("ab") as file:
+        file.write(bytes(5000))
+    assert [record["group"] for record in journal(tmp_path, 2)[1]] == ["g"]
+
+
+def test_a_group_of_records_is_on_disk_before_any_is_answered(tmp_path, monkeypatch):
+    """One sync for all of them, a sync of what predecessors wrote, and none where durability is not asked for."""
+    calls = []
+    monkeypatch.setattr(os, "fdatasync", lambda _: calls.append("records"))
+    monkeypatch.setattr(os, "fsync", lambda _: calls.append("fsync"))
+    for durable, sealing in ((True, ["fsync", "records"]), (False, []), (True, ["fsync", "fsync", "fsync", "records"])):
+        made = Journal(tmp_path, 1 + len(list(tmp_path.iterdir())), durable)
+        assert list(made.replay()) == [] and calls == sealing, "the folder, the predecessors, the seal"
+        calls.clear()
+        for _ in range(3):
+            made.append({"op": "seal", "lengths": {}})
+        made.commit()
+        assert calls == ["records"] * durable
+        made.commit()
+        assert calls == ["records"] * durable, "nothing new, nothing to sync"
+        made.close()
+        calls.clear()
+
+
+def test_events_that_a_crash_cost_are_written_again(tmp_path):
+    run, config = make_run(tmp_path / "run"), small()
+    with Roles(run, config) as roles:
+        with in_thread(run, config):
+            roles.start()
+            roles.step(0)
+        whole = run.events.read_bytes()
+        for damaged in (whole[:-30], b"", whole + whole[-100:]):
+            run.events.write_bytes(damaged)
+            with in_thread(run, config):
+                assert run.events.read_bytes() == whole
+
+
+def test_an_events_file_that_an_older_controller_put_back_is_noticed(tmp_path):
+    run, config = make_run(tmp_path / "run"), small()
+    hub = Controller(run, Plan.of(config), claim_epoch(run, "hub"))
+    (tmp_path / "older").write_bytes(b"")
+    (tmp_path / "older").replace(run.events)
+    with pytest.raises(RelaxError, match=r"events\.jsonl: replaced or removed"):
+        hub.serve(lambda: False)
+    hub.close()
 
 
 def test_a_damaged_middle_is_refused_with_its_offset(tmp_path):
@@ -228,7 +312,7 @@ def test_a_resume_with_other_groups_takes_over_from_the_old_ones(tmp_path):
     del groups["reference"]
     groups["engines"] = groups.pop("rollout")
     with in_thread(run, config) as controller, Roles(run, config, 2) as roles:
-        assert controller.state.readers == {} and controller.state.reissued == [2, 3]
+        assert controller.state.readers == {} and list(controller.state.reissued) == [2, 3]
         assert controller.state.leases == {}
         with QueueClient(run, config, "rollout", 1) as former, pytest.raises(FencedError, match="rollout epoch 1"):
             former.call("status")

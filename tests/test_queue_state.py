@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from relax_hpc.transfer_queue.plan import GENERATED, Plan
+from relax_hpc.transfer_queue.rules import admissible
 from relax_hpc.transfer_queue.state import QueueState
 from relax_hpc.versions import Version
 from tests.queue_helpers import GIVES, small
@@ -23,17 +25,22 @@ class QueueMachine(RuleBasedStateMachine):
     world: World | None = None
 
     @initialize(
-        staleness=st.integers(0, 3),
+        staleness=st.integers(0, 4),
         shape=st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2)]),
         budget=st.sampled_from([1, 14, 30, 1000]),
         eval_every=st.sampled_from([0, 2]),
         keep=st.integers(0, 2),
         save_every=st.integers(1, 3),
+        max_rows=st.sampled_from([1, 3, 4, 9, 1000]),
+        max_bytes=st.sampled_from([1, 250, 900, 10**6]),
+        slow_disk=st.booleans(),
+        settles=st.booleans(),
     )
-    def start(self, staleness, shape, budget, eval_every, keep, save_every):
+    def start(self, staleness, shape, budget, eval_every, keep, save_every, max_rows, max_bytes, slow_disk, settles):
         groups, minis = shape
         config = small(groups, 2, 4, staleness, eval_every=eval_every, keep_steps=keep)
-        self.world = World(Plan.of(config), budget, minis, save_every)
+        plan = replace(Plan.of(config), max_rows=max_rows, max_bytes=max_bytes)
+        self.world = World(plan, budget, minis, save_every, slow_disk, settles)
 
     @rule(role=st.sampled_from(sorted(GROUPS)), choice=st.integers(0, 20), times=st.integers(1, 6))
     def act(self, role, choice, times):
@@ -96,7 +103,10 @@ def until_trained(it: World, steps: int) -> None:
 def test_long_random_runs_finish(seed):
     chance = random.Random(seed)
     config = small(chance.choice([1, 2, 4]), 2, 6, seed % 4, eval_every=chance.choice([0, 3]), keep_steps=seed % 3)
-    it = World(Plan.of(config), chance.choice([1, 20, 1000]), 1, chance.choice([1, 2]))
+    bounds = {"max_rows": chance.choice([2, 7, 1000]), "max_bytes": chance.choice([1, 700, 10**6])}
+    plan = replace(Plan.of(config), **bounds)
+    slow_disk, settles = chance.random() < 0.5, chance.random() < 0.5
+    it = World(plan, chance.choice([1, 20, 1000]), 1, chance.choice([1, 2]), slow_disk, settles)
     for _ in range(400):
         role = chance.choice(sorted(GROUPS))
         if chance.random() < 0.03:
@@ -115,7 +125,7 @@ def test_resume_twice_to_ever_older_steps():
         it.act("actor")
         step = it.step
         assert not it.alive(Version(1, step + 1)) and it.alive(Version(it.epochs["actor"], step))
-        assert it.desk.state.admissible(Version(1, 4), 9) == []
+        assert admissible(it.desk.state, Version(1, 4), 9) == []
     assert it.desk.state.dropped["rolled_back"] > 0
     it.go_to_the_end()
 
@@ -153,7 +163,7 @@ def test_scores_of_rolled_back_weights_are_made_again():
     it.act("actor")
     for group in it.desk.state.groups.values():
         assert group.old_version in (0, Version(1, 0).encode())
-        assert ("old_logprobs" in group.present) == bool(group.old_version)
+        assert it.desk.state.has(group, it.desk.state.scored) == bool(group.old_version)
     it.go_to_the_end()
 
 
@@ -182,10 +192,10 @@ def generated(plan: Plan, order: list[int], budget: int, boundary: int) -> list[
     state.apply({"op": "resume", "epoch": 1, "step": 0})
     tickets = sorted(order)
     state.apply({"op": "admit", "owner": ["rollout", 1], "key": "k", "tickets": tickets, "version": "e000001-v000000"})
-    full = (1 << plan.samples_per_group) - 1
     for ticket in order:
-        row = {"ticket": ticket, "mask": full, "width": 3 + (5 * ticket) % 7, "versions": [Version(1, 0).encode()]}
+        row = [ticket, 3 + (5 * ticket) % 7, [Version(1, 0).encode()]]
         put = {"key": f"p{ticket}", "shard": {"name": f"s{ticket}"}, "rows": [row], "refused": {}, "lease": 0}
+        put |= {"owner": ["rollout", 1], "saved": True}
         state.apply({"op": "put", "fields": list(GENERATED), **put})
         windows += claim_all(state, budget, boundary)
     state.apply({"op": "down", "group": "reference", "epoch": 1})
@@ -265,7 +275,7 @@ def test_incomplete_prompt_groups_are_dropped_and_offered_again():
     put = {"shard": {"name": "half"}, "rows": [row], "fields": list(GENERATED)}
     assert it.desk.ask("rollout", 1, "half", "put", **put) == {"refused": {0: "incomplete"}}
     assert it.desk.state.dropped == {"incomplete": 2}
-    it.desk.state.garbage.clear()
+    it.desk.state.shelf.garbage.clear()
     it.flight.clear()
     it.go_to_the_end()
 
@@ -276,7 +286,7 @@ def test_a_put_asked_again_keeps_its_shard():
     it.swap(0)
     it.admit(1)
     it.finish(0)
-    assert it.desk.state.garbage == [] and len(it.desk.state.shards) == 1
+    assert it.desk.state.shelf.garbage == [] and len(it.desk.state.shards) == 1
 
 
 def test_the_shards_of_a_claim_stay_until_it_is_given_back():
@@ -294,9 +304,9 @@ def test_the_shards_of_a_claim_stay_until_it_is_given_back():
     assert len(lease.tickets) < len(claim["tickets"])
     assert set(it.rows(claim)) == set(claim["tickets"])
     names = {shard["name"] for shard in claim["shards"]}
-    assert not names & set(it.desk.state.garbage)
+    assert not names & set(it.desk.state.shelf.garbage)
     it.ask("reference", "release", lease=claim["lease"])
-    assert names & set(it.desk.state.garbage)
+    assert names & set(it.desk.state.shelf.garbage)
     it.reference = None
     it.go_to_the_end()
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from relax_hpc.transfer_queue import hdf5
 from relax_hpc.transfer_queue.schema import Row
-from relax_hpc.transfer_queue.shard import unpack
 from tests import run_helpers
 from tests.requirements import requires
 from tests.run_helpers import Running
@@ -88,7 +88,7 @@ def reference(directory: Path, overrides: dict[str, Any]) -> Iterator[Callable[[
         output, errors = process.communicate(timeout=RUN_S)
         assert process.returncode == 0, errors
         lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-        return Outcome(lines, unpack((root / "rows.shard").read_bytes()), load_file(root / "weights.safetensors"))
+        return Outcome(lines, hdf5.read(root / "rows.h5"), load_file(root / "weights.safetensors"))
 
     try:
         yield outcome

@@ -16,9 +16,9 @@ from relax_hpc.config.schema import AlgorithmConfig, Config
 from relax_hpc.launch.processes import environment
 from relax_hpc.metrics.read import read_metrics
 from relax_hpc.metrics.spans import Spans
+from relax_hpc.rendezvous.exit_mark import leave_mark
 from relax_hpc.roles.advantages import advantages_of
 from relax_hpc.roles.board import Board
-from relax_hpc.roles.exit_mark import leave_mark
 from relax_hpc.roles.rollout import Activity, first_error, within
 from relax_hpc.transfer_queue.plan import Plan
 from relax_hpc.transfer_queue.samplers import share

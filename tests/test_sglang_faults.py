@@ -268,6 +268,8 @@ def test_each_replica_has_gpus_of_its_own(place: Path) -> None:
     config = make_config("sglang", flags={"tp_size": 2})
     config.model.device = "cuda"
     assert server_arguments(config, 2, place, Version(1, 0))["base_gpu_id"] == 4
+    arguments = server_arguments(config, 2, place, Version(1, 0), place=0)
+    assert arguments["base_gpu_id"] == 0 and arguments["random_seed"] == config.seed + 2, "first of another node"
     config.rollout.engine.flags["base_gpu_id"] = 1
     assert server_arguments(config, 2, place, Version(1, 0))["base_gpu_id"] == 1
 

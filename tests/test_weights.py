@@ -8,11 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load
 
+from relax_hpc.errors import ConfigError
+from relax_hpc.rundir import private_folder
 from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.versions import Version
 from relax_hpc.weights.manifest import MANIFEST, TENSORS, WeightsError
 from relax_hpc.weights.publisher import publish
-from relax_hpc.weights.subscriber import Subscriber, own_folder, staging_root
+from relax_hpc.weights.subscriber import Subscriber, staging_root
 from tests.queue_helpers import in_thread, make_run, small
 
 
@@ -138,5 +140,5 @@ def test_a_staging_folder_that_others_can_enter_is_refused(tmp_path):
     (tmp_path / "open").chmod(0o777)
     (tmp_path / "link").symlink_to(tmp_path)
     for name in ("open", "link"):
-        with pytest.raises(WeightsError, match=name):
-            own_folder(tmp_path / name)
+        with pytest.raises(ConfigError, match=name):
+            private_folder(tmp_path / name)

@@ -141,13 +141,14 @@ def _files(directory: Path) -> list[str]:
 
 
 def _digest_all(directory: Path, names: list[str], device: torch.device, sync: bool = False) -> dict[str, str]:
-    """Digest of each file, computed by the ranks in turn; synced to disk first if asked. Collective."""
+    """Digest of each file, computed by the ranks in turn; synced to disk as well if asked. Collective."""
     digests = bytearray(32 * len(names))
     for index in range(dist.get_rank(), len(names), dist.get_world_size()):
         path = directory / names[index]
+        # Reading makes a shared filesystem fetch what another node still held back; only then can it be synced here.
+        digests[32 * index : 32 * (index + 1)] = bytes.fromhex(_sha256(path))
         if sync:
             sync_directory(path)
-        digests[32 * index : 32 * (index + 1)] = bytes.fromhex(_sha256(path))
     whole = sum_bytes(digests, device)
     return {name: whole[32 * index : 32 * (index + 1)].hex() for index, name in enumerate(names)}
 

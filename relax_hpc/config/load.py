@@ -40,10 +40,15 @@ def load(files: Sequence[Path | str], overrides: Mapping[str, Any] | None = None
     return build(Config, compose(files, overrides).tree)
 
 
-def load_resolved(run_dir: Path | str) -> Config:
-    """The configuration of an existing run; its `run_dir` is the directory given, even if it was moved."""
+def load_resolved(run_dir: Path | str, group: str = "") -> Config:
+    """The configuration of an existing run, with what was changed since for `group`.
+
+    Its `run_dir` is the directory given, even if it was moved.
+    """
+    from relax_hpc.config.changes import change_files
+
     run = RunDir(Path(run_dir))
-    config = load([run.config])
+    config = load([run.config, *(change_files(run, group) if group else [])])
     config.run_dir = str(run.root)
     return config
 

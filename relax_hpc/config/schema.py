@@ -197,12 +197,22 @@ class ForwardConfig:
 class QueueConfig:
     """The TransferQueue."""
 
-    durability: Literal["flush"] = "flush"
-    """What accepted means: `flush` is written to the operating system (survives any process's death)."""
+    durability: Literal["commit", "flush"] = "commit"
+    """What accepted means: `commit` is on disk (survives a power loss), `flush` is written to the operating system
+    (survives any process's death)."""
     wait_timeout_s: float = bounded(600.0, 1.0)
     """Deadline of every wait for rows, tickets or versions; running past it ends the group with exit 75."""
     keep_steps: int = bounded(2, 0)
     """Shards of steps older than the last checkpoint by more than this are deleted."""
+    max_bytes: int = bounded(64 << 30, 1)
+    """Bytes of rows that wait for training. At this bound nothing is generated but what the next step still needs."""
+    max_rows: int = bounded(1_000_000, 1)
+    """Samples in generation or waiting for training, bounded in the same way."""
+    planes: list[Literal["shm", "tcp"]] = field(default_factory=lambda: ["shm", "tcp"])
+    """Ways in which rows pass between processes, in memory, before they are on disk: `shm` within a node, `tcp` between
+    nodes. The first that both sides have is taken, the file of the shard else."""
+    memory_bytes: int = bounded(4 << 30, 0)
+    """Of each process, for rows that others may still read; beyond it they are on disk alone."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -233,10 +243,30 @@ class LivenessConfig:
     beat_s: float = bounded(0.5, 0.05)
     lease_s: float = bounded(30.0, 1.0)
     """A group without beats for so long is dead."""
+    start_timeout_s: float = bounded(600.0, 1.0)
+    """Between the start of a role and its first beat."""
+    hang_s: float = bounded(1800.0, 1.0)
+    """A role that is at one piece of work for so long, waiting not counted, is dead although it beats."""
     max_restarts: int = bounded(5, 0)
-    """Restarts of one group without a new step between them before the run stops with exit 93."""
+    """Restarts of one group with neither new samples, steps nor checkpoints before the run stops with exit 93."""
     stop_timeout_s: float = bounded(15.0, 0.1)
     """Between asking a process to end and killing it."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ResourcesConfig:
+    """What a group asks of Slurm."""
+
+    nodes: int = bounded(1, 1)
+    gpus_per_node: int = bounded(0, 0)
+    cpus_per_task: int = bounded(1, 1)
+    """CPUs of each rank."""
+    memory: str = ""
+    """Of each node, as sbatch takes it (`64G`); `0`: all; empty: the partition's default."""
+    time: str = ""
+    """Time limit of the group's own job in the `jobs` layout; empty: slurm.time."""
+    options: dict[str, str] = field(default_factory=dict)
+    """Further sbatch options by their long names: `{constraint: h100, exclude: "node[1-2]"}`."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -246,6 +276,85 @@ class GroupConfig:
     roles: list[Literal["rollout", "actor", "actor_fwd", "reference", "advantages"]] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)
     """Extra environment variables of its processes, such as CUDA_VISIBLE_DEVICES, which places a group on its GPUs."""
+    interface: str = ""
+    """Network interface that its sockets and libraries use; empty: site.interface."""
+    on_failure: Literal["restart", "resubmit", "stop_run"] = "restart"
+    """`restart`: in its allocation, or in a replacement job if that lost nodes; `resubmit`: always a new job."""
+    spares: int = bounded(0, 0)
+    """Held spare jobs, submitted up front, for sites whose compute nodes may not call sbatch."""
+    resources: ResourcesConfig = field(default_factory=ResourcesConfig)
+
+
+@dataclass(kw_only=True, slots=True)
+class SlurmConfig:
+    """What a run asks of Slurm as a whole."""
+
+    time: str = "24:00:00"
+    """Time limit as sbatch takes it."""
+    signal_s: int = bounded(300, 30, 65535)
+    """Seconds before the time limit at which the run saves and makes way; Slurm may be a minute early or late."""
+    successors: int = bounded(20, 0)
+    """Jobs that go on when the run's own ends early; where nodes may not call sbatch, all are queued up front."""
+    one_node_hub: bool = False
+    """Allow a `het` job whose first component has one node: any node's death anywhere then ends the whole job."""
+
+
+@dataclass(kw_only=True, slots=True)
+class MpiConfig:
+    """How the ranks of a group find each other."""
+
+    launcher: Literal["pmix", "pmi2", "mpiexec"] = "pmi2"
+    """`srun --mpi` plugin; `mpiexec`: the launcher of the mpich wheel, for groups of one node."""
+    library: str = "wheel"
+    """`wheel`: the mpich wheel beside mpi4py (pairs with pmi2 and mpiexec); else the path of a libmpi.so."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ContainerConfig:
+    """A container around every role; supervision stays outside of it."""
+
+    runtime: Literal["none", "apptainer", "pyxis"] = "none"
+    image: str = ""
+    mounts: list[str] = field(default_factory=list)
+    """`/path` or `/path:/inside`; the run directory is always mounted."""
+    python: str = "python3"
+    """Interpreter inside the container."""
+
+
+@dataclass(kw_only=True, slots=True)
+class SiteConfig:
+    """Facts of a cluster that are the same for all runs on it."""
+
+    name: str = ""
+    partition: str = ""
+    hub_partition: str = ""
+    """Partition of CPU nodes for the hub; empty: the same as the others'."""
+    cpu_nodes: bool = True
+    """The hub gets two nodes of its own; false: it rides on the group with the most nodes."""
+    account: str = ""
+    qos: str = ""
+    gpu_request: Literal["gpus_per_node", "gres", "none"] = "gpus_per_node"
+    gpu_type: str = ""
+    """As in `gres/gpu:TYPE`."""
+    options: dict[str, str] = field(default_factory=dict)
+    """Further sbatch options of every job by their long names, such as `reservation` or `mail-user`."""
+    modules: list[str] = field(default_factory=list)
+    """Environment modules to load."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Environment variables of every process, such as NCCL_IB_HCA or UCX_NET_DEVICES."""
+    python: str = ""
+    """Interpreter on the nodes that has relax_hpc; empty: the one that submits."""
+    interface: str = ""
+    """Network interface for sockets, gloo and NCCL's bootstrap; empty: that of the host's own name."""
+    mpi: MpiConfig = field(default_factory=MpiConfig)
+    container: ContainerConfig = field(default_factory=ContainerConfig)
+    sbatch_on_nodes: bool = True
+    """Compute nodes may call sbatch; false: replacements are held spare jobs, successors are queued up front."""
+    local_dir: str = ""
+    """Folder on each node's own disk for caches and staging; empty: $TMPDIR or /tmp."""
+    stage: list[Literal["model", "environment"]] = field(default_factory=list)
+    """What is copied to local_dir once a node instead of being read from the shared filesystem by every process: the
+    model, the virtual or conda environment of the interpreter."""
 
 
 def default_groups() -> dict[str, GroupConfig]:
@@ -266,7 +375,8 @@ class Config:
     name: str = "run"
     run_dir: str = ""
     """The run directory, on a filesystem that every node sees. Empty: runs/<name>."""
-    layout: Literal["local"] = "local"
+    layout: Literal["local", "het", "jobs"] = "local"
+    """`local`: process trees on this machine; `het`: one heterogeneous Slurm job; `jobs`: one Slurm job a group."""
     seed: int = bounded(0, 0)
     steps: int = bounded(100, 1)
     groups_per_step: int = bounded(32, 1)
@@ -289,4 +399,6 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     liveness: LivenessConfig = field(default_factory=LivenessConfig)
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    site: SiteConfig = field(default_factory=SiteConfig)
     groups: dict[str, GroupConfig] = field(default_factory=default_groups)

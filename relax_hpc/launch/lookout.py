@@ -1,42 +1,102 @@
-"""Which groups hang: they live, but the hub has not heard a beat of them for a lease; or the hub does not answer."""
+"""Which roles hang: they live, but beat no more, never began to, or are at one piece of work for too long."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Mapping, Set
 from concurrent.futures import Future
+from typing import Any
 
+from relax_hpc.config.schema import LivenessConfig
 from relax_hpc.errors import DeadlineError
+from relax_hpc.launch.group import Incarnation
+from relax_hpc.launch.records import UNKNOWN, Progress
 from relax_hpc.transfer_queue.client import QueueClient
+from relax_hpc.transfer_queue.plan import SUPERVISOR
+
+_FIND_BEATS = 4
+"""In so many beats every client has found the card of a new hub."""
+Dead = tuple[str, str, int, str]
+"""Group, role (empty: all of a group that is looked after elsewhere), epoch (0: any), and why it is taken for dead."""
 
 
 class Lookout:
-    """Asks the hub for its beats, three times a lease. `look` never waits.
+    """Asks the hub for the beats that it has, once a beat. `look` never waits; ``wake`` is called when it should look.
 
     A role is dead when two answers in a row say so: a hub that was stopped itself has beats to read first.
     """
 
-    def __init__(self, client: QueueClient, lease_s: float) -> None:
-        self.client, self.lease_s = client, lease_s
-        self._next = time.monotonic() + lease_s
+    def __init__(self, client: QueueClient, limits: LivenessConfig, wake: Callable[[], None] = lambda: None) -> None:
+        self.client, self.limits, self.wake = client, limits, wake
+        self.progress: Progress = UNKNOWN
+        """Of the run, by the newest answer."""
+        self.silent_since: float | None = None
+        """When the hub was last asked in vain; None while it answers."""
+        self._next = time.monotonic() + min(limits.beat_s, limits.lease_s / 3)
         self._answer: Future | None = None
-        self._suspects: set[tuple[str, str, int]] = set()
+        self._suspects: set[Dead] = set()
+        self._seen: dict[tuple[str, int], float] = {}
 
-    def look(self) -> Iterable[tuple[str, str, int]]:
-        """(group, role, epoch) that are dead; ("hub", "controller", 0) if the hub owes an answer for a lease."""
+    def look(self, groups: Mapping[str, Incarnation], done: Set[str]) -> list[Dead]:
+        """Roles of ``groups`` but those ``done``, and other groups, that are dead; the hub if it owes an answer."""
         now, answer = time.monotonic(), self._answer
         if answer is None:
             if now >= self._next:
-                self._next = now + self.lease_s / 3
-                self._answer = self.client.submit("status", timeout=self.lease_s)
-            return ()
+                self._next = now + min(self.limits.beat_s, self.limits.lease_s / 3)
+                self._answer = self.client.submit("status", timeout=self.limits.lease_s)
+                self._answer.add_done_callback(lambda _: self.wake())
+            return []
         if not answer.done():
-            return ()
+            return []
         self._answer = None
         if answer.exception():
             self._suspects = set()
-            return [("hub", "controller", 0)] if isinstance(answer.exception(), DeadlineError) else ()
-        beats = answer.result()["beats"]
-        silent = {(b["group"], role, b["epoch"]) for role, b in beats.items() if b["age_s"] > self.lease_s}
-        dead, self._suspects = silent & self._suspects, silent
+            silent = isinstance(answer.exception(), DeadlineError)
+            return [("hub", "controller", 0, f"has not answered for {self.limits.lease_s:.0f} s")] if silent else []
+        found = answer.result()
+        self.progress = (found["trained_steps"], found["accepted"], len(found["checkpoints"]))
+        suspects = self._judge(groups, done, found["beats"], now) | self._judge_others(groups, found["beats"])
+        dead, self._suspects = suspects & self._suspects, suspects
         return sorted(dead)
+
+    def _judge(
+        self, groups: Mapping[str, Incarnation], done: Set[str], beats: Mapping[str, Mapping[str, Any]], now: float
+    ) -> set[Dead]:
+        suspects: set[Dead] = set()
+        for name, group in groups.items():
+            first = self._seen.setdefault((name, group.epoch), now)
+            for role in {member.role for member in group.members} - {"controller"}:
+                beating = [b for key, b in beats.items() if _is_of(key, b, name, role, group.epoch)]
+                if f"{name}/{role}" not in done and (reason := self._reason(beating, group, now - first)):
+                    suspects.add((name, role, group.epoch, reason))
+        return suspects
+
+    def _judge_others(self, groups: Collection[str], beats: Mapping[str, Mapping[str, Any]]) -> set[Dead]:
+        """Groups that somebody else looks after, and who may be as dead: no member has given a sign."""
+        ages: dict[tuple[str, int], float] = {}
+        for beat in beats.values():
+            key = (beat["group"], beat["epoch"])
+            if beat["group"] not in groups and not beat["group"].startswith(SUPERVISOR):
+                ages[key] = min(beat["age_s"], ages.get(key, math.inf))
+        reason = f"has given no sign for {self.limits.lease_s:.0f} s"
+        return {(name, "", epoch, reason) for (name, epoch), age in ages.items() if age > self.limits.lease_s}
+
+    def _reason(self, beats: list[Mapping[str, Any]], group: Incarnation, known_s: float) -> str:
+        """Why a role that beats so (each rank that talks) is taken for dead; empty: it is not."""
+        limits = self.limits
+        # One that was just started has to begin; an adopted one beats, but has to find a hub that was started anew.
+        adopted = limits.lease_s + _FIND_BEATS * limits.beat_s
+        patience = limits.start_timeout_s if any(m.process for m in group.members) else adopted
+        if not beats:
+            return f"has not begun to beat within {patience:.0f} s" if known_s > patience else ""
+        if max(beat["age_s"] for beat in beats) > limits.lease_s:
+            return f"has given no sign for {limits.lease_s:.0f} s"
+        if max(beat["busy_s"] for beat in beats) > limits.hang_s:
+            return f"has been at one piece of work for over {limits.hang_s:.0f} s"
+        return ""
+
+
+def _is_of(key: str, beat: Mapping[str, Any], name: str, role: str, epoch: int) -> bool:
+    member = key.partition("/")[2]
+    return (beat["group"], beat["epoch"]) == (name, epoch) and (member == role or member.startswith(f"{role}-"))

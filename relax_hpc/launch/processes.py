@@ -2,57 +2,78 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 
-from relax_hpc.config.schema import Config
+from relax_hpc.config import Config, load_resolved
+from relax_hpc.config.groups import group_of, ranks_of, roles_of
 from relax_hpc.errors import ConfigError
+from relax_hpc.launch.group import Incarnation, Member
+from relax_hpc.launch.records import Launch, record
 from relax_hpc.rendezvous.process import PARENT, clean_environment
 from relax_hpc.rundir import RunDir
 
 
-@dataclass(slots=True)
-class Member:
-    """A running role: the process, and a descriptor that becomes readable when it ends."""
+class Processes(Incarnation):
+    """Children of this process, each with a session of its own."""
 
-    role: str
-    process: subprocess.Popen
-    pidfd: int
-
-
-@dataclass(slots=True)
-class GroupProcesses:
-    """The processes of one incarnation of a group."""
-
-    name: str
-    epoch: int
-    members: list[Member] = field(default_factory=list)
-
-    def signal(self, number: int) -> None:
-        """Send a signal to every role that still runs."""
+    def ask_to_end(self) -> None:
         for member in self.members:
             if member.process.poll() is None:
-                member.process.send_signal(number)
+                member.process.send_signal(signal.SIGTERM)
 
-    def alive(self) -> bool:
-        """Whether any role still runs."""
-        return any(member.process.poll() is None for member in self.members)
+    def ended(self) -> list[Member]:
+        return [member for member in self.members if member.process.poll() is not None]
 
     def kill(self) -> None:
-        """Kill all processes of the group and their children at once."""
+        """The processes and their children at once."""
         kill([process for member in self.members for process in family(member.process.pid)])
-        self.reap()
-
-    def reap(self) -> None:
         for member in self.members:
             member.process.wait(timeout=30)
-            os.close(member.pidfd)
-        self.members.clear()
+        self.leave()
+
+
+class LocalLauncher:
+    """Groups as process trees of this machine; they die with this process. ``job``: the Slurm job around it, if any."""
+
+    def __init__(self, run: RunDir, job: str = "") -> None:
+        self.run, self.job = run, job
+
+    def start(self, name: str, epoch: int, launch: Launch) -> Processes:
+        """Every role of ``name`` (the controller first in the hub), output to its log directory."""
+        config = load_resolved(self.run.root, name)
+        logs = self.run.logs(name, epoch)
+        logs.mkdir(parents=True, exist_ok=True)
+        record(self.run, name, epoch, replace(launch, job=self.job))
+        variables = environment(config, group_of(config, name).env)
+        members = []
+        for role in roles_of(config, name):
+            words = command(self.run, config, name, role, epoch)
+            with (logs / f"{role}.log").open("ab") as log:
+                process = subprocess.Popen(
+                    words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=variables, start_new_session=True
+                )
+            members.append(Member.of(role, process))
+        return Processes(self.run, name, epoch, members)
+
+    def adopt(self, name: str, epoch: int) -> None:
+        """They died with their supervisor."""
+
+    def whole(self, name: str) -> bool:
+        return True
+
+    def ending(self) -> bool:
+        return False
+
+    def hand_over(self, name: str, reason: str) -> str:
+        return ""
 
 
 def family(pid: int) -> list[psutil.Process]:
@@ -67,10 +88,8 @@ def family(pid: int) -> list[psutil.Process]:
 def kill(processes: list[psutil.Process]) -> None:
     """SIGKILL to processes, known by pid and start time, that are still there."""
     for process in processes:
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-        except psutil.NoSuchProcess:
-            continue
 
 
 def mpiexec() -> str:
@@ -81,11 +100,16 @@ def mpiexec() -> str:
     return str(path)
 
 
+def role_words(run: RunDir, group: str, role: str, epoch: int) -> list[str]:
+    """What a Python interpreter is given to become a rank of ``role``."""
+    args = ["--run_dir", str(run.root), "--group", group, "--role", role, "--epoch", str(epoch)]
+    return ["-m", "relax_hpc.roles", *args]
+
+
 def command(run: RunDir, config: Config, group: str, role: str, epoch: int) -> list[str]:
-    """What starts ``role``: Python itself, or an MPI launcher for a role of several ranks."""
-    args = ["-m", "relax_hpc.roles", "--run_dir", str(run.root), "--group", group, "--role", role]
-    words = [sys.executable, *args, "--epoch", str(epoch)]
-    ranks = getattr(config, role).parallel.ranks if role in ("actor", "actor_fwd", "reference") else 1
+    """What starts ``role`` here: Python itself, or an MPI launcher for a role of several ranks."""
+    words = [sys.executable, *role_words(run, group, role, epoch)]
+    ranks = ranks_of(config, group, role)
     tied = [sys.executable, "-m", "relax_hpc.launch.tied"]
     return words if ranks == 1 else [*tied, mpiexec(), "-n", str(ranks), *words]
 
@@ -95,21 +119,4 @@ def environment(config: Config, extra: dict[str, str] | None = None) -> dict[str
     own = {"OMP_NUM_THREADS": str(config.threads), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
     # Libraries would pick a GPU that they can see, whatever the configuration says.
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if config.model.device == "cpu" else {}
-    return clean_environment() | own | (extra or {}) | hidden | {PARENT: str(os.getpid())}
-
-
-def start(run: RunDir, config: Config, group: str, epoch: int) -> GroupProcesses:
-    """Start every role of ``group`` (the controller first in the hub), output to its log directory."""
-    logs = run.logs(group, epoch)
-    logs.mkdir(parents=True, exist_ok=True)
-    roles = (["controller"] if group == "hub" else []) + list(config.groups[group].roles)
-    variables = environment(config, config.groups[group].env)
-    processes = GroupProcesses(group, epoch)
-    for role in roles:
-        with (logs / f"{role}.log").open("ab") as log:
-            words = command(run, config, group, role, epoch)
-            process = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=variables, start_new_session=True
-            )
-        processes.members.append(Member(role, process, os.pidfd_open(process.pid)))
-    return processes
+    return clean_environment() | own | config.site.env | (extra or {}) | hidden | {PARENT: str(os.getpid())}

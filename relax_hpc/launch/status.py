@@ -1,66 +1,141 @@
-"""`relax-hpc status RUN`: what a run is doing, from the hub if it answers and from the run directory in any case."""
+"""What a run is doing: from the hub if it answers, from Slurm if it answers, and from the run directory in any case."""
 
 from __future__ import annotations
 
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 from relax_hpc.config import Config, load_resolved
 from relax_hpc.errors import ConfigError, RelaxError
-from relax_hpc.rendezvous.roster import latest_card, latest_epoch
+from relax_hpc.launch.requests import asked_to_stop
+from relax_hpc.launch.slurm.commands import Job, Slurm, SlurmError
+from relax_hpc.launch.slurm.ledger import Ledger
+from relax_hpc.launch.slurm.preflight import excluded
+from relax_hpc.launch.slurm.whereabouts import known_jobs
+from relax_hpc.launch.status_groups import all_names, group_status
+from relax_hpc.metrics.read import read_metrics
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transfer_queue.records import OBSERVER_EPOCH
+from relax_hpc.versions import Version
+
+SLURM_S = 2.0
+"""slurmctld serves the whole cluster: one question a look, and no second try."""
+_MARKER = "COMPLETE.json"
+_PACE = 20
+"""Steps that the pace of a run is taken from."""
 
 
-def status(run: RunDir, patience_s: float = 3.0) -> dict[str, Any]:
-    """Groups with their epochs and last beats, and the queue's counters; `hub`: it answered within ``patience_s``."""
+def status(run: RunDir, patience_s: float = 3.0, slurm: Slurm | None = None) -> dict[str, Any]:
+    """Everything that is known; JSON values. `hub`: it answered within ``patience_s``.
+
+    ``slurm``: None does not ask for jobs. What could not be found out is None, or absent.
+    """
     if not run.config.exists():
         raise ConfigError(f"{run.root}: no run here (config.yaml is missing); name a run directory")
     config = load_resolved(run.root)
-    finished = run.finished.exists()
+    finished, asked = run.finished.exists(), asked_to_stop(run)
     found = {} if finished else _ask_hub(run, config, patience_s)
-    groups = {name: _group(run, name, found.get("beats", {})) for name in config.groups}
-    return {"run_dir": str(run.root), "finished": finished, "hub": False, "groups": groups} | found
+    jobs, squeue = _jobs(run, config, slurm)
+    about = {
+        "run_dir": str(run.root),
+        "name": config.name,
+        "layout": config.layout,
+        "time": time.time(),
+        "finished": finished,
+        "hub": bool(found),
+        "squeue": squeue,
+        "stop": asked,
+        "jobs": _job_rows(run, jobs),
+        "excluded_nodes": excluded(run),
+        "checkpoint": last_checkpoint(run),
+        "groups": {
+            name: group_status(run, config, name, found, jobs, squeue, bool(asked))
+            for name in all_names(run, config, jobs)
+        },
+    }
+    about |= _training(run, config, found) | found | {"weights": _weights(found)}
+    return about | {"state": _state(about)}
 
 
-def _group(run: RunDir, name: str, beats: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Epoch, ranks and seconds since the last sign of a group: by the hub, else by the files that roles leave."""
-    card = latest_card(run, name)
-    ages = [beat["age_s"] for beat in beats.values() if beat["group"] == name]
-    if not ages:
-        now, files = time.time(), run.rendezvous(name).glob("beat-*.json")
-        ages = [now - json.loads(path.read_text())["time"] for path in files]
-    ranks = len(card.ranks) if card else 0
-    return {"epoch": latest_epoch(run, name), "ranks": ranks, "last_beat_s": min(ages, default=None)}
+def last_checkpoint(run: RunDir) -> dict[str, Any] | None:
+    """{"step", "path", "age_s"} of the newest whole checkpoint."""
+    whole = [path for path in run.checkpoints.glob("e*-step-*") if (path / _MARKER).exists()]
+    if not whole:
+        return None
+    path = max(whole, key=lambda path: (path / _MARKER).stat().st_mtime)
+    return {"step": int(path.name[-6:]), "path": str(path), "age_s": time.time() - (path / _MARKER).stat().st_mtime}
+
+
+def _state(about: dict[str, Any]) -> str:
+    """One word: finished, stopping, running, starting, queued, failed, stopped, or ended."""
+    states = {group["state"] for group in about["groups"].values()}
+    alive = about["hub"] or bool(states & {"running", "suspect", "restarting"})
+    if about["finished"]:
+        return "finished"
+    if about["stop"]:
+        return "stopping" if alive else "failed" if about["stop"]["code"] else "stopped"
+    if alive:
+        return "running"
+    return next((word for word in ("starting", "queued") if word in states), "ended")
+
+
+def _training(run: RunDir, config: Config, found: dict[str, Any]) -> dict[str, Any]:
+    """Steps, pace and throughput; the metrics file knows them while the hub does not answer."""
+    rows = [row for row in read_metrics(run.root) if "reward/mean" in row]
+    trained = found.get("trained_steps", rows[-1]["step"] + 1 if rows else 0)
+    # What lies between two lives of the hub says nothing of the pace.
+    last = [row for row in rows[-_PACE:] if row["epoch"] == rows[-1]["epoch"]]
+    pace = (last[-1]["time"] - last[0]["time"]) / (len(last) - 1) if len(last) > 1 else None
+    end = rows[-1] if rows else {}
+    dropped = {tag[14:]: int(value) for tag, value in end.items() if tag.startswith("queue/dropped_")}
+    if run.finished.exists():
+        dropped = json.loads(run.finished.read_text())["dropped"]
+    return {
+        "trained_steps": trained,
+        "steps": config.steps,
+        "step_s": pace,
+        "eta_s": pace * (config.steps - trained) if pace is not None else None,
+        "reward": end.get("reward/mean"),
+        "tokens_per_s": end.get("perf/rollout_tokens_per_s"),
+        "dropped": dropped,
+    }
+
+
+def _weights(found: dict[str, Any]) -> dict[str, Any] | None:
+    """Newest version, what each engine serves, and how many versions the slowest is behind."""
+    if not found.get("newest"):
+        return None
+    newest = Version.parse(found["newest"]).number
+    behind = [newest - Version.parse(version).number for version in found["readers"].values()]
+    return {"newest": found["newest"], "served": found["readers"], "lag": max(behind, default=0)}
+
+
+def _jobs(run: RunDir, config: Config, slurm: Slurm | None) -> tuple[dict[str, Job], bool]:
+    """Jobs that squeue knows, and whether it answered."""
+    if slurm is None or not any(run.submit.glob("jobs/*.json")):
+        return {}, False
+    try:
+        return known_jobs(run, config, slurm), True
+    except SlurmError:
+        return {}, False
+
+
+def _job_rows(run: RunDir, jobs: dict[str, Job]) -> list[dict[str, Any]]:
+    entries = {entry.job: entry for entry in Ledger(run).entries()}
+    rows = []
+    for job in jobs.values():
+        entry = entries.get(job.id)
+        about = {"job": job.id, "name": job.name, "kind": entry.kind if entry else "component"}
+        about |= {"state": job.state, "reason": "" if job.reason == "None" else job.reason, "nodes": job.node_list}
+        rows.append(about | {"time_left_s": job.time_left_s})
+    return sorted(rows, key=lambda row: int(row["job"]))
 
 
 def _ask_hub(run: RunDir, config: Config, patience_s: float) -> dict[str, Any]:
     with QueueClient(run, config, "observer", OBSERVER_EPOCH) as client:
         try:
-            return {"hub": True, **client.call("status", timeout=patience_s)}
+            return client.call("status", timeout=patience_s)
         except RelaxError:
             return {}
-
-
-def main(run: str, as_json: bool) -> int:
-    """Print the status of a run directory."""
-    found = status(RunDir(Path(run)))
-    if as_json:
-        print(json.dumps(found))
-        return 0
-    state = "finished" if found["finished"] else "running" if found["hub"] else "not running (the hub does not answer)"
-    print(f"{found['run_dir']}: {state}")
-    if found["hub"]:
-        depth = found["depth"]
-        print(f"step {found['trained_steps']}/{found['steps']}  newest weights {found['newest']}")
-        print(f"queue: {depth['generating']} prompt groups in generation, {depth['ready']} waiting for training")
-        print("dropped: " + (", ".join(f"{k} {v}" for k, v in found["dropped"].items()) or "nothing"))
-        print("waiting: " + (", ".join(sorted(set(found["waiting"]))) or "nobody"))
-    print(f"{'GROUP':<12}{'EPOCH':>6}{'RANKS':>7}{'LAST BEAT':>11}")
-    for name, group in found["groups"].items():
-        age = "-" if group["last_beat_s"] is None else f"{group['last_beat_s']:.1f} s"
-        print(f"{name:<12}{group['epoch']:>6}{group['ranks'] or '-':>7}{age:>11}")
-    return 0

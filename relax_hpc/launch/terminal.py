@@ -13,33 +13,30 @@ from relax_hpc.rundir import RunDir
 
 
 class Terminal:
-    """Follows metrics.jsonl for the user in front of it."""
+    """Follows metrics.jsonl for the user in front of it; ``steps`` false: says only what happens to groups."""
 
-    def __init__(self, run: RunDir, config: Config) -> None:
-        self.run, self.config = run, config
+    def __init__(self, run: RunDir, config: Config, steps: bool = True) -> None:
+        self.run, self.config, self.steps = run, config, steps
         self.progress = Progress(config.steps)
         self.started = time.monotonic()
         self.log = (run.root / "supervisor.log").open("a")
         self._offset = run.metrics.stat().st_size if run.metrics.exists() else 0
-        self._steps = 0
         self._scores: dict[str, float] = {}
 
     def say(self, text: str) -> None:
         """One line for the user and the supervisor's log."""
         self.progress.close()
         line = f"[{time.monotonic() - self.started:7.1f}s] {text}"
-        print(line, flush=True)
-        self.log.write(line + "\n")
-        self.log.flush()
-
-    def trained_steps(self) -> int:
-        """Steps seen so far."""
-        self.show_progress()
-        return self._steps
+        # A full disk must not end the supervision.
+        with contextlib.suppress(OSError):
+            print(line, flush=True)
+        with contextlib.suppress(OSError):
+            self.log.write(line + "\n")
+            self.log.flush()
 
     def show_progress(self) -> None:
         """Show the steps that came since the last call."""
-        if not self.run.metrics.exists():
+        if not self.steps or not self.run.metrics.exists():
             return
         with self.run.metrics.open("rb") as file:
             file.seek(self._offset)
@@ -60,7 +57,6 @@ class Terminal:
             scores = "  ".join(f"{tag.removeprefix('eval/')} {value:.3f}" for tag, value in sorted(values.items()))
             self.say(f"version {line['step']}: {scores}")
         elif "reward/mean" in values:
-            self._steps = line["step"] + 1
             self.progress.update(line["step"], values, line["time"])
 
     def summary(self) -> None:
@@ -79,4 +75,5 @@ class Terminal:
 
     def close(self) -> None:
         self.progress.close()
-        self.log.close()
+        with contextlib.suppress(OSError):
+            self.log.close()

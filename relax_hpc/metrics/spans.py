@@ -44,6 +44,7 @@ class Spans:
         self._lock = threading.Lock()
         self._totals: dict[str, float] = defaultdict(float)
         self._running: dict[object, tuple[str, float]] = {}
+        self._begun: dict[object, float] = {}
         self._flushed = time.monotonic()
         anchor = {"role": role, "monotonic": time.monotonic(), "wall": time.time(), "boot": _boot()}
         self._file.write("\n" * torn + json.dumps(anchor) + "\n")
@@ -55,6 +56,8 @@ class Spans:
         key, start = object(), time.monotonic()
         with self._lock:
             self._running[key] = (what, start)
+            if what != "wait":
+                self._begun[key] = start
             self._flush_if_due(start)
         try:
             yield
@@ -71,6 +74,11 @@ class Spans:
             totals, self._totals = dict(self._totals), defaultdict(float)
         return totals
 
+    def busy(self) -> float:
+        """Seconds that the longest piece of work has been going on; 0 while there is only waiting."""
+        with self._lock:
+            return max((time.monotonic() - start for start in self._begun.values()), default=0.0)
+
     def close(self) -> None:
         """Flush and close the file; a second call does nothing."""
         with self._lock:
@@ -80,6 +88,7 @@ class Spans:
         end = time.monotonic()
         with self._lock:
             what, since = self._running.pop(key)
+            self._begun.pop(key, None)
             self._totals[what] += max(0.0, end - since)
             if not self._file.closed:
                 span = {"role": self._role, "what": what, "step": step, "start": start, "end": end}

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
 import signal
 import sys
 import threading
+import traceback
+from collections.abc import Callable
 
 from relax_hpc.errors import RelaxError
 
 _PR_SET_PDEATHSIG = 1
 PARENT = "RELAX_PARENT"
 """Environment variable: pid of the process that started this one."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+"""Slurm sends TERM at preemption and at the end; srun passes USR2 on to its tasks, and TERM it takes for itself."""
+EXIT_BUG = 1
+"""Of a watched child whose work raised something."""
 _LAUNCHER = re.compile(
-    r"(LOCAL_|GROUP_|NODE_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|(PMI|HYDRA|MPIR?_|OMPI_|TORCHELASTIC|SLURM_).*"
+    r"(LOCAL_|GROUP_|NODE_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)"
+    r"|(PMI|PMIX|HYDRA|MPIR?_|OMPI_|TORCHELASTIC|SLURM_(?!CONF$)|SBATCH_|SRUN_).*"
 )
 
 
@@ -36,14 +44,64 @@ def clean_environment() -> dict[str, str]:
 
 
 def on_terminate(at_once: bool) -> threading.Event:
-    """An event that SIGTERM and SIGINT set; ``at_once`` also raises RelaxError wherever the main thread is or waits."""
+    """An event that STOP_SIGNALS set; ``at_once`` also raises RelaxError, once, wherever the main thread is."""
     event = threading.Event()
 
     def handle(*_: object) -> None:
+        first = not event.is_set()
         event.set()
-        if at_once:
+        if at_once and first:
             raise RelaxError("asked to stop")
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in STOP_SIGNALS:
         signal.signal(number, handle)
     return event
+
+
+def watched(work: Callable[[], int], ended: Callable[[int], int | None]) -> int:
+    """Do ``work`` in a child that is watched, so that its end is known however it comes; the exit code.
+
+    Call it before there are threads. Stop signals are passed on. ``ended`` is told how each child ended (an exit code,
+    or minus a signal's number) and gives the exit code of this process, or None to do the work again.
+    """
+    child = 0
+
+    def forward(number: int, _: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if child:
+                os.kill(child, number)
+
+    # Blocked while there is no child that could be told.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    while True:
+        watcher = os.getpid()
+        child = os.fork()
+        if not child:
+            _run(work, watcher)
+        for number in STOP_SIGNALS:
+            signal.signal(number, forward)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        _, status = os.waitpid(child, 0)
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        code = ended(os.waitstatus_to_exitcode(status))
+        if code is not None:
+            return code
+
+
+def _run(work: Callable[[], int], watcher: int) -> None:
+    """The child's life; does not return."""
+    code = EXIT_BUG
+    try:
+        os.environ[PARENT] = str(watcher)
+        die_with_parent()
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        code = work()
+    except Exception:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Library threads (gloo, zmq, engines) must not keep it alive.
+        os._exit(code)

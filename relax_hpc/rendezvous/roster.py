@@ -1,7 +1,8 @@
 """Between groups: numbered files in the run directory say who is where, and in which incarnation.
 
 A group's launcher takes an epoch by exclusive create; the group's leader then publishes its card under that epoch.
-Readers follow the highest published epoch. Nothing is ever overwritten.
+Readers follow the highest published epoch. Nothing is ever overwritten, and a power loss takes nothing back: an epoch
+that the queue knows must not be taken twice.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.rundir import RunDir, write_json
+from relax_hpc.rundir import RunDir, sync_directory, write_json
 
 _CARD = re.compile(r"epoch-(\d{6})\.json")
 _CLAIM = re.compile(r"epoch-(\d{6})\.claim")
@@ -34,9 +35,13 @@ def claim_epoch(run: RunDir, group: str) -> int:
     folder = run.rendezvous(group)
     folder.mkdir(parents=True, exist_ok=True)
     epoch = 1 + latest_epoch(run, group)
+    if epoch == 1:
+        sync_directory(folder.parent)
+        sync_directory(run.root)
     while True:
         try:
             os.close(os.open(folder / f"epoch-{epoch:06d}.claim", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+            sync_directory(folder)
             return epoch
         except FileExistsError:
             epoch += 1
@@ -50,7 +55,7 @@ def latest_epoch(run: RunDir, group: str) -> int:
 def publish_card(run: RunDir, card: Card) -> None:
     """Let the other groups find this incarnation."""
     value = {"group": card.group, "epoch": card.epoch, "ranks": card.ranks, "endpoint": card.endpoint}
-    write_json(run.rendezvous(card.group) / f"epoch-{card.epoch:06d}.json", value)
+    write_json(run.rendezvous(card.group) / f"epoch-{card.epoch:06d}.json", value, sync=True)
 
 
 def latest_card(run: RunDir, group: str) -> Card | None:

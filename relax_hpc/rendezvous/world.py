@@ -40,7 +40,9 @@ def free_port(host: str) -> int:
 
 def join(address: str = "127.0.0.1") -> World:
     """Meet the other ranks that the MPI launcher started (alone without one); they reach this one at ``address``."""
-    card = {"host": socket.gethostname(), "address": address, "port": free_port(address), "pid": os.getpid()}
+    # Slurm may give nodes of one host name; its own name of the node tells them apart.
+    node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    card = {"node": node, "address": address, "port": free_port(address), "pid": os.getpid()}
     import mpi4py
 
     mpi4py.rc.thread_level = "funneled"
@@ -50,7 +52,7 @@ def join(address: str = "127.0.0.1") -> World:
     rank = MPI.COMM_WORLD.Get_rank()
     # Its shared memory goes now, not never when this process is killed; the launcher still ends all ranks with one.
     MPI.Finalize()
-    local_rank = sum(other["host"] == card["host"] for other in cards[:rank])
+    local_rank = sum(other["node"] == node for other in cards[:rank])
     return World(rank, len(cards), local_rank, cards)
 
 

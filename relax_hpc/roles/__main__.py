@@ -11,10 +11,14 @@ from importlib import import_module
 from pathlib import Path
 
 from relax_hpc.config import Config, load_resolved
-from relax_hpc.errors import EXIT_DONE, EXIT_RETRY, RelaxError
-from relax_hpc.rendezvous.process import die_with_parent, on_terminate
-from relax_hpc.roles.exit_mark import leave_mark
+from relax_hpc.config.groups import RANKED as WITH_RANKS
+from relax_hpc.config.groups import ranks_of
+from relax_hpc.errors import EXIT_DONE, EXIT_RETRY, RelaxError, StoppedError
+from relax_hpc.rendezvous.exit_mark import leave_mark
+from relax_hpc.rendezvous.process import die_with_parent, on_terminate, watched
+from relax_hpc.roles.staging import LOCAL_DIR, go_on_in_local_environment, local_folder
 from relax_hpc.rundir import RunDir
+from relax_hpc.weights.subscriber import clear_staging
 
 MODULES = {
     "rollout": "relax_hpc.roles.rollout",
@@ -23,7 +27,6 @@ MODULES = {
     "reference": "relax_hpc.roles.forward",
     "advantages": "relax_hpc.roles.advantages",
 }
-WITH_RANKS = ("actor", "actor_fwd", "reference")
 FINISH_FIRST = ("controller", "actor")
 """Roles that, asked to stop, first bring to an end what they are at."""
 
@@ -34,6 +37,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--group", required=True)
     parser.add_argument("--role", required=True, choices=["controller", *MODULES])
     parser.add_argument("--epoch", type=int, required=True, help="incarnation of the group, taken by its launcher")
+    parser.add_argument("--watch", action="store_true", help="leave a mark of its end however it comes")
+    parser.add_argument("--deadline", type=float, help="end of the allocation, seconds since 1970")
     return parser.parse_args(argv)
 
 
@@ -43,22 +48,34 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: threading
         from relax_hpc.roles import controller
 
         if not controller.run(run, config, args.epoch, stop):
-            raise RelaxError("asked to stop before the run was finished")
+            raise StoppedError("asked to stop before the run was finished")
         return
     from relax_hpc.metrics.spans import Spans
+    from relax_hpc.rendezvous.network import own_address
     from relax_hpc.rendezvous.roster import Card, publish_card
     from relax_hpc.rendezvous.world import World, join
     from relax_hpc.roles.context import Context
     from relax_hpc.transfer_queue.client import QueueClient
 
-    world = join() if args.role in WITH_RANKS else World(0, 1, 0, [{"pid": os.getpid()}])
+    alone = ranks_of(config, args.group, args.role) == 1
+    if LOCAL_DIR in os.environ:
+        # Before any library puts compiled code there.
+        local_folder()
+    address = own_address(config, args.group)
+    world = World(0, 1, 0, [{"pid": os.getpid()}]) if alone and args.role not in WITH_RANKS else join(address)
     logs = run.logs(args.group, args.epoch)
     redirect_output(logs / f"{args.role}-rank-{world.rank}.log")
-    client = QueueClient(run, config, args.group, args.epoch, args.role) if world.leader else None
+    talks = world.leader or args.role == "rollout"
+    member = args.role if world.leader else f"{args.role}-{world.rank}"
+    client = QueueClient(run, config, args.group, args.epoch, member) if talks else None
     if world.leader and args.group != "hub":
         publish_card(run, Card(args.group, args.epoch, world.cards))
     spans = Spans(logs / f"spans-{args.role}-{world.rank}.jsonl", args.role)
-    context = Context(run, config, args.group, args.role, args.epoch, world, client, spans, stop)
+    context = Context(
+        run, config, args.group, args.role, args.epoch, world, client, spans, stop, deadline=args.deadline
+    )
+    if client:
+        client.busy = spans.busy
     try:
         import_module(MODULES[args.role]).run(context)
     finally:
@@ -77,17 +94,16 @@ def redirect_output(path: Path) -> None:
     os.close(descriptor)
 
 
-def main(argv: list[str] | None = None) -> int:
+def work(args: argparse.Namespace) -> int:
     """Run one role; its end is written to its exit mark."""
-    args = parse(argv)
     die_with_parent()
     stop = on_terminate(at_once=args.role not in FINISH_FIRST)
     run = RunDir(args.run_dir)
-    code, reason = EXIT_DONE, ""
+    code, reason, stopped = EXIT_DONE, "", False
     try:
-        serve(args, load_resolved(run.root), run, stop)
+        serve(args, load_resolved(run.root, args.group), run, stop)
     except RelaxError as error:
-        code, reason = error.exit_code, str(error)
+        code, reason, stopped = error.exit_code, str(error), stop.is_set() or isinstance(error, StoppedError)
     except Exception as error:
         traceback.print_exc()
         code, reason = EXIT_RETRY, f"{type(error).__name__}: {error}"
@@ -95,8 +111,31 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{args.role}: {reason}", file=sys.stderr, flush=True)
     # Where there are ranks, their leader has said that all are done (Ranks.close).
     if code != EXIT_DONE or args.role not in WITH_RANKS:
-        leave_mark(run.exit_mark(args.group, args.epoch, args.role), code, reason)
+        leave_mark(run.exit_mark(args.group, args.epoch, args.role), code, reason, stopped)
     return code
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one role, watched if asked to: Slurm tells nobody at once how one of its tasks ended."""
+    args = parse(argv)
+    mark = RunDir(args.run_dir).exit_mark(args.group, args.epoch, args.role)
+    try:
+        go_on_in_local_environment(load_resolved(args.run_dir, args.group), "relax_hpc.roles", argv or sys.argv[1:])
+    except (RelaxError, OSError) as error:
+        leave_mark(mark, EXIT_RETRY, f"copying the environment to this node: {error}")
+        return EXIT_RETRY
+    if not args.watch:
+        return work(args)
+    rank = os.environ.get("SLURM_PROCID", "0")
+
+    def ended(code: int) -> int:
+        if code < 0:
+            leave_mark(mark, EXIT_RETRY, f"rank {rank} was ended by signal {-code}")
+        # Its supervisor may be on another node.
+        clear_staging(RunDir(args.run_dir), args.group, args.epoch)
+        return EXIT_RETRY if code < 0 else code
+
+    return watched(lambda: work(args), ended)
 
 
 if __name__ == "__main__":

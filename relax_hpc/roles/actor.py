@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import wait
 
 from relax_hpc.checkpoint import store
-from relax_hpc.errors import RelaxError
+from relax_hpc.errors import StoppedError
 from relax_hpc.roles.context import Context
 from relax_hpc.roles.ranks import Ranks
 from relax_hpc.training.batches import PAD, Batch, collate, split_rows
@@ -22,6 +23,14 @@ from relax_hpc.transfer_queue.schema import Row
 from relax_hpc.versions import Version
 from relax_hpc.weights.publisher import publish
 
+_MARGIN = 1.5
+"""A step may take so much longer than the longest so far."""
+_LOOK_S = 0.2
+
+
+class AtEdge(Exception):
+    """Training ends at the edge of the step it is at, which has changed nothing yet; the message says why."""
+
 
 class Actor:
     """One rank of the actor group; `train` runs in all of them, only the leader talks to the queue."""
@@ -29,13 +38,14 @@ class Actor:
     def __init__(self, context: Context) -> None:
         self.context, self.config = context, context.config
         self.ranks = Ranks(context, self.config.actor.parallel)
-        model = PolicyModel(read_config(context.run.model), self.config.model, self.config.actor.parallel)
-        model.load_hf(context.run.model)
+        model = PolicyModel(read_config(context.model), self.config.model, self.config.actor.parallel)
+        model.load_hf(context.model)
         self.model = model
         self.trainer = Trainer(
             model, self.config.algorithm, self.config.actor.optimizer, self.config.rollout.temperature
         )
         self.budget = self.config.actor.max_tokens_per_micro_batch
+        self.clock = Clock(context.deadline)
 
     # -- start and end of a step -------------------------------------------------------------------------------
 
@@ -77,6 +87,14 @@ class Actor:
                 points = self.context.client.call("checkpoints")["checkpoints"]
                 keep = {point["name"] for point in points[-self.config.checkpoint.keep_last :]}
                 store.remove_others(self.context.run.checkpoints, keep)
+
+    def check_edge(self) -> None:
+        """AtEdge, in every rank, if another step must not begin."""
+        if reason := self.ranks.tell({"reason": self._why_end()})["reason"]:
+            raise AtEdge(reason)
+
+    def _why_end(self) -> str:
+        return self.clock.reason(self.context.stop.is_set())
 
     # -- training ----------------------------------------------------------------------------------------------
 
@@ -125,14 +143,26 @@ class Actor:
         left = size
         while left:
             with self.context.spans("wait", step=step):
-                claim = None
-                if self.ranks.leader:
-                    claim = self.context.client.claim("actor", self.budget * self.ranks.layout.data_size, size)
-                claim = Claim.of(self.ranks.tell(claim.message() if claim else None))
+                # Beyond the first update it is too late to leave the step out.
+                claim = self._claim(size, may_end=number == 0)
             with self.context.spans("queue", step=step):
                 rows = self.ranks.rows(claim)
             left -= len(claim.tickets)
             yield claim, rows
+
+    def _claim(self, size: int, may_end: bool) -> Claim:
+        """The next window, in every rank; AtEdge if the actor has to end while there is none, and ``may_end``."""
+        answer = {}
+        if self.ranks.leader:
+            work = self.context.client.claim_later("actor", self.budget * self.ranks.layout.data_size, size)
+            reason = ""
+            while not reason and not wait([work], timeout=_LOOK_S).done:
+                reason = self._why_end() if may_end else ""
+            answer = {"reason": reason} if reason else {"claim": work.result().message()}
+        answer = self.ranks.tell(answer)
+        if "reason" in answer:
+            raise AtEdge(answer["reason"])
+        return Claim.of(answer["claim"])
 
     def batches(self, rows: list[Row]) -> list[Batch]:
         """This rank's micro-batches of a window."""
@@ -191,17 +221,41 @@ def report(
     return values
 
 
+class Clock:
+    """Whether the time limit leaves room for another step and its checkpoint, by the longest ones so far."""
+
+    def __init__(self, deadline: float | None) -> None:
+        self.deadline, self.step_s, self.save_s = deadline, 0.0, 0.0
+
+    def room(self) -> bool:
+        """Whether to start another step; true while nothing was measured."""
+        return self.deadline is None or time.time() + _MARGIN * (self.step_s + self.save_s) < self.deadline
+
+    def reason(self, stop: bool) -> str:
+        """Why to end at this step's edge; empty: go on."""
+        return "asked to stop" if stop else "" if self.room() else "the time limit leaves no room for a step"
+
+
 def run(context: Context) -> None:
-    """Train to the last step; asked to stop, save at the next step's edge."""
+    """Train to the last step; asked to stop, or out of time, save at a step's edge."""
     actor = Actor(context)
+    clock = actor.clock
     step = saved = actor.resume()
-    while step < context.config.steps:
-        if actor.ranks.tell({"stop": context.stop.is_set()})["stop"]:
-            if step > saved:
-                actor.checkpoint(step)
-            # The others end only after the leader's last work.
-            actor.ranks.tell({})
-            raise RelaxError(f"asked to stop: saved step {step}")
-        saved = step + 1 if actor.train(step) else saved
-        step += 1
+    try:
+        while step < context.config.steps:
+            actor.check_edge()
+            started = time.monotonic()
+            trained_only = not actor.train(step)
+            seconds = time.monotonic() - started
+            if trained_only:
+                clock.step_s = max(clock.step_s, seconds)
+            else:
+                saved, clock.save_s = step + 1, max(clock.save_s, seconds)
+            step += 1
+    except AtEdge as edge:
+        if step > saved:
+            actor.checkpoint(step)
+        # The others end only after the leader's last work.
+        actor.ranks.tell({})
+        raise StoppedError(f"{edge}: saved step {step}") from None
     actor.ranks.close()

@@ -9,6 +9,7 @@ from pathlib import Path
 from relax_hpc.config.schema import Config
 from relax_hpc.metrics.spans import Spans
 from relax_hpc.rendezvous.world import World
+from relax_hpc.roles.staging import model_directory
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.client import QueueClient
 
@@ -27,6 +28,13 @@ class Context:
     spans: Spans
     stop: threading.Event
     """Set when the process is asked to end."""
+    deadline: float | None = None
+    """When the allocation ends, in seconds of the epoch; None: it does not."""
+
+    @property
+    def model(self) -> Path:
+        """Where this process reads version 0 and the tokenizer."""
+        return model_directory(self.run, self.config)
 
     @property
     def logs(self) -> Path:

@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from pathlib import Path
 
 from relax_hpc.config.schema import Config
+from relax_hpc.rendezvous.network import own_address
 from relax_hpc.rendezvous.roster import Card, publish_card
 from relax_hpc.roles.board import Board
-from relax_hpc.rundir import RunDir, write_json
+from relax_hpc.rundir import RunDir, sync_directory, write_json
 from relax_hpc.transfer_queue.controller import Controller
 from relax_hpc.transfer_queue.plan import Plan
+
+_ELSEWHERE = ("checkpoints", "logs", "queue", "rendezvous", "tensorboard", "weights")
+"""Folders of a run whose writers sync what must not be lost."""
+
+
+def make_durable(directory: RunDir) -> None:
+    """Put on disk what the run was prepared with: without it, what the queue accepts could not be gone on with."""
+    for top, folders, files in os.walk(directory.root):
+        if Path(top) == directory.root:
+            folders[:] = [name for name in folders if name not in _ELSEWHERE]
+        for path in [Path(top, name) for name in files if not name.startswith(".")]:
+            if path.is_file():
+                sync_directory(path)
+        sync_directory(Path(top))
+    sync_directory(directory.journal.parent)
 
 
 def run(directory: RunDir, config: Config, epoch: int, stop: threading.Event) -> bool:
     """Serve until asked to stop; whether the run was finished by then."""
-    controller = Controller(directory, Plan.of(config), epoch)
+    durable = config.queue.durability == "commit"
+    if durable:
+        make_durable(directory)
+    controller = Controller(directory, Plan.of(config), epoch, own_address(config, "hub"), durable)
     board = Board(directory.root, epoch, config.steps, controller.state)
     controller.on_report = board.report
     controller.on_resume = board.rolled_back
@@ -22,7 +43,7 @@ def run(directory: RunDir, config: Config, epoch: int, stop: threading.Event) ->
 
     def ended() -> bool:
         if controller.state.finished() and not directory.finished.exists():
-            write_json(directory.finished, {"steps": config.steps, "dropped": dict(controller.state.dropped)})
+            write_json(directory.finished, {"steps": config.steps, "dropped": dict(controller.state.dropped)}, durable)
         return stop.is_set()
 
     controller.serve(until=ended)

@@ -56,7 +56,7 @@ def run(context: Context) -> None:
     """Serve until the run is finished."""
     follows = context.role == "actor_fwd"
     config = context.config
-    frozen = Path(config.model.reference_path) if config.model.reference_path and not follows else context.run.model
+    frozen = Path(config.model.reference_path) if config.model.reference_path and not follows else context.model
     forward = getattr(config, context.role)
     ranks = Ranks(context, forward.parallel)
     scorer = Scorer(context, ranks, frozen)

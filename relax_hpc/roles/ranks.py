@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 
 from relax_hpc.config.schema import ParallelConfig
+from relax_hpc.rendezvous.exit_mark import leave_mark
 from relax_hpc.roles.context import Context
-from relax_hpc.roles.exit_mark import leave_mark
 from relax_hpc.training import parallel
 from relax_hpc.transfer_queue.client import Claim, read_rows
+from relax_hpc.transfer_queue.planes import SlabPool
 from relax_hpc.transfer_queue.samplers import share
 from relax_hpc.transfer_queue.schema import Row
-from relax_hpc.transfer_queue.shard import FilePlane
+from relax_hpc.transfer_queue.store import ShardReader, files_of, planes_of
 
 
 class Ranks:
@@ -36,7 +37,8 @@ class Ranks:
         self._mark = context.run.exit_mark(context.group, context.epoch, context.role)
         self.leader = world.leader
         self.size = world.size
-        self.plane = FilePlane(context.run.shards)
+        planes = planes_of(context.run, config, context.group, SlabPool())
+        self.reader = ShardReader(files_of(context.run, config), planes)
         # Commands wait on sockets, not in an MPI or NCCL call that would burn a core or a GPU.
         self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) if world.size > 1 else None
 
@@ -54,7 +56,7 @@ class Ranks:
 
     def rows(self, claim: Claim) -> list[Row]:
         """All rows of ``claim``, read by each rank for itself."""
-        return read_rows(self.plane, claim, self.samples)
+        return read_rows(self.reader, claim, self.samples)
 
     def mine(self, rows: Sequence[Row]) -> list[int]:
         """Numbers of the rows that this data-parallel rank takes, ascending; the ranks' tokens are balanced."""

@@ -7,7 +7,6 @@ role, and the supervisor starts the group again; a single bad answer costs one p
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,8 +15,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from relax_hpc.data.prompts import Prompt, load_tokenizer
-from relax_hpc.errors import NoProgressError, RelaxError
+from relax_hpc.errors import ConfigError, NoProgressError, RelaxError
 from relax_hpc.metrics.spans import Spans
+from relax_hpc.rendezvous.process import STOP_SIGNALS
 from relax_hpc.rewards import RewardError, get_reward
 from relax_hpc.roles.context import Context
 from relax_hpc.rollout.engine import Engine, EngineFault, GenerateRequest, Generation, Sampling, make_engine
@@ -71,11 +71,11 @@ Work = list[tuple[int, int]]
 
 
 class Rollout:
-    """All replicas of one rollout group."""
+    """The replicas of one rank of a rollout group; its ranks know nothing of each other."""
 
     def __init__(self, context: Context) -> None:
         self.context, self.config, self.client = context, context.config, context.client
-        self.tokenizer = load_tokenizer(context.run.model)
+        self.tokenizer = load_tokenizer(context.model)
         config = self.config
         self.source = PromptSource.load(data_file(context, config.data.train, "train"), self.tokenizer, config)
         self.eval_sets = {name: self._eval_prompts(Path(path)) for name, path in eval_files(context).items()}
@@ -86,7 +86,9 @@ class Rollout:
         self.sampling = Sampling(shape.temperature, shape.top_p, shape.max_new_tokens, stops, config.seed)
         self.greedy = Sampling(0.0, 1.0, shape.max_new_tokens, stops, config.seed)
         self.outcomes: deque[bool] = deque(maxlen=_FAILURE_WINDOW)
-        self._note_bad_lines()
+        self.numbers = replica_numbers(shape.replicas, context.world.rank, context.world.size)
+        if context.world.leader:
+            self._note_bad_lines()
 
     def _note_bad_lines(self) -> None:
         """Count them, once a run: an earlier incarnation of the group may have done so."""
@@ -102,9 +104,9 @@ class Rollout:
         return await asyncio.wrap_future(self.client.submit(op, **args))
 
     async def serve(self) -> None:
-        """Run all replicas until the run is finished; the first failure ends the others."""
+        """Run the replicas until the run is finished; the first failure ends the others."""
         async with asyncio.TaskGroup() as tasks:
-            for number in range(self.config.rollout.replicas):
+            for number in self.numbers:
                 tasks.create_task(Replica(self, number).serve())
 
 
@@ -115,8 +117,9 @@ class Replica:
         self.rollout, self.number = rollout, number
         self.context, self.config = rollout.context, rollout.config
         context = self.context
+        place = context.world.local_rank * len(rollout.numbers) + number - rollout.numbers.start
         self.engine: Engine = make_engine(
-            self.config, number, context.run.model, NOTHING, context.logs, context.run.token_file
+            self.config, number, context.model, NOTHING, context.logs, context.run.token_file, place
         )
         self.reader = Subscriber(context.run, rollout.client, f"{context.group}/{number}")
         self.failures = 0
@@ -266,6 +269,17 @@ class Replica:
         return number
 
 
+def replica_numbers(replicas: int, rank: int, ranks: int) -> range:
+    """Replicas that ``rank`` hosts, out of the group's. ConfigError: the ranks cannot have equal numbers of them."""
+    if replicas % ranks:
+        raise ConfigError(
+            f"rollout.replicas: found {replicas} for {ranks} ranks (one a node of the group), allowed: multiples of "
+            f"{ranks}; change it, or resources.nodes of the group"
+        )
+    each = replicas // ranks
+    return range(rank * each, (rank + 1) * each)
+
+
 async def within(seconds: float, function: Callable[[], T]) -> T:
     """What `function` returns, in a thread of its own. TimeoutError: it takes longer, and its thread is left behind."""
     pool = ThreadPoolExecutor(1)
@@ -294,7 +308,8 @@ def run(context: Context) -> None:
     async def main() -> None:
         task = asyncio.current_task()
         assert task is not None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        for number in STOP_SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
         await Rollout(context).serve()
 
     try:

@@ -94,13 +94,22 @@ class Engine(Protocol):
 
 
 def make_engine(
-    config: Config, replica: int, model_dir: Path, version: Version, log_dir: Path, token_file: Path
+    config: Config,
+    replica: int,
+    model_dir: Path,
+    version: Version,
+    log_dir: Path,
+    token_file: Path,
+    place: int | None = None,
 ) -> Engine:
-    """The engine that `config.rollout.engine.kind` names, not started. `model_dir` holds the weights of `version`."""
+    """The engine that `config.rollout.engine.kind` names, not started. `model_dir` holds the weights of `version`.
+
+    `place` is the replica's number among those of its node, by which it finds its GPUs; `replica` if left out.
+    """
     if config.rollout.engine.kind == "sglang":
         from relax_hpc.rollout.sglang_engine import SglangEngine
 
-        return SglangEngine(config, replica, model_dir, version, log_dir, token_file)
+        return SglangEngine(config, replica, model_dir, version, log_dir, token_file, place)
     from relax_hpc.rollout.transformers_engine import TransformersEngine
 
     return TransformersEngine(config, replica, model_dir, version)

@@ -48,11 +48,18 @@ class SglangEngine:
     name = "sglang"
 
     def __init__(
-        self, config: Config, replica: int, model_dir: Path, version: Version, log_dir: Path, token_file: Path
+        self,
+        config: Config,
+        replica: int,
+        model_dir: Path,
+        version: Version,
+        log_dir: Path,
+        token_file: Path,
+        place: int | None = None,
     ) -> None:
         self._config, self._settings = config, config.rollout.engine
         self._model_dir, self._token_file = model_dir, token_file
-        self._arguments = server_arguments(config, replica, model_dir, version)
+        self._arguments = server_arguments(config, replica, model_dir, version, place)
         self._log, self._launch_file = log_dir / f"engine-{replica}.log", log_dir / f"engine-{replica}.json"
         self._open = contextlib.AsyncExitStack()
 
@@ -137,16 +144,19 @@ class SglangEngine:
             raise EngineFault("dead", f"ended with {self._process.returncode} ({fault}); see {self._log}") from fault
 
 
-def server_arguments(config: Config, replica: int, model_dir: Path, version: Version) -> dict[str, Any]:
+def server_arguments(
+    config: Config, replica: int, model_dir: Path, version: Version, place: int | None = None
+) -> dict[str, Any]:
     """ServerArgs fields of a replica, without the token; the user's flags win. Port 0 stands for a free one.
 
-    ConfigError if a flag names what the engine itself must set.
+    `place` as in `make_engine`. ConfigError if a flag names what the engine itself must set.
     """
     settings, flags = config.rollout.engine, config.rollout.engine.flags
     for name in flags:
         if name in OWN_FLAGS:
             raise ConfigError(f"rollout.engine.flags.{name}: not allowed; {own_flag(name)}")
     devices = flags.get("tp_size", 1) * flags.get("pp_size", 1)
+    first_gpu = (replica if place is None else place) * devices
     return {
         "host": _HOST,
         "port": settings.port + replica if settings.port else 0,
@@ -157,7 +167,7 @@ def server_arguments(config: Config, replica: int, model_dir: Path, version: Ver
         # Prompts do not recur within a version, and an update flushes the cache.
         "disable_radix_cache": True,
         "skip_server_warmup": True,
-        **(_CPU_ARGUMENTS if config.model.device == "cpu" else {"base_gpu_id": replica * devices}),
+        **(_CPU_ARGUMENTS if config.model.device == "cpu" else {"base_gpu_id": first_gpu}),
         **flags,
     }
 

@@ -23,6 +23,8 @@ from relax_hpc.rollout.engine import (
 )
 from relax_hpc.versions import Version
 
+_IMPORTING = threading.Lock()
+
 if TYPE_CHECKING:
     import torch
 
@@ -150,7 +152,9 @@ def _build(directory: Path, dtype: str) -> tuple[Any, set[int]]:
 
     torch.set_num_threads(1)
     install_transformers_hook()
-    from transformers import AutoConfig, AutoModelForCausalLM
+    # Its modules load on first use, which two threads at once break.
+    with _IMPORTING:
+        from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     ends = config.eos_token_id

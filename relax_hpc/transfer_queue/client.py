@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -24,12 +24,15 @@ from relax_hpc.errors import DeadlineError, FencedError, RefusedError, RelaxErro
 from relax_hpc.rendezvous.roster import Card, latest_card
 from relax_hpc.rundir import RunDir, write_json
 from relax_hpc.transfer_queue.plan import GENERATED
+from relax_hpc.transfer_queue.planes import SlabPool
 from relax_hpc.transfer_queue.records import OBSERVER_EPOCH
 from relax_hpc.transfer_queue.schema import BadRow, Row, sample_id
-from relax_hpc.transfer_queue.shard import FilePlane, pack
+from relax_hpc.transfer_queue.store import ShardReader, ShardStore, files_of, planes_of
 from relax_hpc.transfer_queue.wire import BadMessage, seal, unseal
 
 BEAT_FILE_S = 5.0
+_SETTLE_S = 5.0
+"""How long a client that closes waits until all that it has put is accepted."""
 _ERRORS: dict[str, type[RelaxError]] = {"fenced": FencedError, "deadline": DeadlineError}
 
 
@@ -63,17 +66,17 @@ class Claim:
         return asdict(self)
 
 
-def read_rows(plane: FilePlane, claim: Claim, samples_per_group: int) -> list[Row]:
+def read_rows(reader: ShardReader, claim: Claim, samples_per_group: int) -> list[Row]:
     """The rows of ``claim`` in ticket and sample order, every field that the queue has of them."""
     names = {ticket: [sample_id(ticket, k) for k in range(samples_per_group)] for ticket in claim.tickets}
     merged: dict[str, Row] = {name: {} for ticket in claim.tickets for name in names[ticket]}
     for descriptor in claim.shards:
-        rows = plane.read(descriptor)
+        rows = reader.read(descriptor)
         # A shard may also hold dropped rows of tickets that were generated again: only its own count.
         for ticket in descriptor["tickets"]:
             for name in names[ticket]:
                 merged[name].update(rows[name])
-    plane.forget({descriptor["name"] for descriptor in claim.shards})
+    reader.forget({descriptor["name"] for descriptor in claim.shards})
     return list(merged.values())
 
 
@@ -90,8 +93,16 @@ class QueueClient:
         self.run, self.config, self.group, self.epoch = run, config, group, epoch
         self.member = member or group
         self.name = f"{group}-e{epoch:06d}-{os.getpid()}-{os.urandom(4).hex()}"
-        self.plane = FilePlane(run.shards)
+        self._store: ShardStore | None = None
+        self._store_lock = threading.Lock()
+        self._told: Future = Future()
+        """The answer to what was last said to be saved."""
+        self._told.set_result(None)
         self.progress = 0
+        self.busy: Callable[[], float] = lambda: 0.0
+        """Seconds that this process has been at one piece of work."""
+        self._beaten = 0.0
+        self._gap = 0.0
         self._token = run.token()
         self._ids = itertools.count(1)
         self._shard_ids = itertools.count(1)
@@ -139,8 +150,8 @@ class QueueClient:
         self.call("release", lease=claim.lease)
 
     def rows(self, claim: Claim) -> list[Row]:
-        """``read_rows`` through this client's plane."""
-        return read_rows(self.plane, claim, self.config.samples_per_group)
+        """``read_rows`` through this client's store."""
+        return read_rows(self.store, claim, self.config.samples_per_group)
 
     def put(self, rows: Sequence[Row], fields: Sequence[str], claim: Claim | None = None) -> dict[int, str]:
         """Add ``fields`` to whole prompt groups; with ``claim``, ack it in the same message.
@@ -148,16 +159,34 @@ class QueueClient:
         Returns why tickets were refused, by ticket (`rolled_back`, `stale_version`, `lease_lost`, `duplicate`...).
         RefusedError, naming the field, if a row is not as the schema says.
         """
+        name = f"{self.name.replace('/', '-')}-{next(self._shard_ids):06d}.h5"
         try:
-            record = pack(rows, fields, {"group": self.group, "epoch": self.epoch})
+            shard, saved = self.store.make(name, rows, fields, {"group": self.group, "epoch": self.epoch})
         except BadRow as error:
             raise RefusedError(f"put: {error}") from error
-        name = f"{self.name.replace('/', '-')}-{next(self._shard_ids):06d}.shard"
-        shard = self.plane.publish(name, record)
-        summary = _summarise(rows, fields)
         lease = claim.lease if claim else 0
         self.progress += 1
-        return self.call("put", shard=shard, rows=summary, fields=list(fields), lease=lease)["refused"]
+        summary, names = _summarise(rows, fields), list(fields)
+        refused = self.call("put", shard=shard, rows=summary, fields=names, lease=lease, saved=saved)["refused"]
+        if not saved and len(refused) < len(summary):
+            self.store.save(name)
+        elif not saved:
+            self.store.discard(name)
+        return refused
+
+    @property
+    def store(self) -> ShardStore:
+        """The shards of this process; made when they are first needed, which they are not by who only looks."""
+        with self._store_lock:
+            if self._store is None:
+                pool, files = SlabPool(), files_of(self.run, self.config)
+                planes = planes_of(self.run, self.config, self.group, pool)
+                self._store = ShardStore(files, planes, pool, self.config.queue.memory_bytes, self._saved)
+            return self._store
+
+    def _saved(self, names: list[str]) -> None:
+        """The files of shards are written; the queue is told, and told again if its controller changes."""
+        self._told = self.submit("saved", names=names)
 
     def generated(self, rows: Sequence[Row]) -> dict[int, str]:
         """Put freshly generated prompt groups."""
@@ -205,7 +234,7 @@ class QueueClient:
         while not self._closing.is_set():
             now = time.monotonic()
             if now >= beat_at:
-                line.follow(list(self._calls.values()), now, 4 * beat_s)
+                line.follow(list(self._calls.values()), now, 2 * beat_s)
                 self._send(line, self._beat_call(now))
                 if now >= file_at and self.epoch != OBSERVER_EPOCH:
                     self._write_beat()
@@ -222,11 +251,18 @@ class QueueClient:
         """For `status` while the hub does not answer. A full disk must not end the talking."""
         path = self.run.rendezvous(self.group) / f"beat-{self.member}.json"
         with contextlib.suppress(OSError):
-            write_json(path, {"time": time.time(), "epoch": self.epoch, "progress": self.progress})
+            write_json(path, {"time": time.time(), "epoch": self.epoch, **self._about()})
+
+    def _about(self) -> dict[str, Any]:
+        """What a beat says: work done, how long it is at one piece, and its longest gap between beats so far."""
+        return {"progress": self.progress, "busy_s": self.busy(), "gap_s": self._gap}
 
     def _beat_call(self, now: float) -> _Call:
         message = {"id": 0, "client": self.name, "group": self.group, "epoch": self.epoch, "op": "beat"}
-        message["args"] = {"member": self.member, "progress": self.progress}
+        self._gap = max(self._gap, now - (self._beaten or now))
+        self._beaten = now
+        holds = self._store.holds() if self._store else []
+        message["args"] = {"member": self.member, "holds": holds, **self._about()}
         return _Call(_running(), message, now + 1.0, now)
 
     def _take_outbox(self, line: _Line) -> None:
@@ -254,14 +290,32 @@ class QueueClient:
             self._calls.clear()
         call = self._calls.pop(reply["id"], None)
         if call is None:
+            self._free(reply.get("result") or {})
             return
         if "error" in reply:
             call.future.set_exception(_ERRORS.get(reply["kind"], RefusedError)(reply["error"]))
         else:
             call.future.set_result(reply["result"])
 
+    def settle(self, timeout: float | None = None) -> None:
+        """Wait until everything put here is accepted: saved, as durably as configured, and journaled. DeadlineError."""
+        timeout = self.config.queue.wait_timeout_s if timeout is None else timeout
+        if self._store and not self._store.settle(timeout):
+            why = self._store.failure or "its disk is slow"
+            raise DeadlineError(f"settle: what was put is not saved after {timeout:.0f} s: {why}")
+        self._told.result(timeout)
+
+    def _free(self, answer: dict[str, Any]) -> None:
+        """What a beat is answered: which shards nobody needs any more."""
+        if self._store and (names := answer.get("free")):
+            self._store.free(names)
+
     def close(self) -> None:
-        """Stop talking; what was not answered fails."""
+        """Save what was put, and stop talking; what was not answered fails."""
+        if self._store:
+            with contextlib.suppress(Exception):
+                self.settle(_SETTLE_S)
+            self._store.close()
         with self._wake_lock:
             if not self._closing.is_set():
                 self._closing.set()

@@ -1,28 +1,45 @@
 """The controller's append-only journal: one file an epoch, checksummed records, a successor seals what came before.
 
-Durability `flush`: a record is handed to the operating system before its effect is seen, so it survives the death of
-any process; it does not promise to survive a power loss.
+A record is on disk before its effect is seen, so it survives a power loss. Not durable, it is handed to the operating
+system instead and survives the death of any process.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import struct
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 import msgpack
 
+from relax_hpc.rundir import sync_directory
+
+FORMAT = 2
+"""Of the records: a journal of another format is refused."""
 _SIZES = struct.Struct("<II")
 _CHECK = struct.Struct("<I")
 _HEAD = _SIZES.size + _CHECK.size
 _NAME = re.compile(r"epoch-(\d{6})\.journal")
+_READ_BYTES = 1 << 20
 
 
 class JournalError(ValueError):
     """A journal damaged in its middle; the message names the file and the offset."""
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Between two records: so many bytes of an epoch's file, and all that this file seals."""
+
+    epoch: int
+    offset: int
 
 
 def _frame(body: bytes) -> bytes:
@@ -31,26 +48,41 @@ def _frame(body: bytes) -> bytes:
     return sizes + _CHECK.pack(zlib.crc32(sizes)) + body
 
 
-def _read(path: Path, limit: int | None) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Records of ``path`` with the offset behind each. Without a ``limit`` a torn tail ends it; a bad middle raises."""
-    data = memoryview(path.read_bytes())[:limit]
-    at = 0
-    while at + _HEAD <= len(data):
-        size, crc = _SIZES.unpack_from(data, at)
-        if zlib.crc32(data[at : at + _SIZES.size]) != _CHECK.unpack_from(data, at + _SIZES.size)[0]:
-            raise JournalError(f"{path}: a record's length does not match its checksum at offset {at}")
-        end = at + _HEAD + size
-        body = data[at + _HEAD : end]
-        if len(body) < size:
-            break
-        if zlib.crc32(body) != crc:
-            if end == len(data) and limit is None:
-                break
-            raise JournalError(f"{path}: checksum does not match at offset {at}")
-        yield end, msgpack.unpackb(body, strict_map_key=False)
-        at = end
+def _read(path: Path, start: int, limit: int | None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Records of ``path`` from ``start`` on, with the offset behind each.
+
+    Without a ``limit`` a torn tail ends it; a bad middle raises. After a power loss zeros may stand where the last
+    records were to be.
+    """
+    end = path.stat().st_size if limit is None else limit
+    at = start
+    with path.open("rb", buffering=_READ_BYTES) as file:
+        file.seek(start)
+        while body := _next_body(file, path, at, end, may_be_torn=limit is None):
+            at += _HEAD + len(body)
+            yield at, msgpack.unpackb(body, strict_map_key=False)
     if limit is not None and at != limit:
         raise JournalError(f"{path}: ends at offset {at}, sealed at {limit}")
+
+
+def _next_body(file: BufferedReader, path: Path, at: int, end: int, may_be_torn: bool) -> bytes:
+    """The record at offset ``at`` of what counts up to ``end``; empty if none, or a torn one, is there."""
+    head = file.read(min(_HEAD, end - at))
+    if len(head) < _HEAD:
+        return b""
+    size, crc = _SIZES.unpack_from(head)
+    if zlib.crc32(head[: _SIZES.size]) != _CHECK.unpack_from(head, _SIZES.size)[0]:
+        if may_be_torn and not any(head) and not any(file.read()):
+            return b""
+        raise JournalError(f"{path}: a record's length does not match its checksum at offset {at}")
+    body = file.read(min(size, end - at - _HEAD))
+    if len(body) < size:
+        return b""
+    if zlib.crc32(body) != crc:
+        if may_be_torn and at + _HEAD + size == end:
+            return b""
+        raise JournalError(f"{path}: checksum does not match at offset {at}")
+    return body
 
 
 class Journal:
@@ -60,33 +92,84 @@ class Journal:
     still writes is never seen.
     """
 
-    def __init__(self, folder: Path, epoch: int) -> None:
-        self.folder, self.epoch = folder, epoch
+    def __init__(self, folder: Path, epoch: int, durable: bool = True) -> None:
+        self.folder, self.epoch, self.durable = folder, epoch, durable
         self.path = folder / f"epoch-{epoch:06d}.journal"
+        self.cut: dict[str, int] = {}
+        """Files whose tails `replay` cut off, as a crash may leave them: bytes that are no whole record."""
+        self.records = 0
+        """Appended so far."""
         self._pending: list[bytes] = []
         self._file = self.path.open("xb", buffering=0)
+        self._written = 0
+        if durable:
+            sync_directory(folder)
 
-    def replay(self) -> Iterator[dict[str, Any]]:
-        """All records of the earlier epochs, in order; then writes the seal. Call once, before ``append``."""
-        paths = {epoch: path for epoch, path in self._files().items() if epoch < self.epoch}
-        sealed: dict[str, int] = {}
-        # The newest seal binds: what an older controller wrote later, whole or not, is not even looked at.
-        for epoch in sorted(paths, reverse=True):
-            first = next(_read(paths[epoch], sealed.get(str(epoch))), None)
-            for older in [other for other in paths if first and other < epoch]:
-                sealed.setdefault(str(older), first[1]["lengths"].get(str(older), 0))
-        for epoch in sorted(paths):
-            end = 0
-            for offset, record in _read(paths[epoch], sealed.get(str(epoch))):
-                end = offset
-                if record["op"] != "seal":
-                    yield record
-            sealed.setdefault(str(epoch), end)
-        self.append({"op": "seal", "lengths": sealed})
+    def replay(self, after: Position | None = None) -> Iterator[dict[str, Any]]:
+        """All records of the earlier epochs, in order, or those ``after`` a position that `covers`; then seals them.
+
+        Call it once, before ``append``.
+        """
+        lengths = dict(self._sealed)
+        for epoch, path in sorted(self._earlier.items()):
+            start = after.offset if after and after.epoch == epoch else 0
+            if after is None or epoch >= after.epoch:
+                reached = start
+                for end, record in _read(path, start, self._sealed.get(epoch)):
+                    reached = end
+                    if record["op"] != "seal":
+                        yield record
+                lengths.setdefault(epoch, reached)
+                self._look_for_tail(path, lengths[epoch], epoch in self._sealed)
+        named = {str(epoch): length for epoch, length in lengths.items()}
+        self.append({"op": "seal", "lengths": named, "format": FORMAT})
         self.commit()
 
-    def _files(self) -> dict[int, Path]:
-        return {int(m[1]): path for path in self.folder.iterdir() if (m := _NAME.fullmatch(path.name))}
+    def covers(self, position: Position) -> bool:
+        """Whether ``position`` lies in what `replay` yields."""
+        path = self._earlier.get(position.epoch)
+        if path is None:
+            return False
+        return position.offset <= self._sealed.get(position.epoch, path.stat().st_size)
+
+    @property
+    def position(self) -> Position:
+        """Behind what was committed."""
+        return Position(self.epoch, self._written)
+
+    @cached_property
+    def _earlier(self) -> dict[int, Path]:
+        return {epoch: self.folder / name for epoch, name in self._files().items() if epoch < self.epoch}
+
+    @cached_property
+    def _sealed(self) -> dict[int, int]:
+        """Bytes that count of each earlier file, where a later one says it.
+
+        The newest seal binds: what an older controller wrote later, whole or not, is not even looked at.
+        """
+        sealed: dict[int, int] = {}
+        for epoch in sorted(self._earlier, reverse=True):
+            _, first = next(_read(self._earlier[epoch], 0, sealed.get(epoch)), (0, None))
+            if first is None:
+                continue
+            if first.get("format", 1) != FORMAT:
+                text = f"format {first.get('is', 1)}, this program reads {FORMAT}"
+                raise JournalError(f"{self._earlier[epoch]}: {text}; finish the run with the program that began it")
+            for older in [other for other in self._earlier if other < epoch]:
+                sealed.setdefault(older, first["lengths"].get(str(older), 0))
+        return sealed
+
+    def _look_for_tail(self, path: Path, end: int, sealed: bool) -> None:
+        """Note a torn tail of the newest file, and have on disk what its controller may have left unsynced."""
+        with path.open("rb") as file:
+            if self.durable:
+                os.fsync(file.fileno())
+            if not sealed and (size := os.fstat(file.fileno()).st_size) > end:
+                self.cut[path.name] = size - end
+
+    def _files(self) -> dict[int, str]:
+        with os.scandir(self.folder) as entries:
+            return {int(match[1]): match[0] for entry in entries if (match := _NAME.fullmatch(entry.name))}
 
     def superseded(self) -> int:
         """Epoch of a successor, or 0. Ask after ``commit`` and before replying: a successor makes its file before it
@@ -96,15 +179,19 @@ class Journal:
 
     def append(self, record: dict[str, Any]) -> None:
         """Buffer ``record``; it counts after the next ``commit``."""
+        self.records += 1
         self._pending.append(_frame(msgpack.packb(record)))
 
     def commit(self) -> bool:
-        """Hand all buffered records to the operating system in one write; whether there were any."""
+        """Write all buffered records at once, to disk if durable; whether there were any."""
         data = memoryview(b"".join(self._pending))
         wrote = bool(self._pending)
         self._pending.clear()
+        self._written += len(data)
         while data:
             data = data[self._file.write(data) :]
+        if wrote and self.durable:
+            os.fdatasync(self._file.fileno())
         return wrote
 
     def close(self) -> None:

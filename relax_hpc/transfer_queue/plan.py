@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from relax_hpc.config.groups import base_name
 from relax_hpc.config.schema import Config
 
 SUPERVISOR = "supervisor"
-"""Speaks to the queue as a group of this name."""
+"""Speaks to the queue as a group of this name; one that looks after a single group as supervisor-<group>."""
 GENERATED = ("prompt_id", "ticket", "token_ids", "prompt_len", "loss_mask", "rollout_logprobs", "token_versions")
 GENERATED += ("reward", "spans", "finish_reason")
+NEEDED = ("token_ids", "reward")
+"""Of these, what tasks need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +37,11 @@ class Plan:
     keep_steps: int
     tasks: dict[str, Task]
     """Tasks that no group of this run has are kept: a journal may know them from before the groups were changed."""
+    max_bytes: int
+    max_rows: int
+    """Bounds of the rows that wait for training, beyond which tickets are given out for the next step alone."""
     groups: frozenset[str]
-    """Names that may speak to the queue; what others hold from before the groups were changed comes back."""
+    """As configured; what others hold from before the groups were changed comes back."""
 
     @classmethod
     def of(cls, config: Config) -> Plan:
@@ -48,7 +54,7 @@ class Plan:
         }
         active = {role for group in config.groups.values() for role in group.roles}
         learned = tuple(field for name, task in tasks.items() if name in active for field in task.gives)
-        tasks["actor"] = Task(("token_ids", "reward", *learned), (), True)
+        tasks["actor"] = Task((*NEEDED, *learned), (), True)
         return cls(
             steps=config.steps,
             groups_per_step=config.groups_per_step,
@@ -57,8 +63,14 @@ class Plan:
             eval_every=config.eval.every,
             keep_steps=config.queue.keep_steps,
             tasks=tasks,
-            groups=frozenset({*config.groups, SUPERVISOR}),
+            max_bytes=config.queue.max_bytes,
+            max_rows=config.queue.max_rows,
+            groups=frozenset(config.groups),
         )
+
+    def knows(self, group: str) -> bool:
+        """Whether ``group`` is one of the run's, an elastic member of one, or a supervisor."""
+        return group == SUPERVISOR or bool(base_name(group.removeprefix(f"{SUPERVISOR}-"), self.groups))
 
     def step_of(self, ticket: int) -> int:
         return ticket // self.groups_per_step

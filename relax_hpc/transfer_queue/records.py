@@ -1,33 +1,33 @@
-"""What the controller keeps: prompt groups, leases, shards, and the events it tells of them."""
+"""What the controller keeps: prompt groups, leases and shards, and the events it tells of them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 Owner = tuple[str, int]
 """A group and the epoch of its incarnation."""
 OBSERVER_EPOCH = 0
 """Epoch of clients that only look: they are no group and may change nothing."""
-DONE = -1
-"""In place of a lease number: the task has consumed the prompt group."""
+Part = tuple[int, tuple[str, ...]]
+"""A shard's number and the fields in it; one object for all prompt groups of the shard."""
 
 
 @dataclass(slots=True)
 class PromptGroup:
-    """One prompt's samples: who generates them, which fields are there, and which task holds or has consumed them."""
+    """One prompt's samples: who generates them, which fields are there, and where."""
 
     owner: Owner | None
+    """While it is in generation."""
     attempt: int = 0
     width: int = 0
     versions: frozenset[int] = frozenset()
     old_version: int = 0
-    present: dict[str, int] = field(default_factory=dict)
-    """Field -> bit mask of the samples that have it."""
-    parts: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
-    """(shard number, its fields), oldest first."""
-    tasks: dict[str, int] = field(default_factory=dict)
-    """Task -> lease number, or DONE."""
+    present: int = 0
+    """`FieldBits` of its fields."""
+    parts: tuple[Part, ...] = ()
+    """Oldest first."""
 
 
 @dataclass(slots=True)
@@ -38,20 +38,33 @@ class Lease:
     owner: Owner
     key: str
     tickets: tuple[int, ...]
-    shards: frozenset[int]
+    shards: tuple[int, ...]
     """Where the rows lay when they were claimed: files stay as long as the lease, even of dropped rows."""
 
 
 @dataclass(slots=True)
 class Shard:
-    """Where a put's bytes are, the tickets that still need them, and how many leases may still read them."""
+    """Where a put's bytes are, and who still needs them."""
 
     descriptor: dict[str, Any]
-    tickets: set[int]
+    fields: tuple[str, ...]
+    owner: Owner
+    """The incarnation that put it."""
+    unsaved: tuple[int, ...] = ()
+    """Its tickets while it is not on disk: they are lost with its owner."""
+    needed: int = 0
+    """Prompt groups that have fields in it."""
+    untrained: int = 0
+    """Of these, how many wait for training."""
     leases: int = 0
 
+    @property
+    def bytes(self) -> int:
+        size = self.descriptor.get("bytes")
+        return max(0, size) if type(size) is int else 0
 
-@dataclass(slots=True)
+
+@dataclass(frozen=True, slots=True)
 class Event:
     """One line of events.jsonl."""
 
@@ -60,3 +73,33 @@ class Event:
     step: int
     version: str = ""
     reason: str = ""
+
+
+class FieldBits:
+    """Gives each field name a bit, so that the fields of a prompt group are one integer.
+
+    >>> bits = FieldBits(["token_ids", "reward"])
+    >>> bits.of(("reward",)), bits.of(("reward", "mine"))
+    (2, 6)
+    """
+
+    __slots__ = ("_bits", "_sums")
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._bits = {name: 1 << number for number, name in enumerate(dict.fromkeys(names))}
+        self._sums: dict[tuple[str, ...], int] = {}
+
+    def of(self, names: tuple[str, ...]) -> int:
+        """The sum of the bits of ``names``; unknown ones get the next free bits."""
+        if names not in self._sums:
+            bits = [self._bits.setdefault(name, 1 << len(self._bits)) for name in names]
+            self._sums[names] = sum(set(bits))
+        return self._sums[names]
+
+    @property
+    def names(self) -> list[str]:
+        """In the order of their bits."""
+        return list(self._bits)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FieldBits) and self._bits == other._bits

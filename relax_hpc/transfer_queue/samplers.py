@@ -1,8 +1,116 @@
-"""Which data-parallel rank takes which rows: pure functions, so that every rank finds the same answer."""
+"""Which rank takes which rows, and in which micro-batches: pure functions of a window.
+
+A window is what a task has claimed: the tokens of every prompt group by ticket, or of every sample by sample id. The
+answers depend on nothing else, neither on the order of arrival nor on chance, and ties go to the lower ticket. So
+every tensor, pipeline and context rank, and every retry, finds the same rows for (step, task, data rank, batch).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from heapq import heapify, heappop, heappush
+from itertools import accumulate, pairwise
+from typing import TypeVar
+
+Key = TypeVar("Key", int, str)
+"""A ticket, or a `sample_id`; both sort in ticket order."""
+Sampler = Callable[[Mapping[Key, int], int], list[list[Key]]]
+"""(tokens by key, parts) -> the keys of every part. Each key is in one part; keys ascend within it."""
+_Part = tuple[int, tuple[int, ...]]
+"""Tokens, and the items that have them."""
+
+
+def sequential(lengths: Mapping[Key, int], parts: int) -> list[list[Key]]:
+    """Runs of consecutive keys, whose counts differ by at most one; the first ones are the longer ones.
+
+    >>> sequential({7: 10, 5: 10, 6: 10}, 2)
+    [[5, 6], [7]]
+    """
+    _check("parts", parts)
+    keys = sorted(lengths)
+    size, longer = divmod(len(keys), parts)
+    ends = accumulate(size + (part < longer) for part in range(parts))
+    return [keys[start:end] for start, end in pairwise([0, *ends])]
+
+
+def balanced(lengths: Mapping[Key, int], parts: int, equal_counts: bool = False) -> list[list[Key]]:
+    """Parts of nearly equal tokens, heaviest first: the better of largest differencing and the greedy `share`.
+
+    The spread between the parts is at most the longest item, and never more than the greedy one's. With
+    ``equal_counts`` (differencing alone) the counts differ by at most one.
+    Source: Karmarkar and Karp 1982, "The differencing method of set partitioning", UCB/CSD 82/113.
+
+    >>> balanced({0: 8, 1: 7, 2: 6, 3: 5, 4: 4}, 2)
+    [[1, 3, 4], [0, 2]]
+    """
+    _check("parts", parts)
+    keys = sorted(lengths)
+    sizes = [lengths[key] for key in keys]
+    splits = [_difference(sizes, parts, equal_counts)]
+    if not equal_counts:
+        splits.append(share(sizes, parts))
+    best = min(splits, key=lambda split: _spread(_loads(sizes, split)))
+    heaviest_first = sorted(best, key=lambda items: (-sum(sizes[item] for item in items), items))
+    return [[keys[item] for item in items] for items in heaviest_first]
+
+
+def whole_groups(lengths: Mapping[str, int], parts: int, equal_counts: bool = False) -> list[list[str]]:
+    """`balanced` with the samples of a prompt group kept together; keys are sample ids.
+
+    >>> whole_groups({"000000000.00": 5, "000000000.01": 5, "000000001.00": 9}, 2)
+    [['000000000.00', '000000000.01'], ['000000001.00']]
+    """
+    groups: dict[str, list[str]] = {}
+    for sample in sorted(lengths):
+        groups.setdefault(sample.partition(".")[0], []).append(sample)
+    totals = {ticket: sum(lengths[sample] for sample in samples) for ticket, samples in groups.items()}
+    dealt = balanced(totals, parts, equal_counts)
+    return [[sample for ticket in tickets for sample in groups[ticket]] for tickets in dealt]
+
+
+def micro_batches(lengths: Mapping[Key, int], budget_tokens: int, packed: bool = False) -> list[list[Key]]:
+    """Micro-batches of at most ``budget_tokens``, longest items first; an item beyond the budget stands alone.
+
+    A padded micro-batch costs its rows times the longest of them, a packed one the sum. First fit decreasing: padded,
+    no split has fewer micro-batches; packed, at most 11/9 of the fewest (Johnson 1973). The first has the longest row
+    of the window, so that memory which does not suffice is missed at once.
+
+    >>> micro_batches({0: 2, 1: 2, 2: 5, 3: 9}, 8)
+    [[3], [2], [0, 1]]
+    """
+    _check("budget_tokens", budget_tokens)
+    batches: list[list[Key]] = []
+    totals: list[int] = []
+    for key in sorted(lengths, key=lambda key: (-lengths[key], key)):
+        padded = ((len(batch) + 1) * lengths[batch[0]] for batch in batches)
+        costs = (total + lengths[key] for total in totals) if packed else padded
+        place = next((number for number, cost in enumerate(costs) if cost <= budget_tokens), len(batches))
+        if place == len(batches):
+            batches.append([])
+            totals.append(0)
+        batches[place].append(key)
+        totals[place] += lengths[key]
+    return [sorted(batch) for batch in batches]
+
+
+def schedule(
+    lengths: Mapping[Key, int],
+    ranks: int,
+    budget_tokens: int,
+    batch: int = 0,
+    sampler: Sampler = balanced,
+    packed: bool = False,
+) -> list[list[list[Key]]]:
+    """The micro-batches of every data rank for window number ``batch`` of a step: [rank][micro-batch][key].
+
+    Parts move on by one rank from window to window, so that the heaviest one is not always the same rank's.
+
+    >>> schedule({0: 4, 1: 4, 2: 8}, 2, 8, batch=1)
+    [[[2]], [[0, 1]]]
+    """
+    parts = sampler(lengths, ranks)
+    turned = [parts[(rank - batch) % ranks] for rank in range(ranks)]
+    return [micro_batches({key: lengths[key] for key in part}, budget_tokens, packed) for part in turned]
 
 
 def share(sizes: Sequence[int], ranks: int) -> list[list[int]]:
@@ -21,3 +129,38 @@ def share(sizes: Sequence[int], ranks: int) -> list[list[int]]:
         shares[rank].append(item)
         loads[rank] += sizes[item]
     return [sorted(items) for items in shares]
+
+
+def _difference(sizes: Sequence[int], parts: int, equal_counts: bool) -> list[list[int]]:
+    """Merge the two splits of the largest spread, the heavy parts of one with the light parts of the other, and again.
+
+    It begins with a split for every item or, for equal counts, for every ``parts`` items of similar size.
+    """
+    width = parts if equal_counts else 1
+    items: list[_Part] = sorted(((size, (item,)) for item, size in enumerate(sizes)), key=lambda p: (-p[0], p[1]))
+    chunks = [items[start : start + width] for start in range(0, len(items), width)]
+    heap = [_entry(chunk + [(0, ())] * (parts - len(chunk))) for chunk in chunks or [[]]]
+    heapify(heap)
+    while len(heap) > 1:
+        first, second = heappop(heap)[-1], heappop(heap)[-1]
+        merged = [(a + b, x + y) for (a, x), (b, y) in zip(first, reversed(second), strict=True)]
+        heappush(heap, _entry(sorted(merged, key=lambda part: (-part[0], part[1]))))
+    return [sorted(found) for _, found in heap[0][-1]]
+
+
+def _entry(split: list[_Part]) -> tuple[int, tuple[int, ...], list[_Part]]:
+    """A split, heaviest part first, as the heap orders them: by spread, ties by the items of the heaviest."""
+    return split[-1][0] - split[0][0], split[0][1], split
+
+
+def _loads(sizes: Sequence[int], split: Iterable[Iterable[int]]) -> list[int]:
+    return [sum(sizes[item] for item in items) for items in split]
+
+
+def _spread(loads: Sequence[int]) -> int:
+    return max(loads) - min(loads)
+
+
+def _check(name: str, number: int) -> None:
+    if number < 1:
+        raise ValueError(f"{name}: found {number}, expected at least 1")

@@ -60,22 +60,40 @@ def sample_id(ticket: int, k: int) -> str:
     return f"{ticket:09d}.{k:02d}"
 
 
-def flat_column(name: str, values: Sequence[Any]) -> np.ndarray:
-    """Field ``name`` of several rows as one array of its dtype, per-token arrays end to end.
+def lengths_of(name: str, values: Sequence[Any]) -> list[int]:
+    """Entries of each array of the per-token field ``name``; BadRow if one is none, or not of its dtype."""
+    dtype = np.dtype(FIELDS[name].dtype)
+    for value in values:
+        if not isinstance(value, np.ndarray) or value.dtype != dtype or value.ndim != 1:
+            raise BadRow(_unfit(name, np.asarray(value)))
+    return [len(value) for value in values]
 
-    BadRow if the values may not enter the queue: wrong dtype or shape, out of range, NaN or infinite.
+
+def copy_column(name: str, values: Sequence[Any], memory: memoryview) -> None:
+    """Write field ``name`` of several rows to the start of ``memory``, per-token arrays end to end.
+
+    BadRow if the values may not enter the queue: wrong shape, out of range, NaN or infinite.
     """
-    spec, tokens = FIELDS[name], FIELDS[name].kind == "token"
+    spec = FIELDS[name]
     try:
-        found = np.concatenate(values) if tokens else np.array(values)
+        if spec.kind == "token":
+            flat = np.frombuffer(memory, spec.dtype, sum(map(len, values)))
+            np.concatenate(values, out=flat)
+        else:
+            found = np.array(values)
+            if found.ndim != 1 or found.dtype.kind not in ("biuf" if spec.dtype.startswith("float") else "iu"):
+                raise BadRow(_unfit(name, found))
+            flat = np.frombuffer(memory, spec.dtype, len(values))
+            with np.errstate(over="ignore"):
+                np.copyto(flat, found, casting="unsafe")
+            if not spec.dtype.startswith("float") and not (whole := flat == found).all():
+                raise BadRow(f"{name}: found {found[~whole][0]}, expected {spec.dtype}")
     except (ValueError, TypeError) as error:
-        raise BadRow(f"{name}: {error}") from error
-    numbers = "biuf" if spec.dtype.startswith("float") else "iu"
-    if found.ndim != 1 or (found.dtype != spec.dtype if tokens else found.dtype.kind not in numbers):
-        raise BadRow(f"{name}: found {found.dtype} with {found.ndim} dimensions, expected {spec.dtype} with one")
-    with np.errstate(over="ignore"):
-        flat = found.astype(spec.dtype, copy=False)
-    whole = np.isfinite(flat) if flat.dtype.kind == "f" else flat == found
-    if not whole.all():
-        raise BadRow(f"{name}: found {found[~whole][0]}, expected a finite {spec.dtype}")
-    return flat
+        raise error if isinstance(error, BadRow) else BadRow(f"{name}: {error}") from error
+    if flat.dtype.kind == "f" and not (finite := np.isfinite(flat)).all():
+        raise BadRow(f"{name}: found {flat[~finite][0]}, expected a finite {spec.dtype}")
+
+
+def _unfit(name: str, found: np.ndarray) -> str:
+    dtype = FIELDS[name].dtype
+    return f"{name}: found {found.dtype} with {found.ndim} dimensions, expected {dtype} with one"

@@ -6,24 +6,20 @@ A record is a fixed prefix, a msgpack header and a payload in which each per-tok
 
 from __future__ import annotations
 
-import mmap
-import os
 import re
 import struct
-import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import msgpack
 import numpy as np
 
-from relax_hpc.transfer_queue.schema import FIELDS, FORMAT_VERSION, BadRow, Row, flat_column
+from relax_hpc.transfer_queue.schema import FIELDS, FORMAT_VERSION, BadRow, Row, copy_column, lengths_of
 
-_PREFIX = struct.Struct("<8sIIQI")
-"""Magic, format version, header bytes, payload bytes, crc of everything else."""
-_CRC_AT = _PREFIX.size - 4
+PREFIX = struct.Struct("<8sIIQ")
+"""Magic, format version, header bytes, payload bytes."""
 _MAGIC = b"RLXSHARD"
 _ALIGN = 64
 SHARD_NAME = re.compile(r"\.?(.+)-e(\d{6,})-")
@@ -34,7 +30,8 @@ class ShardError(ValueError):
     """A shard that is truncated, corrupted or of an unknown format; the message names the file and what is wrong."""
 
 
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
+    """``size`` rounded up to where the next column may begin."""
     return -(-size // _ALIGN) * _ALIGN
 
 
@@ -45,55 +42,72 @@ def check_name(name: str) -> str:
     return name
 
 
-def pack(rows: Sequence[Row], fields: Sequence[str], origin: dict[str, Any]) -> bytes:
-    """One record holding ``fields`` of ``rows``; ``origin`` (group, epoch) goes to the header. BadRow as it says."""
-    columns: list[dict[str, Any]] = []
-    pieces: list[tuple[int, np.ndarray]] = []
-    position = 0
+@dataclass(slots=True)
+class _Column:
+    """Where one field of all rows lies in the payload, and what is to be copied there."""
+
+    head: dict[str, Any]
+    values: Sequence[Any] = ()
+    at: int = 0
+    size: int = 0
+
+
+def pack(
+    rows: Sequence[Row],
+    fields: Sequence[str],
+    origin: dict[str, Any],
+    allocate: Callable[[int], memoryview] = lambda size: memoryview(bytearray(size)),
+) -> memoryview:
+    """One record holding ``fields`` of ``rows``; ``origin`` (group, epoch) goes to the header. BadRow as it says.
+
+    It is written, once, to what ``allocate`` gives for its size in bytes. It has no checksum: it is for readers of this
+    memory, and planes that copy it check what they copy.
+    """
+    columns, end = [], 0
     for name in fields:
-        if missing := [row["sample_id"] for row in rows if row.get(name) is None]:
-            raise BadRow(f"{name}: missing in {missing[0]}")
-        spec, values = FIELDS.get(name), [row[name] for row in rows]
-        if spec is None or spec.kind in ("text", "json"):
-            columns.append({"name": name, "values": values})
-            continue
-        flat = flat_column(name, values)
-        lengths = [len(value) for value in values] if spec.kind == "token" else None
-        for row, length in zip(rows, lengths or (), strict=False):
-            if length != len(row.get("token_ids", row[name])):
-                raise BadRow(f"{name}: {length} entries for {len(row['token_ids'])} tokens in {row['sample_id']}")
-        columns.append({"name": name, "dtype": spec.dtype, "at": position, "count": len(flat), "lengths": lengths})
-        pieces.append((position, flat))
-        position = _aligned(position + flat.nbytes)
-    header = msgpack.packb({"origin": origin, "sample_ids": [row["sample_id"] for row in rows], "columns": columns})
-    body_at = _aligned(_PREFIX.size + len(header))
-    record = bytearray(body_at + position)
-    _PREFIX.pack_into(record, 0, _MAGIC, FORMAT_VERSION, len(header), position, 0)
-    record[_PREFIX.size : _PREFIX.size + len(header)] = header
-    for at, flat in pieces:
-        record[body_at + at : body_at + at + flat.nbytes] = flat.view(np.uint8).data
-    struct.pack_into("<I", record, _CRC_AT, _crc(memoryview(record)))
-    return bytes(record)
+        columns.append(_column(name, rows, end))
+        end = aligned(end + columns[-1].size)
+    names = [row["sample_id"] for row in rows]
+    header = msgpack.packb({"origin": origin, "sample_ids": names, "columns": [column.head for column in columns]})
+    body_at = aligned(PREFIX.size + len(header))
+    record = allocate(body_at + end)[: body_at + end]
+    PREFIX.pack_into(record, 0, _MAGIC, FORMAT_VERSION, len(header), end)
+    record[PREFIX.size : PREFIX.size + len(header)] = header
+    for column in columns:
+        if column.size:
+            copy_column(column.head["name"], column.values, record[body_at + column.at :])
+    return record
 
 
-def _crc(record: memoryview) -> int:
-    return zlib.crc32(record[_PREFIX.size :], zlib.crc32(record[:_CRC_AT]))
+def _column(name: str, rows: Sequence[Row], at: int) -> _Column:
+    values = [row.get(name) for row in rows]
+    if any(value is None for value in values):
+        missing = next(row["sample_id"] for row, value in zip(rows, values, strict=True) if value is None)
+        raise BadRow(f"{name}: missing in {missing}")
+    spec = FIELDS.get(name)
+    if spec is None or spec.kind in ("text", "json"):
+        return _Column({"name": name, "values": values})
+    lengths = lengths_of(name, values) if spec.kind == "token" else None
+    for row, length in zip(rows, lengths or (), strict=False):
+        if length != len(row.get("token_ids", row[name])):
+            raise BadRow(f"{name}: {length} entries for {len(row['token_ids'])} tokens in {row['sample_id']}")
+    count = sum(lengths) if lengths is not None else len(values)
+    head = {"name": name, "dtype": spec.dtype, "at": at, "count": count, "lengths": lengths}
+    return _Column(head, values, at, count * np.dtype(spec.dtype).itemsize)
 
 
 def unpack(record: memoryview | bytes, name: str = "shard") -> dict[str, Row]:
-    """Rows by sample id, per-token fields as read-only views into ``record``; ShardError if it is not whole."""
+    """Rows by sample id, per-token fields as read-only views into ``record``; ShardError if it is none, or cut."""
     view = memoryview(record)
-    if len(view) < _PREFIX.size:
+    if len(view) < PREFIX.size:
         raise ShardError(f"{name}: {len(view)} bytes, shorter than a header")
-    magic, version, header_size, payload_size, crc = _PREFIX.unpack_from(view)
+    magic, version, header_size, payload_size = PREFIX.unpack_from(view)
     if magic != _MAGIC or version != FORMAT_VERSION:
         raise ShardError(f"{name}: not a shard of format {FORMAT_VERSION} (magic {magic!r}, format {version})")
-    body_at = _aligned(_PREFIX.size + header_size)
+    body_at = aligned(PREFIX.size + header_size)
     if len(view) != body_at + payload_size:
         raise ShardError(f"{name}: {len(view)} bytes, header says {body_at + payload_size}")
-    if crc != _crc(view):
-        raise ShardError(f"{name}: checksum does not match")
-    header = msgpack.unpackb(view[_PREFIX.size : _PREFIX.size + header_size])
+    header = msgpack.unpackb(view[PREFIX.size : PREFIX.size + header_size])
     names = ["sample_id", *(column["name"] for column in header["columns"])]
     values = [header["sample_ids"], *(_values(column, view[body_at:]) for column in header["columns"])]
     return {row[0]: dict(zip(names, row, strict=True)) for row in zip(*values, strict=True)}
@@ -102,40 +116,8 @@ def unpack(record: memoryview | bytes, name: str = "shard") -> dict[str, Row]:
 def _values(column: dict[str, Any], payload: memoryview) -> list[Any]:
     if "values" in column:
         return column["values"]
-    flat = np.frombuffer(payload, column["dtype"], column["count"], column["at"])
+    flat = np.frombuffer(payload.toreadonly(), column["dtype"], column["count"], column["at"])
     if column["lengths"] is None:
         return list(flat)
     ends = list(accumulate(column["lengths"]))
     return [flat[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-
-
-class FilePlane:
-    """Shards as immutable files below one folder of the shared filesystem: always there, readable by every node."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._open: dict[str, dict[str, Row]] = {}
-
-    def publish(self, name: str, record: bytes) -> dict[str, Any]:
-        """Write ``record`` under ``name`` by rename; the descriptor by which others read it."""
-        path = self.folder / check_name(name)
-        temporary = path.with_name(f".{name}.{os.getpid()}")
-        temporary.write_bytes(record)
-        temporary.replace(path)
-        return {"plane": "file", "name": name, "bytes": len(record)}
-
-    def read(self, descriptor: dict[str, Any]) -> dict[str, Row]:
-        """Rows of a shard by sample id, mapped; ShardError if the file is missing or not whole."""
-        name = check_name(descriptor["name"])
-        if name not in self._open:
-            try:
-                with (self.folder / name).open("rb") as file:
-                    record = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            except (OSError, ValueError) as error:
-                raise ShardError(f"{self.folder / name}: {error}") from error
-            self._open[name] = unpack(memoryview(record), str(self.folder / name))
-        return self._open[name]
-
-    def forget(self, keep: set[str]) -> None:
-        """Drop the mappings of all shards that are not in ``keep``."""
-        self._open = {name: rows for name, rows in self._open.items() if name in keep}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from relax_hpc.transfer_queue.tasks import HELD, READY
+
 if TYPE_CHECKING:
     from relax_hpc.transfer_queue.state import QueueState
 
@@ -13,32 +15,44 @@ def in_order(state: QueueState, task: str, budget: int, boundary: int) -> tuple[
 
     What it holds depends on the groups' lengths alone, never on when they arrived.
     """
-    held = {ticket for window in state.returned[task] for ticket in window}
+    queue, samples = state.tasks[task], state.plan.samples_per_group
+    held = {ticket for window in queue.returned for ticket in window}
     window: list[int] = []
-    start, width = state.position[task], 0
+    start, width = queue.position, 0
     for ticket in range(start, (start // boundary + 1) * boundary):
-        group = state.groups.get(ticket)
-        if group is None or group.present.get("token_ids") != state.full:
-            return ()
-        if task in group.tasks or ticket in held:
+        status = queue.statuses[ticket]
+        if status >= HELD or ticket in held:
             continue
+        group = state.groups.get(ticket)
+        if group is None or not group.present & state.generated:
+            return ()
         width = max(width, group.width)
-        if window and (len(window) + 1) * state.plan.samples_per_group * width > budget:
+        if window and (len(window) + 1) * samples * width > budget:
             break
+        if status != READY:
+            return ()
         window.append(ticket)
-    return tuple(window) if all(state.ready(task, ticket) for ticket in window) else ()
+    return tuple(window)
 
 
 def as_ready(state: QueueState, task: str, budget: int, boundary: int) -> tuple[int, ...]:
     """What is ready now, lowest tickets first, as much as fits."""
+    queue, samples = state.tasks[task], state.plan.samples_per_group
     window: list[int] = []
-    width = 0
-    for ticket in range(state.position[task], state.next_ticket):
-        if not state.ready(task, ticket):
-            continue
+    width, first = 0, queue.lowest_ready()
+    for ticket in queue.statuses.each(READY, first, (first // boundary + 1) * boundary):
         width = max(width, state.groups[ticket].width)
-        too_long = (len(window) + 1) * state.plan.samples_per_group * width > budget
-        if window and (too_long or ticket // boundary != window[0] // boundary):
+        if window and (len(window) + 1) * samples * width > budget:
             break
         window.append(ticket)
     return tuple(window)
+
+
+def fitting(state: QueueState, window: tuple[int, ...], budget: int) -> tuple[int, ...]:
+    """As much of ``window`` as fits: a row that was lost and made again may be longer."""
+    width = 0
+    for count, ticket in enumerate(window):
+        width = max(width, state.groups[ticket].width)
+        if count and (count + 1) * state.plan.samples_per_group * width > budget:
+            return window[:count]
+    return window

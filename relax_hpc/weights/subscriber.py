@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
-import stat
 import tempfile
 from concurrent.futures import Future
 from pathlib import Path
 
-from relax_hpc.rundir import RunDir
+from relax_hpc.rundir import RunDir, private_folder
 from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.versions import Version
 from relax_hpc.weights.manifest import TENSORS, WeightsError, read_verified
@@ -26,13 +26,12 @@ def staging_root(run: RunDir) -> Path:
     return (memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())) / name
 
 
-def own_folder(path: Path) -> Path:
-    """``path``, made if needed; WeightsError if somebody else made it: its place in shared memory can be guessed."""
-    path.mkdir(mode=0o700, exist_ok=True)
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise WeightsError(f"{path}: not a folder of this user alone; have its owner remove it")
-    return path
+def clear_staging(run: RunDir, group: str, epoch: int) -> None:
+    """Remove what an incarnation of a group staged on this node."""
+    for folder in staging_root(run).glob(f"{group}.*-e{epoch:06d}"):
+        shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        staging_root(run).rmdir()
 
 
 class Subscriber:
@@ -63,13 +62,17 @@ class Subscriber:
     def stage(self, announced: dict[str, str]) -> tuple[Version, Path]:
         """A verified copy in memory that an engine can load as a model directory."""
         announced, data = self.read(announced)
-        folder = own_folder(staging_root(self.run)) / self.reader.replace("/", "-")
+        folder = private_folder(staging_root(self.run)) / self._folder_name()
         if not folder.exists():
             self._prepare(folder)
         temporary = folder / f".{TENSORS}"
         temporary.write_bytes(data)
         temporary.replace(folder / TENSORS)
         return Version.parse(announced["version"]), folder
+
+    def _folder_name(self) -> str:
+        """Of its own for each incarnation, so that one's clean-up never touches the next one's."""
+        return f"{self.reader.replace('/', '.')}-e{self.client.epoch:06d}"
 
     def _prepare(self, folder: Path) -> None:
         """Everything of a model directory but the weights; it appears whole."""

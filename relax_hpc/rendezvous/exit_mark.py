@@ -10,9 +10,11 @@ from relax_hpc.errors import EXIT_DONE
 from relax_hpc.rundir import write_json
 
 
-def leave_mark(path: Path, code: int = EXIT_DONE, reason: str = "") -> None:
+def leave_mark(path: Path, code: int = EXIT_DONE, reason: str = "", stopped: bool = False) -> None:
     """Write the mark of a role that ended with ``code``; another rank's stays if its code is as high or higher."""
-    with contextlib.suppress(FileNotFoundError):
+    # What a power loss has emptied says nothing.
+    with contextlib.suppress(FileNotFoundError, ValueError):
         if json.loads(path.read_bytes())["code"] >= code:
             return
-    write_json(path, {"status": "failed" if code else "done", "code": code, "reason": reason})
+    status = "stopped" if stopped else "failed" if code else "done"
+    write_json(path, {"status": status, "code": code, "reason": reason})

@@ -1,0 +1,51 @@
+"""What a subcommand is."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from jsonargparse import ArgumentParser
+
+from relax_hpc.config.options import add_options
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A subcommand."""
+
+    help: str
+    usage: str
+    add_arguments: Callable[[ArgumentParser], None]
+    handle: Callable[[dict[str, Any]], int]
+    """From the arguments that were given, nested, to the exit code."""
+    takes_config: bool = False
+    """Whether every field of the configuration is an option."""
+
+
+CONFIG_USAGE = "[--config F]... [--KEY VALUE]... [--print_config]"
+
+
+def config_arguments(parser: ArgumentParser) -> None:
+    """Those of commands that are given a whole configuration."""
+    # jsonargparse hands its own option of this name over as `--print_config=`.
+    parser.add_argument("--print_config", nargs="?", metavar="", help="Print the configuration and where it came from")
+    layer_arguments(parser)
+
+
+def layer_arguments(parser: ArgumentParser) -> None:
+    """Files, and an option for every field."""
+    parser.add_argument("--config", action="append", metavar="F", help="YAML file; several compose from left to right")
+    add_options(parser)
+
+
+def run_argument(parser: ArgumentParser) -> None:
+    """The run that a command is about."""
+    parser.add_argument("run", metavar="RUN", help="Run directory")
+
+
+def complain(message: str) -> None:
+    """An error, as one line."""
+    print(f"relax-hpc: error: {' '.join(message.split())}", file=sys.stderr)

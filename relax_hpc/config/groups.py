@@ -1,0 +1,44 @@
+"""The groups of a run by name, elastic members of a rollout group included.
+
+A group whose only role is rollout may have further members, `rollout-2`, `rollout-3`, ...: groups with its settings.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+from relax_hpc.config.schema import Config, GroupConfig
+from relax_hpc.errors import ConfigError
+
+_MEMBER = re.compile(r"(.+)-([1-9]\d*)")
+RANKED = ("actor", "actor_fwd", "reference")
+"""Roles whose ranks split one model."""
+
+
+def base_name(name: str, groups: Collection[str]) -> str:
+    """The configured group that ``name`` is or is a member of; empty if there is none."""
+    if name in groups:
+        return name
+    match = _MEMBER.fullmatch(name)
+    return match[1] if match and match[1] in groups else ""
+
+
+def group_of(config: Config, name: str) -> GroupConfig:
+    """Settings of a group or of an elastic member; ConfigError if the run has no such group."""
+    base = base_name(name, config.groups)
+    if not base or (base != name and config.groups[base].roles != ["rollout"]):
+        raise ConfigError(f"groups: found {name!r}, allowed: {', '.join(config.groups)}, or members like rollout-2")
+    return config.groups[base]
+
+
+def roles_of(config: Config, name: str) -> list[str]:
+    """The roles that a group's processes run; the hub's first is the queue controller."""
+    return (["controller"] if name == "hub" else []) + list(group_of(config, name).roles)
+
+
+def ranks_of(config: Config, name: str, role: str) -> int:
+    """Processes that ``role`` has in group ``name``."""
+    if role in RANKED:
+        return getattr(config, role).parallel.ranks
+    return group_of(config, name).resources.nodes if role == "rollout" and config.layout != "local" else 1

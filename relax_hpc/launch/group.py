@@ -1,0 +1,116 @@
+"""One incarnation of a group as its supervisor sees it, and what can be done with it; launchers make them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Protocol
+
+from relax_hpc.errors import EXIT_RETRY, RelaxError
+from relax_hpc.launch.records import Launch, read_mark
+from relax_hpc.rendezvous.exit_mark import leave_mark
+from relax_hpc.rundir import RunDir
+
+_WORDS = 300
+
+
+class Unavailable(RelaxError):
+    """What a launcher needs did not do it; ``later``: the same may be possible in a while."""
+
+    later = True
+
+
+@dataclass(slots=True)
+class Member:
+    """A role of the group; without a process an earlier supervisor started it, and its end shows in its mark."""
+
+    role: str
+    process: subprocess.Popen | None = None
+    pidfd: int = -1
+
+    @classmethod
+    def of(cls, role: str, process: subprocess.Popen) -> Member:
+        """With a descriptor that becomes readable when the process ends."""
+        return cls(role, process, os.pidfd_open(process.pid))
+
+
+class Incarnation(ABC):
+    """The processes of one epoch of a group."""
+
+    outlives = False
+    """Whether it lives on when its supervisor ends, so that another can take it over."""
+
+    def __init__(self, run: RunDir, name: str, epoch: int, members: list[Member]) -> None:
+        self.run, self.name, self.epoch, self.members = run, name, epoch, members
+
+    def ended(self) -> list[Member]:
+        """Members that are gone: their process has ended, or they say so themselves."""
+        return [m for m in self.members if (m.process and m.process.poll() is not None) or self.mark(m)]
+
+    def mark(self, member: Member) -> dict:
+        """How the member's role says it ended; empty while it has said nothing."""
+        return read_mark(self.run, self.name, self.epoch, member.role)
+
+    def last_words(self, member: Member) -> str:
+        """The last line of what the member or its launcher printed."""
+        for path in (self.run.logs(self.name, self.epoch) / f"{member.role}{end}.log" for end in ("-srun", "")):
+            lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
+            if lines:
+                return lines[-1][:_WORDS]
+        return ""
+
+    def alive(self) -> bool:
+        """Whether any role still runs."""
+        return len(self.ended()) < len(self.members)
+
+    @abstractmethod
+    def ask_to_end(self) -> None:
+        """Have every role that still runs end in good order."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End everything of this incarnation now; the object is of no use afterwards."""
+
+    def end(self) -> None:
+        """`kill`, and a mark for each role that left none: nobody shall wait for its word."""
+        roles = [member.role for member in self.members]
+        self.kill()
+        for role in roles:
+            # The disk may be full, which is no reason to end the others too.
+            with contextlib.suppress(OSError):
+                if not read_mark(self.run, self.name, self.epoch, role):
+                    leave_mark(self.run.exit_mark(self.name, self.epoch, role), EXIT_RETRY, "ended by its supervisor")
+
+    def leave(self) -> None:
+        """Look after it no more, without touching it."""
+        for member in self.members:
+            if member.pidfd >= 0:
+                os.close(member.pidfd)
+        self.members.clear()
+
+
+class Launcher(Protocol):
+    """Where incarnations of a group come from. `start`, `whole` and `hand_over` may raise Unavailable."""
+
+    def start(self, name: str, epoch: int, launch: Launch) -> Incarnation:
+        """Start every role of a group under ``epoch``, and record that it was started."""
+        ...
+
+    def adopt(self, name: str, epoch: int) -> Incarnation | None:
+        """What an earlier supervisor has started and still runs; None if there is nothing to take over."""
+        ...
+
+    def whole(self, name: str) -> bool:
+        """Whether all nodes are there that the group needs to start again in place."""
+        ...
+
+    def ending(self) -> bool:
+        """Whether the whole allocation is about to end: time limit, preemption, cancellation."""
+        ...
+
+    def hand_over(self, name: str, reason: str) -> str:
+        """Give the group to a job of its own; the job, or empty where that cannot be."""
+        ...

@@ -1,0 +1,129 @@
+"""Who supervises: the holder beats in a file, and a candidate takes over once that has stood still for a lease."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+
+import psutil
+
+from relax_hpc.config.schema import LivenessConfig
+from relax_hpc.rundir import RunDir, write_json
+
+_WIDTH = 512
+_FREE = " " * _WIDTH
+
+
+class Lease:
+    """The right to supervise under ``name``. ``node`` is where this process runs, ``allocation`` its life of its job.
+
+    What another allocation holds is free once that is ``gone``; an orphan of it is fenced by its epoch.
+    The file is written in place and closed: that is what network filesystems show to others soonest.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        name: str,
+        limits: LivenessConfig,
+        node: str,
+        allocation: str = "",
+        gone: Callable[[str], bool] = lambda _: True,
+    ) -> None:
+        self.run, self.name, self.limits, self.node, self.allocation = run, name, limits, node, allocation
+        self.gone = gone
+        self.path = run.rendezvous(name) / "lease"
+        self._seen, self._since = "", time.monotonic()
+        self._alive_until = 0.0
+        self._end = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    # -- as a candidate ----------------------------------------------------------------------------------------
+
+    def free(self) -> bool:
+        """Whether nobody holds it; to be asked again and again, as stillness takes time to see."""
+        try:
+            text = self.path.read_text()
+        except FileNotFoundError:
+            return True
+        if text != self._seen:
+            self._seen, self._since = text, time.monotonic()
+        given_up = text and not text.strip()
+        if given_up or time.monotonic() - self._since > self.limits.lease_s:
+            return True
+        try:
+            holder = json.loads(text)
+            if holder["allocation"] != self.allocation:
+                return self.gone(holder["allocation"])
+            return holder["node"] == self.node and not psutil.pid_exists(holder["pid"])
+        except (ValueError, LookupError, TypeError):
+            # Read in the middle of a beat, or of the making of the file; if it is not, it stands still.
+            return False
+
+    # -- as the holder -----------------------------------------------------------------------------------------
+
+    def hold(self, epoch: int) -> None:
+        """Begin to beat, as long as `tick` is called."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.touch()
+        self.tick()
+        self._write(epoch, 0)
+        self._thread = threading.Thread(target=self._beat, args=(epoch,), name="lease", daemon=True)
+        self._thread.start()
+
+    def tick(self) -> None:
+        """The holder gets on with its work. If it does not for long, it shall lose the lease."""
+        self._alive_until = time.monotonic() + max(60.0, 2 * self.limits.lease_s)
+
+    def give_up(self) -> None:
+        """Let the next candidate have it at once."""
+        self._stop()
+        with self.path.open("r+") as file:
+            file.write(_FREE)
+
+    def lose(self) -> None:
+        """Another holds it: beat no more, and leave the file alone."""
+        self._stop()
+
+    def _stop(self) -> None:
+        self._end.set()
+        if self._thread:
+            self._thread.join()
+
+    def _beat(self, epoch: int) -> None:
+        beat = 0
+        while not self._end.wait(self.limits.beat_s) and time.monotonic() < self._alive_until:
+            beat += 1
+            # A filesystem that hangs for a moment must not end the beating.
+            with contextlib.suppress(OSError):
+                self._write(epoch, beat)
+
+    def _write(self, epoch: int, beat: int) -> None:
+        text = json.dumps(
+            {
+                "epoch": epoch,
+                "beat": beat,
+                "node": self.node,
+                "allocation": self.allocation,
+                "pid": os.getpid(),
+            }
+        )
+        with self.path.open("r+") as file:
+            file.write(text.ljust(_WIDTH))
+
+
+def leave_outcome(run: RunDir, name: str, allocation: str, code: int) -> None:
+    """Tell the candidates of an allocation that supervision is over, and how."""
+    write_json(run.rendezvous(name) / f"outcome-{allocation}.json", {"code": code})
+
+
+def outcome_of(run: RunDir, name: str, allocation: str) -> int | None:
+    """The exit code that supervision in an allocation ended with; None while it goes on."""
+    try:
+        return json.loads((run.rendezvous(name) / f"outcome-{allocation}.json").read_text())["code"]
+    except (FileNotFoundError, ValueError):
+        return None

@@ -1,0 +1,115 @@
+"""What supervisors leave for each other in the run directory: how each incarnation of a group was started.
+
+Together with the exit marks of the roles this says what became of every incarnation, whoever supervises next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from relax_hpc.config.groups import base_name, roles_of
+from relax_hpc.config.schema import Config
+from relax_hpc.rendezvous.roster import latest_epoch
+from relax_hpc.rundir import RunDir, write_json
+
+Progress = tuple[int, int, int]
+"""Trained steps, accepted samples, checkpoints: a crash loop leaves all three as they are."""
+UNKNOWN: Progress = (0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How one incarnation of a group was started."""
+
+    attempt: int
+    """Counts the user's commands that started or resumed something; a crash loop lies within one."""
+    progress: Progress
+    """Of the run at that moment."""
+    job: str = ""
+    """Slurm job on whose nodes it runs; empty: processes of this machine."""
+    allocation: str = ""
+    """Which life of which job it is a part of: a requeued job keeps its id."""
+    steps: dict[str, str] = field(default_factory=dict)
+    """Role -> name of its Slurm step."""
+
+
+def record(run: RunDir, group: str, epoch: int, launch: Launch) -> None:
+    """Write down how ``epoch`` of ``group`` is about to be started."""
+    write_json(_path(run, group, epoch), asdict(launch))
+
+
+def read_launch(run: RunDir, group: str, epoch: int) -> Launch | None:
+    """None if the incarnation was claimed but never started."""
+    try:
+        value = json.loads(_path(run, group, epoch).read_text())
+    except (FileNotFoundError, ValueError):
+        # Empty after a power loss.
+        return None
+    return Launch(**value | {"progress": tuple(value["progress"])})
+
+
+def fruitless(run: RunDir, group: str, attempt: int, progress: Progress) -> int:
+    """How many of the newest incarnations, in a row and in this attempt, began where the run still is."""
+    count = 0
+    for launch in _newest_first(run, group):
+        if (launch.attempt, launch.progress) != (attempt, progress):
+            break
+        count += 1
+    return count
+
+
+def read_mark(run: RunDir, group: str, epoch: int, role: str) -> dict:
+    """How a role says it ended; empty while it has said nothing."""
+    try:
+        return json.loads(run.exit_mark(group, epoch, role).read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def is_done(run: RunDir, group: str, role: str) -> bool:
+    """Whether the newest incarnation of ``role`` came to its good end."""
+    return read_mark(run, group, latest_epoch(run, group), role).get("status") == "done"
+
+
+def all_done(run: RunDir, config: Config, group: str) -> bool:
+    """Whether all roles of a group came to their good end; the controller ends when everybody else has."""
+    roles = [role for role in roles_of(config, group) if role != "controller"]
+    return all(is_done(run, group, role) for role in roles) if roles else run.finished.exists()
+
+
+def all_ended(run: RunDir, config: Config, group: str) -> bool:
+    """Whether every role of the newest incarnation of a group has ended somehow; true if it never began."""
+    epoch = latest_epoch(run, group)
+    return epoch == 0 or all(read_mark(run, group, epoch, role) for role in roles_of(config, group))
+
+
+def last_beat_s(run: RunDir, group: str) -> float:
+    """Seconds since the last sign that a group left in its files; infinite if there is none."""
+    times = []
+    for path in run.rendezvous(group).glob("beat-*.json"):
+        with contextlib.suppress(OSError, ValueError):
+            times.append(json.loads(path.read_text())["time"])
+    return time.time() - max(times) if times else math.inf
+
+
+def members_of(run: RunDir, config: Config) -> list[str]:
+    """All groups of a run that ever began, and those configured; elastic members are known by their folders."""
+    begun = [path.name for path in (run.root / "rendezvous").glob("*") if latest_epoch(run, path.name)]
+    members = [name for name in begun if name not in config.groups and base_name(name, config.groups)]
+    return [*config.groups, *sorted(members)]
+
+
+def _newest_first(run: RunDir, group: str) -> Iterator[Launch]:
+    for epoch in range(latest_epoch(run, group), 0, -1):
+        if launch := read_launch(run, group, epoch):
+            yield launch
+
+
+def _path(run: RunDir, group: str, epoch: int) -> Path:
+    return run.rendezvous(group) / f"epoch-{epoch:06d}.launch.json"

@@ -1,0 +1,85 @@
+"""What commands ask of supervisors: numbered files that are answered by files, whoever supervises at the time.
+
+release   stop a group in good order and give its nodes back; a job of its own takes over
+restart   stop a group in good order and start it again in place, with the settings of now
+start     start a further member of a group (layout local; elsewhere members have jobs of their own)
+stop      of the whole run (`<run>/stop.json`, which stays until the run is resumed)
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from relax_hpc.errors import DeadlineError
+from relax_hpc.rundir import RunDir, write_json, write_numbered
+
+LOOK_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    number: int
+    op: str
+    group: str
+
+
+def ask(run: RunDir, op: str, group: str) -> Request:
+    """Leave a request for whoever supervises ``group``."""
+    path = write_numbered(_folder(run), ".json", json.dumps({"op": op, "group": group}).encode())
+    return Request(int(path.stem), op, group)
+
+
+def pending(run: RunDir, serves: Callable[[str], bool]) -> list[Request]:
+    """Requests about groups that ``serves`` takes and that nobody has answered, oldest first."""
+    found = []
+    for path in sorted(_folder(run).glob("*.json")):
+        if not path.name.endswith(".answer.json") and not _answer(run, int(path.name[:6])).exists():
+            value = json.loads(path.read_text())
+            found.append(Request(int(path.name[:6]), value["op"], value["group"]))
+    return [request for request in found if serves(request.group)]
+
+
+def answer(run: RunDir, request: Request, **content: Any) -> None:
+    """Tell who asked what came of it."""
+    write_json(_answer(run, request.number), content)
+
+
+def wait_for_answer(run: RunDir, request: Request, seconds: float) -> dict[str, Any]:
+    """The answer; DeadlineError if no supervisor gives one, and the request is withdrawn."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if (path := _answer(run, request.number)).exists():
+            return json.loads(path.read_text())
+        time.sleep(LOOK_S)
+    answer(run, request, error="withdrawn")
+    raise DeadlineError(
+        f"{request.op} {request.group}: no supervisor has answered for {seconds:.0f} s; "
+        f"see whether the run lives: relax-hpc status {run.root}"
+    )
+
+
+def ask_to_stop(run: RunDir, code: int = 0, reason: str = "asked to stop") -> None:
+    """Have every supervisor of the run end its groups in good order; the first reason stays."""
+    if not run.stop.exists():
+        write_json(run.stop, {"code": code, "reason": reason}, sync=True)
+
+
+def asked_to_stop(run: RunDir) -> dict[str, Any]:
+    """{code, reason} of a stop that was asked for; empty while there is none."""
+    try:
+        return json.loads(run.stop.read_text())
+    except FileNotFoundError:
+        return {}
+
+
+def _folder(run: RunDir) -> Path:
+    return run.root / "requests"
+
+
+def _answer(run: RunDir, number: int) -> Path:
+    return _folder(run) / f"{number:06d}.answer.json"

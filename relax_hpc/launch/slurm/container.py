@@ -1,0 +1,71 @@
+"""What stands before a role's command where the site runs roles in containers; supervision stays outside."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from relax_hpc.config.schema import Config
+from relax_hpc.errors import ConfigError
+
+
+def role_python(config: Config) -> str:
+    """The interpreter that starts a role: the container's, the site's, or this one."""
+    site = config.site
+    return site.container.python if site.container.runtime != "none" else site.python or sys.executable
+
+
+def container_command(config: Config, run_dir: Path) -> list[str]:
+    """Words before a role's command: those of apptainer, or none."""
+    if config.site.container.runtime != "apptainer":
+        return []
+    words = ["apptainer", "exec", "--no-home"]
+    if config.model.device == "cuda":
+        words.append("--nv")
+    for mount in mounts(config, run_dir):
+        words.append(f"--bind={mount}")
+    return [*words, _image(config)]
+
+
+def container_srun_options(config: Config, run_dir: Path) -> list[str]:
+    """Options that have srun itself start the role in a container, by the pyxis plugin; else none."""
+    if config.site.container.runtime != "pyxis":
+        return []
+    bound = ",".join(mount if ":" in mount else f"{mount}:{mount}" for mount in mounts(config, run_dir))
+    return [f"--container-image={_image(config)}", f"--container-mounts={bound}", "--no-container-mount-home"]
+
+
+def local_dir(config: Config) -> str:
+    """The folder on each node's own disk that caches and staged files lie under."""
+    return config.site.local_dir or os.environ.get("TMPDIR") or "/tmp"
+
+
+def mounts(config: Config, run_dir: Path) -> list[str]:
+    """`/path` or `/path:/inside` for the run directory, every path that the configuration names, and the site's own.
+
+    ConfigError for a path that no container runtime can be told of: `:` and `,` part the lists they read.
+    """
+    data = [Path(path).parent for path in (config.data.train, *config.data.eval.values()) if path]
+    models = [Path(path) for path in (config.model.path, config.model.reference_path) if path]
+    named = [str(path.absolute()) for path in (run_dir, *models, *data, Path(local_dir(config)))]
+    for path in named:
+        if ":" in path or "," in path:
+            raise ConfigError(
+                f"site.container.runtime: found {config.site.container.runtime} and the path {path!r}, which it cannot "
+                "mount: allowed are paths without : and ,"
+            )
+    for mount in config.site.container.mounts:
+        if not mount.startswith("/") or "," in mount:
+            raise ConfigError(f"site.container.mounts: found {mount!r}, allowed: /path or /path:/inside, without ,")
+    return list(dict.fromkeys([*named, *config.site.container.mounts]))
+
+
+def _image(config: Config) -> str:
+    container = config.site.container
+    if not container.image:
+        raise ConfigError(
+            f"site.container.image: found nothing with runtime {container.runtime}; name an image "
+            "(env/relax_hpc.def builds one), or set site.container.runtime: none"
+        )
+    return container.image

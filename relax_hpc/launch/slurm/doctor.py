@@ -1,0 +1,79 @@
+"""`relax-hpc doctor`: what would go wrong with a run on this cluster, found before it waits in a queue.
+
+Nothing is submitted, but for a short probe job with `deep`. What Slurm cannot say is listed as not checked.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+
+from relax_hpc.config.load import resolve
+from relax_hpc.config.schema import Config
+from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, ConfigError
+from relax_hpc.launch.slurm.commands import Slurm
+from relax_hpc.launch.slurm.doctor_cluster import Cluster, check_cluster, look
+from relax_hpc.launch.slurm.doctor_deep import check_nodes
+from relax_hpc.launch.slurm.doctor_host import check_disk, check_layout, check_programs, check_settings
+from relax_hpc.launch.slurm.finding import Finding, ok, warning
+from relax_hpc.launch.slurm.layout import components
+
+__all__ = ["Finding", "diagnose", "main"]
+
+
+def main(config: Config, deep: bool, as_json: bool) -> int:
+    """Print what is found; 0, or 78 if anything is an error."""
+    slurm = Slurm() if config.layout != "local" else None
+    findings = diagnose(config, slurm, deep)
+    if as_json:
+        print(json.dumps([{"severity": finding.severity, "text": finding.text} for finding in findings], indent=1))
+    else:
+        for finding in findings:
+            print(f"{finding.severity:<8} {finding.text}")
+    sys.stdout.flush()
+    return EXIT_CONFIG if _failed(findings) else EXIT_DONE
+
+
+def diagnose(config: Config, slurm: Slurm | None, deep: bool = False) -> list[Finding]:
+    """Everything found about ``config``, area by area; an area without mistakes has one finding `ok`.
+
+    ``slurm``: None leaves the cluster out. ``deep``: a job of a minute looks from the nodes, once nothing else failed.
+    """
+    config = resolve(config)
+    findings = [
+        *_area("settings", check_settings(config)),
+        *_area("layout", check_layout(config)),
+        *_area("interpreter, MPI and container", check_programs(config)),
+    ]
+    if slurm is None:
+        several = False
+        if config.layout != "local":
+            findings.append(warning("Slurm: not asked, so nothing about the cluster was checked"))
+    else:
+        cluster = look(slurm)
+        several = cluster.hosts > 1
+        findings += _area("cluster", [*cluster.problems, *_cluster(config, slurm, cluster)])
+    findings += _area("run directory", check_disk(config, several))
+    if deep and slurm is not None:
+        if _failed(findings):
+            findings.append(warning("nodes: not probed, as there are errors; mend them first"))
+        else:
+            findings += _area("nodes", check_nodes(config, slurm))
+    return findings
+
+
+def _cluster(config: Config, slurm: Slurm, cluster: Cluster) -> Iterable[Finding]:
+    try:
+        parts = components(config)
+    except ConfigError:
+        return [warning("cluster: the request was not checked against it; mend the layout first")]
+    return check_cluster(config, parts, slurm, cluster) if cluster.answers else []
+
+
+def _area(name: str, found: Iterable[Finding]) -> list[Finding]:
+    return list(found) or [ok(f"{name}: no mistakes")]
+
+
+def _failed(findings: Iterable[Finding]) -> bool:
+    return any(finding.severity == "error" for finding in findings)

@@ -1,0 +1,288 @@
+"""What the two kinds of jobs have besides their groups: a standby and successors here, requeueing there."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+from relax_hpc.config import Config, load_resolved
+from relax_hpc.config.groups import group_of
+from relax_hpc.errors import EXIT_NO_PROGRESS, EXIT_RETRY
+from relax_hpc.launch.local import latest_attempt
+from relax_hpc.launch.records import all_done, read_launch
+from relax_hpc.launch.requests import asked_to_stop
+from relax_hpc.launch.slurm.allocation import Allocation
+from relax_hpc.launch.slurm.checkup import check_nodes, exclude_option
+from relax_hpc.launch.slurm.commands import Slurm, SlurmError
+from relax_hpc.launch.slurm.ledger import Entry, Ledger
+from relax_hpc.launch.slurm.render import render_group
+from relax_hpc.launch.slurm.steps import StepLauncher, escaped
+from relax_hpc.launch.supervisor import RELEASED, Supervisor
+from relax_hpc.rendezvous.process import clean_environment
+from relax_hpc.rendezvous.roster import latest_epoch
+from relax_hpc.rundir import RunDir, write_atomic
+
+_ASK_SLURM_S = 10.0
+"""Between looks at jobs elsewhere: slurmctld serves the whole cluster."""
+_AGAIN_S, _SELDOM_S = 10.0, 600.0
+"""Between tries to start the standby: at first, and at most when its node stays away."""
+_LEAVE_S, _INSIST_S = 5.0, 1800.0
+_DEADLINE_MARGIN_S = 30.0
+
+
+class _Job:
+    """The allocation around this head."""
+
+    def __init__(self, run: RunDir, config: Config, slurm: Slurm, allocation: Allocation, node: str) -> None:
+        self.run, self.config, self.slurm, self.allocation, self.node = run, config, slurm, allocation, node
+        self.ledger = Ledger(run)
+        self.attempt = latest_attempt(run)
+
+    def check(self, supervisor: Supervisor) -> None:
+        """Look at the nodes of all groups, unless something runs there already."""
+        steps = [name for name in supervisor.names if name != "hub" and name not in supervisor.elsewhere]
+        fresh = [name for name in steps if not self._has_begun(name)]
+        if fresh and self.config.layout != "local":
+            launcher = supervisor.launcher(fresh[0])
+            assert isinstance(launcher, StepLauncher)
+            # If Slurm does not answer, the nodes are taken as they are.
+            with contextlib.suppress(SlurmError):
+                supervisor.unfit = check_nodes(launcher, fresh)
+
+    def _has_begun(self, name: str) -> bool:
+        launch = read_launch(self.run, name, latest_epoch(self.run, name))
+        return launch is not None and launch.allocation == self.allocation.name
+
+    def deadline(self) -> float | None:
+        """When the roles must be done, in seconds of the epoch; None if Slurm sets no limit or does not say."""
+        with contextlib.suppress(SlurmError):
+            job = self.slurm.jobs(self.allocation.job).get(self.allocation.job)
+            if job and job.time_left_s is not None:
+                return time.time() + job.time_left_s - _DEADLINE_MARGIN_S
+        return None
+
+
+class GroupJob(_Job):
+    """An ordinary job of one group. Slurm itself brings it back after a node's death; at its end it requeues itself."""
+
+    def launcher(self) -> StepLauncher:
+        return RequeueLauncher(self.run, self.config, self.slurm, self.allocation, self.deadline)
+
+    def begin(self, supervisor: Supervisor) -> None:
+        """See whether the nodes are fit."""
+        self.check(supervisor)
+
+    def tick(self, supervisor: Supervisor) -> None:
+        """Nothing besides the group."""
+
+    def end(self, code: int) -> None:
+        """Requeue the job if the group is to go on."""
+        if code == EXIT_RETRY and not asked_to_stop(self.run):
+            insist(lambda: requeue(self.slurm, self.allocation.job))
+
+
+def insist(ask: Callable[[], None]) -> None:
+    """Ask Slurm for the last that a head wants of it, until it answers: there is nobody to do it later."""
+    deadline = time.monotonic() + _INSIST_S
+    while True:
+        try:
+            return ask()
+        except SlurmError as error:
+            if not error.later or time.monotonic() > deadline:
+                raise
+            print(f"head: {error}", file=sys.stderr, flush=True)
+            time.sleep(_AGAIN_S)
+
+
+class RequeueLauncher(StepLauncher):
+    """Where a group's own job has lost nodes, the job is queued again."""
+
+    def hand_over(self, name: str, reason: str) -> str:
+        if reason == RELEASED:
+            return ""
+        requeue(self.slurm, self.allocation.job)
+        return self.allocation.job
+
+
+def requeue(slurm: Slurm, job: str) -> None:
+    """Queue a running job again; one that somebody ends, or that Slurm requeues by itself, is left alone."""
+    found = slurm.jobs(job).get(job)
+    if found and found.state == "RUNNING":
+        slurm.requeue(job)
+
+
+class HetJob(_Job):
+    """A heterogeneous job: a standby head, successors, and groups that went on in jobs of their own."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self._standby: subprocess.Popen | None = None
+        self._standby_at, self._standby_pause = 0.0, _AGAIN_S
+        self._asked = time.monotonic()
+        self._others: list[str] | None = None
+        """Nodes of the hub beside this one; None: Slurm has not said yet."""
+        self._successor_at = 0.0
+
+    def launcher(self) -> StepLauncher:
+        return ReplaceLauncher(self)
+
+    def begin(self, supervisor: Supervisor) -> None:
+        """See to the successor, to what is left of predecessors, and to groups that went elsewhere before."""
+        self._end_predecessors()
+        for name in supervisor.names:
+            entry = self.ledger.newest(name)
+            if entry and not all_done(self.run, self.config, name):
+                supervisor.elsewhere[name] = entry.job
+        self.check(supervisor)
+        self._see_to_successor()
+
+    def _end_predecessors(self) -> None:
+        """Components live on when the two nodes of the hub are lost; this job has come to take their place."""
+        former = {entry.job for entry in self.ledger.entries() if entry.kind in ("run", "successor")}
+        former -= {self.allocation.job}
+        with contextlib.suppress(SlurmError):
+            for job in self.slurm.own_jobs().values():
+                if (job.het_leader or job.id) in former and job.state == "RUNNING":
+                    self.slurm.cancel(job.id)
+
+    def _see_to_successor(self) -> None:
+        """Queue it once; seldom tried again, for Slurm to answer or the user's limits to allow it."""
+        if self.config.site.sbatch_on_nodes and time.monotonic() >= self._successor_at:
+            self._successor_at = time.monotonic() + _SELDOM_S
+            with contextlib.suppress(SlurmError):
+                self._queue_successor()
+                self._successor_at = math.inf
+
+    def _queue_successor(self) -> None:
+        script, past = self.run.submit / "run.sbatch", self.ledger.successors(self.attempt)
+        if any(entry.after == self.allocation.job for entry in past) or not script.exists():
+            return
+        if len(past) < self.config.slurm.successors:
+            job = self.slurm.submit(script, f"--dependency=afternotok:{self.allocation.job}")
+            self.ledger.add(Entry(job, "successor", after=self.allocation.job, attempt=self.attempt))
+
+    def tick(self, supervisor: Supervisor) -> None:
+        """Keep a standby on the hub's other node, and an eye on groups that run elsewhere."""
+        now = time.monotonic()
+        self._see_to_successor()
+        if (self._standby is None or self._standby.poll() is not None) and now >= self._standby_at:
+            self._standby_at = now + self._standby_pause
+            self._standby_pause = min(2 * self._standby_pause, _SELDOM_S)
+            with contextlib.suppress(SlurmError):
+                self._start_standby()
+        if supervisor.elsewhere and now - self._asked >= _ASK_SLURM_S:
+            self._asked = now
+            with contextlib.suppress(SlurmError):
+                self._look_elsewhere(supervisor)
+
+    def _start_standby(self) -> None:
+        place = self.allocation.places["hub"]
+        if self._others is None and (job := self.slurm.jobs(place.job).get(place.job)):
+            self._others = [name for name in self.slurm.hostnames(job.node_list) if name != self.node]
+        if not self._others:
+            return
+        words = ["srun", f"--jobid={self.allocation.job}", f"--het-group={place.het}"]
+        words += ["--nodes=1", "--ntasks=1", f"--nodelist={self._others[0]}", "--overlap", "--mem=0", "--mpi=none"]
+        words += ["--no-kill", "--export=ALL", "--job-name=standby", "--open-mode=append"]
+        words.append(f"--output={escaped(self.run.root)}/logs/standby-%N-%t.log")
+        python = [sys.executable, "-m", "relax_hpc.launch.slurm.head", "--run_dir", str(self.run.root)]
+        with (self.run.root / "logs" / "standby-srun.log").open("ab") as log:
+            self._standby = subprocess.Popen(
+                [*words, *python],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=clean_environment() | self.allocation.variables(),
+                start_new_session=True,
+            )
+
+    def _look_elsewhere(self, supervisor: Supervisor) -> None:
+        """A job that is gone before its group is done is replaced, as often as a group may be started."""
+        newest = {name: self.ledger.newest(name) for name in supervisor.elsewhere}
+        jobs = self.slurm.jobs(*(entry.job for entry in newest.values() if entry))
+        for name, entry in newest.items():
+            if entry is None or all_done(self.run, self.config, name):
+                continue
+            supervisor.elsewhere[name] = entry.job
+            if entry.job not in jobs and time.time() - entry.time > _ASK_SLURM_S:
+                self._check_jobs(supervisor, name)
+                supervisor.replace_elsewhere(name, f"job {entry.job} is gone")
+
+    def _check_jobs(self, supervisor: Supervisor, name: str) -> None:
+        """Give up on a group whose jobs end before they can start it."""
+        launches = (read_launch(self.run, name, epoch) for epoch in range(latest_epoch(self.run, name), 0, -1))
+        last = next((launch.job for launch in launches if launch), "")
+        limit = self.config.liveness.max_restarts
+        jobs = [entry.job for entry in self.ledger.living() if entry.kind == "group" and entry.group == name]
+        vain = jobs[jobs.index(last) + 1 :] if last in jobs else jobs
+        if len(vain) > limit:
+            text = f"{len(vain)} jobs ended before the group began (the last: {vain[-1]})"
+            supervisor.give_up(name, f"{text}, allowed liveness.max_restarts={limit}", EXIT_NO_PROGRESS)
+
+    def submit_group(self, name: str) -> str:
+        """A job of its own for a group: a held spare, or a new one."""
+        for spare in self.ledger.spares(name):
+            with contextlib.suppress(SlurmError):
+                self.slurm.release(spare.job)
+                self.ledger.add(Entry(job=spare.job, kind="group", group=name))
+                return spare.job
+        if not self.config.site.sbatch_on_nodes:
+            return ""
+        try:
+            return submit_group(self.run, self.slurm, self.ledger, name)
+        except SlurmError as error:
+            if error.later:
+                raise
+            print(f"{name}: no job can be had: {error}", file=sys.stderr, flush=True)
+            return ""
+
+    def end(self, code: int) -> None:
+        """Withdraw what was queued for this run unless it is to go on, and end the job if its batch script is gone."""
+        if code != EXIT_RETRY:
+            for entry in [*self.ledger.successors(self.attempt), *self.ledger.spares()]:
+                # This job may be one of the successors itself.
+                if entry.job != self.allocation.job:
+                    with contextlib.suppress(SlurmError):
+                        self.slurm.cancel(entry.job)
+        if self.node != self.allocation.batch_node:
+            # The batch script ends with the outcome if it still lives; this process dies with the job.
+            time.sleep(_LEAVE_S)
+            insist(lambda: self.slurm.cancel(self.allocation.job))
+
+
+class ReplaceLauncher(StepLauncher):
+    """Where a component has lost nodes, it is given back, and a job of its own takes the group."""
+
+    def __init__(self, job: HetJob) -> None:
+        super().__init__(job.run, job.config, job.slurm, job.allocation, job.deadline)
+        self.het_job = job
+
+    def hand_over(self, name: str, reason: str) -> str:
+        place = self.allocation.places[name]
+        if not place.het:
+            return ""
+        job = "" if reason == RELEASED else self.het_job.submit_group(name)
+        if job or reason == RELEASED:
+            # The group is another's by now, whether the nodes can be given back or not.
+            with contextlib.suppress(SlurmError):
+                self.slurm.cancel(place.job)
+        return job
+
+
+def submit_group(run: RunDir, slurm: Slurm, ledger: Ledger, name: str, *options: str) -> str:
+    """Submit a job for one group of a run that lives; the job."""
+    script = run.submit / f"{name}.sbatch"
+    run.submit.mkdir(exist_ok=True)
+    config = load_resolved(run.root, name)
+    write_atomic(script, render_group(config, name).encode())
+    job = slurm.submit(script, *exclude_option(run, _excluded_by_user(config, name)), *options)
+    ledger.add(Entry(job=job, kind="group", group=name))
+    return job
+
+
+def _excluded_by_user(config: Config, name: str) -> str:
+    return (config.site.options | group_of(config, name).resources.options).get("exclude", "")

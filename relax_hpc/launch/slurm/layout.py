@@ -1,0 +1,224 @@
+"""From a `Config` to allocations: which groups get which nodes, tasks, CPUs and GPUs, and what that costs.
+
+`het`: one heterogeneous job. Its component 0, the hub, has two nodes (active and standby): with one, the death of any
+node anywhere ends the whole job. One-node groups come last, as the death of one takes those after it along (both seen
+on Slurm 22.05). `jobs`: one ordinary job a group. `local`: one job of one node that holds all groups.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from relax_hpc.config.groups import RANKED, group_of, ranks_of, roles_of
+from relax_hpc.config.schema import Config
+from relax_hpc.errors import ConfigError
+
+HUB = "hub"
+_HET_HUB_NODES = 2
+_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Component:
+    """One allocation: a component of a het job, or an ordinary job."""
+
+    groups: tuple[str, ...]
+    """The first names it; a hub that rides on another group comes second. All groups in the `local` layout."""
+    nodes: int
+    tasks_per_node: int
+    cpus_per_task: int
+    gpus_per_node: int
+    memory: str
+    time: str
+    options: dict[str, str]
+    """sbatch options by long name, the group's over the site's."""
+
+    @property
+    def name(self) -> str:
+        return self.groups[0]
+
+    @property
+    def hours(self) -> float:
+        """Its time limit."""
+        return seconds(self.time, "time") / 3600
+
+
+def components(config: Config) -> list[Component]:
+    """The allocations of ``config.layout``, in the order of their het numbers; ConfigError if they cannot be had."""
+    if HUB not in config.groups:
+        raise ConfigError(f"groups: found {', '.join(config.groups) or 'none'}, but no hub; add hub: {{roles: []}}")
+    found = {"het": _het, "jobs": _jobs, "local": _local}[config.layout](config)
+    for component in found:
+        _check_signal(config, component)
+    return found
+
+
+def component(config: Config, group: str) -> Component:
+    """The ordinary job of one group: in the `jobs` layout, or as a replacement, a spare or an elastic member."""
+    resources = group_of(config, group).resources
+    return _component(config, group, resources.nodes, resources.time or config.slurm.time)
+
+
+def het_number(config: Config, group: str) -> int:
+    """Which component of a het job holds ``group``."""
+    return next(number for number, part in enumerate(components(config)) if group in part.groups)
+
+
+def gpu_hours(config: Config) -> float:
+    """GPU-hours that the run asks for, if all its allocations last to their time limits."""
+    return sum(part.nodes * part.gpus_per_node * part.hours for part in components(config))
+
+
+def node_hours(config: Config) -> float:
+    """Node-hours, likewise; a node that several jobs may share counts once for each."""
+    return sum(part.nodes * part.hours for part in components(config))
+
+
+def tasks_per_node(config: Config, group: str) -> int:
+    """Processes that a node of ``group`` must hold: those of all its roles; in the hub each node can hold all.
+
+    ConfigError if the nodes do not divide the ranks of a role, or have too few GPUs for them.
+    """
+    resources = group_of(config, group).resources
+    total = 0
+    for role in roles_of(config, group):
+        ranks = ranks_of(config, group, role)
+        if role in RANKED and ranks % resources.nodes:
+            raise _uneven(config, group, role)
+        if role == "rollout" and config.rollout.replicas % resources.nodes:
+            raise ConfigError(
+                f"rollout.replicas: found {config.rollout.replicas}, allowed: a multiple of "
+                f"groups.{group}.resources.nodes, {resources.nodes} (each node runs as many engines)"
+            )
+        count = -(-ranks // resources.nodes)
+        if config.model.device == "cuda" and role in RANKED and count > resources.gpus_per_node:
+            raise ConfigError(
+                f"groups.{group}.resources.gpus_per_node: found {resources.gpus_per_node}, allowed: at least {count}, "
+                f"the ranks of {role} on a node (model.device is cuda: each takes the GPU of its number on the node)"
+            )
+        total += count
+    return max(1, total)
+
+
+def seconds(time: str, key: str) -> int:
+    """A time limit as sbatch writes it; ConfigError naming ``key`` for anything else, no limit included.
+
+    >>> seconds("90", "slurm.time"), seconds("1-12", "slurm.time"), seconds("24:00:00", "slurm.time")
+    (5400, 129600, 86400)
+    """
+    match = _TIME.fullmatch(time)
+    total = 0
+    if match:
+        days = match["days"]
+        parts = [int(match[name] or 0) for name in ("first", "second", "third")]
+        if days is None and not match["third"]:
+            parts = [0, *parts[:2]]
+        total = int(days or 0) * 86400 + parts[0] * 3600 + parts[1] * 60 + parts[2]
+    if not total:
+        raise ConfigError(
+            f"{key}: found {time!r}, allowed: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS, more than 0 "
+            "(a run needs a limit; name the partition's)"
+        )
+    return total
+
+
+def _het(config: Config) -> list[Component]:
+    names = [name for name in config.groups if name != HUB]
+    if config.site.cpu_nodes:
+        nodes = config.groups[HUB].resources.nodes
+        first = _component(config, HUB, nodes if config.slurm.one_node_hub else max(_HET_HUB_NODES, nodes))
+    else:
+        host = max(names, key=lambda name: config.groups[name].resources.nodes, default=HUB)
+        first = _component(config, host, config.groups[host].resources.nodes, riders=() if host == HUB else (HUB,))
+        names = [name for name in names if name != host]
+    if first.nodes < _HET_HUB_NODES and not config.slurm.one_node_hub:
+        raise ConfigError(
+            f"groups.{first.name}.resources.nodes: found 1 for component 0 of a het job, where any node's death would "
+            "end the whole run; take two nodes, or layout: jobs, or allow it by slurm.one_node_hub: true"
+        )
+    names.sort(key=lambda name: config.groups[name].resources.nodes == 1)
+    return [first, *(_component(config, name, config.groups[name].resources.nodes) for name in names)]
+
+
+def _jobs(config: Config) -> list[Component]:
+    return [component(config, name) for name in (HUB, *(name for name in config.groups if name != HUB))]
+
+
+def _local(config: Config) -> list[Component]:
+    for name, group in config.groups.items():
+        if group.resources.nodes > 1:
+            raise ConfigError(
+                f"groups.{name}.resources.nodes: found {group.resources.nodes}, allowed with layout local: 1; "
+                "for more take layout: het or jobs"
+            )
+    # The hub's own options and memory are those of CPU nodes.
+    resources = [group.resources for name, group in config.groups.items() if name != HUB]
+    options = _places(config) | config.site.options
+    for group in resources:
+        options |= group.options
+    part = Component(
+        groups=(HUB, *(name for name in config.groups if name != HUB)),
+        nodes=1,
+        # One task with all CPUs: the roles are started by the batch script itself, not as steps.
+        tasks_per_node=1,
+        cpus_per_task=sum(
+            tasks_per_node(config, name) * group.resources.cpus_per_task for name, group in config.groups.items()
+        ),
+        gpus_per_node=sum(group.resources.gpus_per_node for group in config.groups.values()),
+        memory=next((group.memory for group in resources if group.memory), ""),
+        time=config.slurm.time,
+        options=options,
+    )
+    return [part]
+
+
+def _component(config: Config, name: str, nodes: int, time: str = "", riders: tuple[str, ...] = ()) -> Component:
+    """An allocation of ``nodes`` for a group; a group that rides along shares its CPUs."""
+    resources = group_of(config, name).resources
+    _check_devices(config, name)
+    return Component(
+        groups=(name, *riders),
+        nodes=nodes,
+        tasks_per_node=tasks_per_node(config, name),
+        cpus_per_task=resources.cpus_per_task,
+        gpus_per_node=resources.gpus_per_node,
+        memory=resources.memory,
+        time=time or config.slurm.time,
+        options=_places(config, hub=name == HUB) | config.site.options | resources.options,
+    )
+
+
+def _places(config: Config, hub: bool = False) -> dict[str, str]:
+    site = config.site
+    partition = (site.hub_partition if hub and site.cpu_nodes else "") or site.partition
+    named = {"partition": partition, "account": site.account, "qos": site.qos}
+    return {option: value for option, value in named.items() if value}
+
+
+def _uneven(config: Config, group: str, role: str) -> ConfigError:
+    parallel, nodes = getattr(config, role).parallel, group_of(config, group).resources.nodes
+    return ConfigError(
+        f"groups.{group}.resources.nodes: found {nodes}, allowed: a divisor of {role}'s {parallel.ranks} ranks "
+        f"({role}.parallel: tensor {parallel.tensor} * pipeline {parallel.pipeline} * data {parallel.data}); "
+        "change either"
+    )
+
+
+def _check_devices(config: Config, name: str) -> None:
+    group = group_of(config, name)
+    asked = group.resources.gpus_per_node and config.site.gpu_request != "none"
+    if asked and (devices := group.env.get("CUDA_VISIBLE_DEVICES")):
+        raise ConfigError(
+            f"groups.{name}.env.CUDA_VISIBLE_DEVICES: found {devices!r}, allowed with layout {config.layout}: none, as "
+            "Slurm gives each group its own GPUs; remove it, or take layout: local"
+        )
+
+
+def _check_signal(config: Config, part: Component) -> None:
+    key = "slurm.time" if part.time == config.slurm.time else f"groups.{part.name}.resources.time"
+    if config.slurm.signal_s >= seconds(part.time, key):
+        raise ConfigError(
+            f"slurm.signal_s: found {config.slurm.signal_s}, allowed: less than the {seconds(part.time, key)} s of "
+            f"{key} ({part.time}), else the run makes way as soon as it starts"
+        )

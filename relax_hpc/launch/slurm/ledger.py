@@ -1,0 +1,57 @@
+"""Which Slurm jobs were submitted for a run, and what for: numbered files in <run>/submit/jobs."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Literal
+
+from relax_hpc.rundir import RunDir, write_numbered
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One job. `kind`: `run` is a whole heterogeneous run, `group` one group, `spare` a held job of a group."""
+
+    job: str
+    kind: Literal["run", "group", "successor", "spare"]
+    group: str = ""
+    after: str = ""
+    """Of a successor: the job that it waits for."""
+    attempt: int = 0
+    time: float = field(default_factory=time.time)
+
+
+class Ledger:
+    """Only ever grows; that a job is in it does not say that it still lives."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.folder = run.submit / "jobs"
+
+    def add(self, entry: Entry) -> None:
+        write_numbered(self.folder, ".json", json.dumps(asdict(entry)).encode())
+
+    def entries(self) -> list[Entry]:
+        """Oldest first."""
+        return [Entry(**json.loads(path.read_text())) for path in sorted(self.folder.glob("[0-9]*.json"))]
+
+    def newest(self, group: str) -> Entry | None:
+        """The job that was last submitted for a group alone."""
+        found = [entry for entry in self.living() if entry.kind == "group" and entry.group == group]
+        return found[-1] if found else None
+
+    def living(self) -> list[Entry]:
+        """Entries since the run was last submitted as one job; all, where every group has a job of its own."""
+        entries = self.entries()
+        whole = [number for number, entry in enumerate(entries) if entry.kind == "run"]
+        return entries[whole[-1] :] if whole else entries
+
+    def successors(self, attempt: int) -> list[Entry]:
+        return [entry for entry in self.entries() if entry.kind == "successor" and entry.attempt == attempt]
+
+    def spares(self, group: str = "") -> list[Entry]:
+        """Held jobs that were not used yet, of one group or of all."""
+        entries = self.entries()
+        used = {entry.job for entry in entries if entry.kind == "group"}
+        return [e for e in entries if e.kind == "spare" and e.job not in used and group in ("", e.group)]

@@ -1,0 +1,192 @@
+"""The text that is handed to sbatch. Templates lie in `slurm/` and only call Python.
+
+Whatever a value holds, it stays a value: #SBATCH lines are quoted as sbatch reads them, shell words by `shlex`.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from relax_hpc.config.schema import Config
+from relax_hpc.errors import ConfigError
+from relax_hpc.launch.slurm.layout import Component, component, components
+
+OWN_OPTIONS = {
+    "job-name": "name",
+    "nodes": "groups.<group>.resources.nodes",
+    "ntasks": "the sizes of the group's roles",
+    "ntasks-per-node": "the sizes of the group's roles",
+    "cpus-per-task": "groups.<group>.resources.cpus_per_task",
+    "time": "slurm.time",
+    "gpus": "groups.<group>.resources.gpus_per_node",
+    "gpus-per-node": "groups.<group>.resources.gpus_per_node",
+    "signal": "slurm.signal_s",
+    "output": "",
+    "error": "",
+    "open-mode": "",
+    "export": "site.env",
+    "requeue": "layout",
+    "no-requeue": "layout",
+    "no-kill": "layout",
+    "array": "",
+    "dependency": "",
+    "chdir": "",
+    "wrap": "",
+}
+"""sbatch options that are made from other settings -> what to set instead, empty if there is nothing."""
+CACHES = {
+    "XDG_CACHE_HOME": "cache",
+    "HF_HOME": "huggingface",
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "CUDA_CACHE_PATH": "cuda",
+    "NUMBA_CACHE_DIR": "numba",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+}
+"""Environment variables of libraries that cache -> folders under RELAX_LOCAL_DIR."""
+_PLAIN = re.compile(r"[A-Za-z0-9@%+=:,./_\[\]-]*")
+_LONG_NAME = re.compile(r"[a-z][a-z0-9-]*")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_MEMORY = re.compile(r"\d+[KMGT]?", re.IGNORECASE)
+
+
+def render(config: Config) -> dict[str, str]:
+    """sbatch text by file name: `run.sbatch`, or in the `jobs` layout `<group>.sbatch` for each group.
+
+    ``config`` is a resolved one: its run directory is absolute. ConfigError for a layout that cannot be had and for
+    values that cannot be written.
+    """
+    if config.layout == "jobs":
+        return {f"{part.name}.sbatch": render_group(config, part.name) for part in components(config)}
+    title = f"Run {_one_line(config.name)}, layout {config.layout}. The same text starts its successors."
+    het = config.layout == "het"
+    return {"run.sbatch": _render(config, components(config), title=title, het=het, **_of_run(config))}
+
+
+def render_group(config: Config, group: str) -> str:
+    """The ordinary job of one group: its own in the `jobs` layout; a replacement, spare or further member in `het`."""
+    title = f"Group {group} of run {_one_line(config.name)}, layout {config.layout}."
+    part = component(config, group)
+    return _render(config, [part], title=title, het=False, **_of_run(config, f" --group {shlex.quote(group)}"))
+
+
+def render_size(config: Config, size: str) -> str:
+    """A file to submit by hand: ``size``, relative to the repository, is the cluster file that ``config`` is made of.
+
+    The run and the site are named by environment variables; the batch script makes the run directory.
+    """
+    title = f"{size}, layout {config.layout}; in the repository: RELAX_CONFIG=run.yaml RELAX_SITE=site.yaml sbatch THIS"
+    het = config.layout == "het"
+    return _render(config, components(config), title=title, het=het, by_hand=size, output="relax-%j.log")
+
+
+def templates() -> Path:
+    """The folder of the templates: in the installed package, or in the repository."""
+    package = Path(__file__).resolve().parents[2]
+    installed = package / "templates"
+    return installed if installed.is_dir() else package.parent / "slurm"
+
+
+def directive(name: str, value: str) -> str:
+    """`--name=value` for an #SBATCH line, quoted as sbatch reads it; ConfigError for what such a line cannot hold.
+
+    >>> directive("comment", 'a "b" #c')
+    '--comment="a \\\\"b\\\\" #c"'
+    """
+    if not _LONG_NAME.fullmatch(name):
+        raise ConfigError(f"options: found {name!r}, allowed: the long name of an sbatch option, without dashes before")
+    return f"--{name}={_quote(value, name)}" if value else f"--{name}"
+
+
+def _render(config: Config, parts: list[Component], **variables: Any) -> str:
+    # Only submission needs jinja2; reading this package's other functions must not.
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(templates()),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    site = config.site
+    local = shlex.quote(site.local_dir) if site.local_dir else '"${TMPDIR:-/tmp}"'
+    return environment.get_template("job.sbatch.j2").render(
+        parts=[_directives(config, part) for part in parts],
+        signal_s=config.slurm.signal_s,
+        modules=" ".join(shlex.quote(name) for name in site.modules),
+        local_dir=local,
+        caches=list(CACHES.items()),
+        env=[(_variable(name), shlex.quote(value)) for name, value in site.env.items()],
+        **variables,
+    )
+
+
+def _of_run(config: Config, group: str = "") -> dict[str, str]:
+    """Template variables of a run whose directory is known."""
+    run_dir = Path(config.run_dir)
+    if not config.run_dir or not run_dir.is_absolute():
+        raise ConfigError(f"run_dir: found {config.run_dir!r}, allowed in a batch script: an absolute path")
+    if "%" in config.run_dir or "\\" in config.run_dir:
+        raise ConfigError(f"run_dir: found {config.run_dir!r}, allowed: no % and no \\, which sbatch would replace")
+    return {
+        "by_hand": "",
+        "output": _quote(str(run_dir / "logs" / "slurm-%j.log"), "run_dir"),
+        "run_dir": shlex.quote(config.run_dir),
+        "code": shlex.quote(str(run_dir / "code")),
+        "python": shlex.quote(config.site.python or sys.executable),
+        "group": group,
+    }
+
+
+def _directives(config: Config, part: Component) -> dict[str, Any]:
+    """A component as the template wants it: every value checked, the further options as whole words."""
+    options = dict(part.options)
+    for name in options:
+        if name in OWN_OPTIONS:
+            instead = f"set {OWN_OPTIONS[name]} instead" if OWN_OPTIONS[name] else "it cannot be changed"
+            raise ConfigError(f"options.{name}: found {options[name]!r}, but it is set by relax_hpc; {instead}")
+    if part.memory and not _MEMORY.fullmatch(part.memory):
+        raise ConfigError(f"groups.{part.name}.resources.memory: found {part.memory!r}, allowed: 64G, 500M, 0 (all)")
+    gpus = _gpu_options(config, part, options.pop("gres", ""))
+    memory = {"mem": part.memory} if part.memory else {}
+    # A group's own memory replaces what the site's options ask for.
+    words = [directive(name, value) for name, value in (gpus | options | memory).items()]
+    name = config.name if config.layout == "local" else f"{config.name}-{part.name}"
+    return asdict(part) | {"job_name": _quote(name, "name"), "options": words}
+
+
+def _gpu_options(config: Config, part: Component, gres: str) -> dict[str, str]:
+    """How the site wants to be asked for GPUs, beside other generic resources that the options name."""
+    style, kind, count = config.site.gpu_request, config.site.gpu_type, part.gpus_per_node
+    kind = f"{kind}:" if kind else ""
+    if count and style == "gpus_per_node":
+        return {"gpus-per-node": f"{kind}{count}"} | ({"gres": gres} if gres else {})
+    wanted = [f"gpu:{kind}{count}"] if count and style == "gres" else []
+    found = ",".join([*wanted, *([gres] if gres else [])])
+    return {"gres": found} if found else {}
+
+
+def _quote(value: str, key: str) -> str:
+    if not value.isprintable():
+        raise ConfigError(f"{key}: found {value!r}, allowed in a batch script: no line breaks or control characters")
+    if value and _PLAIN.fullmatch(value):
+        return value
+    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _one_line(text: str) -> str:
+    """Text for a comment: a line break would end it."""
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def _variable(name: str) -> str:
+    if not _VARIABLE.fullmatch(name):
+        raise ConfigError(f"site.env: found {name!r}, allowed: names of letters, digits and _")
+    return name

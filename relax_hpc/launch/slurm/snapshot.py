@@ -1,0 +1,60 @@
+"""What a run is made of, kept at its submission, so that whatever is submitted again runs the same code."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import relax_hpc
+from relax_hpc.rundir import RunDir, write_atomic, write_json
+
+_GIT_S = 10.0
+
+
+def take_snapshot(run: RunDir) -> None:
+    """Copy the package to <run>/code and describe the environment in <run>/submit; what is there already stays."""
+    run.submit.mkdir(exist_ok=True)
+    if not run.code.exists():
+        _copy_code(run.code)
+    if not (run.submit / "environment.txt").exists():
+        packages = sorted(f"{found.name}=={found.version}" for found in metadata.distributions())
+        write_atomic(run.submit / "environment.txt", ("\n".join(packages) + "\n").encode())
+        write_json(run.submit / "made_with.json", _made_with())
+
+
+def _copy_code(target: Path) -> None:
+    source = Path(relax_hpc.__file__).resolve().parent
+    temporary = target.with_name(f".code.{os.getpid()}")
+    ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
+    shutil.copytree(source, temporary / "relax_hpc", ignore=ignored)
+    templates = source.parent / "slurm"
+    if templates.is_dir():
+        shutil.copytree(templates, temporary / "slurm", ignore=ignored)
+    temporary.rename(target)
+
+
+def _made_with() -> dict[str, str]:
+    root = Path(relax_hpc.__file__).resolve().parent.parent
+    return {
+        "relax_hpc": relax_hpc.__version__,
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "git_commit": _git(root, "rev-parse", "HEAD"),
+        "git_changes": _git(root, "status", "--porcelain", "--", "relax_hpc"),
+        "command": json.dumps(sys.argv),
+    }
+
+
+def _git(root: Path, *words: str) -> str:
+    """What git says of the code; empty where it is no checkout."""
+    try:
+        answer = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, timeout=_GIT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return answer.stdout.strip() if answer.returncode == 0 else ""

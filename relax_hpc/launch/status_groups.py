@@ -1,0 +1,122 @@
+"""What one group of a run is doing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from typing import Any
+
+from relax_hpc.config import Config
+from relax_hpc.config.groups import base_name, group_of, roles_of
+from relax_hpc.config.schema import LivenessConfig
+from relax_hpc.launch.records import all_done, last_beat_s, members_of, read_launch, read_mark
+from relax_hpc.launch.slurm.commands import Job
+from relax_hpc.launch.slurm.ledger import Ledger
+from relax_hpc.launch.slurm.whereabouts import job_of
+from relax_hpc.rendezvous.roster import latest_card, latest_epoch
+from relax_hpc.rundir import RunDir
+from relax_hpc.transfer_queue.client import BEAT_FILE_S
+
+_SUSPECT_BEATS = 2
+
+
+def all_names(run: RunDir, config: Config, jobs: dict[str, Job]) -> list[str]:
+    """Configured groups, and the elastic members that run or are queued."""
+    queued = [entry.group for entry in Ledger(run).entries() if entry.kind == "group" and entry.job in jobs]
+    found = dict.fromkeys([*members_of(run, config), *sorted(queued)])
+    return [name for name in found if name in config.groups or _shown(run, config, name, jobs)]
+
+
+def group_status(
+    run: RunDir, config: Config, name: str, hub: dict[str, Any], jobs: dict[str, Job], squeue: bool, over: bool
+) -> dict[str, Any]:
+    """State, incarnation, place and work of a group.
+
+    ``hub``: its controller's answer, empty if there was none; ``squeue``: it answered, so other jobs are gone;
+    ``over``: the run was asked to stop.
+    """
+    epoch, card = latest_epoch(run, name), latest_card(run, name)
+    beats = _beats(run, name, epoch, hub)
+    ages = [beat["age_s"] for beat in beats] or ([0.0] if name == "hub" and hub else [])
+    job = jobs.get(job_of(run, name))
+    ranks = card.ranks if card and card.epoch == epoch else []
+    about = {
+        "epoch": epoch,
+        "ranks": len(ranks),
+        "roles": roles_of(config, name),
+        "job": job_of(run, name),
+        "nodes": job.node_list if job else ",".join(sorted({rank.get("node", "") for rank in ranks} - {""})),
+        "time_left_s": job.time_left_s if job else None,
+        "age_s": _age_s(run, name, epoch),
+        "last_beat_s": min(ages, default=None),
+        "longest_gap_s": max((beat["gap_s"] for beat in beats), default=None),
+        "busy_s": max((beat["busy_s"] for beat in beats), default=None),
+        "puts": sum(beat["progress"] for beat in beats),
+    }
+    if "actor" in group_of(config, name).roles and hub:
+        about["step"] = hub["trained_steps"]
+    lives = bool(hub) or _hub_beats(run, config)
+    over = over or not lives or name not in config.groups or (squeue and bool(about["job"]) and job is None)
+    state, reason = _state(run, config, name, about, job, lives, over)
+    return {"state": state, "reason": reason} | about
+
+
+def _state(
+    run: RunDir, config: Config, name: str, about: dict[str, Any], job: Job | None, lives: bool, over: bool
+) -> tuple[str, str]:
+    """A word, and why where that helps."""
+    if run.finished.exists() or (about["epoch"] and all_done(run, config, name)):
+        return "done", ""
+    if job and job.state == "PENDING":
+        return "queued", job.reason
+    marks = (read_mark(run, name, about["epoch"], role) for role in about["roles"])
+    if ended := [mark for mark in marks if mark and mark["status"] != "done"]:
+        return "ended" if over else "restarting", ended[0]["reason"]
+    if about["last_beat_s"] is None:
+        started = read_launch(run, name, about["epoch"]) is not None
+        if job or (lives and started):
+            return "starting", ""
+        return ("ended", "left no mark") if started else ("absent", "never started")
+    return _by_beat(about["last_beat_s"], config.liveness, lives)
+
+
+def _by_beat(age_s: float, limits: LivenessConfig, lives: bool) -> tuple[str, str]:
+    said = f"no sign for {age_s:.0f} s"
+    if age_s > limits.lease_s + BEAT_FILE_S:
+        return ("dead", said) if lives else ("ended", "left no mark")
+    # Without the hub only the files are seen, which are written more seldom.
+    allowed = (_SUSPECT_BEATS * limits.beat_s) + (0.0 if lives else BEAT_FILE_S)
+    return ("suspect", said) if age_s > max(allowed, 1.0) else ("running", "")
+
+
+def _beats(run: RunDir, name: str, epoch: int, hub: dict[str, Any]) -> list[dict[str, Any]]:
+    """Newest beat of each process of an incarnation: as the hub has them, else as the processes leave them."""
+    if found := [b for b in hub.get("beats", {}).values() if (b["group"], b["epoch"]) == (name, epoch)]:
+        return found
+    beats = []
+    for path in run.rendezvous(name).glob("beat-*.json"):
+        with contextlib.suppress(OSError, ValueError):
+            beat = json.loads(path.read_text())
+            beats.append(beat | {"age_s": time.time() - beat["time"]})
+    return [beat for beat in beats if beat["epoch"] == epoch]
+
+
+def _age_s(run: RunDir, name: str, epoch: int) -> float | None:
+    """Of the incarnation."""
+    try:
+        return time.time() - (run.rendezvous(name) / f"epoch-{epoch:06d}.claim").stat().st_mtime
+    except OSError:
+        return None
+
+
+def _hub_beats(run: RunDir, config: Config) -> bool:
+    """Whether somebody beats in files, where the hub does not answer."""
+    return any(last_beat_s(run, name) < config.liveness.lease_s + BEAT_FILE_S for name in config.groups)
+
+
+def _shown(run: RunDir, config: Config, name: str, jobs: dict[str, Job]) -> bool:
+    """Members that were drained are not."""
+    epoch = latest_epoch(run, name)
+    ended = bool(epoch) and all(read_mark(run, name, epoch, role) for role in roles_of(config, name))
+    return bool(base_name(name, config.groups)) and (job_of(run, name) in jobs or (bool(epoch) and not ended))

@@ -1,0 +1,431 @@
+"""Looks after the groups of a run to their end, in every layout; launchers say how a group is started.
+
+The supervisor acts on the end of a process at once. A group that ends before its time is started again under the next
+epoch while the others go on; the queue gives back what it held. What it must know lies in the run directory, so that
+another supervisor can take over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import time
+from collections.abc import Callable, Sequence
+from enum import Enum
+
+from relax_hpc.config import Config
+from relax_hpc.config.groups import base_name, group_of, roles_of
+from relax_hpc.errors import EXIT_CONFIG, EXIT_NO_PROGRESS, ConfigError, FencedError, NoProgressError, RelaxError
+from relax_hpc.launch import requests
+from relax_hpc.launch.group import Incarnation, Launcher, Member, Unavailable
+from relax_hpc.launch.lookout import Lookout
+from relax_hpc.launch.records import (
+    UNKNOWN,
+    Launch,
+    Progress,
+    all_ended,
+    fruitless,
+    is_done,
+    last_beat_s,
+    members_of,
+    record,
+)
+from relax_hpc.launch.requests import Request
+from relax_hpc.launch.terminal import Terminal
+from relax_hpc.rendezvous.process import STOP_SIGNALS
+from relax_hpc.rendezvous.roster import claim_epoch, latest_card, latest_epoch
+from relax_hpc.rundir import RunDir
+from relax_hpc.transfer_queue.client import QueueClient
+
+_STOP_LOOK_S = 0.1
+_HOPELESS = (EXIT_CONFIG, EXIT_NO_PROGRESS)
+_AGAIN_S, _OUTAGE_S = 10.0, 3600.0
+"""A group that cannot be brought back now is tried again so often, for so long."""
+RELEASED = "released"
+"""Reason of a handing over after which somebody else submits the job."""
+
+
+class Outcome(Enum):
+    """How supervision ended when it did not fail."""
+
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    """The user asked for it."""
+    INTERRUPTED = "interrupted"
+    """A signal, or the end of the allocation; the run can go on."""
+    RELEASED = "released"
+    """All groups go on in other jobs."""
+
+
+class Supervisor:
+    """Starts the groups, restarts what dies, ends everything. Use it as a context manager.
+
+    ``launcher`` gives each group's launcher. Children of this process never outlive it; what runs elsewhere is ended
+    too, unless a newer supervisor has taken over.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        config: Config,
+        name: str,
+        names: Sequence[str],
+        launcher: Callable[[str], Launcher],
+        attempt: int,
+        terminal: Terminal,
+    ) -> None:
+        self.run, self.config, self.name, self.launcher = run, config, name, launcher
+        self.names = list(names)
+        self.attempt, self.terminal = attempt, terminal
+        self.groups: dict[str, Incarnation] = {}
+        self.elsewhere: dict[str, str] = {}
+        """Group -> Slurm job that supervises it now; empty until that is submitted."""
+        self.unfit: dict[str, str] = {}
+        """Groups whose nodes must not be used, and why."""
+        self.released: set[str] = set()
+        """Groups that were asked for; somebody else submits jobs for them."""
+        self.elastic = config.layout == "local"
+        """It starts and ends further members of groups itself; else these have jobs of their own."""
+        self.again: dict[str, tuple[str, float, float]] = {}
+        """Groups that could not be brought back yet: why they ended, when, and when they are tried again."""
+        self.done: set[str] = set()
+        self.interrupted = 0
+        self.fenced = False
+        self.each_tick: Callable[[], None] = lambda: None
+        """Called once a round; for what a layout has to look after besides."""
+        self.each_wait: Callable[[], None] = lambda: None
+        """Called before whatever may take long, such as waiting, ending groups, and asking Slurm."""
+        self.epoch = claim_epoch(run, name)
+        self.client: QueueClient | None = None
+        self.lookout: Lookout | None = None
+        self.selector = selectors.DefaultSelector()
+        self.wake_out, self.wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.selector.register(self.wake_out, selectors.EVENT_READ, None)
+
+    def __enter__(self) -> Supervisor:
+        signal.set_wakeup_fd(self.wake_in)
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._interrupt)
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if self.client:
+            self.client.close()
+        # After a bug, or what else nobody has thought of, the next supervisor finds the groups as they are.
+        leaves = self.fenced or (error is not None and not issubclass(error, RelaxError))
+        for group in self.groups.values():
+            if leaves and group.outlives and group.epoch == latest_epoch(self.run, group.name):
+                group.leave()
+            else:
+                group.kill()
+        signal.set_wakeup_fd(-1)
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        self.selector.close()
+        os.close(self.wake_in)
+        os.close(self.wake_out)
+
+    def _interrupt(self, *_: object) -> None:
+        self.interrupted += 1
+
+    # -- the run -----------------------------------------------------------------------------------------------
+
+    def supervise(self) -> Outcome:
+        """Start or take over all groups, and watch them to the end."""
+        self.client = QueueClient(self.run, self.config, self.name, self.epoch)
+        self.lookout = Lookout(self.client, self.config.liveness, self._wake)
+        for name in self.names:
+            self.check_fenced()
+            if name in self.unfit:
+                self.turn_away(name, self.unfit[name])
+            elif name not in self.elsewhere:
+                self.begin(name)
+        while not self.finished():
+            if self.interrupted or requests.asked_to_stop(self.run):
+                return self.stop()
+            self.wait(self.config.liveness.beat_s)
+            self.check_fenced()
+            self.look_after_groups()
+            self.try_again()
+            self.serve_requests()
+            if self.released.issuperset(self.names):
+                return Outcome.RELEASED
+            self.each_tick()
+            self.terminal.show_progress()
+        self.end_hub()
+        return Outcome.FINISHED
+
+    def begin(self, name: str) -> None:
+        """Take over what runs of a group, or start it."""
+        self.each_wait()
+        launcher, epoch = self.launcher(name), latest_epoch(self.run, name)
+        if epoch and (group := launcher.adopt(name, epoch)):
+            self.groups[name] = group
+            self.terminal.say(f"{name}: taken over at epoch {epoch}")
+        elif name == "hub" or not self._all_done(name):
+            # Whoever is not done needs the controller, whatever became of the roles beside it.
+            self.start(name)
+
+    def turn_away(self, name: str, reason: str) -> None:
+        """Not to be started on the nodes that it has; counts as a start, so that this does not go on for ever."""
+        record(self.run, name, claim_epoch(self.run, name), Launch(self.attempt, self.progress()))
+        self._count_failure(name, reason)
+        self.bring_back(name, reason)
+
+    def start(self, name: str) -> None:
+        """Start the next incarnation of a group."""
+        self.again.pop(name, None)
+        epoch = claim_epoch(self.run, name)
+        self.groups[name] = group = self.launcher(name).start(name, epoch, Launch(self.attempt, self.progress()))
+        for member in group.members:
+            self.selector.register(member.pidfd, selectors.EVENT_READ, member)
+        self.terminal.say(f"{name}: started epoch {epoch} ({', '.join(member.role for member in group.members)})")
+
+    def progress(self) -> Progress:
+        return self.lookout.progress if self.lookout else UNKNOWN
+
+    def wait(self, seconds: float) -> None:
+        """Sleep until a process ends, a signal comes or ``seconds`` are over."""
+        self.each_wait()
+        for key, _ in self.selector.select(seconds):
+            if key.data is None:
+                os.read(self.wake_out, 4096)
+
+    def _wake(self) -> None:
+        """Have `wait` return; any thread may call it."""
+        # A full pipe wakes as well, and after the end there is nobody to wake.
+        with contextlib.suppress(OSError):
+            os.write(self.wake_in, b"\0")
+
+    def check_fenced(self) -> None:
+        """FencedError once another supervisor has taken over: it may touch nothing any more."""
+        if (latest := latest_epoch(self.run, self.name)) > self.epoch:
+            self.fenced = True
+            raise FencedError(f"supervisor {latest} has taken over {self.run.root}; this one was {self.epoch}")
+
+    # -- ends of groups ----------------------------------------------------------------------------------------
+
+    def look_after_groups(self) -> None:
+        """Handle every member that is gone, and every one that hangs."""
+        for name, group in list(self.groups.items()):
+            for member in group.ended():
+                if f"{name}/{member.role}" not in self.done and self.groups.get(name) is group:
+                    self.ended(name, member)
+        for name, role, epoch, reason in self.lookout.look(self.groups, self.done):
+            self.hangs(name, role, epoch, reason)
+
+    def ended(self, name: str, member: Member) -> None:
+        """A process is gone: done if it left its mark, else its group goes and comes again."""
+        self.each_wait()
+        self._unwatch(member)
+        mark = self.groups[name].mark(member)
+        if mark.get("status") == "done":
+            self.done.add(f"{name}/{member.role}")
+            return
+        reason = mark.get("reason") or self._unmarked(name, member)
+        self.terminal.say(f"{name}: {reason}" if member.role == name else f"{name}: {member.role}: {reason}")
+        if requests.asked_to_stop(self.run):
+            # The others end it too; this one does at its next round.
+            return
+        if mark.get("code") not in _HOPELESS and self.launcher(name).ending():
+            # Slurm has told the tasks before it tells us, or the actor saw the time limit come.
+            self.interrupted += 1
+        elif mark.get("code") in _HOPELESS:
+            self.give_up(name, reason, mark["code"])
+        else:
+            self.failed(name, reason)
+
+    def _unmarked(self, name: str, member: Member) -> str:
+        """The end of a member that could not say anything itself."""
+        code = member.process.wait(timeout=30) if member.process else 0
+        if code < 0:
+            return f"ended by signal {-code}"
+        return ": ".join([f"ended with code {code} and without a mark", self.groups[name].last_words(member)])
+
+    def hangs(self, name: str, role: str, epoch: int, reason: str) -> None:
+        """A role lives but is of no use: its group is dead, unless that incarnation is another's already."""
+        group = self.groups.get(name)
+        if not role and group is None and "hub" in self.groups:
+            # Its own supervisor may be as dead: at least what it held goes to others.
+            self.terminal.say(f"{name}: {reason}; what epoch {epoch} held is given to others")
+            self.client.submit("down", group=name, epoch=epoch)
+        if group is None or (epoch and epoch != group.epoch):
+            return
+        if role == "controller" and (started := latest_card(self.run, name)) and started.epoch != group.epoch:
+            return
+        self.terminal.say(f"{name}: {role} {reason}, taken for dead")
+        self.failed(name, reason)
+
+    def failed(self, name: str, reason: str) -> None:
+        """End what is left of a group, tell the queue, and have it started again where its policy says."""
+        self.check_fenced()
+        self.forget(name)
+        policy = group_of(self.config, name).on_failure
+        if policy == "stop_run":
+            self.give_up(name, f"{reason}; groups.{name}.on_failure is stop_run", RelaxError.exit_code)
+        self._count_failure(name, reason)
+        self.bring_back(name, reason)
+
+    def bring_back(self, name: str, reason: str) -> None:
+        """Have a group started again as its policy says; later, if what that needs does not answer now."""
+        self.each_wait()
+        now = time.monotonic()
+        _, since, _ = self.again.pop(name, ("", now, now))
+        try:
+            in_place = group_of(self.config, name).on_failure == "restart" and name not in self.unfit
+            if in_place and self.launcher(name).whole(name):
+                self.start(name)
+            else:
+                self.hand_over(name, reason)
+        except (Unavailable, OSError) as error:
+            if now - since > _OUTAGE_S or not getattr(error, "later", True):
+                raise
+            self.again[name] = (reason, since, time.monotonic() + _AGAIN_S)
+            self.terminal.say(f"{name}: cannot be brought back yet, tried again in {_AGAIN_S:.0f} s: {error}")
+
+    def try_again(self) -> None:
+        """Bring back what could not be brought back before."""
+        for name, (reason, _, due) in list(self.again.items()):
+            if time.monotonic() >= due:
+                self.check_fenced()
+                self.bring_back(name, reason)
+
+    def _count_failure(self, name: str, reason: str) -> None:
+        """Give up on a group that goes in circles."""
+        limit = self.config.liveness.max_restarts
+        if (times := fruitless(self.run, name, self.attempt, self.progress())) > limit:
+            text = f"ended {times} times without new samples, steps or checkpoints between"
+            text = f"{text}, allowed liveness.max_restarts={limit}; the last time: {reason}"
+            self.give_up(name, text, EXIT_NO_PROGRESS)
+
+    def hand_over(self, name: str, reason: str) -> None:
+        """Give a group to a job of its own; where that cannot be, start it on what is left."""
+        self.terminal.say(f"{name}: not here any more: {reason}")
+        if job := self.launcher(name).hand_over(name, reason):
+            self.elsewhere[name] = job
+            self.terminal.say(f"{name}: goes on in job {job}")
+        else:
+            self.start(name)
+
+    def replace_elsewhere(self, name: str, reason: str) -> None:
+        """A group that ran in a job of its own has lost that too."""
+        self.terminal.say(f"{name}: {reason}")
+        self._count_failure(name, reason)
+        if not (job := self.launcher(name).hand_over(name, reason)):
+            raise RelaxError(
+                f"{name}: {reason}, and no other job can be had for it: see site.sbatch_on_nodes and spares"
+            )
+        self.elsewhere[name] = job
+
+    def forget(self, name: str) -> None:
+        """End what is left of a group and stop watching it; the queue takes back what it held."""
+        group = self.groups.pop(name)
+        for member in group.members:
+            self._unwatch(member)
+        group.end()
+        self.done -= {f"{name}/{role}" for role in roles_of(self.config, name)}
+        if self.client and name != "hub":
+            self.client.submit("down", group=name, epoch=group.epoch)
+
+    def _unwatch(self, member: Member) -> None:
+        if member.pidfd >= 0 and member.pidfd in self.selector.get_map():
+            self.selector.unregister(member.pidfd)
+
+    def give_up(self, name: str, reason: str, code: int) -> None:
+        """End the run with an error that says where to look; other supervisors of the run end theirs too."""
+        text = f"{name}: {reason} (log: {self.run.logs(name, latest_epoch(self.run, name))})"
+        requests.ask_to_stop(self.run, code, text)
+        raise {EXIT_CONFIG: ConfigError, EXIT_NO_PROGRESS: NoProgressError}.get(code, RelaxError)(text)
+
+    # -- requests ----------------------------------------------------------------------------------------------
+
+    def serve_requests(self) -> None:
+        """Do what commands ask of these groups."""
+        for request in requests.pending(self.run, self._serves):
+            self.terminal.say(f"{request.group}: asked to {request.op}")
+            self._serve(request)
+            requests.answer(self.run, request, done=request.op)
+
+    def _serves(self, name: str) -> bool:
+        """Whether a request about ``name`` is for this supervisor; groups elsewhere have their own."""
+        return name in self.groups or name in self.again or (self.elastic and bool(base_name(name, self.config.groups)))
+
+    def _serve(self, request: Request) -> None:
+        name = request.group
+        if request.op != "start":
+            self.again.pop(name, None)
+        if name in self.groups and request.op != "start":
+            self.end_in_order([name])
+            self.forget(name)
+        if request.op in ("start", "restart") and name not in self.groups:
+            self.names += [name] if name not in self.names else []
+            self.start(name)
+        elif request.op == "release" and self.elastic:
+            self.names.remove(name)
+        elif request.op == "release":
+            self.launcher(name).hand_over(name, RELEASED)
+            self.elsewhere[name] = ""
+            self.released.add(name)
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    def finished(self) -> bool:
+        """Every role of these groups but the controller is done; with the hub here, of all groups of the run."""
+        if not all(self._all_done(name) for name in self.names):
+            return False
+        return "hub" not in self.names or all(self._left(name) for name in self._others())
+
+    def _all_done(self, name: str) -> bool:
+        roles = {f"{name}/{role}" for role in roles_of(self.config, name)} - {"hub/controller"}
+        if name not in self.groups:
+            self.done |= {key for key in roles - self.done if is_done(self.run, name, key.partition("/")[2])}
+        return roles <= self.done
+
+    def _others(self) -> list[str]:
+        """Groups of the run that are supervised elsewhere."""
+        return [name for name in members_of(self.run, self.config) if name not in self.groups]
+
+    def _left(self, name: str) -> bool:
+        """Whether a group that is supervised elsewhere needs the hub no more."""
+        gone = self.run.finished.exists() and last_beat_s(self.run, name) > self.config.liveness.lease_s
+        return gone or all_ended(self.run, self.config, name)
+
+    def end_hub(self) -> None:
+        """All others are done: let the controller flush and go."""
+        if "hub" in self.groups:
+            self.end_in_order(["hub"])
+        self.terminal.show_progress()
+
+    def stop(self) -> Outcome:
+        """Asked to end early: the actor saves at its next step's edge, then everything goes."""
+        self.check_fenced()
+        asked = requests.asked_to_stop(self.run)
+        self.terminal.say(f"stopping: {asked['reason']}" if asked else "stopping; a second signal stops at once")
+        names = [*self.groups, *(self._others() if asked else [])]
+        for part in self._stop_order(names):
+            self.end_in_order(part)
+            for name in set(part) & self.groups.keys():
+                self.forget(name)
+        self.terminal.say("stopped")
+        return Outcome.STOPPED if asked else Outcome.INTERRUPTED
+
+    def end_in_order(self, names: list[str]) -> None:
+        """Ask groups to end, and wait for it; one more signal, or a deadline, cuts the waiting short."""
+        signals = self.interrupted
+        for name in set(names) & self.groups.keys():
+            self.groups[name].ask_to_end()
+        deadline = time.monotonic() + self.config.liveness.stop_timeout_s
+        while any(map(self._lives, names)) and self.interrupted == signals and time.monotonic() < deadline:
+            self.wait(_STOP_LOOK_S)
+
+    def _lives(self, name: str) -> bool:
+        group = self.groups.get(name)
+        return group.alive() if group else not all_ended(self.run, self.config, name)
+
+    def _stop_order(self, names: list[str]) -> list[list[str]]:
+        """The actor while it can still be fed, then the others together, the hub last."""
+        actors = [name for name in names if name != "hub" and "actor" in group_of(self.config, name).roles]
+        others = [name for name in names if name not in (*actors, "hub")]
+        return [actors, others, ["hub"] if "hub" in names else []]

@@ -1,0 +1,88 @@
+"""Which address and interface a process of a group uses, so that nothing listens where it need not."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+import psutil
+
+from relax_hpc.config.groups import group_of
+from relax_hpc.config.schema import Config
+from relax_hpc.errors import ConfigError
+
+LOOPBACK = "127.0.0.1"
+
+
+def interface_address(interface: str) -> str:
+    """The IPv4 address of ``interface`` on this host. ConfigError, naming those that there are, if it has none."""
+    found = _addresses()
+    if interface not in found:
+        raise ConfigError(
+            f"site.interface: found {interface!r}, allowed on host {socket.gethostname()}: {_listed(found)} "
+            "(interfaces with an IPv4 address; groups.<name>.interface goes before site.interface)"
+        )
+    return found[interface]
+
+
+def own_address(config: Config, group: str) -> str:
+    """Where the other processes of the run reach this one: loopback in the local layout, else its interface's address.
+
+    Without a configured interface it is the address of the host's own name. ConfigError if that is none which other
+    hosts could reach.
+    """
+    if config.layout == "local":
+        return LOOPBACK
+    if interface := _interface(config, group):
+        return interface_address(interface)
+    host = socket.gethostname()
+    try:
+        address = socket.gethostbyname(host)
+    except OSError:
+        address = ""
+    if not address or ipaddress.ip_address(address).is_loopback:
+        found = f"resolves to {address}, which other hosts cannot reach" if address else "does not resolve"
+        raise ConfigError(
+            f"site.interface: found none, and the name of host {host} {found}; "
+            f"set it to the network between the nodes, here one of: {_listed(_addresses())}"
+        )
+    return address
+
+
+def library_environment(config: Config, group: str) -> dict[str, str]:
+    """Environment variables that keep gloo, NCCL's bootstrap and Open MPI on the configured interface.
+
+    UCX is left alone: it takes devices (mlx5_0:1), and an interface's name would keep it from RDMA; see site.env.
+    Without an interface there are none: gloo then takes the address of the host's own name, as `own_address` does.
+    What site.env or the group's env sets is left alone.
+    """
+    interface = _interface(config, group)
+    if config.layout == "local" or not interface:
+        return {}
+    names = {
+        "GLOO_SOCKET_IFNAME": interface,
+        # Without "=" NCCL takes every interface whose name begins so.
+        "NCCL_SOCKET_IFNAME": f"={interface}",
+        "OMPI_MCA_btl_tcp_if_include": interface,
+        "OMPI_MCA_oob_tcp_if_include": interface,
+    }
+    chosen = config.site.env.keys() | group_of(config, group).env.keys()
+    return {name: value for name, value in names.items() if name not in chosen}
+
+
+def _interface(config: Config, group: str) -> str:
+    return group_of(config, group).interface or config.site.interface
+
+
+def _addresses() -> dict[str, str]:
+    """Interface -> its first IPv4 address."""
+    found: dict[str, str] = {}
+    for name, addresses in psutil.net_if_addrs().items():
+        for one in addresses:
+            if one.family == socket.AF_INET:
+                found.setdefault(name, one.address)
+    return found
+
+
+def _listed(found: dict[str, str]) -> str:
+    return ", ".join(f"{name} ({address})" for name, address in sorted(found.items())) or "none"

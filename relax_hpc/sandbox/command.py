@@ -1,0 +1,138 @@
+"""`relax-hpc sandbox VERB`: the sandbox on the command line."""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from relax_hpc.errors import EXIT_DONE, EXIT_RETRY, ConfigError, RelaxError
+from relax_hpc.sandbox import cluster, options
+from relax_hpc.sandbox.cluster import Sandbox
+from relax_hpc.sandbox.options import Options
+
+VERBS = {
+    "up": "start it, or what does not run of it",
+    "down": "cancel its jobs and stop it; the files stay",
+    "status": "show daemons and nodes; exit code 0 only if all is up",
+    "kill-node": "power loss of NODE: kill -9 of all that runs on it",
+    "start-node": "power NODE on again",
+    "restart": "kill slurmctld and every slurmd and start them again; running jobs go on",
+}
+USAGE = "VERB [NODE] [DIR] [--nodes N] [--cpus N] [--memory MB] [--gpus N] [--down] [--extra LINE]..."
+DESCRIPTION = "A private, real Slurm of several nodes on this machine, without root. Verbs: " + "; ".join(
+    f"{verb}: {what}" for verb, what in VERBS.items()
+)
+_HELP = {
+    "nodes": "nodes (up)",
+    "cpus": "CPUs a node claims to have (up)",
+    "memory": "MB a node claims to have (up)",
+    "gpus": "GPUs a node claims to have; they are /dev/null (up)",
+    "slurmd_timeout": "seconds of silence after which a node is down (up)",
+    "kill_wait": "seconds between SIGTERM and SIGKILL of a job (up)",
+    "cred_expire": "seconds a job's credential lives; a requeue takes 2 more (up)",
+    "port": "first of 64 ports; 0: free ones (up)",
+}
+
+
+def default_folder() -> Path:
+    """Where the sandbox is when no DIR is given: one a user."""
+    return Path(tempfile.gettempdir()) / f"relax-sandbox-{getpass.getuser()}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what `main` takes; options that are not given stay None, or are absent."""
+    parser.add_argument("verb", metavar="VERB", help=", ".join(VERBS))
+    parser.add_argument(
+        "words", nargs="*", metavar="[NODE] [DIR]", help=f"DIR: the folder (default {default_folder()})"
+    )
+    for name, text in _HELP.items():
+        metavar = "MB" if name == "memory" else "N"
+        default = getattr(Options(), name)
+        parser.add_argument(f"--{name}", type=int, metavar=metavar, help=f"{text}; {default} unless it had another")
+    parser.add_argument("--extra", action="append", metavar="LINE", help="one more line of slurm.conf (up)")
+    parser.add_argument("--down", action="store_true", help="tell slurmctld at once that NODE is down (kill-node)")
+
+
+def main(verb: str, words: Sequence[str] = (), *, down: bool = False, **given: Any) -> int:
+    """Do `verb` of VERBS on [NODE] [DIR] in `words`; `given` are Options by name, None where not given.
+
+    Returns the exit code. RelaxError and its kinds: see the functions of `cluster`.
+    """
+    if verb not in VERBS:
+        raise ConfigError(f"sandbox: {verb}: unknown verb, allowed: {', '.join(VERBS)}")
+    changes = {name: value for name, value in given.items() if value is not None}
+    if changes and verb != "up":
+        raise ConfigError(f"sandbox: {verb}: takes no --{next(iter(changes))}, only up does")
+    if down and verb != "kill-node":
+        raise ConfigError(f"sandbox: {verb}: takes no --down, only kill-node does")
+    node, folder = _places(verb, words)
+    if verb == "up":
+        return _up(folder, changes)
+    if verb == "down":
+        cluster.down(folder)
+        return EXIT_DONE
+    return _on(verb, cluster.load(folder), node, down)
+
+
+def _places(verb: str, words: Sequence[str]) -> tuple[str, Path]:
+    """NODE, empty for verbs without one, and DIR."""
+    places = list(words)
+    takes_node = verb.endswith("-node")
+    if takes_node and not places:
+        raise ConfigError(f"sandbox: {verb}: found no NODE, give one, as in `{verb} node1`")
+    node = places.pop(0) if takes_node else ""
+    if len(places) > 1:
+        raise ConfigError(f"sandbox: {verb}: found {' '.join(places)}, allowed one DIR")
+    return node, Path(places[0]).expanduser().resolve() if places else default_folder()
+
+
+def _up(folder: Path, changes: dict[str, Any]) -> int:
+    unknown = sorted(set(changes) - {item.name for item in fields(Options)})
+    if unknown:
+        raise ConfigError(f"sandbox: up: unknown option {unknown[0]}")
+    if "extra" in changes:
+        changes["extra"] = tuple(changes["extra"])
+    saved = options.load(folder / "options.json") or Options()
+    sandbox = cluster.up(folder, replace(saved, **changes))
+    print(f"{len(sandbox.nodes)} nodes are up in {sandbox.folder}")
+    print(f"use them:  source {sandbox.folder}/env.sh; sinfo")
+    print(f"run there: relax-hpc ... --config {sandbox.site}")
+    return EXIT_DONE
+
+
+def _on(verb: str, sandbox: Sandbox, node: str, down: bool) -> int:
+    if verb == "kill-node":
+        print("killed:", *sandbox.kill_node(node, down=down))
+    elif verb == "start-node":
+        sandbox.start_node(node)
+    elif verb == "restart":
+        sandbox.restart()
+    else:
+        return _status(sandbox)
+    return EXIT_DONE
+
+
+def _status(sandbox: Sandbox) -> int:
+    for name, pid in sandbox.daemons().items():
+        print(f"{name:16} {f'up, pid {pid}' if pid else 'DOWN'}")
+    for name, state in sandbox.node_states().items():
+        print(f"{name:16} {state}")
+    return EXIT_DONE if sandbox.is_up() else EXIT_RETRY
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """One command line, errors as one line on standard error."""
+    parser = argparse.ArgumentParser("python -m relax_hpc.sandbox", f"%(prog)s {USAGE}", DESCRIPTION)
+    add_arguments(parser)
+    given = vars(parser.parse_args(argv))
+    try:
+        return main(given.pop("verb"), given.pop("words"), **given)
+    except RelaxError as error:
+        print(f"sandbox: error: {str(error).removeprefix('sandbox: ')}", file=sys.stderr)
+        return error.exit_code

@@ -1,0 +1,103 @@
+"""What a sandbox looks like: the options a user may give, their ranges, and where they are kept."""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+
+from relax_hpc.errors import ConfigError
+
+MAX_NODES = 60
+"""More would not fit into a folder's block of ports."""
+_BLOCK, _FIRST, _BLOCKS = 64, 20000, 190
+"""Ports a sandbox takes, the first block's first port, and blocks; all lie below the kernel's ephemeral ports."""
+_MAX_FOLDER = 64
+"""Bytes of a folder's path, so that the sockets of munge and of the steps below it stay under the kernel's 107."""
+
+
+def _option(default: int, low: int, high: int) -> int:
+    return field(default=default, metadata={"low": low, "high": high})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Size and timing of a sandbox. ConfigError names a value out of its range.
+
+    >>> Options(nodes=2).node_names
+    ('node1', 'node2')
+    """
+
+    nodes: int = _option(4, 1, MAX_NODES)
+    cpus: int = _option(8, 1, 1024)
+    """CPUs that each node claims to have, whatever the machine has."""
+    memory: int = _option(4000, 100, 10_000_000)
+    """MB that each node claims to have."""
+    gpus: int = _option(2, 0, 64)
+    """GPUs that each node claims to have: links to /dev/null that Slurm counts and hands out."""
+    slurmd_timeout: int = _option(10, 2, 3600)
+    """Seconds after which Slurm takes a silent node for dead."""
+    kill_wait: int = _option(3, 1, 3600)
+    """Seconds between SIGTERM and SIGKILL of a job that has to go."""
+    cred_expire: int = _option(8, 2, 3600)
+    """Life of a job's credential in seconds; a requeued job starts about 2 s after it."""
+    port: int = _option(0, 0, 65535 - _BLOCK)
+    """First of 64 ports; 0: a free block, drawn from the folder's name."""
+    extra: tuple[str, ...] = ()
+    """Further lines of slurm.conf; one for a setting that is there already takes its place."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value, low, high = getattr(self, item.name), item.metadata.get("low"), item.metadata.get("high")
+            if low is not None and not low <= value <= high:
+                raise ConfigError(f"sandbox: {item.name}: found {value}, allowed {low} to {high}")
+        for line in self.extra:
+            if not re.match(r"\w+=", line) or "\n" in line:
+                raise ConfigError(f"sandbox: extra: found {line!r}, allowed one line of slurm.conf, as in 'KillWait=5'")
+
+    @property
+    def node_names(self) -> tuple[str, ...]:
+        return tuple(f"node{number}" for number in range(1, self.nodes + 1))
+
+    def node_port(self, node: str) -> int:
+        """Where the slurmd of `node` listens; slurmctld has `port` itself."""
+        return self.port + 1 + self.node_names.index(node)
+
+
+def save(options: Options, path: Path) -> None:
+    """Write `options` as JSON."""
+    path.write_text(json.dumps(asdict(options), indent=1) + "\n", encoding="utf-8")
+
+
+def load(path: Path) -> Options | None:
+    """What was saved at `path`; None if nothing was."""
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ConfigError(f"{path}: found no valid JSON ({error}), remove the file and call up again") from None
+    known = {item.name for item in fields(Options)}
+    if not isinstance(saved, dict) or not set(saved) <= known:
+        raise ConfigError(f"{path}: found unknown options, remove the file and call up again")
+    return replace(Options(), **saved | {"extra": tuple(saved.get("extra", ()))})
+
+
+def check_folder(folder: Path) -> None:
+    """ConfigError unless Slurm can live in `folder`, an absolute path."""
+    size = len(str(folder).encode())
+    if size > _MAX_FOLDER:
+        raise ConfigError(
+            f"sandbox: folder: found {folder} of {size} bytes, allowed {_MAX_FOLDER}: the kernel takes no unix socket "
+            "with a longer path; choose a folder such as /tmp/sandbox"
+        )
+    if not re.fullmatch(r"/[\w./+-]+", str(folder), re.ASCII):
+        raise ConfigError(f"sandbox: folder: found {str(folder)!r}, allowed letters, digits and . _ + - / (slurm.conf)")
+
+
+def port_blocks(folder: Path) -> list[int]:
+    """First ports of all blocks, the one that the folder's name points to first."""
+    start = zlib.crc32(str(folder).encode())
+    return [_FIRST + (start + step) % _BLOCKS * _BLOCK for step in range(_BLOCKS)]

@@ -1,0 +1,331 @@
+"""Where requests are taken: each is checked, journaled, applied and answered; no sockets here.
+
+A handler's name is ``_do_`` and the operation; the annotations of its arguments are the operation's schema. It returns
+the answer, or raises Parked with what the request waits for. Requests are idempotent: a client that lost the reply,
+or its controller, asks again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from relax_hpc.errors import RelaxError
+from relax_hpc.transfer_queue import rules
+from relax_hpc.transfer_queue.journal import Journal
+from relax_hpc.transfer_queue.parking import Parking
+from relax_hpc.transfer_queue.plan import NEEDED, Plan
+from relax_hpc.transfer_queue.records import OBSERVER_EPOCH, Owner
+from relax_hpc.transfer_queue.requests import Refused, Request, Schema, check_size, rows_of
+from relax_hpc.transfer_queue.shard import check_name
+from relax_hpc.transfer_queue.state import QueueState
+from relax_hpc.transfer_queue.stock import ADMISSION, DISK, NEWS, rows_for
+from relax_hpc.versions import Version
+
+_FOR_OBSERVERS = ("beat", "status", "checkpoints")
+
+
+class Parked(Exception):
+    """A request cannot be answered yet: what it waits for, why in words, and whether nobody who waits for it can be."""
+
+    def __init__(self, topic: str, why: str = "", common: bool = False) -> None:
+        super().__init__(topic)
+        self.topic, self.why, self.common = topic, why, common
+
+
+class BrokenStateError(RelaxError):
+    """A record could not be applied after it was checked: only a replay of the journal gives a state to go on with."""
+
+
+class Desk:
+    """`on_report(role, step, values, seconds)` receives what roles report (the hub writes metrics)."""
+
+    def __init__(self, plan: Plan, epoch: int, state: QueueState, journal: Journal) -> None:
+        self.plan, self.epoch, self.state, self.journal = plan, epoch, state, journal
+        self.parking = Parking()
+        self.beats: dict[str, dict[str, Any]] = {}
+        self.refused_frames = 0
+        self.on_report: Callable[[str, int, dict[str, float], dict[str, float]], None] = lambda *_: None
+        self.on_resume: Callable[[int], None] = lambda _: None
+
+    def handle(self, request: Request) -> Any:
+        """The answer. Refused or Parked: there is none, or not yet."""
+        schema = SCHEMAS.get(request.op)
+        if schema is None:
+            raise Refused("refused", f"unknown request {request.op!r:.40}")
+        group, epoch = request.owner
+        if epoch == OBSERVER_EPOCH and request.op not in _FOR_OBSERVERS:
+            raise Refused("refused", f"{request.op}: not for an observer, allowed {', '.join(_FOR_OBSERVERS)}")
+        if lowest := self.state.over(request.owner) if epoch != OBSERVER_EPOCH else 0:
+            raise Refused("fenced", f"{group} epoch {epoch} is over: only epoch {lowest} or later may go on")
+        if complaint := schema.complaint(request.args):
+            raise Refused("refused", f"{request.op}: malformed arguments: {complaint}")
+        if epoch > self.state.epochs.get(group, 0):
+            self._record(op="register", group=group, epoch=epoch)
+        try:
+            return getattr(self, "_do_" + request.op)(request, **request.args)
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            text = f"{request.op}: malformed arguments: {type(error).__name__}: {error}"
+            raise Refused("refused", text) from error
+
+    def _record(self, **record: Any) -> None:
+        try:
+            self.state.apply(record)
+        except Exception as error:
+            # It is not journaled: its replay would fail for ever.
+            raise BrokenStateError(f"{record['op']}: cannot be applied: {type(error).__name__}: {error}") from error
+        self.journal.append(record)
+
+    # -- groups ------------------------------------------------------------------------------------------------
+
+    def _do_beat(self, request: Request, member: str, holds: list[str] = (), **about: Any) -> Any:
+        """Of the shards that the client ``holds`` in memory, all of them put, those that nobody needs any more."""
+        group, epoch = request.owner
+        check_size("beat", about)
+        if epoch:
+            self.beats[f"{group}/{member}"] = {"group": group, "epoch": epoch, **about, "at": time.monotonic()}
+        known = self.state.shelf.numbers
+        return {"free": [name for name in holds if name not in known]}
+
+    def _do_down(self, request: Request, group: str, epoch: int) -> Any:
+        """The supervisor saw an incarnation end."""
+        self._record(op="down", group=group, epoch=epoch)
+        self.parking.drop((group, epoch))
+        self.beats = {name: b for name, b in self.beats.items() if (b["group"], b["epoch"]) != (group, epoch)}
+        return {}
+
+    # -- rows --------------------------------------------------------------------------------------------------
+
+    def _do_admit(self, request: Request, reader: str, count: int) -> Any:
+        """Tickets that the engine ``reader`` may start with the version it serves."""
+        state, (_, version) = self.state, self.state.readers.get(reader, (None, None))
+        tickets = state.admissions.recall(request.key)
+        if tickets is None and version and (tickets := rules.admissible(state, version, count)):
+            owner = list(request.owner)
+            self._record(op="admit", owner=owner, key=request.key, tickets=tickets, version=str(version))
+        if tickets:
+            return {"tickets": tickets, "attempts": [state.groups[ticket].attempt for ticket in tickets]}
+        if state.finished():
+            return {"finished": True}
+        raise Parked(ADMISSION, *rules.why_not(state, version))
+
+    def _do_fail(self, request: Request, ticket: int, attempt: int, reason: str) -> Any:
+        group = self.state.groups[ticket]
+        if group.owner == request.owner and group.attempt == attempt:
+            self._record(op="fail", ticket=ticket, reason=reason)
+        return {"attempt": self.state.groups[ticket].attempt}
+
+    def _do_put(
+        self, request: Request, shard: dict, rows: list[dict], fields: list[str], lease: int = 0, saved: bool = True
+    ) -> Any:
+        """Rows of a new shard. Not ``saved``, they can be read, and count once `saved` names the shard."""
+        if (refused := self.state.puts.recall(request.key)) is not None:
+            return {"refused": refused}
+        if check_name(shard["name"]) in self.state.shelf.numbers:
+            raise Refused("refused", f"put: the queue has a shard {shard['name']}; a name is used once")
+        held = self.state.leases.get(lease)
+        self._check_fields(fields, lease, held.task if held else "")
+        check_size("put: shard", shard)
+        groups, owner = rows_of(rows, fields), request.owner
+        refused = rules.refusals(self.state, owner, groups, lease)
+        taken = [(ticket, width, codes) for ticket, _, width, codes in groups if ticket not in refused]
+        about = {"owner": list(owner), "lease": lease if held and held.owner == owner else 0, "saved": saved}
+        self._record(op="put", key=request.key, shard=shard, rows=taken, fields=fields, refused=refused, **about)
+        return {"refused": refused}
+
+    def _check_fields(self, fields: list[str], lease: int, task: str) -> None:
+        """Generated rows come whole and without a lease; a task adds what it gives, and perhaps more."""
+        if ("token_ids" in fields) == bool(lease):
+            raise Refused("refused", f"put: {fields} {'with' if lease else 'without'} a lease")
+        needed = self.plan.tasks[task].gives if task else () if lease else NEEDED
+        if (task and not needed) or not set(needed).issubset(fields):
+            raise Refused("refused", f"put: {task or 'generated rows'}: found {fields}, needed {list(needed)}")
+
+    def _do_saved(self, request: Request, names: list[str]) -> Any:
+        """The shards ``names``, all of them put by this incarnation, are on disk: their rows count."""
+        shelf = self.state.shelf
+        numbers = {shelf.numbers[name] for name in names if name in shelf.numbers}
+        if others := [name for name in names if name in shelf.numbers and not self._made(request.owner, name)]:
+            raise Refused("refused", f"saved: {others[0]} was put by another incarnation")
+        if waited := sorted(number for number in numbers if shelf.shards[number].unsaved):
+            self._record(op="saved", shards=waited)
+        # Of shards that nobody needs any more the files came too late to be removed with the others.
+        shelf.garbage += [check_name(name) for name in names if name not in shelf.numbers]
+        return {}
+
+    def _made(self, owner: Owner, name: str) -> bool:
+        return self.state.shards[self.state.shelf.numbers[name]].owner == owner
+
+    def _do_claim(self, request: Request, task: str, budget: int, boundary: int) -> Any:
+        state = self.state
+        if task not in state.tasks or boundary < 1:
+            allowed = f"a task ({', '.join(state.tasks)}) and a boundary of at least 1"
+            raise Refused("refused", f"claim: found {task!r:.40} and {boundary}, allowed {allowed}")
+        number = state.lease_keys.get(request.key, 0)
+        if number and not state.leases[number].tickets:
+            # Asked again after everything in it was dropped.
+            self._record(op="release", lease=number)
+            number = 0
+        if not number:
+            tickets = state.claimable(task, budget, boundary)
+            if not tickets and state.finished():
+                return {"finished": True}
+            if not tickets:
+                raise Parked(rows_for(task), common=not state.tasks[task].in_order)
+            number = state.next_lease
+            owner, key = list(request.owner), request.key
+            self._record(op="claim", task=task, owner=owner, key=key, number=number, tickets=list(tickets))
+        return self._describe(number)
+
+    def _describe(self, number: int) -> dict[str, Any]:
+        """A lease as its holder needs it: the tickets and the shards where their rows lie."""
+        tickets = self.state.leases[number].tickets
+        shards: dict[int, list[int]] = {}
+        for ticket in tickets:
+            for shard, _ in self.state.groups[ticket].parts:
+                shards.setdefault(shard, []).append(ticket)
+        step = self.plan.step_of(tickets[0]) if tickets else 0
+        return {
+            "lease": number,
+            "step": step,
+            "tickets": list(tickets),
+            "shards": [{**self.state.shards[n].descriptor, "tickets": shards[n]} for n in sorted(shards)],
+            "min_version": 0 if self.plan.max_staleness else step,
+        }
+
+    def _do_release(self, request: Request, lease: int) -> Any:
+        """The holder cannot use what it has claimed."""
+        held = self.state.leases.get(lease)
+        if held and held.owner == request.owner:
+            self._record(op="release", lease=lease)
+        return {}
+
+    # -- training ----------------------------------------------------------------------------------------------
+
+    def _do_settled(self, request: Request, leases: list[int]) -> Any:
+        """What of its leases the asking group still holds, once all of that is on disk: nothing can take it away then.
+
+        An actor asks before it changes its weights; rows that were lost with their maker cost no more than gradients.
+        """
+        held = [self.state.leases.get(lease) for lease in leases]
+        mine = [found for found in held if found and found.owner == request.owner]
+        if any(not self.state.safe(found.tickets, self.state.tasks[found.task].needs) for found in mine):
+            raise Parked(DISK, "rows are not saved yet")
+        return {"tickets": sorted(ticket for found in mine for ticket in found.tickets)}
+
+    def _do_trained(self, request: Request, step: int, leases: list[int]) -> Any:
+        """Training step ``step`` was done; answered when all its rows are on disk."""
+        if step >= self.state.trained_steps:
+            self._check_trained(request.owner, step, leases)
+            if not self.state.safe(self.state.tickets_of(step), self.state.tasks["actor"].needs):
+                raise Parked(DISK, f"rows of step {step} are not saved yet")
+            self._record(op="trained", step=step, leases=leases)
+        return {"staleness": self.state.staleness(step)}
+
+    def _check_trained(self, owner: Owner, step: int, leases: list[int]) -> None:
+        """Step t is trained on exactly the tickets of t, all of them held by this actor."""
+        held = [self.state.leases.get(lease) for lease in leases]
+        mine = [found is not None and (found.task, found.owner) == ("actor", owner) for found in held]
+        lost = [lease for lease, found in zip(leases, mine, strict=True) if not found]
+        tickets = sorted(ticket for found in held if found for ticket in found.tickets)
+        expected = self.state.trained_steps
+        if step != expected or lost or tickets != list(self.state.tickets_of(step)):
+            raise Refused(
+                "refused", f"trained: step {step} (expected {expected}) with tickets {tickets}, leases lost: {lost}"
+            )
+
+    def _do_resume(self, request: Request, step: int) -> Any:
+        if not 0 <= step <= self.plan.steps:
+            raise Refused("refused", f"resume: step {step}, the run has {self.plan.steps}")
+        if not self.state.lineage or self.state.lineage[-1][0] < request.owner[1]:
+            self._record(op="resume", epoch=request.owner[1], step=step)
+            self.on_resume(step)
+        return {}
+
+    def _do_checkpoints(self, request: Request) -> Any:
+        return {"checkpoints": self.state.checkpoints}
+
+    def _do_checkpoint(self, request: Request, step: int, name: str, digest: str) -> Any:
+        point = {"step": step, "epoch": request.owner[1], "name": name, "digest": digest}
+        if point not in self.state.checkpoints:
+            if not 0 <= step <= self.state.trained_steps:
+                raise Refused("refused", f"checkpoint: step {step}, trained are {self.state.trained_steps}")
+            self._record(op="checkpoint", **point)
+        return {}
+
+    # -- weights -----------------------------------------------------------------------------------------------
+
+    def _do_publish(self, request: Request, version: str, digest: str) -> Any:
+        found = Version.parse(version)
+        if found.epoch != request.owner[1]:
+            raise Refused("fenced", f"publish: version {version} is not of actor epoch {request.owner[1]}")
+        if found not in self.state.published:
+            self._record(op="publish", version=version, digest=digest)
+        if retire := [str(old) for old in self.state.retirable()]:
+            self._record(op="retire", versions=retire)
+        return {"keep": [str(kept) for kept in self.state.published]}
+
+    def _do_next_version(self, request: Request, after: str) -> Any:
+        """The newest published version once it is above ``after``."""
+        if newest := self.state.newer(Version.parse(after)):
+            return {"version": str(newest), "digest": self.state.published[newest]}
+        if self.state.finished():
+            return {"finished": True}
+        raise Parked(NEWS)
+
+    def _do_serve(self, request: Request, reader: str, version: str) -> Any:
+        found = Version.parse(version)
+        self._record(op="serve", reader=reader, owner=list(request.owner), version=version)
+        due = self.state.in_lineage(found) and self.plan.eval_due(self.state.evaluated, found.number)
+        return {"eval_due": due}
+
+    def _do_evaluated(self, request: Request, version: int, values: dict[str, float]) -> Any:
+        """Counts once, if the asking group still serves that number in the lineage: it may be rolled back by now."""
+        served = [found for owner, found in self.state.readers.values() if owner == request.owner]
+        first = version > self.state.evaluated
+        if first and any(found.number == version and self.state.in_lineage(found) for found in served):
+            self._record(op="evaluated", version=version)
+            self.on_report("eval", version, values, {})
+        return {}
+
+    # -- telling -----------------------------------------------------------------------------------------------
+
+    def _do_note(self, request: Request, what: str, name: str, reason: str) -> Any:
+        """Count something that went wrong outside of a ticket: an engine's fault, a broken line of a prompt file."""
+        self._record(op="note", what=what, name=name, reason=reason)
+        return {}
+
+    def _do_report(
+        self, request: Request, role: str, step: int, values: dict[str, float], seconds: dict[str, float]
+    ) -> Any:
+        self.on_report(role, step, values, seconds)
+        return {}
+
+    def _do_status(self, request: Request) -> Any:
+        state, now = self.state, time.monotonic()
+        beats = {name: {**beat, "age_s": now - beat["at"]} for name, beat in self.beats.items()}
+        return {
+            "trained_steps": state.trained_steps,
+            "accepted": state.accepted,
+            "steps": self.plan.steps,
+            "newest": str(state.newest) if state.newest else "",
+            "readers": {name: str(version) for name, (_, version) in state.readers.items()},
+            "depth": state.depth(),
+            "oldest_s": {"generating": state.generating.oldest_s(), "ready": state.untrained.oldest_s()},
+            "untrained_bytes": state.shelf.untrained_bytes,
+            "dropped": dict(state.dropped),
+            "noted": dict(state.noted),
+            "refused_frames": self.refused_frames,
+            "checkpoints": state.checkpoints,
+            "epochs": state.epochs,
+            "beats": beats,
+            "finished": state.finished(),
+            "waiting": [": ".join(filter(None, (r.owner[0], r.op, r.why))) for r in self.parking],
+        }
+
+
+SCHEMAS = {
+    name.removeprefix("_do_"): Schema(handler) for name, handler in vars(Desk).items() if name.startswith("_do_")
+}
+"""By operation."""

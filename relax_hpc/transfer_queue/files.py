@@ -1,0 +1,36 @@
+"""Shards as files of one folder on the shared filesystem: always there, readable by every node, and by anyone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from relax_hpc.transfer_queue import hdf5
+from relax_hpc.transfer_queue.schema import Row
+from relax_hpc.transfer_queue.shard import check_name
+
+
+class ShardFiles:
+    """Durable, they survive a power loss from the moment that they are written."""
+
+    def __init__(self, folder: Path, durable: bool = True) -> None:
+        self.folder, self.durable = folder, durable
+        self._open: dict[str, dict[str, Row]] = {}
+
+    def write(self, name: str, record: memoryview) -> dict[str, Any]:
+        """Write what `shard.pack` made under ``name`` by rename; the descriptor by which others read it."""
+        check_name(name)
+        columns = hdf5.columns_of(record)
+        hdf5.write(self.folder / name, columns, {**columns.origin, "run": str(self.folder.parents[1])}, self.durable)
+        return {"name": name, "bytes": len(record)}
+
+    def read(self, descriptor: dict[str, Any]) -> dict[str, Row]:
+        """Rows of a shard by sample id, mapped; ShardError if the file is missing or not whole."""
+        name = check_name(descriptor["name"])
+        if name not in self._open:
+            self._open[name] = hdf5.read(self.folder / name)
+        return self._open[name]
+
+    def forget(self, keep: set[str]) -> None:
+        """Drop the mappings of all shards that are not in ``keep``."""
+        self._open = {name: rows for name, rows in self._open.items() if name in keep}

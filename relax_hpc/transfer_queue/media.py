@@ -1,0 +1,206 @@
+"""Media of prompts: stored once by content, named in the `spans` of samples, freed with the last row that names them.
+
+A blob lies in <run>/queue/media/ under the hash of its bytes, so all samples of a prompt group, and all groups of the
+same prompt, share it. Whoever makes a row puts its media first; the controller keeps what its rows name::
+
+    store = MediaStore(run.root / "queue" / "media")
+    media_id = store.put(pixels)                                 # in rollout, once per prompt group
+    row["spans"] = [{"kind": "image", "start": 3, "length": 64, "media_id": media_id}]
+    check_media(row)                                             # before the put, and again in the trainer
+    pixels = store.read(media_id)                                # in the trainer
+    store.keep(ids)                                              # in the controller, now and then
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import re
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+
+from relax_hpc.rundir import sync_directory, write_atomic
+from relax_hpc.transfer_queue.schema import BadRow, Row
+
+KINDS = ("image", "video", "audio")
+_ID = re.compile(r"[0-9a-f]{64}")
+_GOING = ".going-"
+"""Before the name of a blob that `keep` is about to remove."""
+
+
+class MediaError(OSError):
+    """A blob that is missing, damaged or too large; the message names it."""
+
+
+class BadMedia(BadRow):
+    """A row whose media do not fit its tokens; ``reason`` is what its drop is counted under."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def check_id(media_id: object) -> str:
+    """``media_id``, if it is the hash of some content: 64 lower-case hex digits; else MediaError."""
+    if not isinstance(media_id, str) or not _ID.fullmatch(media_id):
+        raise MediaError(f"media id {str(media_id)[:80]!r}: expected the 64 lower-case hex digits that put() returns")
+    return media_id
+
+
+class MediaStore:
+    """Blobs of one run. Any number of processes may put, read and keep at the same time."""
+
+    def __init__(self, folder: Path, durable: bool = True, max_bytes: int = 1 << 30, grace_s: float = 3600.0) -> None:
+        """``max_bytes``: of one blob. ``grace_s``: a blob stays so long after its last put, whoever names it."""
+        self.folder, self.durable, self.max_bytes, self.grace_s = folder, durable, max_bytes, grace_s
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def put(self, data: bytes | memoryview | np.ndarray) -> str:
+        """Store the bytes of ``data`` unless they are there, and say under which id; MediaError if they are too many.
+
+        The row that names the id must be accepted within ``grace_s``, or its media put again.
+        """
+        view = memoryview(data)
+        if not 0 < view.nbytes <= self.max_bytes:
+            raise MediaError(f"media of {view.nbytes} bytes, allowed 1 to {self.max_bytes}; shrink it before the run")
+        blob = (view if view.c_contiguous else memoryview(view.tobytes())).cast("B")
+        media_id = _hash(blob)
+        if not self._is_there(media_id):
+            write_atomic(self.folder / media_id, blob, sync=self.durable)
+        return media_id
+
+    def _is_there(self, media_id: str) -> bool:
+        """Whether the blob is stored whole; if so its grace begins again, and it is as durable as a fresh one."""
+        path = self.folder / media_id
+        try:
+            os.utime(path)
+            self.read(media_id)
+            if self.durable:
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+                sync_directory(self.folder)
+        except OSError:
+            return False
+        return True
+
+    def read(self, media_id: str, verify: bool = True) -> memoryview:
+        """The blob's bytes, mapped read-only; MediaError if it is missing or, with ``verify``, not what was put."""
+        path = self.folder / check_id(media_id)
+        try:
+            with path.open("rb") as file:
+                blob = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        except (OSError, ValueError) as error:
+            raise MediaError(f"{path}: {error}") from error
+        if verify and _hash(blob) != media_id:
+            raise MediaError(f"{path}: damaged, {len(blob)} bytes that do not have this hash")
+        return blob
+
+    def keep(self, ids: Iterable[str]) -> list[str]:
+        """Remove blobs that are not in ``ids``, the media of all rows that live, and whose grace is over.
+
+        Returns what was removed. What writers that died have left goes as well. MediaError: not an id.
+        """
+        kept, limit = {check_id(media_id) for media_id in ids}, self._now() - self.grace_s
+        for going in self.folder.glob(f"{_GOING}*"):
+            with contextlib.suppress(FileNotFoundError):
+                going.replace(self.folder / going.name.removeprefix(_GOING))
+        old = [name for name, changed in self._files() if name not in kept and changed < limit]
+        return [name for name in old if self._remove(name, limit) and _ID.fullmatch(name)]
+
+    def _remove(self, name: str, limit: float) -> bool:
+        """Whether the file is gone. It is moved away first: has somebody just put it, its time tells, and it stays."""
+        path, going = self.folder / name, self.folder / f"{_GOING}{name}"
+        try:
+            path.replace(going)
+            if going.stat().st_mtime >= limit:
+                going.replace(path)
+                return False
+            going.unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _now(self) -> float:
+        """Seconds by the clock of the filesystem, which stamps the blobs; a node's own may differ."""
+        path = self.folder / f".now.{os.getpid()}.{secrets.token_hex(4)}"
+        path.touch()
+        try:
+            return path.stat().st_mtime
+        finally:
+            path.unlink()
+
+    def _files(self) -> Iterator[tuple[str, float]]:
+        with os.scandir(self.folder) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):
+                    yield entry.name, entry.stat().st_mtime
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes by id of all blobs, for whoever bounds their sum."""
+        found: dict[str, int] = {}
+        for path in self.folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if _ID.fullmatch(path.name):
+                    found[path.name] = path.stat().st_size
+        return found
+
+
+def media_ids(rows: Iterable[Row]) -> set[str]:
+    """What ``rows`` (with `spans`, checked) name."""
+    return {span["media_id"] for row in rows for span in row["spans"]}
+
+
+def check_media(row: Row, placeholders: Mapping[str, int] | None = None) -> int:
+    """The media tokens of ``row``; BadMedia, with the reason, where its spans and its tokens do not agree.
+
+    A span covers copies of one placeholder token, the same for every span of a kind, which the policy has not sampled;
+    outside of the spans only the policy may have put one. ``placeholders`` (token id by kind) says which they are, and
+    finds rows that have lost their spans. `media_tokens`, if the row has it, is the count of whoever embedded them.
+    """
+    tokens, count = np.asarray(row["token_ids"]), 0
+    sampled = np.asarray(row.get("token_versions", row.get("loss_mask", np.zeros(len(tokens))))) != 0
+    known, inside = dict(placeholders or {}), np.zeros(len(tokens), bool)
+    for kind, start, length in _spans(row, len(tokens)):
+        place, end = known.setdefault(kind, int(tokens[start])), start + length
+        if inside[start:end].any():
+            raise _bad(row, f"{kind} span at {start} overlaps another one")
+        if sampled[start:end].any() or (tokens[start:end] != place).any():
+            fit = np.count_nonzero((tokens[start:end] == place) & ~sampled[start:end])
+            raise _bad(row, f"{kind} span at {start} has {length} tokens, {fit} of them are the placeholder {place}")
+        inside[start:end] = True
+        count += length
+    present = np.count_nonzero(np.isin(tokens, list(known.values())) & ~sampled)
+    for what, found in {"tokens": present, "media_tokens": row.get("media_tokens", count)}.items():
+        if found != count:
+            raise _bad(row, f"spans cover {count} media tokens, its {what} say {found}")
+    return count
+
+
+def _spans(row: Row, tokens: int) -> Iterator[tuple[str, int, int]]:
+    """(kind, start, length) of each span; BadMedia if one is not as the schema says, or leads out of the row."""
+    if not isinstance(row.get("spans"), list):
+        raise _bad(row, f"spans: found {str(row.get('spans'))[:200]}, expected a list", "bad_span")
+    for span in row["spans"]:
+        try:
+            kind, start, length = span["kind"], span["start"], span["length"]
+            check_id(span["media_id"])
+        except (KeyError, TypeError, MediaError) as error:
+            raise _bad(row, f"span {str(span)[:200]}: {error!r}", "bad_span") from error
+        if kind not in KINDS or type(start) is not int or type(length) is not int:
+            raise _bad(row, f"span {str(span)[:200]}: kind is one of {', '.join(KINDS)}, the rest integers", "bad_span")
+        if start < 0 or length < 1 or start + length > tokens:
+            raise _bad(row, f"{kind} span of {length} tokens at {start} in a row of {tokens}", "bad_span")
+        yield kind, start, length
+
+
+def _bad(row: Row, message: str, reason: str = "media_mismatch") -> BadMedia:
+    return BadMedia(reason, f"{row.get('sample_id', 'row')}: {message}")
+
+
+def _hash(blob: memoryview) -> str:
+    return blake2b(blob, digest_size=32).hexdigest()

@@ -1,0 +1,147 @@
+"""What clients send: messages whose parts have the types and sizes that they should have, or are refused."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+from relax_hpc.transfer_queue.records import Owner
+from relax_hpc.transfer_queue.rules import Row
+from relax_hpc.transfer_queue.wire import BadMessage
+
+Args = dict[str, Any]
+MAX_WHOLE = 1 << 53
+"""Numbers in messages are smaller than this."""
+MAX_TEXT = 4096
+"""Longest text in a message, characters."""
+MAX_TOLD_BYTES = 16 << 10
+"""Of what is passed on as it is: a shard's descriptor, and what a member says of itself."""
+_MAX_PATIENCE_S = 1e9
+_ROW, _WHOLE = ("ticket", "mask", "width", "versions"), frozenset([int])
+
+
+class Refused(Exception):
+    """A request that breaks a rule; the client gets `kind` and the message."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One message of a client, with where to send the answer. Times are of the monotonic clock, seconds."""
+
+    peer: bytes
+    id: int
+    key: str
+    owner: Owner
+    op: str
+    args: Args
+    since: float
+    deadline: float
+    topic: str = ""
+    """What it waits for, while it is parked."""
+    why: str = ""
+    """The same in words, if it can be said better than by its name."""
+    common: bool = False
+    """No request that waits for the same can be answered either."""
+
+
+def parse(peer: bytes, message: dict[str, Any]) -> Request:
+    """The request in ``message``; BadMessage if it is none."""
+    try:
+        number, epoch, patience = message["id"], message["epoch"], float(message["patience"])
+        client, group, op, args = message["client"], message["group"], message["op"], message["args"]
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise BadMessage(f"{type(error).__name__}: {error}") from error
+    good = is_whole(number) and is_whole(epoch) and is_text(client) and is_text(group) and is_text(op)
+    if not good or min(number, epoch) < 0 or type(args) is not dict or not 0 <= patience < float("inf"):
+        raise BadMessage("a part of the request has the wrong type")
+    since = time.monotonic()
+    deadline = since + min(patience, _MAX_PATIENCE_S)
+    return Request(peer, number, f"{client}#{number}", (group, epoch), op, args, since, deadline)
+
+
+def is_whole(value: Any) -> bool:
+    return type(value) is int and -MAX_WHOLE < value < MAX_WHOLE
+
+
+def is_text(value: Any) -> bool:
+    return type(value) is str and len(value) <= MAX_TEXT
+
+
+def _all_are(values: Any, kind: type) -> bool:
+    return type(values) is list and frozenset([kind]).issuperset(map(type, values))
+
+
+_TYPES: dict[str, Callable[[Any], bool]] = {
+    "int": is_whole,
+    "bool": lambda value: type(value) is bool,
+    "str": is_text,
+    "dict": lambda value: type(value) is dict,
+    "list[int]": lambda value: _all_are(value, int) and all(map(is_whole, value)),
+    "list[str]": lambda value: _all_are(value, str) and max(map(len, value), default=0) <= MAX_TEXT,
+    "list[dict]": lambda value: _all_are(value, dict),
+    "dict[str, float]": lambda value: (
+        type(value) is dict and all(is_text(name) and isinstance(number, int | float) for name, number in value.items())
+    ),
+    "Any": lambda _: True,
+}
+
+
+class Schema:
+    """The arguments of an operation, as its handler's annotations say.
+
+    >>> def handler(desk, request, step: "int", name: "str" = ""): ...
+    >>> Schema(handler).complaint({"step": "x"})
+    "step: found 'x', expected int"
+    """
+
+    def __init__(self, handler: Callable) -> None:
+        parameters = list(inspect.signature(handler).parameters.values())[2:]
+        named = [parameter for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+        self._types = {parameter.name: parameter.annotation for parameter in named}
+        self._checks = {name: _TYPES[annotation] for name, annotation in self._types.items()}
+        self._needed = {parameter.name for parameter in named if parameter.default is parameter.empty}
+        self._open = len(named) < len(parameters)
+
+    def complaint(self, args: Args) -> str:
+        """What is wrong with ``args``; empty: nothing."""
+        if not self._needed <= args.keys():
+            return f"{min(self._needed - args.keys())} is missing"
+        for name, value in args.items():
+            if name not in self._checks:
+                if not self._open or not is_text(name) or name in ("self", "request"):
+                    return f"{name!r:.40} is unknown, allowed: {', '.join(self._checks)}"
+            elif not self._checks[name](value):
+                return f"{name}: found {value!r:.40}, expected {self._types[name]}"
+        return ""
+
+
+def rows_of(summaries: list[dict], fields: list[str]) -> list[Row]:
+    """The rows of a put, by prompt group; Refused if one is not as it should be."""
+    rows: list[Row] = []
+    for summary in summaries:
+        row = ticket, mask, width, codes = tuple(map(summary.get, _ROW))
+        whole = type(ticket) is type(mask) is type(width) is int and type(codes) is list
+        if not whole or not 0 <= width < MAX_WHOLE or not _WHOLE.issuperset(map(type, codes)):
+            raise Refused("refused", f"put: rows: found {summary!r:.80}, expected {', '.join(_ROW)}")
+        if "old_logprob_version" in fields and not codes:
+            raise Refused("refused", f"put: ticket {ticket} has an old_logprob_version, but names none")
+        rows.append(row)
+    if len({row[0] for row in rows}) < len(rows):
+        raise Refused("refused", "put: a ticket is there twice; a prompt group comes in one piece")
+    return rows
+
+
+def check_size(what: str, value: dict) -> None:
+    """Refused if ``value``, which others are told of, is larger than a few kilobytes."""
+    size = len(msgpack.packb(value))
+    if size > MAX_TOLD_BYTES:
+        raise Refused("refused", f"{what}: {size} bytes, allowed {MAX_TOLD_BYTES}")

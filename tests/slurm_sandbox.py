@@ -1,0 +1,73 @@
+"""A real Slurm for tests: one of eight nodes for the whole session, and small private ones."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from relax_hpc.sandbox import Options, Sandbox, cluster, machine
+from tests.requirements import requires
+
+QUICK = {"slurmd_timeout": 10, "kill_wait": 3, "cred_expire": 6}
+"""Timing under which a dead node, a kill and a requeue take seconds."""
+
+
+def requires_sandbox() -> None:
+    """Skip unless Slurm's daemons are here too; fail where RELAX_REQUIRE names slurm."""
+    requires("slurm")
+    if lacking := machine.missing():
+        what = f"Slurm's daemons, found no {', '.join(lacking)}"
+        if "slurm" in os.environ.get("RELAX_REQUIRE", "").split(","):
+            pytest.fail(f"RELAX_REQUIRE names slurm, but it is not whole: {what}", pytrace=False)
+        pytest.skip(f"needs {what}", allow_module_level=True)
+
+
+@contextmanager
+def private_sandbox(**changes: Any) -> Iterator[Sandbox]:
+    """A sandbox of two nodes, or as `changes` to Options say, in a folder of its own; all of it goes at the end."""
+    requires_sandbox()
+    # Not pytest's folder: its path is too long for unix sockets.
+    folder = Path(tempfile.mkdtemp(prefix="relax-", dir="/tmp")).resolve()
+    try:
+        yield cluster.up(folder, Options(**QUICK | {"nodes": 2} | changes))
+    finally:
+        cluster.down(folder)
+        left = left_behind(folder)
+        shutil.rmtree(folder)
+    assert not left, f"left behind by the sandbox: {left}"
+
+
+def left_behind(folder: Path) -> list[str]:
+    """Processes that have to do with `folder` (command line, working directory, open files), and sockets in it."""
+    found = [str(path) for path in folder.rglob("*") if path.is_socket()]
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            words = [*process.cmdline(), process.cwd(), *(file.path for file in process.open_files())]
+            if process.pid != os.getpid() and any(str(folder) in word for word in words):
+                found.append(f"pid {process.pid}: {' '.join(process.cmdline())}")
+    return found
+
+
+@pytest.fixture(scope="session")
+def sandbox() -> Iterator[Sandbox]:
+    """Eight nodes of 8 CPUs, 4000 MB and 2 GPUs that do not exist, for all tests of the session.
+
+    A test leaves it as it found it: no jobs, all nodes up.
+    """
+    with private_sandbox(nodes=8, cpus=8, memory=4000, gpus=2) as shared:
+        yield shared
+
+
+@pytest.fixture
+def small_sandbox() -> Iterator[Sandbox]:
+    """Two nodes for one test, which may leave them as it likes."""
+    with private_sandbox() as own:
+        yield own

@@ -1,0 +1,160 @@
+"""When the actor ends early: at a step's edge, also one at which it waits, and in time for its checkpoint."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from relax_hpc.config.schema import Config
+from relax_hpc.errors import DeadlineError, StoppedError
+from relax_hpc.transfer_queue.client import Claim
+from tests.requirements import requires
+
+requires("torch", "megatron")
+
+from relax_hpc.roles import actor as module  # noqa: E402
+from relax_hpc.roles.actor import Actor, AtEdge, Clock  # noqa: E402
+
+CLAIM = Claim(5, 0, (0, 1), (), 0)
+
+
+def test_without_a_time_limit_there_is_always_room() -> None:
+    clock = Clock(None)
+    clock.step_s = clock.save_s = 1e9
+    assert clock.room() and clock.reason(False) == "" and clock.reason(True) == "asked to stop"
+
+
+def test_a_step_that_cannot_end_before_the_limit_is_not_started() -> None:
+    clock = Clock(time.time() + 100.0)
+    assert clock.room(), "nothing was measured yet"
+    clock.step_s, clock.save_s = 40.0, 20.0
+    assert clock.room(), "90 s of 100"
+    clock.save_s = 30.0
+    assert clock.reason(False) == "the time limit leaves no room for a step", "105 s of 100"
+    assert clock.reason(True) == "asked to stop"
+    assert not Clock(time.time() - 1.0).room()
+
+
+class Queue:
+    """Answers claims when it is told to."""
+
+    def __init__(self) -> None:
+        self.claims: list[Future] = []
+        self.asked = threading.Event()
+
+    def claim_later(self, task: str, budget: int, boundary: int) -> Future:
+        self.claims.append(Future())
+        self.asked.set()
+        return self.claims[-1]
+
+
+def waiting(deadline: float | None = None) -> Any:
+    """An actor of one rank without a model, between steps."""
+    actor: Any = Actor.__new__(Actor)
+    actor.config = Config(groups_per_step=4)
+    actor.config.algorithm.mini_batches = 2
+    actor.context = SimpleNamespace(client=Queue(), stop=threading.Event(), spans=lambda *_, **__: nullcontext())
+    layout = SimpleNamespace(data_size=1)
+    actor.ranks = SimpleNamespace(leader=True, layout=layout, tell=lambda message: message, rows=lambda claim: [])
+    actor.budget, actor.clock = 100, Clock(deadline)
+    return actor
+
+
+def later(actor: Any, act: Callable[[], None]) -> threading.Thread:
+    """Do something once the actor waits for rows."""
+    thread = threading.Thread(target=lambda: (actor.context.client.asked.wait(10), act()))
+    thread.start()
+    return thread
+
+
+def test_who_waits_for_the_first_rows_of_a_step_ends_when_asked_to() -> None:
+    actor = waiting()
+    thread = later(actor, actor.context.stop.set)
+    with pytest.raises(AtEdge, match="asked to stop"):
+        next(actor.windows(3, 0))
+    thread.join()
+
+
+def test_who_waits_until_the_limit_is_near_ends_too() -> None:
+    actor = waiting(time.time() + 10.0)
+    actor.clock.step_s = 10.0
+    with pytest.raises(AtEdge, match="the time limit leaves no room"):
+        next(actor.windows(3, 0))
+
+
+def test_a_step_whose_weights_have_changed_is_brought_to_its_end() -> None:
+    actor = waiting()
+    actor.context.stop.set()
+    thread = later(actor, lambda: actor.context.client.claims[0].set_result(CLAIM))
+    assert list(actor.windows(3, 1)) == [(CLAIM, [])]
+    thread.join()
+
+
+def test_rows_that_are_there_are_trained_on() -> None:
+    actor = waiting()
+    actor.context.stop.set()
+    queue = actor.context.client
+    queue.claim_later = lambda *_: (
+        queue.claims.append(Future()) or queue.claims[-1].set_result(CLAIM) or queue.claims[-1]
+    )
+    assert list(actor.windows(3, 0)) == [(CLAIM, [])]
+
+
+def test_a_claim_that_fails_says_so() -> None:
+    actor = waiting()
+    thread = later(actor, lambda: actor.context.client.claims[0].set_exception(DeadlineError("nothing came")))
+    with pytest.raises(DeadlineError):
+        next(actor.windows(3, 0))
+    thread.join()
+
+
+class Recorded:
+    """An actor that only counts; it comes to an edge at ``ends_at``."""
+
+    def __init__(self, ends_at: int, saves: tuple[int, ...] = (), in_step: bool = False) -> None:
+        self.ends_at, self.saves, self.in_step = ends_at, saves, in_step
+        self.step, self.saved = 0, []
+        self.clock = Clock(None)
+        self.ranks = SimpleNamespace(tell=lambda message: message, close=lambda: self.saved.append("closed"))
+
+    def resume(self) -> int:
+        return 0
+
+    def check_edge(self) -> None:
+        if self.step == self.ends_at and not self.in_step:
+            raise AtEdge("asked to stop")
+
+    def train(self, step: int) -> bool:
+        if step == self.ends_at:
+            raise AtEdge("asked to stop")
+        self.step = step + 1
+        return self.step in self.saves
+
+    def checkpoint(self, step: int) -> None:
+        self.saved.append(step)
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+@pytest.mark.parametrize(("saves", "saved"), [((), [3]), ((2,), [3]), ((3,), [])])
+def test_what_is_not_saved_yet_is_saved_at_the_edge(
+    monkeypatch: pytest.MonkeyPatch, saves: tuple[int, ...], saved: list[int], in_step: bool
+) -> None:
+    made = Recorded(3, saves, in_step)
+    monkeypatch.setattr(module, "Actor", lambda _: made)
+    with pytest.raises(StoppedError, match="asked to stop: saved step 3"):
+        module.run(SimpleNamespace(config=Config(steps=5), deadline=None))
+    assert made.saved == saved
+
+
+def test_the_last_step_ends_the_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Recorded(99)
+    monkeypatch.setattr(module, "Actor", lambda _: made)
+    module.run(SimpleNamespace(config=Config(steps=5), deadline=None))
+    assert made.step == 5 and made.saved == ["closed"]

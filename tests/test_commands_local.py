@@ -1,0 +1,47 @@
+"""The user's commands on a run of this machine: one group started again with another setting, scaled, stopped."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.audit import audit
+from tests.requirements import requires
+from tests.run_helpers import Running, running
+
+requires("mpi", "torch", "megatron", "transformers")
+
+SETTINGS = {"steps": 100_000, "max_staleness": 1, "groups": {"reference": None}, "liveness": {"beat_s": 0.2}}
+
+
+def call(live: Running, verb: str, *words: str) -> str:
+    """What a command about the run prints; it succeeds."""
+    command = [sys.executable, "-m", "relax_hpc", verb, str(live.run.root), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, f"{done.stderr}\n{live.story()}"
+    return done.stdout
+
+
+def test_commands_on_a_living_run(tmp_path: Path) -> None:
+    with running(tmp_path, SETTINGS) as live:
+        live.wait_for_step(1, 120)
+        others = [p.pid for role in ("actor", "actor_fwd", "controller") for p in live.processes(role)]
+        call(live, "resubmit", "--group", "rollout", "--rollout.top_p", "0.9")
+        assert live.epochs("rollout") == 2
+        call(live, "scale", "--replicas", "2")
+        puts = "rollout-2 generates"
+        live.wait_until(lambda: json.loads(call(live, "status", "--json"))["groups"]["rollout-2"]["puts"], puts, 60)
+        call(live, "scale", "--replicas", "1")
+        groups = json.loads(call(live, "status", "--json"))["groups"]
+        assert "rollout-2" not in groups and groups["rollout"]["state"] in ("running", "suspect")
+        assert [p.pid for role in ("actor", "actor_fwd", "controller") for p in live.processes(role)] == others
+        assert "is saved in" in call(live, "stop")
+        assert live.wait(10) == 130
+    steps = max(row["step"] for row in map(json.loads, live.run.metrics.read_text().splitlines()))
+    with running(
+        tmp_path, SETTINGS | {"rollout": {"top_p": 0.9}}, None, "--resume", "--steps", str(steps + 20)
+    ) as live:
+        live.finish(120)
+    assert not audit(live.run).problems

@@ -1,0 +1,59 @@
+"""Groups by name: what is configured, and elastic members of rollout groups."""
+
+from __future__ import annotations
+
+import pytest
+
+from relax_hpc.config.groups import base_name, group_of, ranks_of, roles_of
+from relax_hpc.config.schema import Config, GroupConfig
+from relax_hpc.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("name", "base"),
+    [
+        ("rollout", "rollout"),
+        ("rollout-2", "rollout"),
+        ("rollout-10", "rollout"),
+        ("rollout-0", ""),
+        ("rollout-02", ""),
+        ("rollout-", ""),
+        ("rollout-2-3", ""),
+        ("engine-2", "engine-2"),
+        ("engine-2-3", "engine-2"),
+        ("engine-3", ""),
+        ("other", ""),
+        ("", ""),
+    ],
+)
+def test_members_belong_to_the_group_they_are_named_after(name: str, base: str) -> None:
+    assert base_name(name, ["rollout", "engine-2"]) == base
+
+
+def test_only_groups_that_roll_out_and_nothing_else_have_members() -> None:
+    config = Config()
+    assert group_of(config, "rollout-2") is config.groups["rollout"]
+    for name in ("actor-2", "hub-2", "nothing"):
+        with pytest.raises(ConfigError, match=f"groups: found '{name}', allowed: .*members like rollout-2"):
+            group_of(config, name)
+    config.groups["rollout"].roles.append("reference")
+    with pytest.raises(ConfigError):
+        group_of(config, "rollout-2")
+
+
+def test_the_hub_runs_the_controller_first() -> None:
+    config = Config()
+    config.groups["hub"] = GroupConfig(roles=["advantages"])
+    assert roles_of(config, "hub") == ["controller", "advantages"]
+    assert roles_of(config, "rollout-7") == ["rollout"]
+
+
+def test_ranks_are_the_models_or_the_nodes() -> None:
+    config = Config()
+    config.actor.parallel.data = 3
+    config.groups["rollout"].resources.nodes = 4
+    assert ranks_of(config, "actor", "actor") == 3
+    assert ranks_of(config, "hub", "controller") == 1
+    assert ranks_of(config, "rollout-2", "rollout") == 1, "one process on the user's machine"
+    config.layout = "het"
+    assert ranks_of(config, "rollout-2", "rollout") == 4

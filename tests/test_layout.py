@@ -1,0 +1,169 @@
+"""Layouts: which groups get which nodes, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relax_hpc.config import Config, load
+from relax_hpc.errors import ConfigError
+from relax_hpc.launch.slurm.container import container_command, container_srun_options, mounts, role_python
+from relax_hpc.launch.slurm.layout import component, components, gpu_hours, het_number, node_hours, seconds
+from relax_hpc.rundir import RunDir
+
+RUN = RunDir("/scratch/run").root
+
+
+def make(**overrides: Any) -> Config:
+    groups = {
+        "rollout": {"resources": {"nodes": 1, "gpus_per_node": 8}},
+        "actor": {"resources": {"nodes": 3, "gpus_per_node": 8, "cpus_per_task": 4}},
+        "forward": {"roles": ["actor_fwd", "reference"], "resources": {"nodes": 2, "gpus_per_node": 4}},
+        "actor_fwd": None,
+        "reference": None,
+    }
+    sizes = {
+        "actor.parallel.data": 24,
+        "actor_fwd.parallel.data": 8,
+        "reference.parallel.data": 4,
+        "layout": "het",
+        "slurm.time": "10:00:00",
+    }
+    return load([], {"groups": groups, **sizes, **overrides})
+
+
+def shape(config: Config) -> list[tuple[str, int, int, int]]:
+    return [("+".join(p.groups), p.nodes, p.tasks_per_node, p.gpus_per_node) for p in components(config)]
+
+
+def test_het_has_the_hub_on_two_nodes_and_one_node_groups_last() -> None:
+    config = make()
+    assert shape(config) == [("hub", 2, 2, 0), ("actor", 3, 8, 8), ("forward", 2, 6, 4), ("rollout", 1, 1, 8)]
+    assert [het_number(config, name) for name in ("hub", "rollout", "forward")] == [0, 3, 2]
+
+
+def test_hub_rides_on_the_largest_group_where_there_are_no_cpu_nodes() -> None:
+    config = make(**{"site.cpu_nodes": False})
+    assert shape(config) == [("actor+hub", 3, 8, 8), ("forward", 2, 6, 4), ("rollout", 1, 1, 8)]
+    assert het_number(config, "hub") == het_number(config, "actor") == 0
+
+
+def test_one_node_first_component_is_refused_unless_asked_for() -> None:
+    small = {"groups": {}, "site.cpu_nodes": False, "layout": "het"}
+    with pytest.raises(ConfigError, match=r"groups.rollout.resources.nodes: found 1 .*slurm.one_node_hub"):
+        components(load([], small))
+    assert components(load([], {**small, "slurm.one_node_hub": True}))[0].nodes == 1
+    assert components(make(**{"slurm.one_node_hub": True}))[0].nodes == 1
+
+
+def test_jobs_are_one_a_group_with_times_of_their_own() -> None:
+    config = make(layout="jobs")
+    config.groups["rollout"].resources.time = "2:00:00"
+    assert shape(config) == [("hub", 1, 2, 0), ("rollout", 1, 1, 8), ("actor", 3, 8, 8), ("forward", 2, 6, 4)]
+    assert [part.time for part in components(config)] == ["10:00:00", "2:00:00", "10:00:00", "10:00:00"]
+    assert gpu_hours(config) == 8 * 2 + 3 * 8 * 10 + 2 * 4 * 10
+    assert node_hours(config) == 10 + 2 + 3 * 10 + 2 * 10
+
+
+def test_local_is_one_node_that_holds_all() -> None:
+    config = load([], {"layout": "local", "groups": {"actor": {"resources": {"gpus_per_node": 2, "cpus_per_task": 4}}}})
+    assert shape(config) == [("hub+rollout+actor+actor_fwd+reference", 1, 1, 2)]
+    assert components(config)[0].cpus_per_task == 2 + 1 + 4 + 1 + 1
+    config.groups["hub"].resources.options = {"account": "cpu-hours"}
+    config.groups["actor"].resources.options = {"constraint": "h100"}
+    assert components(config)[0].options == {"constraint": "h100"}
+    with pytest.raises(ConfigError, match=r"groups.actor.resources.nodes: found 3, allowed with layout local: 1"):
+        components(make(layout="local"))
+
+
+def test_hub_partition_and_a_groups_options_come_before_the_sites() -> None:
+    config = make(**{"site.partition": "gpu", "site.hub_partition": "cpu", "site.account": "a", "site.qos": "q"})
+    config.site.options = {"constraint": "h100", "reservation": "r"}
+    config.groups["hub"].resources.options = {"constraint": "cpu", "account": "b"}
+    hub, actor, *_ = components(config)
+    common = {"qos": "q", "reservation": "r"}
+    assert hub.options == {"partition": "cpu", "account": "b", "constraint": "cpu"} | common
+    assert actor.options == {"partition": "gpu", "account": "a", "constraint": "h100"} | common
+    config.site.cpu_nodes = False
+    assert components(config)[0].options["partition"] == "gpu"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"actor.parallel.data": 25}, r"groups.actor.resources.nodes: found 3, allowed: a divisor of actor's 25 ranks"),
+        ({"actor.parallel.data": 27, "model.device": "cuda"}, r"actor.resources.gpus_per_node: found 8, .* at least 9"),
+        ({"groups.rollout.resources.nodes": 2}, r"rollout.replicas: found 1, allowed: a multiple of .*nodes, 2"),
+        ({"slurm.time": "5"}, r"slurm.signal_s: found 300, allowed: less than the 300 s of slurm.time \(5\)"),
+        ({"slurm.time": "1 day"}, r"slurm.time: found '1 day', allowed: minutes, MM:SS"),
+        ({"groups.actor.env": {"CUDA_VISIBLE_DEVICES": "0"}}, r"CUDA_VISIBLE_DEVICES: found '0', .* layout het: none"),
+    ],
+)
+def test_what_cannot_be_had_is_an_error_that_teaches(overrides: dict[str, Any], message: str) -> None:
+    config = make()
+    for key, value in overrides.items():
+        *path, last = key.split(".")
+        section: Any = config
+        for name in path:
+            section = section[name] if isinstance(section, dict) else getattr(section, name)
+        setattr(section, last, value)
+    with pytest.raises(ConfigError, match=message):
+        components(config)
+
+
+def test_one_group_by_name() -> None:
+    config = make()
+    assert component(config, "hub").nodes == 1, "an ordinary job of the hub is alone on its node"
+    assert component(config, "rollout-2").groups == ("rollout-2",), "an elastic member has its group's resources"
+    assert component(config, "rollout-2").gpus_per_node == 8
+    with pytest.raises(ConfigError, match="groups: found 'critic', allowed: hub, rollout, actor, forward"):
+        component(config, "critic")
+
+
+@given(st.integers(0, 50), st.integers(0, 23), st.integers(0, 59), st.integers(1, 59))
+def test_times_are_read_as_sbatch_reads_them(days: int, hours: int, minutes: int, last: int) -> None:
+    total = days * 86400 + hours * 3600 + minutes * 60 + last
+    assert seconds(f"{days}-{hours}:{minutes:02}:{last:02}", "t") == total
+    assert seconds(f"{days * 24 + hours}:{minutes}:{last}", "t") == total
+    assert seconds(f"{minutes}:{last:02}", "t") == minutes * 60 + last
+    assert seconds(str(last), "t") == last * 60
+    assert seconds(f"{days}-{last}", "t") == days * 86400 + last * 3600
+    assert seconds(f"{days}-{hours}:{last}", "t") == days * 86400 + hours * 3600 + last * 60
+
+
+@pytest.mark.parametrize("time", ["", "0", "00:00:00", "UNLIMITED", "1:2:3:4", "-5", "1-", "5\n", "٣", "1.5"])
+def test_other_times_are_refused(time: str) -> None:
+    with pytest.raises(ConfigError, match=r"t: found .*allowed: minutes, MM:SS, HH:MM:SS"):
+        seconds(time, "t")
+
+
+def test_container_prefix_of_apptainer_and_options_of_pyxis() -> None:
+    config = make(**{"site.local_dir": "/nvme", "model.path": "/models/m", "site.container.image": "/i.sif"})
+    config.site.container.mounts = ["/opt/x:/x", "/data"]
+    assert (container_command(config, RUN), container_srun_options(config, RUN)) == ([], [])
+    config.site.container.runtime = "apptainer"
+    binds = [f"--bind={path}" for path in ("/scratch/run", "/models/m", "/nvme", "/opt/x:/x", "/data")]
+    assert container_command(config, RUN) == ["apptainer", "exec", "--no-home", *binds, "/i.sif"]
+    config.model.device = "cuda"
+    assert "--nv" in container_command(config, RUN) and role_python(config) == "python3"
+    config.site.container.runtime = "pyxis"
+    assert container_command(config, RUN) == []
+    assert container_srun_options(config, RUN) == [
+        "--container-image=/i.sif",
+        "--container-mounts=/scratch/run:/scratch/run,/models/m:/models/m,/nvme:/nvme,/opt/x:/x,/data:/data",
+        "--no-container-mount-home",
+    ]
+
+
+def test_container_mistakes_are_named() -> None:
+    config = make(**{"site.container.runtime": "apptainer", "site.local_dir": "/nvme"})
+    with pytest.raises(ConfigError, match=r"site.container.image: found nothing with runtime apptainer"):
+        container_command(config, RUN)
+    with pytest.raises(ConfigError, match=r"path '/a,b'"):
+        mounts(config, RunDir("/a,b").root)
+    config.site.container.mounts = ["relative"]
+    with pytest.raises(ConfigError, match=r"site.container.mounts: found 'relative'"):
+        mounts(config, RUN)

@@ -1,0 +1,163 @@
+"""The right to supervise: one process holds it, and it passes on when that one is killed, stopped, or done."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from relax_hpc.config.schema import LivenessConfig
+from relax_hpc.launch.lease import Lease, leave_outcome, outcome_of
+from relax_hpc.rendezvous.roster import latest_epoch
+from relax_hpc.rundir import RunDir
+from tests.queue_helpers import make_run
+
+LIMITS = LivenessConfig(beat_s=0.05, lease_s=0.6)
+CANDIDATE = """
+import sys, time
+from relax_hpc.config.schema import LivenessConfig
+from relax_hpc.launch.lease import Lease
+from relax_hpc.rendezvous.roster import claim_epoch
+from relax_hpc.rundir import RunDir
+run = RunDir(sys.argv[1])
+lease = Lease(run, "supervisor", LivenessConfig(beat_s=0.05, lease_s=0.6), sys.argv[2])
+while not lease.free():
+    time.sleep(0.02)
+lease.hold(claim_epoch(run, "supervisor"))
+print("holds", flush=True)
+sys.stdin.readline()
+lease.give_up()
+print("gave up", flush=True)
+sys.stdin.readline()
+"""
+
+
+class Candidates:
+    """Processes that wait for the lease of one run."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.run = run
+        self.processes: list[subprocess.Popen] = []
+
+    def start(self, node: str) -> subprocess.Popen:
+        words = [sys.executable, "-c", CANDIDATE, str(self.run.root), node]
+        root = Path(__file__).resolve().parent.parent
+        process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root)
+        self.processes.append(process)
+        return process
+
+    def holder(self, node: str) -> subprocess.Popen:
+        process = self.start(node)
+        assert process.stdout.readline() == "holds\n"
+        return process
+
+
+@pytest.fixture
+def candidates(tmp_path: Path) -> Iterator[Candidates]:
+    made = Candidates(make_run(tmp_path / "run"))
+    yield made
+    for process in made.processes:
+        process.kill()
+        process.communicate(timeout=10)
+
+
+def taken_over(process: subprocess.Popen) -> float:
+    """Seconds until a candidate holds the lease."""
+    begun = time.monotonic()
+    assert process.stdout.readline() == "holds\n"
+    return time.monotonic() - begun
+
+
+def looks(run: RunDir, node: str, seconds: float) -> bool:
+    """Whether a candidate on ``node`` finds the lease free within ``seconds``."""
+    lease, deadline = Lease(run, "supervisor", LIMITS, node), time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if lease.free():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_a_held_lease_is_not_free(candidates: Candidates) -> None:
+    assert looks(candidates.run, "a", 0.1), "nobody ever held it"
+    candidates.holder("a")
+    assert not looks(candidates.run, "a", 1.0) and not looks(candidates.run, "b", 1.0)
+
+
+def test_a_killed_holder_is_noticed_at_once_on_its_node_and_after_the_lease_elsewhere(candidates: Candidates) -> None:
+    holder = candidates.holder("a")
+    holder.kill()
+    holder.wait(10)
+    assert looks(candidates.run, "a", 0.5)
+    far = Lease(candidates.run, "supervisor", LIMITS, "b")
+    assert not far.free(), "it has only just looked"
+    begun = time.monotonic()
+    assert looks(candidates.run, "b", 5.0) and time.monotonic() - begun >= LIMITS.lease_s
+
+
+def test_a_stopped_holder_loses_it_after_the_lease(candidates: Candidates) -> None:
+    holder, waiting = candidates.holder("a"), candidates.start("a")
+    holder.send_signal(signal.SIGSTOP)
+    assert taken_over(waiting) < 10
+    holder.send_signal(signal.SIGCONT)
+    assert latest_epoch(candidates.run, "supervisor") == 2, "by which the first sees that it is over"
+
+
+def test_who_gives_up_lets_the_next_have_it_at_once(candidates: Candidates) -> None:
+    holder, waiting = candidates.holder("a"), candidates.start("b")
+    holder.stdin.write("\n")
+    holder.stdin.flush()
+    assert holder.stdout.readline() == "gave up\n"
+    assert taken_over(waiting) < 10
+    assert holder.poll() is None
+
+
+def test_what_another_allocation_holds_is_free_once_that_is_gone(candidates: Candidates) -> None:
+    holder = candidates.holder("a")
+    over: list[str] = []
+    lease = Lease(candidates.run, "supervisor", LIMITS, "b", "8-1", gone=lambda allocation: allocation in over)
+    deadline = time.monotonic() + 2 * LIMITS.lease_s
+    while time.monotonic() < deadline:
+        assert not lease.free(), "it beats, and Slurm says that its job runs"
+    over.append("")
+    assert lease.free() and holder.poll() is None
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"node": "a"}', "[]", "null", "x" * 128])
+def test_a_torn_lease_is_held_until_it_stands_still(tmp_path: Path, text: str) -> None:
+    run = make_run(tmp_path / "run")
+    lease = Lease(run, "supervisor", LIMITS, "a")
+    lease.path.parent.mkdir(parents=True)
+    lease.path.write_text(text)
+    assert not lease.free()
+    assert looks(run, "a", 5.0)
+
+
+def test_long_node_names_leave_nothing_behind(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    lease = Lease(run, "supervisor", LIMITS, "n" * 200)
+    lease.hold(1)
+    lease.give_up()
+    assert not lease.path.read_text().strip()
+
+
+def test_a_holder_that_gets_nowhere_beats_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path / "run")
+    lease = Lease(run, "supervisor", LIMITS, "a")
+    lease.hold(1)
+    lease._alive_until = 0.0
+    assert looks(run, "b", 5.0)
+    lease.lose()
+
+
+def test_the_outcome_is_that_of_one_life_of_one_job(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    run.rendezvous("supervisor").mkdir(parents=True)
+    assert outcome_of(run, "supervisor", "7-0") is None
+    leave_outcome(run, "supervisor", "7-0", 75)
+    assert outcome_of(run, "supervisor", "7-0") == 75 and outcome_of(run, "supervisor", "7-1") is None

@@ -1,0 +1,182 @@
+"""Addresses between nodes: loopback in the local layout, the configured interface elsewhere, never a guess."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from relax_hpc.config import dump, load
+from relax_hpc.config.schema import Config, GroupConfig
+from relax_hpc.errors import ConfigError
+from relax_hpc.launch.prepare import prepare
+from relax_hpc.launch.processes import family, kill, role_words
+from relax_hpc.launch.records import read_mark
+from relax_hpc.rendezvous import network
+from relax_hpc.rendezvous.network import interface_address, library_environment, own_address
+from relax_hpc.rendezvous.roster import claim_epoch
+from relax_hpc.roles.rollout import replica_numbers
+from relax_hpc.rundir import RunDir
+from relax_hpc.versions import Version
+from relax_hpc.weights.publisher import publish
+from tests.queue_helpers import BUDGET, Roles, in_thread, make_run
+from tests.requirements import mpiexec, requires
+from tests.run_helpers import write_config
+
+LOOPBACK_NAME = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+
+
+def het(**site: str) -> Config:
+    config = Config(layout="het")
+    for name, value in site.items():
+        setattr(config.site, name, value)
+    return config
+
+
+def named(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    """Let this host's own name resolve to `address`; empty: it does not."""
+
+    def resolve(_: str) -> str:
+        if not address:
+            raise socket.gaierror(-2, "Name or service not known")
+        return address
+
+    monkeypatch.setattr(network.socket, "gethostbyname", resolve)
+
+
+def test_the_local_layout_stays_on_loopback() -> None:
+    config = Config()
+    config.site.interface = "nowhere0"
+    assert own_address(config, "hub") == "127.0.0.1" and library_environment(config, "hub") == {}
+
+
+def test_an_unknown_interface_is_named_with_those_that_exist() -> None:
+    assert interface_address(LOOPBACK_NAME) == "127.0.0.1"
+    with pytest.raises(ConfigError, match=rf"'nowhere0', allowed on host .*{LOOPBACK_NAME} \(127\.0\.0\.1\)"):
+        own_address(het(interface="nowhere0"), "hub")
+
+
+def test_the_groups_own_interface_goes_before_the_sites() -> None:
+    config = het(interface="nowhere0")
+    config.groups["actor"].interface = LOOPBACK_NAME
+    assert own_address(config, "actor") == "127.0.0.1"
+    config.groups["rollout"] = GroupConfig(roles=["rollout"], interface=LOOPBACK_NAME)
+    assert own_address(config, "rollout-2") == "127.0.0.1", "an elastic member has its group's settings"
+
+
+def test_without_an_interface_the_hosts_name_counts_unless_it_is_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    named(monkeypatch, "192.0.2.7")
+    assert own_address(het(), "hub") == "192.0.2.7"
+    for address in ("127.0.1.1", "127.0.0.1"):
+        named(monkeypatch, address)
+        with pytest.raises(ConfigError, match=rf"site.interface: .* resolves to {address}.*; set it"):
+            own_address(het(), "hub")
+    named(monkeypatch, "")
+    with pytest.raises(ConfigError, match=r"site.interface: .* does not resolve; set it"):
+        own_address(het(), "hub")
+
+
+def test_libraries_are_kept_on_the_interface_unless_the_user_chose() -> None:
+    config = het(interface="ib0")
+    found = library_environment(config, "actor")
+    assert found["GLOO_SOCKET_IFNAME"] == found["OMPI_MCA_btl_tcp_if_include"] == "ib0"
+    assert found["NCCL_SOCKET_IFNAME"] == "=ib0"
+    config.site.env = {"GLOO_SOCKET_IFNAME": "ib1"}
+    config.groups["actor"].env = {"NCCL_SOCKET_IFNAME": "eth"}
+    left = library_environment(config, "actor")
+    assert found.keys() - left.keys() == {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
+    assert library_environment(het(), "actor") == {}
+
+
+def test_ranks_are_counted_by_slurms_name_of_their_node(tmp_path: Path) -> None:
+    """Nodes may share a host name; a rank takes the GPU of its number on its own node."""
+    requires("mpi")
+    script = "import sys; from relax_hpc.rendezvous.world import join; world = join()\n"
+    script += "open(f'{sys.argv[1]}/{world.rank}', 'w').write(str(world.local_rank))"
+    words = [str(mpiexec())]
+    for node in ("n1", "n1", "n2"):
+        words += [":"] if len(words) > 1 else []
+        words += ["-n", "1", "-env", "SLURMD_NODENAME", node, sys.executable, "-c", script, str(tmp_path)]
+    subprocess.run(words, timeout=60, check=True)
+    assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == ["0", "1", "0"]
+
+
+def test_each_rank_hosts_its_share_of_the_replicas() -> None:
+    assert [list(replica_numbers(4, rank, 2)) for rank in range(2)] == [[0, 1], [2, 3]]
+    with pytest.raises(ConfigError, match=r"rollout.replicas: found 3 for 2 ranks .* multiples of 2"):
+        replica_numbers(3, 0, 2)
+
+
+def test_a_rollout_of_two_ranks_generates_evaluates_once_and_ends(tmp_path: Path) -> None:
+    """As on two nodes: every rank has its own replicas and its own line to the queue."""
+    requires("mpi", "torch", "transformers")
+    over = {"layout": "jobs", "steps": 4, "site": {"interface": LOOPBACK_NAME}}
+    over |= {"rollout": {"replicas": 2, "groups_per_request": 1, "requests_in_flight": 1}}
+    over |= {"groups": {"rollout": {"resources": {"nodes": 2}}}, "eval": {"every": 1, "samples": 4}}
+    config = load([write_config(tmp_path / "config.yaml", over)])
+    run = make_run(tmp_path / "run")
+    dump(config, run.config)
+    prepare(run, config)
+    logs = run.logs("rollout", claim_epoch(run, "rollout"))
+    logs.mkdir(parents=True)
+    evaluated: list[int] = []
+    with in_thread(run, config) as hub, Roles(run, config) as roles:
+        hub.on_report = lambda role, step, *_: evaluated.append(step) if role == "eval" else None
+        roles["rollout"].close()
+        with two_ranks(run, logs / "launcher.txt") as ranks:
+            for step in range(config.steps):
+                train(run, roles, step)
+            assert ranks.wait(60) == 0, (logs / "launcher.txt").read_text()
+        readers = sorted(hub.state.readers)
+    assert len(readers) == 2, f"each rank's replica serves on its own line: {readers}"
+    assert evaluated == sorted(set(evaluated)) and evaluated[-1] == config.steps
+    assert read_mark(run, "rollout", 1, "rollout")["status"] == "done"
+    spans = [(logs / f"spans-rollout-{rank}.jsonl").read_text() for rank in range(2)]
+    assert any('"generate"' in text for text in spans), "which rank got the tickets is chance"
+
+
+@contextmanager
+def two_ranks(run: RunDir, output: Path) -> Iterator[subprocess.Popen]:
+    """Rollout ranks under an MPI launcher; srun needs no word to leave the others be when one of them ends well."""
+    words = [str(mpiexec()), "-disable-auto-cleanup", "-n", "2", sys.executable]
+    with output.open("wb") as file:
+        ranks = subprocess.Popen([*words, *role_words(run, "rollout", "rollout", 1)], stdout=file, stderr=file)
+    try:
+        yield ranks
+    finally:
+        kill(family(ranks.pid))
+        ranks.wait(10)
+
+
+def ready(ranks: subprocess.Popen, roles: Roles) -> None:
+    """Wait until both replicas serve, so that both have a share of the steps that come."""
+    deadline = time.monotonic() + 60
+    while sorted(roles["actor"].call("status")["readers"]) != ["rollout/0", "rollout/1"]:
+        assert time.monotonic() < deadline and ranks.poll() is None
+        time.sleep(0.02)
+
+
+def train(run: RunDir, roles: Roles, step: int) -> None:
+    """What the other groups do in a step, with the weights that the run began with; the last one is saved."""
+    version = Version(1, step)
+    if step == 0:
+        roles["actor"].call("resume", step=0)
+        publish_start(run, roles, version)
+    roles.learn(version)
+    claim = roles["actor"].claim("actor", BUDGET)
+    publish_start(run, roles, Version(1, step + 1))
+    roles["actor"].call("trained", step=step, leases=[claim.lease])
+    if step + 1 == roles.config.steps:
+        roles["actor"].call("checkpoint", step=step + 1, name="last", digest="d")
+
+
+def publish_start(run: RunDir, roles: Roles, version: Version) -> None:
+    from safetensors.torch import load_file
+
+    publish(run, roles["actor"], version, load_file(run.model / "model.safetensors"))

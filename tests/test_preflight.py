@@ -1,0 +1,138 @@
+"""What a node finds out about itself, and the record of nodes that keep failing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from relax_hpc.launch.slurm import preflight
+from relax_hpc.launch.slurm.preflight import BadNodes, check_node, excluded, fabric_problems
+from relax_hpc.rundir import RunDir
+
+
+@pytest.fixture
+def run(run_dir: Path) -> RunDir:
+    return RunDir(run_dir)
+
+
+def nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, code: int = 0) -> None:
+    """An nvidia-smi that prints `text`, on PATH."""
+    folder.mkdir(exist_ok=True)
+    (folder / "answer").write_text(text)
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n/bin/cat '{folder}/answer'\nexit {code}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def test_a_good_node(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "node7")
+    monkeypatch.setattr(preflight, "FABRIC", run.root / "nothing")
+    report = check_node(run, min_memory_gib=0.01, interface="lo")
+    assert report.ok and report.node == "node7" and report.memory_gib > 0
+    assert json.loads(report.line())["ok"] is True
+    assert not list(run.root.iterdir())
+
+
+def test_the_command(run: RunDir) -> None:
+    """Prints one line, and its exit code says whether the node is good."""
+    command = [sys.executable, "-m", "relax_hpc.launch.slurm.preflight", f"--run_dir={run.root}"]
+    for extra, code in ((["--interface=lo"], 0), (["--min_memory_gib=1e9", "--interface=ib77"], 75)):
+        done = subprocess.run([*command, *extra], capture_output=True, text=True, timeout=60)
+        assert done.returncode == code, done.stderr
+        (line,) = done.stdout.splitlines()
+        assert len(json.loads(line)["problems"]) == (2 if code else 0)
+
+
+def test_too_little_memory(run: RunDir) -> None:
+    free = psutil.virtual_memory().total / 2**30
+    assert check_node(run, min_memory_gib=2 * free).problems[0].startswith("memory: found")
+
+
+def test_no_shared_memory(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "SHM", run.root / "nothing")
+    assert "nothing: found 0 MiB free" in check_node(run).problems[0]
+
+
+GPU = "{n}, GPU-{n}{n}, 80000, {used}\n"
+
+
+def test_gpus(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvidia_smi(tmp_path / "bin", monkeypatch, "".join(GPU.format(n=n, used=4) for n in range(4)))
+    assert check_node(run, gpus=4).gpus == 4
+    assert check_node(run, gpus=4).ok
+    assert "GPUs: found 4, needed: 8" in check_node(run, gpus=8).problems[0]
+
+
+def test_a_gpu_that_is_in_use(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvidia_smi(tmp_path / "bin", monkeypatch, GPU.format(n=0, used=4) + GPU.format(n=1, used=60000))
+    assert "GPU 1: found 75% of its memory in use, allowed: 10%" in check_node(run, gpus=2).problems[0]
+    # Another job's, where Slurm does not hide them.
+    for names in ("0", "GPU-00"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names)
+        assert check_node(run, gpus=1).ok
+
+
+@pytest.mark.parametrize(("text", "code"), [("No devices were found\n", 6), ("what?\n", 0), ("0, G, [N/A], 3\n", 0)])
+def test_a_broken_nvidia_smi(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, code: int
+) -> None:
+    nvidia_smi(tmp_path / "bin", monkeypatch, text, code)
+    assert "GPUs: nvidia-smi failed" in check_node(run, gpus=1).problems[0]
+
+
+def test_no_nvidia_smi(run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "GPUs: found no nvidia-smi" in check_node(run, gpus=1).problems[0]
+
+
+def port(folder: Path, device: str, state: str, physical: str) -> None:
+    place = folder / device / "ports" / "1"
+    place.mkdir(parents=True)
+    (place / "state").write_text(f"{state}\n")
+    (place / "phys_state").write_text(f"{physical}\n")
+
+
+def test_the_fabric(tmp_path: Path) -> None:
+    assert fabric_problems(tmp_path / "none") == []
+    port(tmp_path, "mlx5_0", "1: DOWN", "3: Disabled")
+    assert "found no active port among 1" in fabric_problems(tmp_path)[0]
+    port(tmp_path, "mlx5_1", "4: ACTIVE", "5: LinkUp")
+    # A port without a cable is nothing bad.
+    assert fabric_problems(tmp_path) == []
+    port(tmp_path, "mlx5_2", "2: INIT", "5: LinkUp")
+    assert "mlx5_2 port 1 2: INIT" in fabric_problems(tmp_path)[0]
+
+
+def test_a_run_directory_that_is_not_there(tmp_path: Path) -> None:
+    assert "run_dir: cannot write in" in check_node(RunDir(tmp_path / "nothing")).problems[0]
+    (tmp_path / "file").touch()
+    assert "run_dir: cannot write in" in check_node(RunDir(tmp_path / "file")).problems[0]
+
+
+def test_a_clock_that_is_off(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = preflight.time.time
+    monkeypatch.setattr(preflight.time, "time", lambda: now() + 100)
+    report = check_node(run)
+    assert "clock: the run directory's is -100" in report.problems[0]
+
+
+def test_repeat_offenders(run: RunDir) -> None:
+    assert excluded(run) == []
+    record = BadNodes(run)
+    record.add("n1", "preflight", ["GPUs: found 3, needed: 4"])
+    record.add("n2", "death", [])
+    record.add("n1", "death", [])
+    with record.path.open("ab") as file:
+        file.write(b'{"half": \n[]\n\xff\n')
+    assert [entry["node"] for entry in record.records()] == ["n1", "n2", "n1"]
+    assert excluded(run) == ["n1"]
+    assert excluded(run, threshold=1) == ["n1", "n2"]
+    # A day later they count as mended.
+    assert excluded(run, now=record.records()[-1]["time"] + preflight.FORGET_S + 1) == []

@@ -1,0 +1,221 @@
+"""The staleness bound, proven in the small: every order of everything that two engines and an actor can do.
+
+A node of the exploration is a state of the queue and of its users. Each of their steps that is no death brings the run
+forward, so that it ends; where no step is left it must have finished.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgpack
+import pytest
+
+from relax_hpc.config.schema import GroupConfig
+from relax_hpc.transfer_queue import rules
+from relax_hpc.transfer_queue.image import image_of, state_of
+from relax_hpc.transfer_queue.plan import GENERATED, Plan
+from relax_hpc.transfer_queue.rules import admissible
+from relax_hpc.transfer_queue.state import QueueState
+from relax_hpc.versions import Version
+from tests.queue_helpers import small
+from tests.queue_world import Paper
+
+ENGINES = ("left", "right")
+NOTHING = Version(0, 0)
+
+
+@dataclass(frozen=True, order=True)
+class Engine:
+    epoch: int = 1
+    serving: Version = NOTHING
+    flight: tuple[tuple[int, Version], ...] = ()
+    """Tickets in generation, with the version that began each."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """Everything that matters, so that equal nodes are visited once."""
+
+    key: tuple
+    engines: tuple[Engine, Engine] = field(compare=False)
+    actor: int
+    deaths: int
+    image: bytes = field(compare=False)
+
+
+class Small:
+    """Two engines and an actor at one queue; an actor's step needs nothing but generated rows."""
+
+    def __init__(self, plan: Plan, node: Node | None = None) -> None:
+        self.plan, self.desk, self.keys = plan, Paper(plan), 0
+        self.engines, self.actor, self.deaths = {name: Engine() for name in ENGINES}, 1, 0
+        if node:
+            self.desk.state = state_of(plan, msgpack.unpackb(node.image, strict_map_key=False))
+            self.engines = dict(zip(ENGINES, node.engines, strict=True))
+            self.actor, self.deaths = node.actor, node.deaths
+        else:
+            self.resume(0)
+
+    def node(self) -> Node:
+        """The present one; engines that change places make no difference."""
+        state = self.desk.state
+        names = sorted(ENGINES, key=lambda name: self.engines[name])
+        groups = tuple(
+            (
+                ticket,
+                group.owner and (names.index(group.owner[0]), group.owner[1]),
+                tuple(sorted(group.versions)),
+                state.tasks["actor"].statuses[ticket],
+            )
+            for ticket, group in sorted(state.groups.items())
+        )
+        queue = (groups, tuple(state.lineage), tuple(state.reissued), state.trained_steps, state.newest)
+        image = msgpack.packb(image_of(state) | {"admissions": {}, "puts": {}})
+        engines = (self.engines[ENGINES[0]], self.engines[ENGINES[1]])
+        return Node((queue, *sorted(engines)), engines, self.actor, self.deaths, image)
+
+    def ask(self, group: str, epoch: int, op: str, /, **args: Any) -> Any:
+        self.keys += 1
+        return self.desk.ask(group, epoch, f"{self.deaths}-{self.keys}", op, **args)
+
+    # -- what an engine does -----------------------------------------------------------------------------------
+
+    def pull(self, name: str) -> bool:
+        engine = self.engines[name]
+        news = self.ask(name, engine.epoch, "next_version", after=str(engine.serving))
+        if news is None or "version" not in news:
+            return False
+        self.ask(name, engine.epoch, "serve", reader=name, version=news["version"])
+        self.engines[name] = replace(engine, serving=Version.parse(news["version"]))
+        return True
+
+    def admit(self, name: str) -> bool:
+        engine, state = self.engines[name], self.desk.state
+        answer = self.ask(name, engine.epoch, "admit", reader=name, count=1)
+        if answer is None or "finished" in answer:
+            self.check_nothing_withheld(engine)
+            return False
+        (ticket,) = answer["tickets"]
+        assert state.in_lineage(engine.serving)
+        assert engine.serving.number >= self.plan.step_of(ticket) - self.plan.max_staleness
+        self.engines[name] = replace(engine, flight=(*engine.flight, (ticket, engine.serving)))
+        return True
+
+    def check_nothing_withheld(self, engine: Engine) -> None:
+        """No ticket that the engine may start is left."""
+        state = self.desk.state
+        if state.in_lineage(engine.serving):
+            step = self.plan.step_of(min([state.next_ticket, *state.reissued.lowest(1)]))
+            assert step >= self.plan.steps or engine.serving.number < step - self.plan.max_staleness
+
+    def put(self, name: str) -> bool:
+        engine = self.engines[name]
+        if not engine.flight:
+            return False
+        (ticket, began), *later = engine.flight
+        codes = sorted({began.encode(), engine.serving.encode()})
+        full = (1 << self.plan.samples_per_group) - 1
+        rows = [{"ticket": ticket, "mask": full, "width": 3, "versions": codes}]
+        shard = {"name": f"{name}-{engine.epoch}-{ticket}-{self.desk.state.shelf.next_number}"}
+        put = {"shard": shard, "rows": rows, "fields": list(GENERATED)}
+        refused = self.ask(name, engine.epoch, "put", **put)["refused"]
+        alive = all(map(self.desk.state.in_lineage, (began, engine.serving)))
+        assert refused == ({} if alive else {ticket: "rolled_back"})
+        self.engines[name] = replace(engine, flight=tuple(later))
+        return True
+
+    def kill(self, name: str) -> None:
+        self.deaths += 1
+        self.ask("supervisor", 1, "down", group=name, epoch=self.engines[name].epoch)
+        self.engines[name] = Engine(self.engines[name].epoch + 1)
+
+    # -- what the actor does -----------------------------------------------------------------------------------
+
+    def train(self) -> bool:
+        """A whole step, with its checkpoint."""
+        state, step = self.desk.state, self.desk.state.trained_steps
+        if step == self.plan.steps:
+            return False
+        window = {"task": "actor", "budget": 1 << 20, "boundary": self.plan.groups_per_step}
+        claim = self.ask("actor", self.actor, "claim", **window)
+        if claim is None:
+            return False
+        assert claim["tickets"] == list(state.tickets_of(step))
+        versions = [Version.decode(code) for ticket in claim["tickets"] for code in state.groups[ticket].versions]
+        assert all(map(state.in_lineage, versions))
+        assert min(version.number for version in versions) >= step - self.plan.max_staleness
+        self.ask("actor", self.actor, "publish", version=str(Version(self.actor, step + 1)), digest="d")
+        self.ask("actor", self.actor, "trained", step=step, leases=[claim["lease"]])
+        self.ask("actor", self.actor, "checkpoint", step=step + 1, name=f"{self.actor}-{step}", digest="d")
+        return True
+
+    def kill_actor(self, older: int) -> None:
+        self.deaths, self.actor = self.deaths + 1, self.actor + 1
+        points = [0, *(point["step"] for point in self.desk.state.checkpoints)]
+        self.resume(points[max(0, len(points) - 1 - older)])
+
+    def resume(self, step: int) -> None:
+        self.ask("actor", self.actor, "resume", step=step)
+        self.ask("actor", self.actor, "publish", version=str(Version(self.actor, step)), digest="d")
+
+    # -- all of it ---------------------------------------------------------------------------------------------
+
+    def acts(self) -> list[tuple]:
+        return [(act, name) for act in ("pull", "admit", "put") for name in ENGINES] + [("train",)]
+
+    def faults(self) -> list[tuple]:
+        return [("kill", name) for name in ENGINES] + [("kill_actor", older) for older in (0, 1)]
+
+    def do(self, act: tuple) -> bool:
+        return getattr(self, act[0])(*act[1:]) is not False
+
+
+def plan_of(groups: int, steps: int, staleness: int) -> Plan:
+    config = small(groups, 2, steps, staleness, keep_steps=1)
+    config.groups = {name: GroupConfig(roles=["rollout"]) for name in ENGINES} | {"actor": GroupConfig(roles=["actor"])}
+    return Plan.of(config)
+
+
+def explore(plan: Plan, deaths: int) -> int:
+    """Visit every node that can be reached with at most so many deaths; how many there are."""
+    first = Small(plan).node()
+    seen, ahead = {first}, [first]
+    while ahead:
+        node = ahead.pop()
+        it, moved = Small(plan, node), False
+        faults = it.faults() if node.deaths < deaths else []
+        for act in it.acts() + faults:
+            if it.do(act):
+                moved = moved or act not in faults
+                after = it.node()
+                if after not in seen:
+                    seen.add(after)
+                    ahead.append(after)
+                it = Small(plan, node)
+        assert moved or it.desk.state.finished(), node
+    return len(seen)
+
+
+CASES = [(1, 2, 0, 2), (3, 1, 0, 1), (1, 3, 0, 1), (1, 3, 1, 1), (1, 3, 2, 0), (1, 2, 2, 1)]
+"""Prompt groups a step, steps, staleness, deaths."""
+
+
+@pytest.mark.parametrize(("groups", "steps", "staleness", "deaths"), CASES)
+def test_no_order_of_events_breaks_the_bound_or_stops_the_run(groups, steps, staleness, deaths):
+    assert explore(plan_of(groups, steps, staleness), deaths) > 300
+
+
+def test_without_the_bound_the_exploration_finds_what_breaks_it(monkeypatch):
+    """The proof would see a mistake: one version of slack too many."""
+    plan = plan_of(1, 3, 0)
+    monkeypatch.setattr(rules, "admissible", lambda state, *args: admissible(loose(state), *args))
+    with pytest.raises(AssertionError):
+        explore(plan, 0)
+
+
+def loose(state: QueueState) -> QueueState:
+    copy = QueueState(replace(state.plan, max_staleness=1))
+    vars(copy).update({name: value for name, value in vars(state).items() if name != "plan"})
+    return copy

@@ -1,0 +1,154 @@
+"""Samplers: every row once, nobody much heavier than the others, no budget overrun, the same answer for everybody."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relax_hpc.transfer_queue.samplers import (
+    balanced,
+    micro_batches,
+    schedule,
+    sequential,
+    share,
+    whole_groups,
+)
+from relax_hpc.transfer_queue.schema import sample_id
+
+PARTS = st.integers(1, 8)
+BUDGETS = st.integers(1, 400)
+SAMPLERS = [sequential, balanced, lambda lengths, parts: balanced(lengths, parts, equal_counts=True)]
+
+
+def windows(most: int = 40, longest: int = 100) -> st.SearchStrategy[dict[int, int]]:
+    """Tokens by ticket."""
+    return st.dictionaries(st.integers(0, 10**6), st.integers(1, longest), max_size=most)
+
+
+def loads(lengths: dict, parts: list[list]) -> list[int]:
+    return [sum(lengths[key] for key in part) for part in parts]
+
+
+def spread(found: list[int]) -> int:
+    return max(found) - min(found)
+
+
+def samples(window: dict[int, int], count: int = 3) -> dict[str, int]:
+    """Sample ids of whole prompt groups, of various lengths."""
+    return {sample_id(ticket, k): size + k for ticket, size in window.items() for k in range(count)}
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@given(lengths=windows(), parts=PARTS)
+def test_every_item_is_in_exactly_one_part(sampler, lengths, parts):
+    found = sampler(lengths, parts)
+    assert len(found) == parts
+    assert sorted(key for part in found for key in part) == sorted(lengths)
+    assert all(part == sorted(part) for part in found)
+
+
+@given(lengths=windows(), parts=PARTS)
+def test_sequential_parts_follow_each_other(lengths, parts):
+    found = sequential(lengths, parts)
+    assert [key for part in found for key in part] == sorted(lengths)
+    assert spread([len(part) for part in found]) <= 1
+
+
+@given(lengths=windows(), parts=PARTS)
+def test_balanced_is_never_worse_than_greedy(lengths, parts):
+    sizes = [lengths[key] for key in sorted(lengths)]
+    greedy = [sum(sizes[item] for item in items) for items in share(sizes, parts)]
+    found = loads(lengths, balanced(lengths, parts))
+    assert spread(found) <= min(spread(greedy), max(sizes, default=0))
+    assert found == sorted(found, reverse=True)
+
+
+@given(lengths=windows(most=7, longest=30), parts=st.integers(1, 3))
+def test_the_heaviest_part_is_within_grahams_bound_of_the_best(lengths, parts):
+    def heaviest(choice: tuple[int, ...]) -> int:
+        return max(
+            sum(s for s, where in zip(lengths.values(), choice, strict=True) if where == p) for p in range(parts)
+        )
+
+    best = min(map(heaviest, itertools.product(range(parts), repeat=len(lengths))))
+    assert max(loads(lengths, balanced(lengths, parts))) <= (4 / 3 - 1 / (3 * parts)) * best
+
+
+@given(lengths=windows(), parts=PARTS)
+def test_equal_counts_are_equal_and_still_balanced(lengths, parts):
+    found = balanced(lengths, parts, equal_counts=True)
+    assert spread([len(part) for part in found]) <= 1
+    assert spread(loads(lengths, found)) <= max(lengths.values(), default=0)
+
+
+def test_differencing_beats_greedy_on_the_textbook_case():
+    sizes = [8, 7, 6, 5, 4]
+    lengths = dict(enumerate(sizes))
+    assert sorted(loads(lengths, share(sizes, 2))) == [13, 17]
+    assert loads(lengths, balanced(lengths, 2)) == [16, 14]
+
+
+@given(window=windows(most=12), parts=PARTS)
+def test_prompt_groups_stay_whole(window, parts):
+    lengths = samples(window)
+    found = whole_groups(lengths, parts)
+    assert sorted(key for part in found for key in part) == sorted(lengths)
+    owners = [{sample.partition(".")[0] for sample in part} for part in found]
+    assert all(not one & other for one, other in itertools.combinations(owners, 2))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@given(lengths=windows(), budget=BUDGETS)
+def test_only_a_single_long_item_may_exceed_the_budget(packed, lengths, budget):
+    found = micro_batches(lengths, budget, packed)
+    assert sorted(key for batch in found for key in batch) == sorted(lengths)
+    for batch in found:
+        sizes = [lengths[key] for key in batch]
+        cost = sum(sizes) if packed else len(sizes) * max(sizes)
+        assert cost <= budget or len(batch) == 1
+    longest = [max(lengths[key] for key in batch) for batch in found]
+    assert longest == sorted(longest, reverse=True)
+
+
+def fewest(sizes: list[int], budget: int) -> int:
+    """Padded micro-batches that are needed at least, by trying everything."""
+    if not sizes:
+        return 0
+    first, rest = max(sizes), sorted(sizes)[:-1]
+    room = max(0, budget // first - 1)
+    subsets = (set(c) for n in range(min(room, len(rest)) + 1) for c in itertools.combinations(range(len(rest)), n))
+    return 1 + min(fewest([size for i, size in enumerate(rest) if i not in taken], budget) for taken in subsets)
+
+
+@given(lengths=windows(most=6, longest=12), budget=st.integers(12, 40))
+def test_no_padded_split_needs_fewer_micro_batches(lengths, budget):
+    assert len(micro_batches(lengths, budget)) == fewest(list(lengths.values()), budget)
+
+
+@given(window=windows(most=12), ranks=PARTS, budget=BUDGETS, batch=st.integers(0, 20), seed=st.integers(0, 99))
+@pytest.mark.parametrize("sampler", [*SAMPLERS, whole_groups])
+def test_the_order_of_arrival_changes_nothing(sampler, window, ranks, budget, batch, seed):
+    lengths = samples(window)
+    arrived = dict(random.Random(seed).sample(sorted(lengths.items()), len(lengths)))
+    expected = schedule(lengths, ranks, budget, batch, sampler)
+    assert schedule(arrived, ranks, budget, batch, sampler) == expected
+    assert sorted(key for rank in expected for part in rank for key in part) == sorted(lengths)
+
+
+@given(lengths=windows(), ranks=PARTS)
+def test_the_heaviest_part_goes_round(lengths, ranks):
+    beyond = sum(lengths.values()) + 1
+    heaviest = loads(lengths, balanced(lengths, ranks))[0]
+    for batch in range(2 * ranks):
+        mine = schedule(lengths, ranks, beyond, batch, packed=True)[batch % ranks]
+        assert sum(lengths[key] for part in mine for key in part) == heaviest
+
+
+@pytest.mark.parametrize("call", [lambda: balanced({}, 0), lambda: sequential({}, 0), lambda: micro_batches({}, 0)])
+def test_impossible_shapes_are_refused(call):
+    with pytest.raises(ValueError, match="expected at least 1"):
+        call()

@@ -1,0 +1,120 @@
+"""One long run in one heterogeneous job of the sandbox's Slurm, to which everything happens that can, one by one.
+
+The engine is the small `transformers` one on the tiny model: a rollout stub in SGLang's place.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+
+from relax_hpc.sandbox import Sandbox
+from tests.requirements import requires
+from tests.slurm_runs import ENDLESS, LEASE_S, START_S, SlurmRun, killing, submitted
+from tests.slurm_sandbox import requires_sandbox
+
+requires("torch", "megatron", "transformers", "mpi")
+requires_sandbox()
+
+
+def test_a_heterogeneous_job_survives_everything(sandbox: Sandbox, tmp_path: Path) -> None:
+    with submitted(sandbox, tmp_path, "het", {"steps": ENDLESS}) as live:
+        live.wait_for_step(2)
+        ranks_die(live)
+        processes_stop_for_longer_than_their_lease(live)
+        supervisors_end(live)
+        nodes_lose_power(live)
+        the_batch_host_loses_power(live)
+        a_component_is_cancelled(live)
+        # Last: Slurm 22.05 breaks when the batch host of a job comes back that slurmctld has read from its files.
+        slurm_is_restarted(live)
+        live.finish_soon()
+
+
+def ranks_die(live: SlurmRun) -> None:
+    """SIGKILL to a rank of each group, the actor's in the middle of a weight publish and of a checkpoint."""
+    for group, role, rank, moment in (
+        ("rollout", "rollout", 1, ""),
+        ("actor_fwd", "actor_fwd", 0, ""),
+        ("hub", "advantages", 0, ""),
+        ("hub", "controller", 0, ""),
+        ("actor", "actor", 0, "weight publish"),
+        ("actor", "actor", 1, "checkpoint"),
+    ):
+        with live.only(group, killing(role, moment)):
+            live.kill(role, rank, moment)
+
+
+def processes_stop_for_longer_than_their_lease(live: SlurmRun) -> None:
+    """A stopped role is replaced and killed; where Slurm cannot kill it either, it ends by itself when it goes on."""
+    (process,) = live.processes("actor_fwd")
+    with live.only("actor_fwd", "SIGSTOP of actor_fwd for longer than its lease"):
+        process.suspend()
+    psutil.wait_procs([process], timeout=10.0)
+    assert not process.is_running()
+    a_stopped_node_goes_on_too_late(live, "rollout")
+    a_stopped_node_goes_on_too_late(live, "actor")
+
+
+def a_stopped_node_goes_on_too_late(live: SlurmRun, role: str) -> None:
+    """All of the role on a node stands still, Slurm's stepd too; the group has long gone on when it moves again."""
+    epoch, former = live.epochs(role), live.processes(role)[0]
+    with live.frozen(live.nodes_of(role)[0]):
+        with live.only(role, f"SIGSTOP of a whole node of {role}, and SIGCONT when it has been replaced"):
+            pass
+        # The role alone goes on: nobody is there to kill it.
+        former.resume()
+        mark = live.wait_until(lambda: live.mark(role, epoch, role), f"the former {role} has ended", START_S)
+        assert mark["status"] == "failed", mark
+    live.assert_trained_once()
+
+
+def supervisors_end(live: SlurmRun) -> None:
+    """Killed, it comes back on its node; stopped for longer than its lease, the other node's takes over."""
+    holder = live.lease_holder()
+    with live.only("hub", "kill -9 of the supervisor"):
+        psutil.Process(holder["pid"]).kill()
+        live.supervised_anew(holder["epoch"])
+    holder = live.lease_holder()
+    former = psutil.Process(holder["pid"])
+    with live.only("hub", "SIGSTOP of the supervisor for longer than its lease"):
+        former.suspend()
+        live.supervised_anew(holder["epoch"])
+    assert live.lease_holder()["node"] != holder["node"]
+    with live.nobody_notices("SIGCONT of that supervisor when the standby leads"):
+        former.resume()
+        said = f"supervisor {holder['epoch'] + 1} has taken over"
+        live.wait_until(lambda: said in live.log(), "the former supervisor knows that it is none", LEASE_S)
+
+
+def nodes_lose_power(live: SlurmRun) -> None:
+    """Of each group in turn: it goes on in a job of its own."""
+    for group, rank in (("rollout", 1), ("actor", 0), ("actor_fwd", 0)):
+        job, node = live.job(group), live.nodes_of(group)[rank]
+        with live.only(group, f"power loss of a node of {group}"):
+            # A component of one node that is lost is noticed by its silence; of the others Slurm hears at once.
+            live.sandbox.kill_node(node, down=group != "actor_fwd")
+        live.sandbox.start_node(node)
+        assert live.job(group) != job and node not in live.nodes_of(group)
+
+
+def a_component_is_cancelled(live: SlurmRun) -> None:
+    with live.only("rollout", "scancel of the group's component or job"):
+        live.sandbox.client("scancel", live.job("rollout"))
+
+
+def slurm_is_restarted(live: SlurmRun) -> None:
+    """slurmctld and every slurmd are killed and come again: nobody notices."""
+    with live.nobody_notices("restart of slurmctld and every slurmd"):
+        live.restart_slurm()
+
+
+def the_batch_host_loses_power(live: SlurmRun) -> None:
+    """With it the hub goes; the standby on the other node takes over, and the groups live on meanwhile."""
+    holder = live.lease_holder()
+    with live.only("hub", "power loss of the leading node of the hub"):
+        live.sandbox.kill_node(holder["node"])
+        live.supervised_anew(holder["epoch"])
+    live.sandbox.start_node(holder["node"])
+    assert live.lease_holder()["node"] != holder["node"]

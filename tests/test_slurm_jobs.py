@@ -1,0 +1,82 @@
+"""One long run with a Slurm job for each group and real SGLang engines, to which everything happens, one by one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from relax_hpc.sandbox import Sandbox
+from tests.requirements import requires
+from tests.slurm_runs import ENDLESS, START_S, SlurmRun, killing, submitted
+from tests.slurm_sandbox import requires_sandbox
+
+requires("torch", "megatron", "sglang", "mpi")
+requires_sandbox()
+
+
+def test_jobs_of_real_engines_survive_everything(sandbox: Sandbox, tmp_path: Path) -> None:
+    with submitted(sandbox, tmp_path, "jobs", {"steps": ENDLESS}, "sglang") as live:
+        live.wait_for_step(2)
+        ranks_die(live)
+        rollout_gets_another_size(live)
+        kill(live, "rollout", "rollout")
+        nodes_lose_power(live)
+        a_job_is_cancelled_and_comes_back_by_command(live)
+        slurm_is_restarted(live)
+        live.finish_soon()
+
+
+def ranks_die(live: SlurmRun) -> None:
+    """SIGKILL to a rank of each group; its job starts it again in place."""
+    for group, role, rank, moment in (
+        ("actor", "actor", 1, "weight publish"),
+        ("actor_fwd", "actor_fwd", 0, ""),
+        ("hub", "controller", 0, ""),
+        ("hub", "advantages", 0, ""),
+    ):
+        kill(live, group, role, rank, moment)
+
+
+def kill(live: SlurmRun, group: str, role: str, rank: int = 0, moment: str = "") -> None:
+    job = live.job(group)
+    with live.only(group, killing(role, moment)):
+        live.kill(role, rank, moment)
+    assert live.job(group) == job
+
+
+def rollout_gets_another_size(live: SlurmRun) -> None:
+    """From two engines on two nodes to one."""
+    former = live.job("rollout")
+    with live.only("rollout", "resubmit with another size"):
+        live.call("resubmit", "--group", "rollout", "--nodes", "1", "--rollout.replicas", "1")
+    assert live.job("rollout") != former and len(live.nodes_of("rollout")) == 1
+
+
+def nodes_lose_power(live: SlurmRun) -> None:
+    """Of each group in turn: Slurm queues its job again, under its number and on other nodes."""
+    for group, role, rank in (("actor_fwd", "actor_fwd", 0), ("actor", "actor", 0), ("rollout", "rollout", 0)):
+        lose_node(live, group, role, rank)
+    lose_node(live, "hub", "advantages", 0)
+
+
+def lose_node(live: SlurmRun, group: str, role: str, rank: int) -> None:
+    job, node = live.job(group), live.nodes_of(role)[rank]
+    with live.only(group, f"power loss of a node of {group}"):
+        live.sandbox.kill_node(node, down=True)
+        live.sandbox.start_node(node)
+    assert live.job(group) == job
+
+
+def a_job_is_cancelled_and_comes_back_by_command(live: SlurmRun) -> None:
+    """scancel is the user's wish, so nothing comes back by itself."""
+    former = live.job("actor_fwd")
+    with live.only("actor_fwd", "scancel of the group's component or job"):
+        live.sandbox.client("scancel", former)
+        live.wait_until(lambda: f"{former} " not in live.queued(), "the cancelled job is gone", START_S)
+        live.call("resubmit", "--group", "actor_fwd")
+    assert live.job("actor_fwd") != former
+
+
+def slurm_is_restarted(live: SlurmRun) -> None:
+    """slurmctld and every slurmd are killed and come again: nobody notices."""
+    with live.nobody_notices("restart of slurmctld and every slurmd"):
+        live.restart_slurm()

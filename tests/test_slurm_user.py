@@ -1,0 +1,59 @@
+"""A whole run of a user without rights: their own sandbox, a heterogeneous job, a rank killed in it, the end.
+
+Its ranks meet through the MPI that came with the packages, by pmi2; the other runs use the system's, by pmix. Model
+and environment are copied to what stands for the nodes' own disks.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from relax_hpc.errors import EXIT_DONE
+from relax_hpc.rundir import RunDir
+from relax_hpc.sandbox import cluster
+from tests.plain_user import PlainUser, plain_user
+from tests.requirements import requires
+from tests.run_helpers import merged, write_config
+from tests.slurm_runs import START_S, SlurmRun
+from tests.slurm_sandbox import QUICK, requires_sandbox
+
+requires("torch", "megatron", "transformers", "mpi")
+requires_sandbox()
+
+OVER = {
+    "steps": 12,
+    "max_staleness": 1,
+    "checkpoint": {"every": 3},
+    "site": {"mpi": {"launcher": "pmi2", "library": "wheel"}, "stage": ["model", "environment"]},
+    "actor": {"parallel": {"data": 2}},
+    "groups": {"reference": None, "hub": {"resources": {"nodes": 2}}, "rollout": {"resources": {"nodes": 1}}},
+}
+
+
+def call(user: PlainUser, *words: str | Path, slurm: Path | None = None) -> str:
+    """What a command of the project prints; it succeeds."""
+    done = user.run(user.python, "-m", *words, slurm=slurm)
+    assert done.returncode == EXIT_DONE, f"{words}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def test_a_plain_user_runs_it_all() -> None:
+    with plain_user() as user:
+        folder, root, disk = user.home / "slurm", user.home / "run", user.home / "disk"
+        options = [f"--{name}={value}" for name, value in QUICK.items()]
+        call(user, "relax_hpc.sandbox", "up", folder, "--nodes", "5", *options)
+        sandbox = cluster.load(folder)
+        try:
+            config = write_config(user.home / "run.yaml", merged(OVER, {"site": {"local_dir": str(disk)}}))
+            words = ["--config", sandbox.site, "--config", config, "--run_dir", root, "--layout", "het", "--parsable"]
+            live = SlurmRun(sandbox, RunDir(root), [], "het", "transformers")
+            live.jobs = call(user, "relax_hpc", "submit", *words, slurm=sandbox.conf).split()
+            live.wait_for_step(2)
+            assert all(Path(p.cmdline()[0]).is_relative_to(disk) for p in live.processes("actor"))
+            live.kill("actor", 1)
+            live.wait_until(live.run.finished.exists, "the run finished", START_S)
+            live.finish()
+            assert {path.owner() for path in root.rglob("*")} == {user.name} and live.epochs("actor") == 2
+            call(user, "relax_hpc.sandbox", "down", folder)
+        finally:
+            cluster.down(folder)

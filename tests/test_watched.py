@@ -1,0 +1,116 @@
+"""Work in a watched child: its end is told however it comes, signals reach it, and it never outlives its watcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from relax_hpc.rendezvous.process import STOP_SIGNALS
+
+PROGRAM = """
+import os, signal, sys, time
+from relax_hpc.rendezvous.process import watched
+
+def say(*words):
+    print(*words, flush=True)
+
+def work():
+    say("works", os.getpid(), os.getppid())
+    if what == "signals":
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+            signal.signal(number, lambda number, _: say("got", number))
+    elif what == "raises":
+        raise ValueError("a bug")
+    elif what.isdigit():
+        return int(what)
+    say("ready")
+    while True:
+        signal.pause()
+
+lives = int(sys.argv[2])
+
+def ended(code):
+    global lives
+    lives -= 1
+    say("ended", code)
+    return None if lives else 7
+
+what = sys.argv[1]
+sys.exit(watched(work, ended))
+"""
+Start = Callable[..., subprocess.Popen]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    processes: list[subprocess.Popen] = []
+
+    def start(what: str, lives: int = 1) -> subprocess.Popen:
+        words = [sys.executable, "-c", PROGRAM, what, str(lives)]
+        root = Path(__file__).resolve().parent.parent
+        processes.append(subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate(timeout=10)
+
+
+def works(process: subprocess.Popen) -> int:
+    """The pid of the child, once it has begun."""
+    word, child, parent = process.stdout.readline().split()
+    assert word == "works" and int(parent) == process.pid
+    return int(child)
+
+
+@pytest.mark.parametrize(("what", "code"), [("0", 0), ("75", 75), ("raises", 1)])
+def test_a_child_that_ends_is_told_with_its_code(start: Start, what: str, code: int) -> None:
+    process = start(what)
+    works(process)
+    assert process.stdout.read() == f"ended {code}\n" and process.wait(10) == 7
+    assert ("ValueError: a bug" in process.stderr.read()) == (what == "raises")
+
+
+def test_a_child_that_is_killed_is_told_with_the_signal_and_works_again(start: Start) -> None:
+    process = start("waits", lives=3)
+    for _ in range(3):
+        child = works(process)
+        assert process.stdout.readline() == "ready\n"
+        os.kill(child, signal.SIGKILL)
+        assert process.stdout.readline() == "ended -9\n"
+    assert process.wait(10) == 7
+
+
+def test_stop_signals_reach_the_child_of_every_life(start: Start) -> None:
+    process = start("signals", lives=2)
+    for _ in range(2):
+        child = works(process)
+        assert process.stdout.readline() == "ready\n"
+        for number in STOP_SIGNALS:
+            process.send_signal(number)
+            assert process.stdout.readline() == f"got {int(number)}\n"
+        os.kill(child, signal.SIGKILL)
+        assert process.stdout.readline() == "ended -9\n"
+
+
+def test_a_signal_that_the_child_does_not_take_ends_it(start: Start) -> None:
+    process = start("waits")
+    works(process)
+    assert process.stdout.readline() == "ready\n"
+    process.terminate()
+    assert process.stdout.readline() == "ended -15\n"
+
+
+def test_the_child_dies_with_its_watcher(start: Start) -> None:
+    process = start("signals")
+    child = psutil.Process(works(process))
+    process.kill()
+    assert psutil.wait_procs([child], timeout=10)[1] == []

@@ -1,0 +1,234 @@
+"""What a get costs on each plane that is in memory, beside a memcpy of the same bytes in the same process.
+
+Another process publishes; this one reads, the planes and the memcpy in turn. A get ends when every byte has been copied
+into memory of the reader: by the plane itself, or by a memcpy from what the plane has mapped. What a plane checks it
+checks here too. Bytes are compared once, before the clock runs.
+
+    python tools/bench/planes.py --size 64KiB --size 64MiB --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection, Pipe
+
+import msgpack
+import numpy as np
+
+from relax_hpc.rendezvous.process import die_with_parent
+from relax_hpc.transfer_queue.planes import Descriptor, Plane, ShmPlane, SlabPool, TcpPlane
+
+PLANES: dict[str, Callable[[bytes, SlabPool], Plane]] = {
+    "shm": ShmPlane,
+    "tcp": lambda token, _: TcpPlane(token, "127.0.0.1"),
+}
+COPIES = {"tcp"}
+"""Planes that give a copy; what the others give is copied here."""
+MEMCPY = "memcpy"
+UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+SIZES = ("64B", "4KiB", "64KiB", "1MiB", "16MiB", "64MiB", "256MiB")
+READ_S = 60.0
+BURST_S, BURST = 0.005, 50
+"""One turn of a plane is about so long, and so many gets at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Of one plane at one size: seconds of a get, and how many times the speed of a memcpy that is."""
+
+    size: int
+    plane: str
+    gets: int
+    median_s: float
+    p99_s: float
+    bytes_per_s: float
+    ratio: float
+    """Of the medians; `best_ratio` of the shortest gets."""
+    best_ratio: float
+
+
+def size_of(text: str) -> int:
+    """Bytes of "64KiB".
+
+    >>> size_of("64KiB")
+    65536
+    """
+    found = re.fullmatch(r"(\d+)([KMG]i)?B", text)
+    if not found or not int(found[1]):
+        raise argparse.ArgumentTypeError(f"found {text!r}, allowed a number and one of {', '.join(UNITS)}: 64KiB")
+    return int(found[1]) * UNITS[f"{found[2] or ''}B"]
+
+
+def in_words(size: int) -> str:
+    unit = max((unit for unit in UNITS if not size % UNITS[unit]), key=UNITS.__getitem__)
+    return f"{size // UNITS[unit]} {unit}"
+
+
+def pattern(size: int) -> np.ndarray:
+    """Bytes of which no page is like another."""
+    return np.random.default_rng(size).integers(0, 256, size, np.uint8)
+
+
+# -- the process that publishes ----------------------------------------------------------------------------------------
+
+
+def serve(pipe: Connection) -> None:
+    """Publish a record of every size asked for on every plane, from one slab; until nobody asks."""
+    token, names = msgpack.unpackb(pipe.recv_bytes())
+    pool = SlabPool()
+    planes = {name: PLANES[name](token, pool) for name in names}
+    while True:
+        try:
+            size = msgpack.unpackb(pipe.recv_bytes())
+        except EOFError:
+            return
+        slab = pool.take(size)
+        slab.memory[:size] = pattern(size).data
+        descriptors = {name: plane.publish("record", slab.memory[:size]) for name, plane in planes.items()}
+        pipe.send_bytes(msgpack.packb(descriptors))
+        pipe.recv_bytes()
+        for plane in planes.values():
+            plane.retire("record")
+        pool.give_back(slab)
+
+
+@contextmanager
+def maker(token: bytes, names: list[str]) -> Iterator[Callable[[int], Descriptor]]:
+    """A process with these planes; called with a size, it publishes such a record and retires the one before."""
+    ours, theirs = Pipe()
+    words = [sys.executable, __file__, "--serve", str(theirs.fileno())]
+    with subprocess.Popen(words, pass_fds=[theirs.fileno()]) as process, ours:
+        theirs.close()
+        ours.send_bytes(msgpack.packb((token, names)))
+        published = False
+
+        def publish(size: int) -> Descriptor:
+            nonlocal published
+            if published:
+                ours.send_bytes(b"")
+            published = True
+            ours.send_bytes(msgpack.packb(size))
+            if not ours.poll(READ_S):
+                raise TimeoutError(f"a record of {size} bytes was not published in {READ_S} s")
+            return msgpack.unpackb(ours.recv_bytes())
+
+        try:
+            yield publish
+        finally:
+            process.kill()
+
+
+# -- the process that reads --------------------------------------------------------------------------------------------
+
+
+def getters(planes: dict[str, Plane], descriptors: Descriptor, size: int) -> dict[str, Callable[[], np.ndarray]]:
+    """What is timed: each leaves ``size`` bytes in memory of this process, and returns them."""
+    source, room = pattern(size), np.zeros(size, np.uint8)
+
+    def memcpy(found: np.ndarray) -> np.ndarray:
+        np.copyto(room, found)
+        return room
+
+    def get(name: str) -> np.ndarray:
+        found = np.frombuffer(planes[name].read(descriptors[name], READ_S), np.uint8)
+        return found if name in COPIES else memcpy(found)
+
+    return {MEMCPY: lambda: memcpy(source)} | {name: lambda name=name: get(name) for name in planes}
+
+
+def take_turns(gets: dict[str, Callable[[], np.ndarray]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of every get; in each round every one has a turn of at most BURST."""
+    seconds: dict[str, list[float]] = {name: [] for name in gets}
+    for _ in range(rounds):
+        for name, get in gets.items():
+            end = time.perf_counter() + BURST_S
+            for _ in range(BURST):
+                start = time.perf_counter()
+                get()
+                stop = time.perf_counter()
+                seconds[name].append(stop - start)
+                if stop > end:
+                    break
+    return seconds
+
+
+def measure(planes: dict[str, Plane], descriptors: Descriptor, size: int, rounds: int) -> list[Result]:
+    """All planes at one size. RuntimeError if one of them gives other bytes than were published."""
+    gets = getters(planes, descriptors, size)
+    for name, get in gets.items():
+        if not np.array_equal(get(), pattern(size)):
+            raise RuntimeError(f"{name}: other bytes than were published, at {in_words(size)}")
+    seconds = take_turns(gets, rounds)
+    median, best = ({name: how(values) for name, values in seconds.items()} for how in (np.median, np.min))
+    return [
+        Result(
+            size,
+            name,
+            len(values),
+            float(median[name]),
+            float(np.percentile(values, 99)),
+            float(size / median[name]),
+            float(median[MEMCPY] / median[name]),
+            float(best[MEMCPY] / best[name]),
+        )
+        for name, values in seconds.items()
+    ]
+
+
+def print_table(results: list[Result]) -> None:
+    """A line a size and plane."""
+    print(f"{'size':>8}  {'plane':<7} {'median us':>11} {'p99 us':>11} {'GB/s':>8} {'/ memcpy':>9} {'[best]':>8}")
+    for r in results:
+        times = f"{r.median_s * 1e6:11.1f} {r.p99_s * 1e6:11.1f} {r.bytes_per_s / 1e9:8.3f}"
+        print(f"{in_words(r.size):>8}  {r.plane:<7} {times} {r.ratio:9.3f} {f'[{r.best_ratio:.3f}]':>8}")
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line; what is left out means all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", action="append", type=size_of, help=f"default: {', '.join(SIZES)}")
+    parser.add_argument("--plane", action="append", choices=PLANES)
+    parser.add_argument("--rounds", type=int, default=15, metavar="N", help="turns of each plane at each size")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.rounds < 1:
+        parser.error(f"--rounds: found {args.rounds}, allowed 1 and more")
+    args.size, args.plane = args.size or [size_of(text) for text in SIZES], args.plane or list(PLANES)
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure and print."""
+    args = parse(argv)
+    if args.serve is not None:
+        die_with_parent()
+        serve(Connection(args.serve))
+        return 0
+    load, token, pool, results = os.getloadavg()[0], secrets.token_bytes(32), SlabPool(), []
+    planes = {name: PLANES[name](token, pool) for name in args.plane}
+    with maker(token, args.plane) as publish:
+        for size in args.size:
+            results += measure(planes, publish(size), size, args.rounds)
+    for plane in planes.values():
+        plane.close()
+    print_table(results)
+    settings = {"rounds": args.rounds, "cores": os.cpu_count(), "load_before": round(load, 2)}
+    print("settings: " + ", ".join(f"{key}={value}" for key, value in settings.items()))
+    if args.json:
+        print(json.dumps({"results": [asdict(r) for r in results], "settings": settings}, allow_nan=False), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,279 @@
+"""What a fault costs: detection, time to working again, what the other groups notice, samples lost and duplicated.
+
+Breaks a small run on a private Slurm (the sandbox, made for this and taken down), one fault after the other, and beside
+it does the same under the policy of restarting everything from the last checkpoint, by the same commands and code.
+
+    python tools/bench/recovery.py --layout het --fault kill:rollout --fault node:actor --repeat 3 --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from recovery_figures import COLUMNS, NEVER, Record, result, share, table, targets
+from recovery_run import Run
+
+from relax_hpc.launch.status import status
+from relax_hpc.metrics.read import read_metrics
+from relax_hpc.sandbox import Options, Sandbox, cluster
+from relax_hpc.transfer_queue.audit import audit
+
+BEAT_S, LEASE_S, CHECKPOINT_STEPS = 1.0, 5.0, 5
+LAYOUTS, POLICIES = ("het", "jobs"), ("toolkit", "restart-all")
+GROUPS = {
+    "controller": "hub",
+    "advantages": "hub",
+    "supervisor": "hub",
+    "hub": "hub",
+    "rollout": "rollout",
+    "actor": "actor",
+    "actor_fwd": "actor_fwd",
+}
+"""What a fault names -> the group that it takes; the hub's roles are the supervisor's children."""
+FAULTS = {
+    "kill": ("SIGKILL of one rank", ("rollout", "actor", "actor_fwd", "advantages", "controller", "supervisor")),
+    "node": ("power loss of a node, which Slurm is not told of", ("rollout", "actor", "actor_fwd", "hub")),
+    "down": ("power loss of a node, which Slurm is told of", ("rollout", "actor", "actor_fwd", "hub")),
+    "scancel": ("scancel of the component, or the job", ("rollout", "actor", "actor_fwd")),
+}
+SANDBOX = Options(nodes=14, cpus=8, memory=4000, gpus=2, slurmd_timeout=10, kill_wait=3, cred_expire=6)
+"""Enough nodes that a replacement never waits for those that were lost."""
+SETTINGS: dict[str, Any] = {
+    "seed": 3,
+    "steps": 100_000,
+    "groups_per_step": 4,
+    "samples_per_group": 4,
+    "max_staleness": 1,
+    "model": {"tiny": {"hidden_size": 32, "num_layers": 1, "head_dim": 16, "intermediate_size": 64}},
+    "data": {"task": "sort_digits", "digits": 3, "max_prompt_tokens": 32},
+    "rollout": {"replicas": 2, "max_new_tokens": 5, "groups_per_request": 2, "engine": {"kind": "transformers"}},
+    "actor": {"parallel": {"data": 2}, "optimizer": {"lr": 1e-3}},
+    "checkpoint": {"every": CHECKPOINT_STEPS},
+    "eval": {"every": 0},
+    "liveness": {"beat_s": BEAT_S, "lease_s": LEASE_S, "start_timeout_s": 120.0, "stop_timeout_s": 20.0},
+    "slurm": {"time": "120", "signal_s": 60},
+    "groups": {
+        "reference": None,
+        "rollout": {"resources": {"nodes": 2}},
+        "actor": {"resources": {"nodes": 2}},
+    },
+}
+START_S, RECOVERY_S, SETTLED_STEPS, STEPS_AFTER = 90.0, 120.0, 4, 2
+
+
+def settings(layout: str) -> dict[str, Any]:
+    """Seven nodes in a heterogeneous job, or six in ordinary ones; the death of a node concerns one group."""
+    hub = {"resources": {"nodes": 2 if layout == "het" else 1}}
+    site = {"site": {"options": {"exclusive": ""}}} if layout == "jobs" else {}
+    return SETTINGS | site | {"groups": SETTINGS["groups"] | {"hub": hub}}
+
+
+def all_faults() -> list[str]:
+    return [f"{kind}:{what}" for kind, (_, parts) in FAULTS.items() for what in parts]
+
+
+# -- one fault ---------------------------------------------------------------------------------------------------------
+
+
+def settle(run: Run, fault: str) -> None:
+    """Everything works, and has for some steps; a hub of two nodes has its standby. TimeoutError if not."""
+    goal = run.step() + SETTLED_STEPS
+    run.wait(lambda: run.step() >= goal, f"step {goal} trained", START_S)
+    if run.layout == "het" and fault in ("node:hub", "down:hub"):
+        run.wait(lambda: len(run.heads()) > 1, "a standby waits", START_S)
+
+
+def measure(run: Run, policy: str, fault: str) -> Record:
+    """Inflict ``fault``, see it through, and power the node on again."""
+    kind, what = fault.split(":")
+    names = {"layout": run.layout, "policy": policy, "fault": fault, "victim": GROUPS[what]}
+    record = Record(**names, beat_s=BEAT_S, lease_s=LEASE_S, job=run.job(GROUPS[what]), step=run.step(), at=time.time())
+    node = run.inflict(kind, what)
+    try:
+        (_restart_all if policy == "restart-all" else _live_on)(run, record)
+    except (TimeoutError, RuntimeError) as error:
+        print(f"{fault}: {error}\n{run.story()}", file=sys.stderr, flush=True)
+    finally:
+        if node:
+            run.sandbox.start_node(node)
+    return record
+
+
+def _live_on(run: Run, record: Record) -> None:
+    """The toolkit's own way: the group comes back by itself, the others go on."""
+    if record.layout == "jobs" and record.fault.startswith("scancel"):
+        # Whoever ends a group's job means it; nobody else may start it again.
+        record.helped = "resubmitted by hand"
+        run.relax_hpc("resubmit", str(run.run.root), "--group", record.victim)
+    run.wait(lambda: _works(run, record, record.at), f"{record.victim} works again", RECOVERY_S)
+    beats = run.wait(lambda: status(run.run).get("beats"), "the hub answers", START_S)
+    record.gaps = {name: beat["gap_s"] for name, beat in beats.items() if beat["group"] != record.victim}
+
+
+def _restart_all(run: Run, record: Record) -> None:
+    """The other policy: as soon as the fault is known, everything is ended and starts at the last checkpoint."""
+    run.wait(lambda: _detected(run, record) < NEVER, "the fault is noticed", RECOVERY_S)
+    record.detected = detected = _detected(run, record)
+    run.relax_hpc("stop", str(run.run.root), "--now")
+    # Steps that were still trained until then have to be trained again as well.
+    record.step, since = max(record.step, run.step()), time.time()
+    run.submit("--resume")
+    run.wait(lambda: _works(run, record, since), "the run is back where it was", RECOVERY_S)
+    record.detected = detected
+    others = {name for name in run.config.groups if name != record.victim}
+    record.gaps = {name: run.first(name, "epoch-*[0-9].json", since)[0] - detected for name in others}
+
+
+def _detected(run: Run, record: Record) -> float:
+    """The first sign that the fault is known: a word about the victim, its new incarnation, its job queued again."""
+    names = {record.victim, run.supervisor if record.victim == "hub" else f"supervisor-{record.victim}"}
+    claims = [run.first(name, "epoch-*.claim", record.at)[0] for name in names]
+    may_be_requeued = record.layout == "jobs" and record.fault.startswith(("node:", "down:"))
+    if may_be_requeued and record.left == NEVER and not run.runs(record.job):
+        record.left = time.time()
+    return min(run.said(record.victim, record.at), record.left, *claims)
+
+
+def _works(run: Run, record: Record, since: float) -> bool:
+    """Whether the victim works, and steps are trained with it: gaps between steps are known when they are over."""
+    _look(run, record, since)
+    found = result(record)
+    again = record.at + max(found.working, found.caught_up)
+    return sum(moment > again for moment, _ in record.steps) >= STEPS_AFTER
+
+
+def _look(run: Run, record: Record, since: float) -> None:
+    """Bring ``record`` up to date; the new incarnation is one that was started after ``since``."""
+    record.detected = _detected(run, record)
+    record.launched, epoch = run.first(record.victim, "epoch-*.launch.json", since)
+    record.beaten = run.first(record.victim, f"epoch-{epoch:06d}.json", since)[0]
+    record.accepted = [moment for moment in list(run.follower.accepted) if moment > since]
+    steps = run.trained()
+    record.steps = steps[: sum(moment <= record.at for moment, _ in steps)][-1:]
+    record.steps += [(moment, step) for moment, step in steps if moment > since]
+    if record.beaten < NEVER:
+        submitted, started = run.job_times(run.job(record.victim))
+        record.new_job = started >= math.floor(record.at)
+        # What Slurm says of a job that is queued again is not when that was.
+        queued = record.left if record.left < NEVER else submitted
+        record.queued_s = max(0.0, started - queued) if record.new_job else 0.0
+
+
+# -- all of them -------------------------------------------------------------------------------------------------------
+
+
+def measure_all(sandbox: Sandbox, folder: Path, layout: str, policy: str, faults: Sequence[str]) -> list[Record]:
+    """Every fault in turn, in one run as long as that stays as it was submitted."""
+    done: list[Record] = []
+    left = list(faults)
+    while left:
+        here = Path(tempfile.mkdtemp(prefix="run-", dir=folder))
+        run, records = Run(sandbox, here, layout, settings(layout)), []
+        try:
+            while left and not (records and _used_up(records[-1])):
+                settle(run, left[0])
+                records.append(measure(run, policy, left.pop(0)))
+                _tell(records[-1])
+            if result(records[-1]).working < NEVER:
+                run.relax_hpc("stop", str(run.run.root))
+                _account(run, records)
+        finally:
+            run.close()
+        shutil.rmtree(here)
+        done += records
+    return done
+
+
+def _used_up(record: Record) -> bool:
+    """A group that went to another job, or never came back, would make the next fault another one."""
+    moved = record.policy == "toolkit" and record.new_job and record.layout == "het"
+    return moved or result(record).working == NEVER or record.fault in ("node:hub", "down:hub")
+
+
+def _account(run: Run, records: list[Record]) -> None:
+    """Samples lost and duplicated, by fault, once everything of the run has ended."""
+    found = audit(run.run, steps=len([row for row in read_metrics(run.run.root) if "reward/mean" in row]))
+    size = run.config.groups_per_step
+    for record, lost, twice in zip(
+        records, share(found.lost, records, size), share(found.duplicated, records, size), strict=True
+    ):
+        record.lost, record.duplicated = lost, twice
+    for problem in found.problems:
+        print(f"audit: {problem}", file=sys.stderr, flush=True)
+
+
+def _tell(record: Record) -> None:
+    values = asdict(result(record)).items()
+    figures = ", ".join(f"{name} {value:.2f}" for name, value in values if name not in ("lost", "duplicated"))
+    print(f"{record.layout} {record.policy} {record.fault}: {figures}", file=sys.stderr, flush=True)
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line; what is left out means all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.epilog = "faults: " + "; ".join(
+        f"{', '.join(f'{kind}:{part}' for part in parts)}: {text}" for kind, (text, parts) in FAULTS.items()
+    )
+    parser.add_argument("--layout", action="append", choices=LAYOUTS)
+    parser.add_argument("--fault", action="append", choices=all_faults(), metavar="KIND:WHAT", help="see below")
+    parser.add_argument("--policy", action="append", choices=POLICIES)
+    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="times each; N > 1 shows p50/p95")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    args = parser.parse_args(argv)
+    if args.repeat < 1:
+        parser.error(f"--repeat: found {args.repeat}, allowed 1 and more")
+    args.layout, args.policy = args.layout or list(LAYOUTS), args.policy or list(POLICIES)
+    args.fault = args.fault or all_faults()
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure and print; 0 even when a target is missed."""
+    args = parse(argv)
+    # What was started is ended however this program is.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    load = os.getloadavg()[0]
+    folder = Path(tempfile.mkdtemp(prefix="recovery-")).resolve()
+    records: list[Record] = []
+    try:
+        sandbox = cluster.up(folder, SANDBOX)
+        for layout in args.layout:
+            for policy in args.policy:
+                records += measure_all(sandbox, folder, layout, policy, args.fault * args.repeat)
+    finally:
+        cluster.down(folder)
+        shutil.rmtree(folder)
+    _print(sorted(records, key=lambda r: (args.layout.index(r.layout), args.fault.index(r.fault))), load, args)
+    return 0
+
+
+def _print(records: list[Record], load: float, args: argparse.Namespace) -> None:
+    print("\n".join(table(records)))
+    print("\n".join(f"{name.replace('_', ' ')}: {text}" for name, text in COLUMNS.items()))
+    print(targets(BEAT_S, LEASE_S))
+    about = {"beat_s": BEAT_S, "lease_s": LEASE_S, "checkpoint_steps": CHECKPOINT_STEPS, "repeat": args.repeat}
+    about |= {"engine": "transformers", "cores": os.cpu_count(), "load_before": round(load, 2)}
+    print("settings: " + ", ".join(f"{key}={value}" for key, value in about.items()))
+    if args.json:
+        lines = [{"layout": r.layout, "fault": r.fault, "policy": r.policy} | _finite(r) for r in records]
+        print(json.dumps({"records": lines, "settings": about}, allow_nan=False), flush=True)
+
+
+def _finite(record: Record) -> dict[str, float | None]:
+    return {name: value if math.isfinite(value) else None for name, value in asdict(result(record)).items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
