@@ -152,12 +152,18 @@ class Sandbox:
         processes.kill(found.values())
         processes.until_gone(list(found.values()), _STOP_S)
         if down:
-            self.client("scontrol", "update", f"nodename={node}", "state=down", "reason=power loss")
+            self._set_down(node)
         return sorted(found)
 
+    def _set_down(self, node: str) -> None:
+        self.client("scontrol", "update", f"nodename={node}", "state=down", "reason=power loss")
+
     def start_node(self, node: str) -> None:
-        """Power `node` on, and wait until it serves."""
+        """Power `node` on, and wait until it serves; slurmctld learns that what ran there before has ended."""
         self._check_node(node)
+        if f"slurmd-{node}" not in processes.daemons(self.folder):
+            # As at a real node's boot. Else a job that was being ended there would stay COMPLETING.
+            self._set_down(node)
         self._start_nodes((node,))
 
     def stop_controller(self, kill: bool = False) -> None:

@@ -17,7 +17,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -174,9 +174,8 @@ def _look(run: Run, record: Record, since: float) -> None:
 # -- all of them -------------------------------------------------------------------------------------------------------
 
 
-def measure_all(sandbox: Sandbox, folder: Path, layout: str, policy: str, faults: Sequence[str]) -> list[Record]:
+def measure_all(sandbox: Sandbox, folder: Path, layout: str, policy: str, faults: Sequence[str]) -> Iterator[Record]:
     """Every fault in turn, in one run as long as that stays as it was submitted."""
-    done: list[Record] = []
     left = list(faults)
     while left:
         here = Path(tempfile.mkdtemp(prefix="run-", dir=folder))
@@ -192,8 +191,7 @@ def measure_all(sandbox: Sandbox, folder: Path, layout: str, policy: str, faults
         finally:
             run.close()
         shutil.rmtree(here)
-        done += records
-    return done
+        yield from records
 
 
 def _used_up(record: Record) -> bool:
@@ -240,23 +238,28 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure and print; 0 even when a target is missed."""
+    """Measure and print; 0 even when a target is missed, 1 when a run did not come to work."""
     args = parse(argv)
     # What was started is ended however this program is.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     load = os.getloadavg()[0]
     folder = Path(tempfile.mkdtemp(prefix="recovery-")).resolve()
     records: list[Record] = []
+    failed = 0
     try:
         sandbox = cluster.up(folder, SANDBOX)
         for layout in args.layout:
             for policy in args.policy:
-                records += measure_all(sandbox, folder, layout, policy, args.fault * args.repeat)
+                for record in measure_all(sandbox, folder, layout, policy, args.fault * args.repeat):
+                    records.append(record)
+    except (TimeoutError, RuntimeError) as error:
+        print(f"ended early: {error}", file=sys.stderr, flush=True)
+        failed = 1
     finally:
         cluster.down(folder)
         shutil.rmtree(folder)
     _print(sorted(records, key=lambda r: (args.layout.index(r.layout), args.fault.index(r.fault))), load, args)
-    return 0
+    return failed
 
 
 def _print(records: list[Record], load: float, args: argparse.Namespace) -> None:
