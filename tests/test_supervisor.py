@@ -115,7 +115,7 @@ class World:
         self.asked: list[tuple[str, set[str]]] = []
         self.handed: list[tuple[str, str]] = []
         self.adopted: dict[str, Incarnation] = {}
-        self.answers: dict[str, Any] = {"whole": True, "ending": False, "hand_over": ""}
+        self.answers: dict[str, Any] = {"whole": True, "ending": False, "hand_over": "", "lost": False}
         self.on_start: Callable[[str, int], None] = lambda *_: None
 
     # -- as a launcher -----------------------------------------------------------------------------------------
@@ -151,6 +151,9 @@ class World:
 
     def whole(self, name: str) -> bool:
         return self._answer("whole")
+
+    def lost(self, name: str) -> bool:
+        return self._answer("lost")
 
     def ending(self) -> bool:
         return self._answer("ending")
@@ -271,6 +274,13 @@ def test_where_no_job_can_be_had_a_group_starts_on_what_is_left(world: World) ->
     world.answers |= {"whole": False}
     assert world.supervise("rollout") is Outcome.FINISHED
     assert world.started == [("rollout", 1), ("rollout", 2)] and len(world.handed) == 1
+
+
+def test_where_no_job_can_be_had_and_nothing_is_left_the_job_makes_way(world: World) -> None:
+    world.plans = {"rollout": ["crashes"]}
+    world.answers |= {"whole": False, "lost": True}
+    assert world.supervise("rollout", "actor") is Outcome.INTERRUPTED
+    assert world.started == [("rollout", 1), ("actor", 1)] and "sbatch_on_nodes and spares" in world.said()
 
 
 @pytest.mark.parametrize("error", [Unavailable("slurmctld is down"), OSError(28, "No space left on device")])

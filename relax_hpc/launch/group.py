@@ -107,6 +107,10 @@ class Launcher(Protocol):
         """Whether all nodes are there that the group needs to start again in place."""
         ...
 
+    def lost(self, name: str) -> bool:
+        """Whether nodes of the group are gone for good, so that it cannot start in place any more."""
+        ...
+
     def ending(self) -> bool:
         """Whether the whole allocation is about to end: time limit, preemption, cancellation."""
         ...

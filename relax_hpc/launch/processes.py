@@ -69,6 +69,9 @@ class LocalLauncher:
     def whole(self, name: str) -> bool:
         return True
 
+    def lost(self, name: str) -> bool:
+        return False
+
     def ending(self) -> bool:
         return False
 

@@ -301,23 +301,29 @@ class Supervisor:
             self.give_up(name, text, EXIT_NO_PROGRESS)
 
     def hand_over(self, name: str, reason: str) -> None:
-        """Give a group to a job of its own; where that cannot be, start it on what is left."""
+        """Give a group to a job of its own; where that cannot be, start it again in place, or make way."""
         self.terminal.say(f"{name}: not here any more: {reason}")
         if job := self.launcher(name).hand_over(name, reason):
             self.elsewhere[name] = job
             self.terminal.say(f"{name}: goes on in job {job}")
+        elif self.launcher(name).lost(name):
+            self.make_way(name)
         else:
             self.start(name)
+
+    def make_way(self, name: str) -> None:
+        """End the job for its successor: there is no place for a group in this one."""
+        self.terminal.say(f"{name}: no other job can be had for it (see site.sbatch_on_nodes and spares): making way")
+        self.interrupted += 1
 
     def replace_elsewhere(self, name: str, reason: str) -> None:
         """A group that ran in a job of its own has lost that too."""
         self.terminal.say(f"{name}: {reason}")
         self._count_failure(name, reason)
-        if not (job := self.launcher(name).hand_over(name, reason)):
-            raise RelaxError(
-                f"{name}: {reason}, and no other job can be had for it: see site.sbatch_on_nodes and spares"
-            )
-        self.elsewhere[name] = job
+        if job := self.launcher(name).hand_over(name, reason):
+            self.elsewhere[name] = job
+        else:
+            self.make_way(name)
 
     def forget(self, name: str) -> None:
         """End what is left of a group and stop watching it; the queue takes back what it held."""

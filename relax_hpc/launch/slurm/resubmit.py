@@ -91,12 +91,15 @@ def replace_job(run: RunDir, config: Config, slurm: Slurm, group: str) -> str:
     lives = found is not None and found.state not in (*ENDED, "PENDING")
     after = found.id if lives and own_job(run, group) == found.id else ""
     job = slurm.submit(_script(run, group), "--hold", *([f"--dependency=afterany:{after}"] if after else []))
+    ledger, attempt = Ledger(run), latest_attempt(run)
+    # Known from now on: should this command be killed, the job is used, or withdrawn, like any other spare one.
+    ledger.add(Entry(job, "spare", group, attempt=attempt))
     try:
         release(run, config, slurm, group, found)
     except BaseException:
         slurm.cancel(job)
         raise
-    Ledger(run).add(Entry(job, "group", group, attempt=latest_attempt(run)))
+    ledger.add(Entry(job, "group", group, attempt=attempt))
     slurm.release(job)
     if after:
         see_off(slurm, after)

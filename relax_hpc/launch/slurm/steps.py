@@ -135,8 +135,7 @@ class StepLauncher:
     def whole(self, name: str) -> bool:
         """Whether the group has all its nodes, and each answers."""
         place = self.allocation.places[name]
-        job = self.slurm.jobs(place.job).get(place.job)
-        if job is None or job.state != "RUNNING" or job.nodes < place.nodes:
+        if self.lost(name):
             return False
         words = [*self.place_words(place), "--mpi=none", "--ntasks-per-node=1", f"--ntasks={place.nodes}", "true"]
         try:
@@ -144,6 +143,12 @@ class StepLauncher:
             return not subprocess.run(words, env=step_environment(None, name), timeout=self.probe_s, **quiet).returncode
         except subprocess.TimeoutExpired:
             return False
+
+    def lost(self, name: str) -> bool:
+        """Whether the group's component has ended, or lost nodes."""
+        place = self.allocation.places[name]
+        job = self.slurm.jobs(place.job).get(place.job)
+        return job is None or job.state != "RUNNING" or job.nodes < place.nodes
 
     def ending(self) -> bool:
         try:

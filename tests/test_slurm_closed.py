@@ -1,0 +1,63 @@
+"""A site that gives the hub no nodes of its own, and lets no compute node call sbatch: it rides along, and what takes
+the place of lost jobs was queued at submission.
+
+The engine is the small `transformers` one on the tiny model: a rollout stub in SGLang's place.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+
+from relax_hpc.sandbox import Sandbox
+from tests.requirements import requires
+from tests.slurm_runs import ENDLESS, START_S, SlurmRun, submitted
+from tests.slurm_sandbox import requires_sandbox
+
+requires("torch", "megatron", "transformers", "mpi")
+requires_sandbox()
+
+CLOSED = {
+    "steps": ENDLESS,
+    "site": {"cpu_nodes": False, "sbatch_on_nodes": False},
+    "slurm": {"successors": 1},
+    "groups": {"actor": {"spares": 1}},
+}
+
+
+def test_what_was_queued_at_submission_takes_over(sandbox: Sandbox, tmp_path: Path) -> None:
+    with submitted(sandbox, tmp_path, "het", CLOSED) as live:
+        _, successor, spare = live.jobs
+        live.wait_for_step(2)
+        assert live.lease_holder()["node"] in live.nodes_of("rollout")
+        a_spare_takes_over(live, spare)
+        another_rider_leads(live)
+        the_successor_takes_over(live, successor)
+        live.finish_soon()
+
+
+def a_spare_takes_over(live: SlurmRun, spare: str) -> None:
+    node = live.nodes_of("actor")[1]
+    with live.only("actor", "power loss of a node of the actor, where a held spare job takes over"):
+        live.sandbox.kill_node(node, down=True)
+    live.sandbox.start_node(node)
+    assert live.job("actor") == spare
+
+
+def another_rider_leads(live: SlurmRun) -> None:
+    holder = live.lease_holder()
+    with live.only("hub", "kill -9 of a supervisor that rides on rollout's nodes"):
+        psutil.Process(holder["pid"]).kill()
+        live.supervised_anew(holder["epoch"])
+
+
+def the_successor_takes_over(live: SlurmRun, successor: str) -> None:
+    """A group without a spare has lost its only node: the job ends, and the next one goes on, the actor all the while."""
+    (node,), actor = live.nodes_of("actor_fwd"), live.processes("actor")
+    live.sandbox.kill_node(node, down=True)
+    live.sandbox.start_node(node)
+    live.wait_until(lambda: live.job("hub") == successor, "the successor has started", 2 * START_S)
+    live.goes_on()
+    assert live.processes("actor") == actor
+    live.survived("power loss of a node of actor_fwd, where no spare is left and the successor was queued before")
