@@ -29,7 +29,7 @@ from tests.fake_slurm import FakeSlurm
 
 DEADLINE_S = 10.0
 GROUPS = ("hub", "rollout", "actor", "actor_fwd")
-LIMITS = {"beat_s": 0.1, "lease_s": 1.0, "stop_timeout_s": 0.1}
+LIMITS = {"beat_s": 0.1, "lease_s": 4.0, "stop_timeout_s": 0.1}
 
 
 @pytest.fixture(autouse=True)

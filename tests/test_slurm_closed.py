@@ -53,7 +53,7 @@ def another_rider_leads(live: SlurmRun) -> None:
 
 
 def the_successor_takes_over(live: SlurmRun, successor: str) -> None:
-    """A group without a spare has lost its only node: the job ends, and the next one goes on, the actor all the while."""
+    """A group without a spare has lost its only node: the next job goes on, and the actor all the while."""
     (node,), actor = live.nodes_of("actor_fwd"), live.processes("actor")
     live.sandbox.kill_node(node, down=True)
     live.sandbox.start_node(node)
