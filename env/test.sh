@@ -12,6 +12,7 @@ INSTALLED=sglang,mpi,torch,megatron,transformers,h5py,matplotlib
 if [[ $(id -u) == 0 ]] && dpkg-query -W -f='${Version}' slurm-wlm munge >/dev/null 2>&1 && command -v sinfo >/dev/null; then
     INSTALLED+=,slurm
 fi
+if [[ -f $VENV/.stamp-rdma ]]; then INSTALLED+=,nixl; fi
 export RELAX_REQUIRE=${RELAX_REQUIRE-$INSTALLED}
 
 if [[ ${1:-} == --all ]]; then

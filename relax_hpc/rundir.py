@@ -107,6 +107,11 @@ class RunDir:
         return self.root / "data"
 
     @property
+    def media(self) -> Path:
+        """Images, videos and sounds of prompts, by their content."""
+        return self.root / "queue" / "media"
+
+    @property
     def journal(self) -> Path:
         return self.root / "queue" / "journal"
 

@@ -20,18 +20,27 @@ import numpy as np
 
 from relax_hpc.rendezvous.process import die_with_parent
 from relax_hpc.transfer_queue.planes import Descriptor, Plane, PlaneError, ShmPlane, SlabPool, TcpPlane
+from relax_hpc.transfer_queue.planes.rdma import RdmaPlane
 
 PLANES: dict[str, Callable[[bytes, SlabPool], Plane]] = {
     "shm": ShmPlane,
     "tcp": lambda token, _: TcpPlane(token, "127.0.0.1"),
+    "rdma": lambda token, pool: RdmaPlane(token, pool, f"test-{os.getpid()}", emulated=is_emulated()),
 }
-"""How to make each plane: whatever is here keeps the contract of test_planes.py."""
+"""How to make each plane: whatever is here keeps the contract of test_planes.py. `rdma` needs NIXL."""
 ROOT = Path(__file__).resolve().parent.parent
 TOKEN = b"0123456789abcdef" * 4
-WAIT_S = 60.0
+PATIENCE = float(os.environ.get("RELAX_TEST_PATIENCE", "1"))
+"""How many times as long as usual everything may take: more on an emulated machine."""
+WAIT_S = 60.0 * PATIENCE
 """For a process of a test to answer."""
-READ_S = 20.0
+READ_S = 20.0 * PATIENCE
 NAMES = (f"record-{number:06d}" for number in itertools.count())
+
+
+def is_emulated() -> bool:
+    """Whether UCX may use nothing that is one-sided: then `rdma` is tested over TCP, else over process_vm_readv."""
+    return os.environ.get("UCX_TLS") == "tcp,self"
 
 
 def pattern(size: int, seed: int) -> bytes:

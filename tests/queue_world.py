@@ -11,6 +11,7 @@ from typing import Any
 import msgpack
 
 from relax_hpc.transfer_queue.desk import Desk, Parked
+from relax_hpc.transfer_queue.lengths import packed
 from relax_hpc.transfer_queue.plan import GENERATED, Plan
 from relax_hpc.transfer_queue.requests import Refused, Request
 from relax_hpc.transfer_queue.state import QueueState
@@ -19,6 +20,8 @@ from tests.queue_helpers import GIVES
 
 NOTHING = Version(0, 0)
 GROUPS = {role: role for role in ("rollout", "actor", "actor_fwd", "reference")} | {"advantages": "hub"}
+RANKS, MAX_TOKENS = 2, 12
+"""The actor's data ranks, and what a micro-batch of theirs holds."""
 BYTES = 100
 """Of a prompt group in any shard."""
 IGNORED = ("plan", "told", "woken", "origins")
@@ -94,13 +97,15 @@ class World:
         self.older = 0
         self.lost_steps = 0
         self.begun: set[int] = set()
+        self.durable: dict[int, dict[int, int]] = {}
+        """By ticket, the tokens of each sample that the queue was last said to keep."""
         for role in GROUPS:
             self.reborn(role)
 
     def reborn(self, role: str) -> None:
         """The memory of a fresh process."""
         if role == "rollout":
-            self.serving, self.flight, self.due = NOTHING, [], None
+            self.serving, self.flight, self.due, self.known = NOTHING, [], None, {}
         elif role == "actor":
             self.step, self.leases, self.held, self.announced = -1, [], [], False
         elif role == "actor_fwd":
@@ -150,6 +155,11 @@ class World:
                 self.status[event.id] = event.what
             if event.what == "dropped":
                 assert event.reason, event
+            assert event.what != "old_logprobs" or Version.parse(event.version), event
+        for held in self.desk.state.leases.values():
+            dealt = sorted(row for rank in held.assignment for batch in rank for row in batch)
+            rows = len(held.tickets) * self.plan.samples_per_group
+            assert dealt == (list(range(rows)) if held.task == "actor" else []), "each row is one rank's"
 
     def rows(self, claim: dict[str, Any]) -> dict[int, dict[str, Any]]:
         """As `read_rows` puts them together, however late: the shards of a claim stay as long as its lease."""
@@ -170,17 +180,22 @@ class World:
             raise
 
     def put(
-        self, role: str, rows: dict[int, dict[str, Any]], fields: tuple[str, ...], lease: int = 0
+        self,
+        role: str,
+        rows: dict[int, dict[str, Any]],
+        fields: tuple[str, ...],
+        lease: int = 0,
+        extras: list[dict[str, Any]] = (),
     ) -> dict[int, str]:
         name = f"s{next(self.names)}"
         self.shards[name] = rows
         full = (1 << self.plan.samples_per_group) - 1
         summary = [
-            {"ticket": t, "mask": full, "width": row.get("width", 0), "versions": row.get("made_by", [])}
+            {"ticket": t, "mask": full, "lengths": packed(row.get("lengths", [])), "versions": row.get("made_by", [])}
             for t, row in rows.items()
         ]
         put = {"shard": {"name": name, "bytes": BYTES * len(rows)}, "rows": summary, "fields": list(fields)}
-        reply = self.ask(role, "put", lease=lease, saved=not self.slow_disk, **put)
+        reply = self.ask(role, "put", lease=lease, saved=not self.slow_disk, extras=list(extras), **put)
         if self.slow_disk:
             self.unsaved[role].append(name)
         self.tidy_up()
@@ -245,8 +260,62 @@ class World:
             assert self.serving.number >= self.plan.step_of(ticket) - self.plan.max_staleness
             assert self.alive(self.serving)
         self.check_room(reply["tickets"])
-        self.flight.append((reply["tickets"], reply["attempts"], self.serving))
+        work = dict(zip(reply["tickets"], reply["attempts"], strict=True))
+        for kept in reply["kept"]:
+            self.take_kept(work, **kept)
+        if work:
+            self.flight.append((list(work), list(work.values()), self.serving))
         return True
+
+    def take_kept(self, work: dict[int, int], ticket: int, source: int, attempt: int, shards: list[dict]) -> None:
+        """What an earlier incarnation has made is still there; surplus groups are put as they are."""
+        lies = {k: self.shards[shard["name"]][source] for shard in shards for k in shard["samples"]}
+        tokens = {k: part["samples"][k] for k, part in lies.items()}
+        made_by = sorted({code for part in lies.values() for code in part["made_by"]})
+        assert all(self.alive(Version.decode(code)) for code in made_by)
+        lowest = min(Version.decode(code).number for code in made_by)
+        assert lowest >= self.plan.step_of(ticket) - self.plan.max_staleness
+        if source == ticket and work[ticket] == attempt:
+            assert tokens == self.durable[ticket], "nothing that was kept is lost"
+            self.known[ticket] = {"samples": tokens, "made_by": made_by}
+            return
+        del work[ticket]
+        rows = {ticket: {"lengths": self.lengths(ticket), "made_by": made_by, "generated": made_by}}
+        assert self.put("rollout", rows, GENERATED, extras=[{"ticket": ticket, "reused": sum(tokens.values())}]) == {}
+
+    def keep_part(self, choice: int) -> bool:
+        """Hand over a few tokens more of one sample."""
+        tickets, attempts, version = self.flight[choice % len(self.flight)]
+        ticket, k, code = tickets[0], choice % 2, max(version, self.serving).encode()
+        known = self.known.get(ticket, {"samples": {}, "made_by": []})
+        before = known["samples"].get(k, 0)
+        part = {"samples": {k: before + 1 + choice % 3}, "made_by": sorted({*known["made_by"], code})}
+        refused = self.keep(ticket, attempts[0], part, before, surplus=False)
+        assert set(refused.values()) <= {"rolled_back", "not_owner"}, refused
+        if not refused:
+            samples = known["samples"] | part["samples"]
+            self.known[ticket] = {"samples": samples, "made_by": part["made_by"]}
+            self.durable[ticket] = dict(samples)
+        return True
+
+    def over_sample(self, choice: int) -> bool:
+        """Hand over a whole group that no ticket asked for."""
+        if self.serving == NOTHING:
+            return False
+        part = {"samples": {0: 2, 1: 1 + choice % 3}, "made_by": [self.serving.encode()]}
+        refused = self.keep(choice, 100, part, 0, surplus=True)
+        assert set(refused.values()) <= {"rolled_back", "stale_version", "no_room", "unwanted"}, refused
+        return True
+
+    def keep(self, ticket: int, attempt: int, part: dict, reused: int, surplus: bool) -> dict[int, str]:
+        name = f"s{next(self.names)}"
+        self.shards[name] = {ticket: part}
+        samples = [[k, tokens, 1] for k, tokens in part["samples"].items()]
+        row = {"ticket": ticket, "attempt": attempt, "reused": reused, "samples": samples, "versions": part["made_by"]}
+        put = {"shard": {"name": name, "bytes": BYTES}, "rows": [row], "fields": list(GENERATED)}
+        reply = self.ask("rollout", "keep", surplus=surplus, **put)
+        self.tidy_up()
+        return reply["refused"]
 
     def check_room(self, tickets: list[int]) -> None:
         """Beyond the step that is trained next, nothing starts for which there is no room."""
@@ -259,16 +328,28 @@ class World:
         self.begun.update(tickets)
 
     def finish(self, choice: int) -> bool:
+        if choice % 6 == 5:
+            return self.over_sample(choice)
         if not self.flight:
             return False
+        if choice % 5 == 4:
+            return self.keep_part(choice)
         tickets, attempts, version = self.flight.pop(choice % len(self.flight))
         if choice % 7 == 6:
             self.ask("rollout", "fail", ticket=tickets[0], attempt=attempts[0], reason="reward")
-        made_by = sorted({version.encode(), self.serving.encode()})
-        rows = {t: {"width": 3 + (7 * t) % 5, "made_by": made_by, "generated": made_by} for t in tickets}
-        refused = self.put("rollout", rows, GENERATED)
+            self.known.pop(tickets[0], None)
+        rows, extras = {}, []
+        for ticket in tickets:
+            known = self.known.pop(ticket, {"samples": {}, "made_by": []})
+            made_by = sorted({version.encode(), self.serving.encode(), *known["made_by"]})
+            rows[ticket] = {"lengths": self.lengths(ticket), "made_by": made_by, "generated": made_by}
+            extras += [{"ticket": ticket, "reused": tokens}] if (tokens := sum(known["samples"].values())) else []
+        refused = self.put("rollout", rows, GENERATED, extras=extras)
         assert set(refused.values()) <= {"rolled_back"}, refused
         return True
+
+    def lengths(self, ticket: int) -> list[int]:
+        return [3 + (7 * ticket + 3 * k) % 5 for k in range(self.plan.samples_per_group)]
 
     def alive(self, version: Version) -> bool:
         return self.desk.state.in_lineage(version)
@@ -314,13 +395,16 @@ class World:
 
     def claim(self, task: str) -> dict[str, Any] | None:
         boundary = self.plan.groups_per_step // (self.minis if task == "actor" else 1)
-        claim = self.ask(task, "claim", task=task, budget=self.budget, boundary=boundary)
+        dealt = {"ranks": RANKS, "max_tokens": MAX_TOKENS, "batch": len(self.leases)} if task == "actor" else {}
+        claim = self.ask(task, "claim", task=task, budget=self.budget, boundary=boundary, **dealt)
         if claim is None or claim.get("finished"):
             return None
         tickets = claim["tickets"]
-        widths = [row["width"] for row in self.read(task, claim).values()]
+        rows = [tokens for row in self.read(task, claim).values() for tokens in row["lengths"]]
         assert tickets == sorted(tickets) and tickets[0] // boundary == tickets[-1] // boundary
-        assert len(tickets) == 1 or len(tickets) * self.plan.samples_per_group * max(widths) <= self.budget
+        assert len(tickets) == 1 or (sum(rows) if dealt else len(rows) * max(rows)) <= self.budget
+        for batch in [batch for rank in claim["assignment"] for batch in rank]:
+            assert len(batch) == 1 or len(batch) * max(rows[number] for number in batch) <= MAX_TOKENS
         return claim
 
     def act_actor(self, choice: int) -> bool:
@@ -331,7 +415,7 @@ class World:
         if self.step >= self.plan.steps:
             return False
         if len(self.held) < self.plan.groups_per_step:
-            return self.take_window()
+            return self.quarantine() if choice == 11 else self.take_window()
         if self.settles and (moved := self.settle()) is not None:
             return moved
         self.ask("actor", "publish", version=str(Version(self.epochs["actor"], self.step + 1)), digest="d")
@@ -373,6 +457,15 @@ class World:
             self.ask("actor", "checkpoint", step=self.step, name=f"{self.epochs['actor']}-{self.step}", digest="d")
         return True
 
+    def quarantine(self) -> bool:
+        """Find a row of a window bad, and give the rest of it back."""
+        claim = self.claim("actor")
+        if claim is None:
+            return False
+        self.ask("actor", "quarantine", lease=claim["lease"], tickets=claim["tickets"][:1], reason="media_mismatch")
+        self.ask("actor", "release", lease=claim["lease"])
+        return True
+
     def take_window(self) -> bool:
         claim = self.claim("actor")
         if claim is None:
@@ -401,6 +494,8 @@ class World:
         samples = self.plan.steps * self.plan.groups_per_step * self.plan.samples_per_group
         assert list(self.status.values()).count("trained") == len(self.status) == samples
         assert contents(self.desk.replayed()) == contents(self.desk.state)
+        kept = self.desk.state.kept
+        assert kept.total == kept.used + kept.held + kept.lost.total() and kept.again == 0 and not kept.surplus
 
 
 def refused_kind(desk: Paper, *args: Any, **kwargs: Any) -> str:

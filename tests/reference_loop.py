@@ -23,7 +23,7 @@ from torch import Tensor
 
 from relax_hpc.algorithms.advantages import group_advantages, token_advantages
 from relax_hpc.config import Config, load
-from relax_hpc.config.schema import ParallelConfig
+from relax_hpc.config.schema import ActorConfig, ParallelConfig
 from relax_hpc.data.prompts import Prompt, load_prompts, load_tokenizer, prompt_at
 from relax_hpc.launch.prepare import prepare
 from relax_hpc.rewards import get_reward
@@ -118,7 +118,7 @@ class Loop:
         self.score(groups)
         record = StepRecord(number, [row for group in groups for row in group])
         for mini_batch in self.config.algorithm.passes * split(groups, self.config.algorithm.mini_batches):
-            for micro_batch in micro_batches(mini_batch, self.config.actor.max_tokens_per_micro_batch):
+            for micro_batch in balanced(mini_batch, self.config.actor):
                 self.trainer.accumulate([tensors(micro_batch, self.config)])
             lr = learning_rate(self.config.actor.optimizer, number, self.config.steps)
             record.updates.append(self.trainer.step(lr))
@@ -187,15 +187,28 @@ def micro_batches(groups: Sequence[Group], budget: int) -> Iterator[list[Row]]:
         yield from split_rows([row for group in window for row in group], budget)
 
 
-def windows(groups: Sequence[Group], budget: int) -> Iterator[list[Group]]:
-    """Runs of consecutive groups whose rows, padded to the longest of the run, fill at most `budget` tokens.
+def balanced(groups: Sequence[Group], actor: ActorConfig) -> Iterator[list[Row]]:
+    """The actor's: windows are wider, rows of similar length are together, in their order within a micro-batch."""
+    budget = actor.max_tokens_per_micro_batch
+    for window in windows(groups, actor.balance_window * budget, padded=False):
+        rows = [row for group in window for row in group]
+        longest_first = sorted(range(len(rows)), key=lambda number: -len(rows[number]["token_ids"]))
+        while longest_first:
+            count = max(1, budget // len(rows[longest_first[0]]["token_ids"]))
+            yield [rows[number] for number in sorted(longest_first[:count])]
+            del longest_first[:count]
+
+
+def windows(groups: Sequence[Group], budget: int, padded: bool = True) -> Iterator[list[Group]]:
+    """Runs of consecutive groups whose rows, padded to the longest of the run or not, fill at most `budget` tokens.
 
     A group that is larger than that stands alone.
     """
     start = 0
     for end in range(1, len(groups) + 1):
-        following = [row for group in groups[start : end + 1] for row in group]
-        if end == len(groups) or len(following) * max(len(row["token_ids"]) for row in following) > budget:
+        following = [len(row["token_ids"]) for group in groups[start : end + 1] for row in group]
+        tokens = len(following) * max(following) if padded else sum(following)
+        if end == len(groups) or tokens > budget:
             yield list(groups[start:end])
             start = end
 

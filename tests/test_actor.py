@@ -22,7 +22,7 @@ requires("torch", "megatron")
 from relax_hpc.roles import actor as module  # noqa: E402
 from relax_hpc.roles.actor import Actor, AtEdge, Clock  # noqa: E402
 
-CLAIM = Claim(5, 0, (0, 1), (), 0)
+CLAIM = Claim(5, 0, (0, 1), (), 0, assignment=[[[0, 3], [1]], [[2]]])
 
 
 def test_without_a_time_limit_there_is_always_room() -> None:
@@ -49,7 +49,7 @@ class Queue:
         self.claims: list[Future] = []
         self.asked = threading.Event()
 
-    def claim_later(self, task: str, budget: int, boundary: int) -> Future:
+    def claim_later(self, task: str, budget: int, boundary: int, **dealt: int) -> Future:
         self.claims.append(Future())
         self.asked.set()
         return self.claims[-1]
@@ -63,7 +63,7 @@ def waiting(deadline: float | None = None) -> Any:
     actor.context = SimpleNamespace(client=Queue(), stop=threading.Event(), spans=lambda *_, **__: nullcontext())
     layout = SimpleNamespace(data_size=1)
     actor.ranks = SimpleNamespace(leader=True, layout=layout, tell=lambda message: message, rows=lambda claim: [])
-    actor.budget, actor.clock = 100, Clock(deadline)
+    actor.clock = Clock(deadline)
     return actor
 
 
@@ -101,7 +101,7 @@ def test_rows_that_are_there_are_trained_on() -> None:
     actor = waiting()
     actor.context.stop.set()
     queue = actor.context.client
-    queue.claim_later = lambda *_: (
+    queue.claim_later = lambda *_, **__: (
         queue.claims.append(Future()) or queue.claims[-1].set_result(CLAIM) or queue.claims[-1]
     )
     assert list(actor.windows(3, 0)) == [(CLAIM, [])]

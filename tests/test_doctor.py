@@ -16,6 +16,8 @@ from relax_hpc.config import Config, load
 from relax_hpc.launch.slurm import doctor, doctor_cluster, doctor_deep, doctor_host
 from relax_hpc.launch.slurm.commands import Slurm
 from relax_hpc.launch.slurm.doctor import Finding, diagnose
+from relax_hpc.launch.slurm.doctor_planes import judge_planes
+from relax_hpc.transfer_queue.planes.preflight import Trial
 from tests.fake_slurm import CONFIG, PARTITION, PROGRAMS, FakeSlurm
 from tests.requirements import requires
 
@@ -387,6 +389,26 @@ def test_what_the_nodes_report(tmp_path: Path, reports: dict, state: str, expect
     expect(list(doctor_deep.judge(reports, 2, state, tmp_path)), expected)
 
 
+def test_two_processes_of_this_host_try_the_planes(tmp_path: Path) -> None:
+    found = diagnose(make(tmp_path, {"layout": "local", "queue": {"planes": {"shm": "required"}}}), None, deep=True)
+    assert bad(found) == []
+    table = [line.split()[:5] for line in found[-1].detail.splitlines()[1:]]
+    pairs = [["process-1", "process-2"], ["process-2", "process-1"]]
+    assert sorted(table)[::2] == [[*pair, "shm", "ok", "*"] for pair in pairs]
+    assert [row[:4] for row in sorted(table)[1::2]] == [[*pair, "tcp", "ok"] for pair in pairs]
+
+
+def test_planes_that_fail_between_nodes_are_told() -> None:
+    trials = [Trial("a", "b", name, False, 0.0, why="no way") for name in ("shm", "rdma", "tcp")]
+    modes = {"shm": "required", "rdma": "required", "tcp": "auto"}
+    problems = bad(list(judge_planes(trials, modes, several_nodes=True)))
+    assert problems == [
+        "error: queue.planes: plane rdma is required, but a cannot read b by it: no way",
+        "warning: queue.planes: a reads b by none of them; rows will pass through files",
+    ]
+    assert list(judge_planes([], modes, several_nodes=True)) == []
+
+
 def test_a_probe_that_cannot_be_submitted_leaves_nothing(fake: FakeSlurm, tmp_path: Path) -> None:
     fake.answer("sbatch", err="sbatch: error: closed today\n", code=1, match="--parsable")
     expect(diagnose(make(tmp_path, {}), Slurm(), deep=True), "warning: nodes: not checked: .*closed today")
@@ -422,6 +444,8 @@ def test_a_good_run_on_a_real_slurm(real: Slurm, tmp_path: Path) -> None:
     found = diagnose(make(tmp_path, site(interface="lo", sbatch_on_nodes=True)), real, deep=True)
     assert [finding.text for finding in found if finding.severity == "error"] == []
     assert any(finding.text.startswith("nodes node1, node2: see each other's") for finding in found), found
+    (table,) = [finding.detail.splitlines() for finding in found if finding.text.startswith("planes: ")]
+    assert {tuple(line.split()[:2]) for line in table[1:]} == {("node1", "node2"), ("node2", "node1")}
     assert not list(tmp_path.glob(".relax-doctor*"))
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from relax_hpc.roles import forward
 from relax_hpc.transfer_queue.client import Claim
+from relax_hpc.transfer_queue.ways import Ways
 from relax_hpc.versions import Version
 from relax_hpc.weights.subscriber import NOTHING
 
@@ -60,7 +61,8 @@ def test_a_claim_from_before_a_rollback_is_given_back_and_training_goes_on(monke
     """Version 1 of the new actor comes only after step 0 was trained again, which needs these scores."""
     monkeypatch.setattr(forward, "Subscriber", Reader)
     client, told = Queue(), []
-    ranks = SimpleNamespace(size=2, tell=told.append, rows=lambda claim: [{"sample_id": "000000000.00"}])
+    rows, reader = [{"sample_id": "000000000.00"}], SimpleNamespace(ways=Ways())
+    ranks = SimpleNamespace(size=2, tell=told.append, rows=lambda claim: rows, reader=reader)
     context = SimpleNamespace(
         client=client, role="actor_fwd", run=None, group="g", spans=lambda *_, **__: nullcontext(), report=print
     )

@@ -217,11 +217,15 @@ def test_rows_that_lost_their_spans_are_found():
         check_media(row, PADS)
 
 
-def test_the_count_of_whoever_embedded_them_must_agree():
-    row = row_with([("audio", 2, 5)])
-    assert check_media(row | {"media_tokens": 5}) == 5
-    with pytest.raises(BadMedia, match="spans cover 5 media tokens, its media_tokens say 4"):
-        check_media(row | {"media_tokens": 4})
+def test_the_counts_of_whoever_prepared_the_prompt_must_agree():
+    row = row_with([("audio", 2, 5), ("image", 9, 3)])
+    assert check_media(row | {"media_tokens": {ID: 8}}) == 8
+    for wrong in ({ID: 7}, {ID: 8, "1" * 64: 1}, {}):
+        with pytest.raises(BadMedia, match=r"spans cover . tokens of .*, its media_tokens say .") as caught:
+            check_media(row | {"media_tokens": wrong})
+        assert caught.value.reason == "media_mismatch"
+    with pytest.raises(BadMedia, match="media_tokens: found 8, expected a number for each media id"):
+        check_media(row | {"media_tokens": 8})
 
 
 def test_sampled_tokens_are_no_media():

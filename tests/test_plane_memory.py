@@ -52,7 +52,7 @@ def test_a_mapped_record_cannot_be_written(shm_maker):
 def test_memory_of_a_maker_is_sealed(shm_maker):
     """Even to one who opens it by the maker's own file descriptor."""
     shm_maker.publish(next(NAMES), 10_000)
-    files = [path for path in Path(f"/proc/{shm_maker.pid}/fd").iterdir() if "relax-" in str(path.readlink())]
+    files = [path for path in Path(f"/proc/{shm_maker.pid}/fd").iterdir() if "memfd:relax-" in str(path.readlink())]
     assert len(files) >= 2, "the board and a memfd of slabs"
     for path in files:
         with path.open("rb+") as file:
@@ -107,7 +107,6 @@ def test_nothing_is_copied_from_a_slab():
 def test_another_node_is_not_reached(shm_maker):
     record = shm_maker.publish(next(NAMES), 10)
     with plane_here("shm") as reader:
-        assert reader.can_reach(record) and not reader.can_reach(record | {"node": "another"})
         with pytest.raises(PlaneError, match="take another plane"):
             reader.read(record | {"node": "another"}, READ_S)
 

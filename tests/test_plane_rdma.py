@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from functools import cache
-from importlib.util import find_spec
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
@@ -22,19 +21,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relax_hpc.config.schema import Config, PlanesConfig, QueueConfig
 from relax_hpc.rendezvous.process import die_with_parent
 from relax_hpc.transfer_queue.planes import Descriptor, PlaneError, SlabPool, rdma_agent, rdma_path
 from relax_hpc.transfer_queue.planes.rdma import RdmaPlane, available
 from relax_hpc.transfer_queue.planes.rdma_path import card, route
 from relax_hpc.transfer_queue.planes.rdma_source import Place
+from relax_hpc.transfer_queue.requests import MAX_TOLD_BYTES
+from relax_hpc.transfer_queue.store import planes_of
 from tests.plain_user import plain_user
-from tests.plane_helpers import ROOT, TOKEN, WAIT_S, Peer, digest, pattern, serve
+from tests.plane_helpers import READ_S, ROOT, TOKEN, WAIT_S, Peer, digest, pattern, serve
+from tests.queue_helpers import Roles, in_thread, make_run, small
+from tests.requirements import requires
 
-HAS_NIXL = any(map(find_spec, rdma_agent._PACKAGES))
-needs_nixl = pytest.mark.skipif(not HAS_NIXL, reason="needs package nixl-cu12 (pip install --no-deps nixl-cu12)")
-WAYS = {"cma": "all", "tcp": "tcp,self"}
+needs_nixl = pytest.mark.usefixtures("nixl")
+WAYS = {"cma": "all", "tcp": "tcp,self"} | ({"verbs": "rc,ud,self"} if rdma_path.has_fabric() else {})
 """UCX_TLS that leads to each."""
-READ_S = 20.0
 BIG = 3_000_000
 
 
@@ -111,13 +113,15 @@ class _Server:
     def destinations(self) -> list[str]:
         return [digest(memory) for memory in self.abandoned]
 
-    def drop(self, peer: str) -> None:
-        self.plane.drop(peer)
-
     def state(self) -> dict[str, Any]:
         """Routes by agent, agents that were given up, and which of those that abandoned a read are still there."""
         routes = {agent: str(found) for agent, found in self.plane.routes.items()}
         return {"routes": routes, "restarts": self.plane.restarts, "alive": [bool(ref()) for ref in self.agents]}
+
+
+@pytest.fixture(scope="session")
+def nixl() -> None:
+    requires("nixl")
 
 
 @pytest.fixture(scope="module")
@@ -222,17 +226,6 @@ def test_a_successor_is_read_and_the_dead_are_not(pairs, way):
 
 
 @needs_nixl
-def test_nothing_is_read_from_a_peer_whose_lease_is_over(pairs):
-    reader, other = pairs("cma")
-    with RdmaPeer("cma", "good") as over:
-        record = over.publish("r", 10)
-        assert reader.read(record) == digest(pattern(10, 0))
-        reader.call("drop", peer="good")
-        assert reader.read(record) == "rdma: record r from good: its lease is over"
-        assert reader.read(other.publish("of good-e1", 10)) == digest(pattern(10, 0))
-
-
-@needs_nixl
 def test_makers_survive_readers_that_are_killed(pairs):
     reader, maker = pairs("cma")
     record = maker.publish("large", 20_000_000, 1)
@@ -248,6 +241,47 @@ def test_emulated_reads_are_refused(pairs):
     with RdmaPeer("tcp", emulated=False) as reader:
         why = "the only way is tcp (UCX_TLS=tcp,self), slow and unsafe for its maker; take plane tcp"
         assert reader.read(maker.publish("r", 10)) == f"rdma: record r from good-e1: {why}"
+
+
+@needs_nixl
+def test_what_every_plane_promises_holds_over_tcp():
+    """The tests of all planes again, in a process that may use nothing better."""
+    words = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "tests/test_planes.py", "-k", "rdma"]
+    env = {**os.environ, "UCX_TLS": WAYS["tcp"]}
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:]
+
+
+@needs_nixl
+def test_processes_that_are_started_later_do_without_what_is_set_for_nixl():
+    code = "import os; before = dict(os.environ); from relax_hpc.transfer_queue.planes.rdma_agent import Agent; "
+    code += "agent = Agent('one'); assert dict(os.environ) == before; print('well')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)
+    assert (done.returncode, done.stdout) == (0, "well\n"), done.stderr
+
+
+@needs_nixl
+def test_rows_of_a_queue_pass_by_it(tmp_path):
+    run, config = make_run(tmp_path / "run"), small()
+    config.queue.planes = PlanesConfig(shm="off", rdma="required", tcp="off")
+    with in_thread(run, config), Roles(run, config) as roles:
+        roles.start()
+        roles.step(0)
+        assert [set(roles[role].store.ways.shards) for role in ("reference", "actor")] == [{"rdma_cma"}] * 2
+
+
+@needs_nixl
+def test_a_shard_with_every_plane_is_a_short_message(tmp_path):
+    run, pool = make_run(tmp_path / "run"), SlabPool()
+    config = Config(queue=QueueConfig(planes=PlanesConfig(rdma="required")))
+    planes = planes_of(run, config, "rollout", "rollout-e000001-4000000-0123abcd", pool)
+    name = "rollout-e000001-4000000-0123abcd-000001.h5"
+    offers = {plane.name: plane.publish(name, pool.take(4096).memory) for plane in planes}
+    assert list(offers) == ["shm", "rdma", "tcp"]
+    assert len(msgpack.packb({"name": name, "bytes": 4096, "planes": offers})) < MAX_TOLD_BYTES // 8
+    for plane in planes:
+        plane.close()
+    pool.close()
 
 
 @needs_nixl
@@ -302,9 +336,25 @@ def fabric(folder: Path, driver: str, state: str) -> Path:
 )
 def test_between_nodes_it_takes_a_card_that_nixl_knows_on_both(tmp_path, monkeypatch, driver, state, there, tls, kind):
     monkeypatch.setattr(rdma_path, "_FABRIC", fabric(tmp_path, driver, state))
+    monkeypatch.setattr(rdma_path, "knows_all_cards", lambda: False)
     monkeypatch.setenv("UCX_TLS", tls)
     found = route(card() | {"boot": "another", "fabric": there}, 0)
     assert found.kind == kind and bool(found.why) == (kind == "tcp")
+
+
+@pytest.mark.parametrize(("is_link", "kind"), [(True, "verbs"), (False, "tcp")])
+def test_nixl_with_the_systems_drivers_knows_all_cards(tmp_path, monkeypatch, is_link, kind):
+    (tmp_path / "nixl_of_test").mkdir()
+    (tmp_path / "nixl_of_test" / "__init__.py").touch()
+    (tmp_path / "nixl_of_test.libs").mkdir()
+    (tmp_path / "libibverbs.so.1").touch()
+    own = tmp_path / "nixl_of_test.libs" / "libibverbs-1234.so.1"
+    own.symlink_to(tmp_path / "libibverbs.so.1") if is_link else own.touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(rdma_agent, "_PACKAGES", ("nixl_of_test",))
+    monkeypatch.setattr(rdma_path, "_FABRIC", fabric(tmp_path, "irdma", "4: ACTIVE"))
+    monkeypatch.delenv("UCX_TLS", raising=False)
+    assert route(card() | {"boot": "another"}, 0).kind == kind
 
 
 @pytest.mark.parametrize(

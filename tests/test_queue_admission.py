@@ -15,6 +15,7 @@ import pytest
 from relax_hpc.config.schema import GroupConfig
 from relax_hpc.transfer_queue import rules
 from relax_hpc.transfer_queue.image import image_of, state_of
+from relax_hpc.transfer_queue.lengths import packed
 from relax_hpc.transfer_queue.plan import GENERATED, Plan
 from relax_hpc.transfer_queue.rules import admissible
 from relax_hpc.transfer_queue.state import QueueState
@@ -117,7 +118,7 @@ class Small:
         (ticket, began), *later = engine.flight
         codes = sorted({began.encode(), engine.serving.encode()})
         full = (1 << self.plan.samples_per_group) - 1
-        rows = [{"ticket": ticket, "mask": full, "width": 3, "versions": codes}]
+        rows = [{"ticket": ticket, "mask": full, "lengths": packed([3, 3]), "versions": codes}]
         shard = {"name": f"{name}-{engine.epoch}-{ticket}-{self.desk.state.shelf.next_number}"}
         put = {"shard": shard, "rows": rows, "fields": list(GENERATED)}
         refused = self.ask(name, engine.epoch, "put", **put)["refused"]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import zmq
 
+from relax_hpc.transfer_queue.lengths import packed
 from relax_hpc.transfer_queue.wire import seal, unseal
 from relax_hpc.versions import Version
 from tests.queue_helpers import BUDGET, Roles, in_thread, make_run, rows_of, small
@@ -37,6 +38,20 @@ def test_a_run_from_its_first_to_its_last_step(tmp_path, staleness):
     events = [json.loads(line) for line in run.events.read_text().splitlines()]
     trained = [event["id"] for event in events if event["what"] == "trained"]
     assert len(trained) == len(set(trained)) == 12
+
+
+def test_nobody_is_told_what_a_maker_had_in_memory_whose_lease_is_over(tmp_path):
+    run, config = make_run(tmp_path / "run"), small()
+    with in_thread(run, config), Roles(run, config) as roles:
+        roles.generate(roles.start())
+        reader = roles["reference"]
+        claim = reader.claim("reference", BUDGET)
+        assert [list(shard["planes"]) for shard in claim.shards] == [["shm", "tcp"]]
+        reader.give_back(claim)
+        roles["actor"].call("down", group="rollout", epoch=1)
+        claim = reader.claim("reference", BUDGET)
+        assert [shard["planes"] for shard in claim.shards] == [{}]
+        assert len(reader.rows(claim)) == 4 and reader.store.ways.shards == {"file": 1}
 
 
 def test_a_waiting_consumer_is_told_by_the_put_itself(tmp_path):
@@ -98,12 +113,15 @@ def requests(group_rows: list[dict]):
         yield task, "release", {"lease": claim["lease"]}
         again = yield task, "claim", window
         assert again == {**claim, "lease": claim["lease"] + 1}
-        rows = [{**row, "versions": row["versions"] if task == "actor_fwd" else []} for row in group_rows]
+        versions = group_rows[0]["versions"] if task == "actor_fwd" else []
+        rows = [{**row, "lengths": b"", "versions": versions} for row in group_rows]
         yield task, "put", {"shard": {"name": task}, "rows": rows, "fields": gives, "lease": again["lease"]}
     claim = yield "hub", "claim", {"task": "advantages", "budget": BUDGET, "boundary": 2}
-    put = {"shard": {"name": "adv"}, "rows": group_rows, "fields": ["advantages"], "lease": claim["lease"]}
+    put = {"shard": {"name": "adv"}, "rows": rows, "fields": ["advantages"], "lease": claim["lease"]}
     yield "hub", "put", put
-    claim = yield "actor", "claim", {"task": "actor", "budget": BUDGET, "boundary": 2}
+    dealt = {"ranks": 2, "max_tokens": 10, "batch": 1}
+    claim = yield "actor", "claim", {"task": "actor", "budget": BUDGET, "boundary": 2, **dealt}
+    assert sorted(row for rank in claim["assignment"] for part in rank for row in part) == [0, 1, 2, 3]
     assert [shard["name"] for shard in claim["shards"]] == ["gen", "actor_fwd", "reference", "adv"]
     yield "actor", "publish", {"version": "e000001-v000001", "digest": "d"}
     yield "actor", "trained", {"step": 0, "leases": [claim["lease"]]}
@@ -113,7 +131,7 @@ def requests(group_rows: list[dict]):
 @pytest.mark.parametrize("restart", [False, True])
 def test_every_request_asked_twice_has_the_effect_of_one(tmp_path, restart):
     run, config = make_run(tmp_path / "run"), small()
-    rows = [{"ticket": t, "mask": 3, "width": 5, "versions": [Version(1, 0).encode()]} for t in (0, 1)]
+    rows = [{"ticket": t, "mask": 3, "lengths": packed([5, 5]), "versions": [Version(1, 0).encode()]} for t in (0, 1)]
     script = requests(rows)
     group, op, args = next(script)
     for name in ("gen", "actor_fwd", "reference", "adv"):

@@ -99,7 +99,7 @@ def test_a_journal_of_another_format_is_refused(tmp_path):
     first = Journal(tmp_path, 1)
     first.append({"op": "seal", "lengths": {}})
     first.close()
-    with pytest.raises(JournalError, match=r"epoch-000001.journal: format 1, this program reads 2; finish the run"):
+    with pytest.raises(JournalError, match=r"epoch-000001.journal: format 1, this program reads 3; finish the run"):
         journal(tmp_path, 2)
 
 

@@ -58,7 +58,7 @@ def test_bytes_count_while_their_rows_wait_for_training():
         for role in GROUPS:
             it.act(role, number)
         state = it.desk.state
-        lie = {n for ticket in state.untrained for n, _ in state.groups[ticket].parts}
+        lie = {n for ticket in state.untrained for n, _ in state.groups[ticket].parts} | state.kept.shards().keys()
         assert state.shelf.untrained_bytes == sum(state.shards[n].bytes for n in lie)
         held.append(state.shelf.untrained_bytes)
     assert max(held) > 0 and held[-1] == 0 and it.desk.state.shards, "trained rows are kept, and are no burden"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from relax_hpc.transfer_queue.client import QueueClient
+from relax_hpc.transfer_queue.lengths import packed
 from relax_hpc.transfer_queue.plan import GENERATED, Plan
 from relax_hpc.versions import Version
 from tests.queue_helpers import GIVES, in_thread, make_run, small
@@ -29,7 +30,8 @@ class Scene:
 
     def put(self, group: str, name: str, tickets: list[int], lease: int = 0, epoch: int = 1, fields=GENERATED) -> dict:
         codes = [V0.encode()] if group in ("rollout", "actor_fwd") else []
-        rows = [{"ticket": ticket, "mask": 3, "width": 5, "versions": codes} for ticket in tickets]
+        lengths = packed([5, 5]) if group == "rollout" else b""
+        rows = [{"ticket": ticket, "mask": 3, "lengths": lengths, "versions": codes} for ticket in tickets]
         put = {"shard": {"name": name, "bytes": 10}, "rows": rows, "fields": list(fields), "lease": lease}
         return self.ask(group, "put", epoch, **put, saved=group not in self.late)["refused"]
 
@@ -193,8 +195,10 @@ def test_the_file_of_a_shard_that_was_dropped_meanwhile_is_removed():
     assert it.desk.state.dropped == {}, "version 0 survives a resume at step 0"
     it.ask("actor", "checkpoint", 2, step=0, name="c", digest="d")
     assert it.desk.state.shelf.garbage == []
-    it.ask("rollout", "saved", names=["gen", "unheard-of"])
-    assert it.desk.state.shelf.garbage == ["unheard-of"]
+    it.ask(
+        "rollout", "saved", names=["gen", "rollout-e000001-unheard-of", "actor-e000001-of-others", "rollout-e000002-1"]
+    )
+    assert it.desk.state.shelf.garbage == ["rollout-e000001-unheard-of"]
 
 
 def test_a_client_hears_which_of_the_shards_that_it_holds_are_free():
@@ -221,7 +225,7 @@ def test_acceptance_is_journaled_by_a_live_controller(tmp_path):
             actor.call("publish", version=str(V0), digest="d")
         rollout.call("serve", reader="r", version=str(V0))
         tickets = rollout.call("admit", reader="r", count=2)["tickets"]
-        rows = [{"ticket": t, "mask": 3, "width": 5, "versions": [V0.encode()]} for t in tickets]
+        rows = [{"ticket": t, "mask": 3, "lengths": packed([5, 5]), "versions": [V0.encode()]} for t in tickets]
         put = {"shard": {"name": "s"}, "rows": rows, "fields": list(GENERATED)}
         assert rollout.call("put", **put, saved=False) == {"refused": {}}
         rollout.call("saved", names=["s"])

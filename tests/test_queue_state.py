@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from relax_hpc.transfer_queue.lengths import packed
 from relax_hpc.transfer_queue.plan import GENERATED, Plan
 from relax_hpc.transfer_queue.rules import admissible
 from relax_hpc.transfer_queue.state import QueueState
@@ -186,44 +187,50 @@ def test_scores_that_come_in_late_from_rolled_back_weights_are_refused():
     it.go_to_the_end()
 
 
-def generated(plan: Plan, order: list[int], budget: int, boundary: int) -> list[tuple[int, ...]]:
-    """Windows of the reference when prompt groups of various widths arrive in ``order``."""
+def lengths_of(ticket: int) -> list[int]:
+    return [3 + (5 * ticket) % 7, 1 + ticket % 3]
+
+
+def generated(plan: Plan, order: list[int], budget: int, boundary: int, padded: bool) -> list[tuple[int, ...]]:
+    """Windows of the reference when prompt groups of various lengths arrive in ``order``."""
     state, windows = QueueState(plan), []
     state.apply({"op": "resume", "epoch": 1, "step": 0})
     tickets = sorted(order)
     state.apply({"op": "admit", "owner": ["rollout", 1], "key": "k", "tickets": tickets, "version": "e000001-v000000"})
     for ticket in order:
-        row = [ticket, 3 + (5 * ticket) % 7, [Version(1, 0).encode()]]
+        row = [ticket, packed(lengths_of(ticket)), [Version(1, 0).encode()]]
         put = {"key": f"p{ticket}", "shard": {"name": f"s{ticket}"}, "rows": [row], "refused": {}, "lease": 0}
         put |= {"owner": ["rollout", 1], "saved": True}
         state.apply({"op": "put", "fields": list(GENERATED), **put})
-        windows += claim_all(state, budget, boundary)
+        windows += claim_all(state, budget, boundary, padded)
     state.apply({"op": "down", "group": "reference", "epoch": 1})
-    assert claim_all(state, budget, boundary) == windows, "windows of a dead owner come back as they were"
+    assert claim_all(state, budget, boundary, padded) == windows, "windows of a dead owner come back as they were"
     return windows
 
 
-def claim_all(state: QueueState, budget: int, boundary: int) -> list[tuple[int, ...]]:
+def claim_all(state: QueueState, budget: int, boundary: int, padded: bool) -> list[tuple[int, ...]]:
     windows = []
-    while window := state.claimable("reference", budget, boundary):
+    while window := state.claimable("reference", budget, boundary, padded):
         windows.append(window)
-        claim = {"task": "reference", "owner": ["reference", 1], "key": f"c{state.next_lease}"}
+        claim = {"task": "reference", "owner": ["reference", 1], "key": f"c{state.next_lease}", "assignment": []}
         state.apply({"op": "claim", "number": state.next_lease, "tickets": list(window), **claim})
     return windows
 
 
 @pytest.mark.parametrize("boundary", [2, 4, 8])
 @pytest.mark.parametrize("budget", [1, 30, 55, 1000])
-def test_windows_in_order_do_not_depend_on_arrival(budget, boundary):
+@pytest.mark.parametrize("padded", [True, False])
+def test_windows_in_order_do_not_depend_on_arrival(budget, boundary, padded):
     plan = Plan.of(small(8, 2, 1))
-    expected = generated(plan, list(range(8)), budget, boundary)
+    expected = generated(plan, list(range(8)), budget, boundary, padded)
     assert [ticket for window in expected for ticket in window] == list(range(8))
     for seed in range(8):
         order = random.Random(seed).sample(range(8), 8)
-        assert generated(plan, order, budget, boundary) == expected
+        assert generated(plan, order, budget, boundary, padded) == expected
     for window in expected:
         assert window[0] // boundary == window[-1] // boundary
-        assert len(window) == 1 or 2 * len(window) * max(3 + (5 * ticket) % 7 for ticket in window) <= budget
+        rows = [tokens for ticket in window for tokens in lengths_of(ticket)]
+        assert len(window) == 1 or (len(rows) * max(rows) if padded else sum(rows)) <= budget
 
 
 def test_an_older_epoch_can_change_nothing():
@@ -271,7 +278,7 @@ def test_incomplete_prompt_groups_are_dropped_and_offered_again():
     it.act("actor")
     it.swap(0)
     it.admit(0)
-    row = {"ticket": 0, "mask": 1, "width": 5, "versions": [Version(1, 0).encode()]}
+    row = {"ticket": 0, "mask": 1, "lengths": packed([5]), "versions": [Version(1, 0).encode()]}
     put = {"shard": {"name": "half"}, "rows": [row], "fields": list(GENERATED)}
     assert it.desk.ask("rollout", 1, "half", "put", **put) == {"refused": {0: "incomplete"}}
     assert it.desk.state.dropped == {"incomplete": 2}

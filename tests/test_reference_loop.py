@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 requires("megatron", "transformers")
 
 RUN_S = 240.0
-# A prompt group is at most 40 tokens: two or so fit a window of the actor, three one of actor_fwd, and a group is cut
-# for the reference. Which samples share a micro-batch changes the last bits of losses and weights.
+# A prompt group is at most 40 tokens: three or so fit a window of the actor or one of actor_fwd, and a group is cut for
+# the actor and the reference. Which samples share a micro-batch changes the last bits of losses and weights.
 PLAIN = {
     "warm_start": {"steps": 30, "batch_size": 32, "lr": 1e-2},
     "algorithm": {"passes": 2},
-    "actor": {"max_tokens_per_micro_batch": 90},
+    "actor": {"max_tokens_per_micro_batch": 30},
     "actor_fwd": {"max_tokens_per_micro_batch": 130},
     "reference": {"max_tokens_per_micro_batch": 30},
 }
@@ -43,7 +43,8 @@ REGULARISED = run_helpers.merged(
         "steps": 6,
         "algorithm": {"mini_batches": 2, "kl_coefficient": 0.05, "entropy_coefficient": 0.01},
         "actor": {
-            "max_tokens_per_micro_batch": 60,
+            "max_tokens_per_micro_batch": 20,
+            "balance_window": 2,
             "optimizer": {"final_lr_share": 0.1, "warmup_steps": 2, "weight_decay": 0.01},
         },
         "checkpoint": {"every": 2},
@@ -137,6 +138,22 @@ def test_a_run_equals_the_synchronous_loop(plain):
     assert len(found.rows) == 48 and len(found.lines) == 3
     assert all(line["reward/std"] > 0 for line in found.lines), "without a signal weights would hardly move"
     assert_equal(found, expected)
+
+
+def test_two_data_ranks_train_as_one(tmp_path):
+    """Each on its share of every window, while the rest is still generated; sums differ only in their order."""
+    import torch
+
+    over = {"steps": 1, "actor": {"balance_window": 1, "optimizer": {"eps": 1e-6}}}
+    alone, both = run_helpers.merged(PLAIN, over), {"actor": {"parallel": {"data": 2}}}
+    with reference(tmp_path, alone) as expected:
+        with run_helpers.running(tmp_path, run_helpers.merged(alone, both)) as running:
+            found = outcome_of(running)
+        should = expected()
+    ((line,), (wanted,)) = found.lines, should.lines
+    assert line["loss/grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
+    for name, value in should.weights.items():
+        torch.testing.assert_close(found.weights[name], value, atol=1e-5, rtol=0)
 
 
 def test_another_seed_differs(plain, tmp_path):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from relax_hpc.transfer_queue.samplers import (
     balanced,
     micro_batches,
+    of_rows,
     schedule,
     sequential,
     share,
@@ -139,10 +140,40 @@ def test_the_order_of_arrival_changes_nothing(sampler, window, ranks, budget, ba
     assert sorted(key for rank in expected for part in rank for key in part) == sorted(lengths)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@given(lengths=windows(), ranks=PARTS, budget=BUDGETS, batch=st.integers(0, 20))
+def test_a_schedule_gives_every_rank_as_many_micro_batches_of_about_as_many_tokens(
+    packed, lengths, ranks, budget, batch
+):
+    found = schedule(lengths, ranks, budget, batch, packed=packed)
+    assert sorted(key for rank in found for part in rank for key in part) == sorted(lengths)
+    for part in [part for rank in found for part in rank]:
+        sizes = [lengths[key] for key in part]
+        assert (sum(sizes) if packed else len(sizes) * max(sizes)) <= budget or len(part) == 1
+    totals = [sum(lengths[key] for part in rank for key in part) for rank in found]
+    assert spread(totals) <= max(lengths.values(), default=0)
+    most = max(map(len, found))
+    assert all(len(rank) == most or (len(rank) == most - 1 and sum(map(len, rank)) == len(rank)) for rank in found)
+    if len(lengths) % ranks == 0:
+        assert {len(rank) for rank in found} == {most}
+
+
+@given(lengths=windows(), ranks=PARTS, budget=BUDGETS, kept=st.sets(st.integers(0, 39)))
+def test_what_is_left_of_a_window_stays_with_its_rank(lengths, ranks, budget, kept):
+    sizes = list(lengths.values())
+    rows = [number for number in range(len(sizes)) if number in kept]
+    whole = schedule(dict(enumerate(sizes)), ranks, budget)
+    left = of_rows(whole, rows)
+    assert sorted(row for rank in left for part in rank for row in part) == list(range(len(rows)))
+    assert all(part for rank in left for part in rank)
+    for before, after in zip(whole, left, strict=True):
+        assert [rows[row] for part in after for row in part] == [r for part in before for r in part if r in kept]
+
+
 @given(lengths=windows(), ranks=PARTS)
 def test_the_heaviest_part_goes_round(lengths, ranks):
     beyond = sum(lengths.values()) + 1
-    heaviest = loads(lengths, balanced(lengths, ranks))[0]
+    heaviest = loads(lengths, balanced(lengths, ranks, equal_counts=True))[0]
     for batch in range(2 * ranks):
         mine = schedule(lengths, ranks, beyond, batch, packed=True)[batch % ranks]
         assert sum(lengths[key] for part in mine for key in part) == heaviest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,15 +12,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relax_hpc.errors import RelaxError
+from relax_hpc.config.check import check
+from relax_hpc.config.schema import Config, Mode, PlanesConfig, QueueConfig, SiteConfig
+from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.transfer_queue.files import ShardFiles
 from relax_hpc.transfer_queue.plan import GENERATED
-from relax_hpc.transfer_queue.planes import ShmPlane, SlabPool
+from relax_hpc.transfer_queue.planes import ShmPlane, SlabPool, TcpPlane, rdma_agent, rdma_path
+from relax_hpc.transfer_queue.planes.choice import check_required
 from relax_hpc.transfer_queue.schema import BadRow
 from relax_hpc.transfer_queue.shard import ShardError
-from relax_hpc.transfer_queue.store import Descriptor, ShardReader, ShardStore
+from relax_hpc.transfer_queue.store import Descriptor, ShardReader, ShardStore, planes_of
 from relax_hpc.versions import Version
-from tests.queue_helpers import rows_of
+from tests.queue_helpers import make_run, rows_of
 
 TOKEN = b"t" * 32
 ORIGIN = {"group": "rollout", "epoch": 1}
@@ -65,7 +69,7 @@ def _read(folder: Path, descriptor: Descriptor) -> tuple[dict[str, int], list[in
     row = reader.read(descriptor)["000000000.00"]
     tokens = row["token_ids"].tolist()
     reader.close()
-    return reader.taken, tokens
+    return dict(reader.ways.shards), tokens
 
 
 def test_a_shard_is_readable_before_it_is_saved_and_after_its_maker_is_gone(tmp_path: Path) -> None:
@@ -113,6 +117,74 @@ def test_a_full_disk_is_named_at_the_next_shard(tmp_path: Path) -> None:
         made._thread.join(WAIT_S)
         with pytest.raises(RelaxError, match="shards: cannot be written"):
             made.make("b", rows_of([1], Version(1, 0)), GENERATED, ORIGIN)
+
+
+def test_the_way_that_is_taken_is_told_once_a_maker_and_counted(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    pool = SlabPool()
+    tcp = TcpPlane(TOKEN, "127.0.0.1")
+    made = ShardStore(ShardFiles(tmp_path), [ShmPlane(TOKEN, pool), tcp], pool, 1 << 24, Saved())
+    descriptors = []
+    for number in range(4):
+        name = f"rollout-e000001-{number:06d}.h5"
+        descriptor, _ = made.make(name, rows_of([number], Version(1, 0)), GENERATED, ORIGIN)
+        if number > 1:
+            descriptor["planes"]["shm"]["node"] = "another"
+        descriptors.append(descriptor)
+    for descriptor in descriptors:
+        made.read(descriptor)
+    size = float(descriptors[0]["bytes"])
+    first = {"planes/shm_shards": 2.0, "planes/tcp_shards": 2.0}
+    assert made.ways.since_last() == first | {"planes/shm_bytes": 2 * size, "planes/tcp_bytes": 2 * size}
+    assert made.ways.since_last() == {}
+    made.close()
+    shm, other = [line for line in capfd.readouterr().err.splitlines() if line.startswith("queue: ")]
+    assert shm == "queue: shards of rollout-e000001 come by shm"
+    assert re.fullmatch("queue: shards of rollout-e000001 come by tcp, for shm: .*take another plane", other)
+
+
+def planes_by_name(tmp_path: Path, config: Config) -> list[str]:
+    run, pool = make_run(tmp_path / "run"), SlabPool()
+    planes = planes_of(run, config, "rollout", "rollout-e000001", pool)
+    for plane in planes:
+        plane.close()
+    pool.close()
+    return [plane.name for plane in planes]
+
+
+@pytest.mark.parametrize(
+    ("modes", "names"),
+    [
+        ({}, ["shm", "tcp"]),
+        ({"shm": "off"}, ["tcp"]),
+        ({"shm": "off", "tcp": "off"}, []),
+        ({"tcp": "required"}, ["shm", "tcp"]),
+    ],
+)
+def test_planes_are_as_configured(tmp_path: Path, modes: dict[str, Mode], names: list[str]) -> None:
+    config = Config(layout="local", queue=QueueConfig(planes=PlanesConfig(**modes)))
+    assert planes_by_name(tmp_path, config) == names
+
+
+def test_rdma_is_not_loaded_where_there_is_no_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    monkeypatch.setattr(rdma_path, "_FABRIC", tmp_path / "none")
+    config = Config(layout="jobs", site=SiteConfig(interface="lo"))
+    assert planes_by_name(tmp_path, config) == ["shm", "tcp"]
+    assert "queue: no plane rdma here: rdma: there is no InfiniBand card that NIXL knows" in capfd.readouterr().err
+
+
+def test_a_required_plane_that_is_not_there_ends_the_run_before_it_begins(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(rdma_agent, "_PACKAGES", ("no_such_package",))
+    config = Config(layout="local", queue=QueueConfig(planes=PlanesConfig(rdma="required")))
+    line = (
+        "queue.planes.rdma: found required, but there is no package nixl-cu12; pip install --no-deps nixl-cu12; "
+        "or set it to auto"
+    )
+    for refuses in (lambda: planes_by_name(tmp_path, config), lambda: check_required(config)):
+        with pytest.raises(ConfigError, match=f"^{re.escape(line)}$"):
+            refuses()
+    assert line in check(config)
+    config.layout = "jobs"
+    assert line not in check(config)
 
 
 def test_a_shard_that_is_nowhere_is_named(tmp_path: Path) -> None:

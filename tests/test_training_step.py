@@ -12,7 +12,19 @@ from torch import Tensor
 from relax_hpc.config.schema import AlgorithmConfig, OptimizerConfig
 from relax_hpc.training.trainer import Trainer, supervised_loss
 from relax_hpc.transfer_queue.schema import Row
-from tests.training_helpers import ALGORITHM, EPS, LR, batch, one_rank_fixture, policy, rows, tiny_fixture, trainer  # noqa: F401
+from tests.training_helpers import (  # noqa: F401
+    ALGORITHM,
+    ARRIVAL,
+    EPS,
+    LR,
+    batch,
+    one_rank_fixture,
+    policy,
+    rows,
+    streamed,
+    tiny_fixture,
+    trainer,
+)
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -80,6 +92,19 @@ def test_accumulating_in_pieces_equals_one_call(tiny: Path):
     left, right = whole.step(LR), pieces.step(LR)
     assert left == pytest.approx(right, rel=1e-4)
     assert difference(whole.model.export_hf(), pieces.model.export_hf()) < 1e-5
+
+
+def test_streaming_windows_of_balanced_rows_equals_the_whole_batch(tiny: Path):
+    samples = rows(8)
+    whole, streaming = trainer(tiny), trainer(tiny)
+    whole.accumulate([batch(samples)])
+    windows = streamed(samples, 1, ARRIVAL)
+    assert len(windows) > 1 and windows == streamed(samples, 1, range(4)), "arrival changes nothing"
+    for (rank,) in windows:
+        streaming.accumulate([batch(part) for part in rank])
+    left, right = whole.step(LR), streaming.step(LR)
+    assert left == pytest.approx(right, rel=1e-4)
+    assert difference(whole.model.export_hf(), streaming.model.export_hf()) < 1e-5
 
 
 def test_a_step_without_tokens_changes_nothing(tiny: Path):

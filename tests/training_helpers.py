@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from relax_hpc.config.schema import AlgorithmConfig, ModelConfig, OptimizerConfig, ParallelConfig, TinyModelConfig
+from relax_hpc.config.schema import (
+    AlgorithmConfig,
+    GroupConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TinyModelConfig,
+)
 from relax_hpc.data.tiny_model import make_tiny_model
 from relax_hpc.rendezvous.world import free_port
 from relax_hpc.training import parallel
@@ -19,13 +28,20 @@ from relax_hpc.training.batches import Batch, collate
 from relax_hpc.training.hf_files import read_config
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.trainer import Trainer
+from relax_hpc.transfer_queue.lengths import packed
+from relax_hpc.transfer_queue.plan import GENERATED, Plan
 from relax_hpc.transfer_queue.schema import Row
+from relax_hpc.versions import Version
+from tests.queue_helpers import small
+from tests.queue_world import Paper
 
 SHAPE = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 ALGORITHM = AlgorithmConfig(kl_coefficient=0.1, entropy_coefficient=0.01)
 EPS = 1e-6
 """Larger than the usual 1e-8, below which a gradient that is only rounding noise moves a weight by the whole rate."""
 LR = 1e-3
+ARRIVAL = (2, 0, 3, 1)
+"""Of four prompt groups."""
 
 
 @pytest.fixture(scope="module", name="one_rank")
@@ -80,6 +96,30 @@ def rows(count: int, seed: int = 0) -> list[Row]:
             }
         )
     return result
+
+
+def streamed(samples: list[Row], ranks: int, arrival: Sequence[int]) -> list[list[list[list[Row]]]]:
+    """[window][rank][micro-batch] of rows as an actor gets them while their prompt groups of two come in any order."""
+    config = small(len(samples) // 2, 2, steps=1)
+    config.groups = {name: GroupConfig(roles=[name]) for name in ("rollout", "actor")}
+    desk, keys, windows = Paper(Plan.of(config)), count(), []
+
+    def ask(group: str, op: str, **args: Any) -> Any:
+        return desk.ask(group, 1, f"k{next(keys)}", op, **args)
+
+    version, window = Version(1, 0), {"task": "actor", "budget": ranks * 35, "boundary": config.groups_per_step}
+    ask("actor", "resume", step=0)
+    ask("actor", "publish", version=str(version), digest="d")
+    ask("rollout", "serve", reader="r", version=str(version))
+    ask("rollout", "admit", reader="r", count=len(samples))
+    for ticket in arrival:
+        lengths = packed([len(row["token_ids"]) for row in samples[2 * ticket : 2 * ticket + 2]])
+        summary = {"ticket": ticket, "mask": 3, "lengths": lengths, "versions": [version.encode()]}
+        ask("rollout", "put", shard={"name": f"s{ticket}"}, rows=[summary], fields=list(GENERATED))
+        while claim := ask("actor", "claim", **window, ranks=ranks, max_tokens=20, batch=len(windows)):
+            rows = [row for held in claim["tickets"] for row in samples[2 * held : 2 * held + 2]]
+            windows.append([[[rows[number] for number in part] for part in rank] for rank in claim["assignment"]])
+    return windows
 
 
 def batch(samples: list[Row], multiple: int = 1) -> Batch:

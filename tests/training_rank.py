@@ -17,6 +17,7 @@ from relax_hpc.checkpoint import store
 from relax_hpc.config.schema import ParallelConfig
 from relax_hpc.training import parallel
 from relax_hpc.training.trainer import Trainer
+from relax_hpc.transfer_queue.schema import Row
 from tests import training_helpers as helpers
 
 
@@ -35,7 +36,7 @@ def main() -> None:
 
 
 def check(trainer: Trainer, out: Path) -> None:
-    """Log-probs of the rows, one optimizer step, a checkpoint, and a second step."""
+    """Log-probs of the rows, one optimizer step, a checkpoint, and a second step that streams its rows."""
     layout, multiple = trainer.model.layout, trainer.model.length_multiple
     mine = helpers.rows(8)[layout.data_rank :: layout.data_size]
     micro = [helpers.batch(mine[start : start + 2], multiple) for start in range(0, len(mine), 2)]
@@ -50,13 +51,24 @@ def check(trainer: Trainer, out: Path) -> None:
     steps.append(trainer.step(helpers.LR))
     first = trainer.model.export_hf()
     store.save(out / "e000001-step-000001", trainer, {"step": 1})
-    trainer.accumulate(micro)
+    for window in windows_of(trainer):
+        trainer.accumulate([helpers.batch(samples, multiple) for samples in window[layout.data_rank]])
     steps.append(trainer.step(helpers.LR))
     second = trainer.model.export_hf()
     if first is not None and second is not None:
         save_file(first, out / "first.safetensors")
         save_file(second, out / "second.safetensors")
         (out / "metrics.json").write_text(json.dumps(steps))
+
+
+def windows_of(trainer: Trainer) -> list[list[list[list[Row]]]]:
+    """The rows as a queue deals them out, [window][rank][micro-batch][row]; a pipeline runs them in one go."""
+    layout = trainer.model.layout
+    windows = helpers.streamed(helpers.rows(8), layout.data_size, helpers.ARRIVAL)
+    assert len(windows) > 1 and all(rank for window in windows for rank in window)
+    if layout.pipeline_size == 1:
+        return windows
+    return [[[part for window in windows for part in window[rank]] for rank in range(layout.data_size)]]
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ Findings = Iterator[str]
 
 def check(config: Config) -> list[str]:
     """What is wrong with `config`, one line each; empty: nothing was found."""
-    checks = (_run, _data, _model, _groups, _algorithm, _rollout, _engine, _rewards)
+    checks = (_run, _data, _model, _groups, _algorithm, _rollout, _engine, _rewards, _planes)
     return [finding for function in checks for finding in function(config)]
 
 
@@ -210,3 +210,14 @@ def _rewards(config: Config) -> Findings:
             get_reward(name)
         except ConfigError as error:
             yield f"{key}: {str(error).removeprefix('reward: ')}"
+
+
+def _planes(config: Config) -> Findings:
+    # The nodes of a cluster may have another environment: there each process looks for itself, and `doctor --deep`.
+    if config.layout != "local" or config.queue.planes.rdma != "required":
+        return
+    from relax_hpc.transfer_queue.planes.choice import missing_plane
+    from relax_hpc.transfer_queue.planes.rdma_agent import why_not_installed
+
+    if why := why_not_installed():
+        yield missing_plane("rdma", why)

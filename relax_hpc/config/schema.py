@@ -140,6 +140,13 @@ class RolloutConfig:
     """Tries of one ticket: a failed or filtered group is replaced by another prompt under the same ticket."""
     max_failed_share: float = bounded(0.5, 0.0, 1.0)
     """Stop (exit 93) when a larger share of the last 64 prompt groups failed."""
+    save_partial: Literal["off", "samples", "tokens"] = "samples"
+    """What of unfinished prompt groups the queue keeps, for whoever generates them after a restart: nothing, finished
+    `samples`, or the `tokens` of unfinished ones too. Only the transformers engine tells of either before a request's
+    end, and can go on with a response, if not bit for bit as one that was not interrupted."""
+    save_partial_every_s: float = bounded(10.0, 0.1)
+    """Between two savings of a request's unfinished groups; what was finished since the last one is lost by a kill,
+    and saved when the group is asked to stop."""
     engine: EngineConfig = field(default_factory=EngineConfig)
 
 
@@ -183,6 +190,10 @@ class ActorConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     max_tokens_per_micro_batch: int = bounded(8192, 1)
     """Padded tokens a data-parallel rank takes through one forward and backward pass."""
+    balance_window: int = bounded(4, 1)
+    """Micro-batches of each data-parallel rank whose tokens make a window, of prompt groups in ticket order. Within it
+    rows are balanced over the ranks by length, and those of similar length share a micro-batch: a larger one is
+    balanced better and padded less, a smaller one is trained sooner."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -193,13 +204,36 @@ class ForwardConfig:
     max_tokens_per_micro_batch: int = bounded(8192, 1)
 
 
+Durability = Literal["commit", "flush", "none"]
+Mode = Literal["auto", "required", "off"]
+
+
+@dataclass(kw_only=True, slots=True)
+class PlanesConfig:
+    """Ways in which rows pass between processes in memory, before they are on disk. The first of these that two
+    processes have is taken, the file of the shard else.
+
+    `auto`: where it works; `required`: a run without it does not begin; `off`: never.
+    """
+
+    shm: Mode = "auto"
+    """Within a node, without a copy."""
+    rdma: Mode = "auto"
+    """Between nodes, by InfiniBand cards, where package nixl-cu12 is installed. `required`: nodes without a card have
+    it too, for processes on them that cannot share memory."""
+    tcp: Mode = "auto"
+    """Wherever there is a network."""
+
+
 @dataclass(kw_only=True, slots=True)
 class QueueConfig:
     """The TransferQueue."""
 
-    durability: Literal["commit", "flush"] = "commit"
-    """What accepted means: `commit` is on disk (survives a power loss), `flush` is written to the operating system
-    (survives any process's death)."""
+    durability: Durability = "commit"
+    """What accepted means, rows and journal alike. `commit`: on disk; survives a power loss of all nodes. `flush`:
+    written to the operating system; survives the death of any process, and of any node but the one that wrote.
+    `none`: the same for rows, but the journal may be a second late; survives the death of any process but the
+    controller: then every group begins again, from the last checkpoint, with what the journal has."""
     wait_timeout_s: float = bounded(600.0, 1.0)
     """Deadline of every wait for rows, tickets or versions; running past it ends the group with exit 75."""
     keep_steps: int = bounded(2, 0)
@@ -208,11 +242,13 @@ class QueueConfig:
     """Bytes of rows that wait for training. At this bound nothing is generated but what the next step still needs."""
     max_rows: int = bounded(1_000_000, 1)
     """Samples in generation or waiting for training, bounded in the same way."""
-    planes: list[Literal["shm", "tcp"]] = field(default_factory=lambda: ["shm", "tcp"])
-    """Ways in which rows pass between processes, in memory, before they are on disk: `shm` within a node, `tcp` between
-    nodes. The first that both sides have is taken, the file of the shard else."""
+    planes: PlanesConfig = field(default_factory=PlanesConfig)
     memory_bytes: int = bounded(4 << 30, 0)
     """Of each process, for rows that others may still read; beyond it they are on disk alone."""
+    max_medium_bytes: int = bounded(256 << 20, 1)
+    """Of one image, video or sound of a prompt; a prompt with a larger one fails as `media_too_large`."""
+    max_group_media_bytes: int = bounded(1 << 30, 1)
+    """Of all media of a prompt group together."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -56,7 +56,9 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: threading
     from relax_hpc.rendezvous.world import World, join
     from relax_hpc.roles.context import Context
     from relax_hpc.transfer_queue.client import QueueClient
+    from relax_hpc.transfer_queue.planes.choice import check_required
 
+    check_required(config)
     alone = ranks_of(config, args.group, args.role) == 1
     if LOCAL_DIR in os.environ:
         # Before any library puts compiled code there.

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 
 from relax_hpc.checkpoint import store
 from relax_hpc.errors import StoppedError
 from relax_hpc.roles.context import Context
 from relax_hpc.roles.ranks import Ranks
-from relax_hpc.training.batches import PAD, Batch, collate, split_rows
+from relax_hpc.training.batches import PAD, Batch, collate
 from relax_hpc.training.hf_files import read_config
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.optimizer import learning_rate
 from relax_hpc.training.trainer import Trainer
+from relax_hpc.transfer_queue.claims import check_claim
 from relax_hpc.transfer_queue.client import Claim
 from relax_hpc.transfer_queue.schema import Row
 from relax_hpc.versions import Version
@@ -44,7 +45,6 @@ class Actor:
         self.trainer = Trainer(
             model, self.config.algorithm, self.config.actor.optimizer, self.config.rollout.temperature
         )
-        self.budget = self.config.actor.max_tokens_per_micro_batch
         self.clock = Clock(context.deadline)
 
     # -- start and end of a step -------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ class Actor:
                 leases.append(claim.lease)
                 tally.add(rows)
                 with self.context.spans("train", step=step):
-                    windows.append(self.batches(rows))
+                    windows.append(self.batches(claim, rows))
                     if self.config.actor.parallel.pipeline == 1:
                         self.trainer.accumulate(windows[-1])
             with self.context.spans("train", step=step):
@@ -131,7 +131,8 @@ class Actor:
         staleness = self._ask("trained", step=step, leases=leases)["staleness"]
         if self.ranks.leader:
             seconds = time.monotonic() - started
-            self.context.report(step, report(first, metrics, tally, staleness, lr, seconds))
+            values = report(first, metrics, tally, staleness, lr, seconds)
+            self.context.report(step, values | self.ranks.reader.ways.since_last())
         due = (step + 1) % self.config.checkpoint.every == 0 or step + 1 == self.config.steps
         if due:
             self.checkpoint(step + 1)
@@ -140,34 +141,42 @@ class Actor:
     def windows(self, step: int, number: int) -> Iterator[tuple[Claim, list[Row]]]:
         """The windows of mini-batch ``number`` in ticket order, each as soon as its rows are there."""
         size = self.config.groups_per_step // self.config.algorithm.mini_batches
-        left = size
+        left, batch = size, 0
         while left:
             with self.context.spans("wait", step=step):
                 # Beyond the first update it is too late to leave the step out.
-                claim = self._claim(size, may_end=number == 0)
+                claim = self._claim(size, batch, may_end=number == 0)
             with self.context.spans("queue", step=step):
                 rows = self.ranks.rows(claim)
-            left -= len(claim.tickets)
+            left, batch = left - len(claim.tickets), batch + 1
             yield claim, rows
 
-    def _claim(self, size: int, may_end: bool) -> Claim:
-        """The next window, in every rank; AtEdge if the actor has to end while there is none, and ``may_end``."""
+    def _claim(self, size: int, batch: int, may_end: bool) -> Claim:
+        """Window ``batch`` of a mini-batch, in every rank; AtEdge if the actor has to end before, and ``may_end``."""
         answer = {}
         if self.ranks.leader:
-            work = self.context.client.claim_later("actor", self.budget * self.ranks.layout.data_size, size)
-            reason = ""
-            while not reason and not wait([work], timeout=_LOOK_S).done:
-                reason = self._why_end() if may_end else ""
+            work, reason = self._claim_later(size, batch), ""
+            while not reason:
+                if not wait([work], timeout=_LOOK_S).done:
+                    reason = self._why_end() if may_end else ""
+                elif check_claim(self.context.client, work.result()):
+                    break
+                else:
+                    work = self._claim_later(size, batch)
             answer = {"reason": reason} if reason else {"claim": work.result().message()}
         answer = self.ranks.tell(answer)
         if "reason" in answer:
             raise AtEdge(answer["reason"])
         return Claim.of(answer["claim"])
 
-    def batches(self, rows: list[Row]) -> list[Batch]:
-        """This rank's micro-batches of a window."""
-        mine = [rows[index] for index in self.ranks.mine(rows)]
-        parts = split_rows(mine, self.budget)
+    def _claim_later(self, size: int, batch: int) -> Future:
+        ranks, most = self.ranks.layout.data_size, self.config.actor.max_tokens_per_micro_batch
+        budget = self.config.actor.balance_window * most * ranks
+        return self.context.client.claim_later("actor", budget, size, ranks=ranks, max_tokens=most, batch=batch)
+
+    def batches(self, claim: Claim, rows: list[Row]) -> list[Batch]:
+        """This data rank's micro-batches of a window, as the queue has assigned them."""
+        parts = [[rows[number] for number in part] for part in claim.assignment[self.ranks.layout.data_rank]]
         return [collate(part, PAD, self.model.device, self.model.length_multiple) for part in parts]
 
 

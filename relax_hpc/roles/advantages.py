@@ -9,6 +9,7 @@ import numpy as np
 from relax_hpc.algorithms.advantages import group_advantages, token_advantages
 from relax_hpc.config.schema import AlgorithmConfig
 from relax_hpc.roles.context import Context
+from relax_hpc.transfer_queue.claims import sound_claim
 from relax_hpc.transfer_queue.schema import Row
 
 _EVERYTHING = 1 << 40
@@ -32,7 +33,7 @@ def run(context: Context) -> None:
     client, config = context.client, context.config
     while True:
         with context.spans("wait"):
-            claim = client.claim("advantages", _EVERYTHING)
+            claim = sound_claim(client, "advantages", _EVERYTHING)
         if claim is None:
             return
         with context.spans("queue", step=claim.step):
@@ -40,4 +41,4 @@ def run(context: Context) -> None:
             client.put(
                 advantages_of(rows, config.samples_per_group, config.algorithm, config.seed), ("advantages",), claim
             )
-        context.report(claim.step, {})
+        context.report(claim.step, client.store.ways.since_last())

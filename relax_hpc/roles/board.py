@@ -10,7 +10,8 @@ from relax_hpc.metrics.read import read_metrics
 from relax_hpc.metrics.writer import MetricsWriter
 from relax_hpc.transfer_queue.state import QueueState
 
-_ADDED_UP = ("perf/rollout_tokens",)
+_ADDED_UP = ("perf/rollout_tokens", "planes/")
+"""Beginnings of tags."""
 
 
 class Board:
@@ -35,7 +36,7 @@ class Board:
         for what, spent in seconds.items():
             self._seconds[role][what] += spent
         for tag, value in values.items():
-            self._values[tag] = self._values[tag] + value if tag in _ADDED_UP else value
+            self._values[tag] = self._values[tag] + value if tag.startswith(_ADDED_UP) else value
         if role == "actor":
             self._write(step)
 

@@ -32,10 +32,10 @@ def make_durable(directory: RunDir) -> None:
 
 def run(directory: RunDir, config: Config, epoch: int, stop: threading.Event) -> bool:
     """Serve until asked to stop; whether the run was finished by then."""
-    durable = config.queue.durability == "commit"
-    if durable:
+    durability = config.queue.durability
+    if durable := durability == "commit":
         make_durable(directory)
-    controller = Controller(directory, Plan.of(config), epoch, own_address(config, "hub"), durable)
+    controller = Controller(directory, Plan.of(config), epoch, own_address(config, "hub"), durability)
     board = Board(directory.root, epoch, config.steps, controller.state)
     controller.on_report = board.report
     controller.on_resume = board.rolled_back

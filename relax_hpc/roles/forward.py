@@ -17,6 +17,7 @@ from relax_hpc.roles.ranks import Ranks
 from relax_hpc.training.batches import PAD, collate, split_rows
 from relax_hpc.training.hf_files import read_config
 from relax_hpc.training.model import PolicyModel
+from relax_hpc.transfer_queue.claims import check_claim
 from relax_hpc.transfer_queue.client import Claim, QueueClient
 from relax_hpc.transfer_queue.schema import Row
 from relax_hpc.versions import Version
@@ -91,8 +92,10 @@ def _lead(context: Context, ranks: Ranks, scorer: Scorer, follows: bool) -> None
         claim = work.result()
         if claim is None:
             break
-        if weights and not weights.fit(claim):
+        fits = weights is None or weights.fit(claim)
+        if not fits:
             client.give_back(claim)
+        if not fits or not check_claim(client, claim):
             work = client.claim_later(role, budget)
             continue
         ranks.tell({"do": "score", "claim": claim.message()})
@@ -103,7 +106,7 @@ def _lead(context: Context, ranks: Ranks, scorer: Scorer, follows: bool) -> None
         with context.spans("queue", step=claim.step):
             _put(client, rows, scores, claim, weights.reader.serving if weights else None)
         work = client.claim_later(role, budget)
-        context.report(claim.step, {})
+        context.report(claim.step, ranks.reader.ways.since_last())
     ranks.tell({"do": "end"})
 
 

@@ -37,10 +37,14 @@ class Ranks:
         self._mark = context.run.exit_mark(context.group, context.epoch, context.role)
         self.leader = world.leader
         self.size = world.size
-        planes = planes_of(context.run, config, context.group, SlabPool())
-        self.reader = ShardReader(files_of(context.run, config), planes)
+        self.reader = context.client.store if context.client else self._own_reader(context)
         # Commands wait on sockets, not in an MPI or NCCL call that would burn a core or a GPU.
         self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) if world.size > 1 else None
+
+    def _own_reader(self, context: Context) -> ShardReader:
+        owner = f"{context.group}-e{context.epoch:06d}-rank-{context.world.rank}"
+        planes = planes_of(context.run, context.config, context.group, owner, SlabPool())
+        return ShardReader(files_of(context.run, context.config), planes)
 
     def tell(self, message: dict[str, Any] | None) -> dict[str, Any]:
         """The leader's ``message``, in every rank."""

@@ -7,10 +7,11 @@ role, and the supervisor starts the group again; a single bad answer costs one p
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +23,8 @@ from relax_hpc.rewards import RewardError, get_reward
 from relax_hpc.roles.context import Context
 from relax_hpc.rollout.engine import Engine, EngineFault, GenerateRequest, Generation, Sampling, make_engine
 from relax_hpc.rollout.samples import Failure, PromptSource, group_rows, requests_for, reward_of
+from relax_hpc.rollout.unfinished import Unfinished, Work
+from relax_hpc.transfer_queue.kept_client import Leftover, keep, kept_rows
 from relax_hpc.transfer_queue.schema import Row
 from relax_hpc.versions import Version
 from relax_hpc.weights.subscriber import NOTHING, Subscriber
@@ -65,9 +68,13 @@ class Activity:
         self._open.pop(what).close()
 
 
+class Repeat(Exception):
+    """An engine failed to answer, which is counted; it is to be asked again."""
+
+
 T = TypeVar("T")
-Work = list[tuple[int, int]]
-"""(ticket, attempt) of prompt groups to generate."""
+_LAST_SAVE_S = 3.0
+"""For the queue to take what is unfinished when the role is asked to stop."""
 
 
 class Rollout:
@@ -190,36 +197,101 @@ class Replica:
         count, reader = self.config.rollout.groups_per_request, self.reader.reader
         while "tickets" in (admitted := await self.rollout.ask("admit", reader=reader, count=count)):
             work = list(zip(admitted["tickets"], admitted["attempts"], strict=True))
+            for ticket, attempt in work:
+                self.check_attempts(ticket, attempt, "its rows being dropped")
+            kept = await asyncio.to_thread(kept_rows, self.rollout.client, admitted)
+            work = await self.put_surplus(work, kept)
             while work:
-                work = await self.attempt(work)
+                work = await self.attempt(work, kept)
 
-    async def attempt(self, work: Work) -> Work:
+    async def put_surplus(self, work: Work, kept: dict[int, Leftover]) -> Work:
+        """Give tickets the whole groups that the queue had left over; the tickets that are still to be generated."""
+        parts = {ticket for ticket, attempt in work if ticket in kept and kept[ticket].is_part_of(ticket, attempt)}
+        whole = {ticket: found for ticket, found in kept.items() if ticket not in parts}
+        if whole:
+            rows = [row for ticket, found in whole.items() for row in found.as_ticket(ticket)]
+            reused = {ticket: found.tokens for ticket, found in whole.items()}
+            await asyncio.to_thread(self.rollout.client.generated, rows, reused)
+        return [(ticket, attempt) for ticket, attempt in work if ticket not in whole]
+
+    async def attempt(self, work: Work, kept: dict[int, Leftover]) -> Work:
         """Generate once; what must be tried again, with the next attempt's number."""
-        rollout = self.rollout
+        rollout, samples = self.rollout, self.config.samples_per_group
         prompts = [rollout.source.prompt(ticket, attempt) for ticket, attempt in work]
-        samples = self.config.samples_per_group
-        requests = [r for p, (ticket, _) in zip(prompts, work, strict=True) for r in requests_for(p, ticket, samples)]
+        groups = Unfinished(work, prompts, kept, samples, self.engine.continues)
         step = work[0][0] // self.config.groups_per_step
-        with self.activity("generate", step):
-            answers = await self.answers(requests, rollout.sampling)
+        async with self.saving(groups):
+            with self.activity("generate", step):
+                answers = await self.finish(groups)
+            with self.context.spans("queue", step=step):
+                rows, failed = await self.judge(prompts, work, answers)
         with self.context.spans("queue", step=step):
-            rows, failed = await self.judge(prompts, work, answers)
+            reused = {t: n for t, n in groups.reused().items() if t not in {ticket for ticket, *_ in failed}}
             if rows:
-                await asyncio.to_thread(rollout.client.generated, rows)
-        tokens = sum(len(row["token_ids"]) - row["prompt_len"] for row in rows)
+                await asyncio.to_thread(rollout.client.generated, rows, reused)
+        tokens = sum(len(row["token_ids"]) - row["prompt_len"] for row in rows) - sum(reused.values())
         self.context.report(step, {"perf/rollout_tokens": tokens})
         return [(ticket, await self.failed(ticket, attempt, failure)) for ticket, attempt, failure in failed]
+
+    async def finish(self, groups: Unfinished) -> list[Generation | EngineFault]:
+        """The samples of ``groups``, of which the engine draws what is missing."""
+        while requests := groups.requests():
+            with contextlib.suppress(Repeat):
+                return groups.complete(requests, await self.once(requests, self.rollout.sampling))
+        return groups.complete([], [])
+
+    @asynccontextmanager
+    async def saving(self, groups: Unfinished) -> AsyncIterator[None]:
+        """Have the queue keep what there is of ``groups``, now and then and when the body is cancelled."""
+        ended, every = asyncio.Event(), self.config.rollout.save_partial_every_s
+
+        async def save_now_and_then() -> None:
+            while not ended.is_set():
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(ended.wait(), every)
+                    return
+                await asyncio.to_thread(self.save, groups)
+
+        saver = asyncio.create_task(save_now_and_then())
+        try:
+            yield
+        except asyncio.CancelledError:
+            ended.set()
+            await saver
+            await asyncio.to_thread(self.save, groups, _LAST_SAVE_S)
+            raise
+        finally:
+            ended.set()
+            await saver
+
+    def save(self, groups: Unfinished, timeout: float | None = None) -> None:
+        """Hand over what the queue does not have; if it cannot, no more is lost than with the process."""
+        shape = self.config.rollout
+        if shape.save_partial == "off":
+            return
+        made = groups.news(shape.save_partial == "tokens", shape.max_new_tokens)
+        if made:
+            try:
+                rows, reused = groups.rows(made), groups.reused(list(made))
+                groups.kept(made, keep(self.rollout.client, rows, dict(groups.work), reused, timeout=timeout))
+            except (RelaxError, OSError) as error:
+                print(f"{len(made)} samples of unfinished prompt groups were not saved: {error}", flush=True)
 
     async def answers(self, requests: list[GenerateRequest], sampling: Sampling) -> list[Generation | EngineFault]:
         """The engine's answers; a request that fails as a whole is repeated, a few times in a row at most."""
         while True:
-            try:
-                answers = await self.engine.generate(requests, sampling)
-            except EngineFault as fault:
-                await self.fault(fault)
-                continue
-            self.failures = 0
-            return answers
+            with contextlib.suppress(Repeat):
+                return await self.once(requests, sampling)
+
+    async def once(self, requests: list[GenerateRequest], sampling: Sampling) -> list[Generation | EngineFault]:
+        """The engine's answers; Repeat if the request failed as a whole."""
+        try:
+            answers = await self.engine.generate(requests, sampling)
+        except EngineFault as fault:
+            await self.fault(fault)
+            raise Repeat from fault
+        self.failures = 0
+        return answers
 
     async def fault(self, fault: EngineFault) -> None:
         self.failures += 1
@@ -261,12 +333,16 @@ class Replica:
             )
         print(f"ticket {ticket}, attempt {attempt}: {failure.detail}", flush=True)
         number = (await self.rollout.ask("fail", ticket=ticket, attempt=attempt, reason=failure.reason))["attempt"]
-        if number >= shape.max_attempts:
-            raise NoProgressError(
-                f"ticket {ticket} failed {number} times, the last by {failure.detail}; allowed rollout.max_attempts="
-                f"{shape.max_attempts}; look at the prompts and the reward"
-            )
+        self.check_attempts(ticket, number, failure.detail)
         return number
+
+    def check_attempts(self, ticket: int, number: int, last: str) -> None:
+        allowed = self.config.rollout.max_attempts
+        if number >= allowed:
+            raise NoProgressError(
+                f"ticket {ticket} failed {number} times, the last by {last}; allowed rollout.max_attempts={allowed}; "
+                f"look at the prompts and the reward"
+            )
 
 
 def replica_numbers(replicas: int, rank: int, ranks: int) -> range:

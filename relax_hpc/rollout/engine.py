@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -41,15 +41,6 @@ class Sampling:
     """Used by engines that can reproduce a sample; SGLang's CPU backends cannot."""
 
 
-@dataclass(slots=True, frozen=True)
-class GenerateRequest:
-    """One response to draw. (seed, prompt_id, sample, position) keys the draws of an engine that is seeded."""
-
-    prompt_ids: tuple[int, ...]
-    prompt_id: str
-    sample: int
-
-
 @dataclass(slots=True)
 class Generation:
     """One response: three entries a token, the first token after the prompt at index 0."""
@@ -59,7 +50,39 @@ class Generation:
     """Nats, at the sampling temperature (at 1 if that is 0), before top_p."""
     token_versions: np.ndarray
     """int32 [tokens]: `Version.encode()` of the weights that sampled each token."""
-    finish_reason: Literal["stop", "length", "abort"]
+    finish_reason: Literal["stop", "length", "abort", "partial"]
+    """`partial`: it has not ended yet."""
+
+
+@dataclass(slots=True)
+class Draft:
+    """What there is of a response while an engine adds to it, and to `token_versions` last."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    token_versions: list[int] = field(default_factory=list)
+    finish_reason: Literal["stop", "length", "abort", "partial"] = "partial"
+
+    @classmethod
+    def of(cls, made: Generation) -> Draft:
+        return cls(list(made.token_ids), list(made.logprobs), made.token_versions.tolist(), made.finish_reason)
+
+    def so_far(self) -> Generation:
+        """A copy, in any thread."""
+        reason, count = self.finish_reason, len(self.token_versions)
+        versions = np.array(self.token_versions[:count], np.int32)
+        return Generation(self.token_ids[:count], self.logprobs[:count], versions, reason)
+
+
+@dataclass(slots=True, frozen=True)
+class GenerateRequest:
+    """One response to draw. (seed, prompt_id, sample, position) keys the draws of an engine that is seeded."""
+
+    prompt_ids: tuple[int, ...]
+    prompt_id: str
+    sample: int
+    draft: Draft | None = field(default=None, compare=False)
+    """An engine that `continues` goes on with what is in it, and adds each token; others leave it alone."""
 
 
 class EngineFault(Exception):
@@ -74,6 +97,8 @@ class Engine(Protocol):
     """An inference engine that serves one version of the policy at a time."""
 
     name: str
+    continues: bool
+    """Whether it can go on with a `Draft`."""
 
     async def start(self) -> None:
         """Return when requests are served. ConfigError: it can never start. EngineFault("dead"): it did not, this

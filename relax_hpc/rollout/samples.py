@@ -73,11 +73,12 @@ def group_rows(
         value = reward_of(prompt, answer, tokenizer, reward)
         if isinstance(value, RewardError):
             return Failure(value.reason, f"{value.reason}: {value.detail} (prompt {prompt.prompt_id})")
-        rows.append(_row(prompt, ticket, k, answer, value))
+        rows.append(unscored_row(prompt, ticket, k, answer) | {"reward": value})
     return rows
 
 
-def _row(prompt: Prompt, ticket: int, k: int, answer: Generation, reward: float) -> Row:
+def unscored_row(prompt: Prompt, ticket: int, k: int, answer: Generation) -> Row:
+    """The row of one response but for its reward."""
     known, made = len(prompt.token_ids), len(answer.token_ids)
     return {
         "sample_id": sample_id(ticket, k),
@@ -88,7 +89,6 @@ def _row(prompt: Prompt, ticket: int, k: int, answer: Generation, reward: float)
         "loss_mask": np.repeat(np.array([0, 1], np.uint8), [known, made]),
         "rollout_logprobs": np.concatenate([np.zeros(known, np.float32), np.array(answer.logprobs, np.float32)]),
         "token_versions": np.concatenate([np.zeros(known, np.int32), answer.token_versions.astype(np.int32)]),
-        "reward": reward,
         "spans": [],
         "finish_reason": answer.finish_reason,
     }

@@ -46,6 +46,7 @@ class SglangEngine:
     """`Engine` by a server process with its own session, which dies with this process and with `close`."""
 
     name = "sglang"
+    continues = False
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ import numpy as np
 from relax_hpc.config.schema import Config
 from relax_hpc.errors import ConfigError
 from relax_hpc.rollout.engine import (
+    Draft,
     EngineFault,
     GenerateRequest,
     Generation,
@@ -74,6 +75,7 @@ class TransformersEngine:
     """`Engine` by Hugging Face's model, one sample at a time with its cache of keys and values."""
 
     name = "transformers"
+    continues = True
 
     def __init__(self, config: Config, replica: int, model_dir: Path, version: Version) -> None:
         self._dtype, self._timeout_s = config.model.dtype, config.rollout.engine.request_timeout_s
@@ -129,19 +131,20 @@ class TransformersEngine:
         import torch
 
         stops = self._stops | set(sampling.stop_token_ids)
-        token_ids, logprobs = [], []
-        inputs, cache, reason = list(request.prompt_ids), None, "length"
-        while len(token_ids) < sampling.max_new_tokens and reason == "length":
+        draft, version = request.draft or Draft(), self._version.encode()
+        inputs, cache, reason = [*request.prompt_ids, *draft.token_ids], None, "length"
+        while len(draft.token_ids) < sampling.max_new_tokens and reason == "length":
             with torch.inference_mode():
                 output = self._model(torch.tensor([inputs]), past_key_values=cache, use_cache=True, logits_to_keep=1)
-            uniform = keyed_uniform(sampling.seed, request.prompt_id, request.sample, len(token_ids))
+            uniform = keyed_uniform(sampling.seed, request.prompt_id, request.sample, len(draft.token_ids))
             token, logprob = sample_token(output.logits[0, -1], sampling.temperature, sampling.top_p, uniform)
-            token_ids.append(token)
-            logprobs.append(logprob)
+            draft.token_ids.append(token)
+            draft.logprobs.append(logprob)
+            draft.token_versions.append(version)
             inputs, cache = [token], output.past_key_values
             reason = "stop" if token in stops else "length"
-        versions = np.full(len(token_ids), self._version.encode(), np.int32)
-        return Generation(token_ids, logprobs, versions, reason)
+        draft.finish_reason = reason
+        return draft.so_far()
 
 
 def _build(directory: Path, dtype: str) -> tuple[Any, set[int]]:

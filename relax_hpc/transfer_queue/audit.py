@@ -56,6 +56,9 @@ class Audit:
     """Prompt groups that never came to be, by reason."""
     noted: Counter[str] = field(default_factory=Counter)
     """Other events with a reason: `engine_fault/timeout`, `bad_prompt/over_long`."""
+    kept: dict[str, int] = field(default_factory=dict)
+    """Tokens of responses that were kept before their prompt groups were accepted, and what became of them: see
+    `Kept.counts`, zeros left out. A partial or surplus group is no accepted sample."""
     torn: dict[str, int] = field(default_factory=dict)
     """Bytes at the end of journal files that do not count: see `JournalCopy`."""
 
@@ -196,6 +199,9 @@ class Ledger:
     def judge(self, steps: int) -> Audit:
         """What became of every sample, ``steps`` being trained."""
         result, state = self._result, self.state
+        result.kept = {fate: tokens for fate, tokens in state.kept.counts().items() if tokens}
+        if 2 * state.kept.total != sum(result.kept.values()):
+            result.problems.append(f"tokens kept: {state.kept.total}, found: {result.kept}")
         for name in _names(self.plan, 0, steps):
             self._judge(name, self._lives.pop(name, []), True)
         later = set(_names(self.plan, steps, self.plan.steps))

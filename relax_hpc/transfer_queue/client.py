@@ -12,21 +12,26 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import zmq
 
 from relax_hpc.config.schema import Config
 from relax_hpc.errors import DeadlineError, FencedError, RefusedError, RelaxError
 from relax_hpc.rendezvous.roster import Card, latest_card
 from relax_hpc.rundir import RunDir, write_json
+from relax_hpc.transfer_queue.hdf5 import Column, column_of
+from relax_hpc.transfer_queue.lengths import packed
+from relax_hpc.transfer_queue.media import media_by_ticket
 from relax_hpc.transfer_queue.plan import GENERATED
 from relax_hpc.transfer_queue.planes import SlabPool
 from relax_hpc.transfer_queue.records import OBSERVER_EPOCH
 from relax_hpc.transfer_queue.schema import BadRow, Row, sample_id
+from relax_hpc.transfer_queue.shard import ShardError, aligned
 from relax_hpc.transfer_queue.store import ShardReader, ShardStore, files_of, planes_of
 from relax_hpc.transfer_queue.wire import BadMessage, seal, unseal
 
@@ -54,12 +59,17 @@ class Claim:
     shards: tuple[dict[str, Any], ...]
     min_version: int
     """At staleness 0 the number of the weights that forward passes must use."""
+    with_media: tuple[int, ...] = ()
+    """Tickets whose rows name media: see `claims.check_claim`."""
+    assignment: Sequence[Sequence[Sequence[int]]] = ()
+    """[data rank][micro-batch][row], numbers of the rows in ticket and sample order, if it was claimed for ranks."""
 
     @classmethod
     def of(cls, message: dict[str, Any]) -> Claim:
         """From the controller's answer, or from ``message()`` in another rank of the group."""
         tickets, shards = tuple(message["tickets"]), tuple(message["shards"])
-        return cls(message["lease"], message["step"], tickets, shards, message["min_version"])
+        with_media, assignment = tuple(message.get("with_media", ())), message["assignment"]
+        return cls(message["lease"], message["step"], tickets, shards, message["min_version"], with_media, assignment)
 
     def message(self) -> dict[str, Any]:
         """A msgpack-able copy, for the other ranks of the group."""
@@ -67,7 +77,10 @@ class Claim:
 
 
 def read_rows(reader: ShardReader, claim: Claim, samples_per_group: int) -> list[Row]:
-    """The rows of ``claim`` in ticket and sample order, every field that the queue has of them."""
+    """The rows of ``claim`` in ticket and sample order, every field that the queue has of them.
+
+    ShardError, naming the file, if one is damaged or is another's.
+    """
     names = {ticket: [sample_id(ticket, k) for k in range(samples_per_group)] for ticket in claim.tickets}
     merged: dict[str, Row] = {name: {} for ticket in claim.tickets for name in names[ticket]}
     for descriptor in claim.shards:
@@ -75,9 +88,35 @@ def read_rows(reader: ShardReader, claim: Claim, samples_per_group: int) -> list
         # A shard may also hold dropped rows of tickets that were generated again: only its own count.
         for ticket in descriptor["tickets"]:
             for name in names[ticket]:
+                if name not in rows:
+                    raise ShardError(f"{descriptor['name']}: has no sample {name}; another file has its name")
                 merged[name].update(rows[name])
     reader.forget({descriptor["name"] for descriptor in claim.shards})
     return list(merged.values())
+
+
+def read_columns(
+    reader: ShardReader, claim: Claim, fields: Sequence[str], samples_per_group: int, room: memoryview | None = None
+) -> dict[str, Column]:
+    """``fields`` of all rows of ``claim`` in ticket and sample order, those of numbers as `flat`, rows end to end.
+
+    They are views of the maker's memory where it can be mapped, which stays until the claim is answered; where there is
+    ``room`` for the claim's shards (bytes, 64 more for each), they are copied to it, to be kept. LookupError
+    if a field is not there, ShardError as `read_rows`.
+    """
+    names = [sample_id(ticket, k) for ticket in claim.tickets for k in range(samples_per_group)]
+    found: dict[str, Column] = {}
+    for descriptor in claim.shards:
+        # A shard may also hold dropped rows of tickets that were generated again.
+        columns = reader.columns(descriptor, room) if descriptor["tickets"] == list(claim.tickets) else None
+        room = room[aligned(descriptor["bytes"]) :] if room else room
+        if columns is None or columns.sample_ids != names:
+            break
+        found |= {column.name: column for column in columns.columns}
+    else:
+        return {field: found[field] for field in fields}
+    rows = read_rows(reader, claim, samples_per_group)
+    return {field: column_of(field, [row[field] for row in rows]) for field in fields}
 
 
 class QueueClient:
@@ -136,14 +175,17 @@ class QueueClient:
         """``submit`` and wait."""
         return self.submit(op, timeout, **args).result()
 
-    def claim_later(self, task: str, budget: int, boundary: int = 0) -> Future:
-        """A future Claim of the next window of ``task`` (None when the run is finished); see QueueState.claimable."""
-        boundary = boundary or self.config.groups_per_step
-        return _then(self.submit("claim", task=task, budget=budget, boundary=boundary), _claim)
+    def claim_later(self, task: str, budget: int, boundary: int = 0, **dealt: int) -> Future:
+        """A future Claim of the next window of ``task`` (None when the run is finished); see QueueState.claimable.
 
-    def claim(self, task: str, budget: int, boundary: int = 0) -> Claim | None:
+        ``dealt`` to data ranks: ``ranks``, ``max_tokens`` of a micro-batch, ``batch``; see QueueState.assignment.
+        """
+        boundary = boundary or self.config.groups_per_step
+        return _then(self.submit("claim", task=task, budget=budget, boundary=boundary, **dealt), _claim)
+
+    def claim(self, task: str, budget: int, boundary: int = 0, **dealt: int) -> Claim | None:
         """Wait for ``claim_later``."""
-        return self.claim_later(task, budget, boundary).result()
+        return self.claim_later(task, budget, boundary, **dealt).result()
 
     def give_back(self, claim: Claim) -> None:
         """Hold ``claim`` no more: what is still wanted of it is offered again."""
@@ -153,13 +195,23 @@ class QueueClient:
         """``read_rows`` through this client's store."""
         return read_rows(self.store, claim, self.config.samples_per_group)
 
-    def put(self, rows: Sequence[Row], fields: Sequence[str], claim: Claim | None = None) -> dict[int, str]:
-        """Add ``fields`` to whole prompt groups; with ``claim``, ack it in the same message.
+    def columns(self, claim: Claim, fields: Sequence[str], room: memoryview | None = None) -> dict[str, Column]:
+        """``read_columns`` through this client's store: much cheaper than rows where rows are many or small."""
+        return read_columns(self.store, claim, fields, self.config.samples_per_group, room)
+
+    def put(
+        self,
+        rows: Sequence[Row],
+        fields: Sequence[str],
+        claim: Claim | None = None,
+        extras: Sequence[dict[str, Any]] = (),
+    ) -> dict[int, str]:
+        """Add ``fields`` to whole prompt groups; with ``claim``, ack it in the same message. ``extras``: see the desk.
 
         Returns why tickets were refused, by ticket (`rolled_back`, `stale_version`, `lease_lost`, `duplicate`...).
         RefusedError, naming the field, if a row is not as the schema says.
         """
-        name = f"{self.name.replace('/', '-')}-{next(self._shard_ids):06d}.h5"
+        name = self.next_shard()
         try:
             shard, saved = self.store.make(name, rows, fields, {"group": self.group, "epoch": self.epoch})
         except BadRow as error:
@@ -167,12 +219,17 @@ class QueueClient:
         lease = claim.lease if claim else 0
         self.progress += 1
         summary, names = _summarise(rows, fields), list(fields)
-        refused = self.call("put", shard=shard, rows=summary, fields=names, lease=lease, saved=saved)["refused"]
+        also = {"extras": list(extras)} if extras else {}
+        refused = self.call("put", shard=shard, rows=summary, fields=names, lease=lease, saved=saved, **also)["refused"]
         if not saved and len(refused) < len(summary):
             self.store.save(name)
         elif not saved:
             self.store.discard(name)
         return refused
+
+    def next_shard(self) -> str:
+        """A name that no other shard has."""
+        return f"{self.name.replace('/', '-')}-{next(self._shard_ids):06d}.h5"
 
     @property
     def store(self) -> ShardStore:
@@ -180,7 +237,7 @@ class QueueClient:
         with self._store_lock:
             if self._store is None:
                 pool, files = SlabPool(), files_of(self.run, self.config)
-                planes = planes_of(self.run, self.config, self.group, pool)
+                planes = planes_of(self.run, self.config, self.group, self.name, pool)
                 self._store = ShardStore(files, planes, pool, self.config.queue.memory_bytes, self._saved)
             return self._store
 
@@ -188,9 +245,16 @@ class QueueClient:
         """The files of shards are written; the queue is told, and told again if its controller changes."""
         self._told = self.submit("saved", names=names)
 
-    def generated(self, rows: Sequence[Row]) -> dict[int, str]:
-        """Put freshly generated prompt groups."""
-        return self.put(rows, GENERATED)
+    def generated(self, rows: Sequence[Row], reused: Mapping[int, int] | None = None) -> dict[int, str]:
+        """Put freshly generated prompt groups; ``reused``: by ticket, how many tokens of them were kept before."""
+        extras = [{"ticket": ticket, "reused": tokens} for ticket, tokens in (reused or {}).items()]
+        if not any(row.get("spans") for row in rows):
+            return self.put(rows, GENERATED, extras=extras)
+        try:
+            extras += [{"ticket": ticket, "media": ids} for ticket, ids in media_by_ticket(rows).items()]
+        except BadRow as error:
+            raise RefusedError(f"put: {error}") from error
+        return self.put([{"media_tokens": {}, **row} for row in rows], (*GENERATED, "media_tokens"), extras=extras)
 
     # -- the talking thread ------------------------------------------------------------------------------------
 
@@ -384,18 +448,30 @@ class _Line:
 
 
 def _summarise(rows: Sequence[Row], fields: Sequence[str]) -> list[dict[str, Any]]:
-    """Per prompt group what the controller must know: ticket, which samples, longest length, versions."""
+    """Per prompt group what the controller must know: ticket, which samples, their lengths, versions."""
     groups: dict[int, dict[str, Any]] = {}
     for row in rows:
         ticket, _, k = row["sample_id"].partition(".")
-        summary = groups.setdefault(int(ticket), {"ticket": int(ticket), "mask": 0, "width": 0, "versions": set()})
+        summary = groups.setdefault(int(ticket), {"ticket": int(ticket), "mask": 0, "lengths": {}, "versions": set()})
         summary["mask"] |= 1 << int(k)
         if "token_ids" in fields:
-            summary["width"] = max(summary["width"], len(row["token_ids"]))
-            summary["versions"].update(row["token_versions"][row["prompt_len"] :].tolist())
+            summary["lengths"][int(k)] = len(row["token_ids"])
+            summary["versions"] |= _distinct(row["token_versions"][row["prompt_len"] :])
         if "old_logprob_version" in fields:
             summary["versions"].add(int(row["old_logprob_version"]))
-    return [{**summary, "versions": sorted(summary["versions"])} for summary in groups.values()]
+    for summary in groups.values():
+        lengths = summary["lengths"]
+        summary["lengths"] = packed([lengths[k] for k in sorted(lengths)])
+        summary["versions"] = sorted(summary["versions"])
+    return list(groups.values())
+
+
+def _distinct(codes: np.ndarray) -> set[int]:
+    """The values in ``codes``, of which there is almost always one."""
+    data = codes.tobytes()
+    # Comparing bytes costs a third of what numpy's reductions do for a short row.
+    alike = len(codes) and data == data[: codes.itemsize] * len(codes)
+    return {int(codes[0])} if alike else set(np.unique(codes).tolist())
 
 
 def _claim(result: dict[str, Any]) -> Claim | None:

@@ -6,18 +6,22 @@ so nobody polls.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections.abc import Callable
 from typing import Any
 
 import zmq
 
+from relax_hpc.config.schema import Durability
 from relax_hpc.errors import FencedError
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.desk import Desk, Parked
 from relax_hpc.transfer_queue.eventlog import EventLog
 from relax_hpc.transfer_queue.journal import Journal
-from relax_hpc.transfer_queue.plan import Plan
+from relax_hpc.transfer_queue.media import MediaStore
+from relax_hpc.transfer_queue.plan import SUPERVISOR, Plan
 from relax_hpc.transfer_queue.requests import Refused, Request, parse
 from relax_hpc.transfer_queue.shard import SHARD_NAME
 from relax_hpc.transfer_queue.snapshots import RECORDS, Snapshot, SnapshotError, Snapshots
@@ -27,6 +31,10 @@ from relax_hpc.transfer_queue.wire import MAX_MESSAGE_BYTES, seal, unseal
 Reply = dict[str, Any]
 _LOOK_S = 0.05
 """How often at least to look for a successor while nothing changes, seconds."""
+_NOW, _MORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
+"""As numbers: combining enumerations takes a good part of a message."""
+_LATE_S = 1.0
+"""How late at most the journal is with durability `none`, seconds."""
 _AT_ONCE = 1000
 """Messages that are taken before their effects are committed together."""
 
@@ -40,10 +48,12 @@ class Controller(Desk):
         plan: Plan,
         epoch: int,
         host: str = "127.0.0.1",
-        durable: bool = True,
+        durability: Durability = "commit",
         snapshot_every: int = RECORDS,
     ) -> None:
         self.run, self.token = run, run.token()
+        durable, self.late_s = durability == "commit", _LATE_S if durability == "none" else 0.0
+        self._journal_at, self._shards = 0.0, str(run.shards)
         journal = Journal(run.journal, epoch, durable)
         self.snapshots = Snapshots(run.journal.with_name("snapshots"), plan, durable, snapshot_every)
         self.event_log = EventLog(run.events, epoch)
@@ -89,9 +99,13 @@ class Controller(Desk):
         return None
 
     def _end_former_groups(self) -> None:
-        """After a resume with other groups nobody speaks for the old ones: what they hold comes back."""
+        """After a resume with other groups nobody speaks for the old ones: what they hold comes back.
+
+        So it is with all of them if the journal may lack what they were told: they begin again with what it has.
+        """
         for group, epoch in self.state.epochs.items():
-            if not self.plan.knows(group) and not self.state.over((group, epoch)):
+            gone = not self.plan.knows(group) or (self.late_s and group.partition("-")[0] != SUPERVISOR)
+            if gone and not self.state.over((group, epoch)):
                 self._record(op="down", group=group, epoch=epoch)
 
     def _sweep(self) -> None:
@@ -105,6 +119,8 @@ class Controller(Desk):
             orphan = made and path.name not in needed and self.state.over((made[1], int(made[2])))
             if orphan or path.name in garbage:
                 path.unlink(missing_ok=True)
+        if self.run.media.exists():
+            MediaStore(self.run.media).keep_only(self.state.media.counts)
 
     # -- loop --------------------------------------------------------------------------------------------------
 
@@ -116,15 +132,24 @@ class Controller(Desk):
         while not until():
             poller.poll(self._patience() * 1000)
             replies = self._drain()
-            wrote = self.journal.commit()
+            wrote = self._commit()
             # A change counts only if a successor replays it, so look before telling of it; other answers may be late.
             if wrote or time.monotonic() >= look_at:
                 look_at = time.monotonic() + _LOOK_S
                 self._check_successor()
                 self.event_log.check()
             for peer, reply in replies:
-                self.socket.send_multipart([peer, seal(self.token, reply)])
-            self._after_replies()
+                self.socket.send(peer, _MORE)
+                self.socket.send(seal(self.token, reply))
+            if not self.late_s or wrote:
+                self._after_replies()
+
+    def _commit(self) -> bool:
+        """Have the journal hold what was done, before anybody is told of it unless it may be late; whether it did."""
+        if self.late_s and time.monotonic() < self._journal_at:
+            return False
+        self._journal_at = time.monotonic() + self.late_s
+        return self.journal.commit()
 
     def _patience(self) -> float:
         return max(0.0, min(1.0, self.parking.next_deadline() - time.monotonic()))
@@ -137,7 +162,11 @@ class Controller(Desk):
         self.event_log.write(self.state.take_lines())
         self.event_log.flush()
         for name in self._take_garbage():
-            (self.run.shards / name).unlink(missing_ok=True)
+            # Building a path costs more than the rest of it.
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(f"{self._shards}/{name}")  # noqa: PTH108
+        for media_id in self.state.media.take_garbage():
+            (self.run.media / media_id).unlink(missing_ok=True)
         if self.snapshots.due(self.journal.records):
             log = self.event_log
             self.snapshots.take(self.state, self.journal.records, self.journal.position, log.extent, log.file.fileno())
@@ -163,7 +192,7 @@ class Controller(Desk):
         replies: list[tuple[bytes, Reply]] = []
         for _ in range(_AT_ONCE):
             try:
-                peer, frame = self.socket.recv_multipart(zmq.NOBLOCK)
+                peer, frame = self.socket.recv_multipart(_NOW)
                 request = parse(peer, unseal(self.token, frame))
             except zmq.Again:
                 break
@@ -172,7 +201,10 @@ class Controller(Desk):
                 continue
             if not self._answer(request, replies):
                 self.parking.add(request)
-        self.parking.wake(self.state.woken, lambda request: self._answer(request, replies))
+        # Who waited is told first: its work is late, while who put something goes on to write its file.
+        waited: list[tuple[bytes, Reply]] = []
+        self.parking.wake(self.state.woken, lambda request: self._answer(request, waited))
+        replies = waited + replies
         for request in self.parking.take_overdue():
             if not self._answer(request, replies):
                 replies.append((request.peer, self._reply(request, error=self._overdue(request), kind="deadline")))

@@ -13,17 +13,20 @@ from typing import Any
 
 from relax_hpc.errors import RelaxError
 from relax_hpc.transfer_queue import rules
+from relax_hpc.transfer_queue.handing import HandingDesk, check_extras, kept_for, reused_of, surplus_for, without_media
 from relax_hpc.transfer_queue.journal import Journal
 from relax_hpc.transfer_queue.parking import Parking
 from relax_hpc.transfer_queue.plan import NEEDED, Plan
 from relax_hpc.transfer_queue.records import OBSERVER_EPOCH, Owner
 from relax_hpc.transfer_queue.requests import Refused, Request, Schema, check_size, rows_of
-from relax_hpc.transfer_queue.shard import check_name
+from relax_hpc.transfer_queue.shard import SHARD_NAME, check_name
 from relax_hpc.transfer_queue.state import QueueState
 from relax_hpc.transfer_queue.stock import ADMISSION, DISK, NEWS, rows_for
 from relax_hpc.versions import Version
 
 _FOR_OBSERVERS = ("beat", "status", "checkpoints")
+MAX_RANKS = 1 << 13
+"""To which a claim may be dealt."""
 
 
 class Parked(Exception):
@@ -38,7 +41,7 @@ class BrokenStateError(RelaxError):
     """A record could not be applied after it was checked: only a replay of the journal gives a state to go on with."""
 
 
-class Desk:
+class Desk(HandingDesk):
     """`on_report(role, step, values, seconds)` receives what roles report (the hub writes metrics)."""
 
     def __init__(self, plan: Plan, epoch: int, state: QueueState, journal: Journal) -> None:
@@ -65,7 +68,7 @@ class Desk:
             self._record(op="register", group=group, epoch=epoch)
         try:
             return getattr(self, "_do_" + request.op)(request, **request.args)
-        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
             text = f"{request.op}: malformed arguments: {type(error).__name__}: {error}"
             raise Refused("refused", text) from error
 
@@ -102,10 +105,12 @@ class Desk:
         state, (_, version) = self.state, self.state.readers.get(reader, (None, None))
         tickets = state.admissions.recall(request.key)
         if tickets is None and version and (tickets := rules.admissible(state, version, count)):
-            owner = list(request.owner)
-            self._record(op="admit", owner=owner, key=request.key, tickets=tickets, version=str(version))
+            owner, surplus = list(request.owner), surplus_for(state, tickets)
+            also = {"surplus": surplus} if surplus else {}
+            self._record(op="admit", owner=owner, key=request.key, tickets=tickets, version=str(version), **also)
         if tickets:
-            return {"tickets": tickets, "attempts": [state.groups[ticket].attempt for ticket in tickets]}
+            attempts = [state.groups[ticket].attempt for ticket in tickets]
+            return {"tickets": tickets, "attempts": attempts, "kept": kept_for(state, tickets)}
         if state.finished():
             return {"finished": True}
         raise Parked(ADMISSION, *rules.why_not(state, version))
@@ -117,9 +122,19 @@ class Desk:
         return {"attempt": self.state.groups[ticket].attempt}
 
     def _do_put(
-        self, request: Request, shard: dict, rows: list[dict], fields: list[str], lease: int = 0, saved: bool = True
+        self,
+        request: Request,
+        shard: dict,
+        rows: list[dict],
+        fields: list[str],
+        lease: int = 0,
+        saved: bool = True,
+        extras: list[dict] = (),
     ) -> Any:
-        """Rows of a new shard. Not ``saved``, they can be read, and count once `saved` names the shard."""
+        """Rows of a new shard. Not ``saved``, they can be read, and count once `saved` names the shard.
+
+        ``extras``: of some tickets the ids of their `media`, and how many tokens are `reused` that were kept before.
+        """
         if (refused := self.state.puts.recall(request.key)) is not None:
             return {"refused": refused}
         if check_name(shard["name"]) in self.state.shelf.numbers:
@@ -129,9 +144,16 @@ class Desk:
         check_size("put: shard", shard)
         groups, owner = rows_of(rows, fields), request.owner
         refused = rules.refusals(self.state, owner, groups, lease)
-        taken = [(ticket, width, codes) for ticket, _, width, codes in groups if ticket not in refused]
+        also: dict[str, Any] = {}
+        if extras:
+            check_extras(extras, [] if lease else [row[0] for row in groups])
+            refused = without_media(self.state, extras) | refused
+            also["reused"] = reused_of(self.state, [extra for extra in extras if extra["ticket"] not in refused])
+        taken = [(ticket, lengths, codes) for ticket, _, lengths, codes in groups if ticket not in refused]
         about = {"owner": list(owner), "lease": lease if held and held.owner == owner else 0, "saved": saved}
-        self._record(op="put", key=request.key, shard=shard, rows=taken, fields=fields, refused=refused, **about)
+        self._record(
+            op="put", key=request.key, shard=shard, rows=taken, fields=fields, refused=refused, **about, **also
+        )
         return {"refused": refused}
 
     def _check_fields(self, fields: list[str], lease: int, task: str) -> None:
@@ -151,14 +173,30 @@ class Desk:
         if waited := sorted(number for number in numbers if shelf.shards[number].unsaved):
             self._record(op="saved", shards=waited)
         # Of shards that nobody needs any more the files came too late to be removed with the others.
-        shelf.garbage += [check_name(name) for name in names if name not in shelf.numbers]
+        shelf.garbage += [name for name in names if name not in shelf.numbers and _names_maker(name, request.owner)]
         return {}
 
     def _made(self, owner: Owner, name: str) -> bool:
         return self.state.shards[self.state.shelf.numbers[name]].owner == owner
 
-    def _do_claim(self, request: Request, task: str, budget: int, boundary: int) -> Any:
+    def _do_claim(
+        self,
+        request: Request,
+        task: str,
+        budget: int,
+        boundary: int,
+        ranks: int = 0,
+        max_tokens: int = 0,
+        batch: int = 0,
+    ) -> Any:
+        """The next window of ``task``; with ``ranks``, its rows are dealt to them, see `QueueState.assignment`.
+
+        The assignment is in the journal before any rank sees it: whoever asks again finds the same.
+        """
         state = self.state
+        if not 0 <= ranks <= MAX_RANKS or (ranks and max_tokens < 1):
+            found = f"{ranks} ranks, micro-batches of {max_tokens} tokens"
+            raise Refused("refused", f"claim: found {found}, allowed at most {MAX_RANKS} and at least 1")
         if task not in state.tasks or boundary < 1:
             allowed = f"a task ({', '.join(state.tasks)}) and a boundary of at least 1"
             raise Refused("refused", f"claim: found {task!r:.40} and {boundary}, allowed {allowed}")
@@ -168,19 +206,21 @@ class Desk:
             self._record(op="release", lease=number)
             number = 0
         if not number:
-            tickets = state.claimable(task, budget, boundary)
+            tickets = state.claimable(task, budget, boundary, padded=not ranks)
             if not tickets and state.finished():
                 return {"finished": True}
             if not tickets:
                 raise Parked(rows_for(task), common=not state.tasks[task].in_order)
             number = state.next_lease
-            owner, key = list(request.owner), request.key
-            self._record(op="claim", task=task, owner=owner, key=key, number=number, tickets=list(tickets))
+            about = {"task": task, "owner": list(request.owner), "key": request.key, "number": number}
+            assignment = state.assignment(tickets, ranks, max_tokens, batch) if ranks else []
+            self._record(op="claim", **about, tickets=list(tickets), assignment=assignment)
         return self._describe(number)
 
     def _describe(self, number: int) -> dict[str, Any]:
-        """A lease as its holder needs it: the tickets and the shards where their rows lie."""
-        tickets = self.state.leases[number].tickets
+        """A lease as its holder needs it: the tickets, the shards where their rows lie, and who takes which."""
+        held = self.state.leases[number]
+        tickets = held.tickets
         shards: dict[int, list[int]] = {}
         for ticket in tickets:
             for shard, _ in self.state.groups[ticket].parts:
@@ -190,9 +230,16 @@ class Desk:
             "lease": number,
             "step": step,
             "tickets": list(tickets),
-            "shards": [{**self.state.shards[n].descriptor, "tickets": shards[n]} for n in sorted(shards)],
+            "shards": [{**self._where(n), "tickets": shards[n]} for n in sorted(shards)],
             "min_version": 0 if self.plan.max_staleness else step,
+            "with_media": [ticket for ticket in tickets if ticket in self.state.media.holders],
+            "assignment": held.assignment,
         }
+
+    def _where(self, number: int) -> dict[str, Any]:
+        """A shard's descriptor. What a maker had in memory whose lease is over nobody need try: reads could hang."""
+        shard = self.state.shards[number]
+        return {**shard.descriptor, "planes": {}} if self.state.over(shard.owner) else shard.descriptor
 
     def _do_release(self, request: Request, lease: int) -> Any:
         """The holder cannot use what it has claimed."""
@@ -247,7 +294,7 @@ class Desk:
         return {"checkpoints": self.state.checkpoints}
 
     def _do_checkpoint(self, request: Request, step: int, name: str, digest: str) -> Any:
-        point = {"step": step, "epoch": request.owner[1], "name": name, "digest": digest}
+        point = {"step": step, "epoch": request.owner[1], "name": check_name(name), "digest": digest}
         if point not in self.state.checkpoints:
             if not 0 <= step <= self.state.trained_steps:
                 raise Refused("refused", f"checkpoint: step {step}, trained are {self.state.trained_steps}")
@@ -316,6 +363,7 @@ class Desk:
             "untrained_bytes": state.shelf.untrained_bytes,
             "dropped": dict(state.dropped),
             "noted": dict(state.noted),
+            "kept": state.kept.counts(),
             "refused_frames": self.refused_frames,
             "checkpoints": state.checkpoints,
             "epochs": state.epochs,
@@ -325,7 +373,11 @@ class Desk:
         }
 
 
-SCHEMAS = {
-    name.removeprefix("_do_"): Schema(handler) for name, handler in vars(Desk).items() if name.startswith("_do_")
-}
+def _names_maker(name: str, owner: Owner) -> bool:
+    """Whether a file of this name is of that incarnation."""
+    made = SHARD_NAME.match(check_name(name))
+    return made is not None and (made[1], int(made[2])) == owner
+
+
+SCHEMAS = {name.removeprefix("_do_"): Schema(getattr(Desk, name)) for name in dir(Desk) if name.startswith("_do_")}
 """By operation."""

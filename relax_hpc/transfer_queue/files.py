@@ -31,6 +31,10 @@ class ShardFiles:
             self._open[name] = hdf5.read(self.folder / name)
         return self._open[name]
 
+    def has(self, name: str) -> bool:
+        """Whether there is such a file, whole or not."""
+        return (self.folder / check_name(name)).exists()
+
     def forget(self, keep: set[str]) -> None:
         """Drop the mappings of all shards that are not in ``keep``."""
         self._open = {name: rows for name, rows in self._open.items() if name in keep}

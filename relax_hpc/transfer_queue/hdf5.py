@@ -27,7 +27,7 @@ from h5py import h5a, h5d, h5f, h5p, h5s, h5t
 
 from relax_hpc.rundir import sync_directory
 from relax_hpc.transfer_queue.schema import FIELDS, FORMAT_VERSION, Row
-from relax_hpc.transfer_queue.shard import PREFIX, ShardError, aligned
+from relax_hpc.transfer_queue.shard import ShardError, parts_of
 
 SUFFIX = ".h5"
 _MAGIC = b"relax_hpc shard "
@@ -39,7 +39,6 @@ _TEXT = h5py.string_dtype()
 _TEXT_TYPES = h5t.py_create(_TEXT, logical=True), h5t.py_create(_TEXT)
 """In the file, and in memory."""
 _ONE = h5s.create(h5s.SCALAR)
-_UNITS = {"prompt_len": "tokens", "rollout_logprobs": "nats", "old_logprobs": "nats", "ref_logprobs": "nats"}
 _LAYOUT = """One dataset a field, its name written as in a URL; entry i of each belongs to entry i of sample_id.
 Attribute `kind`: token: numbers of all rows end to end, row i is [o[i]:o[i+1]] of them, o being the int64 dataset
 named by `offsets`; scalar: one number a row; json: a JSON list, one entry a row; msgpack: the same in msgpack.
@@ -65,12 +64,19 @@ class Columns:
     columns: list[Column]
 
 
-def columns_of(record: memoryview) -> Columns:
-    """The columns of a record of `shard.pack`, as views into it. It must come straight from its maker."""
-    _, _, header_size, _ = PREFIX.unpack_from(record)
-    header = msgpack.unpackb(record[PREFIX.size : PREFIX.size + header_size])
-    payload = record[aligned(PREFIX.size + header_size) :].toreadonly()
+def columns_of(record: memoryview, name: str = "shard") -> Columns:
+    """The columns of a record of `shard.pack`, as read-only views into it; ShardError if it is none, or cut."""
+    header, payload = parts_of(record, name)
     return Columns(header["origin"], header["sample_ids"], [_column(head, payload) for head in header["columns"]])
+
+
+def column_of(name: str, values: list[Any]) -> Column:
+    """One field of all rows, copied where they are numbers."""
+    if not values or not isinstance(values[0], np.ndarray | np.generic):
+        return Column(name, values)
+    if values[0].ndim:
+        return Column(name, flat=np.concatenate(values), lengths=[len(value) for value in values])
+    return Column(name, flat=np.array(values))
 
 
 def _column(head: dict[str, Any], payload: memoryview) -> Column:
@@ -139,7 +145,7 @@ class _Dataset:
             return {"kind": "offsets", "meaning": "where each row begins, and the end of the last"}
         spec = FIELDS.get(self.name)
         about = {"kind": self.kind, "meaning": spec.meaning if spec else "not in the schema"}
-        about |= {"unit": _UNITS[self.name]} if self.name in _UNITS else {}
+        about |= {"unit": spec.unit} if spec and spec.unit else {}
         return about | ({"offsets": self.offsets} if self.offsets else {})
 
 

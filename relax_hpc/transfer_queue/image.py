@@ -6,6 +6,9 @@ from collections import Counter
 from typing import Any
 
 from relax_hpc.transfer_queue.answers import Answers
+from relax_hpc.transfer_queue.kept import Kept, KeptGroup
+from relax_hpc.transfer_queue.lengths import unpacked
+from relax_hpc.transfer_queue.media_counts import MediaCounts
 from relax_hpc.transfer_queue.plan import Plan
 from relax_hpc.transfer_queue.records import FieldBits, Lease, Owner, PromptGroup, Shard
 from relax_hpc.transfer_queue.state import QueueState
@@ -14,7 +17,7 @@ from relax_hpc.transfer_queue.tasks import DONE
 from relax_hpc.transfer_queue.tickets import Place, TicketMap, TicketSet
 from relax_hpc.versions import Version
 
-FORMAT = 1
+FORMAT = 2
 _PLAIN = ("first_ticket", "next_ticket", "next_lease", "accepted", "trained_steps", "evaluated")
 _PLAIN += ("epochs", "ended", "checkpoints")
 
@@ -26,12 +29,15 @@ def image_of(state: QueueState) -> Image:
     return {name: getattr(state, name) for name in _PLAIN} | {
         "fields": state.bits.names,
         "groups": [
-            (ticket, g.owner, g.attempt, g.width, list(g.versions), g.old_version, [number for number, _ in g.parts])
+            (ticket, g.owner, g.attempt, g.lengths, list(g.versions), g.old_version, [number for number, _ in g.parts])
             for ticket, g in state.groups.items()
         ],
         "reissued": list(state.reissued),
         "tasks": {name: (q.statuses.dump(), q.position, q.returned) for name, q in state.tasks.items()},
-        "leases": [(n, held.task, held.owner, held.key, held.tickets, held.shards) for n, held in state.leases.items()],
+        "leases": [
+            (n, held.task, held.owner, held.key, held.tickets, held.shards, held.assignment)
+            for n, held in state.leases.items()
+        ],
         "shards": [(n, s.descriptor, s.fields, s.owner, s.unsaved) for n, s in state.shards.items()],
         "next_shard": state.shelf.next_number,
         "dropped": dict(state.dropped),
@@ -42,6 +48,8 @@ def image_of(state: QueueState) -> Image:
         "published": {str(version): digest for version, digest in state.published.items()},
         "newest": str(state.newest) if state.newest else "",
         "readers": {name: (owner, str(version)) for name, (owner, version) in state.readers.items()},
+        "kept": _image_of_kept(state.kept),
+        "media": state.media.holders,
     }
 
 
@@ -58,9 +66,30 @@ def state_of(plan: Plan, image: Image) -> QueueState:
     state.published = {Version.parse(name): digest for name, digest in image["published"].items()}
     state.newest = Version.parse(image["newest"]) if image["newest"] else None
     state.readers = {name: (_owner(owner), Version.parse(v)) for name, (owner, v) in image["readers"].items()}
+    state.kept = _kept(image["kept"])
+    state.media = MediaCounts.of_holders({holder: tuple(ids) for holder, ids in image["media"].items()})
     _restore_tasks(state, image)
     _restore_rows(state, image)
     return state
+
+
+def _image_of_kept(kept: Kept) -> Image:
+    def plain(groups: dict[int, KeptGroup]) -> Image:
+        return {n: (g.source, g.attempt, list(g.versions), g.samples, g.reused) for n, g in groups.items()}
+
+    counts = (kept.next_number, kept.total, kept.used, kept.again, dict(kept.lost))
+    return {"groups": plain(kept.groups), "surplus": plain(kept.surplus), "counts": counts}
+
+
+def _kept(image: Image) -> Kept:
+    def groups(found: dict[int, list]) -> dict[int, KeptGroup]:
+        return {
+            number: KeptGroup(source, attempt, frozenset(versions), {k: tuple(at) for k, at in samples.items()}, reused)
+            for number, (source, attempt, versions, samples, reused) in found.items()
+        }
+
+    *counts, lost = image["counts"]
+    return Kept(groups(image["groups"]), groups(image["surplus"]), *counts, Counter(lost))
 
 
 def _owner(value: list) -> Owner:
@@ -76,8 +105,8 @@ def _restore_tasks(state: QueueState, image: Image) -> None:
         queue = state.tasks[name]
         queue.statuses, queue.position = TicketMap(*statuses), position
         queue.returned = [tuple(window) for window in returned]
-    for number, task, owner, key, tickets, shards in image["leases"]:
-        state.leases[number] = Lease(task, _owner(owner), key, tuple(tickets), tuple(shards))
+    for number, task, owner, key, tickets, shards, assignment in image["leases"]:
+        state.leases[number] = Lease(task, _owner(owner), key, tuple(tickets), tuple(shards), assignment)
         state.lease_keys[key] = number
 
 
@@ -87,14 +116,19 @@ def _restore_rows(state: QueueState, image: Image) -> None:
         shards[number] = Shard(descriptor, tuple(fields), _owner(owner), tuple(unsaved))
     parts = {number: (number, shard.fields) for number, shard in shards.items()}
     trained = {ticket for ticket, *_ in image["groups"] if state.tasks["actor"].statuses[ticket] == DONE}
-    for ticket, owner, attempt, width, versions, old_version, numbers in image["groups"]:
-        group = PromptGroup(_owner(owner) if owner else None, attempt, width, same(tuple(versions)), old_version)
+    for ticket, owner, attempt, lengths, versions, old_version, numbers in image["groups"]:
+        width = max(unpacked(lengths, state.plan.samples_per_group)) if lengths else 0
+        who = _owner(owner) if owner else None
+        group = PromptGroup(who, attempt, width, lengths, same(tuple(versions)), old_version)
         group.parts = tuple(parts[number] for number in numbers)
         state.groups[ticket] = group
         for number, fields in group.parts:
             group.present |= state.bits.of(fields)
             shards[number].needed += 1
             shards[number].untrained += ticket not in trained
+    for number, count in state.kept.shards().items():
+        shards[number].needed += count
+        shards[number].untrained += count
     state.generating = Place(ticket for ticket, group in state.groups.items() if not group.parts)
     state.untrained = Place(state.groups.keys() - trained - set(state.generating))
     for lease in state.leases.values():

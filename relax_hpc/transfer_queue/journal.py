@@ -21,7 +21,7 @@ import msgpack
 
 from relax_hpc.rundir import sync_directory
 
-FORMAT = 2
+FORMAT = 3
 """Of the records: a journal of another format is refused."""
 _SIZES = struct.Struct("<II")
 _CHECK = struct.Struct("<I")
@@ -153,7 +153,7 @@ class Journal:
             if first is None:
                 continue
             if first.get("format", 1) != FORMAT:
-                text = f"format {first.get('is', 1)}, this program reads {FORMAT}"
+                text = f"format {first.get('format', 1)}, this program reads {FORMAT}"
                 raise JournalError(f"{self._earlier[epoch]}: {text}; finish the run with the program that began it")
             for older in [other for other in self._earlier if other < epoch]:
                 sealed.setdefault(older, first["lengths"].get(str(older), 0))

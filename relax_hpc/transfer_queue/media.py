@@ -1,14 +1,14 @@
 """Media of prompts: stored once by content, named in the `spans` of samples, freed with the last row that names them.
 
 A blob lies in <run>/queue/media/ under the hash of its bytes, so all samples of a prompt group, and all groups of the
-same prompt, share it. Whoever makes a row puts its media first; the controller keeps what its rows name::
+same prompt, share it. The controller counts who needs it, and removes it when nobody does::
 
-    store = MediaStore(run.root / "queue" / "media")
-    media_id = store.put(pixels)                                 # in rollout, once per prompt group
+    (media_id,) = store_media(client, ticket, [pixels])          # in rollout, once a prompt group
     row["spans"] = [{"kind": "image", "start": 3, "length": 64, "media_id": media_id}]
-    check_media(row)                                             # before the put, and again in the trainer
-    pixels = store.read(media_id)                                # in the trainer
-    store.keep(ids)                                              # in the controller, now and then
+    row["media_tokens"] = {media_id: 64}                         # as the engine's processor counted them
+    client.generated(rows)
+    claim = sound_claim(client, "actor", budget)                 # in the trainer: bad rows are quarantined
+    pixels = MediaStore(run.media).read(media_id)
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import mmap
 import os
 import re
 import secrets
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
 from pathlib import Path
@@ -58,7 +59,10 @@ class MediaStore:
     def __init__(self, folder: Path, durable: bool = True, max_bytes: int = 1 << 30, grace_s: float = 3600.0) -> None:
         """``max_bytes``: of one blob. ``grace_s``: a blob stays so long after its last put, whoever names it."""
         self.folder, self.durable, self.max_bytes, self.grace_s = folder, durable, max_bytes, grace_s
-        folder.mkdir(parents=True, exist_ok=True)
+        if not folder.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            if durable:
+                sync_directory(folder.parent)
 
     def put(self, data: bytes | memoryview | np.ndarray) -> str:
         """Store the bytes of ``data`` unless they are there, and say under which id; MediaError if they are too many.
@@ -112,6 +116,14 @@ class MediaStore:
         old = [name for name, changed in self._files() if name not in kept and changed < limit]
         return [name for name in old if self._remove(name, limit) and _ID.fullmatch(name)]
 
+    def keep_only(self, ids: Iterable[str]) -> list[str]:
+        """Remove all other blobs, however young: who needs one has named it before it was stored. Returns their ids."""
+        others = sorted(self.sizes().keys() - set(ids))
+        for media_id in others:
+            (self.folder / media_id).unlink(missing_ok=True)
+        self.keep(ids)
+        return others
+
     def _remove(self, name: str, limit: float) -> bool:
         """Whether the file is gone. It is moved away first: has somebody just put it, its time tells, and it stays."""
         path, going = self.folder / name, self.folder / f"{_GOING}{name}"
@@ -155,17 +167,27 @@ def media_ids(rows: Iterable[Row]) -> set[str]:
     return {span["media_id"] for row in rows for span in row["spans"]}
 
 
+def media_by_ticket(rows: Iterable[Row]) -> dict[int, list[str]]:
+    """What the rows of each prompt group name; BadMedia if a row's spans are not as the schema says."""
+    found: dict[int, set[str]] = {}
+    for row in rows:
+        if named := {media_id for *_, media_id in _spans(row, len(row.get("token_ids", ())))}:
+            found.setdefault(int(row["sample_id"].partition(".")[0]), set()).update(named)
+    return {ticket: sorted(ids) for ticket, ids in found.items()}
+
+
 def check_media(row: Row, placeholders: Mapping[str, int] | None = None) -> int:
     """The media tokens of ``row``; BadMedia, with the reason, where its spans and its tokens do not agree.
 
     A span covers copies of one placeholder token, the same for every span of a kind, which the policy has not sampled;
     outside of the spans only the policy may have put one. ``placeholders`` (token id by kind) says which they are, and
-    finds rows that have lost their spans. `media_tokens`, if the row has it, is the count of whoever embedded them.
+    finds rows that have lost their spans. `media_tokens`, if the row has it, is what whoever prepared the prompt has
+    counted for each medium.
     """
-    tokens, count = np.asarray(row["token_ids"]), 0
+    tokens, counts = np.asarray(row["token_ids"]), Counter[str]()
     sampled = np.asarray(row.get("token_versions", row.get("loss_mask", np.zeros(len(tokens))))) != 0
     known, inside = dict(placeholders or {}), np.zeros(len(tokens), bool)
-    for kind, start, length in _spans(row, len(tokens)):
+    for kind, start, length, media_id in _spans(row, len(tokens)):
         place, end = known.setdefault(kind, int(tokens[start])), start + length
         if inside[start:end].any():
             raise _bad(row, f"{kind} span at {start} overlaps another one")
@@ -173,16 +195,25 @@ def check_media(row: Row, placeholders: Mapping[str, int] | None = None) -> int:
             fit = np.count_nonzero((tokens[start:end] == place) & ~sampled[start:end])
             raise _bad(row, f"{kind} span at {start} has {length} tokens, {fit} of them are the placeholder {place}")
         inside[start:end] = True
-        count += length
+        counts[media_id] += length
     present = np.count_nonzero(np.isin(tokens, list(known.values())) & ~sampled)
-    for what, found in {"tokens": present, "media_tokens": row.get("media_tokens", count)}.items():
-        if found != count:
-            raise _bad(row, f"spans cover {count} media tokens, its {what} say {found}")
-    return count
+    if present != counts.total():
+        raise _bad(row, f"spans cover {counts.total()} media tokens, its tokens say {present}")
+    _compare(row, counts, row.get("media_tokens", counts))
+    return counts.total()
 
 
-def _spans(row: Row, tokens: int) -> Iterator[tuple[str, int, int]]:
-    """(kind, start, length) of each span; BadMedia if one is not as the schema says, or leads out of the row."""
+def _compare(row: Row, counts: Mapping[str, int], said: object) -> None:
+    if not isinstance(said, Mapping):
+        raise _bad(row, f"media_tokens: found {str(said)[:80]}, expected a number for each media id", "bad_span")
+    for media_id in sorted(counts.keys() | said.keys(), key=str):
+        covered, claimed = counts.get(media_id, 0), said.get(media_id, 0)
+        if covered != claimed:
+            raise _bad(row, f"spans cover {covered} tokens of {media_id}, its media_tokens say {claimed}")
+
+
+def _spans(row: Row, tokens: int) -> Iterator[tuple[str, int, int, str]]:
+    """(kind, start, length, media id) of each span; BadMedia if one is malformed, or leads out of the row."""
     if not isinstance(row.get("spans"), list):
         raise _bad(row, f"spans: found {str(row.get('spans'))[:200]}, expected a list", "bad_span")
     for span in row["spans"]:
@@ -195,11 +226,17 @@ def _spans(row: Row, tokens: int) -> Iterator[tuple[str, int, int]]:
             raise _bad(row, f"span {str(span)[:200]}: kind is one of {', '.join(KINDS)}, the rest integers", "bad_span")
         if start < 0 or length < 1 or start + length > tokens:
             raise _bad(row, f"{kind} span of {length} tokens at {start} in a row of {tokens}", "bad_span")
-        yield kind, start, length
+        yield kind, start, length, span["media_id"]
 
 
 def _bad(row: Row, message: str, reason: str = "media_mismatch") -> BadMedia:
     return BadMedia(reason, f"{row.get('sample_id', 'row')}: {message}")
+
+
+def id_of(data: bytes | memoryview | np.ndarray) -> str:
+    """The id under which `MediaStore.put` would store ``data``."""
+    view = memoryview(data)
+    return _hash((view if view.c_contiguous else memoryview(view.tobytes())).cast("B"))
 
 
 def _hash(blob: memoryview) -> str:

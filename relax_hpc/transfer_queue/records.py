@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from relax_hpc.transfer_queue.samplers import Assignment
 
 Owner = tuple[str, int]
 """A group and the epoch of its incarnation."""
 OBSERVER_EPOCH = 0
 """Epoch of clients that only look: they are no group and may change nothing."""
+MAX_SHARD_BYTES = 1 << 42
+"""More is not believed, so that sums stay numbers that a message can carry."""
 Part = tuple[int, tuple[str, ...]]
 """A shard's number and the fields in it; one object for all prompt groups of the shard."""
 
@@ -22,6 +26,9 @@ class PromptGroup:
     """While it is in generation."""
     attempt: int = 0
     width: int = 0
+    """Tokens of its longest sample."""
+    lengths: bytes = b""
+    """Tokens of every sample, see `transfer_queue.lengths`."""
     versions: frozenset[int] = frozenset()
     old_version: int = 0
     present: int = 0
@@ -40,6 +47,8 @@ class Lease:
     tickets: tuple[int, ...]
     shards: tuple[int, ...]
     """Where the rows lay when they were claimed: files stay as long as the lease, even of dropped rows."""
+    assignment: Assignment = field(default_factory=list)
+    """Of the rows of `tickets`; empty if the holder deals them out itself."""
 
 
 @dataclass(slots=True)
@@ -61,7 +70,7 @@ class Shard:
     @property
     def bytes(self) -> int:
         size = self.descriptor.get("bytes")
-        return max(0, size) if type(size) is int else 0
+        return min(max(0, size), MAX_SHARD_BYTES) if type(size) is int else 0
 
 
 @dataclass(frozen=True, slots=True)

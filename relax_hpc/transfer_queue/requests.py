@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import reprlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 
 import msgpack
 
+from relax_hpc.transfer_queue.lengths import is_packed
 from relax_hpc.transfer_queue.records import Owner
 from relax_hpc.transfer_queue.rules import Row
 from relax_hpc.transfer_queue.wire import BadMessage
@@ -21,8 +23,10 @@ MAX_TEXT = 4096
 """Longest text in a message, characters."""
 MAX_TOLD_BYTES = 16 << 10
 """Of what is passed on as it is: a shard's descriptor, and what a member says of itself."""
+MAX_TOLD_DEPTH = 8
+"""Of maps and lists in each other: what is far from the limits of msgpack when it is passed on within others."""
 _MAX_PATIENCE_S = 1e9
-_ROW, _WHOLE = ("ticket", "mask", "width", "versions"), frozenset([int])
+_ROW, _WHOLE = ("ticket", "mask", "lengths", "versions"), frozenset([int])
 
 
 class Refused(Exception):
@@ -118,20 +122,21 @@ class Schema:
         for name, value in args.items():
             if name not in self._checks:
                 if not self._open or not is_text(name) or name in ("self", "request"):
-                    return f"{name!r:.40} is unknown, allowed: {', '.join(self._checks)}"
+                    return f"{reprlib.repr(name)} is unknown, allowed: {', '.join(self._checks)}"
             elif not self._checks[name](value):
-                return f"{name}: found {value!r:.40}, expected {self._types[name]}"
+                return f"{name}: found {reprlib.repr(value)}, expected {self._types[name]}"
         return ""
 
 
 def rows_of(summaries: list[dict], fields: list[str]) -> list[Row]:
     """The rows of a put, by prompt group; Refused if one is not as it should be."""
     rows: list[Row] = []
+    generated = "token_ids" in fields
     for summary in summaries:
-        row = ticket, mask, width, codes = tuple(map(summary.get, _ROW))
-        whole = type(ticket) is type(mask) is type(width) is int and type(codes) is list
-        if not whole or not 0 <= width < MAX_WHOLE or not _WHOLE.issuperset(map(type, codes)):
-            raise Refused("refused", f"put: rows: found {summary!r:.80}, expected {', '.join(_ROW)}")
+        row = ticket, mask, lengths, codes = tuple(map(summary.get, _ROW))
+        whole = type(ticket) is type(mask) is int and type(codes) is list and _WHOLE.issuperset(map(type, codes))
+        if not whole or not is_packed(lengths, mask.bit_count() if generated else 0):
+            raise Refused("refused", f"put: rows: found {reprlib.repr(summary)}, expected {', '.join(_ROW)}")
         if "old_logprob_version" in fields and not codes:
             raise Refused("refused", f"put: ticket {ticket} has an old_logprob_version, but names none")
         rows.append(row)
@@ -141,7 +146,14 @@ def rows_of(summaries: list[dict], fields: list[str]) -> list[Row]:
 
 
 def check_size(what: str, value: dict) -> None:
-    """Refused if ``value``, which others are told of, is larger than a few kilobytes."""
+    """Refused if ``value``, which others are told of, is larger than a few kilobytes, or nested deeply."""
     size = len(msgpack.packb(value))
     if size > MAX_TOLD_BYTES:
         raise Refused("refused", f"{what}: {size} bytes, allowed {MAX_TOLD_BYTES}")
+    if _is_deeper(value, MAX_TOLD_DEPTH):
+        raise Refused("refused", f"{what}: nested too deeply, allowed {MAX_TOLD_DEPTH} levels")
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    inner = value.values() if type(value) is dict else value if type(value) is list else ()
+    return not levels or any(_is_deeper(one, levels - 1) for one in inner if type(one) in (dict, list))

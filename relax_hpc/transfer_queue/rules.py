@@ -8,8 +8,8 @@ from relax_hpc.transfer_queue.records import Owner
 from relax_hpc.transfer_queue.state import QueueState
 from relax_hpc.versions import Version
 
-Row = tuple[int, int, int, Sequence[int]]
-"""Ticket, bit mask of the samples, longest length (tokens), `Version.encode` of the versions that made it."""
+Row = tuple[int, int, bytes, Sequence[int]]
+"""Ticket, bit mask of the samples, their lengths (`packed` tokens), `Version.encode` of the versions that made it."""
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 

@@ -7,7 +7,7 @@ every tensor, pipeline and context rank, and every retry, finds the same rows fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, pairwise
 from typing import TypeVar
@@ -16,8 +16,12 @@ Key = TypeVar("Key", int, str)
 """A ticket, or a `sample_id`; both sort in ticket order."""
 Sampler = Callable[[Mapping[Key, int], int], list[list[Key]]]
 """(tokens by key, parts) -> the keys of every part. Each key is in one part; keys ascend within it."""
+Assignment = list[list[list[int]]]
+"""[data rank][micro-batch][row of a window]."""
 _Part = tuple[int, tuple[int, ...]]
-"""Tokens, and the items that have them."""
+"""Minus its tokens, so that the heaviest comes first, ties by the lowest item; and its items."""
+_DIFFERENCED = 32
+"""Splits that are merged in the order of their spread: enough for spreads of few tokens."""
 
 
 def sequential(lengths: Mapping[Key, int], parts: int) -> list[list[Key]]:
@@ -45,6 +49,8 @@ def balanced(lengths: Mapping[Key, int], parts: int, equal_counts: bool = False)
     """
     _check("parts", parts)
     keys = sorted(lengths)
+    if parts == 1:
+        return [keys]
     sizes = [lengths[key] for key in keys]
     splits = [_difference(sizes, parts, equal_counts)]
     if not equal_counts:
@@ -52,6 +58,11 @@ def balanced(lengths: Mapping[Key, int], parts: int, equal_counts: bool = False)
     best = min(splits, key=lambda split: _spread(_loads(sizes, split)))
     heaviest_first = sorted(best, key=lambda items: (-sum(sizes[item] for item in items), items))
     return [[keys[item] for item in items] for items in heaviest_first]
+
+
+def evenly(lengths: Mapping[Key, int], parts: int) -> list[list[Key]]:
+    """`balanced` with equal counts."""
+    return balanced(lengths, parts, equal_counts=True)
 
 
 def whole_groups(lengths: Mapping[str, int], parts: int, equal_counts: bool = False) -> list[list[str]]:
@@ -79,18 +90,32 @@ def micro_batches(lengths: Mapping[Key, int], budget_tokens: int, packed: bool =
     [[3], [2], [0, 1]]
     """
     _check("budget_tokens", budget_tokens)
+    keys = sorted(sorted(lengths), key=lengths.__getitem__, reverse=True)
+    cut = _packed if packed else _padded
+    return [sorted(batch) for batch in cut(keys, lengths, budget_tokens)]
+
+
+def _padded(keys: Sequence[Key], lengths: Mapping[Key, int], budget_tokens: int) -> Iterator[Sequence[Key]]:
+    """The first item of a micro-batch says how many fit, so that first fit is a cut from left to right."""
+    start = 0
+    while start < len(keys):
+        end = start + max(1, budget_tokens // max(1, lengths[keys[start]]))
+        yield keys[start:end]
+        start = end
+
+
+def _packed(keys: Sequence[Key], lengths: Mapping[Key, int], budget_tokens: int) -> list[list[Key]]:
     batches: list[list[Key]] = []
     totals: list[int] = []
-    for key in sorted(lengths, key=lambda key: (-lengths[key], key)):
-        padded = ((len(batch) + 1) * lengths[batch[0]] for batch in batches)
-        costs = (total + lengths[key] for total in totals) if packed else padded
-        place = next((number for number, cost in enumerate(costs) if cost <= budget_tokens), len(batches))
+    for key in keys:
+        fits = (number for number, total in enumerate(totals) if total + lengths[key] <= budget_tokens)
+        place = next(fits, len(batches))
         if place == len(batches):
             batches.append([])
             totals.append(0)
         batches[place].append(key)
         totals[place] += lengths[key]
-    return [sorted(batch) for batch in batches]
+    return batches
 
 
 def schedule(
@@ -98,19 +123,45 @@ def schedule(
     ranks: int,
     budget_tokens: int,
     batch: int = 0,
-    sampler: Sampler = balanced,
+    sampler: Sampler = evenly,
     packed: bool = False,
 ) -> list[list[list[Key]]]:
     """The micro-batches of every data rank for window number ``batch`` of a step: [rank][micro-batch][key].
 
-    Parts move on by one rank from window to window, so that the heaviest one is not always the same rank's.
+    Parts move on by one rank from window to window, so that the heaviest one is not always the same rank's. All ranks
+    get the same number of micro-batches, as collectives inside of a model would need; only one that has fewer items
+    than another has micro-batches may have fewer.
 
     >>> schedule({0: 4, 1: 4, 2: 8}, 2, 8, batch=1)
     [[[2]], [[0, 1]]]
     """
     parts = sampler(lengths, ranks)
     turned = [parts[(rank - batch) % ranks] for rank in range(ranks)]
-    return [micro_batches({key: lengths[key] for key in part}, budget_tokens, packed) for part in turned]
+    cut = [micro_batches({key: lengths[key] for key in part}, budget_tokens, packed) for part in turned]
+    most = max(map(len, cut))
+    return [_halved(batches, most) for batches in cut]
+
+
+def _halved(batches: list[list[Key]], count: int) -> list[list[Key]]:
+    """``batches``, of which the largest are cut in halves until there are ``count``, or nothing is left to cut."""
+    while len(batches) < count:
+        place = max(range(len(batches)), key=lambda number: len(batches[number]), default=0)
+        if not batches or len(batches[place]) == 1:
+            break
+        whole = batches[place]
+        batches = [*batches[:place], whole[: len(whole) // 2], whole[len(whole) // 2 :], *batches[place + 1 :]]
+    return batches
+
+
+def of_rows(assignment: Assignment, rows: Sequence[int]) -> Assignment:
+    """What is left of ``assignment`` when a window keeps only ``rows``, ascending, which are numbered anew.
+
+    >>> of_rows([[[0, 3], [1]], [[2]]], [2, 3])
+    [[[1]], [[0]]]
+    """
+    numbers = {row: number for number, row in enumerate(rows)}
+    left = [[[numbers[row] for row in batch if row in numbers] for batch in rank] for rank in assignment]
+    return [[batch for batch in rank if batch] for rank in left]
 
 
 def share(sizes: Sequence[int], ranks: int) -> list[list[int]]:
@@ -134,23 +185,36 @@ def share(sizes: Sequence[int], ranks: int) -> list[list[int]]:
 def _difference(sizes: Sequence[int], parts: int, equal_counts: bool) -> list[list[int]]:
     """Merge the two splits of the largest spread, the heavy parts of one with the light parts of the other, and again.
 
-    It begins with a split for every item or, for equal counts, for every ``parts`` items of similar size.
+    It begins with a split for every item or, for equal counts, for every ``parts`` items of similar size; those of the
+    smallest items are merged in their order, which costs little and levels as well.
     """
     width = parts if equal_counts else 1
-    items: list[_Part] = sorted(((size, (item,)) for item, size in enumerate(sizes)), key=lambda p: (-p[0], p[1]))
+    items = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
     chunks = [items[start : start + width] for start in range(0, len(items), width)]
-    heap = [_entry(chunk + [(0, ())] * (parts - len(chunk))) for chunk in chunks or [[]]]
+    splits = [[(-sizes[item], (item,)) for item in chunk] for chunk in chunks[:_DIFFERENCED] or [[]]]
+    heap = [_entry(split + [(0, ())] * (parts - len(split))) for split in splits]
     heapify(heap)
     while len(heap) > 1:
         first, second = heappop(heap)[-1], heappop(heap)[-1]
         merged = [(a + b, x + y) for (a, x), (b, y) in zip(first, reversed(second), strict=True)]
-        heappush(heap, _entry(sorted(merged, key=lambda part: (-part[0], part[1]))))
-    return [sorted(found) for _, found in heap[0][-1]]
+        heappush(heap, _entry(sorted(merged)))
+    return _dealt(heap[0][-1], chunks[_DIFFERENCED:], sizes)
+
+
+def _dealt(split: list[_Part], chunks: Iterable[Sequence[int]], sizes: Sequence[int]) -> list[list[int]]:
+    """The largest item of each chunk goes to the lightest part, and so on; the items of every part."""
+    loads, found = [-load for load, _ in split], [list(items) for _, items in split]
+    for chunk in chunks:
+        lightest = sorted(range(len(loads)), key=loads.__getitem__)
+        for part, item in zip(lightest, chunk, strict=False):
+            loads[part] += sizes[item]
+            found[part].append(item)
+    return [sorted(items) for items in found]
 
 
 def _entry(split: list[_Part]) -> tuple[int, tuple[int, ...], list[_Part]]:
     """A split, heaviest part first, as the heap orders them: by spread, ties by the items of the heaviest."""
-    return split[-1][0] - split[0][0], split[0][1], split
+    return split[0][0] - split[-1][0], split[0][1], split
 
 
 def _loads(sizes: Sequence[int], split: Iterable[Iterable[int]]) -> list[int]:

@@ -3,7 +3,8 @@
 A row is a dict of fields. Per-token arrays all have the length of the whole sequence, prompt and response, so index i
 of every one of them belongs to token i: ``loss_mask[i]`` says whether token i was chosen by the policy and
 ``rollout_logprobs[i]`` is its log-probability given the tokens before it (0 on the prompt).
-Unknown fields are kept and passed on.
+Unknown fields are kept and passed on; where their values are 1-d arrays of numbers, of any length but of one dtype, as
+arrays.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ class FieldSpec:
     kind: Literal["token", "scalar", "text", "json"]
     dtype: str
     meaning: str
+    unit: str = ""
+    """Empty: a pure number, or none."""
 
 
 FIELDS: dict[str, FieldSpec] = {
@@ -37,17 +40,18 @@ FIELDS: dict[str, FieldSpec] = {
     "prompt_id": FieldSpec("text", "str", "id of the prompt in its file"),
     "ticket": FieldSpec("scalar", "int64", "number of the prompt group in the order of admission"),
     "token_ids": FieldSpec("token", "int32", "prompt and response"),
-    "prompt_len": FieldSpec("scalar", "int32", "tokens of the prompt"),
+    "prompt_len": FieldSpec("scalar", "int32", "length of the prompt", "tokens"),
     "loss_mask": FieldSpec("token", "uint8", "1: chosen by the policy and trained on"),
-    "rollout_logprobs": FieldSpec("token", "float32", "nats, by the engine that sampled"),
+    "rollout_logprobs": FieldSpec("token", "float32", "by the engine that sampled", "nats"),
     "token_versions": FieldSpec("token", "int32", "Version.encode() of the weights that sampled; 0 on the prompt"),
-    "old_logprobs": FieldSpec("token", "float32", "nats, by actor_fwd: the clip's denominator"),
+    "old_logprobs": FieldSpec("token", "float32", "by actor_fwd: the clip's denominator", "nats"),
     "old_logprob_version": FieldSpec("scalar", "int32", "Version.encode() of the weights actor_fwd used"),
-    "ref_logprobs": FieldSpec("token", "float32", "nats, by the reference"),
+    "ref_logprobs": FieldSpec("token", "float32", "by the reference", "nats"),
     "reward": FieldSpec("scalar", "float32", "task reward"),
     "advantages": FieldSpec("token", "float32", "0 where loss_mask is 0"),
     "spans": FieldSpec("json", "list", "media in the sequence: [{kind, start, length, media_id}]"),
-    "finish_reason": FieldSpec("text", "str", "stop | length | abort"),
+    "media_tokens": FieldSpec("json", "dict", "placeholders by media id, as whoever prepared the prompt counted them"),
+    "finish_reason": FieldSpec("text", "str", "stop | length | abort | partial: kept, and not ended yet"),
 }
 
 
@@ -60,21 +64,31 @@ def sample_id(ticket: int, k: int) -> str:
     return f"{ticket:09d}.{k:02d}"
 
 
-def lengths_of(name: str, values: Sequence[Any]) -> list[int]:
+def spec_of(name: str, values: Sequence[Any]) -> FieldSpec:
+    """What is known of field ``name``; of an unknown one, whether its ``values`` are arrays. BadRow: not of numbers."""
+    if name in FIELDS:
+        return FIELDS[name]
+    if not values or not isinstance(values[0], np.ndarray):
+        return FieldSpec("json", "object", "not in the schema")
+    if values[0].dtype.kind not in "biuf":
+        raise BadRow(f"{name}: found an array of {values[0].dtype}, allowed are integers, floats and bool")
+    return FieldSpec("token", values[0].dtype.name, "not in the schema")
+
+
+def lengths_of(name: str, dtype: str, values: Sequence[Any]) -> list[int]:
     """Entries of each array of the per-token field ``name``; BadRow if one is none, or not of its dtype."""
-    dtype = np.dtype(FIELDS[name].dtype)
+    expected = np.dtype(dtype)
     for value in values:
-        if not isinstance(value, np.ndarray) or value.dtype != dtype or value.ndim != 1:
-            raise BadRow(_unfit(name, np.asarray(value)))
+        if not isinstance(value, np.ndarray) or value.dtype != expected or value.ndim != 1:
+            raise BadRow(_unfit(name, dtype, np.asarray(value)))
     return [len(value) for value in values]
 
 
-def copy_column(name: str, values: Sequence[Any], memory: memoryview) -> None:
+def copy_column(name: str, spec: FieldSpec, values: Sequence[Any], memory: memoryview) -> None:
     """Write field ``name`` of several rows to the start of ``memory``, per-token arrays end to end.
 
     BadRow if the values may not enter the queue: wrong shape, out of range, NaN or infinite.
     """
-    spec = FIELDS[name]
     try:
         if spec.kind == "token":
             flat = np.frombuffer(memory, spec.dtype, sum(map(len, values)))
@@ -82,7 +96,7 @@ def copy_column(name: str, values: Sequence[Any], memory: memoryview) -> None:
         else:
             found = np.array(values)
             if found.ndim != 1 or found.dtype.kind not in ("biuf" if spec.dtype.startswith("float") else "iu"):
-                raise BadRow(_unfit(name, found))
+                raise BadRow(_unfit(name, spec.dtype, found))
             flat = np.frombuffer(memory, spec.dtype, len(values))
             with np.errstate(over="ignore"):
                 np.copyto(flat, found, casting="unsafe")
@@ -90,10 +104,9 @@ def copy_column(name: str, values: Sequence[Any], memory: memoryview) -> None:
                 raise BadRow(f"{name}: found {found[~whole][0]}, expected {spec.dtype}")
     except (ValueError, TypeError) as error:
         raise error if isinstance(error, BadRow) else BadRow(f"{name}: {error}") from error
-    if flat.dtype.kind == "f" and not (finite := np.isfinite(flat)).all():
+    if name in FIELDS and flat.dtype.kind == "f" and not (finite := np.isfinite(flat)).all():
         raise BadRow(f"{name}: found {flat[~finite][0]}, expected a finite {spec.dtype}")
 
 
-def _unfit(name: str, found: np.ndarray) -> str:
-    dtype = FIELDS[name].dtype
+def _unfit(name: str, dtype: str, found: np.ndarray) -> str:
     return f"{name}: found {found.dtype} with {found.ndim} dimensions, expected {dtype} with one"

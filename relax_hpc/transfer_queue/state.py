@@ -8,20 +8,22 @@ V = version that an engine serves: a ticket is admitted only if V.number >= t - 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from relax_hpc.transfer_queue import windows
 from relax_hpc.transfer_queue.answers import Answers
 from relax_hpc.transfer_queue.events import expand, lines
+from relax_hpc.transfer_queue.lengths import unpacked
 from relax_hpc.transfer_queue.plan import Plan
-from relax_hpc.transfer_queue.records import Event, Owner, PromptGroup
+from relax_hpc.transfer_queue.records import Event, Owner, PromptGroup, Shard
+from relax_hpc.transfer_queue.samplers import Assignment, schedule
 from relax_hpc.transfer_queue.stock import ADMISSION, ALL, NEWS, Stock
 from relax_hpc.transfer_queue.tasks import DONE, READY
 from relax_hpc.versions import Version
 
 Record = dict[str, Any]
-REJECTED = ("rolled_back", "stale_version", "incomplete")
+REJECTED = ("rolled_back", "stale_version", "incomplete", "unknown_media")
 """Why generated rows are dropped and their ticket is offered again."""
 _ORIGINS = 4096
 
@@ -83,18 +85,25 @@ class QueueState(Stock):
             return False
         return any(point["step"] >= steps for point in self.checkpoints)
 
-    def claimable(self, task: str, budget: int, boundary: int) -> tuple[int, ...]:
-        """The next window of ``task``: ready tickets whose padded tokens fit ``budget`` (one group always fits).
+    def claimable(self, task: str, budget: int, boundary: int, padded: bool = True) -> tuple[int, ...]:
+        """The next window of ``task``: ready tickets whose tokens fit ``budget`` (one group always fits).
 
-        A window never crosses a multiple of ``boundary`` tickets. In order, it is known to be complete: the group
-        behind it would not fit, or the boundary is reached.
+        Rows count as the longest of the window or, not ``padded``, as long as they are. A window never crosses a
+        multiple of ``boundary`` tickets. In order, it is known to be complete: the group behind it would not fit, or
+        the boundary is reached.
         """
         queue = self.tasks[task]
         for window in queue.returned:
             if all(queue.statuses[ticket] == READY for ticket in window):
-                return windows.fitting(self, window, budget)
+                return windows.fitting(self, window, budget, padded)
         cut = windows.in_order if queue.in_order else windows.as_ready
-        return cut(self, task, budget, boundary)
+        return cut(self, task, budget, boundary, padded)
+
+    def assignment(self, tickets: Sequence[int], ranks: int, max_tokens: int, batch: int) -> Assignment:
+        """The rows of window number ``batch`` dealt to data ranks, in micro-batches of ``max_tokens``."""
+        samples = self.plan.samples_per_group
+        lengths = [tokens for ticket in tickets for tokens in unpacked(self.groups[ticket].lengths, samples)]
+        return schedule(dict(enumerate(lengths)), ranks, max_tokens, batch)
 
     def retirable(self) -> list[Version]:
         """Published versions below the newest that no reader serves or may still be loading, oldest first."""
@@ -148,12 +157,16 @@ class QueueState(Stock):
         self.puts.forget(group, below)
         self.woken.add(ALL)
 
-    def _on_admit(self, owner: list, key: str, tickets: list[int], version: str) -> None:
+    def _on_admit(
+        self, owner: list, key: str, tickets: list[int], version: str, surplus: dict[int, int] | None = None
+    ) -> None:
         self._admit(tickets, (owner[0], owner[1]), version)
+        self._bind(surplus or {})
         self.admissions.remember(key, (owner[0], owner[1]), tickets)
 
     def _on_fail(self, ticket: int, reason: str) -> None:
         self.groups[ticket].attempt += 1
+        self._lose_kept(ticket, reason)
         self.dropped[reason] += self.plan.samples_per_group
         self._tell("failed", [ticket], reason=reason)
 
@@ -167,9 +180,12 @@ class QueueState(Stock):
         refused: dict[int, str],
         lease: int,
         saved: bool,
+        reused: dict[int, int] | None = None,
     ) -> None:
         who = (owner[0], owner[1])
         self.puts.remember(key, who, refused)
+        for ticket, tokens in (reused or {}).items():
+            self.kept.groups[ticket].reused = tokens
         if rows:
             self._store(who, shard, tuple(fields), rows, saved)
         else:
@@ -180,12 +196,46 @@ class QueueState(Stock):
         if lease:
             self._ack(lease)
 
+    def _on_keep(
+        self,
+        key: str,
+        owner: list,
+        shard: dict,
+        rows: list[list],
+        fields: list[str],
+        surplus: bool,
+        refused: dict[int, str],
+    ) -> None:
+        who = (owner[0], owner[1])
+        self.puts.remember(key, who, refused)
+        for ticket, _, samples, *_ in [row for row in rows if row[0] in refused]:
+            tokens = sum(sample[1] for sample in samples)
+            self.kept.total += tokens
+            self.kept.lost[refused[ticket]] += tokens
+        taken = [row for row in rows if row[0] not in refused]
+        count = sum(len(row[2]) for row in taken)
+        if count:
+            number = self.shelf.add(Shard(shard, tuple(fields), who, (), count, count))
+            self._keep(number, taken, surplus)
+        else:
+            self.shelf.garbage.append(shard["name"])
+
+    def _on_media(self, ticket: int, ids: list[str]) -> None:
+        self.media.hold(ticket, ids)
+
+    def _on_quarantine(self, tickets: list[int], reason: str) -> None:
+        for ticket in tickets:
+            self._drop(ticket, reason)
+            self.groups[ticket].attempt += 1
+
     def _on_saved(self, shards: list[int]) -> None:
         for number in shards:
             self._saved(number)
 
-    def _on_claim(self, task: str, owner: list, key: str, number: int, tickets: list[int]) -> None:
-        self._claim(task, (owner[0], owner[1]), key, number, tuple(tickets))
+    def _on_claim(
+        self, task: str, owner: list, key: str, number: int, tickets: list[int], assignment: Assignment
+    ) -> None:
+        self._claim(task, (owner[0], owner[1]), key, number, tuple(tickets), assignment)
 
     def _on_release(self, lease: int) -> None:
         self._release(lease)
@@ -195,6 +245,7 @@ class QueueState(Stock):
             self._ack(lease)
         self.trained_steps = step + 1
         self._train(self.tickets_of(step), str(Version(self.lineage[-1][0], step)))
+        self._lose_stale()
 
     def _on_publish(self, version: str, digest: str) -> None:
         self.newest = Version.parse(version)
@@ -237,6 +288,7 @@ class QueueState(Stock):
             else:
                 self.groups[ticket] = PromptGroup(None)
                 self._drop(ticket, "retired")
+        self._lose_rolled_back()
         for queue in self.tasks.values():
             queue.rewind(first)
         self.woken.add(ALL)

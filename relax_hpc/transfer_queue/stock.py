@@ -11,8 +11,12 @@ from functools import lru_cache
 from itertools import groupby
 
 from relax_hpc.transfer_queue.events import Told
+from relax_hpc.transfer_queue.kept import Keeping, Kept, KeptGroup
+from relax_hpc.transfer_queue.lengths import unpacked
+from relax_hpc.transfer_queue.media_counts import MediaCounts
 from relax_hpc.transfer_queue.plan import Plan
 from relax_hpc.transfer_queue.records import Event, FieldBits, Lease, Owner, Part, PromptGroup, Shard
+from relax_hpc.transfer_queue.samplers import Assignment, of_rows
 from relax_hpc.transfer_queue.shelf import Shelf
 from relax_hpc.transfer_queue.tasks import DONE, HELD, TaskQueue
 from relax_hpc.transfer_queue.tickets import Place, TicketSet
@@ -27,7 +31,7 @@ def rows_for(task: str) -> str:
     return f"rows for {task}"
 
 
-class Stock:
+class Stock(Keeping):
     """See the module. Fields are read by others; only `QueueState.apply` has them changed."""
 
     def __init__(self, plan: Plan) -> None:
@@ -53,6 +57,8 @@ class Stock:
         self.lease_keys: dict[str, int] = {}
         self.next_lease = 1
         self.shelf = Shelf()
+        self.kept = Kept()
+        self.media = MediaCounts()
         self.dropped: Counter[str] = Counter()
         self.accepted = 0
         self.told: list[Event | Told] = []
@@ -95,7 +101,7 @@ class Stock:
     # -- rows --------------------------------------------------------------------------------------------------
 
     def _store(self, owner: Owner, descriptor: dict, fields: tuple, rows: Sequence[Sequence], saved: bool) -> None:
-        """Fields of prompt groups, whose rows are (ticket, width, versions), lie in a new shard."""
+        """Fields of prompt groups, whose rows are (ticket, lengths, versions), lie in a new shard."""
         tickets, bits = [row[0] for row in rows], self.bits.of(fields)
         if bits & self.generated:
             self.generating.discard(tickets)
@@ -103,12 +109,13 @@ class Stock:
         shard = Shard(descriptor, fields, owner, () if saved else tuple(tickets), len(tickets))
         shard.untrained = sum(map(self.untrained.__contains__, tickets))
         part = (self.shelf.add(shard), fields)
-        for ticket, width, versions in rows:
+        for ticket, lengths, versions in rows:
             group = self.groups[ticket]
             group.parts += (part,)
             group.present |= bits
             if bits & self.generated:
-                group.width, group.versions, group.owner = width, same(tuple(versions)), None
+                group.lengths, group.width = lengths, max(unpacked(lengths, self.plan.samples_per_group))
+                group.versions, group.owner = same(tuple(versions)), None
             if bits & self.scored:
                 group.old_version = versions[0]
         for name, queue in self.tasks.items():
@@ -138,17 +145,19 @@ class Stock:
             self._accept(tickets)
         else:
             late = self.shelf.unsaved
-            self._tell(part[1][0], [ticket for ticket in tickets if self._accepted(ticket)] if late else tickets)
+            self._tell_given(part[1], [ticket for ticket in tickets if self._accepted(ticket)] if late else tickets)
 
     def _accept(self, tickets: Sequence[int]) -> None:
         for versions, same in groupby(tickets, lambda ticket: self.groups[ticket].versions):
             accepted = list(same)
             self.accepted += len(accepted) * self.plan.samples_per_group
             self._tell_samples("accepted", accepted, _oldest(versions))
+        if self.kept.groups:
+            self._use_kept(tickets)
         for ticket in [ticket for ticket in tickets if len(self.groups[ticket].parts) > 1]:
             for number, fields in self.groups[ticket].parts[1:]:
                 if not self.shards[number].unsaved:
-                    self._tell(fields[0], [ticket])
+                    self._tell_given(fields, [ticket])
 
     def _accepted(self, ticket: int) -> bool:
         return not self.shards[self.groups[ticket].parts[0][0]].unsaved
@@ -189,13 +198,21 @@ class Stock:
         queue.reopen(ticket, self.has(self.groups[ticket], queue.needs))
         self.woken.add(rows_for(task))
 
+    def _leave_shards(self, group: KeptGroup) -> None:
+        """It is not kept any more."""
+        for number, count in group.shards.items():
+            self.shelf.drop(number, count, count)
+        self.woken.add(ADMISSION)
+
     # -- leases ------------------------------------------------------------------------------------------------
 
-    def _claim(self, task: str, owner: Owner, key: str, number: int, tickets: tuple[int, ...]) -> None:
+    def _claim(
+        self, task: str, owner: Owner, key: str, number: int, tickets: tuple[int, ...], assignment: Assignment
+    ) -> None:
         self.next_lease = number + 1
         shards = tuple(sorted({shard for ticket in tickets for shard, _ in self.groups[ticket].parts}))
         self.shelf.hold(shards)
-        self.leases[number] = Lease(task, owner, key, tickets, shards)
+        self.leases[number] = Lease(task, owner, key, tickets, shards, assignment)
         self.lease_keys[key] = number
         self.tasks[task].take(tickets)
         if self.tasks[task].in_order:
@@ -213,9 +230,10 @@ class Stock:
         """Consumed are the tickets that have what the task gives; others (their rows were refused) are ready again."""
         held = self._end_lease(number)
         groups, queue = self.groups, self.tasks[held.task]
-        queue.consume([ticket for ticket in held.tickets if groups[ticket].present & queue.gives == queue.gives])
-        for ticket in held.tickets:
-            if queue.statuses[ticket] != DONE:
+        given = [ticket for ticket in held.tickets if groups[ticket].present & queue.gives == queue.gives]
+        queue.consume(given)
+        if len(given) < len(held.tickets):
+            for ticket in set(held.tickets).difference(given):
                 self._reopen(held.task, ticket)
 
     def _end_lease(self, number: int) -> Lease:
@@ -229,7 +247,14 @@ class Stock:
         if any(queue.statuses.find(HELD, first, end) >= 0 for queue in self.tasks.values()):
             gone = set(tickets)
             for held in self.leases.values():
-                held.tickets = tuple(ticket for ticket in held.tickets if ticket not in gone)
+                if not gone.isdisjoint(held.tickets):
+                    self._shrink(held, gone)
+
+    def _shrink(self, held: Lease, gone: set[int]) -> None:
+        size = self.plan.samples_per_group
+        places = [place for place, ticket in enumerate(held.tickets) if ticket not in gone]
+        rows = [place * size + k for place in places for k in range(size)]
+        held.tickets, held.assignment = tuple(held.tickets[place] for place in places), of_rows(held.assignment, rows)
 
     # -- ends --------------------------------------------------------------------------------------------------
 
@@ -256,6 +281,8 @@ class Stock:
         """Count the samples of ``ticket`` as dropped and offer the ticket again."""
         self.dropped[reason] += self.plan.samples_per_group
         self._tell_samples("dropped", [ticket], reason=reason)
+        if reason != "lost":
+            self._lose_kept(ticket, reason)
         attempt = self.groups[ticket].attempt
         self._detach([ticket])
         self.groups[ticket] = PromptGroup(None, attempt)
@@ -280,6 +307,7 @@ class Stock:
                 self._detach(tickets)
                 for ticket in tickets:
                     self.reissued.discard(ticket)
+                    self.media.release(ticket)
                     del self.groups[ticket]
         self.first_ticket = max(self.first_ticket, end)
         for queue in self.tasks.values():
@@ -290,6 +318,14 @@ class Stock:
     def _tell(self, what: str, tickets: Sequence[int], version: str = "", reason: str = "") -> None:
         if tickets:
             self.told.append(Told(what, tickets, 0, self.plan.groups_per_step, version, reason))
+
+    def _tell_given(self, fields: tuple[str, ...], tickets: Sequence[int]) -> None:
+        """A task has given ``fields``; where they are scores, by which version."""
+        if not self.bits.of(fields) & self.scored:
+            self._tell(fields[0], tickets)
+            return
+        for version, scored in groupby(tickets, lambda ticket: self.groups[ticket].old_version):
+            self._tell(fields[0], list(scored), str(Version.decode(version)))
 
     def _tell_samples(self, what: str, tickets: Sequence[int], version: str = "", reason: str = "") -> None:
         size = self.plan.samples_per_group

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from relax_hpc.config.schema import Config
-from relax_hpc.errors import RelaxError
+from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.rendezvous.network import own_address
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.files import ShardFiles
-from relax_hpc.transfer_queue.planes import Plane, PlaneError, ShmPlane, Slab, SlabPool, TcpPlane
+from relax_hpc.transfer_queue.hdf5 import Columns, columns_of
+from relax_hpc.transfer_queue.planes import Plane, PlaneError, Slab, SlabPool
+from relax_hpc.transfer_queue.planes.choice import make_planes, missing_plane, planes_wanted
 from relax_hpc.transfer_queue.schema import Row
 from relax_hpc.transfer_queue.shard import ShardError, check_name, pack, unpack
+from relax_hpc.transfer_queue.ways import FILE, Ways
 
 Descriptor = dict[str, Any]
+_Parsed = TypeVar("_Parsed")
 _READ_S = 10.0
 """Deadline of a read on a plane in memory; the file comes next."""
 
@@ -27,36 +32,50 @@ class ShardReader:
 
     def __init__(self, files: ShardFiles, planes: Sequence[Plane] = ()) -> None:
         self.files, self.planes = files, planes
-        self.taken: dict[str, int] = {}
-        """Plane -> shards that were read by it."""
+        self.ways = Ways()
         self._open: dict[str, dict[str, Row]] = {}
 
     def read(self, descriptor: Descriptor) -> dict[str, Row]:
         """Rows of a shard by sample id, as views; ShardError if it can be had nowhere."""
         name = check_name(descriptor["name"])
         if name not in self._open:
-            self._open[name] = self._from_memory(name, descriptor) or self._from_file(descriptor)
+            why_not: list[str] = []
+            rows = self._from_memory(name, descriptor, unpack, why_not)
+            self._open[name] = self._from_file(descriptor, why_not) if rows is None else rows
         return self._open[name]
 
-    def _from_memory(self, name: str, descriptor: Descriptor) -> dict[str, Row] | None:
+    def columns(self, descriptor: Descriptor, room: memoryview | None = None) -> Columns | None:
+        """A shard by field, as views, of ``room`` if all of it fits there; None if it is not to be had from memory."""
+
+        def parse(record: memoryview, name: str) -> Columns:
+            if room is not None and len(record) <= len(room):
+                # In one piece: several, if large, take half as long again, going through the cache.
+                room[: len(record)] = record
+                record = room[: len(record)]
+            return columns_of(record, name)
+
+        return self._from_memory(check_name(descriptor["name"]), descriptor, parse, [])
+
+    def _from_memory(
+        self, name: str, descriptor: Descriptor, parse: Callable[[memoryview, str], _Parsed], why_not: list[str]
+    ) -> _Parsed | None:
+        """By the first plane that brings it; ``why_not`` gets what went wrong with others."""
+        offers = descriptor.get("planes")
         for plane in self.planes:
-            if offer := descriptor.get("planes", {}).get(plane.name):
+            if isinstance(offers, dict) and isinstance(offer := offers.get(plane.name), dict):
                 try:
-                    record = plane.read(offer, _READ_S)
-                    rows = unpack(record, f"{plane.name}:{name}")
-                except (PlaneError, ShardError):
+                    parsed = parse(plane.read(offer, _READ_S), f"{plane.name}:{name}")
+                except (PlaneError, ShardError) as error:
+                    why_not.append(str(error))
                     continue
-                self._count(plane.name)
-                return rows
+                self.ways.count(descriptor, plane.name, plane.path(offer), why_not)
+                return parsed
         return None
 
-    def _from_file(self, descriptor: Descriptor) -> dict[str, Row]:
+    def _from_file(self, descriptor: Descriptor, why_not: list[str]) -> dict[str, Row]:
         rows = self.files.read(descriptor)
-        self._count("file")
+        self.ways.count(descriptor, FILE, FILE, why_not)
         return rows
-
-    def _count(self, plane: str) -> None:
-        self.taken[plane] = self.taken.get(plane, 0) + 1
 
     def forget(self, keep: set[str]) -> None:
         """Drop all shards that are not in ``keep``."""
@@ -193,13 +212,18 @@ class ShardStore(ShardReader):
         self.pool.close()
 
 
-def planes_of(run: RunDir, config: Config, group: str, pool: SlabPool) -> list[Plane]:
-    """The planes in memory that a process of ``group`` offers and reads by, the best first."""
-    makers = {
-        "shm": lambda: ShmPlane(run.token(), pool),
-        "tcp": lambda: TcpPlane(run.token(), own_address(config, group)),
-    }
-    return [makers[name]() for name in config.queue.planes]
+def planes_of(run: RunDir, config: Config, group: str, owner: str, pool: SlabPool) -> list[Plane]:
+    """The planes in memory that process ``owner`` of ``group`` offers and reads by, the best first.
+
+    ConfigError if one is required and cannot be had.
+    """
+    modes = planes_wanted(config)
+    planes, absent = make_planes(modes, run.token(), pool, own_address(config, group), owner)
+    for name, why in absent.items():
+        if modes[name] == "required":
+            raise ConfigError(missing_plane(name, why))
+        print(f"queue: no plane {name} here: {why}", file=sys.stderr, flush=True)
+    return list(planes.values())
 
 
 def files_of(run: RunDir, config: Config) -> ShardFiles:

@@ -1,5 +1,8 @@
 """What a get costs on each plane that is in memory, beside a memcpy of the same bytes in the same process.
 
+Where NIXL is installed there are two rows more: plane `rdma`, here over process_vm_readv, and `nixl`, which is one read
+by NIXL alone into memory that was registered before, with nothing checked.
+
 Another process publishes; this one reads, the planes and the memcpy in turn. A get ends when every byte has been copied
 into memory of the reader: by the plane itself, or by a memcpy from what the plane has mapped. What a plane checks it
 checks here too. Bytes are compared once, before the clock runs.
@@ -16,6 +19,7 @@ import re
 import secrets
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,12 +31,66 @@ import numpy as np
 
 from relax_hpc.rendezvous.process import die_with_parent
 from relax_hpc.transfer_queue.planes import Descriptor, Plane, ShmPlane, SlabPool, TcpPlane
+from relax_hpc.transfer_queue.planes.links import Deadline
+from relax_hpc.transfer_queue.planes.rdma import RdmaPlane
+from relax_hpc.transfer_queue.planes.rdma_agent import Agent, address_of, why_not_installed
+
+
+class RawNixl(Plane):
+    """As little as NIXL can do: the record is in a slab, one peer, one reader, one record at a time, no checks."""
+
+    name = "nixl"
+
+    def __init__(self, pool: SlabPool) -> None:
+        self._pool, self._room = pool, SlabPool()
+        self._agent = Agent("bench")
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._poll, daemon=True)
+        self._thread.start()
+
+    def _poll(self) -> None:
+        while not self._ending.wait(0.02):
+            self._agent.progress(Deadline(READ_S))
+
+    def publish(self, name: str, record: memoryview) -> Descriptor:
+        number, deadline = self._pool.locate(record)[0], Deadline(READ_S)
+        self._agent.register(number, record, deadline)
+        metadata = self._agent.metadata([number], deadline)
+        return {"agent": self._agent.name, "metadata": metadata, "address": address_of(record), "size": len(record)}
+
+    def read(self, descriptor: Descriptor, timeout_s: float) -> memoryview:
+        deadline, (agent, metadata, theirs, size) = Deadline(timeout_s), descriptor.values()
+        slab = self._room.take(size)
+        self._agent.register(slab.number, slab.memory, deadline)
+        self._agent.meet(agent, metadata, deadline)
+        with self._agent.used(deadline) as nixl:
+            mine = nixl.get_xfer_descs([(address_of(slab.memory), size, 0)], "DRAM")
+            handle = nixl.initialize_xfer("READ", mine, nixl.get_xfer_descs([(theirs, size, 0)], "DRAM"), agent)
+            state = nixl.transfer(handle)
+            while state == "PROC":
+                state = nixl.check_xfer_state(handle)
+        self._room.give_back(slab)
+        if state != "DONE":
+            raise RuntimeError(f"nixl: the transfer ended as {state}")
+        return slab.memory[:size]
+
+    def retire(self, name: str) -> None:
+        pass
+
+    def close(self) -> None:
+        self._ending.set()
+        self._thread.join()
+        self._agent.close()
+
 
 PLANES: dict[str, Callable[[bytes, SlabPool], Plane]] = {
     "shm": ShmPlane,
     "tcp": lambda token, _: TcpPlane(token, "127.0.0.1"),
+    "rdma": lambda token, pool: RdmaPlane(token, pool, f"bench-{os.getpid()}"),
+    "nixl": lambda _, pool: RawNixl(pool),
 }
-COPIES = {"tcp"}
+BY_NIXL = ("rdma", "nixl")
+COPIES = {"tcp", *BY_NIXL}
 """Planes that give a copy; what the others give is copied here."""
 MEMCPY = "memcpy"
 UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -191,6 +249,10 @@ def print_table(results: list[Result]) -> None:
     for r in results:
         times = f"{r.median_s * 1e6:11.1f} {r.p99_s * 1e6:11.1f} {r.bytes_per_s / 1e9:8.3f}"
         print(f"{in_words(r.size):>8}  {r.plane:<7} {times} {r.ratio:9.3f} {f'[{r.best_ratio:.3f}]':>8}")
+    speeds = {(r.plane, r.size): r.bytes_per_s for r in results}
+    if sizes := [size for plane, size in speeds if plane == "nixl" and ("rdma", size) in speeds]:
+        ratios = (f"{in_words(size)}: {speeds['rdma', size] / speeds['nixl', size]:.2f}" for size in sizes)
+        print(f"rdma / nixl: {', '.join(ratios)}")
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -204,7 +266,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.rounds < 1:
         parser.error(f"--rounds: found {args.rounds}, allowed 1 and more")
-    args.size, args.plane = args.size or [size_of(text) for text in SIZES], args.plane or list(PLANES)
+    usual = [name for name in PLANES if name not in BY_NIXL or not why_not_installed()]
+    args.size, args.plane = args.size or [size_of(text) for text in SIZES], args.plane or usual
     return args
 
 

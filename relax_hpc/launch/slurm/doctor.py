@@ -8,13 +8,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable
+from dataclasses import asdict
+from textwrap import indent
 
 from relax_hpc.config.load import resolve
 from relax_hpc.config.schema import Config
 from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, ConfigError
 from relax_hpc.launch.slurm.commands import Slurm
 from relax_hpc.launch.slurm.doctor_cluster import Cluster, check_cluster, look
-from relax_hpc.launch.slurm.doctor_deep import check_nodes
+from relax_hpc.launch.slurm.doctor_deep import check_here, check_nodes
 from relax_hpc.launch.slurm.doctor_host import check_disk, check_layout, check_programs, check_settings
 from relax_hpc.launch.slurm.finding import Finding, ok, warning
 from relax_hpc.launch.slurm.layout import components
@@ -27,10 +29,12 @@ def main(config: Config, deep: bool, as_json: bool) -> int:
     slurm = Slurm() if config.layout != "local" else None
     findings = diagnose(config, slurm, deep)
     if as_json:
-        print(json.dumps([{"severity": finding.severity, "text": finding.text} for finding in findings], indent=1))
+        print(json.dumps([_as_json(finding) for finding in findings], indent=1))
     else:
         for finding in findings:
             print(f"{finding.severity:<8} {finding.text}")
+            if finding.detail:
+                print(indent(finding.detail, " " * 9))
     sys.stdout.flush()
     return EXIT_CONFIG if _failed(findings) else EXIT_DONE
 
@@ -38,7 +42,8 @@ def main(config: Config, deep: bool, as_json: bool) -> int:
 def diagnose(config: Config, slurm: Slurm | None, deep: bool = False) -> list[Finding]:
     """Everything found about ``config``, area by area; an area without mistakes has one finding `ok`.
 
-    ``slurm``: None leaves the cluster out. ``deep``: a job of a minute looks from the nodes, once nothing else failed.
+    ``slurm``: None leaves the cluster out. ``deep``: a job of a minute looks from the nodes, once nothing else failed;
+    without a cluster two processes try the planes between them.
     """
     config = resolve(config)
     findings = [
@@ -55,11 +60,12 @@ def diagnose(config: Config, slurm: Slurm | None, deep: bool = False) -> list[Fi
         several = cluster.hosts > 1
         findings += _area("cluster", [*cluster.problems, *_cluster(config, slurm, cluster)])
     findings += _area("run directory", check_disk(config, several))
-    if deep and slurm is not None:
-        if _failed(findings):
-            findings.append(warning("nodes: not probed, as there are errors; mend them first"))
-        else:
-            findings += _area("nodes", check_nodes(config, slurm))
+    if deep and _failed(findings):
+        findings.append(warning("nodes: not probed, as there are errors; mend them first"))
+    elif deep and slurm is not None:
+        findings += _area("nodes", check_nodes(config, slurm))
+    elif deep and config.layout == "local":
+        findings += _area("planes", check_here(config))
     return findings
 
 
@@ -69,6 +75,10 @@ def _cluster(config: Config, slurm: Slurm, cluster: Cluster) -> Iterable[Finding
     except ConfigError:
         return [warning("cluster: the request was not checked against it; mend the layout first")]
     return check_cluster(config, parts, slurm, cluster) if cluster.answers else []
+
+
+def _as_json(finding: Finding) -> dict[str, str]:
+    return {name: value for name, value in asdict(finding).items() if value}
 
 
 def _area(name: str, found: Iterable[Finding]) -> list[Finding]:

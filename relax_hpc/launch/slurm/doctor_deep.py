@@ -7,9 +7,11 @@ import json
 import secrets
 import shlex
 import shutil
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,18 @@ from relax_hpc.config.schema import Config
 from relax_hpc.errors import RelaxError
 from relax_hpc.launch.slurm.commands import Slurm
 from relax_hpc.launch.slurm.container import local_dir
+from relax_hpc.launch.slurm.doctor_planes import judge_planes
+from relax_hpc.launch.slurm.doctor_probe import TOKEN
 from relax_hpc.launch.slurm.finding import Finding, error, ok, warning
 from relax_hpc.launch.slurm.layout import Component, components
 from relax_hpc.launch.slurm.render import directive
+from relax_hpc.transfer_queue.planes.choice import planes_wanted
+from relax_hpc.transfer_queue.planes.preflight import Trial
 
 WAIT_S = 120.0
 """For the probe to be started and to end; its nodes may be busy."""
 MAX_SKEW_S = 1.0
+_PROBE = ("-m", "relax_hpc.launch.slurm.doctor_probe")
 POLL_S = 0.5
 
 
@@ -38,7 +45,7 @@ def check_nodes(config: Config, slurm: Slurm) -> Iterator[Finding]:
     parent = next(folder for folder in Path(config.run_dir).parents if folder.exists())
     folder = parent / f".relax-doctor-{secrets.token_hex(4)}"
     try:
-        folder.mkdir(mode=0o700)
+        _make(folder)
     except OSError as problem:
         yield error(f"run_dir: cannot make {folder}: {problem.strerror}; name another directory")
         return
@@ -49,6 +56,7 @@ def check_nodes(config: Config, slurm: Slurm) -> Iterator[Finding]:
         job = slurm.submit(script)
         reports, state = _wait(slurm, job, folder, nodes)
         yield from judge(reports, nodes, state, folder)
+        yield from judge_planes(_trials(reports), planes_wanted(config), nodes > 1)
     except RelaxError as problem:
         yield warning(f"nodes: not checked: {problem}")
     finally:
@@ -56,6 +64,42 @@ def check_nodes(config: Config, slurm: Slurm) -> Iterator[Finding]:
             if job:
                 slurm.cancel(job)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_here(config: Config) -> Iterator[Finding]:
+    """Two probes on this host try the planes between them."""
+    with tempfile.TemporaryDirectory(prefix="relax-doctor-") as name:
+        folder = Path(name)
+        _make(folder / "probes")
+        words = [
+            sys.executable,
+            *_PROBE,
+            f"--folder={folder / 'probes'}",
+            "--nodes=2",
+            "--interfaces=lo",
+            *_modes(config),
+        ]
+        probes = [subprocess.Popen([*words, f"--name=process-{number}"]) for number in (1, 2)]
+        try:
+            for probe in probes:
+                probe.wait(WAIT_S)
+        except subprocess.TimeoutExpired:
+            yield warning(f"planes: not checked, as the probes have not ended for {WAIT_S:g} s")
+        finally:
+            for probe in probes:
+                probe.kill()
+                probe.wait()
+        yield from judge_planes(_trials(_reports(folder / "probes")), planes_wanted(config), False)
+
+
+def _make(folder: Path) -> None:
+    """The folder in which probes meet, for nobody else."""
+    folder.mkdir(mode=0o700)
+    (folder / TOKEN).write_bytes(secrets.token_bytes(32))
+
+
+def _trials(reports: Mapping[str, dict[str, Any]]) -> list[Trial]:
+    return [Trial(**trial) for report in reports.values() for trial in report["trials"]]
 
 
 def judge(reports: dict[str, dict[str, Any]], nodes: int, state: str, folder: Path) -> Iterator[Finding]:
@@ -92,8 +136,8 @@ def _script(config: Config, part: Component, folder: Path, nodes: int) -> str:
     lines = [f"#SBATCH {directive(name, value)}" for name, value in options.items()]
     lines += [f"#SBATCH {directive('output', str(folder / 'probe.log'))}"]
     python = config.site.python or sys.executable
-    words = [python, "-m", "relax_hpc.launch.slurm.doctor_probe", f"--folder={folder}", f"--nodes={nodes}"]
-    words += [f"--local_dir={local_dir(config)}", "--interfaces", *_interfaces(config)]
+    words = [python, *_PROBE, f"--folder={folder}", f"--nodes={nodes}"]
+    words += [f"--local_dir={local_dir(config)}", *_modes(config), "--interfaces", *_interfaces(config)]
     words += ["--paths", *(f"{key}={path}" for key, path in _paths(config).items())]
     source = shlex.quote(str(Path(relax_hpc.__file__).parents[1]))
     modules = " ".join(map(shlex.quote, config.site.modules))
@@ -102,6 +146,10 @@ def _script(config: Config, part: Component, folder: Path, nodes: int) -> str:
     return "\n".join(
         ["#!/bin/bash", *lines, *load, f"export PYTHONPATH={source}${{PYTHONPATH:+:$PYTHONPATH}}", start, ""]
     )
+
+
+def _modes(config: Config) -> list[str]:
+    return ["--planes", *(f"{plane}={mode}" for plane, mode in planes_wanted(config).items())]
 
 
 def _interfaces(config: Config) -> list[str]:
@@ -130,11 +178,15 @@ def _wait(slurm: Slurm, job: str, folder: Path, nodes: int) -> tuple[dict[str, d
         # The state first: a job that ended in between has written all that it will.
         found = slurm.jobs(job).get(job)
         state = found.state if found else ""
-        reports = {path.name.removesuffix(".done.json"): path for path in folder.glob("*.done.json")}
+        reports = _reports(folder)
         ended = state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
         if len(reports) >= nodes or ended or time.monotonic() > deadline:
-            return {name: json.loads(path.read_text()) for name, path in reports.items()}, state
+            return reports, state
         time.sleep(POLL_S)
+
+
+def _reports(folder: Path) -> dict[str, dict[str, Any]]:
+    return {path.name.removesuffix(".done.json"): json.loads(path.read_text()) for path in folder.glob("*.done.json")}
 
 
 def _last_words(folder: Path) -> str:

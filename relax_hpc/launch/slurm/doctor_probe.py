@@ -1,7 +1,7 @@
 """What `doctor --deep` runs on every node: `python -m relax_hpc.launch.slurm.doctor_probe --folder F --nodes N`.
 
 Each probe renames a report into the shared folder, waits until it sees all of them, then calls on every other one over
-TCP, which answers with its clock. The second report says what it saw.
+TCP, which answers with its clock, and reads what it offers on the planes. The second report says what it saw.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 from relax_hpc.config.schema import Config
 from relax_hpc.errors import ConfigError
+from relax_hpc.launch.slurm.doctor_planes import PlaneProbe
 from relax_hpc.rendezvous.network import LOOPBACK, interface_address, own_address
 from relax_hpc.rundir import write_json
 
@@ -26,6 +27,8 @@ DEADLINE_S = 20.0
 """For the others' reports to appear, and again for their calls to end."""
 CALL_TIMEOUT_S = 3.0
 POLL_S = 0.05
+TOKEN = "token"
+"""In the folder: the secret by which the probes know each other."""
 
 
 def main() -> None:
@@ -35,20 +38,27 @@ def main() -> None:
     parser.add_argument("--interfaces", nargs="*", default=[])
     parser.add_argument("--local_dir", default="/tmp")
     parser.add_argument("--paths", nargs="*", default=[], metavar="KEY=PATH")
+    parser.add_argument("--planes", nargs="*", default=[], metavar="PLANE=MODE")
+    parser.add_argument("--name", default=os.environ.get("SLURMD_NODENAME") or socket.gethostname())
     given = parser.parse_args()
-    node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    node = given.name
     host, problems = _address(given.interfaces)
     problems += [*_local(Path(given.local_dir)), *_missing(given.paths)]
     report: dict[str, Any] = {"node": node, "problems": problems}
+    modes, token = dict(text.split("=", 1) for text in given.planes), (given.folder / TOKEN).read_bytes()
+    planes = PlaneProbe(node, modes, token, host)
     with socket.create_server((host, 0)) as listener:
         threading.Thread(target=_answer, args=(listener,), daemon=True).start()
-        write_json(given.folder / f"{node}.seen.json", report | {"address": [host, listener.getsockname()[1]]})
+        address = [host, listener.getsockname()[1]]
+        write_json(given.folder / f"{node}.seen.json", report | {"address": address, "offer": planes.offer()})
         others = _wait(given.folder, "*.seen.json", given.nodes)
         report["seen"] = sorted(others)
         for name, other in others.items():
             report["problems"] += _call(name, *other["address"], report)
+        report["trials"] = planes.trials(other["offer"] for other in others.values())
         write_json(given.folder / f"{node}.done.json", report)
         _wait(given.folder, "*.done.json", given.nodes)
+    planes.close()
 
 
 def _local(folder: Path) -> list[str]:

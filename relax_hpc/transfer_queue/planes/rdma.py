@@ -6,7 +6,7 @@ registered before, and is read into registered memory. What is built against, al
 - A read that was given up on can land later. Its destination is never used again while the reading agent lives; when
   too much has gone that way, the agent ends and a new one begins.
 - With verbs the metadata of a dead process is accepted, and reads hang. So every read has a deadline, who misses one
-  is left alone for a while, and `drop` takes a peer off for good when its lease is over.
+  is left alone for a while, and the queue's controller tells nobody what a maker offered whose lease is over.
 - Without one-sided transport UCX emulates it over TCP, slowly, and there a reader that goes away in the middle of a
   read aborts the maker's process ("unexpected error: Endpoint timeout"). Such reads are refused, unless `emulated`.
 """
@@ -103,8 +103,8 @@ class RdmaPlane(Plane):
         suspect_s: float = 30.0,
         quarantine_bytes: int = 1 << 30,
     ) -> None:
-        """``pool``: where records lie that are published without a copy. ``owner``: this process, in this life (group,
-        epoch, rank), by which others `drop` it. ``poll_s``: how often to look for readers that connect."""
+        """``pool``: where records lie that are published without a copy. ``owner``: this process, for messages.
+        ``poll_s``: how often to look for readers that connect."""
         usable, why_not = available()
         if not usable:
             raise PlaneError(f"rdma: {why_not}")
@@ -118,7 +118,6 @@ class RdmaPlane(Plane):
         self._source: Source | None = None
         self._sink: _Sink | None = None
         self._closed = False
-        self._dropped: set[str] = set()
         self._suspects: dict[str, float] = {}
 
     def publish(self, name: str, record: memoryview) -> Descriptor:
@@ -138,13 +137,6 @@ class RdmaPlane(Plane):
     def _check_open(self) -> None:
         if self._closed:
             raise PlaneError("this plane is closed")
-
-    def can_reach(self, descriptor: Descriptor) -> bool:
-        """Whether its bytes can come here at all: one-sided, or `emulated` is on."""
-        try:
-            return self.emulated or self._route(Place.of(descriptor, self._token)).kind != "tcp"
-        except (ValueError, TypeError, OverflowError):
-            return False
 
     def path(self, descriptor: Descriptor) -> str:
         """See `Plane`: `cma`, `verbs`, or `tcp` with what is in the way of a better one."""
@@ -183,8 +175,6 @@ class RdmaPlane(Plane):
             raise
 
     def _check_peer(self, place: Place) -> None:
-        if place.peer in self._dropped:
-            raise PlaneError("its lease is over")
         if time.monotonic() < self._suspects.get(place.agent, 0.0):
             raise PlaneError(f"it has not answered in time, and is left alone for {self.suspect_s:g} s")
         found = self._route(place)
@@ -214,13 +204,6 @@ class RdmaPlane(Plane):
         self._sink = None
         self.restarts += 1
         _say(f"a new agent, for {sink.quarantined} bytes may still be overwritten")
-
-    def drop(self, peer: str) -> None:
-        """The lease of process ``peer`` is over: read nothing from it any more."""
-        self._dropped.add(peer)
-        with self._lock:
-            for agent in [agent for agent in self.routes if self._sink and agent.rpartition("-")[0] == peer]:
-                self._sink.agent.part(agent)
 
     def retire(self, name: str) -> None:
         """See `Plane`. Nobody may need the bytes any more: the memory is used again."""

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Iterator
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,25 +25,55 @@ from relax_hpc.transfer_queue.planes.links import Deadline
 _PACKAGES = ("nixl_cu12", "nixl_cu13", "nixl")
 _ENVIRONMENT = {"UCX_MODULES": "cma,ib,ib_mlx5", "UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
 """As far as it is not set. What goes wrong is raised; the libraries need not print it too."""
+_SPIN_S = 3e-4
 _PAUSE_GROWS_S = 1e-6
 _LONGEST_PAUSE_S = 1e-3
-"""Between two looks at a transfer: it begins by spinning, for most of them are over in less than a millisecond."""
+"""Between two looks at a transfer. It begins by spinning: most are over soon, and no sleep is shorter than 50 us."""
+
+
+def why_not_installed() -> str:
+    """What to install for NIXL to be here; empty if it is. Nothing is loaded."""
+    return "" if _package() else "there is no package nixl-cu12; pip install --no-deps nixl-cu12"
+
+
+def _package() -> str | None:
+    return next(filter(find_spec, _PACKAGES), None)
+
+
+def knows_all_cards() -> bool:
+    """Whether NIXL takes the system's drivers. Its wheel has a libibverbs of its own, which finds only its own."""
+    package = _package()
+    if package is None:
+        return False
+    own = Path(find_spec(package).origin).parent.with_name(f"{package}.libs").glob("libibverbs*")
+    return all(path.is_symlink() for path in own)
 
 
 def _load() -> Any:
     """The module with NIXL's classes; ImportError if there is none."""
-    package = next(filter(find_spec, _PACKAGES), None)
+    package = _package()
     if package is None:
-        raise ImportError("there is no package nixl-cu12; pip install --no-deps nixl-cu12")
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+        raise ImportError(why_not_installed())
     return import_module(f"{package}._api")
+
+
+@contextlib.contextmanager
+def _environment() -> Iterator[None]:
+    """For as long as the libraries read it, which they do once: processes that are started later do without."""
+    ours = {name: value for name, value in _ENVIRONMENT.items() if name not in os.environ}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name in ours:
+            os.environ.pop(name, None)
 
 
 def available() -> tuple[bool, str]:
     """Whether NIXL can be used in this process, and if not, why."""
     try:
-        _load()
+        with _environment():
+            _load()
     except (ImportError, OSError) as error:
         return False, str(error)
     return True, ""
@@ -60,9 +91,10 @@ class Agent:
     """
 
     def __init__(self, owner: str) -> None:
-        nixl = _load()
         self.name = f"{owner}-{secrets.token_hex(8)}"
-        self._nixl = nixl.nixl_agent(self.name, nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+        with _environment():
+            nixl = _load()
+            self._nixl = nixl.nixl_agent(self.name, nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
         self._lock = threading.Lock()
         self._memory: dict[int, np.ndarray] = {}
         """What is registered, by the number of its memfd."""
@@ -152,10 +184,11 @@ class Transfer:
             self._wait(state, deadline)
 
     def _wait(self, state: str, deadline: Deadline) -> None:
-        pause = 0.0
+        pause, spin_end = 0.0, time.monotonic() + _SPIN_S
         while state == "PROC":
             time.sleep(pause)
-            pause = min(_LONGEST_PAUSE_S, pause + _PAUSE_GROWS_S)
+            if time.monotonic() > spin_end:
+                pause = min(_LONGEST_PAUSE_S, pause + _PAUSE_GROWS_S)
             with self._agent.used(deadline) as nixl:
                 state = nixl.check_xfer_state(self._handle)
                 if state == "DONE":

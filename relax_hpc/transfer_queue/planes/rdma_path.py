@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from relax_hpc.transfer_queue.planes.rdma_agent import knows_all_cards
+
 _FABRIC = Path("/sys/class/infiniband")
 _DRIVERS = ("mlx5_core",)
-"""Of the cards that the wheel's own libibverbs knows; others need NIXL built against the system's rdma-core."""
+"""Of the cards that the wheel's own libibverbs knows; NIXL built against the system's rdma-core knows them all."""
 _CMA_NAMES = ("all", "cma", "shm", "sm")
 _VERBS_NAMES = ("all", "ib", "rc", "dc", "ud")
 
@@ -39,7 +41,7 @@ def card() -> dict[str, Any]:
         "user_ns": Path("/proc/self/ns/user").stat().st_ino,
         "uid": os.getuid(),
         "pid": os.getpid(),
-        "fabric": _has_fabric(),
+        "fabric": has_fabric(),
     }
 
 
@@ -48,7 +50,7 @@ def route(there: dict[str, Any], address: int) -> Route:
     why_not = _why_not_cma(there, address)
     if not why_not:
         return Route("cma")
-    if there["fabric"] and _has_fabric() and _allowed(_VERBS_NAMES):
+    if there["fabric"] and has_fabric() and _allowed(_VERBS_NAMES):
         return Route("verbs")
     return Route("tcp", why_not)
 
@@ -80,13 +82,14 @@ def _allowed(names: tuple[str, ...]) -> bool:
     return any(name in listed for name in names) != words.startswith("^")
 
 
-def _has_fabric() -> bool:
+def has_fabric() -> bool:
     return any(_is_active(device) for device in _FABRIC.glob("*"))
 
 
 def _is_active(device: Path) -> bool:
     driver = (device / "device" / "driver").resolve().name
-    return driver in _DRIVERS and any("ACTIVE" in path.read_text() for path in device.glob("ports/*/state"))
+    known = driver in _DRIVERS or knows_all_cards()
+    return known and any("ACTIVE" in path.read_text() for path in device.glob("ports/*/state"))
 
 
 class _Span(ctypes.Structure):

@@ -214,10 +214,6 @@ class ShmPlane(Plane):
         if copy is not None:
             self._pool.give_back(copy)
 
-    def can_reach(self, descriptor: Descriptor) -> bool:
-        """Whether the maker is on this node and in this network namespace."""
-        return descriptor.get("node") == self._node
-
     def read(self, descriptor: Descriptor, timeout_s: float) -> memoryview:
         """See `Plane`: a mapping, which cannot be written."""
         try:

@@ -17,8 +17,10 @@ from typing import Any
 import zmq
 
 from relax_hpc.config.schema import Config, GroupConfig
+from relax_hpc.rendezvous.roster import Card, claim_epoch, publish_card
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.controller import Controller
+from relax_hpc.transfer_queue.lengths import packed
 from relax_hpc.transfer_queue.plan import GENERATED, Plan
 from relax_hpc.transfer_queue.wire import seal, unseal
 from relax_hpc.versions import Version
@@ -63,7 +65,8 @@ def put(ask: Ask, plan: Plan, tickets: list[int], name: str, lease: int = 0) -> 
     """Generated rows, or with a lease what the reference adds to them."""
     codes = [] if lease else [VERSION.encode()]
     mask = (1 << plan.samples_per_group) - 1
-    rows = [{"ticket": ticket, "mask": mask, "width": WIDTH, "versions": codes} for ticket in tickets]
+    lengths = b"" if lease else packed([WIDTH] * plan.samples_per_group)
+    rows = [{"ticket": ticket, "mask": mask, "lengths": lengths, "versions": codes} for ticket in tickets]
     group, fields = ("reference", ["ref_logprobs"]) if lease else ("rollout", list(GENERATED))
     shard = {"plane": "file", "name": f"{group}-e000001-{name}.shard", "bytes": 16 * WIDTH * len(rows)}
     assert ask(group, "put", shard=shard, rows=rows, fields=fields, lease=lease)["refused"] == {}
@@ -169,7 +172,7 @@ class Hub:
     """A controller in a process of its own."""
 
     def __init__(self, run: RunDir, pipe: Connection) -> None:
-        self.token, self._pipe = run.token(), pipe
+        self.run, self.token, self._pipe = run, run.token(), pipe
         self.endpoint, self.pid = receive(pipe)
 
     def line(self, name: str) -> Line:
@@ -185,19 +188,20 @@ class Hub:
 
 
 @contextmanager
-def hub(folder: Path, plan: Plan, durable: bool) -> Iterator[Hub]:
+def hub(folder: Path, plan: Plan, durability: str) -> Iterator[Hub]:
     """Make a run in ``folder`` and serve it."""
     run = RunDir(folder / "run")
     run.create()
-    with process(_serve, run, plan, durable) as pipe:
+    with process(_serve, run, plan, durability) as pipe:
         yield Hub(run, pipe)
 
 
-def _serve(run: RunDir, plan: Plan, durable: bool, pipe: Connection) -> None:
-    controller = Controller(run, plan, 1, durable=durable)
+def _serve(run: RunDir, plan: Plan, durability: str, pipe: Connection) -> None:
+    controller = Controller(run, plan, 1, durability=durability)
+    publish_card(run, Card("hub", claim_epoch(run, "hub"), [], controller.endpoint))
     pipe.send((controller.endpoint, os.getpid()))
     controller.serve(pipe.poll)
-    pipe.send({"cpu_s": time.process_time(), "snapshots": controller.snapshots.taken})
+    pipe.send({"cpu_s": time.process_time()})
     controller.close()
 
 

@@ -1,0 +1,53 @@
+"""Who needs which media: they are named before they are stored, so one that nobody names can be removed at once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class MediaCounts:
+    """Media ids by holder: a ticket, or the negated number of a surplus group.
+
+    >>> media = MediaCounts()
+    >>> media.hold(7, ["a", "b"]); media.hold(8, ["a"])
+    >>> media.release(7)
+    >>> media.counts, media.garbage
+    (Counter({'a': 1}), ['b'])
+    """
+
+    holders: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+    """How many holders each medium has."""
+    garbage: list[str] = field(default_factory=list, compare=False)
+    """Those that lost their last holder; whoever removes their files empties the list."""
+
+    @classmethod
+    def of_holders(cls, holders: dict[int, tuple[str, ...]]) -> MediaCounts:
+        """As these ones hold them."""
+        return cls(holders, Counter(media_id for ids in holders.values() for media_id in ids))
+
+    def of(self, holder: int) -> tuple[str, ...]:
+        return self.holders.get(holder, ())
+
+    def hold(self, holder: int, ids: Iterable[str]) -> None:
+        """``holder`` needs these too."""
+        known = self.of(holder)
+        if fresh := sorted(set(ids).difference(known)):
+            self.holders[holder] = (*known, *fresh)
+            self.counts.update(fresh)
+
+    def release(self, holder: int) -> None:
+        """``holder`` needs nothing any more."""
+        for media_id in self.holders.pop(holder, ()):
+            self.counts[media_id] -= 1
+            if not self.counts[media_id]:
+                del self.counts[media_id]
+                self.garbage.append(media_id)
+
+    def take_garbage(self) -> list[str]:
+        """Media whose files can be removed: nobody has named them since."""
+        garbage, self.garbage = self.garbage, []
+        return [media_id for media_id in garbage if media_id not in self.counts]

@@ -1,0 +1,49 @@
+"""A controller beside whatever else its process does: for runs of one process, and to try things out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import zmq
+
+from relax_hpc.config.schema import Config
+from relax_hpc.rendezvous.roster import Card, claim_epoch, publish_card
+from relax_hpc.rundir import RunDir
+from relax_hpc.transfer_queue.controller import Controller
+from relax_hpc.transfer_queue.plan import Plan
+
+_END_S = 10.0
+
+
+@contextmanager
+def serving(run: RunDir, config: Config, host: str = "127.0.0.1") -> Iterator[Controller]:
+    """Serve ``run`` in a thread of this process, until the block ends; clients of all processes find it.
+
+    What an earlier controller of the run has journaled is gone on with, and that one is fenced. At the end whatever
+    ended the thread before is raised, such as FencedError once another has taken over.
+    """
+    run.create()
+    epoch = claim_epoch(run, "hub")
+    controller = Controller(run, Plan.of(config), epoch, host, config.queue.durability)
+    publish_card(run, Card("hub", epoch, [], controller.endpoint))
+    stop = threading.Event()
+    with ThreadPoolExecutor(1, thread_name_prefix="queue-controller") as pool:
+        served = pool.submit(controller.serve, stop.is_set)
+        try:
+            yield controller
+        finally:
+            stop.set()
+            _ring(controller.endpoint)
+    controller.close()
+    served.result(_END_S)
+
+
+def _ring(endpoint: str) -> None:
+    """Have it look whether it is to end."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as bell:
+        bell.setsockopt(zmq.LINGER, 1000)
+        bell.connect(endpoint)
+        bell.send(b"")

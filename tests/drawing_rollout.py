@@ -1,0 +1,116 @@
+"""The rollout role in processes that are killed: with its real engine, which writes down each token that it draws."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import multiprocessing.process
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from multiprocessing import forkserver
+from pathlib import Path
+
+from relax_hpc.config.schema import Config, GroupConfig
+from relax_hpc.metrics.spans import Spans
+from relax_hpc.rendezvous.world import World
+from relax_hpc.rewards import RewardInput
+from relax_hpc.roles import rollout
+from relax_hpc.roles.context import Context
+from relax_hpc.rollout import transformers_engine as engine
+from relax_hpc.rollout.sglang_cpu import install_transformers_hook
+from relax_hpc.rundir import RunDir
+from relax_hpc.transfer_queue.client import QueueClient
+
+install_transformers_hook()
+import_module("transformers.models.qwen3.modeling_qwen3")
+
+PROCESSES = multiprocessing.get_context("forkserver")
+"""So that the libraries are imported once, and not by every incarnation."""
+LONG = 12
+"""Tokens of every response."""
+
+
+def config_of(run: RunDir, mode: str, every_s: float = 0.1) -> Config:
+    config = Config(steps=1, groups_per_step=4, samples_per_group=2)
+    config.eval.every, config.queue.wait_timeout_s, config.liveness.beat_s = 0, 60.0, 0.05
+    config.data.train, config.data.shuffle = str(run.root.parent / "train.jsonl"), False
+    config.rollout.max_new_tokens, config.rollout.groups_per_request, config.rollout.requests_in_flight = LONG, 2, 1
+    config.rollout.engine.kind, config.rollout.save_partial = "transformers", mode
+    config.rollout.save_partial_every_s = every_s
+    config.rollout.reward = f"{__name__}:counted"
+    config.groups = {name: GroupConfig(roles=[name]) for name in ("rollout", "actor")}
+    return config
+
+
+def rollout_process(path: Path, epoch: int, draws: int, mode: str, every_s: float) -> None:
+    """The rollout role with its real engine, which writes down each token that it draws and hangs after ``draws``."""
+    os.chdir(path.parent)
+    run, real, made = RunDir(path), engine.keyed_uniform, 0
+    config = config_of(run, mode, every_s)
+
+    def keyed_uniform(seed: int, prompt_id: str, sample: int, position: int) -> float:
+        nonlocal made
+        if made == draws:
+            threading.Event().wait()
+        made += 1
+        with (path.parent / "drawn.jsonl").open("a") as log:
+            log.write(json.dumps([prompt_id, sample, position]) + "\n")
+        return real(seed, prompt_id, sample, position)
+
+    engine.keyed_uniform = keyed_uniform
+    # No token is an end: every response is as long as allowed.
+    engine._build = lambda *args, build=engine._build: (build(*args)[0], set())
+    rollout.load_tokenizer = lambda *args, load=rollout.load_tokenizer: Endless(load(*args))
+    with QueueClient(run, config, "rollout", epoch) as client:
+        spans = Spans(path / f"spans-{epoch}.jsonl", "rollout")
+        world = World(0, 1, 0, [{}])
+        rollout.run(Context(run, config, "rollout", "rollout", epoch, world, client, spans, threading.Event()))
+
+
+def counted(sample: RewardInput) -> float:
+    """A reward that does not come while there is a file `slow` in the working directory."""
+    if Path("slow").exists():
+        threading.Event().wait()
+    return float(len(sample.response_text))
+
+
+class Endless:
+    """A tokenizer that knows no end token."""
+
+    eos_ids = ()
+
+    def __init__(self, real) -> None:
+        self.real = real
+
+    def __getattr__(self, name: str):
+        return getattr(self.real, name)
+
+
+@contextmanager
+def rollout_of(
+    run: RunDir, epoch: int, draws: int, mode: str, every_s: float = 0.1
+) -> Iterator[multiprocessing.process.BaseProcess]:
+    PROCESSES.set_forkserver_preload([__name__])
+    process = PROCESSES.Process(target=rollout_process, args=(run.root, epoch, draws, mode, every_s))
+    process.start()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join(20.0)
+        assert process.exitcode is not None
+
+
+def drawn(run: RunDir) -> Counter[tuple[str, int, int]]:
+    """How often each token was drawn: (prompt, sample, position)."""
+    path = run.root.parent / "drawn.jsonl"
+    return Counter(tuple(json.loads(line)) for line in path.read_text().splitlines()) if path.exists() else Counter()
+
+
+def stop_server() -> None:
+    """End the process from which the others are forked."""
+    forkserver._forkserver._stop()

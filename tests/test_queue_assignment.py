@@ -1,0 +1,138 @@
+"""Who trains which rows is decided once, journaled, and the same for everybody who asks, whatever ends in between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relax_hpc.config.schema import GroupConfig
+from relax_hpc.transfer_queue.image import image_of, state_of
+from relax_hpc.transfer_queue.lengths import is_packed, packed, unpacked
+from relax_hpc.transfer_queue.plan import GENERATED, Plan
+from relax_hpc.transfer_queue.samplers import schedule
+from relax_hpc.transfer_queue.state import QueueState
+from relax_hpc.versions import Version
+from tests.queue_helpers import BUDGET, Roles, in_thread, make_run, rows_of, small
+from tests.queue_world import Paper, contents, refused_kind
+
+V0 = Version(1, 0)
+LENGTHS = {0: [40, 7], 1: [9, 9], 2: [300, 2], 3: [70_000, 5]}
+DEALT = {"ranks": 2, "max_tokens": 64, "batch": 1}
+WINDOW = {"task": "actor", "budget": BUDGET, "boundary": 4, **DEALT}
+
+
+def desk_with(tickets: list[int], saved: bool = True) -> Paper:
+    """A desk whose actor needs nothing but generated rows; ``tickets`` came in this order, each in its shard."""
+    config = small(4, 2)
+    config.groups = {name: GroupConfig(roles=[name]) for name in ("rollout", "actor")}
+    desk = Paper(Plan.of(config))
+    desk.ask("actor", 1, "resume", "resume", step=0)
+    desk.ask("actor", 1, "publish", "publish", version=str(V0), digest="d")
+    desk.ask("rollout", 1, "serve", "serve", reader="r", version=str(V0))
+    desk.ask("rollout", 1, "admit", "admit", reader="r", count=4)
+    for ticket in tickets:
+        row = {"ticket": ticket, "mask": 3, "lengths": packed(LENGTHS[ticket]), "versions": [V0.encode()]}
+        put = {"shard": {"name": f"s{ticket}"}, "rows": [row], "fields": list(GENERATED), "saved": saved}
+        assert desk.ask("rollout", 1, f"put{ticket}", "put", **put) == {"refused": {}}
+    return desk
+
+
+def expected() -> list[list[list[int]]]:
+    sizes = [tokens for ticket in range(4) for tokens in LENGTHS[ticket]]
+    return schedule(dict(enumerate(sizes)), 2, 64, batch=1)
+
+
+@given(sizes=st.lists(st.integers(0, 2**32 - 1) | st.integers(0, 70_000), min_size=1, max_size=9))
+def test_lengths_come_back_as_they_were_packed(sizes):
+    data = packed(sizes)
+    assert unpacked(data, len(sizes)) == tuple(sizes)
+    assert len(data) == (2 if max(sizes) < 65536 else 4) * len(sizes)
+    assert is_packed(data, len(sizes)) and not is_packed(data + b"x", len(sizes))
+
+
+@pytest.mark.parametrize("arrival", [[0, 1, 2, 3], [3, 1, 0, 2]])
+def test_an_assignment_is_that_of_the_samplers_whatever_came_first(arrival):
+    claim = desk_with(arrival).ask("actor", 1, "c", "claim", **WINDOW)
+    assert claim["tickets"] == [0, 1, 2, 3] and claim["assignment"] == expected()
+
+
+def after_journal(desk: Paper) -> QueueState:
+    return desk.replayed()
+
+
+def after_snapshot(desk: Paper) -> QueueState:
+    image = msgpack.unpackb(msgpack.packb(image_of(desk.state)), strict_map_key=False)
+    return state_of(desk.plan, image)
+
+
+@pytest.mark.parametrize("restarted", [after_journal, after_snapshot])
+def test_who_asks_again_after_a_restart_gets_the_same_rows(restarted, monkeypatch):
+    desk = desk_with([0, 1, 2, 3])
+    claim = desk.ask("actor", 1, "c", "claim", **WINDOW)
+    desk.state = restarted(desk)
+    monkeypatch.setattr(QueueState, "assignment", lambda *_: pytest.fail("decided twice"))
+    assert desk.ask("actor", 1, "c", "claim", **WINDOW) == claim
+    assert contents(desk.replayed()) == contents(desk.state)
+
+
+@pytest.mark.parametrize("restarted", [after_journal, after_snapshot])
+def test_a_window_that_is_given_back_is_dealt_as_before(restarted):
+    desk = desk_with([0, 1, 2, 3])
+    claim = desk.ask("actor", 1, "c", "claim", **WINDOW)
+    desk.ask("supervisor", 1, "d", "down", group="actor", epoch=1)
+    desk.state = restarted(desk)
+    again = desk.ask("actor", 2, "c", "claim", **WINDOW)
+    assert again == {**claim, "lease": claim["lease"] + 1}
+
+
+@pytest.mark.parametrize("restarted", [after_journal, after_snapshot])
+def test_a_window_that_shrinks_keeps_every_other_row_with_its_rank(restarted):
+    """The maker of all rows but those of ticket 1 dies before they are on disk."""
+    desk = desk_with([0, 1, 2, 3], saved=False)
+    claim = desk.ask("actor", 1, "c", "claim", **WINDOW)
+    desk.ask("rollout", 1, "saved", "saved", names=["s1"])
+    desk.ask("supervisor", 1, "d", "down", group="rollout", epoch=1)
+    desk.state = restarted(desk)
+    left = desk.ask("actor", 1, "c", "claim", **WINDOW)
+    assert left["tickets"] == [1] and left["lease"] == claim["lease"]
+    kept = [[row - 2 for part in rank for row in part if row in (2, 3)] for rank in claim["assignment"]]
+    assert [[row for part in rank for row in part] for rank in left["assignment"]] == kept
+    assert all(part for rank in left["assignment"] for part in rank)
+
+
+@pytest.mark.parametrize("dealt", [{"ranks": -1}, {"ranks": 2}, {"ranks": 10**9, "max_tokens": 1}, {"ranks": "2"}])
+def test_an_impossible_deal_is_refused(dealt: dict[str, Any]):
+    window = {"task": "actor", "budget": BUDGET, "boundary": 4}
+    assert refused_kind(desk_with([0]), "actor", 1, "c", "claim", **window, **dealt) == "refused"
+
+
+@pytest.mark.parametrize("lengths", [b"", b"\5\0", b"\5\0\5\0x", [5, 5], 5, None, "\5\0\5\0"])
+def test_lengths_that_are_not_those_of_the_samples_are_refused(lengths):
+    desk = desk_with([0])
+    row = {"ticket": 1, "mask": 3, "lengths": lengths, "versions": [V0.encode()]}
+    put = {"shard": {"name": "s"}, "rows": [row], "fields": list(GENERATED)}
+    assert refused_kind(desk, "rollout", 1, "p", "put", **put) == "refused"
+
+
+def test_a_client_gets_the_rows_that_it_was_assigned(tmp_path):
+    """Through sockets, with a new controller between the claim and the same claim of another actor."""
+    run, config = make_run(tmp_path / "run"), small()
+    with Roles(run, config) as roles:
+        with in_thread(run, config):
+            version = roles.start()
+            tickets = roles.admit(version)
+            rows = [row for n, ticket in enumerate(tickets) for row in rows_of([ticket], version, length=9 - 4 * n)]
+            assert roles["rollout"].generated(rows[::-1]) == {}
+            roles["rollout"].settle()
+            roles.learn(version)
+            claim = roles["actor"].claim("actor", BUDGET, ranks=2, max_tokens=10)
+            read = roles["actor"].rows(claim)
+        assert [len(row["token_ids"]) for row in read] == [9, 9, 5, 5]
+        assert sorted(len(read[row]["token_ids"]) for part in claim.assignment[0] for row in part) == [5, 9]
+        with in_thread(run, config), Roles(run, config, epoch=2) as successors:
+            again = successors["actor"].claim("actor", BUDGET, ranks=2, max_tokens=10)
+            assert (again.tickets, again.assignment) == (claim.tickets, claim.assignment)
