@@ -102,20 +102,20 @@ def test_the_actors_report_closes_a_step(tmp_path: Path) -> None:
     hub = board(tmp_path)
     hub.report("rollout", 0, {"perf/rollout_tokens": 100.0}, {"generate": 2.0, "wait": 2.0})
     hub.report("rollout", 0, {"perf/rollout_tokens": 50.0}, {"generate": 1.0})
-    hub.report("actor_fwd", 0, {"planes/shm_bytes": 7.0}, {})
+    hub.report("actor_fwd", 0, {"queue/by_shm_bytes": 7.0}, {})
     hub.report("eval", 0, {"eval/test/exact_match": 0.25}, {})
     assert all("reward/mean" not in row for row in read_metrics(tmp_path))
     hub.report(
         "actor",
         0,
-        {"reward/mean": 0.5, "perf/trained_tokens": 300.0, "planes/shm_bytes": 2.0},
+        {"reward/mean": 0.5, "perf/trained_tokens": 300.0, "queue/by_shm_bytes": 2.0},
         {"train": 3.0, "wait": 1.0},
     )
     hub.close()
     (row,) = read_metrics(tmp_path)
     assert row["step"] == 0 and row["reward/mean"] == 0.5 and row["eval/test/exact_match"] == 0.25
     assert row["perf/rollout_tokens"] == 150.0 and row["perf/rollout_tokens_per_s"] == 50.0
-    assert row["planes/shm_bytes"] == 9.0
+    assert row["queue/by_shm_bytes"] == 9.0
     assert row["idle/rollout"] == 0.4 and row["idle/actor"] == 0.25 and row["perf/train_tokens_per_s"] == 100.0
 
 

@@ -67,7 +67,6 @@ def test_jobs_make_way_and_come_back(sandbox: Sandbox, tmp_path: Path) -> None:
             (node, *_) = live.nodes_of("actor")
             sandbox.client("srun", "--partition=urgent", "--exclusive", f"--nodelist={node}", "true")
         assert not rollbacks(live.run), "steps were lost although there was time to save them"
-        live.finish_soon()
 
 
 @pytest.mark.parametrize("layout", ["het", "jobs"])

@@ -13,11 +13,13 @@ requires("torch", "megatron", "sglang", "mpi")
 requires_sandbox()
 
 
+ONE_ENGINE = {"steps": ENDLESS, "rollout": {"replicas": 1}, "groups": {"rollout": {"resources": {"nodes": 1}}}}
+
+
 def test_jobs_of_real_engines_survive_everything(sandbox: Sandbox, tmp_path: Path) -> None:
-    with submitted(sandbox, tmp_path, "jobs", {"steps": ENDLESS}, "sglang") as live:
+    with submitted(sandbox, tmp_path, "jobs", ONE_ENGINE, "sglang") as live:
         live.wait_for_step(2)
         ranks_die(live)
-        rollout_gets_another_size(live)
         kill(live, "rollout", "rollout")
         nodes_lose_power(live)
         a_job_is_cancelled_and_comes_back_by_command(live)
@@ -41,14 +43,6 @@ def kill(live: SlurmRun, group: str, role: str, rank: int = 0, moment: str = "")
     with live.only(group, killing(role, moment)):
         live.kill(role, rank, moment)
     assert live.job(group) == job
-
-
-def rollout_gets_another_size(live: SlurmRun) -> None:
-    """From two engines on two nodes to one."""
-    former = live.job("rollout")
-    with live.only("rollout", "resubmit with another size"):
-        live.call("resubmit", "--group", "rollout", "--nodes", "1", "--rollout.replicas", "1")
-    assert live.job("rollout") != former and len(live.nodes_of("rollout")) == 1
 
 
 def nodes_lose_power(live: SlurmRun) -> None:

@@ -133,8 +133,8 @@ def test_the_way_that_is_taken_is_told_once_a_maker_and_counted(tmp_path: Path, 
     for descriptor in descriptors:
         made.read(descriptor)
     size = float(descriptors[0]["bytes"])
-    first = {"planes/shm_shards": 2.0, "planes/tcp_shards": 2.0}
-    assert made.ways.since_last() == first | {"planes/shm_bytes": 2 * size, "planes/tcp_bytes": 2 * size}
+    first = {"queue/by_shm_shards": 2.0, "queue/by_tcp_shards": 2.0}
+    assert made.ways.since_last() == first | {"queue/by_shm_bytes": 2 * size, "queue/by_tcp_bytes": 2 * size}
     assert made.ways.since_last() == {}
     made.close()
     shm, other = [line for line in capfd.readouterr().err.splitlines() if line.startswith("queue: ")]

@@ -10,7 +10,7 @@ from relax_hpc.metrics.read import read_metrics
 from relax_hpc.metrics.writer import MetricsWriter
 from relax_hpc.transfer_queue.state import QueueState
 
-_ADDED_UP = ("perf/rollout_tokens", "planes/")
+_ADDED_UP = ("perf/rollout_tokens", "queue/by_")
 """Beginnings of tags."""
 
 

@@ -17,7 +17,7 @@ class Ways:
     >>> ways = Ways()
     >>> ways.count({"name": "rollout-e000001-7-ab-000001.h5", "bytes": 4096}, "shm", "shm", ())
     >>> ways.shards, ways.since_last()
-    (Counter({'shm': 1}), {'planes/shm_shards': 1.0, 'planes/shm_bytes': 4096.0})
+    (Counter({'shm': 1}), {'queue/by_shm_shards': 1.0, 'queue/by_shm_bytes': 4096.0})
     """
 
     def __init__(self) -> None:
@@ -41,8 +41,8 @@ class Ways:
 
     def since_last(self) -> dict[str, float]:
         """Metrics: what was counted since this was last asked."""
-        now = {f"planes/{way}_shards": float(count) for way, count in self.shards.items()}
-        now |= {f"planes/{way}_bytes": float(count) for way, count in self.bytes.items()}
+        now = {f"queue/by_{way}_shards": float(count) for way, count in self.shards.items()}
+        now |= {f"queue/by_{way}_bytes": float(count) for way, count in self.bytes.items()}
         new = {tag: value - self._reported.get(tag, 0.0) for tag, value in now.items()}
         self._reported = now
         return {tag: value for tag, value in new.items() if value}
