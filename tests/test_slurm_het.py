@@ -82,6 +82,8 @@ def supervisors_end(live: SlurmRun) -> None:
         former.suspend()
         live.supervised_anew(holder["epoch"])
     assert live.lease_holder()["node"] != holder["node"]
+    live.wait_until(lambda: len(live.processes("controller")) == 1, "the former hub has ended", START_S)
+    live.wait_until(lambda: len(live.processes("advantages")) == 1, "its advantages too", START_S)
     with live.nobody_notices("SIGCONT of that supervisor when the standby leads"):
         former.resume()
         said = f"supervisor {holder['epoch'] + 1} has taken over"
