@@ -107,6 +107,39 @@ def test_rows_that_are_there_are_trained_on() -> None:
     assert list(actor.windows(3, 0)) == [(CLAIM, [])]
 
 
+class Losing(Queue):
+    """Gives the same claim at once, again and again; the first time its rows are lost before they are saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[list[int]] = [[0], [0, 1]]
+        self.released: list[int] = []
+
+    def claim_later(self, task: str, budget: int, boundary: int, **dealt: int) -> Future:
+        future = super().claim_later(task, budget, boundary, **dealt)
+        future.set_result(CLAIM)
+        return future
+
+    def call(self, op: str, **args: Any) -> dict:
+        if op == "settled":
+            assert args == {"leases": [CLAIM.lease]}
+            return {"tickets": self.held.pop(0)}
+        assert op == "release"
+        self.released.append(args["lease"])
+        return {}
+
+
+def test_rows_that_are_lost_with_their_maker_cost_a_gradient() -> None:
+    actor, done, tally = waiting(), [], module.Tally()
+    actor.context.client = queue = Losing()
+    actor.batches = lambda claim, rows: ["micro-batch"]
+    actor.trainer = SimpleNamespace(accumulate=done.append, discard=lambda: done.append("discarded"))
+    claims, windows = actor.gradients(3, 0, tally)
+    assert (claims, windows) == ([CLAIM], [["micro-batch"]])
+    assert done == [["micro-batch"], "discarded", ["micro-batch"]]
+    assert queue.released == [CLAIM.lease] and len(queue.claims) == 2
+
+
 def test_a_claim_that_fails_says_so() -> None:
     actor = waiting()
     thread = later(actor, lambda: actor.context.client.claims[0].set_exception(DeadlineError("nothing came")))

@@ -132,6 +132,16 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_forgotten(tiny: Path):
     assert difference(ours.model.export_hf(), clean.model.export_hf()) == 0.0
 
 
+def test_what_was_discarded_leaves_nothing(tiny: Path):
+    ours, clean = trainer(tiny), trainer(tiny)
+    ours.accumulate([batch(rows(4, seed=5))])
+    ours.discard()
+    for each in (ours, clean):
+        each.accumulate([batch(rows(2))])
+    assert ours.step(LR) == clean.step(LR)
+    assert difference(ours.model.export_hf(), clean.model.export_hf()) == 0.0
+
+
 def test_missing_old_logprobs_mean_the_policys_own(tiny: Path):
     ours = Trainer(policy(tiny), AlgorithmConfig(), OptimizerConfig(lr=LR), 1.0)
     plain = [{name: row[name] for name in ("token_ids", "loss_mask", "advantages")} for row in rows(4)]

@@ -107,18 +107,10 @@ class Actor:
         tally = Tally()
         mini_batches: list[list[list[Batch]]] = []
         for number in range(minis):
-            windows: list[list[Batch]] = []
-            for claim, rows in self.windows(step, number):
-                leases.append(claim.lease)
-                tally.add(rows)
-                with self.context.spans("train", step=step):
-                    windows.append(self.batches(claim, rows))
-                    if self.config.actor.parallel.pipeline == 1:
-                        self.trainer.accumulate(windows[-1])
+            claims, windows = self.gradients(step, number, tally)
             with self.context.spans("train", step=step):
-                if self.config.actor.parallel.pipeline > 1:
-                    self.trainer.accumulate([batch for window in windows for batch in window])
                 metrics = self.trainer.step(lr)
+            leases += [claim.lease for claim in claims]
             mini_batches.append(windows)
             if number == 0:
                 first = metrics
@@ -137,6 +129,41 @@ class Actor:
         if due:
             self.checkpoint(step + 1)
         return due
+
+    def gradients(self, step: int, number: int, tally: Tally) -> tuple[list[Claim], list[list[Batch]]]:
+        """Gather the gradient of mini-batch ``number`` from rows that nothing can take away any more.
+
+        Rows are trained on before they are on disk. What is lost with its maker until then costs a gradient, which is
+        gathered again, and no change of the weights has to be undone.
+        """
+        while True:
+            claims: list[Claim] = []
+            windows: list[list[Batch]] = []
+            read: list[Row] = []
+            for claim, rows in self.windows(step, number):
+                claims.append(claim)
+                read += rows
+                with self.context.spans("train", step=step):
+                    windows.append(self.batches(claim, rows))
+                    if self.config.actor.parallel.pipeline == 1:
+                        self.trainer.accumulate(windows[-1])
+            if self.config.actor.parallel.pipeline > 1:
+                with self.context.spans("train", step=step):
+                    self.trainer.accumulate([batch for window in windows for batch in window])
+            if self.settled(step, claims):
+                tally.add(read)
+                return claims, windows
+            self.trainer.discard()
+
+    def settled(self, step: int, claims: list[Claim]) -> bool:
+        """Whether all rows of ``claims`` are on disk. If some were lost before, all claims are given back."""
+        with self.context.spans("wait", step=step):
+            held = self._ask("settled", leases=[claim.lease for claim in claims])["tickets"]
+        if len(held) == sum(len(claim.tickets) for claim in claims):
+            return True
+        for claim in claims:
+            self._ask("release", lease=claim.lease)
+        return False
 
     def windows(self, step: int, number: int) -> Iterator[tuple[Claim, list[Row]]]:
         """The windows of mini-batch ``number`` in ticket order, each as soon as its rows are there."""

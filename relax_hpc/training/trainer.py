@@ -105,6 +105,10 @@ class Trainer:
         self._zero()
         return mean_metrics(totals) | {"grad_norm": norm, "skipped": 0.0 if usable else 1.0}
 
+    def discard(self) -> None:
+        """Forget what was accumulated since the last step."""
+        self._zero()
+
     def _finalize_gradients(self, weight: float) -> None:
         from megatron.core.distributed import finalize_model_grads
 

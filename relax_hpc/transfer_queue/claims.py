@@ -31,12 +31,19 @@ def check_claim(client: QueueClient, claim: Claim, placeholders: Mapping[str, in
     """Whether all rows of ``claim`` can be read, and their media are there with the tokens that rollout has counted.
 
     If not, the prompt groups that are wrong are quarantined: dropped and counted under the reason, and others are
-    generated in their place. The claim is given back. ``placeholders``: see `check_media`. ShardError if a shard is not
-    there at all, which is no fault of its rows.
+    generated in their place. The claim is given back, as it is if rows of it were lost with their maker.
+    ``placeholders``: see `check_media`. ShardError if a shard is not there although the queue knows it as saved.
     """
     wrong: dict[str, set[int]] = {}
-    for reason, ticket in list(_damaged(client, claim)) or list(_bad_media(client, claim, placeholders)):
-        wrong.setdefault(reason, set()).add(ticket)
+    try:
+        for reason, ticket in list(_damaged(client, claim)) or list(_bad_media(client, claim, placeholders)):
+            wrong.setdefault(reason, set()).add(ticket)
+    except ShardError:
+        # Only a maker had it, who cannot be reached: the queue says when it is decided what becomes of it.
+        if len(client.call("settled", leases=[claim.lease])["tickets"]) == len(claim.tickets):
+            raise
+        client.give_back(claim)
+        return False
     for reason, tickets in wrong.items():
         client.call("quarantine", lease=claim.lease, tickets=sorted(tickets), reason=reason)
     if wrong:
