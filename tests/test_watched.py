@@ -114,3 +114,33 @@ def test_the_child_dies_with_its_watcher(start: Start) -> None:
     child = psutil.Process(works(process))
     process.kill()
     assert psutil.wait_procs([child], timeout=10)[1] == []
+
+
+STORM = """
+import sys
+from relax_hpc.rendezvous.process import on_terminate
+
+stop = on_terminate(at_once=False)
+for line in sys.stdin:
+    print("asked to stop" if stop.is_set() else "goes on", flush=True)
+"""
+
+
+def test_a_storm_of_signals_stops_no_process_from_working() -> None:
+    """Slurm signals every process of a step, and who watches one passes it on: handlers interrupt each other."""
+    words = [sys.executable, "-c", STORM]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+
+        def says() -> str:
+            process.stdin.write("how is it?\n")
+            process.stdin.flush()
+            return process.stdout.readline().strip()
+
+        try:
+            assert says() == "goes on"
+            for _ in range(10_000):
+                process.send_signal(signal.SIGUSR2)
+                process.send_signal(signal.SIGTERM)
+            assert says() == "asked to stop"
+        finally:
+            process.kill()

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable
 
@@ -43,19 +42,33 @@ def clean_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not _LAUNCHER.fullmatch(name)}
 
 
-def on_terminate(at_once: bool) -> threading.Event:
-    """An event that STOP_SIGNALS set; ``at_once`` also raises RelaxError, once, wherever the main thread is."""
-    event = threading.Event()
+class Flag:
+    """What a signal handler sets. A threading.Event has a lock: a handler that another signal interrupts while it
+    holds that would wait for itself."""
+
+    def __init__(self) -> None:
+        self._set = False
+
+    def set(self) -> None:
+        self._set = True
+
+    def is_set(self) -> bool:
+        return self._set
+
+
+def on_terminate(at_once: bool) -> Flag:
+    """A flag that STOP_SIGNALS set; ``at_once`` also raises RelaxError, once, wherever the main thread is."""
+    flag = Flag()
 
     def handle(*_: object) -> None:
-        first = not event.is_set()
-        event.set()
+        first = not flag.is_set()
+        flag.set()
         if at_once and first:
             raise RelaxError("asked to stop")
 
     for number in STOP_SIGNALS:
         signal.signal(number, handle)
-    return event
+    return flag
 
 
 def watched(work: Callable[[], int], ended: Callable[[int], int | None]) -> int:

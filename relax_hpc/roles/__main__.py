@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import threading
 import traceback
 from importlib import import_module
 from pathlib import Path
@@ -15,7 +14,7 @@ from relax_hpc.config.groups import RANKED as WITH_RANKS
 from relax_hpc.config.groups import ranks_of
 from relax_hpc.errors import EXIT_DONE, EXIT_RETRY, RelaxError, StoppedError
 from relax_hpc.rendezvous.exit_mark import leave_mark
-from relax_hpc.rendezvous.process import die_with_parent, on_terminate, watched
+from relax_hpc.rendezvous.process import Flag, die_with_parent, on_terminate, watched
 from relax_hpc.roles.staging import LOCAL_DIR, go_on_in_local_environment, local_folder
 from relax_hpc.rundir import RunDir
 from relax_hpc.weights.subscriber import clear_staging
@@ -42,7 +41,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: threading.Event) -> None:
+def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: Flag) -> None:
     """Run the role to its end; returns only when it is done."""
     if args.role == "controller":
         from relax_hpc.roles import controller

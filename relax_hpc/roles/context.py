@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 
 from relax_hpc.config.schema import Config
 from relax_hpc.metrics.spans import Spans
+from relax_hpc.rendezvous.process import Flag
 from relax_hpc.rendezvous.world import World
 from relax_hpc.roles.staging import model_directory
 from relax_hpc.rundir import RunDir
@@ -26,7 +26,7 @@ class Context:
     world: World
     client: QueueClient | None
     spans: Spans
-    stop: threading.Event
+    stop: Flag
     """Set when the process is asked to end."""
     deadline: float | None = None
     """When the allocation ends, in seconds of the epoch; None: it does not."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import threading
 from pathlib import Path
 
 from relax_hpc.config.schema import Config
 from relax_hpc.rendezvous.network import own_address
+from relax_hpc.rendezvous.process import Flag
 from relax_hpc.rendezvous.roster import Card, publish_card
 from relax_hpc.roles.board import Board
 from relax_hpc.rundir import RunDir, sync_directory, write_json
@@ -30,7 +30,7 @@ def make_durable(directory: RunDir) -> None:
     sync_directory(directory.journal.parent)
 
 
-def run(directory: RunDir, config: Config, epoch: int, stop: threading.Event) -> bool:
+def run(directory: RunDir, config: Config, epoch: int, stop: Flag) -> bool:
     """Serve until asked to stop; whether the run was finished by then."""
     durability = config.queue.durability
     if durable := durability == "commit":
