@@ -158,11 +158,14 @@ class Sandbox:
     def _set_down(self, node: str) -> None:
         self.client("scontrol", "update", f"nodename={node}", "state=down", "reason=power loss")
 
-    def start_node(self, node: str) -> None:
-        """Power `node` on, and wait until it serves; slurmctld learns that what ran there before has ended."""
+    def start_node(self, node: str, rebooted: bool = False) -> None:
+        """Power `node` on, and wait until it serves.
+
+        `rebooted` tells slurmctld that what ran there before has ended, as a real node's boot does: else a job that was
+        being ended there may stay COMPLETING.
+        """
         self._check_node(node)
-        if f"slurmd-{node}" not in processes.daemons(self.folder):
-            # As at a real node's boot. Else a job that was being ended there would stay COMPLETING.
+        if rebooted:
             self._set_down(node)
         self._start_nodes((node,))
 

@@ -107,7 +107,7 @@ def measure(run: Run, policy: str, fault: str) -> Record:
         print(f"{fault}: {error}\n{run.story()}", file=sys.stderr, flush=True)
     finally:
         if node:
-            run.sandbox.start_node(node)
+            run.sandbox.start_node(node, rebooted=True)
     return record
 
 
