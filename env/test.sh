@@ -7,7 +7,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash env/setup.sh dev
 VENV=$(realpath -m "${RELAX_VENV:-.venv}")
 export PATH="$VENV/bin:$PATH"
-INSTALLED=sglang,mpi,torch,megatron,transformers,h5py,matplotlib
+INSTALLED=sglang,mpi,torch,megatron,transformers,h5py,matplotlib,pyarrow
 # The Slurm that setup.sh installs on a Debian machine for root.
 if [[ $(id -u) == 0 ]] && dpkg-query -W -f='${Version}' slurm-wlm munge >/dev/null 2>&1 && command -v sinfo >/dev/null; then
     INSTALLED+=,slurm

@@ -8,7 +8,8 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from relax_hpc.transfer_queue.plan import Plan
 from relax_hpc.versions import Version
 from tests.queue_helpers import BUDGET, GIVES, HubProcess, Roles, in_thread, learned, make_run, small
 from tests.queue_world import GROUPS, World
+from tests.requirements import requires
 
 STEPS, TRAINED = 4, 3
 
@@ -168,19 +170,25 @@ def test_what_a_fenced_controller_still_wrote_does_not_count(run, capsys):
     assert audited(run, capsys) == before | {"torn_bytes": {first.name: size}}
 
 
+@contextmanager
+def resumed_at_the_start(run: RunDir, config: Config) -> Iterator[Roles]:
+    """Step 0 was trained, and rows of step 1 generated; then the actor went back to step 0, and trained it again."""
+    with Roles(run, config) as roles:
+        roles.start()
+        roles.step(0)
+        roles.generate(Version(1, 1))
+    with Roles(run, config, epoch=2) as roles:
+        roles.start()
+        roles.train(0)
+        yield roles
+
+
 def test_drops_are_told_by_reason(tmp_path, capsys):
     """The actor goes back to step 0: what its later weights sampled is dropped, and generated again."""
     run, config = new_run(tmp_path / "run")
-    with in_thread(run, config):
-        with Roles(run, config) as roles:
-            roles.start()
-            roles.step(0)
-            roles.generate(Version(1, 1))
-        with Roles(run, config, epoch=2) as roles:
-            roles.start()
-            roles.train(0)
-            ticket = roles.admit(Version(2, 1))[0]
-            roles["rollout"].call("fail", ticket=ticket, attempt=0, reason="timeout")
+    with in_thread(run, config), resumed_at_the_start(run, config) as roles:
+        ticket = roles.admit(Version(2, 1))[0]
+        roles["rollout"].call("fail", ticket=ticket, attempt=0, reason="timeout")
     found = audited(run, capsys)
     assert found["dropped"] == {"rolled_back": 4} and found["never_accepted"] == {"timeout": 2}
     assert (found["accepted"], found["trained"], found["in_flight"]) == (8, 4, 0)
@@ -343,15 +351,8 @@ def test_rows_of_several_steps_also_of_those_not_trained(run):
 
 def test_rows_that_were_generated_again_are_the_later_ones(tmp_path):
     run, config = new_run(tmp_path / "run")
-    with in_thread(run, config):
-        with Roles(run, config) as roles:
-            roles.start()
-            roles.step(0)
-            roles.generate(Version(1, 1))
-        with Roles(run, config, epoch=2) as roles:
-            roles.start()
-            roles.train(0)
-            roles.generate(Version(2, 1))
+    with in_thread(run, config), resumed_at_the_start(run, config) as roles:
+        roles.generate(Version(2, 1))
     assert {row["trained"] for row in exported(run, "--step", 0)} == {"e000002-v000000"}
     assert {tuple(row["versions"]) for row in exported(run, "--step", 1)} == {("e000002-v000001",)}
 
@@ -420,7 +421,9 @@ def test_parquet_without_its_package_says_what_to_install(run, capsys, monkeypat
 
 
 def test_parquet_has_the_same_rows(run):
-    parquet = pytest.importorskip("pyarrow.parquet")
+    requires("pyarrow")
+    from pyarrow import parquet
+
     output = run.root / "rows.parquet"
     assert call("export", run.root, "--steps", "1-3", "--format", "parquet", "--output", output) == EXIT_DONE
     rows = parquet.read_table(output).to_pylist()

@@ -139,10 +139,10 @@ class Actor:
         while True:
             claims: list[Claim] = []
             windows: list[list[Batch]] = []
-            read: list[Row] = []
+            found = Tally()
             for claim, rows in self.windows(step, number):
                 claims.append(claim)
-                read += rows
+                found.add(rows)
                 with self.context.spans("train", step=step):
                     windows.append(self.batches(claim, rows))
                     if self.config.actor.parallel.pipeline == 1:
@@ -151,7 +151,7 @@ class Actor:
                 with self.context.spans("train", step=step):
                     self.trainer.accumulate([batch for window in windows for batch in window])
             if self.settled(step, claims):
-                tally.add(read)
+                tally.join(found)
                 return claims, windows
             self.trainer.discard()
 
@@ -222,6 +222,13 @@ class Tally:
             self.lengths.append(len(row["token_ids"]) - int(row["prompt_len"]))
             self.tokens += len(row["token_ids"])
             self.stopped += row["finish_reason"] == "stop"
+
+    def join(self, other: Tally) -> None:
+        """Count what ``other`` has counted too."""
+        self.rewards += other.rewards
+        self.lengths += other.lengths
+        self.stopped += other.stopped
+        self.tokens += other.tokens
 
 
 def report(

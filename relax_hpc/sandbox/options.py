@@ -61,10 +61,6 @@ class Options:
     def node_names(self) -> tuple[str, ...]:
         return tuple(f"node{number}" for number in range(1, self.nodes + 1))
 
-    def node_port(self, node: str) -> int:
-        """Where the slurmd of `node` listens; slurmctld has `port` itself."""
-        return self.port + 1 + self.node_names.index(node)
-
 
 def save(options: Options, path: Path) -> None:
     """Write `options` as JSON."""

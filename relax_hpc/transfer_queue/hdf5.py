@@ -30,7 +30,6 @@ from relax_hpc.transfer_queue.schema import FIELDS, FORMAT_VERSION, Row
 from relax_hpc.transfer_queue.shard import ShardError, parts_of
 
 SUFFIX = ".h5"
-_MAGIC = b"relax_hpc shard "
 _LINE = "relax_hpc shard {}: {} bytes, XXH3-64 of the data {:016x}, of the next {} bytes {:016x}\n"
 _FIRST = re.compile(_LINE.replace("{:016x}", "([0-9a-f]{{16}})").replace("{}", r"(\d+)").format().encode())
 _ALIGN = 64
@@ -232,11 +231,6 @@ def _write_at(descriptor: int, data: memoryview, at: int) -> None:
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
-
-
-def is_hdf5(start: bytes) -> bool:
-    """Whether a file that begins with ``start`` claims to be one of this module's."""
-    return start.startswith(_MAGIC)
 
 
 def read(path: Path) -> dict[str, Row]:

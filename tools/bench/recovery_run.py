@@ -110,11 +110,6 @@ class Run:
         files = ["--config", str(self.config_file), "--config", str(self.sandbox.site)]
         self.relax_hpc("submit", *files, "--run_dir", str(self.run.root), "--layout", self.layout, *words)
 
-    def restart_everything(self) -> None:
-        """The policy that this toolkit is compared with."""
-        self.relax_hpc("stop", str(self.run.root), "--now")
-        self.submit("--resume")
-
     def close(self) -> None:
         """End what is left of it."""
         self.follower.close()

@@ -60,11 +60,6 @@ def component(config: Config, group: str) -> Component:
     return _component(config, group, resources.nodes, resources.time or config.slurm.time)
 
 
-def het_number(config: Config, group: str) -> int:
-    """Which component of a het job holds ``group``."""
-    return next(number for number, part in enumerate(components(config)) if group in part.groups)
-
-
 def gpu_hours(config: Config) -> float:
     """GPU-hours that the run asks for, if all its allocations last to their time limits."""
     return sum(part.nodes * part.gpus_per_node * part.hours for part in components(config))
