@@ -8,7 +8,7 @@ import multiprocessing.process
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from multiprocessing import forkserver
@@ -32,6 +32,8 @@ PROCESSES = multiprocessing.get_context("forkserver")
 """So that the libraries are imported once, and not by every incarnation."""
 LONG = 12
 """Tokens of every response."""
+LONGER = 200
+"""Tokens that SGLang needs some time for."""
 
 
 def config_of(run: RunDir, mode: str, every_s: float = 0.1) -> Config:
@@ -44,6 +46,16 @@ def config_of(run: RunDir, mode: str, every_s: float = 0.1) -> Config:
     config.rollout.reward = f"{__name__}:counted"
     config.groups = {name: GroupConfig(roles=[name]) for name in ("rollout", "actor")}
     return config
+
+
+def sglang_process(path: Path, epoch: int) -> None:
+    """The rollout role with SGLang, responses long enough to be killed in, and what there is of them told at once."""
+    os.chdir(path.parent)
+    run = RunDir(path)
+    config = config_of(run, "tokens")
+    config.rollout.engine.kind, config.rollout.max_new_tokens = "sglang", LONGER
+    config.rollout.engine.flags = {"stream_interval": 4}
+    serve(run, config, epoch)
 
 
 def rollout_process(path: Path, epoch: int, draws: int, mode: str, every_s: float) -> None:
@@ -65,8 +77,12 @@ def rollout_process(path: Path, epoch: int, draws: int, mode: str, every_s: floa
     # No token is an end: every response is as long as allowed.
     engine._build = lambda *args, build=engine._build: (build(*args)[0], set())
     rollout.load_tokenizer = lambda *args, load=rollout.load_tokenizer: Endless(load(*args))
+    serve(run, config, epoch)
+
+
+def serve(run: RunDir, config: Config, epoch: int) -> None:
     with QueueClient(run, config, "rollout", epoch) as client:
-        spans = Spans(path / f"spans-{epoch}.jsonl", "rollout")
+        spans = Spans(run.root / f"spans-{epoch}.jsonl", "rollout")
         world = World(0, 1, 0, [{}])
         rollout.run(Context(run, config, "rollout", "rollout", epoch, world, client, spans, threading.Event()))
 
@@ -94,8 +110,15 @@ class Endless:
 def rollout_of(
     run: RunDir, epoch: int, draws: int, mode: str, every_s: float = 0.1
 ) -> Iterator[multiprocessing.process.BaseProcess]:
+    with in_process(rollout_process, run.root, epoch, draws, mode, every_s) as process:
+        yield process
+
+
+@contextmanager
+def in_process(target: Callable[..., None], *args: object) -> Iterator[multiprocessing.process.BaseProcess]:
+    """A role's process, which is killed at the end."""
     PROCESSES.set_forkserver_preload([__name__])
-    process = PROCESSES.Process(target=rollout_process, args=(run.root, epoch, draws, mode, every_s))
+    process = PROCESSES.Process(target=target, args=args)
     process.start()
     try:
         yield process

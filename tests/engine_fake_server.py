@@ -11,13 +11,14 @@ import json
 import os
 import subprocess
 import sys
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
 GOOD, SPANS, STATUS_500, HANG, MISSING, NOT_JSON, FEW_LOGPROBS, TOO_MANY, EMPTY, NULL, POSITIVE = range(11)
-NO_VERSION, BAD_VERSION, GAP, MALFORMED, EXIT = range(11, 16)
+NO_VERSION, BAD_VERSION, GAP, MALFORMED, EXIT, ABORTED, NO_INDEX, ERROR = range(11, 19)
 CALLS = web.AppKey("calls", list[str])
 HANGING = web.AppKey("hanging", asyncio.Event)
 """Set once a request hangs."""
@@ -25,7 +26,7 @@ HANGING = web.AppKey("hanging", asyncio.Event)
 
 def answer(kind: int, tokens: int) -> dict[str, Any]:
     """One answer of /generate."""
-    count = {TOO_MANY: tokens + 1, EMPTY: 0}.get(kind, tokens)
+    count = {TOO_MANY: tokens + 1, EMPTY: 0, ABORTED: 0}.get(kind, tokens)
     logprobs: list[float | None] = [-0.5] * (count - (kind == FEW_LOGPROBS))
     if kind in (NULL, POSITIVE):
         logprobs[1] = None if kind == NULL else 0.5
@@ -37,26 +38,57 @@ def answer(kind: int, tokens: int) -> dict[str, Any]:
     if kind in (SPANS, GAP):
         first = {"version": "e000001-v000003", "start": kind == GAP, "end": 2}
         meta["weight_versions"] = [first, {"version": "e000001-v000004", "start": 2, "end": count}]
+    if kind == ABORTED:
+        meta["finish_reason"] = {"type": "abort", "message": "too long"}
     if kind == NO_VERSION:
         del meta["weight_version"]
     return {} if kind == MALFORMED else {"output_ids": [7] * count, "meta_info": meta}
 
 
-async def generate(request: web.Request) -> web.Response:
-    """All prompts share a transport, so one that breaks it breaks all."""
+def pieces(kind: int, index: int, tokens: int) -> list[dict[str, Any]]:
+    """An answer as it is streamed: two tokens, and the rest with what is known at the end."""
+    whole = answer(kind, tokens)
+    if kind == MALFORMED:
+        return [{"index": index}]
+    ids, meta = whole["output_ids"], whole["meta_info"]
+    first, rest = meta["output_token_logprobs"][:2], meta["output_token_logprobs"][2:]
+    begun = {"finish_reason": None, "output_token_logprobs": first, "weight_version": "e000001-v000003"}
+    return [
+        {"index": index, "output_ids": ids[:2], "meta_info": begun},
+        {"index": index, "output_ids": ids[2:], "meta_info": meta | {"output_token_logprobs": rest}},
+    ]
+
+
+async def generate(request: web.Request) -> web.StreamResponse:
+    """All prompts share a transport, so one that breaks it breaks all. Every response is begun before one is whole."""
     body = await request.json()
     kinds = [prompt[0] for prompt in body["input_ids"]]
     if EXIT in kinds:
         os._exit(3)
-    if HANG in kinds:
-        request.app[HANGING].set()
-        await asyncio.Event().wait()
     if STATUS_500 in kinds:
         return web.Response(status=500, text="out of memory")
+    limits = [each["max_new_tokens"] for each in body["sampling_params"]]
+    streams = [pieces(kind, index, limits[index]) for index, kind in enumerate(kinds)]
+    events = [piece for both in zip_longest(*streams) for piece in both if piece]
+    events = [event for event in events if kinds[event["index"]] != MISSING]
+    for event in events:
+        if kinds[event["index"]] == NO_INDEX:
+            del event["index"]
+    sent = [f"data: {json.dumps(event)}\n\n".encode() for event in events]
     if NOT_JSON in kinds:
-        return web.Response(text="[NaN", content_type="application/json")
-    answers = [answer(kind, body["sampling_params"]["max_new_tokens"]) for kind in kinds]
-    return web.json_response(answers[1:] if MISSING in kinds else answers)
+        sent.insert(1, b"data: [NaN\n\n")
+    if ERROR in kinds:
+        sent = [b'data: {"error": {"message": "too long", "code": 400}}\n\n']
+    reply = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await reply.prepare(request)
+    for part in [*sent, b"data: [DONE]\n\n"]:
+        if HANG in kinds and part == sent[-1]:
+            request.app[HANGING].set()
+            await asyncio.Event().wait()
+        # Networks cut anywhere.
+        await reply.write(part[:9])
+        await reply.write(part[9:])
+    return reply
 
 
 async def update(request: web.Request) -> web.Response:

@@ -176,7 +176,6 @@ class FaultyEngine:
     """An engine whose calls and answers are faults, as `script` says: one entry a call, then all is well."""
 
     name = "faulty"
-    continues = False
 
     def __init__(self, script: list[str]) -> None:
         self.script = script

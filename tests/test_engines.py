@@ -16,7 +16,15 @@ requires("sglang", "torch", "transformers")
 
 import psutil  # noqa: E402
 
-from relax_hpc.rollout.engine import Engine, EngineFault, GenerateRequest, Generation, Sampling, make_engine  # noqa: E402
+from relax_hpc.rollout.engine import (  # noqa: E402
+    Draft,
+    Engine,
+    EngineFault,
+    GenerateRequest,
+    Generation,
+    Sampling,
+    make_engine,
+)
 from relax_hpc.rollout.sglang_client import SglangClient  # noqa: E402
 from relax_hpc.rollout.transformers_engine import keyed_uniform, load_weights, sample_token  # noqa: E402
 from relax_hpc.versions import Version  # noqa: E402
@@ -76,8 +84,9 @@ def serve(kind: str, models: list[Path], folder: Path, **settings: object) -> It
 
 @pytest.fixture(scope="module")
 def sglang(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """With its radix cache, which is off by default, so that reuse of keys and values can be seen."""
-    flags = {"disable_radix_cache": False, "enable_cache_report": True}
+    """With its radix cache, which is off by default, so that reuse of keys and values can be seen; and it tells of
+    every fourth token."""
+    flags = {"disable_radix_cache": False, "enable_cache_report": True, "stream_interval": 4}
     yield from serve("sglang", models, tmp_path_factory.mktemp("sglang"), flags=flags)
 
 
@@ -143,6 +152,43 @@ def test_an_update_from_nowhere_is_a_fault_and_the_next_update_works(served: Ser
     }
 
 
+def test_a_response_goes_on_where_its_draft_ends(served: Served) -> None:
+    prompt, limit = PROMPTS[0], 12
+    [whole] = served.generate([GenerateRequest(prompt, "p", 0)], temperature=0.0, max_new_tokens=limit)
+    for count in (5, limit):
+        drafted = np.full(count, Version(1, 7).encode(), np.int32)
+        draft = Draft.of(Generation(whole.token_ids[:count], whole.logprobs[:count], drafted, "partial"))
+        request = GenerateRequest(prompt, "p", 0, draft)
+        [answer] = served.generate([request], temperature=0.0, max_new_tokens=limit)
+        assert answer.token_ids == whole.token_ids and answer.finish_reason == "length"
+        assert answer.logprobs == pytest.approx(whole.logprobs, abs=TOLERANCE[served.engine.name])
+        assert answer.token_versions.tolist() == [*drafted, *[served.version.encode()] * (limit - count)]
+        assert draft.ended is answer
+
+
+def test_what_there_is_of_a_response_is_in_its_draft_before_it_ends(served: Served) -> None:
+    """Also of a response that is whole while another one of the request is not."""
+    prompt, limit = PROMPTS[0], 200
+    [whole] = served.generate([GenerateRequest(prompt, "p", 0)], temperature=0.0, max_new_tokens=limit)
+    last = Generation(whole.token_ids[:-1], whole.logprobs[:-1], whole.token_versions[:-1], "partial")
+    drafts = [Draft.of(last), Draft()]
+    requests = [GenerateRequest(prompt, "p", k, draft) for k, draft in enumerate(drafts)]
+
+    async def watch() -> Generation:
+        sampling = draw(temperature=0.0, max_new_tokens=limit)
+        task = asyncio.create_task(served.engine.generate(requests, sampling))
+        while not drafts[0].ended or not drafts[1].token_versions:
+            assert not task.done()
+            await asyncio.sleep(0)
+        part = drafts[1].so_far()
+        assert [answer.token_ids for answer in await task] == [whole.token_ids] * 2
+        return part
+
+    part = served.runner.run(watch())
+    assert part.finish_reason == "partial" and 0 < len(part.token_ids) < limit
+    assert part.token_ids == whole.token_ids[: len(part.token_ids)]
+
+
 def test_no_new_request_reuses_keys_and_values_of_older_weights(sglang: Served) -> None:
     prompt = (1, *range(3, 43))
 
@@ -161,10 +207,10 @@ def test_no_new_request_reuses_keys_and_values_of_older_weights(sglang: Served) 
 
 def test_generation_goes_on_through_updates_and_each_token_has_the_version_that_drew_it(sglang: Served) -> None:
     sglang.update()
-    before, prompt = sglang.version.number, PROMPTS[0]
+    before, prompt, draft = sglang.version.number, PROMPTS[0], Draft()
 
     async def generate_through_updates() -> Generation:
-        request = [GenerateRequest(prompt, "p", 0)]
+        request = [GenerateRequest(prompt, "p", 0, draft)]
         task = asyncio.create_task(sglang.engine.generate(request, draw(temperature=0.0, max_new_tokens=200)))
         for number in range(before + 1, before + 7):
             sglang.version = Version(3, number)
@@ -174,6 +220,9 @@ def test_generation_goes_on_through_updates_and_each_token_has_the_version_that_
     answer = sglang.runner.run(generate_through_updates())
     assert len(answer.token_ids) == 200
     assert len(set(answer.token_versions)) > 1
+    told = len(draft.token_versions)
+    assert draft.token_versions == answer.token_versions[:told].tolist() and draft.token_ids == answer.token_ids[:told]
+    assert len(set(draft.token_versions)) < 2, "before the end nobody says which of the later weights drew what"
     assert (np.diff(answer.token_versions) >= 0).all()
     for code in set(answer.token_versions.tolist()):
         drawn = np.flatnonzero(answer.token_versions == code)
@@ -186,7 +235,7 @@ def test_generation_goes_on_through_updates_and_each_token_has_the_version_that_
 def test_the_token_guards_every_endpoint_and_is_shown_nowhere(sglang: Served) -> None:
     async def refused(path: str) -> EngineFault:
         url = str(sglang.engine._client._session._base_url)
-        stranger = SglangClient(url, "wrong", make_config("sglang").rollout.engine)
+        stranger = SglangClient(url, "wrong", make_config("sglang").rollout.engine, sglang.version)
         try:
             with pytest.raises(EngineFault) as caught:
                 await stranger._call(path, {}, 10.0)

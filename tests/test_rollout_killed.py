@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ requires("torch", "transformers")
 from safetensors.torch import load_file  # noqa: E402
 
 from relax_hpc.weights.publisher import publish  # noqa: E402
-from tests.drawing_rollout import LONG, config_of, drawn, rollout_of, stop_server  # noqa: E402
+from tests.drawing_rollout import LONG, config_of, drawn, in_process, rollout_of, sglang_process, stop_server  # noqa: E402
 from tests.test_bad_input import make_data  # noqa: E402
 
 V0 = Version(1, 0)
@@ -119,3 +120,20 @@ def test_a_rollout_that_is_asked_to_stop_hands_over_what_it_has(world):
         assert hub.state.kept.held == 0
         process.terminate()
         until(lambda: hub.state.kept.held == LONG + 4, "kept")
+
+
+@pytest.mark.skipif(
+    not os.environ.get("RELAX_REAL_ENGINES"), reason="a real engine is started twice by env/test.sh --all"
+)
+def test_sglang_goes_on_where_it_was_killed(world):
+    requires("sglang")
+    run, hub = world
+    with in_process(sglang_process, run.root, 1) as process:
+        until(lambda: hub.state.kept.held > 0, "tokens of unfinished responses are kept")
+        process.kill()
+    kept = hub.state.kept.held
+    with in_process(sglang_process, run.root, 2):
+        until(lambda: hub.state.accepted == 8, "all prompt groups are accepted")
+    counts = hub.state.kept.counts()
+    assert counts["again"] == counts["held"] == 0 and counts["used"] == counts["total"] >= kept
+    assert Ledger(run).judge(0).problems == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import subprocess
@@ -17,19 +18,22 @@ from tests.requirements import requires
 
 requires("sglang")
 
+import numpy as np  # noqa: E402
 import psutil  # noqa: E402
 from aiohttp.test_utils import TestServer  # noqa: E402
 
 import tests.engine_fake_server as fake  # noqa: E402
 from relax_hpc.errors import ConfigError  # noqa: E402
 from relax_hpc.rollout import sglang_engine  # noqa: E402
-from relax_hpc.rollout.engine import EngineFault, GenerateRequest, Generation, Sampling  # noqa: E402
+from relax_hpc.rollout.engine import Draft, EngineFault, GenerateRequest, Generation, Sampling  # noqa: E402
 from relax_hpc.rollout.sglang_client import SglangClient  # noqa: E402
 from relax_hpc.rollout.sglang_engine import SglangEngine, server_arguments  # noqa: E402
 from relax_hpc.versions import Version  # noqa: E402
 from tests.engine_helpers import TOKEN, make_config, session_of  # noqa: E402
 
 SAMPLING = Sampling(1.0, 1.0, 4, (), 0)
+SERVED = Version(1, 3)
+"""What a fake server says that it serves, before the ends of its responses."""
 
 
 @asynccontextmanager
@@ -37,7 +41,7 @@ async def client_and_server(**settings: float) -> AsyncIterator[tuple[SglangClie
     """A client of a fake server in this process."""
     server = TestServer(fake.application(TOKEN))
     await server.start_server()
-    client = SglangClient(str(server.make_url("/")), TOKEN, make_config("sglang", **settings).rollout.engine)
+    client = SglangClient(str(server.make_url("/")), TOKEN, make_config("sglang", **settings).rollout.engine, SERVED)
     try:
         yield client, server
     finally:
@@ -61,6 +65,8 @@ def ask(*kinds: int, **settings: float) -> list[Generation | EngineFault]:
         (fake.STATUS_500, "http_error"),
         (fake.NOT_JSON, "http_error"),
         (fake.MISSING, "wrong_count"),
+        (fake.NO_INDEX, "http_error"),
+        (fake.ERROR, "http_error"),
         (fake.HANG, "timeout"),
     ],
 )
@@ -82,6 +88,7 @@ def test_a_broken_exchange_fails_the_whole_call(kind: int, reason: str) -> None:
         (fake.BAD_VERSION, "unknown_version"),
         (fake.GAP, "unknown_version"),
         (fake.MALFORMED, "http_error"),
+        (fake.ABORTED, "http_error"),
     ],
 )
 def test_a_bad_answer_is_a_fault_in_its_place(kind: int, reason: str) -> None:
@@ -97,6 +104,49 @@ def test_versions_come_from_spans_or_from_the_one_version() -> None:
     new, old = Version(1, 4).encode(), Version(1, 3).encode()
     assert one.token_versions.tolist() == [new] * 4
     assert spans.token_versions.tolist() == [old, old, new, new]
+
+
+def drafts_after(*kinds: int, served: Version = SERVED) -> list[Draft]:
+    """What requests of these kinds have left in their drafts, of which the first has a token from before."""
+    before = Generation([3], [-0.1], np.array([Version(1, 2).encode()], np.int32), "partial")
+    drafts = [Draft.of(before), *(Draft() for _ in kinds[1:])]
+    requests = [GenerateRequest((kind, 5), "p", k, drafts[k]) for k, kind in enumerate(kinds)]
+
+    async def generate() -> None:
+        async with client_and_server(request_timeout_s=1.0) as (client, _):
+            client._version = served
+            with contextlib.suppress(EngineFault):
+                await client.generate(requests, SAMPLING)
+
+    asyncio.run(generate())
+    return drafts
+
+
+def test_what_a_server_told_before_it_failed_is_in_the_drafts() -> None:
+    """Two tokens of each are told, then all of the first; the last one's end never comes."""
+    first, second = drafts_after(fake.SPANS, fake.HANG)
+    assert first.ended and first.ended.finish_reason == "length"
+    assert first.ended.token_ids == [3, 7, 7, 7]
+    assert first.ended.token_versions.tolist() == [Version(1, n).encode() for n in (2, 3, 3, 4)]
+    assert not second.ended and second.so_far().token_ids == [7, 7] and second.so_far().logprobs == [-0.5, -0.5]
+    assert second.token_versions == [SERVED.encode()] * 2
+
+
+def test_tokens_that_may_be_of_other_weights_wait_for_the_end_of_the_response() -> None:
+    first, second = drafts_after(fake.GOOD, fake.HANG, served=Version(1, 2))
+    assert first.ended and first.ended.token_ids == [3, 7, 7, 7]
+    assert not second.ended and second.token_ids == []
+
+
+def test_of_a_response_that_is_whole_nothing_is_asked() -> None:
+    whole = Draft.of(Generation([3] * 4, [-0.1] * 4, np.ones(4, np.int32), "partial"))
+
+    async def generate() -> list[Generation | EngineFault]:
+        async with client_and_server() as (client, _):
+            return await client.generate([GenerateRequest((fake.STATUS_500,), "p", 0, whole)], SAMPLING)
+
+    [answer] = asyncio.run(generate())
+    assert answer is whole.ended and answer.finish_reason == "length"
 
 
 def test_only_an_update_beside_running_requests_pauses_the_server() -> None:
@@ -140,7 +190,7 @@ def test_an_update_that_did_not_happen_is_a_fault(directory: str, what: str) -> 
 
 def test_a_server_that_is_not_there_is_a_connection_fault() -> None:
     async def generate() -> None:
-        client = SglangClient("http://127.0.0.1:9", TOKEN, make_config("sglang").rollout.engine)
+        client = SglangClient("http://127.0.0.1:9", TOKEN, make_config("sglang").rollout.engine, SERVED)
         try:
             await client.generate([GenerateRequest((1,), "p", 0)], SAMPLING)
         finally:

@@ -142,8 +142,8 @@ class RolloutConfig:
     """Stop (exit 93) when a larger share of the last 64 prompt groups failed."""
     save_partial: Literal["off", "samples", "tokens"] = "samples"
     """What of unfinished prompt groups the queue keeps, for whoever generates them after a restart: nothing, finished
-    `samples`, or the `tokens` of unfinished ones too. Only the transformers engine tells of either before a request's
-    end, and can go on with a response, if not bit for bit as one that was not interrupted."""
+    `samples`, or the `tokens` of unfinished ones too: the engine goes on with these, if not bit for bit as one that was
+    not interrupted. SGLang tells of them every 64 tokens, and no more of a response once its weights have changed."""
     save_partial_every_s: float = bounded(10.0, 0.1)
     """Between two savings of a request's unfinished groups; what was finished since the last one is lost by a kill,
     and saved when the group is asked to stop."""

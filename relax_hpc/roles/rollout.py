@@ -218,7 +218,7 @@ class Replica:
         """Generate once; what must be tried again, with the next attempt's number."""
         rollout, samples = self.rollout, self.config.samples_per_group
         prompts = [rollout.source.prompt(ticket, attempt) for ticket, attempt in work]
-        groups = Unfinished(work, prompts, kept, samples, self.engine.continues)
+        groups = Unfinished(work, prompts, kept, samples)
         step = work[0][0] // self.config.groups_per_step
         async with self.saving(groups):
             with self.activity("generate", step):

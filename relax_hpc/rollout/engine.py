@@ -56,22 +56,31 @@ class Generation:
 
 @dataclass(slots=True)
 class Draft:
-    """What there is of a response while an engine adds to it, and to `token_versions` last."""
+    """What there is of a response while an engine adds to it; any thread may look."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     token_versions: list[int] = field(default_factory=list)
-    finish_reason: Literal["stop", "length", "abort", "partial"] = "partial"
+    ended: Generation | None = None
+    """The whole response."""
 
     @classmethod
     def of(cls, made: Generation) -> Draft:
-        return cls(list(made.token_ids), list(made.logprobs), made.token_versions.tolist(), made.finish_reason)
+        ended = None if made.finish_reason == "partial" else made
+        return cls(list(made.token_ids), list(made.logprobs), made.token_versions.tolist(), ended)
+
+    def add(self, token_ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]) -> None:
+        """Tokens after which it goes on."""
+        self.token_ids += token_ids
+        self.logprobs += logprobs
+        # Last: they say how much there is.
+        self.token_versions += versions
 
     def so_far(self) -> Generation:
-        """A copy, in any thread."""
-        reason, count = self.finish_reason, len(self.token_versions)
+        """All that there is, or a copy of it."""
+        count = len(self.token_versions)
         versions = np.array(self.token_versions[:count], np.int32)
-        return Generation(self.token_ids[:count], self.logprobs[:count], versions, reason)
+        return self.ended or Generation(self.token_ids[:count], self.logprobs[:count], versions, "partial")
 
 
 @dataclass(slots=True, frozen=True)
@@ -82,7 +91,12 @@ class GenerateRequest:
     prompt_id: str
     sample: int
     draft: Draft | None = field(default=None, compare=False)
-    """An engine that `continues` goes on with what is in it, and adds each token; others leave it alone."""
+    """The engine goes on with what is in it, adds what it is sure of, and at last the whole response."""
+
+    @property
+    def so_far(self) -> tuple[int, ...]:
+        """The prompt, and what there is of the response."""
+        return (*self.prompt_ids, *(self.draft.token_ids if self.draft else ()))
 
 
 class EngineFault(Exception):
@@ -97,8 +111,6 @@ class Engine(Protocol):
     """An inference engine that serves one version of the policy at a time."""
 
     name: str
-    continues: bool
-    """Whether it can go on with a `Draft`."""
 
     async def start(self) -> None:
         """Return when requests are served. ConfigError: it can never start. EngineFault("dead"): it did not, this

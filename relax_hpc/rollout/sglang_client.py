@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import numpy as np
 import orjson
 
 from relax_hpc.config.schema import EngineConfig
-from relax_hpc.rollout.engine import EngineFault, GenerateRequest, Generation, Sampling, check_generation
+from relax_hpc.rollout.engine import EngineFault, GenerateRequest, Generation, Sampling
+from relax_hpc.rollout.sglang_stream import Events, Response, answers_of
 from relax_hpc.versions import Version
 
 _HEALTH_TIMEOUT_S = 5.0
@@ -22,13 +22,14 @@ _HEALTH_TIMEOUT_S = 5.0
 class SglangClient:
     """Requests to one server; make it inside a running event loop. Every call has a deadline from `settings`."""
 
-    def __init__(self, url: str, token: str, settings: EngineConfig) -> None:
+    def __init__(self, url: str, token: str, settings: EngineConfig, version: Version) -> None:
+        """``version``: what the server serves."""
         headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         # A new connection a request: the server closes idle ones, and a request on its way there would be lost.
         # No limit: the role decides how many are in flight. No proxies: the token stays between the two.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         self._session = aiohttp.ClientSession(url, headers=headers, connector=connector, trust_env=False)
-        self._settings = settings
+        self._settings, self._version = settings, version
         self._froze_gc = False
         self._unknown_weights = False
         self._running = 0
@@ -45,29 +46,42 @@ class SglangClient:
 
     async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Generation | EngineFault]:
         """See `Engine.generate`. One HTTP request for all: on a CPU that is the quickest."""
-        body = {
-            "input_ids": [request.prompt_ids for request in requests],
-            "sampling_params": {
-                "temperature": sampling.temperature,
-                "top_p": sampling.top_p,
-                "max_new_tokens": sampling.max_new_tokens,
-                "stop_token_ids": sampling.stop_token_ids,
-            },
-            "return_logprob": True,
-        }
         async with self._entry:
             if self._unknown_weights:
                 raise EngineFault("update_failed", "the last update failed; the server's weights are unknown")
+            responses = [Response(request, self._version, sampling.max_new_tokens) for request in requests]
+            asked = [pair for pair in zip(requests, responses, strict=True) if not pair[1].answer]
             self._running += 1
         try:
-            answers = await self._call("/generate", body, self._settings.request_timeout_s)
+            await self._complete(asked, sampling)
         finally:
             self._running -= 1
-        if not isinstance(answers, list) or len(answers) != len(requests):
-            found = len(answers) if isinstance(answers, list) else type(answers).__name__
-            raise EngineFault("wrong_count", f"/generate: found {found} answers to {len(requests)} requests")
+        answers = answers_of(responses)
         await self._freeze_gc()
-        return [_generation(answer, sampling.max_new_tokens) for answer in answers]
+        return answers
+
+    async def _complete(self, asked: list[tuple[GenerateRequest, Response]], sampling: Sampling) -> None:
+        """Have the server give each response what it lacks."""
+        if not asked:
+            return
+        shared = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "stop_token_ids": sampling.stop_token_ids,
+        }
+        body = {
+            "input_ids": [request.so_far for request, _ in asked],
+            "sampling_params": [{**shared, "max_new_tokens": response.missing} for _, response in asked],
+            "return_logprob": True,
+            "stream": True,
+        }
+        async for piece in self._stream("/generate", body, self._settings.request_timeout_s):
+            if "error" in piece:
+                raise EngineFault("http_error", f"/generate: {str(piece['error'])[:300]}")
+            try:
+                asked[piece["index"]][1].add(piece)
+            except (LookupError, TypeError) as error:
+                raise EngineFault("http_error", f"/generate: {error!r} in {str(piece)[:300]}") from error
 
     async def update_weights(self, directory: Path, version: Version) -> None:
         """See `Engine.update_weights`. After a fault, whose weights are unknown, only another update may follow.
@@ -86,7 +100,7 @@ class SglangClient:
                 raise EngineFault("update_failed", f"{version} from {directory}: {fault}") from fault
         if (found := info.get("weight_version")) != str(version):
             raise EngineFault("update_failed", f"the server reports version {found} after an update to {version}")
-        self._unknown_weights = False
+        self._version, self._unknown_weights = version, False
 
     async def _swap(self, weights: dict[str, Any], busy: bool, limit: float) -> dict[str, Any]:
         """Update from disk, a ``busy`` server's requests retracted meanwhile; what it then says of its model."""
@@ -110,46 +124,39 @@ class SglangClient:
 
     async def _call(self, path: str, body: dict[str, Any] | None, timeout_s: float) -> Any:
         """POST `body`, or GET if it is None; the JSON answer, or None where the answer is text."""
+        async with self._exchange(path, body, timeout_s) as reply:
+            content = await reply.read()
+            try:
+                return orjson.loads(content) if reply.content_type == "application/json" else None
+            except ValueError as error:
+                raise EngineFault("http_error", f"{path}: {error} in {content[:300]!r}") from error
+
+    async def _stream(self, path: str, body: dict[str, Any], timeout_s: float) -> AsyncIterator[dict[str, Any]]:
+        """The events that answer a POST of `body`; `timeout_s` is for all of them."""
+        events = Events()
+        async with self._exchange(path, body, timeout_s) as reply:
+            async for part in reply.content.iter_any():
+                try:
+                    found = events.of(part)
+                except ValueError as error:
+                    raise EngineFault("http_error", f"{path}: {error} in {part[:300]!r}") from error
+                for event in found:
+                    yield event
+
+    @contextlib.asynccontextmanager
+    async def _exchange(
+        self, path: str, body: dict[str, Any] | None, timeout_s: float
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A request whose answer is good so far; what goes wrong, in the body of the block too, is a fault."""
         method, data = ("GET", None) if body is None else ("POST", orjson.dumps(body))
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._session.request(method, path, data=data, timeout=timeout) as reply:
-                content = await reply.read()
+                if reply.status != 200:
+                    content = await reply.read()
+                    raise EngineFault("http_error", f"{path}: {reply.status} {content[:300].decode(errors='replace')}")
+                yield reply
         except TimeoutError as error:
             raise EngineFault("timeout", f"{path}: no answer within {timeout_s} s") from error
         except aiohttp.ClientError as error:
             raise EngineFault("connection", f"{path}: {error!r}") from error
-        if reply.status != 200:
-            raise EngineFault("http_error", f"{path}: {reply.status} {content[:300].decode(errors='replace')}")
-        try:
-            return orjson.loads(content) if reply.content_type == "application/json" else None
-        except ValueError as error:
-            raise EngineFault("http_error", f"{path}: {error} in {content[:300]!r}") from error
-
-
-def _generation(answer: dict[str, Any], max_new_tokens: int) -> Generation | EngineFault:
-    try:
-        token_ids, meta = answer["output_ids"], answer["meta_info"]
-        # JSON has no NaN: the server writes null.
-        logprobs = [float("nan") if item[0] is None else item[0] for item in meta["output_token_logprobs"]]
-        versions = _token_versions(meta, len(token_ids))
-        found = Generation(token_ids, logprobs, versions, meta["finish_reason"]["type"])
-    except EngineFault as fault:
-        return fault
-    except (KeyError, TypeError, IndexError) as error:
-        return EngineFault("http_error", f"/generate: unexpected answer, {error!r} in {str(answer)[:300]}")
-    return check_generation(found, max_new_tokens)
-
-
-def _token_versions(meta: dict[str, Any], tokens: int) -> np.ndarray:
-    """int32 [tokens] from the spans of versions (0.5.21), or from the one version of older servers."""
-    spans = meta.get("weight_versions") or [{"version": meta.get("weight_version"), "start": 0, "end": tokens}]
-    versions = np.full(tokens, -1, np.int32)
-    try:
-        for span in spans:
-            versions[span["start"] : span["end"]] = Version.parse(span["version"]).encode()
-    except (ValueError, TypeError) as error:
-        raise EngineFault("unknown_version", f"{error} in {spans}") from error
-    if (versions < 0).any():
-        raise EngineFault("unknown_version", f"{spans} do not cover {tokens} tokens")
-    return versions

@@ -29,6 +29,9 @@ _SERVER = "relax_hpc.rollout.sglang_server"
 _POLL_S = 0.1
 _EXIT_GRACE_S = 1.0
 _HOST = "127.0.0.1"
+_TOLD_TOKENS = 64
+"""Of a response between two pieces that the server tells of."""
+_NEVER = 1 << 30
 _CPU_ARGUMENTS = {
     "device": "cpu",
     "attention_backend": "torch_native",
@@ -46,7 +49,6 @@ class SglangEngine:
     """`Engine` by a server process with its own session, which dies with this process and with `close`."""
 
     name = "sglang"
-    continues = False
 
     def __init__(
         self,
@@ -59,7 +61,7 @@ class SglangEngine:
         place: int | None = None,
     ) -> None:
         self._config, self._settings = config, config.rollout.engine
-        self._model_dir, self._token_file = model_dir, token_file
+        self._model_dir, self._version, self._token_file = model_dir, version, token_file
         self._arguments = server_arguments(config, replica, model_dir, version, place)
         self._log, self._launch_file = log_dir / f"engine-{replica}.log", log_dir / f"engine-{replica}.json"
         self._open = contextlib.AsyncExitStack()
@@ -73,7 +75,7 @@ class SglangEngine:
         try:
             self._process = await self._launch()
             self._open.push_async_callback(end_session, self._process, self._config.liveness.stop_timeout_s)
-            self._client = SglangClient(f"http://{_HOST}:{port}", token, self._settings)
+            self._client = SglangClient(f"http://{_HOST}:{port}", token, self._settings, self._version)
             self._open.push_async_callback(self._client.close)
             await self._wait_healthy()
         except BaseException:
@@ -168,6 +170,8 @@ def server_arguments(
         # Prompts do not recur within a version, and an update flushes the cache.
         "disable_radix_cache": True,
         "skip_server_warmup": True,
+        "incremental_streaming_output": True,
+        "stream_interval": _TOLD_TOKENS if config.rollout.save_partial == "tokens" else _NEVER,
         **(_CPU_ARGUMENTS if config.model.device == "cpu" else {"base_gpu_id": first_gpu}),
         **flags,
     }

@@ -6,8 +6,9 @@ import asyncio
 import hashlib
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -75,7 +76,6 @@ class TransformersEngine:
     """`Engine` by Hugging Face's model, one sample at a time with its cache of keys and values."""
 
     name = "transformers"
-    continues = True
 
     def __init__(self, config: Config, replica: int, model_dir: Path, version: Version) -> None:
         self._dtype, self._timeout_s = config.model.dtype, config.rollout.engine.request_timeout_s
@@ -132,19 +132,22 @@ class TransformersEngine:
 
         stops = self._stops | set(sampling.stop_token_ids)
         draft, version = request.draft or Draft(), self._version.encode()
-        inputs, cache, reason = [*request.prompt_ids, *draft.token_ids], None, "length"
-        while len(draft.token_ids) < sampling.max_new_tokens and reason == "length":
+        drawn, inputs, cache = Draft.of(draft.so_far()), request.so_far, None
+        reason: Literal["stop", "length"] = "length"
+        for position in range(len(drawn.token_ids), sampling.max_new_tokens):
             with torch.inference_mode():
                 output = self._model(torch.tensor([inputs]), past_key_values=cache, use_cache=True, logits_to_keep=1)
-            uniform = keyed_uniform(sampling.seed, request.prompt_id, request.sample, len(draft.token_ids))
+            uniform = keyed_uniform(sampling.seed, request.prompt_id, request.sample, position)
             token, logprob = sample_token(output.logits[0, -1], sampling.temperature, sampling.top_p, uniform)
-            draft.token_ids.append(token)
-            draft.logprobs.append(logprob)
-            draft.token_versions.append(version)
+            drawn.add([token], [logprob], [version])
+            if token in stops:
+                reason = "stop"
+                break
             inputs, cache = [token], output.past_key_values
-            reason = "stop" if token in stops else "length"
-        draft.finish_reason = reason
-        return draft.so_far()
+            if position + 1 < sampling.max_new_tokens:
+                draft.add([token], [logprob], [version])
+        draft.ended = replace(drawn.so_far(), finish_reason=reason)
+        return draft.ended
 
 
 def _build(directory: Path, dtype: str) -> tuple[Any, set[int]]:

@@ -19,17 +19,15 @@ Work = list[tuple[int, int]]
 class Unfinished:
     """The groups of one request. Samples are numbered as in the request: group by group."""
 
-    def __init__(
-        self, work: Work, prompts: Sequence[Prompt], kept: Mapping[int, Leftover], samples: int, continues: bool
-    ) -> None:
-        """``kept``: by ticket. ``continues``: whether the engine can go on with a response that it has not begun."""
+    def __init__(self, work: Work, prompts: Sequence[Prompt], kept: Mapping[int, Leftover], samples: int) -> None:
+        """``kept``: by ticket."""
         self.work, self.prompts, self.samples = work, prompts, samples
         self.drafts: list[Draft] = []
         for (ticket, attempt), prompt in zip(work, prompts, strict=True):
             known = kept.get(ticket)
             rows = known.rows if known and known.is_part_of(ticket, attempt) else {}
-            self.drafts += [_draft(rows.get(k), prompt, continues) for k in range(samples)]
-        self._kept = [(len(draft.token_ids), draft.finish_reason) for draft in self.drafts]
+            self.drafts += [_draft(rows.get(k), prompt) for k in range(samples)]
+        self._kept = [_extent(draft.so_far()) for draft in self.drafts]
         """Of each sample, what the queue has."""
         self._refused: set[int] = set()
 
@@ -41,7 +39,7 @@ class Unfinished:
         return [
             GenerateRequest(request.prompt_ids, request.prompt_id, request.sample, draft)
             for request, draft in zip(requests, self.drafts, strict=True)
-            if draft.finish_reason == PARTIAL
+            if not draft.ended
         ]
 
     def complete(
@@ -49,21 +47,15 @@ class Unfinished:
     ) -> list[Generation | EngineFault]:
         """One answer a sample: the engine's ``answers`` to ``requests``, and what was finished before."""
         answered = {id(request.draft): answer for request, answer in zip(requests, answers, strict=True)}
-        complete = [answered.get(id(draft)) or draft.so_far() for draft in self.drafts]
-        # The drafts of engines that leave them alone.
-        for number, answer in enumerate(complete):
-            if isinstance(answer, Generation):
-                self.drafts[number] = Draft.of(answer)
-        return complete
+        return [answered.get(id(draft)) or draft.so_far() for draft in self.drafts]
 
     def news(self, unfinished_too: bool, max_new_tokens: int) -> dict[int, Generation]:
         """By sample, what there is now and the queue does not have; nothing that it would refuse."""
         found: dict[int, Generation] = {}
         for number, draft in enumerate(self.drafts):
             made = draft.so_far()
-            known = (len(made.token_ids), made.finish_reason) == self._kept[number]
+            known = _extent(made) == self._kept[number]
             wanted = (unfinished_too or made.finish_reason != PARTIAL) and self._ticket(number)[0] not in self._refused
-            wanted = wanted and made.finish_reason != "abort"
             if wanted and not known and made.token_ids and check_generation(made, max_new_tokens) is made:
                 found[number] = made
         return found
@@ -91,15 +83,19 @@ class Unfinished:
         self._refused.update(refused)
         for number, generation in made.items():
             if self._ticket(number)[0] not in self._refused:
-                self._kept[number] = (len(generation.token_ids), generation.finish_reason)
+                self._kept[number] = _extent(generation)
 
     def _ticket(self, number: int) -> tuple[int, int]:
         return self.work[number // self.samples]
 
 
-def _draft(row: Row | None, prompt: Prompt, continues: bool) -> Draft:
+def _extent(made: Generation) -> tuple[int, str]:
+    return len(made.token_ids), made.finish_reason
+
+
+def _draft(row: Row | None, prompt: Prompt) -> Draft:
     """What of a kept ``row`` can be used: nothing if the prompt has changed since."""
-    if row is None or (row["finish_reason"] == PARTIAL and not continues):
+    if row is None:
         return Draft()
     known = int(row["prompt_len"])
     if row["prompt_id"] != prompt.prompt_id or tuple(row["token_ids"][:known].tolist()) != tuple(prompt.token_ids):
