@@ -123,10 +123,14 @@ class SlurmRun:
         problems = [*audit(self.run).problems, *late_writes(self.run)]
         assert not problems, problems
 
-    def finish_soon(self, steps: int = 8) -> None:
-        """Stop an endless run as a user does, which leaves nothing of it, and have it finish after some more steps."""
+    def stop(self) -> None:
+        """End it as a user does, which leaves nothing of it but what is saved."""
         assert "is saved in" in self.call("stop")
         self.assert_nothing_left()
+
+    def finish_soon(self, steps: int = 8) -> None:
+        """Stop an endless run, and have it finish after some more steps."""
+        self.stop()
         more = self.step() + steps
         self.resume(more)
         self.finish()

@@ -21,9 +21,9 @@ from tests.run_helpers import Running, queue_state, read_metrics, running, train
 requires("sglang", "mpi", "torch", "megatron")
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "runs" / "quickstart.yaml"
-STEPS = 200
+STEPS = 100
 KILL_AFTER = 20
-SHORTER = {"steps": STEPS, "checkpoint": {"every": 100}, "eval": {"every": 100}}
+SHORTER = {"steps": STEPS, "checkpoint": {"every": 50}, "eval": {"every": 50}}
 START_S = 300.0
 RUN_S = 900.0
 

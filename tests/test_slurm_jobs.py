@@ -24,7 +24,7 @@ def test_jobs_of_real_engines_survive_everything(sandbox: Sandbox, tmp_path: Pat
         nodes_lose_power(live)
         a_job_is_cancelled_and_comes_back_by_command(live)
         slurm_is_restarted(live)
-        live.finish_soon()
+        live.stop()
 
 
 def ranks_die(live: SlurmRun) -> None:
