@@ -12,7 +12,6 @@ BASE = [
     "docstring-parser>=0.16",
     "PyYAML>=6",
     "numpy>=1.26",
-    "pyzmq>=25.1.2",
     "msgpack>=1",
     "xxhash>=3",
     "h5py>=3.10",

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-import zmq
 
 from relax_hpc.config.schema import Config
 from relax_hpc.rendezvous.roster import Card, claim_epoch, publish_card
@@ -22,6 +21,7 @@ from relax_hpc.transfer_queue.controller import Controller
 from relax_hpc.transfer_queue.plan import Plan
 from relax_hpc.transfer_queue.schema import Row, sample_id
 from relax_hpc.transfer_queue.snapshots import RECORDS
+from relax_hpc.transfer_queue.sockets import Connection, connect
 from relax_hpc.versions import Version
 
 BUDGET = 1 << 30
@@ -71,11 +71,17 @@ def in_thread(run: RunDir, config: Config, snapshot_every: int = RECORDS) -> Ite
         yield controller
     finally:
         stop.set()
-        with zmq.Context() as context, context.socket(zmq.DEALER) as bell:
-            bell.connect(controller.endpoint)
-            bell.send(b"")
-            thread.join(timeout=10)
+        connect(controller.endpoint, 10.0).close()
+        thread.join(timeout=10)
         controller.close()
+
+
+def next_frame(connection: Connection, seconds: float = 5.0) -> bytearray:
+    """What comes first. TimeoutError: nothing does."""
+    connection.socket.settimeout(seconds)
+    while not (frames := connection.receive()):
+        pass
+    return frames[0]
 
 
 class HubProcess:

@@ -55,7 +55,7 @@ class Paper(Desk):
     def ask(self, group: str, epoch: int, key: str, op: str, /, **args: Any) -> Any:
         """The answer; None: not yet."""
         try:
-            return self.handle(Request(b"", 0, f"{group}-{epoch}#{key}", (group, epoch), op, args, 0.0, 0.0))
+            return self.handle(Request(0, 0, f"{group}-{epoch}#{key}", (group, epoch), op, args, 0.0, 0.0))
         except Parked:
             return None
 

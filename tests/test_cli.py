@@ -259,7 +259,7 @@ def test_the_command_line_loads_nothing_heavy(argv: list[str], tmp_path: Path) -
         "import sys; from relax_hpc.cli import main\n"
         "try: main(sys.argv[1:])\n"
         "except SystemExit: pass\n"
-        "print([name for name in ('torch', 'zmq', 'matplotlib', 'transformers', 'h5py') if name in sys.modules])"
+        "print([name for name in ('torch', 'msgpack', 'matplotlib', 'transformers', 'h5py') if name in sys.modules])"
     )
     command = [sys.executable, "-c", code, *argv]
     output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout

@@ -21,7 +21,6 @@ ROOT = Path(__file__).resolve().parent.parent
 LOCKS = sorted((ROOT / "env").glob("requirements-*.txt"))
 IMPORT_NAMES = {
     "yaml": "pyyaml",
-    "zmq": "pyzmq",
     "megatron": "megatron-core",
     "PIL": "pillow",
     "nixl_cu12": "nixl-cu12",

@@ -8,12 +8,12 @@ import time
 
 import numpy as np
 import pytest
-import zmq
 
 from relax_hpc.transfer_queue.lengths import packed
+from relax_hpc.transfer_queue.sockets import connect
 from relax_hpc.transfer_queue.wire import seal, unseal
 from relax_hpc.versions import Version
-from tests.queue_helpers import BUDGET, Roles, in_thread, make_run, rows_of, small
+from tests.queue_helpers import BUDGET, Roles, in_thread, make_run, next_frame, rows_of, small
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
@@ -77,15 +77,12 @@ class Wire:
     """Speaks the protocol by hand, so that a request can be repeated with its key."""
 
     def __init__(self, run, endpoint: str) -> None:
-        self.token, self.context = run.token(), zmq.Context()
-        self.socket = self.context.socket(zmq.DEALER)
-        self.socket.connect(endpoint)
+        self.token, self.connection = run.token(), connect(endpoint, 5.0)
 
     def ask(self, group: str, number: int, op: str, **args):
         message = {"id": number, "client": f"{group}-wire", "group": group, "epoch": 1, "op": op, "args": args}
-        self.socket.send(seal(self.token, {**message, "patience": 5.0}))
-        assert self.socket.poll(5000), op
-        reply = unseal(self.token, self.socket.recv())
+        self.connection.send(seal(self.token, {**message, "patience": 5.0}))
+        reply = unseal(self.token, next_frame(self.connection))
         assert "error" not in reply, reply
         return reply["result"]
 
@@ -93,7 +90,7 @@ class Wire:
         return self
 
     def __exit__(self, *_):
-        self.context.destroy(linger=0)
+        self.connection.close()
 
 
 def requests(group_rows: list[dict]):

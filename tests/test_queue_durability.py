@@ -19,7 +19,7 @@ def config():
 
 
 def ask(controller: Controller, number: int, op: str, **args) -> dict:
-    return controller.handle(Request(b"", number, f"c#{number}", ("actor", 1), op, args, 0.0, 0.0))
+    return controller.handle(Request(0, number, f"c#{number}", ("actor", 1), op, args, 0.0, 0.0))
 
 
 def test_nobody_waits_for_the_journal_and_it_is_not_late_for_long(tmp_path, config, monkeypatch):

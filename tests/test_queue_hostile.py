@@ -12,7 +12,6 @@ from typing import Any
 
 import msgpack
 import pytest
-import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -26,6 +25,7 @@ from relax_hpc.transfer_queue.journal import Journal, JournalError
 from relax_hpc.transfer_queue.plan import GENERATED, Plan
 from relax_hpc.transfer_queue.requests import Refused, parse
 from relax_hpc.transfer_queue.shard import MAX_NAME_BYTES, ShardError, check_name, pack
+from relax_hpc.transfer_queue.sockets import connect
 from relax_hpc.transfer_queue.store import ShardReader
 from relax_hpc.transfer_queue.wire import MAX_MESSAGE_BYTES, BadMessage, seal, unseal
 from relax_hpc.versions import Version
@@ -237,20 +237,17 @@ def test_a_real_controller_outlives_them_all(served):
     version = Version(1, 0)
     tickets = roles.admit(version)
     assert roles["rollout"].generated(rows_of(tickets, version)) == {}
-    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
     sockets = []
-    for raw in (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), greeting, greeting + os.urandom(99), greeting[:5]):
+    endless, cut = struct.pack("<I", (1 << 32) - 1), struct.pack("<I", 1000) + b"x"
+    for raw in (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), endless, cut, cut[:3], struct.pack("<I", 0) * 99):
         sockets.append(socket.create_connection((host, int(port)), 10.0))
         sockets[-1].sendall(raw)
-    huge = greeting + b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER" + b"\x02" + struct.pack(">Q", 1 << 62)
-    sockets.append(socket.create_connection((host, int(port)), 10.0))
-    sockets[-1].sendall(huge)
-    with zmq.Context() as context:
-        for frame in strangers_bytes(token):
-            with context.socket(zmq.DEALER) as dealer:
-                dealer.connect(endpoint)
-                dealer.send(frame)
-                dealer.send_multipart([frame, b"more"])
+    for frame in strangers_bytes(token):
+        connection = connect(endpoint, 10.0)
+        with contextlib.suppress(OSError):
+            connection.send(frame)
+            connection.send(frame)
+        connection.close()
     roles.learn(version)
     rows = roles.train(step)
     assert [row["sample_id"] for row in rows] == [row["sample_id"] for row in rows_of(tickets, version)]
@@ -264,11 +261,11 @@ def test_a_real_controller_outlives_them_all(served):
 @given(frames=st.lists(st.binary(max_size=300), max_size=5), sealed=st.booleans())
 def test_a_real_controller_answers_after_any_bytes(served, frames, sealed):
     roles, hub, endpoint = served
-    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-        dealer.connect(endpoint)
-        for frame in frames:
-            dealer.send(mac(roles["actor"].run.token(), frame) if sealed else frame)
-        assert roles["actor"].call("status")["trained_steps"] <= 1 and hub.process.poll() is None
+    connection = connect(endpoint, 10.0)
+    for frame in frames:
+        connection.send(mac(roles["actor"].run.token(), frame) if sealed else frame)
+    assert roles["actor"].call("status")["trained_steps"] <= 1 and hub.process.poll() is None
+    connection.close()
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

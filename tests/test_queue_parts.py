@@ -97,7 +97,7 @@ def test_a_busy_client_does_not_push_out_the_answers_of_another():
 
 
 def request(topic: str, number: int, deadline: float = 1e12, common: bool = False, **args: int) -> Request:
-    made = Request(b"", number, f"c#{number}", ("g", number), "claim", args, 0.0, deadline)
+    made = Request(0, number, f"c#{number}", ("g", number), "claim", args, 0.0, deadline)
     made.topic, made.common = topic, common
     return made
 

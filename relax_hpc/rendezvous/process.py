@@ -116,5 +116,5 @@ def _run(work: Callable[[], int], watcher: int) -> None:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        # Library threads (gloo, zmq, engines) must not keep it alive.
+        # Library threads (gloo, engines) must not keep it alive.
         os._exit(code)

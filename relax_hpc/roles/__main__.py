@@ -142,5 +142,5 @@ def main(argv: list[str] | None = None) -> int:
 if __name__ == "__main__":
     exit_code = main()
     sys.stdout.flush()
-    # Library threads (gloo, zmq, engines) must not keep a finished role alive.
+    # Library threads (gloo, engines) must not keep a finished role alive.
     os._exit(exit_code)

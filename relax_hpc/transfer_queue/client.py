@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import zmq
 
 from relax_hpc.config.schema import Config
 from relax_hpc.errors import DeadlineError, FencedError, RefusedError, RelaxError
@@ -32,6 +30,7 @@ from relax_hpc.transfer_queue.planes import SlabPool
 from relax_hpc.transfer_queue.records import OBSERVER_EPOCH
 from relax_hpc.transfer_queue.schema import BadRow, Row, sample_id
 from relax_hpc.transfer_queue.shard import ShardError, aligned
+from relax_hpc.transfer_queue.sockets import Bell, Connection, connect
 from relax_hpc.transfer_queue.store import ShardReader, ShardStore, files_of, planes_of
 from relax_hpc.transfer_queue.wire import BadMessage, seal, unseal
 
@@ -47,6 +46,10 @@ class _Call:
     message: dict[str, Any]
     until: float
     since: float
+
+    def request(self) -> dict[str, Any]:
+        """The message, with how long its answer is waited for yet."""
+        return {**self.message, "patience": max(0.0, self.until - time.monotonic())}
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,16 +148,11 @@ class QueueClient:
         self._token = run.token()
         self._ids = itertools.count(1)
         self._shard_ids = itertools.count(1)
-        self._outbox: queue.SimpleQueue[_Call] = queue.SimpleQueue()
         self._calls: dict[int, _Call] = {}
+        self._line = _Line(run, self._token)
+        self._lock = threading.Lock()
+        """Of the calls, and of what is sent."""
         self._closing = threading.Event()
-        self._context = zmq.Context()
-        self._wake_address = f"inproc://wake-{id(self)}"
-        self._wake_in = self._context.socket(zmq.PAIR)
-        self._wake_in.bind(self._wake_address)
-        self._wake_out = self._context.socket(zmq.PAIR)
-        self._wake_out.connect(self._wake_address)
-        self._wake_lock = threading.Lock()
         self._thread = threading.Thread(target=self._talk, name=f"queue-{self.member}", daemon=True)
         self._thread.start()
 
@@ -166,9 +164,12 @@ class QueueClient:
         number, now = next(self._ids), time.monotonic()
         message = {"id": number, "client": self.name, "group": self.group, "epoch": self.epoch, "op": op, "args": args}
         call = _Call(_running(), message, now + timeout, now)
-        self._outbox.put(call)
-        if not self._wake():
-            self._fail_all(RelaxError(f"{op}: this connection to the queue is closed"))
+        with self._lock:
+            if open_yet := not self._closing.is_set():
+                self._calls[number] = call
+                self._line.send(call)
+        if not open_yet:
+            call.future.set_exception(RelaxError(f"{op}: this connection to the queue is closed"))
         return call.future
 
     def call(self, op: str, timeout: float | None = None, **args: Any) -> dict[str, Any]:
@@ -258,58 +259,53 @@ class QueueClient:
 
     # -- the talking thread ------------------------------------------------------------------------------------
 
-    def _wake(self) -> bool:
-        with self._wake_lock:
-            if self._closing.is_set():
-                return False
-            self._wake_out.send(b"")
-            return True
-
     def _talk(self) -> None:
-        line = _Line(self._context, self.run, self._token)
         error = RelaxError("the connection to the queue was closed before the answer came")
         try:
-            self._serve(line)
+            self._serve()
         except Exception as failure:
             error = RelaxError(f"the connection to the queue broke: {type(failure).__name__}: {failure}")
             error.__cause__ = failure
         finally:
-            with self._wake_lock:
+            with self._lock:
                 self._closing.set()
-            line.close()
-            self._fail_all(error)
+                self._line.close()
+            self._fail(self._take_calls(), error)
 
-    def _fail_all(self, error: RelaxError) -> None:
+    def _take_calls(self, late: float | None = None) -> list[_Call]:
+        """Calls that are waited for no more: all, or those whose time was over at ``late``."""
+        with self._lock:
+            taken = [number for number, call in self._calls.items() if late is None or late > call.until + 1.0]
+            return [self._calls.pop(number) for number in taken]
+
+    def _fail(self, calls: list[_Call], error: RelaxError) -> None:
         """Nobody waits for an answer that cannot come."""
-        self._drain_outbox()
-        while self._calls:
-            self._calls.popitem()[1].future.set_exception(error)
+        for call in calls:
+            call.future.set_exception(error)
 
-    def _drain_outbox(self) -> list[_Call]:
-        calls: list[_Call] = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                calls.append(self._outbox.get_nowait())
-                self._calls[calls[-1].message["id"]] = calls[-1]
-        return calls
-
-    def _serve(self, line: _Line) -> None:
+    def _serve(self) -> None:
         beat_at, file_at, beat_s = 0.0, 0.0, self.config.liveness.beat_s
         while not self._closing.is_set():
             now = time.monotonic()
             if now >= beat_at:
-                line.follow(list(self._calls.values()), now, 2 * beat_s)
-                self._send(line, self._beat_call(now))
+                if connection := self._line.found(now, 2 * beat_s, beat_s):
+                    with self._lock:
+                        self._line.take(connection, list(self._calls.values()))
+                beat = self._beat_call(now)
+                with self._lock:
+                    self._line.send(beat)
                 if now >= file_at and self.epoch != OBSERVER_EPOCH:
                     self._write_beat()
                     file_at = now + BEAT_FILE_S
                 self._expire(now)
                 beat_at = now + beat_s
-            wake = line.wait(self._wake_in, max(0.0, beat_at - time.monotonic()))
-            if wake:
-                self._take_outbox(line)
-            for reply in line.replies():
+            self._line.wait(max(0.0, beat_at - time.monotonic()))
+            with self._lock:
+                replies, broken = self._line.replies()
+            for reply in replies:
                 self._settle(reply)
+            if broken:
+                beat_at = 0.0
 
     def _write_beat(self) -> None:
         """For `status` while the hub does not answer. A full disk must not end the talking."""
@@ -329,18 +325,8 @@ class QueueClient:
         message["args"] = {"member": self.member, "holds": holds, **self._about()}
         return _Call(_running(), message, now + 1.0, now)
 
-    def _take_outbox(self, line: _Line) -> None:
-        while self._wake_in.poll(0):
-            self._wake_in.recv()
-        for call in self._drain_outbox():
-            self._send(line, call)
-
-    def _send(self, line: _Line, call: _Call) -> None:
-        line.send({**call.message, "patience": max(0.0, call.until - time.monotonic())})
-
     def _expire(self, now: float) -> None:
-        for number in [n for n, call in self._calls.items() if now > call.until + 1.0]:
-            call = self._calls.pop(number)
+        for call in self._take_calls(late=now):
             card = latest_card(self.run, "hub")
             log = self.run.logs("hub", card.epoch if card else 1)
             text = f"{call.message['op']}: the hub has not answered for {now - call.since:.0f} s; open {log}"
@@ -348,15 +334,12 @@ class QueueClient:
 
     def _settle(self, reply: dict[str, Any]) -> None:
         if reply.get("kind") == "fenced":
-            error = FencedError(reply["error"])
-            for call in self._calls.values():
-                call.future.set_exception(error)
-            self._calls.clear()
-        call = self._calls.pop(reply["id"], None)
+            self._fail(self._take_calls(), FencedError(reply["error"]))
+        with self._lock:
+            call = self._calls.pop(reply["id"], None)
         if call is None:
             self._free(reply.get("result") or {})
-            return
-        if "error" in reply:
+        elif "error" in reply:
             call.future.set_exception(_ERRORS.get(reply["kind"], RefusedError)(reply["error"]))
         else:
             call.future.set_result(reply["result"])
@@ -380,14 +363,10 @@ class QueueClient:
             with contextlib.suppress(Exception):
                 self.settle(_SETTLE_S)
             self._store.close()
-        with self._wake_lock:
-            if not self._closing.is_set():
-                self._closing.set()
-                self._wake_out.send(b"")
+        self._closing.set()
+        self._line.bell.ring()
         self._thread.join(timeout=5.0)
-        self._wake_in.close(0)
-        self._wake_out.close(0)
-        self._context.destroy(linger=0)
+        self._line.bell.close()
 
     def __enter__(self) -> QueueClient:
         return self
@@ -397,54 +376,75 @@ class QueueClient:
 
 
 class _Line:
-    """The socket to the controller of the highest epoch."""
+    """The connection to the controller of the highest epoch."""
 
-    def __init__(self, context: zmq.Context, run: RunDir, token: bytes) -> None:
-        self.context, self.run, self.token = context, run, token
-        self.card: Card | None = None
-        self.socket: zmq.Socket | None = None
-        self.heard = 0.0
+    def __init__(self, run: RunDir, token: bytes) -> None:
+        self.run, self.token, self.bell = run, token, Bell()
+        self._card: Card | None = None
+        self._connection: Connection | None = None
+        self._heard = 0.0
+        self._broken = False
 
-    def follow(self, calls: list[_Call], now: float, patience: float) -> None:
-        """Connect to a newer controller if this one has been silent for ``patience`` seconds."""
-        if self.socket is not None and now - self.heard < patience:
-            return
+    def found(self, now: float, patience: float, seconds: float) -> Connection | None:
+        """A new connection, if there is none, or this one is silent for ``patience`` and there is a newer controller.
+
+        It takes ``seconds`` at most.
+        """
+        if self._connection and now - self._heard < patience:
+            return None
         card = latest_card(self.run, "hub")
-        if card is None or (self.card is not None and card.epoch <= self.card.epoch):
-            return
+        if card is None or (self._connection and self._card and card.epoch <= self._card.epoch):
+            return None
+        try:
+            connection = connect(card.endpoint, seconds)
+        except OSError:
+            return None
+        self._card = card
+        return connection
+
+    def take(self, connection: Connection, calls: Sequence[_Call]) -> None:
+        """Go on with ``connection``, and ask again what was not answered."""
         self.close()
-        self.card, self.heard = card, now
-        self.socket = self.context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.connect(card.endpoint)
+        self._connection, self._broken, self._heard = connection, False, time.monotonic()
         for call in calls:
-            self.send({**call.message, "patience": max(0.0, call.until - now)})
+            self.send(call)
 
-    def send(self, message: dict[str, Any]) -> None:
-        if self.socket is not None:
-            self.socket.send(seal(self.token, message))
-
-    def wait(self, wake: zmq.Socket, seconds: float) -> bool:
-        """Sleep until a reply or ``wake``; whether it was (also) the latter."""
-        poller = zmq.Poller()
-        poller.register(wake, zmq.POLLIN)
-        if self.socket is not None:
-            poller.register(self.socket, zmq.POLLIN)
-        return wake in dict(poller.poll(seconds * 1000))
-
-    def replies(self) -> list[dict[str, Any]]:
-        replies: list[dict[str, Any]] = []
-        while self.socket is not None and self.socket.poll(0):
+    def send(self, call: _Call) -> None:
+        """Now, or with whatever connection is found next."""
+        if self._connection and not self._broken:
             try:
-                replies.append(unseal(self.token, self.socket.recv()))
-                self.heard = time.monotonic()
-            except BadMessage:
-                continue
-        return replies
+                self._connection.send(seal(self.token, call.request()))
+            except OSError:
+                self._broken = True
+            if self._broken or self._connection.waits:
+                self.bell.ring()
+
+    def wait(self, seconds: float) -> None:
+        """Until there may be replies, or the bell rings."""
+        self.bell.wait(None if self._broken else self._connection, seconds)
+
+    def replies(self) -> tuple[list[dict[str, Any]], bool]:
+        """What has come; and whether the connection has just broken."""
+        replies: list[dict[str, Any]] = []
+        if self._connection is None:
+            return replies, False
+        try:
+            self._connection.flush()
+            frames = [] if self._broken else self._connection.receive()
+        except (OSError, BadMessage):
+            frames, self._broken = [], True
+        for frame in frames:
+            with contextlib.suppress(BadMessage):
+                replies.append(unseal(self.token, frame))
+                self._heard = time.monotonic()
+        if broken := self._broken:
+            self.close()
+        return replies, broken
 
     def close(self) -> None:
-        if self.socket is not None:
-            self.socket.close(0)
+        if self._connection:
+            self._connection.close()
+            self._connection = None
 
 
 def _summarise(rows: Sequence[Row], fields: Sequence[str]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The queue controller: one process, one writer. Requests come over ZeroMQ, effects go through the journal.
+"""The queue controller: one process, one writer. Requests come over TCP, effects go through the journal.
 
 A request that cannot be answered yet (no rows, no ticket, no newer version) is parked and answered the moment it can,
 so nobody polls.
@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import zmq
-
 from relax_hpc.config.schema import Durability
 from relax_hpc.errors import FencedError
 from relax_hpc.rundir import RunDir
@@ -25,18 +23,15 @@ from relax_hpc.transfer_queue.plan import SUPERVISOR, Plan
 from relax_hpc.transfer_queue.requests import Refused, Request, parse
 from relax_hpc.transfer_queue.shard import SHARD_NAME
 from relax_hpc.transfer_queue.snapshots import RECORDS, Snapshot, SnapshotError, Snapshots
+from relax_hpc.transfer_queue.sockets import Listener
 from relax_hpc.transfer_queue.state import QueueState
-from relax_hpc.transfer_queue.wire import MAX_MESSAGE_BYTES, seal, unseal
+from relax_hpc.transfer_queue.wire import seal, unseal
 
 Reply = dict[str, Any]
 _LOOK_S = 0.05
 """How often at least to look for a successor while nothing changes, seconds."""
-_NOW, _MORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
-"""As numbers: combining enumerations takes a good part of a message."""
 _LATE_S = 1.0
 """How late at most the journal is with durability `none`, seconds."""
-_AT_ONCE = 1000
-"""Messages that are taken before their effects are committed together."""
 
 
 class Controller(Desk):
@@ -61,11 +56,8 @@ class Controller(Desk):
         self._replay()
         self._end_former_groups()
         self._sweep()
-        self.context = zmq.Context()
-        self.socket = self.context.socket(zmq.ROUTER)
-        self.socket.setsockopt(zmq.LINGER, 1000)
-        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self.endpoint = f"tcp://{host}:{self.socket.bind_to_random_port(f'tcp://{host}')}"
+        self.listener = Listener(host)
+        self.endpoint = self.listener.endpoint
 
     # -- start -------------------------------------------------------------------------------------------------
 
@@ -126,12 +118,9 @@ class Controller(Desk):
 
     def serve(self, until: Callable[[], bool]) -> None:
         """Answer requests until ``until()``; asked at least once a second. FencedError once there is a successor."""
-        poller = zmq.Poller()
-        poller.register(self.socket, zmq.POLLIN)
         look_at = 0.0
         while not until():
-            poller.poll(self._patience() * 1000)
-            replies = self._drain()
+            replies = self._take(self.listener.receive(self._patience()))
             wrote = self._commit()
             # A change counts only if a successor replays it, so look before telling of it; other answers may be late.
             if wrote or time.monotonic() >= look_at:
@@ -139,8 +128,7 @@ class Controller(Desk):
                 self._check_successor()
                 self.event_log.check()
             for peer, reply in replies:
-                self.socket.send(peer, _MORE)
-                self.socket.send(seal(self.token, reply))
+                self.listener.send(peer, seal(self.token, reply))
             if not self.late_s or wrote:
                 self._after_replies()
 
@@ -182,27 +170,23 @@ class Controller(Desk):
         self.snapshots.close()
         self.event_log.close()
         self.journal.close()
-        self.socket.close()
-        self.context.term()
+        self.listener.close()
 
     # -- messages ----------------------------------------------------------------------------------------------
 
-    def _drain(self) -> list[tuple[bytes, Reply]]:
-        """Take what has come; the answers that there are now."""
-        replies: list[tuple[bytes, Reply]] = []
-        for _ in range(_AT_ONCE):
+    def _take(self, frames: list[tuple[int, bytearray]]) -> list[tuple[int, Reply]]:
+        """Take what has come; the answers that there are now. What it does is committed together."""
+        replies: list[tuple[int, Reply]] = []
+        for peer, frame in frames:
             try:
-                peer, frame = self.socket.recv_multipart(_NOW)
                 request = parse(peer, unseal(self.token, frame))
-            except zmq.Again:
-                break
             except ValueError:
                 self.refused_frames += 1
                 continue
             if not self._answer(request, replies):
                 self.parking.add(request)
         # Who waited is told first: its work is late, while who put something goes on to write its file.
-        waited: list[tuple[bytes, Reply]] = []
+        waited: list[tuple[int, Reply]] = []
         self.parking.wake(self.state.woken, lambda request: self._answer(request, waited))
         replies = waited + replies
         for request in self.parking.take_overdue():
@@ -210,7 +194,7 @@ class Controller(Desk):
                 replies.append((request.peer, self._reply(request, error=self._overdue(request), kind="deadline")))
         return replies
 
-    def _answer(self, request: Request, replies: list[tuple[bytes, Reply]]) -> bool:
+    def _answer(self, request: Request, replies: list[tuple[int, Reply]]) -> bool:
         """Whether there is an answer, which is in ``replies`` then."""
         try:
             reply = self._reply(request, result=self.handle(request))

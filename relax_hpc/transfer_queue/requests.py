@@ -41,7 +41,7 @@ class Refused(Exception):
 class Request:
     """One message of a client, with where to send the answer. Times are of the monotonic clock, seconds."""
 
-    peer: bytes
+    peer: int
     id: int
     key: str
     owner: Owner
@@ -57,7 +57,7 @@ class Request:
     """No request that waits for the same can be answered either."""
 
 
-def parse(peer: bytes, message: dict[str, Any]) -> Request:
+def parse(peer: int, message: dict[str, Any]) -> Request:
     """The request in ``message``; BadMessage if it is none."""
     try:
         number, epoch, patience = message["id"], message["epoch"], float(message["patience"])

@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-import zmq
-
 from relax_hpc.config.schema import Config
 from relax_hpc.rendezvous.roster import Card, claim_epoch, publish_card
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.controller import Controller
 from relax_hpc.transfer_queue.plan import Plan
+from relax_hpc.transfer_queue.sockets import connect
 
 _END_S = 10.0
 
@@ -36,14 +35,7 @@ def serving(run: RunDir, config: Config, host: str = "127.0.0.1") -> Iterator[Co
             yield controller
         finally:
             stop.set()
-            _ring(controller.endpoint)
+            # It looks whether it is to end.
+            connect(controller.endpoint, _END_S).close()
     controller.close()
     served.result(_END_S)
-
-
-def _ring(endpoint: str) -> None:
-    """Have it look whether it is to end."""
-    with zmq.Context() as context, context.socket(zmq.DEALER) as bell:
-        bell.setsockopt(zmq.LINGER, 1000)
-        bell.connect(endpoint)
-        bell.send(b"")

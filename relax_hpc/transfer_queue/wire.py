@@ -27,7 +27,7 @@ def seal(token: bytes, message: dict[str, Any]) -> bytes:
     return _mac(token, payload) + payload
 
 
-def unseal(token: bytes, frame: bytes) -> dict[str, Any]:
+def unseal(token: bytes, frame: bytes | bytearray) -> dict[str, Any]:
     """The message in ``frame``; BadMessage if it is too large, not ours, or not a map."""
     if not _MAC_BYTES < len(frame) <= MAX_MESSAGE_BYTES:
         raise BadMessage(f"frame of {len(frame)} bytes")

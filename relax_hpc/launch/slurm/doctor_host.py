@@ -24,7 +24,7 @@ SHARED = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "panfs", "wekafs", "gluster
 """Beginnings of the names of filesystems that several hosts see."""
 MEMORY = ("tmpfs", "ramfs", "devtmpfs", "overlay")
 """Filesystems that no other host can see."""
-NEEDED_MODULES = ("relax_hpc", "mpi4py", "yaml", "jsonargparse", "psutil", "zmq")
+NEEDED_MODULES = ("relax_hpc", "mpi4py", "yaml", "jsonargparse", "psutil", "msgpack")
 MAX_PATH = 1000
 """Bytes of the run directory's path: files under it have names of up to some 200, and Linux allows 4096 in all."""
 MIN_FREE = 2 << 30

@@ -169,7 +169,7 @@ def latency(setting: Setting) -> list[Line]:
             peers = 1e3 * median([quantile(one, share) for one in theirs]) if theirs else None
             targets = {"most": most} if durability == "flush" else {}
             limit = (
-                f"two requests, each through 2 processes and 4 threads: one that does nothing takes {request:.3f} ms"
+                f"two requests, each through 2 processes and 3 threads: one that does nothing takes {request:.3f} ms"
             )
             limit += "; a put is journaled before it is told" + (", by fdatasync" if durability == "commit" else "")
             name = f"one sample, p{100 * share:.0f}, {durability}"

@@ -79,7 +79,7 @@ class Table:
 
     def ask(self, group: str, op: str, **args: Any) -> dict[str, Any]:
         number = next(self._numbers)
-        answer = self.desk.handle(Request(b"", number, f"{group}#{number}", (group, 1), op, args, 0.0, 0.0))
+        answer = self.desk.handle(Request(0, number, f"{group}#{number}", (group, 1), op, args, 0.0, 0.0))
         if not number % TOGETHER:
             self.commit()
         return answer

@@ -14,14 +14,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import zmq
-
 from relax_hpc.config.schema import Config, GroupConfig
 from relax_hpc.rendezvous.roster import Card, claim_epoch, publish_card
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.controller import Controller
 from relax_hpc.transfer_queue.lengths import packed
 from relax_hpc.transfer_queue.plan import GENERATED, Plan
+from relax_hpc.transfer_queue.sockets import connect
 from relax_hpc.transfer_queue.wire import seal, unseal
 from relax_hpc.versions import Version
 
@@ -117,19 +116,18 @@ class Line:
 
     def __init__(self, token: bytes, endpoint: str, name: str) -> None:
         self.token, self.name = token, name
-        self.context = zmq.Context()
-        self.socket = self.context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.connect(endpoint)
-        self.numbers = itertools.count(1)
+        self.connection, self.numbers = connect(endpoint, WAIT_S), itertools.count(1)
+        self.connection.socket.settimeout(WAIT_S)
 
     def send(self, group: str, op: str, **args: Any) -> None:
         message = {"id": next(self.numbers), "client": self.name, "group": group, "epoch": 1, "op": op, "args": args}
-        self.socket.send(seal(self.token, {**message, "patience": WAIT_S}))
+        self.connection.send(seal(self.token, {**message, "patience": WAIT_S}))
 
     def receive(self) -> dict[str, Any]:
-        assert self.socket.poll(1000 * WAIT_S), "the controller does not answer"
-        reply = unseal(self.token, self.socket.recv())
+        frames: list[bytearray] = []
+        while not frames:
+            frames = self.connection.receive()
+        reply = unseal(self.token, frames[0])
         assert "error" not in reply, reply["error"]
         return reply["result"]
 
@@ -138,7 +136,7 @@ class Line:
         return self.receive()
 
     def close(self) -> None:
-        self.context.destroy(linger=0)
+        self.connection.close()
 
 
 def resident(pid: int) -> int:
@@ -181,9 +179,7 @@ class Hub:
     def end(self) -> dict[str, Any]:
         """Stop it; what it has cost."""
         self._pipe.send("end")
-        bell = self.line("bell")
-        bell.ask("bell", "beat", member="bell")
-        bell.close()
+        connect(self.endpoint, WAIT_S).close()
         return receive(self._pipe)
 
 
