@@ -8,8 +8,8 @@ import pytest
 
 from relax_hpc.config.schema import PlanesConfig
 from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue.claims import DAMAGED, check_claim, sound_claim
-from relax_hpc.transfer_queue.shard import ShardError
+from relax_hpc.transfer_queue import claims
+from relax_hpc.transfer_queue.claims import DAMAGED, MISSING, check_claim, sound_claim
 from relax_hpc.versions import Version
 from tests.queue_helpers import BUDGET, Roles, in_thread, make_run, rows_of, small
 
@@ -39,8 +39,9 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("damage", [cut, flip])
-def test_groups_in_a_damaged_shard_are_generated_again(tmp_path, damage):
+@pytest.mark.parametrize(("damage", "reason"), [(cut, DAMAGED), (flip, DAMAGED), (Path.unlink, MISSING)])
+def test_groups_in_a_damaged_shard_are_generated_again(tmp_path, damage, reason, monkeypatch):
+    monkeypatch.setattr(claims, "_APPEARS_S", 0.0)
     run, config = make_run(tmp_path / "run"), small()
     config.queue.planes = FILES_ALONE
     with in_thread(run, config), Roles(run, config) as roles:
@@ -48,21 +49,31 @@ def test_groups_in_a_damaged_shard_are_generated_again(tmp_path, damage):
         tickets = generated(roles, version)
         damage(newest_shard(run))
         assert not check_claim(roles["reference"], roles["reference"].claim("reference", BUDGET))
-        assert roles["actor"].call("status")["dropped"] == {DAMAGED: config.samples_per_group}
+        assert roles["actor"].call("status")["dropped"] == {reason: config.samples_per_group}
         assert roles.admit(version) == tickets[-1:]
         assert roles["rollout"].generated(rows_of(tickets[-1:], version)) == {}
         roles["rollout"].settle()
-        claims = [sound_claim(roles["reference"], "reference", BUDGET) for _ in tickets]
-        assert [ticket for claim in claims for ticket in claim.tickets] == tickets
+        found = [sound_claim(roles["reference"], "reference", BUDGET) for _ in tickets]
+        assert [ticket for claim in found for ticket in claim.tickets] == tickets
 
 
-def test_a_shard_that_is_not_there_is_no_damage(tmp_path):
+def test_a_file_that_is_seen_late_is_no_damage(tmp_path, monkeypatch):
+    monkeypatch.setattr(claims, "_LOOK_S", 0.01)
     run, config = make_run(tmp_path / "run"), small()
     config.queue.planes = FILES_ALONE
     with in_thread(run, config), Roles(run, config) as roles:
-        generated(roles, roles.start())
-        newest_shard(run).unlink()
-        claim = roles["reference"].claim("reference", BUDGET)
-        with pytest.raises(ShardError):
-            check_claim(roles["reference"], claim)
-        assert not roles["actor"].call("status")["dropped"]
+        tickets, path = generated(roles, roles.start()), newest_shard(run)
+        hidden = path.rename(path.with_suffix(".hidden"))
+        looked = claims._unseen
+
+        def unseen(*about):
+            found = looked(*about)
+            if not hidden.exists():
+                return found
+            hidden.rename(path)
+            return found
+
+        monkeypatch.setattr(claims, "_unseen", unseen)
+        found = sound_claim(roles["reference"], "reference", BUDGET)
+        assert found and set(found.tickets) <= set(tickets)
+        assert not roles["actor"].call("status")["dropped"] and not hidden.exists()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from relax_hpc.transfer_queue.media import BadMedia, MediaError, MediaStore, check_media, media_ids
 from relax_hpc.transfer_queue.schema import Row
@@ -12,7 +13,9 @@ from relax_hpc.transfer_queue.shard import ShardError
 if TYPE_CHECKING:
     from relax_hpc.transfer_queue.client import Claim, QueueClient
 
-DAMAGED = "damaged_shard"
+DAMAGED, MISSING = "damaged_shard", "missing_shard"
+_APPEARS_S, _LOOK_S = 60.0, 0.5
+"""How long a file that another node has written may take to be seen on a network filesystem, and how often to look."""
 Wrong = Iterator[tuple[str, int]]
 """Reasons, and the tickets that they are about."""
 
@@ -32,23 +35,25 @@ def check_claim(client: QueueClient, claim: Claim, placeholders: Mapping[str, in
 
     If not, the prompt groups that are wrong are quarantined: dropped and counted under the reason, and others are
     generated in their place. The claim is given back, as it is if rows of it were lost with their maker.
-    ``placeholders``: see `check_media`. ShardError if a shard is not there although the queue knows it as saved.
+    ``placeholders``: see `check_media`. ShardError if a shard has not the rows that the queue knows to be there.
     """
-    wrong: dict[str, set[int]] = {}
     try:
-        for reason, ticket in list(_damaged(client, claim)) or list(_bad_media(client, claim, placeholders)):
-            wrong.setdefault(reason, set()).add(ticket)
+        wrong = list(_damaged(client, claim)) or list(_bad_media(client, claim, placeholders))
+        if not wrong:
+            return True
     except ShardError:
-        # Only a maker had it, who cannot be reached: the queue says when it is decided what becomes of it.
-        if len(client.call("settled", leases=[claim.lease])["tickets"]) == len(claim.tickets):
+        if not _unseen(client, claim):
             raise
-        client.give_back(claim)
-        return False
-    for reason, tickets in wrong.items():
+        # Only a maker had it, who cannot be reached: the queue says when it is decided what becomes of it.
+        held = client.call("settled", leases=[claim.lease])["tickets"]
+        wrong = list(_missing(client, claim)) if len(held) == len(claim.tickets) else []
+    by_reason: dict[str, set[int]] = {}
+    for reason, ticket in wrong:
+        by_reason.setdefault(reason, set()).add(ticket)
+    for reason, tickets in by_reason.items():
         client.call("quarantine", lease=claim.lease, tickets=sorted(tickets), reason=reason)
-    if wrong:
-        client.give_back(claim)
-    return not wrong
+    client.give_back(claim)
+    return False
 
 
 def _damaged(client: QueueClient, claim: Claim) -> Wrong:
@@ -60,6 +65,20 @@ def _damaged(client: QueueClient, claim: Claim) -> Wrong:
                 raise
             print(f"quarantined: {error}", flush=True)
             yield from ((DAMAGED, ticket) for ticket in descriptor["tickets"])
+
+
+def _unseen(client: QueueClient, claim: Claim) -> list[dict[str, Any]]:
+    return [descriptor for descriptor in claim.shards if not client.store.files.has(descriptor["name"])]
+
+
+def _missing(client: QueueClient, claim: Claim) -> Wrong:
+    """Of shards that were saved, and whose files do not appear."""
+    until = time.monotonic() + _APPEARS_S
+    while (gone := _unseen(client, claim)) and time.monotonic() < until:
+        time.sleep(_LOOK_S)
+    for descriptor in gone:
+        print(f"quarantined: {client.store.files.folder / descriptor['name']}: saved, and not there", flush=True)
+        yield from ((MISSING, ticket) for ticket in descriptor["tickets"])
 
 
 def _bad_media(client: QueueClient, claim: Claim, placeholders: Mapping[str, int] | None) -> Wrong:
