@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_hpc.transfer_queue import sockets
-from relax_hpc.transfer_queue.sockets import Bell, Connection, Cutter, Listener, connect, framed
+from relax_hpc.transfer_queue.sockets import (
+    MAX_STRANGE_BYTES,
+    Bell,
+    Connection,
+    Cutter,
+    Listener,
+    connect,
+    framed,
+)
 from relax_hpc.transfer_queue.wire import MAX_MESSAGE_BYTES, BadMessage
 from tests.queue_helpers import next_frame
 
@@ -71,6 +79,15 @@ def test_who_sends_no_frames_is_left_and_counted_by_an_empty_one(listener):
         bad.receive()
     bad.close()
     good.close()
+
+
+def test_only_who_is_vouched_for_sends_what_is_long():
+    long = bytes(MAX_STRANGE_BYTES + 1)
+    friend, stranger = Cutter(lambda frame: frame == b"secret"), Cutter(lambda frame: frame == b"secret")
+    assert friend.of(framed(b"secret") + framed(long)) == [b"secret", long]
+    assert stranger.of(framed(b"what") + framed(long)[:3]) == [b"what"]
+    with pytest.raises(BadMessage, match="allowed 65536"):
+        stranger.of(framed(long)[3:])
 
 
 def test_answers_to_who_has_gone_go_nowhere(listener):

@@ -290,12 +290,14 @@ class QueueClient:
         while not self._closing.is_set():
             now = time.monotonic()
             if now >= beat_at:
-                if connection := self._line.found(now, 2 * beat_s, beat_s):
-                    with self._lock:
-                        self._line.take(connection, list(self._calls.values()))
-                beat = self._beat_call(now)
+                connection, beat = self._line.found(now, 2 * beat_s, beat_s), self._beat_call(now)
                 with self._lock:
+                    if connection:
+                        self._line.take(connection)
+                    # First, being short: of strangers the controller takes nothing long.
                     self._line.send(beat)
+                    for call in self._calls.values() if connection else ():
+                        self._line.send(call)
                 if now >= file_at and self.epoch != OBSERVER_EPOCH:
                     self._write_beat()
                     file_at = now + BEAT_FILE_S
@@ -404,12 +406,10 @@ class _Line:
         self._card = card
         return connection
 
-    def take(self, connection: Connection, calls: Sequence[_Call]) -> None:
-        """Go on with ``connection``, and ask again what was not answered."""
+    def take(self, connection: Connection) -> None:
+        """Go on with ``connection``."""
         self.close()
         self._connection, self._broken, self._heard = connection, False, time.monotonic()
-        for call in calls:
-            self.send(call)
 
     def send(self, call: _Call) -> None:
         """Now, or with whatever connection is found next."""

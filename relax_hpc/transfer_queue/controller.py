@@ -10,6 +10,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from relax_hpc.config.schema import Durability
@@ -25,7 +26,7 @@ from relax_hpc.transfer_queue.shard import SHARD_NAME
 from relax_hpc.transfer_queue.snapshots import RECORDS, Snapshot, SnapshotError, Snapshots
 from relax_hpc.transfer_queue.sockets import Listener
 from relax_hpc.transfer_queue.state import QueueState
-from relax_hpc.transfer_queue.wire import seal, unseal
+from relax_hpc.transfer_queue.wire import is_sealed, seal, unseal
 
 Reply = dict[str, Any]
 _LOOK_S = 0.05
@@ -56,7 +57,7 @@ class Controller(Desk):
         self._replay()
         self._end_former_groups()
         self._sweep()
-        self.listener = Listener(host)
+        self.listener = Listener(host, partial(is_sealed, self.token))
         self.endpoint = self.listener.endpoint
 
     # -- start -------------------------------------------------------------------------------------------------

@@ -13,12 +13,15 @@ import selectors
 import socket
 import struct
 import time
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from relax_hpc.transfer_queue.wire import MAX_MESSAGE_BYTES, BadMessage
 
 _SIZE = struct.Struct("<I")
 _RECEIVE_BYTES = 1 << 18
+MAX_STRANGE_BYTES = 64 << 10
+"""Of a frame from a peer that has not shown yet that it holds the run's token."""
 _MAX_BACKLOG_BYTES = 8 * MAX_MESSAGE_BYTES
 """Of a peer that does not read what it is sent: it is not spoken to any more."""
 _SILENT_S = 60
@@ -29,6 +32,7 @@ _REST_S = 1.0
 """Between two tries to accept a connection when there is no room for one."""
 _IN, _OUT = selectors.EVENT_READ, selectors.EVENT_WRITE
 Frame = bytes | bytearray
+Vouch = Callable[[Frame], bool]
 
 
 def framed(content: Frame) -> bytes:
@@ -44,23 +48,26 @@ class Cutter:
     ([bytearray(b'one')], [bytearray(b'two')])
     """
 
-    __slots__ = ("_rest",)
+    __slots__ = ("_rest", "_vouch")
 
-    def __init__(self) -> None:
-        self._rest = bytearray()
+    def __init__(self, vouch: Vouch | None = None) -> None:
+        """With ``vouch`` frames are short until it says of one that who sent it may send longer ones."""
+        self._rest, self._vouch = bytearray(), vouch
 
     def of(self, data: bytes) -> list[bytearray]:
-        """The frames that ``data`` completes. BadMessage: one is longer than any message, and nothing can follow."""
+        """The frames that ``data`` completes. BadMessage: one is longer than allowed, and nothing can follow."""
         rest, frames, at = self._rest, [], 0
         rest += data
         while len(rest) >= (begin := at + _SIZE.size):
             (size,) = _SIZE.unpack_from(rest, at)
-            if size > MAX_MESSAGE_BYTES:
-                raise BadMessage(f"frame of {size} bytes")
+            if size > (limit := MAX_STRANGE_BYTES if self._vouch else MAX_MESSAGE_BYTES):
+                raise BadMessage(f"frame of {size} bytes, allowed {limit}")
             if len(rest) < begin + size:
                 break
             at = begin + size
             frames.append(rest[begin:at])
+            if self._vouch and self._vouch(frames[-1]):
+                self._vouch = None
         del rest[:at]
         return frames
 
@@ -70,12 +77,13 @@ class Connection:
 
     __slots__ = ("_backlog", "_cutter", "socket")
 
-    def __init__(self, made: socket.socket) -> None:
+    def __init__(self, made: socket.socket, vouch: Vouch | None = None) -> None:
+        """``vouch``: see `Cutter`."""
         made.setblocking(False)
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENT_S)
-        self.socket, self._backlog, self._cutter = made, bytearray(), Cutter()
+        self.socket, self._backlog, self._cutter = made, bytearray(), Cutter(vouch)
 
     def send(self, content: Frame) -> None:
         """OSError: it is broken, or its other end does not read."""
@@ -120,7 +128,9 @@ class Connection:
 class Listener:
     """Connections of many clients, told apart by numbers; nothing here waits for one of them."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, vouch: Vouch | None = None) -> None:
+        """``vouch``: see `Cutter`."""
+        self._vouch = vouch
         self._socket = socket.create_server((host, 0), family=_family(host), backlog=_WAITING)
         self._socket.setblocking(False)
         self.endpoint = f"tcp://{_bracketed(host)}:{self._socket.getsockname()[1]}"
@@ -189,7 +199,7 @@ class Listener:
             self._rests_until = time.monotonic() + _REST_S
             return
         number = next(self._numbers)
-        self._peers[number] = Connection(made)
+        self._peers[number] = Connection(made, self._vouch)
         self._selector.register(made, _IN, number)
 
     def _drop(self, number: int) -> None:

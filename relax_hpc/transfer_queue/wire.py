@@ -27,15 +27,20 @@ def seal(token: bytes, message: dict[str, Any]) -> bytes:
     return _mac(token, payload) + payload
 
 
+def is_sealed(token: bytes, frame: bytes | bytearray) -> bool:
+    """Whether a holder of the run's token has written ``frame``."""
+    payload = memoryview(frame)[_MAC_BYTES:]
+    return hmac.compare_digest(frame[:_MAC_BYTES], _mac(token, payload))
+
+
 def unseal(token: bytes, frame: bytes | bytearray) -> dict[str, Any]:
     """The message in ``frame``; BadMessage if it is too large, not ours, or not a map."""
     if not _MAC_BYTES < len(frame) <= MAX_MESSAGE_BYTES:
         raise BadMessage(f"frame of {len(frame)} bytes")
-    payload = memoryview(frame)[_MAC_BYTES:]
-    if not hmac.compare_digest(frame[:_MAC_BYTES], _mac(token, payload)):
+    if not is_sealed(token, frame):
         raise BadMessage("wrong token")
     try:
-        message = msgpack.unpackb(payload, raw=False, strict_map_key=False)
+        message = msgpack.unpackb(memoryview(frame)[_MAC_BYTES:], raw=False, strict_map_key=False)
     except Exception as error:
         raise BadMessage(f"not msgpack: {error}") from error
     if not isinstance(message, dict):
