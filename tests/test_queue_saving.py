@@ -133,6 +133,25 @@ def test_a_task_gives_again_the_fields_that_were_lost():
     it.check()
 
 
+def test_fields_that_were_given_again_are_not_those_that_were_claimed():
+    """Who has read the former ones, or cannot read them, claims anew."""
+    it = Scene(late=("reference",))
+    it.generate()
+    it.learn_all()
+    lease = it.ask("actor", "claim", task="actor", **WINDOW)["lease"]
+    it.ask("supervisor", "down", 1, group="reference", epoch=1)
+    assert it.ask("actor", "settled", leases=[lease]) == {"tickets": []}, "nobody need wait for what is lost"
+    it.learn("reference", "again", epoch=2)
+    it.ask("reference", "saved", 2, names=["again"])
+    assert it.ask("actor", "settled", leases=[lease]) == {"tickets": []}
+    it.desk.restart()
+    assert it.ask("actor", "settled", leases=[lease]) == {"tickets": []}
+    it.ask("actor", "release", lease=lease)
+    lease = it.ask("actor", "claim", task="actor", **WINDOW)["lease"]
+    assert it.ask("actor", "settled", leases=[lease]) == {"tickets": [0, 1]}
+    it.check()
+
+
 def test_a_claim_is_not_ready_while_fields_are_lost():
     it = Scene(late=("reference",))
     it.generate()

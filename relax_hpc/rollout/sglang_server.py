@@ -86,12 +86,20 @@ def read_token(path: Path) -> str:
     return token
 
 
+def _leave_no_semaphore() -> None:
+    """Progress bars lock each other out over processes by a named semaphore, which a kill would leave in /dev/shm."""
+    from tqdm.std import TqdmDefaultWriteLock
+
+    TqdmDefaultWriteLock.mp_lock = None
+
+
 def _prepare() -> tuple[dict[str, Any], str]:
     """What must be in place in the server and its children before they import SGLang."""
     settings = json.loads(Path(sys.argv[1]).read_bytes())
     die_with_parent()
     token = read_token(Path(settings["token_file"]))
     _redact(token)
+    _leave_no_semaphore()
     sglang_cpu.install()
     return settings, token
 

@@ -17,7 +17,7 @@ from relax_hpc.transfer_queue.handing import HandingDesk, check_extras, kept_for
 from relax_hpc.transfer_queue.journal import Journal
 from relax_hpc.transfer_queue.parking import Parking
 from relax_hpc.transfer_queue.plan import NEEDED, Plan
-from relax_hpc.transfer_queue.records import OBSERVER_EPOCH, Owner
+from relax_hpc.transfer_queue.records import OBSERVER_EPOCH, Lease, Owner
 from relax_hpc.transfer_queue.requests import Refused, Request, Schema, check_size, rows_of
 from relax_hpc.transfer_queue.shard import SHARD_NAME, check_name
 from relax_hpc.transfer_queue.state import QueueState
@@ -251,15 +251,23 @@ class Desk(HandingDesk):
     # -- training ----------------------------------------------------------------------------------------------
 
     def _do_settled(self, request: Request, leases: list[int]) -> Any:
-        """What of its leases the asking group still holds, once all of that is on disk: nothing can take it away then.
+        """What of its leases the asking group still holds as it was claimed, once all of that is on disk: nothing can
+        take it away then.
 
         An actor asks before it changes its weights; rows that were lost with their maker cost no more than gradients.
         """
         held = [self.state.leases.get(lease) for lease in leases]
         mine = [found for found in held if found and found.owner == request.owner]
-        if any(not self.state.safe(found.tickets, self.state.tasks[found.task].needs) for found in mine):
+        tickets = {ticket for found in mine for ticket in found.tickets if self._is_as_claimed(found, ticket)}
+        if self.state.shelf.waits_for_disk(tickets):
             raise Parked(DISK, "rows are not saved yet")
-        return {"tickets": sorted(ticket for found in mine for ticket in found.tickets)}
+        return {"tickets": sorted(tickets)}
+
+    def _is_as_claimed(self, lease: Lease, ticket: int) -> bool:
+        """Whether no field of a prompt group was lost since, also if it was given again."""
+        group = self.state.groups[ticket]
+        whole = self.state.has(group, self.state.tasks[lease.task].needs)
+        return whole and all(number in lease.shards for number, _ in group.parts)
 
     def _do_trained(self, request: Request, step: int, leases: list[int]) -> Any:
         """Training step ``step`` was done; answered when all its rows are on disk."""
