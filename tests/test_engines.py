@@ -316,3 +316,5 @@ def test_closing_ends_every_process_of_the_server(sglang: Served) -> None:
     _, alive = psutil.wait_procs(members, timeout=0)
     assert not alive
     assert not session_of(leader)
+    names = [path.name for path in Path("/dev/shm").iterdir()]
+    assert not [name for name in names if any(f"-{member.pid}-" in name for member in members)]

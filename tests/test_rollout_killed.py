@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ requires("torch", "transformers")
 from safetensors.torch import load_file  # noqa: E402
 
 from relax_hpc.weights.publisher import publish  # noqa: E402
+from relax_hpc.weights.subscriber import staging_root  # noqa: E402
 from tests.drawing_rollout import LONG, config_of, drawn, in_process, rollout_of, sglang_process, stop_server  # noqa: E402
 from tests.test_bad_input import make_data  # noqa: E402
 
@@ -62,6 +64,8 @@ def world(tmp_path: Path):
         actor.call("resume", step=0)
         publish(run, actor, V0, load_file(run.model / "model.safetensors"))
         yield run, hub
+    # No supervisor is there to do it.
+    shutil.rmtree(staging_root(run), ignore_errors=True)
 
 
 @pytest.mark.parametrize("mode", ["tokens", "samples"])
