@@ -49,7 +49,7 @@ def test_a_script_by_hand_runs_to_its_end(begin: Callable[..., None], sandbox: S
     run["groups"] = {"reference": None}
     size = tmp_path / SIZE
     size.parent.mkdir(parents=True)
-    write_config(size, {"layout": "het", "groups": PARTS}, {})
+    write_config(size, {"layout": "het", "groups": PARTS, "actor": OVER["actor"]}, {})
     script = tmp_path / "small.sbatch"
     script.write_text(render_size(load([size]), SIZE))
     files = {
