@@ -23,14 +23,16 @@ def add(fault: str, layout: str, engine: str) -> None:
 
 
 def table(lines: list[str]) -> str:
-    """The faults in the order in which they came; in each layout, as whom and with which engine they were survived."""
+    """The faults in the order in which they came; in each layout, as whom they were survived, with SGLang if no other
+    engine is named."""
     cells: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for line in map(json.loads, lines):
-        cells[line["fault"]][line["layout"]].add(f"{line['engine']}, {line['user']}")
+        engine = "" if line["engine"] == "sglang" else f" ({line['engine']})"
+        cells[line["fault"]][line["layout"]].add(line["user"] + engine)
     layouts = [layout for layout in LAYOUTS if any(layout in row for row in cells.values())]
     rows = [["Fault", *(f"`{layout}`" for layout in layouts)], ["---"] * (1 + len(layouts))]
     for fault, row in cells.items():
-        rows.append([fault, *("; ".join(sorted(row[layout])) for layout in layouts)])
+        rows.append([fault, *(", ".join(sorted(row[layout])) for layout in layouts)])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 

@@ -64,4 +64,4 @@ def test_a_script_by_hand_runs_to_its_end(begin: Callable[..., None], sandbox: S
     live.wait_until(live.run.finished.exists, "the run finished", 2 * patience_s)
     live.finish()
     live.assert_nothing_left()
-    live.survived(f"nothing: a run by hand, by {begin.__name__}")
+    live.survived(f"none: the script of a size, by hand ({begin.__name__})")
