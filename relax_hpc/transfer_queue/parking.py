@@ -11,6 +11,9 @@ from relax_hpc.transfer_queue.records import Owner
 from relax_hpc.transfer_queue.requests import Request
 from relax_hpc.transfer_queue.stock import ALL
 
+_ANSWERED = 1000
+"""Deadlines of answered requests, about, that are kept until a look at all of them pays."""
+
 
 class Parking:
     """Parked requests; within a topic those first that came first."""
@@ -23,6 +26,9 @@ class Parking:
     def add(self, request: Request) -> None:
         number = next(self._numbers)
         self._topics.setdefault(request.topic, {})[number] = request
+        if len(self._deadlines) > _ANSWERED + 2 * sum(map(len, self._topics.values())):
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._topics.get(entry[2], ())]
+            heapq.heapify(self._deadlines)
         heapq.heappush(self._deadlines, (request.deadline, number, request.topic))
 
     def __iter__(self) -> Iterator[Request]:
