@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transfer_queue.lengths import packed
 from relax_hpc.transfer_queue.sockets import connect
 from relax_hpc.transfer_queue.wire import seal, unseal
@@ -71,6 +73,25 @@ def test_a_waiting_consumer_is_told_by_the_put_itself(tmp_path):
         roles["actor"].call("publish", version="e000001-v000001", digest="d")
         assert news.result(timeout=2)["version"] == "e000001-v000001"
         assert time.monotonic() - started < 2
+
+
+def test_who_holds_many_shards_finds_the_next_controller_too(tmp_path):
+    """Their names are longer than what a controller takes from strangers."""
+    run, config = make_run(tmp_path / "run"), small()
+    config.liveness.beat_s = 0.1
+    names = [f"rollout-e000001-{number:060d}.h5" for number in range(2000)]
+    with QueueClient(run, config, "rollout", 1) as client:
+        freed: list[str] = []
+        client._store = SimpleNamespace(
+            holds=lambda: names[len(freed) :], free=freed.extend, settle=lambda _: True, close=lambda: None
+        )
+        for _ in range(2):
+            freed.clear()
+            with in_thread(run, config):
+                assert client.call("status", timeout=10.0)["trained_steps"] == 0
+                deadline = time.monotonic() + 10.0
+                while freed != names:
+                    assert time.monotonic() < deadline, "nobody needs them"
 
 
 class Wire:

@@ -290,11 +290,12 @@ class QueueClient:
         while not self._closing.is_set():
             now = time.monotonic()
             if now >= beat_at:
-                connection, beat = self._line.found(now, 2 * beat_s, beat_s), self._beat_call(now)
+                connection = self._line.found(now, 2 * beat_s, beat_s)
+                # Of strangers the controller takes nothing long.
+                beat = self._beat_call(now, short=connection is not None)
                 with self._lock:
                     if connection:
                         self._line.take(connection)
-                    # First, being short: of strangers the controller takes nothing long.
                     self._line.send(beat)
                     for call in self._calls.values() if connection else ():
                         self._line.send(call)
@@ -321,11 +322,11 @@ class QueueClient:
         """What a beat says: work done, how long it is at one piece, and its longest gap between beats so far."""
         return {"progress": self.progress, "busy_s": self.busy(), "gap_s": self._gap}
 
-    def _beat_call(self, now: float) -> _Call:
+    def _beat_call(self, now: float, short: bool) -> _Call:
         message = {"id": 0, "client": self.name, "group": self.group, "epoch": self.epoch, "op": "beat"}
         self._gap = max(self._gap, now - (self._beaten or now))
         self._beaten = now
-        holds = self._store.holds() if self._store else []
+        holds = self._store.holds() if self._store and not short else []
         message["args"] = {"member": self.member, "holds": holds, **self._about()}
         return _Call(_running(), message, now + 1.0, now)
 
