@@ -21,7 +21,7 @@ from relax_hpc.transfer_queue.controller import Controller
 from relax_hpc.transfer_queue.plan import Plan
 from relax_hpc.transfer_queue.schema import Row, sample_id
 from relax_hpc.transfer_queue.snapshots import RECORDS
-from relax_hpc.transfer_queue.sockets import Connection, connect
+from relax_hpc.transfer_queue.sockets import Connection, wake
 from relax_hpc.versions import Version
 
 BUDGET = 1 << 30
@@ -71,7 +71,7 @@ def in_thread(run: RunDir, config: Config, snapshot_every: int = RECORDS) -> Ite
         yield controller
     finally:
         stop.set()
-        connect(controller.endpoint, 10.0).close()
+        wake(controller.endpoint, 10.0)
         thread.join(timeout=10)
         controller.close()
 

@@ -131,7 +131,7 @@ def words(slurm: FakeSlurm, program: str) -> list[list[str]]:
 
 
 def states(run: RunDir) -> dict[str, str]:
-    found = status(run, 0.05, Slurm(2.0, 1))
+    found = status(run, 0.05, Slurm(30.0, 1))
     json.dumps(found)
     assert len(list(lines(found))) >= 6
     return {name: group["state"] for name, group in found["groups"].items()}
@@ -170,7 +170,7 @@ def test_status_tells_of_queue_places_and_results(tmp_path: Path, slurm: FakeSlu
     (saved / "COMPLETE.json").touch()
     rows = [{"step": n, "time": 100.0 + 2 * n, "epoch": 1, "reward/mean": 0.5} for n in range(5)]
     run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = status(run, 0.05, Slurm(2.0, 1))
+    found = status(run, 0.05, Slurm(30.0, 1))
     assert (found["trained_steps"], found["steps"], found["eta_s"]) == (5, 10, 10.0)
     assert found["checkpoint"]["step"] == 4 and found["state"] == "running" and not found["hub"]
     member, rollout = found["groups"]["rollout-2"], found["groups"]["rollout"]

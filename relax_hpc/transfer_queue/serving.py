@@ -12,7 +12,7 @@ from relax_hpc.rendezvous.roster import Card, claim_epoch, publish_card
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.controller import Controller
 from relax_hpc.transfer_queue.plan import Plan
-from relax_hpc.transfer_queue.sockets import connect
+from relax_hpc.transfer_queue.sockets import wake
 
 _END_S = 10.0
 
@@ -36,6 +36,6 @@ def serving(run: RunDir, config: Config, host: str = "127.0.0.1") -> Iterator[Co
         finally:
             stop.set()
             # It looks whether it is to end.
-            connect(controller.endpoint, _END_S).close()
+            wake(controller.endpoint, _END_S)
     controller.close()
     served.result(_END_S)

@@ -223,6 +223,12 @@ def connect(endpoint: str, seconds: float) -> Connection:
     return Connection(socket.create_connection((place.hostname, place.port), seconds))
 
 
+def wake(endpoint: str, seconds: float) -> None:
+    """Have who listens there look up from waiting, if anybody does."""
+    with contextlib.suppress(OSError):
+        connect(endpoint, seconds).close()
+
+
 class Bell:
     """Wakes a thread that waits for a connection."""
 

@@ -20,7 +20,7 @@ from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.controller import Controller
 from relax_hpc.transfer_queue.lengths import packed
 from relax_hpc.transfer_queue.plan import GENERATED, Plan
-from relax_hpc.transfer_queue.sockets import connect
+from relax_hpc.transfer_queue.sockets import connect, wake
 from relax_hpc.transfer_queue.wire import seal, unseal
 from relax_hpc.versions import Version
 
@@ -179,7 +179,7 @@ class Hub:
     def end(self) -> dict[str, Any]:
         """Stop it; what it has cost."""
         self._pipe.send("end")
-        connect(self.endpoint, WAIT_S).close()
+        wake(self.endpoint, WAIT_S)
         return receive(self._pipe)
 
 
