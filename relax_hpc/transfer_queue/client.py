@@ -277,7 +277,7 @@ class QueueClient:
     def _take_calls(self, late: float | None = None) -> list[_Call]:
         """Calls that are waited for no more: all, or those whose time was over at ``late``."""
         with self._lock:
-            taken = [number for number, call in self._calls.items() if late is None or late > call.until + 1.0]
+            taken = [number for number, call in self._calls.items() if late is None or late > call.until + self._line.grace_s]
             return [self._calls.pop(number) for number in taken]
 
     def _fail(self, calls: list[_Call], error: RelaxError) -> None:
@@ -302,9 +302,9 @@ class QueueClient:
                 if now >= file_at and self.epoch != OBSERVER_EPOCH:
                     self._write_beat()
                     file_at = now + BEAT_FILE_S
-                self._expire(now)
                 beat_at = now + beat_s
-            self._line.wait(max(0.0, beat_at - time.monotonic()))
+            self._expire(now)
+            self._line.wait(max(0.0, min(beat_at, self._due()) - time.monotonic()))
             with self._lock:
                 replies, broken = self._line.replies()
             for reply in replies:
@@ -329,6 +329,11 @@ class QueueClient:
         holds = self._store.holds() if self._store and not short else []
         message["args"] = {"member": self.member, "holds": holds, **self._about()}
         return _Call(_running(), message, now + 1.0, now)
+
+    def _due(self) -> float:
+        """When the next call is to be given up."""
+        with self._lock:
+            return min((call.until for call in self._calls.values()), default=float("inf")) + self._line.grace_s
 
     def _expire(self, now: float) -> None:
         for call in self._take_calls(late=now):
@@ -406,6 +411,11 @@ class _Line:
             return None
         self._card = card
         return connection
+
+    @property
+    def grace_s(self) -> float:
+        """How much longer than its patience a call may wait: who is connected gets the controller's own words."""
+        return 1.0 if self._connection else 0.0
 
     def take(self, connection: Connection) -> None:
         """Go on with ``connection``."""
