@@ -277,7 +277,8 @@ class QueueClient:
     def _take_calls(self, late: float | None = None) -> list[_Call]:
         """Calls that are waited for no more: all, or those whose time was over at ``late``."""
         with self._lock:
-            taken = [number for number, call in self._calls.items() if late is None or late > call.until + self._line.grace_s]
+            since = float("inf") if late is None else late - self._line.grace_s
+            taken = [number for number, call in self._calls.items() if call.until < since]
             return [self._calls.pop(number) for number in taken]
 
     def _fail(self, calls: list[_Call], error: RelaxError) -> None:
