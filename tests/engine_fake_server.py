@@ -18,7 +18,7 @@ from typing import Any
 from aiohttp import web
 
 GOOD, SPANS, STATUS_500, HANG, MISSING, NOT_JSON, FEW_LOGPROBS, TOO_MANY, EMPTY, NULL, POSITIVE = range(11)
-NO_VERSION, BAD_VERSION, GAP, MALFORMED, EXIT, ABORTED, NO_INDEX, ERROR = range(11, 19)
+NO_VERSION, BAD_VERSION, GAP, MALFORMED, EXIT, ABORTED, NO_INDEX, ERROR, NUMBER = range(11, 20)
 CALLS = web.AppKey("calls", list[str])
 HANGING = web.AppKey("hanging", asyncio.Event)
 """Set once a request hangs."""
@@ -79,6 +79,8 @@ async def generate(request: web.Request) -> web.StreamResponse:
         sent.insert(1, b"data: [NaN\n\n")
     if ERROR in kinds:
         sent = [b'data: {"error": {"message": "too long", "code": 400}}\n\n']
+    if NUMBER in kinds:
+        sent = [b"data: 5\n\n"]
     reply = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await reply.prepare(request)
     for part in [*sent, b"data: [DONE]\n\n"]:

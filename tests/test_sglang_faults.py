@@ -67,6 +67,7 @@ def ask(*kinds: int, **settings: float) -> list[Generation | EngineFault]:
         (fake.MISSING, "wrong_count"),
         (fake.NO_INDEX, "http_error"),
         (fake.ERROR, "http_error"),
+        (fake.NUMBER, "http_error"),
         (fake.HANG, "timeout"),
     ],
 )

@@ -76,9 +76,9 @@ class SglangClient:
             "stream": True,
         }
         async for piece in self._stream("/generate", body, self._settings.request_timeout_s):
-            if "error" in piece:
-                raise EngineFault("http_error", f"/generate: {str(piece['error'])[:300]}")
             try:
+                if "error" in piece:
+                    raise EngineFault("http_error", f"/generate: {str(piece['error'])[:300]}")
                 asked[piece["index"]][1].add(piece)
             except (LookupError, TypeError) as error:
                 raise EngineFault("http_error", f"/generate: {error!r} in {str(piece)[:300]}") from error

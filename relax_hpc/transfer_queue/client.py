@@ -482,7 +482,7 @@ def _summarise(rows: Sequence[Row], fields: Sequence[str]) -> list[dict[str, Any
 
 def _distinct(codes: np.ndarray) -> set[int]:
     """The values in ``codes``, of which there is almost always one."""
-    # Comparing bytes costs a third of what numpy's reductions do for a short row, and three times that for a long one.
+    # Comparing bytes is cheaper than numpy's reductions for a short row, and dearer for a long one.
     if len(codes) > _LONG:
         alike = codes.min() == codes.max()
     else:

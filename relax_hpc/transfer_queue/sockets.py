@@ -1,7 +1,7 @@
 """Frames over TCP: a length and as many bytes. One side listens to many, in one thread; the other has one connection.
 
-Plain sockets, because a messaging library's own threads cost more than all that the controller does with a request
-(`tools/bench/queue`, rows `latency` and `control`).
+Plain sockets, without the threads that a messaging library has at each end: `tools/bench/queue`, rows `latency` and
+`control`, shows what a request costs.
 """
 
 from __future__ import annotations
