@@ -152,6 +152,20 @@ def test_fields_that_were_given_again_are_not_those_that_were_claimed():
     it.check()
 
 
+def test_what_others_lose_is_nothing_to_a_task_that_does_not_need_it():
+    """It neither reads their shards, nor waits for what nobody will save."""
+    it = Scene(late=("reference",))
+    it.generate()
+    it.learn("reference", "ref")
+    claim = it.ask("actor_fwd", "claim", task="actor_fwd", **WINDOW)
+    assert [shard["name"] for shard in claim["shards"]] == ["gen"]
+    it.ask("supervisor", "down", 1, group="reference", epoch=1)
+    it.learn("reference", "again", epoch=2)
+    it.ask("reference", "saved", 2, names=["again"])
+    assert it.ask("actor_fwd", "settled", leases=[claim["lease"]]) == {"tickets": [0, 1]}
+    it.check()
+
+
 def test_a_claim_is_not_ready_while_fields_are_lost():
     it = Scene(late=("reference",))
     it.generate()

@@ -82,7 +82,7 @@ class Claim:
 
 
 def read_rows(reader: ShardReader, claim: Claim, samples_per_group: int) -> list[Row]:
-    """The rows of ``claim`` in ticket and sample order, every field that the queue has of them.
+    """The rows of ``claim`` in ticket and sample order: the fields that its task needs, and what was put with those.
 
     ShardError, naming the file, if one is damaged or is another's.
     """

@@ -218,12 +218,12 @@ class Desk(HandingDesk):
         return self._describe(number)
 
     def _describe(self, number: int) -> dict[str, Any]:
-        """A lease as its holder needs it: the tickets, the shards where their rows lie, and who takes which."""
+        """A lease as its holder needs it: the tickets, the shards with the fields of its task, and who takes which."""
         held = self.state.leases[number]
-        tickets = held.tickets
+        tickets, needs = held.tickets, self.state.tasks[held.task].needs
         shards: dict[int, list[int]] = {}
         for ticket in tickets:
-            for shard, _ in self.state.groups[ticket].parts:
+            for shard in self.state.places(self.state.groups[ticket], needs):
                 shards.setdefault(shard, []).append(ticket)
         step = self.plan.step_of(tickets[0]) if tickets else 0
         return {
@@ -264,10 +264,9 @@ class Desk(HandingDesk):
         return {"tickets": sorted(tickets)}
 
     def _is_as_claimed(self, lease: Lease, ticket: int) -> bool:
-        """Whether no field of a prompt group was lost since, also if it was given again."""
-        group = self.state.groups[ticket]
-        whole = self.state.has(group, self.state.tasks[lease.task].needs)
-        return whole and all(number in lease.shards for number, _ in group.parts)
+        """Whether none of the fields that the task needs was lost since, also if it was given again."""
+        group, needs = self.state.groups[ticket], self.state.tasks[lease.task].needs
+        return self.state.has(group, needs) and set(self.state.places(group, needs)).issubset(lease.shards)
 
     def _do_trained(self, request: Request, step: int, leases: list[int]) -> Any:
         """Training step ``step`` was done; answered when all its rows are on disk."""

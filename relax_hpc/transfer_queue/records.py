@@ -46,7 +46,7 @@ class Lease:
     key: str
     tickets: tuple[int, ...]
     shards: tuple[int, ...]
-    """Where the rows lay when they were claimed: files stay as long as the lease, even of dropped rows."""
+    """Where its fields lay when they were claimed: files stay as long as the lease, even of dropped rows."""
     assignment: Assignment = field(default_factory=list)
     """Of the rows of `tickets`; empty if the holder deals them out itself."""
 

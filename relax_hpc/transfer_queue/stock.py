@@ -73,6 +73,10 @@ class Stock(Keeping):
         """Whether it has all these fields."""
         return group.present & bits == bits
 
+    def places(self, group: PromptGroup, bits: int) -> list[int]:
+        """Numbers of the shards where any of these fields lie."""
+        return [number for number, fields in group.parts if self.bits.of(fields) & bits]
+
     # -- generation --------------------------------------------------------------------------------------------
 
     def _admit(self, tickets: Sequence[int], owner: Owner, version: str) -> None:
@@ -210,7 +214,8 @@ class Stock(Keeping):
         self, task: str, owner: Owner, key: str, number: int, tickets: tuple[int, ...], assignment: Assignment
     ) -> None:
         self.next_lease = number + 1
-        shards = tuple(sorted({shard for ticket in tickets for shard, _ in self.groups[ticket].parts}))
+        needs = self.tasks[task].needs
+        shards = tuple(sorted({shard for ticket in tickets for shard in self.places(self.groups[ticket], needs)}))
         self.shelf.hold(shards)
         self.leases[number] = Lease(task, owner, key, tickets, shards, assignment)
         self.lease_keys[key] = number
