@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import select
 import signal
 import subprocess
 import sys
@@ -12,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from relax_hpc.config.schema import LivenessConfig
+from relax_hpc.errors import FencedError
 from relax_hpc.launch.lease import Lease, leave_outcome, outcome_of
-from relax_hpc.rendezvous.roster import latest_epoch
+from relax_hpc.rendezvous.roster import claim_epoch, latest_epoch
 from relax_hpc.rundir import RunDir
 from tests.queue_helpers import make_run
 
@@ -21,14 +24,22 @@ LIMITS = LivenessConfig(beat_s=0.05, lease_s=0.6)
 CANDIDATE = """
 import sys, time
 from relax_hpc.config.schema import LivenessConfig
+from relax_hpc.errors import FencedError
 from relax_hpc.launch.lease import Lease
 from relax_hpc.rendezvous.roster import claim_epoch
 from relax_hpc.rundir import RunDir
 run = RunDir(sys.argv[1])
-lease = Lease(run, "supervisor", LivenessConfig(beat_s=0.05, lease_s=0.6), sys.argv[2])
-while not lease.free():
-    time.sleep(0.02)
-lease.hold(claim_epoch(run, "supervisor"))
+epoch = 0
+print("waits", flush=True)
+while not epoch:
+    lease = Lease(run, "supervisor", LivenessConfig(beat_s=0.05, lease_s=0.6), sys.argv[2])
+    while not lease.free():
+        time.sleep(0.02)
+    try:
+        epoch = claim_epoch(run, "supervisor", lease.former)
+    except FencedError:
+        pass
+lease.hold(epoch)
 print("holds", flush=True)
 sys.stdin.readline()
 lease.give_up()
@@ -49,6 +60,7 @@ class Candidates:
         root = Path(__file__).resolve().parent.parent
         process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root)
         self.processes.append(process)
+        assert process.stdout.readline() == "waits\n"
         return process
 
     def holder(self, node: str) -> subprocess.Popen:
@@ -108,6 +120,33 @@ def test_a_stopped_holder_loses_it_after_the_lease(candidates: Candidates) -> No
     assert latest_epoch(candidates.run, "supervisor") == 2, "by which the first sees that it is over"
 
 
+def test_of_several_that_see_it_free_one_gets_it(candidates: Candidates) -> None:
+    """The others wait for a lease that is being taken, and no epoch is spent on them."""
+    holder = candidates.holder("a")
+    waiting = [candidates.start(node) for node in ("a", "a", "b", "b")]
+    for lives in range(1, 4):
+        holder.kill()
+        holder.wait(10)
+        ready, _, _ = select.select([process.stdout for process in waiting], [], [], 10.0)
+        holder = next(process for process in waiting if process.stdout in ready)
+        taken_over(holder)
+        waiting.remove(holder)
+        assert latest_epoch(candidates.run, "supervisor") == 1 + lives
+
+
+def test_who_has_taken_it_and_does_not_beat_is_waited_for(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    lease = Lease(run, "supervisor", LIMITS, "a")
+    lease.hold(claim_epoch(run, "supervisor"))
+    lease.give_up()
+    other = Lease(run, "supervisor", LIMITS, "b")
+    assert other.free() and claim_epoch(run, "supervisor", other.former) == 2
+    assert not Lease(run, "supervisor", LIMITS, "c").free(), "it is given up, but not to this one"
+    with pytest.raises(FencedError, match="another has taken supervisor epoch 2"):
+        claim_epoch(run, "supervisor", former=1)
+    assert looks(run, "c", 5.0)
+
+
 def test_who_gives_up_lets_the_next_have_it_at_once(candidates: Candidates) -> None:
     holder, waiting = candidates.holder("a"), candidates.start("b")
     holder.stdin.write("\n")
@@ -132,7 +171,7 @@ def test_what_another_allocation_holds_is_free_once_that_is_gone(candidates: Can
 def test_a_torn_lease_is_held_until_it_stands_still(tmp_path: Path, text: str) -> None:
     run = make_run(tmp_path / "run")
     lease = Lease(run, "supervisor", LIMITS, "a")
-    lease.path.parent.mkdir(parents=True)
+    claim_epoch(run, "supervisor")
     lease.path.write_text(text)
     assert not lease.free()
     assert looks(run, "a", 5.0)
@@ -141,15 +180,15 @@ def test_a_torn_lease_is_held_until_it_stands_still(tmp_path: Path, text: str) -
 def test_long_node_names_leave_nothing_behind(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     lease = Lease(run, "supervisor", LIMITS, "n" * 200)
-    lease.hold(1)
+    lease.hold(claim_epoch(run, "supervisor"))
     lease.give_up()
-    assert not lease.path.read_text().strip()
+    assert Lease(run, "supervisor", LIMITS, "b").free() and json.loads(lease.path.read_text())
 
 
 def test_a_holder_that_gets_nowhere_beats_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path / "run")
     lease = Lease(run, "supervisor", LIMITS, "a")
-    lease.hold(1)
+    lease.hold(claim_epoch(run, "supervisor"))
     lease._alive_until = 0.0
     assert looks(run, "b", 5.0)
     lease.lose()

@@ -12,10 +12,12 @@ from collections.abc import Callable
 import psutil
 
 from relax_hpc.config.schema import LivenessConfig
+from relax_hpc.rendezvous.roster import latest_epoch
 from relax_hpc.rundir import RunDir, write_json
 
 _WIDTH = 512
-_FREE = " " * _WIDTH
+_NOBODY = 0
+"""Instead of a pid: the holder has given it up."""
 
 
 class Lease:
@@ -37,32 +39,44 @@ class Lease:
         self.run, self.name, self.limits, self.node, self.allocation = run, name, limits, node, allocation
         self.gone = gone
         self.path = run.rendezvous(name) / "lease"
-        self._seen, self._since = "", time.monotonic()
+        self.former = 0
+        """Supervisors so far, when it was found free."""
+        self._seen, self._since = ("", 0), time.monotonic()
         self._alive_until = 0.0
+        self._epoch = 0
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
 
     # -- as a candidate ----------------------------------------------------------------------------------------
 
     def free(self) -> bool:
-        """Whether nobody holds it; to be asked again and again, as stillness takes time to see."""
+        """Whether nobody holds it; to be asked again and again, as stillness takes time to see.
+
+        Of several candidates that find it free one gets the epoch after ``former``.
+        """
+        self.former = latest_epoch(self.run, self.name)
         try:
             text = self.path.read_text()
         except FileNotFoundError:
-            return True
-        if text != self._seen:
-            self._seen, self._since = text, time.monotonic()
-        given_up = text and not text.strip()
-        if given_up or time.monotonic() - self._since > self.limits.lease_s:
+            text = ""
+        if (seen := (text, self.former)) != self._seen:
+            self._seen, self._since = seen, time.monotonic()
+        if not self.former or time.monotonic() - self._since > self.limits.lease_s:
             return True
         try:
             holder = json.loads(text)
-            if holder["allocation"] != self.allocation:
-                return self.gone(holder["allocation"])
-            return holder["node"] == self.node and not psutil.pid_exists(holder["pid"])
+            # Else somebody has taken the next epoch, and is about to beat.
+            return holder["epoch"] == self.former and self._left(holder)
         except (ValueError, LookupError, TypeError):
             # Read in the middle of a beat, or of the making of the file; if it is not, it stands still.
             return False
+
+    def _left(self, holder: dict) -> bool:
+        if holder["pid"] == _NOBODY:
+            return True
+        if holder["allocation"] != self.allocation:
+            return self.gone(holder["allocation"])
+        return holder["node"] == self.node and not psutil.pid_exists(holder["pid"])
 
     # -- as the holder -----------------------------------------------------------------------------------------
 
@@ -71,8 +85,9 @@ class Lease:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.touch()
         self.tick()
-        self._write(epoch, 0)
-        self._thread = threading.Thread(target=self._beat, args=(epoch,), name="lease", daemon=True)
+        self._epoch = epoch
+        self._write(0, os.getpid())
+        self._thread = threading.Thread(target=self._beat, name="lease", daemon=True)
         self._thread.start()
 
     def tick(self) -> None:
@@ -82,8 +97,8 @@ class Lease:
     def give_up(self) -> None:
         """Let the next candidate have it at once."""
         self._stop()
-        with self.path.open("r+") as file:
-            file.write(_FREE)
+        if self._epoch:
+            self._write(0, _NOBODY)
 
     def lose(self) -> None:
         """Another holds it: beat no more, and leave the file alone."""
@@ -94,24 +109,17 @@ class Lease:
         if self._thread:
             self._thread.join()
 
-    def _beat(self, epoch: int) -> None:
+    def _beat(self) -> None:
         beat = 0
         while not self._end.wait(self.limits.beat_s) and time.monotonic() < self._alive_until:
             beat += 1
             # A filesystem that hangs for a moment must not end the beating.
             with contextlib.suppress(OSError):
-                self._write(epoch, beat)
+                self._write(beat, os.getpid())
 
-    def _write(self, epoch: int, beat: int) -> None:
-        text = json.dumps(
-            {
-                "epoch": epoch,
-                "beat": beat,
-                "node": self.node,
-                "allocation": self.allocation,
-                "pid": os.getpid(),
-            }
-        )
+    def _write(self, beat: int, pid: int) -> None:
+        about = {"epoch": self._epoch, "beat": beat, "node": self.node, "allocation": self.allocation, "pid": pid}
+        text = json.dumps(about)
         with self.path.open("r+") as file:
             file.write(text.ljust(_WIDTH))
 

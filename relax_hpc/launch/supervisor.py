@@ -75,7 +75,9 @@ class Supervisor:
         launcher: Callable[[str], Launcher],
         attempt: int,
         terminal: Terminal,
+        former: int | None = None,
     ) -> None:
+        """``former``: the supervisor whose place it takes, see `claim_epoch`; whichever is the newest without it."""
         self.run, self.config, self.name, self.launcher = run, config, name, launcher
         self.names = list(names)
         self.attempt, self.terminal = attempt, terminal
@@ -97,7 +99,7 @@ class Supervisor:
         """Called once a round; for what a layout has to look after besides."""
         self.each_wait: Callable[[], None] = lambda: None
         """Called before whatever may take long, such as waiting, ending groups, and asking Slurm."""
-        self.epoch = claim_epoch(run, name)
+        self.epoch = claim_epoch(run, name, former)
         self.client: QueueClient | None = None
         self.lookout: Lookout | None = None
         self.selector = selectors.DefaultSelector()

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from relax_hpc.errors import FencedError
 from relax_hpc.rundir import RunDir, sync_directory, write_json
 
 _CARD = re.compile(r"epoch-(\d{6})\.json")
@@ -30,11 +31,14 @@ class Card:
     endpoint: str = ""
 
 
-def claim_epoch(run: RunDir, group: str) -> int:
-    """Take the next incarnation number of ``group``; two launchers never get the same one."""
+def claim_epoch(run: RunDir, group: str, former: int | None = None) -> int:
+    """Take the next incarnation number of ``group``; two launchers never get the same one.
+
+    With ``former`` the one after that and no other: FencedError if somebody has been faster.
+    """
     folder = run.rendezvous(group)
     folder.mkdir(parents=True, exist_ok=True)
-    epoch = 1 + latest_epoch(run, group)
+    epoch = 1 + (latest_epoch(run, group) if former is None else former)
     if epoch == 1:
         sync_directory(folder.parent)
         sync_directory(run.root)
@@ -44,6 +48,8 @@ def claim_epoch(run: RunDir, group: str) -> int:
             sync_directory(folder)
             return epoch
         except FileExistsError:
+            if former is not None:
+                raise FencedError(f"another has taken {group} epoch {epoch} just before") from None
             epoch += 1
 
 

@@ -123,6 +123,7 @@ class Head:
                 lambda name: local if name == "hub" or self.config.layout == "local" else steps,
                 latest_attempt(self.run) or new_attempt(self.run),
                 terminal,
+                lease.former,
             )
             lease.hold(supervisor.epoch)
             stack.enter_context(supervisor)
