@@ -217,10 +217,10 @@ class SlurmRun:
     def nodes_of(self, role: str) -> list[str]:
         return [environment(process)["SLURMD_NODENAME"] for process in self.processes(role)]
 
-    def lease_holder(self) -> dict[str, Any]:
+    def lease_holder(self, name: str = "supervisor") -> dict[str, Any]:
         """Who supervises now: node, pid, epoch."""
         with contextlib.suppress(OSError, ValueError):
-            return json.loads((self.run.rendezvous("supervisor") / "lease").read_text())
+            return json.loads((self.run.rendezvous(name) / "lease").read_text())
         return {}
 
     def story(self) -> str:
@@ -313,9 +313,9 @@ class SlurmRun:
         self.wait_until(lambda: saved.stat().st_mtime > newest + 1.0, "slurmctld has saved its state", START_S)
         self.sandbox.restart()
 
-    def supervised_anew(self, epoch: int) -> None:
+    def supervised_anew(self, epoch: int, name: str = "supervisor") -> None:
         """Another supervisor than that of `epoch` leads."""
-        self.wait_until(lambda: self.lease_holder().get("epoch", 0) > epoch, "a new supervisor", START_S)
+        self.wait_until(lambda: self.lease_holder(name).get("epoch", 0) > epoch, "a new supervisor", START_S)
 
     def cancel_all(self) -> str:
         """Cancel what is in the queue, again and again: the end of a job may start another. What there was."""

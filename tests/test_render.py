@@ -162,6 +162,12 @@ def test_het_components_are_neither_killed_nor_requeued_and_jobs_are_requeued() 
         assert text.endswith(f"relax_hpc.launch.slurm.head --run_dir /scratch/demo --group {group}\n")
 
 
+def test_a_hub_of_two_nodes_outlives_one_of_them_in_each_layout() -> None:
+    jobs = render(compose(FOUR, "jobs", **{"groups.hub.resources.nodes": 2, "groups.actor.resources.nodes": 2}))
+    assert [name for name, text in jobs.items() if lines(text, "no-kill")] == ["hub.sbatch"]
+    assert all(lines(text, "requeue") for text in jobs.values())
+
+
 def test_a_group_of_a_het_run_in_a_job_of_its_own_comes_back_by_itself() -> None:
     text = render_group(compose(FOUR, "het"), "rollout-2")
     assert (lines(text, "requeue"), lines(text, "no-kill")) == (["--requeue"], [])

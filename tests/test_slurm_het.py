@@ -29,7 +29,7 @@ def test_a_heterogeneous_job_survives_everything(sandbox: Sandbox, tmp_path: Pat
         a_component_is_cancelled(live)
         # Last: Slurm 22.05 breaks when the batch host of a job comes back that slurmctld has read from its files.
         slurm_is_restarted(live)
-        live.finish_soon()
+        live.stop()
 
 
 def ranks_die(live: SlurmRun) -> None:

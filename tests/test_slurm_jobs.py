@@ -13,7 +13,11 @@ requires("torch", "megatron", "sglang", "mpi")
 requires_sandbox()
 
 
-ONE_ENGINE = {"steps": ENDLESS, "rollout": {"replicas": 1}, "groups": {"rollout": {"resources": {"nodes": 1}}}}
+ONE_ENGINE = {
+    "steps": ENDLESS,
+    "rollout": {"replicas": 1},
+    "groups": {"rollout": {"resources": {"nodes": 1}}, "hub": {"resources": {"nodes": 2}}},
+}
 
 
 def test_jobs_of_real_engines_survive_everything(sandbox: Sandbox, tmp_path: Path) -> None:
@@ -49,6 +53,17 @@ def nodes_lose_power(live: SlurmRun) -> None:
     """Of each group in turn: Slurm queues its job again, under its number and on other nodes."""
     for group, role, rank in (("actor_fwd", "actor_fwd", 0), ("actor", "actor", 0), ("rollout", "rollout", 0)):
         lose_node(live, group, role, rank)
+    the_hub_loses_its_nodes(live)
+
+
+def the_hub_loses_its_nodes(live: SlurmRun) -> None:
+    """The leading one: the standby on the other takes over at once. Then that one: Slurm queues the job again."""
+    job, holder = live.job("hub"), live.lease_holder("supervisor-hub")
+    with live.only("hub", "power loss of the leading node of the hub"):
+        live.sandbox.kill_node(holder["node"])
+        live.supervised_anew(holder["epoch"], "supervisor-hub")
+    live.sandbox.start_node(holder["node"])
+    assert live.job("hub") == job and live.lease_holder("supervisor-hub")["node"] != holder["node"]
     lose_node(live, "hub", "advantages", 0)
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hmac
 import shutil
+import socket
 import sys
 import time
 from collections import deque
@@ -180,6 +182,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m relax_hpc.launch.slurm.head", description=__doc__)
     parser.add_argument("--run_dir", type=Path, help="of a run that relax-hpc submit has made")
     parser.add_argument("--group", default="", help="supervise this group alone")
+    parser.add_argument("--standby", action="store_true", help="end at once where a head of the run is already")
     parser.add_argument("--config", action="append", default=[], help="make the run directory from these files")
     return parser.parse_args(argv)
 
@@ -188,10 +191,25 @@ def head(args: argparse.Namespace) -> int:
     """One life of a head."""
     try:
         run, config = _run_of(args)
+        sign = _sign(run, args.group)
+        if args.standby and sign is None:
+            return EXIT_DONE
         return Head(run, config, args.group).serve()
     except RelaxError as error:
         print(f"relax-hpc: error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
+
+
+def _sign(run: RunDir, group: str) -> socket.socket | None:
+    """Tells the heads that come to this node that one is here, as long as this process lives; None if one is."""
+    words = "\0".join([str(run.root), group, node_name()]).encode()
+    sign = socket.socket(socket.AF_UNIX)
+    try:
+        sign.bind(f"\0relax-head-{hmac.new(run.token(), words, 'sha256').hexdigest()[:32]}")
+    except OSError:
+        sign.close()
+        return None
+    return sign
 
 
 def _run_of(args: argparse.Namespace) -> tuple[RunDir, Config]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -20,16 +19,16 @@ from relax_hpc.launch.slurm.checkup import check_nodes, exclude_option
 from relax_hpc.launch.slurm.commands import Slurm, SlurmError
 from relax_hpc.launch.slurm.ledger import Entry, Ledger
 from relax_hpc.launch.slurm.render import render_group
-from relax_hpc.launch.slurm.steps import StepLauncher, escaped
+from relax_hpc.launch.slurm.standby import Standby
+from relax_hpc.launch.slurm.steps import StepLauncher
 from relax_hpc.launch.supervisor import RELEASED, Supervisor
-from relax_hpc.rendezvous.process import clean_environment
 from relax_hpc.rendezvous.roster import latest_epoch
 from relax_hpc.rundir import RunDir, write_atomic
 
 _ASK_SLURM_S = 10.0
 """Between looks at jobs elsewhere: slurmctld serves the whole cluster."""
 _AGAIN_S, _SELDOM_S = 10.0, 600.0
-"""Between tries to start the standby: at first, and at most when its node stays away."""
+"""Between tries to ask for the last that is wanted of Slurm, and for a successor."""
 _LEAVE_S, _INSIST_S = 5.0, 1800.0
 _DEADLINE_MARGIN_S = 30.0
 
@@ -53,6 +52,13 @@ class _Job:
             with contextlib.suppress(SlurmError):
                 supervisor.unfit = check_nodes(launcher, fresh)
 
+    def end_without_batch(self) -> None:
+        """End the job if this head is not the batch script's, which ends with the outcome if it still lives."""
+        if self.node != self.allocation.batch_node:
+            time.sleep(_LEAVE_S)
+            # This process dies with the job.
+            insist(lambda: self.slurm.cancel(self.allocation.job))
+
     def _has_begun(self, name: str) -> bool:
         launch = read_launch(self.run, name, latest_epoch(self.run, name))
         return launch is not None and launch.allocation == self.allocation.name
@@ -67,7 +73,16 @@ class _Job:
 
 
 class GroupJob(_Job):
-    """An ordinary job of one group. Slurm itself brings it back after a node's death; at its end it requeues itself."""
+    """An ordinary job of one group. Slurm itself brings it back after a node's death; at its end it requeues itself.
+
+    A hub of two nodes has a standby: Slurm is slower to notice that a node is gone.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        hub = self.allocation.places.get("hub")
+        two = hub is not None and hub.nodes > 1
+        self.standby = Standby(self.run, self.slurm, self.allocation, self.node, "hub") if two else None
 
     def launcher(self) -> StepLauncher:
         return RequeueLauncher(self.run, self.config, self.slurm, self.allocation, self.deadline)
@@ -77,12 +92,16 @@ class GroupJob(_Job):
         self.check(supervisor)
 
     def tick(self, supervisor: Supervisor) -> None:
-        """Nothing besides the group."""
+        """Nothing besides the group, but for the hub's standby."""
+        if self.standby:
+            self.standby.tick()
 
     def end(self, code: int) -> None:
         """Requeue the job if the group is to go on."""
         if code == EXIT_RETRY and not asked_to_stop(self.run):
             insist(lambda: requeue(self.slurm, self.allocation.job))
+        else:
+            self.end_without_batch()
 
 
 def insist(ask: Callable[[], None]) -> None:
@@ -120,11 +139,8 @@ class HetJob(_Job):
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
-        self._standby: subprocess.Popen | None = None
-        self._standby_at, self._standby_pause = 0.0, _AGAIN_S
+        self.standby = Standby(self.run, self.slurm, self.allocation, self.node)
         self._asked = time.monotonic()
-        self._others: list[str] | None = None
-        """Nodes of the hub beside this one; None: Slurm has not said yet."""
         self._successor_at = 0.0
 
     def launcher(self) -> StepLauncher:
@@ -169,36 +185,11 @@ class HetJob(_Job):
         """Keep a standby on the hub's other node, and an eye on groups that run elsewhere."""
         now = time.monotonic()
         self._see_to_successor()
-        if (self._standby is None or self._standby.poll() is not None) and now >= self._standby_at:
-            self._standby_at = now + self._standby_pause
-            self._standby_pause = min(2 * self._standby_pause, _SELDOM_S)
-            with contextlib.suppress(SlurmError):
-                self._start_standby()
+        self.standby.tick()
         if supervisor.elsewhere and now - self._asked >= _ASK_SLURM_S:
             self._asked = now
             with contextlib.suppress(SlurmError):
                 self._look_elsewhere(supervisor)
-
-    def _start_standby(self) -> None:
-        place = self.allocation.places["hub"]
-        if self._others is None and (job := self.slurm.jobs(place.job).get(place.job)):
-            self._others = [name for name in self.slurm.hostnames(job.node_list) if name != self.node]
-        if not self._others:
-            return
-        words = ["srun", f"--jobid={self.allocation.job}", f"--het-group={place.het}"]
-        words += ["--nodes=1", "--ntasks=1", f"--nodelist={self._others[0]}", "--overlap", "--mem=0", "--mpi=none"]
-        words += ["--no-kill", "--export=ALL", "--job-name=standby", "--open-mode=append"]
-        words.append(f"--output={escaped(self.run.root)}/logs/standby-%N-%t.log")
-        python = [sys.executable, "-m", "relax_hpc.launch.slurm.head", "--run_dir", str(self.run.root)]
-        with (self.run.root / "logs" / "standby-srun.log").open("ab") as log:
-            self._standby = subprocess.Popen(
-                [*words, *python],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=clean_environment() | self.allocation.variables(),
-                start_new_session=True,
-            )
 
     def _look_elsewhere(self, supervisor: Supervisor) -> None:
         """A job that is gone before its group is done is replaced, as often as a group may be started."""
@@ -248,10 +239,7 @@ class HetJob(_Job):
                 if entry.job != self.allocation.job:
                     with contextlib.suppress(SlurmError):
                         self.slurm.cancel(entry.job)
-        if self.node != self.allocation.batch_node:
-            # The batch script ends with the outcome if it still lives; this process dies with the job.
-            time.sleep(_LEAVE_S)
-            insist(lambda: self.slurm.cancel(self.allocation.job))
+        self.end_without_batch()
 
 
 class ReplaceLauncher(StepLauncher):

@@ -2,7 +2,8 @@
 
 `het`: one heterogeneous job. Its component 0, the hub, has two nodes (active and standby): with one, the death of any
 node anywhere ends the whole job. One-node groups come last, as the death of one takes those after it along (both seen
-on Slurm 22.05). `jobs`: one ordinary job a group. `local`: one job of one node that holds all groups.
+on Slurm 22.05). `jobs`: one ordinary job a group; a hub that is given two nodes has its standby there too. `local`: one
+job of one node that holds all groups.
 """
 
 from __future__ import annotations

@@ -159,7 +159,12 @@ def _directives(config: Config, part: Component) -> dict[str, Any]:
     # A group's own memory replaces what the site's options ask for.
     words = [directive(name, value) for name, value in (gpus | options | memory).items()]
     name = config.name if config.layout == "local" else f"{config.name}-{part.name}"
-    return asdict(part) | {"job_name": _quote(name, "name"), "options": words}
+    return asdict(part) | {"job_name": _quote(name, "name"), "options": words, "standby": _has_standby(part)}
+
+
+def _has_standby(part: Component) -> bool:
+    """A hub of two nodes has one on the second."""
+    return part.name == "hub" and part.nodes > 1
 
 
 def _gpu_options(config: Config, part: Component, gres: str) -> dict[str, str]:
