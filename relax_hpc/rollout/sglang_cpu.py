@@ -29,7 +29,7 @@ def install() -> None:
     """Make `import sglang` and its CPU engine work in this process; call it before anything imports sglang."""
     import torch
 
-    if torch.cuda.is_available() or any(isinstance(finder, _StandIns) for finder in sys.meta_path):
+    if torch.cuda.is_available() or installed():
         return
     # Without it SGLang takes the CUDA code paths and asks for vllm's rotary embedding.
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
@@ -38,6 +38,11 @@ def install() -> None:
     # `import triton` (kernels that are defined, never compiled, here) and `import sgl_kernel` have no CPU packages.
     # Last in the list, so that installed packages are found first.
     sys.meta_path.append(_StandIns())
+
+
+def installed() -> bool:
+    """Whether `install` has found that this is needed."""
+    return any(isinstance(finder, _StandIns) for finder in sys.meta_path)
 
 
 def install_transformers_hook() -> None:

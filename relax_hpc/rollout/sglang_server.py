@@ -11,6 +11,7 @@ import difflib
 import inspect
 import json
 import logging
+import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -33,6 +34,8 @@ def main(settings: dict[str, Any], token: str) -> None:
     from sglang.launch_server import run_server
     from sglang.srt.utils import kill_process_tree
 
+    if sglang_cpu.installed():
+        _fork_children()
     try:
         # One key for all endpoints: with an admin key alone, those that generate would be open.
         run_server(ServerArgs(**settings["server"], api_key=token, admin_api_key=token))
@@ -40,6 +43,16 @@ def main(settings: dict[str, Any], token: str) -> None:
         print("interrupted: the engine was closed", file=sys.stderr)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+def _fork_children() -> None:
+    """Have SGLang's processes begin as copies of this one, which has imported what they need, and not from nothing.
+
+    SGLang spawns them for the sake of CUDA, whose state no copy can use.
+    """
+    multiprocessing.set_start_method("fork", force=True)
+    multiprocessing.set_start_method = lambda *_, **__: None
+    os.register_at_fork(after_in_child=die_with_parent)
 
 
 def _check_flags(flags: dict[str, Any], known: list[str]) -> None:
