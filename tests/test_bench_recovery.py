@@ -139,11 +139,11 @@ def test_settings_make_a_run(bench, tmp_path):
     from relax_hpc.config import load
     from relax_hpc.launch.slurm.layout import components
 
-    for layout, nodes in (("het", 7), ("jobs", 6)):
+    for layout in ("het", "jobs"):
         path = tmp_path / f"{layout}.yaml"
         path.write_text(json.dumps(bench("recovery").settings(layout)))
         config = load([path], {"run_dir": str(tmp_path / "run"), "layout": layout})
-        assert sum(part.nodes for part in components(config)) == nodes
+        assert sum(part.nodes for part in components(config)) == 7
 
 
 def test_a_file_is_followed_through_its_replacement(bench, tmp_path):

@@ -66,6 +66,7 @@ SETTINGS: dict[str, Any] = {
     "slurm": {"time": "120", "signal_s": 60},
     "groups": {
         "reference": None,
+        "hub": {"resources": {"nodes": 2}},
         "rollout": {"resources": {"nodes": 2}},
         "actor": {"resources": {"nodes": 2}},
     },
@@ -74,10 +75,9 @@ START_S, RECOVERY_S, SETTLED_STEPS, STEPS_AFTER = 90.0, 120.0, 4, 2
 
 
 def settings(layout: str) -> dict[str, Any]:
-    """Seven nodes in a heterogeneous job, or six in ordinary ones; the death of a node concerns one group."""
-    hub = {"resources": {"nodes": 2 if layout == "het" else 1}}
+    """Seven nodes, in a heterogeneous job or in ordinary ones; the death of a node concerns one group."""
     site = {"site": {"options": {"exclusive": ""}}} if layout == "jobs" else {}
-    return SETTINGS | site | {"groups": SETTINGS["groups"] | {"hub": hub}}
+    return SETTINGS | site
 
 
 def all_faults() -> list[str]:
@@ -88,11 +88,11 @@ def all_faults() -> list[str]:
 
 
 def settle(run: Run, fault: str) -> None:
-    """Everything works, and has for some steps; a hub of two nodes has its standby. TimeoutError if not."""
+    """Everything works, and has for some steps; the hub has its standby. TimeoutError if not."""
     goal = run.step() + SETTLED_STEPS
     run.wait(lambda: run.step() >= goal, f"step {goal} trained", START_S)
-    if run.layout == "het" and fault in ("node:hub", "down:hub"):
-        run.wait(lambda: len(run.heads()) > 1, "a standby waits", START_S)
+    if fault in ("node:hub", "down:hub"):
+        run.wait(run.standbys, "a standby waits", START_S)
 
 
 def measure(run: Run, policy: str, fault: str) -> Record:

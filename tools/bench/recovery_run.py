@@ -191,9 +191,9 @@ class Run:
             return json.loads((self.run.rendezvous(self.supervisor) / "lease").read_text())
         return {}
 
-    def heads(self) -> list[psutil.Process]:
-        """Supervisors and their standbys, but not those that watch them."""
-        return [p for p in self._processes() if "relax_hpc.launch.slurm.head" in p.cmdline() and _works(p)]
+    def standbys(self) -> list[psutil.Process]:
+        """Of the hub's supervisor, but not the processes that watch them."""
+        return [p for p in self._processes() if "--standby" in p.cmdline() and "srun" not in p.cmdline() and _works(p)]
 
     def workers(self, role: str) -> list[psutil.Process]:
         """Processes that do a role's work, by rank."""
