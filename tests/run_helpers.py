@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "runs" / "quickstart.yaml"
+ALL = bool(os.environ.get("RELAX_REAL_ENGINES"))
+"""Real engines everywhere, and every fault in each layout: env/test.sh --all."""
 POLL_S = 0.02
 STOP_S = 20.0
 
@@ -59,7 +61,7 @@ def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 def engine_of(wanted: str) -> str:
     """`wanted`, unless the tests are to use real engines everywhere."""
-    return "sglang" if os.environ.get("RELAX_REAL_ENGINES") else wanted
+    return "sglang" if ALL else wanted
 
 
 def with_engine(engine: str) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import threading
 import time
@@ -26,6 +25,7 @@ from safetensors.torch import load_file  # noqa: E402
 from relax_hpc.weights.publisher import publish  # noqa: E402
 from relax_hpc.weights.subscriber import staging_root  # noqa: E402
 from tests.drawing_rollout import LONG, config_of, drawn, in_process, rollout_of, sglang_process, stop_server  # noqa: E402
+from tests.run_helpers import ALL  # noqa: E402
 from tests.test_bad_input import make_data  # noqa: E402
 
 V0 = Version(1, 0)
@@ -126,9 +126,7 @@ def test_a_rollout_that_is_asked_to_stop_hands_over_what_it_has(world):
         until(lambda: hub.state.kept.held == LONG + 4, "kept")
 
 
-@pytest.mark.skipif(
-    not os.environ.get("RELAX_REAL_ENGINES"), reason="a real engine is started twice by env/test.sh --all"
-)
+@pytest.mark.skipif(not ALL, reason="a real engine is started twice by env/test.sh --all")
 def test_sglang_goes_on_where_it_was_killed(world):
     requires("sglang")
     run, hub = world

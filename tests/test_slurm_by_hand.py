@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from relax_hpc.launch.slurm.render import render_size
 from relax_hpc.rundir import RunDir
 from relax_hpc.sandbox import Sandbox
 from tests.requirements import requires
-from tests.run_helpers import engine_of, merged, with_engine, write_config
+from tests.run_helpers import ALL, engine_of, merged, with_engine, write_config
 from tests.slurm_runs import ENGINE_START_S, OVER, START_S, SlurmRun
 from tests.slurm_sandbox import requires_sandbox
 
@@ -41,7 +40,7 @@ def allocate(script: Path, environment: dict[str, str]) -> None:
     subprocess.run(["salloc", *words, "bash", script], check=True, cwd=script.parent, env=environment, timeout=300)
 
 
-@pytest.mark.skipif(not os.environ.get("RELAX_REAL_ENGINES"), reason="two more whole runs: env/test.sh --all")
+@pytest.mark.skipif(not ALL, reason="two more whole runs: env/test.sh --all")
 @pytest.mark.parametrize("begin", [submit, allocate])
 def test_a_script_by_hand_runs_to_its_end(begin: Callable[..., None], sandbox: Sandbox, tmp_path: Path) -> None:
     engine, root = engine_of("transformers"), tmp_path / "run"
