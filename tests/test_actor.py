@@ -63,7 +63,7 @@ def waiting(deadline: float | None = None) -> Any:
     actor.context = SimpleNamespace(client=Queue(), stop=threading.Event(), spans=lambda *_, **__: nullcontext())
     layout = SimpleNamespace(data_size=1)
     actor.ranks = SimpleNamespace(leader=True, layout=layout, tell=lambda message: message, rows=lambda claim: [])
-    actor.clock = Clock(deadline)
+    actor.clock, actor.placeholders = Clock(deadline), {}
     return actor
 
 

@@ -67,7 +67,8 @@ def test_a_claim_from_before_a_rollback_is_given_back_and_training_goes_on(monke
         client=client, role="actor_fwd", run=None, group="g", spans=lambda *_, **__: nullcontext(), report=print
     )
     parallel = SimpleNamespace(max_tokens_per_micro_batch=9, parallel=SimpleNamespace(data=1))
-    scorer = SimpleNamespace(forward=parallel, load=lambda data: None, score=lambda rows: [np.zeros(1, np.float32)])
+    about = {"forward": parallel, "placeholders": {}}
+    scorer = SimpleNamespace(**about, load=lambda data: None, score=lambda rows: [np.zeros(1, np.float32)])
     forward._lead(context, ranks, scorer, follows=True)
     assert client.given_back == [7]
     assert client.put_rows == [(8, Version(2, 0).encode())]

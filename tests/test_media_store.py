@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -14,7 +15,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_hpc.transfer_queue.media import BadMedia, MediaError, MediaStore, check_id, check_media, media_ids
+from relax_hpc.transfer_queue.media import (
+    BadMedia,
+    MediaError,
+    MediaStore,
+    check_id,
+    check_media,
+    media_ids,
+    placeholders_of,
+)
 from relax_hpc.transfer_queue.schema import BadRow
 from relax_hpc.versions import Version
 from tests.queue_helpers import rows_of
@@ -261,3 +270,21 @@ def test_what_is_no_span_is_refused(spans):
     with pytest.raises(BadMedia) as caught:
         check_media(row_with([]) | {"spans": spans})
     assert caught.value.reason == "bad_span"
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        ({"vocab_size": 9}, {}),
+        ({"image_token_id": 7, "video_token_id": 8, "audio_token_id": None}, {"image": 7, "video": 8}),
+        ({"audio_token_index": 5}, {"audio": 5}),
+        (
+            {"image_token_id": 1, "thinker_config": {"image_token_index": 2, "audio_token_index": 3}},
+            {"image": 2, "audio": 3},
+        ),
+    ],
+)
+def test_placeholders_are_those_of_the_model(tmp_path, config, found):
+    assert placeholders_of(tmp_path) == {}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert placeholders_of(tmp_path) == found

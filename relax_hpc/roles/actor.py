@@ -20,6 +20,7 @@ from relax_hpc.training.optimizer import learning_rate
 from relax_hpc.training.trainer import Trainer
 from relax_hpc.transfer_queue.claims import check_claim
 from relax_hpc.transfer_queue.client import Claim
+from relax_hpc.transfer_queue.media import placeholders_of
 from relax_hpc.transfer_queue.schema import Row
 from relax_hpc.versions import Version
 from relax_hpc.weights.publisher import publish
@@ -42,6 +43,7 @@ class Actor:
         model = PolicyModel(read_config(context.model), self.config.model, self.config.actor.parallel)
         model.load_hf(context.model)
         self.model = model
+        self.placeholders = placeholders_of(context.model)
         self.trainer = Trainer(
             model, self.config.algorithm, self.config.actor.optimizer, self.config.rollout.temperature
         )
@@ -186,7 +188,7 @@ class Actor:
             while not reason:
                 if not wait([work], timeout=_LOOK_S).done:
                     reason = self._why_end() if may_end else ""
-                elif check_claim(self.context.client, work.result()):
+                elif check_claim(self.context.client, work.result(), self.placeholders):
                     break
                 else:
                     work = self._claim_later(size, batch)

@@ -10,6 +10,7 @@ from relax_hpc.algorithms.advantages import group_advantages, token_advantages
 from relax_hpc.config.schema import AlgorithmConfig
 from relax_hpc.roles.context import Context
 from relax_hpc.transfer_queue.claims import sound_claim
+from relax_hpc.transfer_queue.media import placeholders_of
 from relax_hpc.transfer_queue.schema import Row
 
 _EVERYTHING = 1 << 40
@@ -31,9 +32,10 @@ def advantages_of(rows: Sequence[Row], samples: int, algorithm: AlgorithmConfig,
 def run(context: Context) -> None:
     """Serve until the run is finished."""
     client, config = context.client, context.config
+    placeholders = placeholders_of(context.run.model)
     while True:
         with context.spans("wait"):
-            claim = sound_claim(client, "advantages", _EVERYTHING)
+            claim = sound_claim(client, "advantages", _EVERYTHING, placeholders=placeholders)
         if claim is None:
             return
         with context.spans("queue", step=claim.step):

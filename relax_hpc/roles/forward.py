@@ -19,6 +19,7 @@ from relax_hpc.training.hf_files import read_config
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.transfer_queue.claims import check_claim
 from relax_hpc.transfer_queue.client import Claim, QueueClient
+from relax_hpc.transfer_queue.media import placeholders_of
 from relax_hpc.transfer_queue.schema import Row
 from relax_hpc.versions import Version
 from relax_hpc.weights.manifest import TENSORS, read_verified
@@ -35,6 +36,7 @@ class Scorer:
         self.forward = getattr(config, context.role)
         self.ranks = ranks
         self.temperature = config.rollout.temperature
+        self.placeholders = placeholders_of(directory)
         self.model = PolicyModel(read_config(directory), config.model, self.forward.parallel)
         self.model.load_hf(directory)
 
@@ -95,7 +97,7 @@ def _lead(context: Context, ranks: Ranks, scorer: Scorer, follows: bool) -> None
         fits = weights is None or weights.fit(claim)
         if not fits:
             client.give_back(claim)
-        if not fits or not check_claim(client, claim):
+        if not fits or not check_claim(client, claim, scorer.placeholders):
             work = client.claim_later(role, budget)
             continue
         ranks.tell({"do": "score", "claim": claim.message()})

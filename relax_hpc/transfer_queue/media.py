@@ -14,6 +14,7 @@ same prompt, share it. The controller counts who needs it, and removes it when n
 from __future__ import annotations
 
 import contextlib
+import json
 import mmap
 import os
 import re
@@ -174,6 +175,22 @@ def media_by_ticket(rows: Iterable[Row]) -> dict[int, list[str]]:
         if named := {media_id for *_, media_id in _spans(row, len(row.get("token_ids", ())))}:
             found.setdefault(int(row["sample_id"].partition(".")[0]), set()).update(named)
     return {ticket: sorted(ids) for ticket, ids in found.items()}
+
+
+def placeholders_of(model: Path) -> dict[str, int]:
+    """Token id of the placeholder by kind of medium, as config.json in a Hugging Face model directory names them.
+
+    >>> placeholders_of(Path("a text model's"))
+    {}
+    """
+    try:
+        found = json.loads((model / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    # Models that think in text and talk in speech have those of the prompt one level below.
+    names = found.get("thinker_config", found)
+    ids = ((kind, names.get(f"{kind}_token_id", names.get(f"{kind}_token_index"))) for kind in KINDS)
+    return {kind: token for kind, token in ids if type(token) is int}
 
 
 def check_media(row: Row, placeholders: Mapping[str, int] | None = None) -> int:

@@ -114,6 +114,7 @@ def measure(run: Run, policy: str, fault: str) -> Record:
 def _live_on(run: Run, record: Record) -> None:
     """The toolkit's own way: the group comes back by itself, the others go on."""
     if record.layout == "jobs" and record.fault.startswith("scancel"):
+        run.wait(lambda: _detected(run, record) < NEVER, "its job is gone", RECOVERY_S)
         # Whoever ends a group's job means it; nobody else may start it again.
         record.helped = "resubmitted by hand"
         run.relax_hpc("resubmit", str(run.run.root), "--group", record.victim)
@@ -140,8 +141,8 @@ def _detected(run: Run, record: Record) -> float:
     """The first sign that the fault is known: a word about the victim, its new incarnation, its job queued again."""
     names = {record.victim, run.supervisor if record.victim == "hub" else f"supervisor-{record.victim}"}
     claims = [run.first(name, "epoch-*.claim", record.at)[0] for name in names]
-    may_be_requeued = record.layout == "jobs" and record.fault.startswith(("node:", "down:"))
-    if may_be_requeued and record.left == NEVER and not run.runs(record.job):
+    takes_the_job = record.layout == "jobs" and record.fault.startswith(("node:", "down:", "scancel:"))
+    if takes_the_job and record.left == NEVER and not run.runs(record.job):
         record.left = time.time()
     return min(run.said(record.victim, record.at), record.left, *claims)
 
@@ -164,10 +165,11 @@ def _look(run: Run, record: Record, since: float) -> None:
     record.steps = steps[: sum(moment <= record.at for moment, _ in steps)][-1:]
     record.steps += [(moment, step) for moment, step in steps if moment > since]
     if record.beaten < NEVER:
-        submitted, started = run.job_times(run.job(record.victim))
+        job = run.job(record.victim)
+        submitted, started = run.job_times(job)
         record.new_job = started >= math.floor(record.at)
         # What Slurm says of a job that is queued again is not when that was.
-        queued = record.left if record.left < NEVER else submitted
+        queued = record.left if record.left < NEVER and job == record.job else submitted
         record.queued_s = max(0.0, started - queued) if record.new_job else 0.0
 
 
