@@ -16,6 +16,7 @@ import pytest
 from relax_hpc.config.schema import LivenessConfig
 from relax_hpc.errors import FencedError
 from relax_hpc.launch.lease import Lease, leave_outcome, outcome_of
+from relax_hpc.launch.slurm.head import _sign
 from relax_hpc.rendezvous.roster import claim_epoch, latest_epoch
 from relax_hpc.rundir import RunDir
 from tests.queue_helpers import make_run
@@ -192,6 +193,17 @@ def test_a_holder_that_gets_nowhere_beats_no_more(tmp_path: Path, monkeypatch: p
     lease._alive_until = 0.0
     assert looks(run, "b", 5.0)
     lease.lose()
+
+
+def test_a_head_is_seen_by_those_that_come_to_its_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path / "run")
+    first = _sign(run, "")
+    assert first and _sign(run, "") is None and _sign(run, "hub")
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("SLURMD_NODENAME", "another")
+        assert _sign(run, "")
+    first.close()
+    assert _sign(run, "")
 
 
 def test_the_outcome_is_that_of_one_life_of_one_job(tmp_path: Path) -> None:

@@ -276,6 +276,8 @@ def test_what_is_no_span_is_refused(spans):
     ("config", "found"),
     [
         ({"vocab_size": 9}, {}),
+        ([], {}),
+        ({"thinker_config": None}, {}),
         ({"image_token_id": 7, "video_token_id": 8, "audio_token_id": None}, {"image": 7, "video": 8}),
         ({"audio_token_index": 5}, {"audio": 5}),
         (

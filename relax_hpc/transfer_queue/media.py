@@ -180,15 +180,16 @@ def media_by_ticket(rows: Iterable[Row]) -> dict[int, list[str]]:
 def placeholders_of(model: Path) -> dict[str, int]:
     """Token id of the placeholder by kind of medium, as config.json in a Hugging Face model directory names them.
 
-    >>> placeholders_of(Path("a text model's"))
-    {}
+    Empty for a text model, and where there is no such file.
     """
     try:
         found = json.loads((model / "config.json").read_bytes())
     except (OSError, ValueError):
         return {}
     # Models that think in text and talk in speech have those of the prompt one level below.
-    names = found.get("thinker_config", found)
+    names = found.get("thinker_config", found) if isinstance(found, dict) else None
+    if not isinstance(names, dict):
+        return {}
     ids = ((kind, names.get(f"{kind}_token_id", names.get(f"{kind}_token_index"))) for kind in KINDS)
     return {kind: token for kind, token in ids if type(token) is int}
 

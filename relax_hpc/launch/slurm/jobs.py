@@ -97,7 +97,7 @@ class GroupJob(_Job):
             self.standby.tick()
 
     def end(self, code: int) -> None:
-        """Requeue the job if the group is to go on."""
+        """Requeue the job if the group is to go on, else end it if its batch script is gone."""
         if code == EXIT_RETRY and not asked_to_stop(self.run):
             insist(lambda: requeue(self.slurm, self.allocation.job))
         else:
