@@ -65,9 +65,13 @@ def engine_of(wanted: str) -> str:
 
 
 def with_engine(engine: str) -> dict[str, Any]:
-    """The small `transformers` engine of SMALL, or that of the quickstart and a model that its attention can serve."""
+    """The small `transformers` engine of SMALL, no engine at all, or SGLang as in the quickstart with a model that its
+    attention can serve."""
     if engine == "transformers":
         return {}
+    if engine == "simulated":
+        # Long enough that what starts meanwhile finds the processors free.
+        return {"rollout": {"engine": {"kind": "simulated", "simulated": {"response_s": 0.3}}}}
     quickstart = yaml.safe_load(QUICKSTART.read_text())
     return {"model": {"tiny": quickstart["model"]["tiny"]}, "rollout": {"engine": quickstart["rollout"]["engine"]}}
 

@@ -1,18 +1,100 @@
-"""The user's commands on a run in the sandbox's Slurm: looked at, changed, scaled, stopped, and gone on with."""
+"""One long run with a Slurm job for each group: its jobs make way and come back, and it obeys the user's commands.
+
+The engine is `simulated`: a rollout stub in SGLang's place, which env/test.sh --all puts in.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from relax_hpc.launch import requests
+import pytest
+
 from relax_hpc.sandbox import Sandbox
 from tests.requirements import requires
+from tests.run_helpers import ALL, rollbacks
 from tests.slurm_runs import ENDLESS, SlurmRun, submitted
-from tests.slurm_sandbox import requires_sandbox
+from tests.slurm_sandbox import private_sandbox, requires_sandbox
 
 requires("torch", "megatron", "transformers", "mpi")
 requires_sandbox()
+
+PREEMPTION = (
+    "PreemptType=preempt/partition_prio",
+    "PreemptMode=REQUEUE",
+    "PartitionName=urgent Nodes=ALL PriorityTier=9",
+)
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Iterator[Sandbox]:
+    """Jobs of its partition `urgent` take the nodes of others."""
+    with private_sandbox(nodes=8, extra=PREEMPTION) as own:
+        yield own
+
+
+def test_jobs_come_back_and_obey(sandbox: Sandbox, tmp_path: Path) -> None:
+    with submitted(sandbox, tmp_path, "jobs", {"steps": ENDLESS}) as live:
+        live.wait_for_step(1)
+        jobs_make_way(live)
+        found = groups(live)
+        assert [group["job"] for group in found.values()] == live.jobs
+        assert all(group["nodes"] and group["time_left_s"] > 3000 for group in found.values())
+        rollout = replaced_by_a_smaller_one(live)
+        scaled_out_and_in(live)
+        assert "supervisor: " in live.call("logs", "-n", "2")
+        listed = live.call("list")
+        assert "running" in listed and rollout in listed
+        live.finish_soon()
+        assert "--nodes=1" in (live.run.submit / "rollout.sbatch").read_text()
+        assert set(groups(live)) == {"hub", "rollout", "actor", "actor_fwd"}
+
+
+def jobs_make_way(live: SlurmRun) -> None:
+    """At time limits and preemption, having saved: each is queued again under its number."""
+    moments = [("rollout", "generation"), ("actor", "checkpoint"), *([("actor", "training")] if ALL else [])]
+    for group, moment in moments:
+        with comes_back(live, group, f"the early signal of the time limit during a {moment}"):
+            live.signal_job(live.job(group), moment)
+    with comes_back(live, "actor", "preemption of the actor"):
+        (node, *_) = live.nodes_of("actor")
+        live.sandbox.client("srun", "--partition=urgent", "--exclusive", f"--nodelist={node}", "true")
+    assert not rollbacks(live.run), "steps were lost although there was time to save them"
+
+
+@contextmanager
+def comes_back(live: SlurmRun, group: str, fault: str) -> Iterator[None]:
+    """In the block the job of a group ends in good order; it is queued again under its number."""
+    job, epoch = live.job(group), live.epochs(group)
+    with live.only(group, fault):
+        yield
+    assert live.job(group) == job and live.mark(group, epoch, group)["status"] in ("stopped", "failed")
+
+
+def replaced_by_a_smaller_one(live: SlurmRun) -> str:
+    """The new job of rollout."""
+    former, epoch = live.job("rollout"), live.epochs("rollout")
+    with live.only("rollout", "resubmit with another size"):
+        size = ["--nodes", "1", "--rollout.replicas", "1"]
+        job = live.call("resubmit", "--group", "rollout", *size, "--parsable").strip()
+    rollout = groups(live)["rollout"]
+    assert job not in live.jobs and (rollout["job"], rollout["epoch"], rollout["ranks"]) == (job, epoch + 1, 1)
+    assert "," not in rollout["nodes"] and "-" not in rollout["nodes"]
+    assert former not in live.queued()
+    return job
+
+
+def scaled_out_and_in(live: SlurmRun) -> None:
+    member = live.call("scale", "--replicas", "2", "--time", "30", "--parsable").strip()
+    live.wait_until(lambda: generates(live, "rollout-2"), "rollout-2 generates", live.patience_s)
+    found = groups(live)
+    assert found["rollout-2"]["job"] == member and found["rollout-2"]["time_left_s"] < 1800
+    live.call("scale", "--replicas", "1")
+    live.goes_on()
+    live.survived("scale out by a replica, and in again")
+    assert "rollout-2" not in groups(live) and member not in live.queued()
 
 
 def groups(live: SlurmRun) -> dict[str, dict]:
@@ -21,42 +103,3 @@ def groups(live: SlurmRun) -> dict[str, dict]:
 
 def generates(live: SlurmRun, group: str) -> bool:
     return bool(live.status()["groups"].get(group, {}).get("puts"))
-
-
-def test_commands_on_a_living_run(sandbox: Sandbox, tmp_path: Path) -> None:
-    with submitted(sandbox, tmp_path, "jobs", {"steps": ENDLESS}) as live:
-        live.wait_for_step(1)
-        found = groups(live)
-        assert [group["job"] for group in found.values()] == live.jobs
-        assert all(group["nodes"] and group["time_left_s"] > 3000 for group in found.values())
-
-        with live.only("rollout", "resubmit with another size"):
-            size = ["--nodes", "1", "--rollout.replicas", "1"]
-            job = live.call("resubmit", "--group", "rollout", *size, "--parsable").strip()
-        rollout = groups(live)["rollout"]
-        assert job not in live.jobs and (rollout["job"], rollout["epoch"], rollout["ranks"]) == (job, 2, 1)
-        assert "," not in rollout["nodes"] and "-" not in rollout["nodes"]
-        assert live.jobs[1] not in live.queued()
-
-        member = live.call("scale", "--replicas", "2", "--time", "30", "--parsable").strip()
-        live.wait_until(lambda: generates(live, "rollout-2"), "rollout-2 generates", live.patience_s)
-        found = groups(live)
-        assert found["rollout-2"]["job"] == member and found["rollout-2"]["time_left_s"] < 1800
-        live.call("scale", "--replicas", "1")
-        live.goes_on()
-        live.survived("scale out by a replica, and in again")
-        assert "rollout-2" not in groups(live) and member not in live.queued()
-
-        assert "supervisor: " in live.call("logs", "-n", "2")
-        listed = live.call("list")
-        assert "running" in listed and job in listed
-
-        said = live.call("stop")
-        assert "is saved in" in said and not live.queued() and not live.processes()
-        live.resume(ENDLESS)
-        assert "--nodes=1" in (live.run.submit / "rollout.sbatch").read_text()
-        live.goes_on()
-        assert set(groups(live)) == {"hub", "rollout", "actor", "actor_fwd"}
-        requests.ask_to_stop(live.run, 93, "in circles")
-        live.wait_until(lambda: not live.queued(), "its jobs left the queue", 60.0)
-        assert "failed (exit 93: in circles)" in live.call("status")

@@ -311,6 +311,7 @@ FINDINGS = [
     ({"rollout.engine.flags.api-key": "x"}, ["rollout.engine.flags.api-key", "it cannot be changed"]),
     ({"rollout.engine.flags.host": "0.0.0.0"}, ["rollout.engine.flags.host", "it cannot be changed"]),
     ({"rollout.engine.flags.max-total-tokens": 5}, ["underscores (max_total_tokens)"]),
+    ({"rollout.engine.simulated.sigma": 1.0}, ["rollout.engine.simulated: found settings, but kind is sglang"]),
     ({"liveness.lease_s": 1, "liveness.beat_s": 0.5}, ["liveness.lease_s: found 1.0", "more than two beats"]),
     ({"name": "a/b"}, ["name: found 'a/b'"]),
     ({"run_dir": f"{__file__}/run"}, ["run_dir: found", "is a file; name a directory"]),

@@ -43,7 +43,7 @@ def allocate(script: Path, environment: dict[str, str]) -> None:
 @pytest.mark.skipif(not ALL, reason="two more whole runs: env/test.sh --all")
 @pytest.mark.parametrize("begin", [submit, allocate])
 def test_a_script_by_hand_runs_to_its_end(begin: Callable[..., None], sandbox: Sandbox, tmp_path: Path) -> None:
-    engine, root = engine_of("transformers"), tmp_path / "run"
+    engine, root = engine_of("simulated"), tmp_path / "run"
     run = merged(merged(OVER, with_engine(engine)), FEW | {"run_dir": str(root), "groups": {"reference": None}})
     run["groups"] = {"reference": None}
     size = tmp_path / SIZE
@@ -58,7 +58,7 @@ def test_a_script_by_hand_runs_to_its_end(begin: Callable[..., None], sandbox: S
         "RELAX_PYTHON": sys.executable,
     }
     begin(script, sandbox.environment() | files)
-    patience_s = START_S if engine == "transformers" else ENGINE_START_S
+    patience_s = ENGINE_START_S if engine == "sglang" else START_S
     live = SlurmRun(sandbox, RunDir(root), [], "het", engine, patience_s)
     live.wait_until(live.run.finished.exists, "the run finished", 2 * patience_s)
     live.finish()

@@ -1,7 +1,7 @@
 """A site that gives the hub no nodes of its own, and lets no compute node call sbatch: it rides along, and what takes
 the place of lost jobs was queued at submission.
 
-The engine is the small `transformers` one on the tiny model: a rollout stub in SGLang's place.
+The engine is `simulated`: a rollout stub in SGLang's place, which env/test.sh --all puts in.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A whole run of a user without rights: their own sandbox, a heterogeneous job, a rank killed in it, the end.
 
 Its ranks meet through the MPI that came with the packages, by pmi2; the other runs use the system's, by pmix. Model
-and environment are copied to what stands for the nodes' own disks.
+and environment are copied to what stands for the nodes' own disks. The engine is `simulated`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from relax_hpc.rundir import RunDir
 from relax_hpc.sandbox import cluster
 from tests.plain_user import PlainUser, plain_user
 from tests.requirements import requires
-from tests.run_helpers import merged, write_config
+from tests.run_helpers import merged, with_engine, write_config
 from tests.slurm_runs import START_S, SlurmRun
 from tests.slurm_sandbox import QUICK, requires_sandbox
 
@@ -44,9 +44,10 @@ def test_a_plain_user_runs_it_all() -> None:
         call(user, "relax_hpc.sandbox", "up", folder, "--nodes", "5", *options)
         sandbox = cluster.load(folder)
         try:
-            config = write_config(user.home / "run.yaml", merged(OVER, {"site": {"local_dir": str(disk)}}))
+            over = merged(with_engine("simulated"), {"site": {"local_dir": str(disk)}})
+            config = write_config(user.home / "run.yaml", merged(OVER, over))
             words = ["--config", sandbox.site, "--config", config, "--run_dir", root, "--layout", "het", "--parsable"]
-            live = SlurmRun(sandbox, RunDir(root), [], "het", "transformers")
+            live = SlurmRun(sandbox, RunDir(root), [], "het", "simulated")
             live.jobs = call(user, "relax_hpc", "submit", *words, slurm=sandbox.conf).split()
             live.wait_for_step(2)
             assert all(Path(p.cmdline()[0]).is_relative_to(disk) for p in live.processes("actor"))

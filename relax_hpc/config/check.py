@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from relax_hpc.config.model_files import Model, find_model
-from relax_hpc.config.schema import Config, ParallelConfig
+from relax_hpc.config.schema import Config, ParallelConfig, SimulatedConfig
 from relax_hpc.errors import ConfigError
 
 ALWAYS_NEEDED = ("rollout", "actor", "actor_fwd", "advantages")
@@ -173,6 +173,8 @@ def _engine(config: Config) -> Findings:
             yield f"{key}: found {engine.flags[flag]!r}, but this argument is set by the rollout role; {own_flag(name)}"
         elif name != flag:
             yield f"{key}: found a flag with dashes, allowed: underscores ({name})"
+    if engine.simulated != SimulatedConfig() and engine.kind != "simulated":
+        yield f"rollout.engine.simulated: found settings, but kind is {engine.kind}; leave them out, or set the kind"
     if not engine.port:
         return
     last = engine.port + replicas - 1

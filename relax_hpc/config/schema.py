@@ -102,11 +102,25 @@ class AlgorithmConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class SimulatedConfig:
+    """How long the `simulated` engine takes."""
+
+    response_s: float = bounded(0.0, 0.0)
+    """Seconds for a response of max_new_tokens, the median over samples; one that ends before takes less."""
+    sigma: float = bounded(0.0, 0.0)
+    """Of their lognormal distribution. 0: all alike; 1: a long tail."""
+    concurrency: int = bounded(64, 1)
+    """Responses that an engine draws at a time."""
+
+
+@dataclass(kw_only=True, slots=True)
 class EngineConfig:
     """The inference engine of a rollout replica."""
 
-    kind: Literal["sglang", "transformers"] = "sglang"
-    """`transformers` is a small seeded engine for tests: slow, reproducible bit for bit."""
+    kind: Literal["sglang", "transformers", "simulated"] = "sglang"
+    """`transformers` is a small seeded engine for tests: slow, reproducible bit for bit. `simulated` has no model and
+    draws tokens evenly: for trying a cluster, and for measuring and breaking what is around engines."""
+    simulated: SimulatedConfig = field(default_factory=SimulatedConfig)
     flags: dict[str, Any] = field(default_factory=dict)
     """SGLang server arguments by name (`max_total_tokens: 16384`), passed through as they are."""
     port: int = bounded(0, 0, 65535)

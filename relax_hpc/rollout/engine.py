@@ -147,6 +147,10 @@ def make_engine(
         from relax_hpc.rollout.sglang_engine import SglangEngine
 
         return SglangEngine(config, replica, model_dir, version, log_dir, token_file, place)
+    if config.rollout.engine.kind == "simulated":
+        from relax_hpc.rollout.simulated_engine import SimulatedEngine
+
+        return SimulatedEngine(config, replica, model_dir, version)
     from relax_hpc.rollout.transformers_engine import TransformersEngine
 
     return TransformersEngine(config, replica, model_dir, version)

@@ -58,7 +58,13 @@ SETTINGS: dict[str, Any] = {
     "max_staleness": 1,
     "model": {"tiny": {"hidden_size": 32, "num_layers": 1, "head_dim": 16, "intermediate_size": 64}},
     "data": {"task": "sort_digits", "digits": 3, "max_prompt_tokens": 32},
-    "rollout": {"replicas": 2, "max_new_tokens": 5, "groups_per_request": 2, "engine": {"kind": "transformers"}},
+    "rollout": {
+        "replicas": 2,
+        "max_new_tokens": 5,
+        "groups_per_request": 2,
+        # An engine's start would be the same under both policies, and hide the rest.
+        "engine": {"kind": "simulated", "simulated": {"response_s": 0.3}},
+    },
     "actor": {"parallel": {"data": 2}, "optimizer": {"lr": 1e-3}},
     "checkpoint": {"every": CHECKPOINT_STEPS},
     "eval": {"every": 0},
@@ -269,7 +275,7 @@ def _print(records: list[Record], load: float, args: argparse.Namespace) -> None
     print("\n".join(f"{name.replace('_', ' ')}: {text}" for name, text in COLUMNS.items()))
     print(targets(BEAT_S, LEASE_S))
     about = {"beat_s": BEAT_S, "lease_s": LEASE_S, "checkpoint_steps": CHECKPOINT_STEPS, "repeat": args.repeat}
-    about |= {"engine": "transformers", "cores": os.cpu_count(), "load_before": round(load, 2)}
+    about |= {"engine": "simulated", "cores": os.cpu_count(), "load_before": round(load, 2)}
     print("settings: " + ", ".join(f"{key}={value}" for key, value in about.items()))
     if args.json:
         lines = [{"layout": r.layout, "fault": r.fault, "policy": r.policy} | _finite(r) for r in records]

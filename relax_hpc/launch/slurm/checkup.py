@@ -67,7 +67,7 @@ def _judge(launcher: StepLauncher, name: str, step: subprocess.Popen, deadline: 
         return ""
     bad = {report["node"]: report["problems"] for report in reports if not report["ok"]}
     silent = [node for node in launcher.nodes_of(name) if node not in {report["node"] for report in reports}]
-    bad |= {node: [f"no answer to the pre-flight within {_DEADLINE_S:.0f} s"] for node in silent}
+    bad |= {node: ["no answer to the pre-flight"] for node in silent}
     for node, problems in bad.items():
         BadNodes(launcher.run).add(node, "preflight", problems)
     return "; ".join(f"{node}: {', '.join(problems)}" for node, problems in bad.items())

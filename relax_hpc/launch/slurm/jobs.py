@@ -12,7 +12,7 @@ from relax_hpc.config import Config, load_resolved
 from relax_hpc.config.groups import group_of
 from relax_hpc.errors import EXIT_NO_PROGRESS, EXIT_RETRY
 from relax_hpc.launch.local import latest_attempt
-from relax_hpc.launch.records import all_done, read_launch
+from relax_hpc.launch.records import all_done, all_ended, read_launch
 from relax_hpc.launch.requests import asked_to_stop
 from relax_hpc.launch.slurm.allocation import Allocation
 from relax_hpc.launch.slurm.checkup import check_nodes, exclude_option
@@ -25,8 +25,8 @@ from relax_hpc.launch.supervisor import RELEASED, Supervisor
 from relax_hpc.rendezvous.roster import latest_epoch
 from relax_hpc.rundir import RunDir, write_atomic
 
-_ASK_SLURM_S = 10.0
-"""Between looks at jobs elsewhere: slurmctld serves the whole cluster."""
+_ASK_SLURM_S, _ASK_SOON_S = 10.0, 2.0
+"""Between looks at jobs elsewhere (slurmctld serves the whole cluster), and when a group there has ended."""
 _AGAIN_S, _SELDOM_S = 10.0, 600.0
 """Between tries to ask for the last that is wanted of Slurm, and for a successor."""
 _LEAVE_S, _INSIST_S = 5.0, 1800.0
@@ -186,10 +186,17 @@ class HetJob(_Job):
         now = time.monotonic()
         self._see_to_successor()
         self.standby.tick()
-        if supervisor.elsewhere and now - self._asked >= _ASK_SLURM_S:
+        soon = any(self._has_ended(name) for name in supervisor.elsewhere)
+        if supervisor.elsewhere and now - self._asked >= (_ASK_SOON_S if soon else _ASK_SLURM_S):
             self._asked = now
             with contextlib.suppress(SlurmError):
                 self._look_elsewhere(supervisor)
+
+    def _has_ended(self, name: str) -> bool:
+        """Whether a group has left its marks in the job that it has now, but is not done."""
+        launch, entry = read_launch(self.run, name, latest_epoch(self.run, name)), self.ledger.newest(name)
+        here = launch is not None and entry is not None and launch.job == entry.job
+        return here and all_ended(self.run, self.config, name) and not all_done(self.run, self.config, name)
 
     def _look_elsewhere(self, supervisor: Supervisor) -> None:
         """A job that is gone before its group is done is replaced, as often as a group may be started."""

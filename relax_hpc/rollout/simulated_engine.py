@@ -1,0 +1,92 @@
+"""An engine that draws tokens evenly and takes as long as it is told: to measure and to break what is around engines.
+
+It needs no model, no GPU and half a second to start. The log-probabilities are those of a policy that knows nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import NormalDist
+
+from relax_hpc.config.schema import Config
+from relax_hpc.data.prompts import load_tokenizer
+from relax_hpc.rollout.engine import (
+    Draft,
+    EngineFault,
+    GenerateRequest,
+    Generation,
+    Sampling,
+    check_generation,
+    require_model,
+)
+from relax_hpc.rollout.transformers_engine import keyed_uniform
+from relax_hpc.versions import Version
+
+_PACE = -1
+"""In the place of a token's position, keys the draw of how long a response takes."""
+
+
+class SimulatedEngine:
+    """`Engine` without a model: tokens and times depend on (seed, prompt_id, sample) alone."""
+
+    name = "simulated"
+
+    def __init__(self, config: Config, replica: int, model_dir: Path, version: Version) -> None:
+        self._settings, self._timeout_s = config.rollout.engine.simulated, config.rollout.engine.request_timeout_s
+        self._model_dir, self._version = model_dir, version
+        self._places = asyncio.Semaphore(self._settings.concurrency)
+
+    async def start(self) -> None:
+        """See `Engine.start`."""
+        require_model(self._model_dir)
+        self._tokenizer = load_tokenizer(self._model_dir)
+
+    async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Generation | EngineFault]:
+        """See `Engine.generate`."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                answers = await asyncio.gather(*(self._draw(request, sampling) for request in requests))
+        except TimeoutError as error:
+            raise EngineFault("timeout", f"{len(requests)} answers take more than {self._timeout_s} s") from error
+        return [check_generation(answer, sampling.max_new_tokens) for answer in answers]
+
+    async def update_weights(self, directory: Path, version: Version) -> None:
+        """See `Engine.update_weights`; responses that are being drawn go on under the new version."""
+        if not (directory / "model.safetensors").is_file():
+            raise EngineFault("update_failed", f"{version}: {directory} has no model.safetensors")
+        self._version = version
+
+    async def wait_dead(self) -> int:
+        """Never returns: there is no process but this one."""
+        return await asyncio.get_running_loop().create_future()
+
+    async def close(self) -> None:
+        """Nothing to end."""
+
+    async def _draw(self, request: GenerateRequest, sampling: Sampling) -> Generation:
+        size, ends = self._tokenizer.vocab_size, {*self._tokenizer.eos_ids, *sampling.stop_token_ids}
+        draft = request.draft or Draft()
+        drawn, pause_s = Draft.of(draft.so_far()), self.seconds(request, sampling.seed) / sampling.max_new_tokens
+        async with self._places:
+            for position in range(len(drawn.token_ids), sampling.max_new_tokens):
+                await asyncio.sleep(pause_s)
+                token = int(keyed_uniform(sampling.seed, request.prompt_id, request.sample, position) * size)
+                made = [token], [-math.log(size)], [self._version.encode()]
+                drawn.add(*made)
+                if token in ends:
+                    break
+                if position + 1 < sampling.max_new_tokens:
+                    draft.add(*made)
+        reason = "stop" if drawn.token_ids[-1] in ends else "length"
+        draft.ended = replace(drawn.so_far(), finish_reason=reason)
+        return draft.ended
+
+    def seconds(self, request: GenerateRequest, seed: int) -> float:
+        """What a response of max_new_tokens takes: lognormal, its median and sigma from the configuration."""
+        uniform = keyed_uniform(seed, request.prompt_id, request.sample, _PACE)
+        deviation = NormalDist().inv_cdf(min(max(uniform, 1e-12), 1 - 1e-12))
+        return self._settings.response_s * math.exp(self._settings.sigma * deviation)

@@ -1,0 +1,135 @@
+"""The engine without a model: reproducible, even draws, at the pace that it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from relax_hpc.config.schema import Config, TinyModelConfig
+from relax_hpc.rollout.engine import Draft, EngineFault, GenerateRequest, Generation, Sampling, make_engine
+from relax_hpc.rollout.simulated_engine import SimulatedEngine
+from relax_hpc.versions import Version
+from tests.requirements import requires
+
+requires("torch")
+
+REQUESTS = [GenerateRequest((1, 5), f"p{number}", sample) for number in range(50) for sample in range(4)]
+OLD, NEW = Version(1, 3), Version(1, 4)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from relax_hpc.data.tiny_model import make_tiny_model
+
+    directory = tmp_path_factory.mktemp("model") / "tiny"
+    make_tiny_model(directory, TinyModelConfig(), 0)
+    return directory
+
+
+async def started(model: Path, timeout_s: float = 120.0, **settings: float) -> SimulatedEngine:
+    config = Config()
+    config.rollout.engine.kind, config.rollout.engine.request_timeout_s = "simulated", timeout_s
+    for name, value in settings.items():
+        setattr(config.rollout.engine.simulated, name, value)
+    engine = make_engine(config, 0, model, OLD, model, model / "token")
+    await engine.start()
+    return engine
+
+
+def sampling(tokens: int = 40) -> Sampling:
+    return Sampling(temperature=1.0, top_p=1.0, max_new_tokens=tokens, stop_token_ids=(), seed=5)
+
+
+def drawn(model: Path, requests: Sequence[GenerateRequest] = REQUESTS) -> list[Generation]:
+    async def draw() -> list[Generation]:
+        return await (await started(model)).generate(requests, sampling())
+
+    return asyncio.run(draw())
+
+
+def test_draws_are_even_reproducible_and_end_at_end_tokens(model: Path) -> None:
+    first, engine = drawn(model), asyncio.run(started(model))
+    size, ends = engine._tokenizer.vocab_size, set(engine._tokenizer.eos_ids)
+    assert [made.token_ids for made in drawn(model, REQUESTS[::-1])][::-1] == [made.token_ids for made in first]
+    counts = Counter(token for made in first for token in made.token_ids)
+    expected = counts.total() / size
+    chi_square = sum((counts[token] - expected) ** 2 / expected for token in range(size))
+    assert set(counts) == set(range(size)) and chi_square < size + 5 * math.sqrt(2 * size)
+    for made in first:
+        assert made.logprobs == [-math.log(size)] * len(made.token_ids)
+        assert not ends & set(made.token_ids[:-1])
+        assert made.finish_reason == ("stop" if made.token_ids[-1] in ends else "length")
+    assert {made.finish_reason for made in first} == {"stop", "length"}
+
+
+@pytest.mark.parametrize("kept", [1, 7])
+def test_it_goes_on_with_what_there_is_of_a_response(model: Path, kept: int) -> None:
+    pairs = zip(REQUESTS, drawn(model), strict=True)
+    request, whole = next((request, made) for request, made in pairs if len(made.token_ids) > kept)
+    older = [Version(1, 2).encode()] * kept
+    draft = Draft(whole.token_ids[:kept], whole.logprobs[:kept], list(older))
+    [made] = drawn(model, [replace(request, draft=draft)])
+    assert (made.token_ids, made.logprobs) == (whole.token_ids, whole.logprobs)
+    assert made.token_versions.tolist() == older + [OLD.encode()] * (len(made.token_ids) - kept)
+    assert draft.ended is made and draft.token_ids == whole.token_ids[:-1]
+
+
+def test_an_update_is_served_from_the_next_token_on(model: Path) -> None:
+    async def updated() -> Generation:
+        engine = await started(model, response_s=2.0)
+        draft = Draft()
+        generating = asyncio.create_task(
+            engine.generate([GenerateRequest((1,), "p0", 0, draft)], Sampling(1.0, 1.0, 200, (), 5))
+        )
+        while not draft.token_ids:
+            await asyncio.sleep(0)
+        await engine.update_weights(model, NEW)
+        return (await generating)[0]
+
+    versions = asyncio.run(updated()).token_versions
+    assert set(versions) == {OLD.encode(), NEW.encode()} and (np.diff(versions) >= 0).all()
+
+
+def test_weights_that_are_not_there_are_refused(model: Path, tmp_path: Path) -> None:
+    async def update() -> None:
+        await (await started(model)).update_weights(tmp_path, NEW)
+
+    with pytest.raises(EngineFault, match=r"update_failed.*no model\.safetensors"):
+        asyncio.run(update())
+
+
+def test_times_are_lognormal_around_the_median(model: Path) -> None:
+    engine = asyncio.run(started(model, response_s=2.0, sigma=0.5))
+    logs = np.log([engine.seconds(GenerateRequest((1,), str(number), 0), 0) for number in range(4000)])
+    assert np.mean(logs) == pytest.approx(math.log(2.0), abs=0.04) and np.std(logs) == pytest.approx(0.5, abs=0.03)
+    even = asyncio.run(started(model, response_s=2.0))
+    assert {even.seconds(request, 0) for request in REQUESTS} == {2.0}
+
+
+def test_as_many_are_drawn_at_a_time_as_it_is_told(model: Path) -> None:
+    async def most() -> int:
+        engine = await started(model, concurrency=3, response_s=0.05)
+        requests = [GenerateRequest((1,), f"p{number}", 0, Draft()) for number in range(9)]
+        generating = asyncio.create_task(engine.generate(requests, sampling()))
+        found = 0
+        while not generating.done():
+            found = max(found, sum(bool(r.draft.token_ids) and r.draft.ended is None for r in requests))
+            await asyncio.sleep(0)
+        return found
+
+    assert asyncio.run(most()) == 3
+
+
+def test_what_takes_too_long_is_a_fault(model: Path) -> None:
+    async def hurried() -> None:
+        await (await started(model, timeout_s=0.05, response_s=60.0)).generate(REQUESTS, sampling())
+
+    with pytest.raises(EngineFault, match="timeout: 200 answers"):
+        asyncio.run(hurried())
