@@ -7,7 +7,7 @@ from pathlib import Path
 from relax_hpc.sandbox import Sandbox
 from tests.requirements import requires
 from tests.run_helpers import ALL
-from tests.slurm_runs import ENDLESS, START_S, SlurmRun, killing, submitted
+from tests.slurm_runs import ENDLESS, LEASE_S, START_S, SlurmRun, killing, submitted
 from tests.slurm_sandbox import requires_sandbox
 
 requires("torch", "megatron", "sglang", "mpi")
@@ -53,22 +53,25 @@ def kill(live: SlurmRun, group: str, role: str, rank: int = 0, moment: str = "")
 
 
 def nodes_lose_power(live: SlurmRun) -> None:
-    """Of each group in turn: Slurm queues its job again, under its number and on other nodes.
+    """Of each group in turn. Its job's first node takes the supervisor along, and what knows of it first acts.
 
-    The hub's leading one comes first, and the standby on its other node takes over at once; that is the last.
+    Slurm, when it is told, queues the job again, under its number and on other nodes. Else the standby on the hub's
+    other node takes over, or the hub has another job take the group; where the supervisor lives, it does that itself.
     """
     job, holder = live.job("hub"), live.lease_holder("supervisor-hub")
     with live.only("hub", "power loss of the leading node of the hub"):
         live.sandbox.kill_node(holder["node"])
         live.supervised_anew(holder["epoch"], "supervisor-hub")
     assert live.job("hub") == job and live.lease_holder("supervisor-hub")["node"] != holder["node"]
+    silent = [holder["node"], lose_node_silently(live, "actor_fwd", 0)]
     if ALL:
         # In the test command the heterogeneous job loses these.
-        lose_node(live, "actor_fwd", "actor_fwd", 0)
         lose_node(live, "actor", "actor", 0)
+        silent.append(lose_node_silently(live, "actor", 1))
     lose_node(live, "rollout", "rollout", 0)
+    for node in silent:
+        live.power_on(node)
     lose_node(live, "hub", "advantages", 0)
-    live.power_on(holder["node"])
 
 
 def lose_node(live: SlurmRun, group: str, role: str, rank: int) -> None:
@@ -77,6 +80,17 @@ def lose_node(live: SlurmRun, group: str, role: str, rank: int) -> None:
         live.sandbox.kill_node(node, down=True)
         live.sandbox.start_node(node)
     assert live.job(group) == job
+
+
+def lose_node_silently(live: SlurmRun, group: str, rank: int) -> str:
+    """The node, which stays away."""
+    job, node = live.job(group), live.nodes_of(group)[rank]
+    where = "with its supervisor" if rank == 0 else "beside its supervisor's"
+    with live.only(group, f"power loss of a node of {group}, {where}, which Slurm is not told of"):
+        live.sandbox.kill_node(node)
+        live.wait_until(lambda: live.job(group) != job, "another job takes the group", 4 * LEASE_S)
+    assert node not in live.nodes_of(group)
+    return node
 
 
 def a_job_is_cancelled_and_comes_back_by_command(live: SlurmRun) -> None:

@@ -99,6 +99,8 @@ class Supervisor:
         """Called once a round; for what a layout has to look after besides."""
         self.each_wait: Callable[[], None] = lambda: None
         """Called before whatever may take long, such as waiting, ending groups, and asking Slurm."""
+        self.on_silence: Callable[[str, int], None] = lambda _name, _epoch: None
+        """Told of a group (and its epoch) that is supervised elsewhere and has given no sign for a lease."""
         self.epoch = claim_epoch(run, name, former)
         self.client: QueueClient | None = None
         self.lookout: Lookout | None = None
@@ -173,7 +175,7 @@ class Supervisor:
     def turn_away(self, name: str, reason: str) -> None:
         """Not to be started on the nodes that it has; counts as a start, so that this does not go on for ever."""
         record(self.run, name, claim_epoch(self.run, name), Launch(self.attempt, self.progress()))
-        self._count_failure(name, reason)
+        self.count_failure(name, reason)
         self.bring_back(name, reason)
 
     def start(self, name: str) -> None:
@@ -253,6 +255,7 @@ class Supervisor:
             # Its own supervisor may be as dead: at least what it held goes to others.
             self.terminal.say(f"{name}: {reason}; what epoch {epoch} held is given to others")
             self.client.submit("down", group=name, epoch=epoch)
+            self.on_silence(name, epoch)
         if group is None or (epoch and epoch != group.epoch):
             return
         if role == "controller" and (started := latest_card(self.run, name)) and started.epoch != group.epoch:
@@ -267,7 +270,7 @@ class Supervisor:
         policy = group_of(self.config, name).on_failure
         if policy == "stop_run":
             self.give_up(name, f"{reason}; groups.{name}.on_failure is stop_run", RelaxError.exit_code)
-        self._count_failure(name, reason)
+        self.count_failure(name, reason)
         self.bring_back(name, reason)
 
     def bring_back(self, name: str, reason: str) -> None:
@@ -294,7 +297,7 @@ class Supervisor:
                 self.check_fenced()
                 self.bring_back(name, reason)
 
-    def _count_failure(self, name: str, reason: str) -> None:
+    def count_failure(self, name: str, reason: str) -> None:
         """Give up on a group that goes in circles."""
         limit = self.config.liveness.max_restarts
         if (times := fruitless(self.run, name, self.attempt, self.progress())) > limit:
@@ -321,7 +324,7 @@ class Supervisor:
     def replace_elsewhere(self, name: str, reason: str) -> None:
         """A group that ran in a job of its own has lost that too."""
         self.terminal.say(f"{name}: {reason}")
-        self._count_failure(name, reason)
+        self.count_failure(name, reason)
         if job := self.launcher(name).hand_over(name, reason):
             self.elsewhere[name] = job
         else:

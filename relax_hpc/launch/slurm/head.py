@@ -142,6 +142,7 @@ class Head:
                 job.tick(supervisor)
 
             supervisor.each_tick, supervisor.each_wait = each_tick, lease.tick
+            supervisor.on_silence = job.silence.suspect
             outcome = supervisor.supervise()
             if outcome is Outcome.FINISHED and "hub" in self.names:
                 terminal.summary()

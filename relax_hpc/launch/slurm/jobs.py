@@ -12,13 +12,14 @@ from relax_hpc.config import Config, load_resolved
 from relax_hpc.config.groups import group_of
 from relax_hpc.errors import EXIT_NO_PROGRESS, EXIT_RETRY
 from relax_hpc.launch.local import latest_attempt
-from relax_hpc.launch.records import all_done, all_ended, read_launch
+from relax_hpc.launch.records import all_done, all_ended, members_of, read_launch
 from relax_hpc.launch.requests import asked_to_stop
 from relax_hpc.launch.slurm.allocation import Allocation
 from relax_hpc.launch.slurm.checkup import check_nodes, exclude_option
 from relax_hpc.launch.slurm.commands import Slurm, SlurmError
 from relax_hpc.launch.slurm.ledger import Entry, Ledger
 from relax_hpc.launch.slurm.render import render_group
+from relax_hpc.launch.slurm.silence import Silence
 from relax_hpc.launch.slurm.standby import Standby
 from relax_hpc.launch.slurm.steps import StepLauncher
 from relax_hpc.launch.supervisor import RELEASED, Supervisor
@@ -40,6 +41,7 @@ class _Job:
         self.run, self.config, self.slurm, self.allocation, self.node = run, config, slurm, allocation, node
         self.ledger = Ledger(run)
         self.attempt = latest_attempt(run)
+        self.silence = Silence(run, slurm, config.liveness.lease_s, self.submit_group)
 
     def check(self, supervisor: Supervisor) -> None:
         """Look at the nodes of all groups, unless something runs there already."""
@@ -51,6 +53,23 @@ class _Job:
             # If Slurm does not answer, the nodes are taken as they are.
             with contextlib.suppress(SlurmError):
                 supervisor.unfit = check_nodes(launcher, fresh)
+
+    def submit_group(self, name: str, avoid: str = "") -> str:
+        """A job of its own for a group, not on node ``avoid``: a held spare, or a new one; empty if none can be had."""
+        for spare in self.ledger.spares(name):
+            with contextlib.suppress(SlurmError):
+                self.slurm.release(spare.job)
+                self.ledger.add(Entry(job=spare.job, kind="group", group=name))
+                return spare.job
+        if not self.config.site.sbatch_on_nodes:
+            return ""
+        try:
+            return submit_group(self.run, self.slurm, self.ledger, name, avoid=avoid)
+        except SlurmError as error:
+            if error.later:
+                raise
+            print(f"{name}: no job can be had: {error}", file=sys.stderr, flush=True)
+            return ""
 
     def end_without_batch(self) -> None:
         """End the job if this head is not the batch script's, which ends with the outcome if it still lives."""
@@ -73,7 +92,7 @@ class _Job:
 
 
 class GroupJob(_Job):
-    """An ordinary job of one group. Slurm itself brings it back after a node's death; at its end it requeues itself.
+    """An ordinary job of one group. At its end it requeues itself; where it loses a node, another job takes the group.
 
     A hub of two nodes has a standby: Slurm is slower to notice that a node is gone.
     """
@@ -83,18 +102,23 @@ class GroupJob(_Job):
         hub = self.allocation.places.get("hub")
         two = hub is not None and hub.nodes > 1
         self.standby = Standby(self.run, self.slurm, self.allocation, self.node, "hub") if two else None
+        self.moved: set[str] = set()
+        """The group, once another job has it."""
 
     def launcher(self) -> StepLauncher:
-        return RequeueLauncher(self.run, self.config, self.slurm, self.allocation, self.deadline)
+        return MovingLauncher(self)
 
     def begin(self, supervisor: Supervisor) -> None:
         """See whether the nodes are fit."""
         self.check(supervisor)
 
     def tick(self, supervisor: Supervisor) -> None:
-        """Nothing besides the group, but for the hub's standby."""
+        """See that this job ends when another has the group; the hub's keeps a standby, and an eye on other jobs."""
+        supervisor.released |= self.moved
         if self.standby:
             self.standby.tick()
+        if "hub" in supervisor.names:
+            self.silence.tick(supervisor, set(members_of(self.run, self.config)) - set(supervisor.names))
 
     def end(self, code: int) -> None:
         """Requeue the job if the group is to go on, else end it if its batch script is gone."""
@@ -117,12 +141,22 @@ def insist(ask: Callable[[], None]) -> None:
             time.sleep(_AGAIN_S)
 
 
-class RequeueLauncher(StepLauncher):
-    """Where a group's own job has lost nodes, the job is queued again."""
+class MovingLauncher(StepLauncher):
+    """Where a group's own job has lost nodes, another takes the group; if none can be had, this one is queued again.
+
+    That is slower: Slurm has to miss the node first, and holds the job until its credentials have expired.
+    """
+
+    def __init__(self, job: GroupJob) -> None:
+        super().__init__(job.run, job.config, job.slurm, job.allocation, job.deadline)
+        self.group_job = job
 
     def hand_over(self, name: str, reason: str) -> str:
         if reason == RELEASED:
             return ""
+        if job := self.group_job.submit_group(name):
+            self.group_job.moved.add(name)
+            return job
         requeue(self.slurm, self.allocation.job)
         return self.allocation.job
 
@@ -186,6 +220,7 @@ class HetJob(_Job):
         now = time.monotonic()
         self._see_to_successor()
         self.standby.tick()
+        self.silence.tick(supervisor, supervisor.elsewhere)
         soon = any(self._has_ended(name) for name in supervisor.elsewhere)
         if supervisor.elsewhere and now - self._asked >= (_ASK_SOON_S if soon else _ASK_SLURM_S):
             self._asked = now
@@ -221,23 +256,6 @@ class HetJob(_Job):
             text = f"{len(vain)} jobs ended before the group began (the last: {vain[-1]})"
             supervisor.give_up(name, f"{text}, allowed liveness.max_restarts={limit}", EXIT_NO_PROGRESS)
 
-    def submit_group(self, name: str) -> str:
-        """A job of its own for a group: a held spare, or a new one."""
-        for spare in self.ledger.spares(name):
-            with contextlib.suppress(SlurmError):
-                self.slurm.release(spare.job)
-                self.ledger.add(Entry(job=spare.job, kind="group", group=name))
-                return spare.job
-        if not self.config.site.sbatch_on_nodes:
-            return ""
-        try:
-            return submit_group(self.run, self.slurm, self.ledger, name)
-        except SlurmError as error:
-            if error.later:
-                raise
-            print(f"{name}: no job can be had: {error}", file=sys.stderr, flush=True)
-            return ""
-
     def end(self, code: int) -> None:
         """Withdraw what was queued for this run unless it is to go on, and end the job if its batch script is gone."""
         if code != EXIT_RETRY:
@@ -268,13 +286,14 @@ class ReplaceLauncher(StepLauncher):
         return job
 
 
-def submit_group(run: RunDir, slurm: Slurm, ledger: Ledger, name: str, *options: str) -> str:
-    """Submit a job for one group of a run that lives; the job."""
+def submit_group(run: RunDir, slurm: Slurm, ledger: Ledger, name: str, *options: str, avoid: str = "") -> str:
+    """Submit a job for one group of a run that lives, not on node ``avoid``; the job."""
     script = run.submit / f"{name}.sbatch"
     run.submit.mkdir(exist_ok=True)
     config = load_resolved(run.root, name)
     write_atomic(script, render_group(config, name).encode())
-    job = slurm.submit(script, *exclude_option(run, _excluded_by_user(config, name)), *options)
+    avoided = ",".join(filter(None, (_excluded_by_user(config, name), avoid)))
+    job = slurm.submit(script, *exclude_option(run, avoided), *options)
     ledger.add(Entry(job=job, kind="group", group=name))
     return job
 
