@@ -20,7 +20,16 @@ if TYPE_CHECKING:
     import pytest
 
 PROGRAMS = ("sbatch", "squeue", "scontrol", "scancel", "sacct", "sacctmgr", "sinfo", "srun")
-JOB_FIELDS = {"A": "id", "T": "state", "D": "nodes", "N": "node_list", "L": "left", "r": "reason", "j": "name"}
+JOB_FIELDS = {
+    "A": "id",
+    "T": "state",
+    "D": "nodes",
+    "N": "node_list",
+    "L": "left",
+    "M": "used",
+    "r": "reason",
+    "j": "name",
+}
 PARTITION = {"PartitionName": "main", "Default": "YES", "MaxNodes": "UNLIMITED", "MaxTime": "1-00:00:00", "State": "UP"}
 CONFIG = {
     "AccountingStorageType": "accounting_storage/none",
@@ -173,7 +182,15 @@ def _squeue(state: dict, argv: list[str]) -> Reply:
 
 
 def _format(form: str, job: str, fields: dict) -> str:
-    values = {"nodes": 1, "node_list": "", "left": "10:00", "reason": "None", "state": "PENDING", "name": "job"}
+    values = {
+        "nodes": 1,
+        "node_list": "",
+        "used": "0:07",
+        "left": "10:00",
+        "reason": "None",
+        "state": "PENDING",
+        "name": "job",
+    }
     values |= fields | {"id": job}
     shown = {letter: str(values[name]) for letter, name in JOB_FIELDS.items()}
     shown |= {"i": fields.get("het", job), "k": fields.get("comment", "")}

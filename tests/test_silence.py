@@ -21,6 +21,7 @@ class World:
 
     run: RunDir
     state: str = "RUNNING"
+    used_s: float = 60.0
     new: str = "8"
     told: list[tuple[str, ...]] = field(default_factory=list)
     elsewhere: dict[str, str] = field(default_factory=dict)
@@ -29,7 +30,8 @@ class World:
     def jobs(self, *ids: str) -> dict[str, SimpleNamespace]:
         if self.state == "no answer":
             raise SlurmError("squeue: no answer")
-        return {job: SimpleNamespace(state=self.state, node_list="node[4-5]") for job in ids if self.state}
+        job = SimpleNamespace(state=self.state, node_list="node[4-5]", used_s=self.used_s)
+        return dict.fromkeys(ids, job) if self.state else {}
 
     def hostnames(self, node_list: str) -> list[str]:
         return {"node[4-5]": ["node4", "node5"]}[node_list]
@@ -102,6 +104,11 @@ def test_a_group_that_has_begun_again_is_none_of_its_business(world: World) -> N
 @pytest.mark.parametrize("state", ["PENDING", "COMPLETING", ""])
 def test_slurm_that_has_missed_the_node_brings_it_back(world: World, state: str) -> None:
     world.state = state
+    assert rounds(world, silence(world)) == []
+
+
+def test_a_job_that_slurm_has_just_brought_back_is_left_alone(world: World) -> None:
+    world.used_s = 0.0
     assert rounds(world, silence(world)) == []
 
 

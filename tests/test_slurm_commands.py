@@ -39,7 +39,7 @@ def test_submit_and_look(fake: FakeSlurm, script: Path) -> None:
     slurm = Slurm()
     job = slurm.submit(script, "--job-name=a|b'c $(date)")
     assert slurm.jobs(job, "7")[job].name == "a|b'c $(date)"
-    assert slurm.jobs(job)[job].time_left_s == 600
+    assert (slurm.jobs(job)[job].time_left_s, slurm.jobs(job)[job].used_s) == (600.0, 7.0)
     # Tagged, with the user's own comment of the first component kept.
     assert fake.state["jobs"][job]["comment"].startswith("my words relax-hpc-")
     slurm.cancel(job)
@@ -144,7 +144,7 @@ def test_a_banner_and_a_cluster_are_no_part_of_the_id(fake: FakeSlurm, script: P
     assert Slurm().submit(script) == "123"
 
 
-@pytest.mark.parametrize("out", ["rubbish\n", "8|8|RUNNING\n", "8|eight|RUNNING|1|n1|1:00|None|x\n"])
+@pytest.mark.parametrize("out", ["rubbish\n", "8|8|RUNNING\n", "8|eight|RUNNING|1|n1|0:01|1:00|None|x\n"])
 def test_rubbish_of_squeue(fake: FakeSlurm, out: str) -> None:
     fake.answer("squeue", out)
     with pytest.raises(SlurmError) as error:

@@ -17,7 +17,7 @@ TRANSIENT = (
     "Slurm backup controller in standby mode",
 )
 """Answers after which the same command may succeed a moment later."""
-JOB_FORMAT = "%i|%A|%T|%D|%N|%L|%r|%j"
+JOB_FORMAT = "%i|%A|%T|%D|%N|%M|%L|%r|%j"
 """The fields of squeue that make a Job."""
 
 
@@ -50,6 +50,8 @@ class Job:
     reason: str
     time_left_s: float | None
     """None: without limit, or not known."""
+    used_s: float
+    """Since it began to run, for the last time if it was requeued; 0 before."""
     het_leader: str = ""
     """Id of component 0; empty for an ordinary job."""
     het_offset: int = 0
@@ -101,11 +103,12 @@ def read_job_id(command: list[str], answer: str) -> str:
 
 def read_job(command: list[str], line: str) -> Job:
     """A line of squeue in JOB_FORMAT."""
-    number, plain, state, nodes, node_list, left, reason, name = split_fields(command, line, 8)
+    number, plain, state, nodes, node_list, used, left, reason, name = split_fields(command, line, 9)
     if not (plain.isdigit() and nodes.isdigit() and state):
         raise rubbish(command, line, f"a line of {JOB_FORMAT}")
     leader, _, offset = number.partition("+") if "+" in number else ("", "", "0")
-    return Job(plain, name, state, int(nodes), node_list, reason, parse_time(left), leader, int(offset))
+    times = parse_time(left), parse_time(used) or 0.0
+    return Job(plain, name, state, int(nodes), node_list, reason, *times, leader, int(offset))
 
 
 def read_node(command: list[str], line: str) -> Node:

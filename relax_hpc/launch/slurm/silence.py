@@ -36,12 +36,13 @@ class Silence:
         for name in names:
             self._look(name)
         for name, epoch in list(self._suspects.items()):
+            still_s = time.monotonic() - self._seen.get(name, ("", time.monotonic()))[1]
             if latest_epoch(self.run, name) > epoch:
                 del self._suspects[name]
-            elif time.monotonic() - self._seen.get(name, ("", time.monotonic()))[1] > self.lease_s:
+            elif still_s > self.lease_s:
                 # Asked again at the next beat if Slurm does not answer.
                 with contextlib.suppress(SlurmError):
-                    self._replace(supervisor, name)
+                    self._replace(supervisor, name, still_s)
                     del self._suspects[name]
 
     def _look(self, name: str) -> None:
@@ -52,11 +53,11 @@ class Silence:
         if self._seen.get(name, ("", 0.0))[0] != beat:
             self._seen[name] = (beat, time.monotonic())
 
-    def _replace(self, supervisor: Supervisor, name: str) -> None:
+    def _replace(self, supervisor: Supervisor, name: str, still_s: float) -> None:
         job = own_job(self.run, name)
         found = self.slurm.jobs(job).get(job) if job else None
-        if found is None or found.state != "RUNNING":
-            # Slurm has missed it by now, or somebody has ended it.
+        if found is None or found.state != "RUNNING" or found.used_s < still_s:
+            # Slurm has missed it by now, and may have brought it back already; or somebody has ended it.
             return
         supervisor.count_failure(name, f"job {job} has given no sign for {self.lease_s:.0f} s")
         batch_node = self.slurm.hostnames(found.node_list)[0]
