@@ -41,6 +41,18 @@ def test_only_starts_of_this_attempt_without_progress_since_count(run: RunDir) -
     assert records.fruitless(run, "rollout", 2, here) == 0
 
 
+def test_starts_of_a_supervisor_that_knows_nothing_yet_count_between_fruitless_ones(run: RunDir) -> None:
+    here = (3, 40, 1)
+    started(run, "actor", Launch(1, records.UNKNOWN))
+    started(run, "actor", Launch(1, here))
+    started(run, "actor", Launch(1, records.UNKNOWN))
+    started(run, "actor", Launch(1, here))
+    assert records.fruitless(run, "actor", 1, here) == 3
+    started(run, "actor", Launch(1, records.UNKNOWN))
+    assert records.fruitless(run, "actor", 1, here) == 4
+    assert records.fruitless(run, "actor", 1, (3, 41, 1)) == 0
+
+
 def test_what_was_claimed_or_torn_neither_counts_nor_ends_the_counting(run: RunDir) -> None:
     started(run, "actor", Launch(1, (0, 0, 0)))
     torn = started(run, "actor", Launch(1, (0, 0, 0)))

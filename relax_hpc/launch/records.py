@@ -55,12 +55,17 @@ def read_launch(run: RunDir, group: str, epoch: int) -> Launch | None:
 
 
 def fruitless(run: RunDir, group: str, attempt: int, progress: Progress) -> int:
-    """How many of the newest incarnations, in a row and in this attempt, began where the run still is."""
-    count = 0
+    """How many of the newest incarnations, in a row and in this attempt, began where the run still is.
+
+    A supervisor's first ones begin before it knows how far the run is: they count if one before them does.
+    """
+    count = unknown = 0
     for launch in _newest_first(run, group):
-        if (launch.attempt, launch.progress) != (attempt, progress):
+        if launch.attempt != attempt or launch.progress not in (progress, UNKNOWN):
             break
-        count += 1
+        unknown += 1
+        if launch.progress == progress:
+            count, unknown = count + unknown, 0
     return count
 
 
