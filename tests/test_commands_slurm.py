@@ -54,12 +54,13 @@ def test_jobs_come_back_and_obey(sandbox: Sandbox, tmp_path: Path) -> None:
 
 def jobs_make_way(live: SlurmRun) -> None:
     """At time limits and preemption, having saved: each is queued again under its number."""
-    moments = [("rollout", "generation"), ("actor", "checkpoint"), *([("actor", "training")] if ALL else [])]
-    for group, moment in moments:
+    also = [("actor", "checkpoint"), ("actor", "training")] if ALL else []
+    for group, moment in [("rollout", "generation"), *also]:
         with comes_back(live, group, f"the early signal of the time limit during a {moment}"):
             live.signal_job(live.job(group), moment)
-    with comes_back(live, "actor", "preemption of the actor"):
+    with comes_back(live, "actor", "preemption of the actor during a checkpoint"):
         (node, *_) = live.nodes_of("actor")
+        live.at("checkpoint")
         live.sandbox.client("srun", "--partition=urgent", "--exclusive", f"--nodelist={node}", "true")
     assert not rollbacks(live.run), "steps were lost although there was time to save them"
 
