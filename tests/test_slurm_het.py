@@ -29,6 +29,8 @@ def test_a_heterogeneous_job_survives_everything(sandbox: Sandbox, tmp_path: Pat
         supervisors_end(live)
         with the_leading_node_lost(live):
             nodes_lose_power(live)
+        if ALL:
+            a_job_falls_silent(live)
         a_component_is_cancelled(live)
         # Last: Slurm 22.05 breaks when the batch host of a job comes back that slurmctld has read from its files.
         slurm_is_restarted(live)
@@ -106,6 +108,15 @@ def nodes_lose_power(live: SlurmRun) -> None:
             live.sandbox.kill_node(node, down=group != "actor_fwd")
         live.sandbox.start_node(node)
         assert live.job(group) != job and node not in live.nodes_of(group)
+
+
+def a_job_falls_silent(live: SlurmRun) -> None:
+    """The group is in a job of its own by now, and its supervisor goes with the node: the run's sees to it."""
+    job, (node,) = live.job("actor_fwd"), live.nodes_of("actor_fwd")
+    with live.only("actor_fwd", "power loss of the node of a job of its own, which Slurm is not told of"):
+        live.sandbox.kill_node(node)
+    assert live.job("actor_fwd") != job and node not in live.nodes_of("actor_fwd")
+    live.power_on(node)
 
 
 def a_component_is_cancelled(live: SlurmRun) -> None:
