@@ -132,7 +132,11 @@ def test_groups_of_others_are_dead_when_none_of_them_gives_a_sign(world: World) 
     gone = [beat("rollout-3", 4, age_s=31.0), beat("rollout-3", 4, age_s=99.0, member="rollout-1")]
     supervisor = beat("supervisor-rollout-3", age_s=99.0)
     assert world.round(*half, *gone, supervisor) == []
+    assert not world.lookout.silent
     assert world.round(*half, *gone, supervisor) == [("rollout-3", "", 4, "has given no sign for 30 s")]
+    assert world.lookout.silent == {("rollout-2", 1), ("rollout-3", 4)}, "of one a member is silent"
+    world.round(*half[1:], supervisor)
+    assert not world.lookout.silent
 
 
 @pytest.mark.parametrize(("error", "dead"), [(DeadlineError("late"), True), (RelaxError("closed"), False)])

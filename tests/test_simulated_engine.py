@@ -88,7 +88,7 @@ def test_an_update_is_served_from_the_next_token_on(model: Path) -> None:
         generating = asyncio.create_task(
             engine.generate([GenerateRequest((1,), "p0", 0, draft)], Sampling(1.0, 1.0, 200, (), 5))
         )
-        while not draft.token_ids:
+        while not draft.token_ids and not generating.done():
             await asyncio.sleep(0)
         await engine.update_weights(model, NEW)
         return (await generating)[0]

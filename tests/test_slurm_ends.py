@@ -49,7 +49,10 @@ def test_a_heterogeneous_job_ends_into_its_successor(sandbox: Sandbox, tmp_path:
                 sandbox.kill_node(node, down=True)
             for node in nodes:
                 sandbox.start_node(node)
-        live.finish_soon() if ALL else live.stop()
+        if ALL:
+            live.finish_soon()
+        else:
+            live.stop()
 
 
 @pytest.mark.parametrize("layout", ["het", "jobs"] if ALL else ["het"])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from relax_hpc.sandbox import Sandbox
 from tests.requirements import requires
 from tests.run_helpers import ALL
 from tests.slurm_runs import ENDLESS, LEASE_S, START_S, SlurmRun, killing, submitted
-from tests.slurm_sandbox import requires_sandbox
+from tests.slurm_sandbox import private_sandbox, requires_sandbox
 
 requires("torch", "megatron", "sglang", "mpi")
 requires_sandbox()
@@ -19,6 +22,13 @@ ONE_ENGINE = {
     "rollout": {"replicas": 1},
     "groups": {"rollout": {"resources": {"nodes": 1}}, "hub": {"resources": {"nodes": 2}}},
 }
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Iterator[Sandbox]:
+    """Its Slurm takes long to miss a node."""
+    with private_sandbox(nodes=10, slurmd_timeout=20) as own:
+        yield own
 
 
 def test_jobs_of_real_engines_survive_everything(sandbox: Sandbox, tmp_path: Path) -> None:
@@ -67,7 +77,7 @@ def nodes_lose_power(live: SlurmRun) -> None:
     if ALL:
         # In the test command the heterogeneous job loses these.
         lose_node(live, "actor", "actor", 0)
-        silent.append(lose_node_silently(live, "actor", 1))
+        silent += [lose_node_silently(live, "actor", rank) for rank in (1, 0)]
     lose_node(live, "rollout", "rollout", 0)
     for node in silent:
         live.power_on(node)

@@ -117,7 +117,6 @@ class World:
         self.adopted: dict[str, Incarnation] = {}
         self.answers: dict[str, Any] = {"whole": True, "ending": False, "hand_over": "", "lost": False}
         self.on_start: Callable[[str, int], None] = lambda *_: None
-        self.silent: list[tuple[str, int]] = []
 
     # -- as a launcher -----------------------------------------------------------------------------------------
 
@@ -176,7 +175,6 @@ class World:
 
         self.supervisor = Supervisor(self.run, self.config, "supervisor", names, lambda _: self, 1, terminal)
         self.supervisor.each_tick = tick
-        self.supervisor.on_silence = lambda name, epoch: self.silent.append((name, epoch))
         try:
             with self.supervisor:
                 return self.supervisor.supervise()
@@ -347,7 +345,6 @@ def test_what_a_silent_group_of_others_held_goes_to_others(world: World, layout:
     )
     world.supervise(*names, then=silent)
     expected = [{"group": "rollout-2", "epoch": 3}] if "hub" in names else []
-    assert world.silent == [("rollout-2", 3)] * len(expected)
     assert [told for told in world.told("down") if told["group"] != "actor"] == expected
     assert [name for name, _ in world.started] == list(names)
 

@@ -111,11 +111,12 @@ class Lease:
 
     def _beat(self) -> None:
         beat = 0
-        while not self._end.wait(self.limits.beat_s) and time.monotonic() < self._alive_until:
-            beat += 1
+        while not self._end.wait(self.limits.beat_s):
             # A filesystem that hangs for a moment must not end the beating.
             with contextlib.suppress(OSError):
-                self._write(beat, os.getpid())
+                if time.monotonic() < self._alive_until and latest_epoch(self.run, self.name) == self._epoch:
+                    beat += 1
+                    self._write(beat, os.getpid())
 
     def _write(self, beat: int, pid: int) -> None:
         about = {"epoch": self._epoch, "beat": beat, "node": self.node, "allocation": self.allocation, "pid": pid}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Collection, Mapping, Set
 from concurrent.futures import Future
@@ -33,9 +32,12 @@ class Lookout:
         """Of the run, by the newest answer."""
         self.silent_since: float | None = None
         """When the hub was last asked in vain; None while it answers."""
+        self.silent: set[tuple[str, int]] = set()
+        """Groups (and their epochs) that are looked after elsewhere, of whom a member gives no sign."""
         self._next = time.monotonic() + min(limits.beat_s, limits.lease_s / 3)
         self._answer: Future | None = None
         self._suspects: set[Dead] = set()
+        self._quiet: set[tuple[str, int]] = set()
         self._seen: dict[tuple[str, int], float] = {}
 
     def look(self, groups: Mapping[str, Incarnation], done: Set[str]) -> list[Dead]:
@@ -51,13 +53,16 @@ class Lookout:
             return []
         self._answer = None
         if answer.exception():
-            self._suspects = set()
-            silent = isinstance(answer.exception(), DeadlineError)
-            return [("hub", "controller", 0, f"has not answered for {self.limits.lease_s:.0f} s")] if silent else []
+            self._suspects, self._quiet, self.silent = set(), set(), set()
+            owes = isinstance(answer.exception(), DeadlineError)
+            return [("hub", "controller", 0, f"has not answered for {self.limits.lease_s:.0f} s")] if owes else []
         found = answer.result()
         self.progress = (found["trained_steps"], found["accepted"], len(found["checkpoints"]))
-        suspects = self._judge(groups, done, found["beats"], now) | self._judge_others(groups, found["beats"])
+        others = self._others(groups, found["beats"])
+        suspects = self._judge(groups, done, found["beats"], now) | self._judge_others(others)
         dead, self._suspects = suspects & self._suspects, suspects
+        silent = {key for key, ages in others.items() if max(ages) > self.limits.lease_s}
+        self.silent, self._quiet = silent & self._quiet, silent
         return sorted(dead)
 
     def _judge(
@@ -72,15 +77,19 @@ class Lookout:
                     suspects.add((name, role, group.epoch, reason))
         return suspects
 
-    def _judge_others(self, groups: Collection[str], beats: Mapping[str, Mapping[str, Any]]) -> set[Dead]:
-        """Groups that somebody else looks after, and who may be as dead: no member has given a sign."""
-        ages: dict[tuple[str, int], float] = {}
+    @staticmethod
+    def _others(groups: Collection[str], beats: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, int], list[float]]:
+        """Ages of the last beats of each group, and epoch, that somebody else looks after."""
+        ages: dict[tuple[str, int], list[float]] = {}
         for beat in beats.values():
-            key = (beat["group"], beat["epoch"])
             if beat["group"] not in groups and not beat["group"].startswith(SUPERVISOR):
-                ages[key] = min(beat["age_s"], ages.get(key, math.inf))
+                ages.setdefault((beat["group"], beat["epoch"]), []).append(beat["age_s"])
+        return ages
+
+    def _judge_others(self, others: Mapping[tuple[str, int], list[float]]) -> set[Dead]:
+        """Groups that somebody else looks after, and who may be as dead: no member has given a sign."""
         reason = f"has given no sign for {self.limits.lease_s:.0f} s"
-        return {(name, "", epoch, reason) for (name, epoch), age in ages.items() if age > self.limits.lease_s}
+        return {(name, "", epoch, reason) for (name, epoch), ages in others.items() if min(ages) > self.limits.lease_s}
 
     def _reason(self, beats: list[Mapping[str, Any]], group: Incarnation, known_s: float) -> str:
         """Why a role that beats so (each rank that talks) is taken for dead; empty: it is not."""

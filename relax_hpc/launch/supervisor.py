@@ -87,7 +87,7 @@ class Supervisor:
         self.unfit: dict[str, str] = {}
         """Groups whose nodes must not be used, and why."""
         self.released: set[str] = set()
-        """Groups that were asked for; somebody else submits jobs for them."""
+        """Groups that have other jobs by now, or are to get them: they were asked for."""
         self.elastic = config.layout == "local"
         """It starts and ends further members of groups itself; else these have jobs of their own."""
         self.again: dict[str, tuple[str, float, float]] = {}
@@ -100,7 +100,7 @@ class Supervisor:
         self.each_wait: Callable[[], None] = lambda: None
         """Called before whatever may take long, such as waiting, ending groups, and asking Slurm."""
         self.on_silence: Callable[[str, int], None] = lambda _name, _epoch: None
-        """Told of a group (and its epoch) that is supervised elsewhere and has given no sign for a lease."""
+        """Told of a group (and its epoch) that is supervised elsewhere, when a member gives no sign for a lease."""
         self.epoch = claim_epoch(run, name, former)
         self.client: QueueClient | None = None
         self.lookout: Lookout | None = None
@@ -175,7 +175,7 @@ class Supervisor:
     def turn_away(self, name: str, reason: str) -> None:
         """Not to be started on the nodes that it has; counts as a start, so that this does not go on for ever."""
         record(self.run, name, claim_epoch(self.run, name), Launch(self.attempt, self.progress()))
-        self.count_failure(name, reason)
+        self._count_failure(name, reason)
         self.bring_back(name, reason)
 
     def start(self, name: str) -> None:
@@ -219,6 +219,8 @@ class Supervisor:
                     self.ended(name, member)
         for name, role, epoch, reason in self.lookout.look(self.groups, self.done):
             self.hangs(name, role, epoch, reason)
+        for name, epoch in self.lookout.silent:
+            self.on_silence(name, epoch)
 
     def ended(self, name: str, member: Member) -> None:
         """A process is gone: done if it left its mark, else its group goes and comes again."""
@@ -255,7 +257,6 @@ class Supervisor:
             # Its own supervisor may be as dead: at least what it held goes to others.
             self.terminal.say(f"{name}: {reason}; what epoch {epoch} held is given to others")
             self.client.submit("down", group=name, epoch=epoch)
-            self.on_silence(name, epoch)
         if group is None or (epoch and epoch != group.epoch):
             return
         if role == "controller" and (started := latest_card(self.run, name)) and started.epoch != group.epoch:
@@ -267,11 +268,14 @@ class Supervisor:
         """End what is left of a group, tell the queue, and have it started again where its policy says."""
         self.check_fenced()
         self.forget(name)
-        policy = group_of(self.config, name).on_failure
-        if policy == "stop_run":
-            self.give_up(name, f"{reason}; groups.{name}.on_failure is stop_run", RelaxError.exit_code)
-        self.count_failure(name, reason)
+        self.judge(name, reason)
         self.bring_back(name, reason)
+
+    def judge(self, name: str, reason: str) -> None:
+        """Give up the run where that is the policy of a group that has failed, and on one that goes in circles."""
+        if group_of(self.config, name).on_failure == "stop_run":
+            self.give_up(name, f"{reason}; groups.{name}.on_failure is stop_run", RelaxError.exit_code)
+        self._count_failure(name, reason)
 
     def bring_back(self, name: str, reason: str) -> None:
         """Have a group started again as its policy says; later, if what that needs does not answer now."""
@@ -297,7 +301,7 @@ class Supervisor:
                 self.check_fenced()
                 self.bring_back(name, reason)
 
-    def count_failure(self, name: str, reason: str) -> None:
+    def _count_failure(self, name: str, reason: str) -> None:
         """Give up on a group that goes in circles."""
         limit = self.config.liveness.max_restarts
         if (times := fruitless(self.run, name, self.attempt, self.progress())) > limit:
@@ -324,7 +328,7 @@ class Supervisor:
     def replace_elsewhere(self, name: str, reason: str) -> None:
         """A group that ran in a job of its own has lost that too."""
         self.terminal.say(f"{name}: {reason}")
-        self.count_failure(name, reason)
+        self.judge(name, reason)
         if job := self.launcher(name).hand_over(name, reason):
             self.elsewhere[name] = job
         else:

@@ -149,10 +149,12 @@ class Sandbox:
 
         # First all stop, then all die: no process shall see another's death, as it would not when power is lost.
         processes.until(all_stand_still, _STOP_S, f"{node}: new processes keep coming{self._see(f'slurmd-{node}')}")
-        if down:
-            # Before anybody sees the deaths, and asks for other nodes.
-            self._set_down(node)
-        processes.kill(found.values())
+        try:
+            if down:
+                # Before anybody sees the deaths, and asks for other nodes.
+                self._set_down(node)
+        finally:
+            processes.kill(found.values())
         processes.until_gone(list(found.values()), _STOP_S)
         return sorted(found)
 

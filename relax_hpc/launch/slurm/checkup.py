@@ -27,10 +27,11 @@ def check_nodes(launcher: StepLauncher, names: Sequence[str]) -> dict[str, str]:
     return {name: reason for name, step in steps.items() if (reason := _judge(launcher, name, step, deadline))}
 
 
-def exclude_option(run: RunDir, chosen: str = "") -> list[str]:
-    """`--exclude` for sbatch with the run's repeat offenders, beside those that the user has ``chosen``."""
-    names = [*([chosen] if chosen else []), *excluded(run)]
-    return [f"--exclude={','.join(names)}"] if len(names) > bool(chosen) else []
+def exclude_option(run: RunDir, chosen: str = "", avoid: str = "") -> list[str]:
+    """`--exclude` for sbatch with the run's repeat offenders and node ``avoid``, beside those that the user has
+    ``chosen``, which stand in the script too; nothing if they are all."""
+    names = [name for name in (avoid, *excluded(run)) if name]
+    return [f"--exclude={','.join([chosen, *names] if chosen else names)}"] if names else []
 
 
 def _start(launcher: StepLauncher, name: str) -> subprocess.Popen:

@@ -25,6 +25,7 @@ from relax_hpc.launch.requests import ask_to_stop, asked_to_stop
 from relax_hpc.launch.slurm.allocation import Allocation, node_name
 from relax_hpc.launch.slurm.commands import Slurm, SlurmError
 from relax_hpc.launch.slurm.jobs import GroupJob, HetJob
+from relax_hpc.launch.slurm.ledger import Ledger
 from relax_hpc.launch.supervisor import Outcome, Supervisor
 from relax_hpc.launch.terminal import Terminal
 from relax_hpc.rendezvous.process import EXIT_BUG, watched
@@ -91,7 +92,7 @@ class Head:
 
     def lead(self, lease: Lease) -> int:
         """Supervise to the end; the exit code, which the other candidates are told."""
-        if self.over():
+        if self.over() or Ledger(self.run).superseded(self.allocation.job, self.group):
             return EXIT_DONE
         code = EXIT_RETRY
         kind = HetJob if self.config.layout == "het" and not self.group else GroupJob
@@ -142,7 +143,8 @@ class Head:
                 job.tick(supervisor)
 
             supervisor.each_tick, supervisor.each_wait = each_tick, lease.tick
-            supervisor.on_silence = job.silence.suspect
+            if "hub" in self.names:
+                supervisor.on_silence = job.silence.suspect
             outcome = supervisor.supervise()
             if outcome is Outcome.FINISHED and "hub" in self.names:
                 terminal.summary()

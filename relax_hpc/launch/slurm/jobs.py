@@ -1,4 +1,4 @@
-"""What the two kinds of jobs have besides their groups: a standby and successors here, requeueing there."""
+"""What the two kinds of jobs have besides their groups: standbys, successors, other jobs for what loses its nodes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from relax_hpc.config import Config, load_resolved
 from relax_hpc.config.groups import group_of
@@ -41,7 +41,7 @@ class _Job:
         self.run, self.config, self.slurm, self.allocation, self.node = run, config, slurm, allocation, node
         self.ledger = Ledger(run)
         self.attempt = latest_attempt(run)
-        self.silence = Silence(run, slurm, config.liveness.lease_s, self.submit_group)
+        self.silence = Silence(run, config, slurm, self.submit_group)
 
     def check(self, supervisor: Supervisor) -> None:
         """Look at the nodes of all groups, unless something runs there already."""
@@ -55,16 +55,22 @@ class _Job:
                 supervisor.unfit = check_nodes(launcher, fresh)
 
     def submit_group(self, name: str, avoid: str = "") -> str:
-        """A job of its own for a group, not on node ``avoid``: a held spare, or a new one; empty if none can be had."""
-        for spare in self.ledger.spares(name):
-            with contextlib.suppress(SlurmError):
+        """A job of its own for a group: a held spare, or a new one, not on node ``avoid``; empty if none can be had."""
+        # In `jobs` the only held job is what the command `resubmit` is about to use.
+        for spare in self.ledger.spares(name) if self.config.layout == "het" else ():
+            try:
                 self.slurm.release(spare.job)
-                self.ledger.add(Entry(job=spare.job, kind="group", group=name))
-                return spare.job
+            except SlurmError as error:
+                if error.later:
+                    raise
+                continue
+            self.ledger.add(Entry(job=spare.job, kind="group", group=name))
+            return spare.job
         if not self.config.site.sbatch_on_nodes:
             return ""
+        former = self.ledger.newest(name)
         try:
-            return submit_group(self.run, self.slurm, self.ledger, name, avoid=avoid)
+            return submit_group(self.run, self.slurm, self.ledger, name, former.options if former else (), avoid)
         except SlurmError as error:
             if error.later:
                 raise
@@ -104,6 +110,7 @@ class GroupJob(_Job):
         self.standby = Standby(self.run, self.slurm, self.allocation, self.node, "hub") if two else None
         self.moved: set[str] = set()
         """The group, once another job has it."""
+        self._looked = time.monotonic()
 
     def launcher(self) -> StepLauncher:
         return MovingLauncher(self)
@@ -114,6 +121,9 @@ class GroupJob(_Job):
 
     def tick(self, supervisor: Supervisor) -> None:
         """See that this job ends when another has the group; the hub's keeps a standby, and an eye on other jobs."""
+        if time.monotonic() - self._looked >= _ASK_SLURM_S:
+            self._looked = time.monotonic()
+            self.moved |= {name for name in supervisor.names if self.ledger.superseded(self.allocation.job, name)}
         supervisor.released |= self.moved
         if self.standby:
             self.standby.tick()
@@ -122,7 +132,7 @@ class GroupJob(_Job):
 
     def end(self, code: int) -> None:
         """Requeue the job if the group is to go on, else end it if its batch script is gone."""
-        if code == EXIT_RETRY and not asked_to_stop(self.run):
+        if code == EXIT_RETRY and not asked_to_stop(self.run) and not self.moved:
             insist(lambda: requeue(self.slurm, self.allocation.job))
         else:
             self.end_without_batch()
@@ -154,9 +164,11 @@ class MovingLauncher(StepLauncher):
     def hand_over(self, name: str, reason: str) -> str:
         if reason == RELEASED:
             return ""
-        if job := self.group_job.submit_group(name):
-            self.group_job.moved.add(name)
-            return job
+        # Where it is not known whether a job was made, another one is not asked for.
+        with contextlib.suppress(SlurmError):
+            if job := self.group_job.submit_group(name):
+                self.group_job.moved.add(name)
+                return job
         requeue(self.slurm, self.allocation.job)
         return self.allocation.job
 
@@ -220,9 +232,10 @@ class HetJob(_Job):
         now = time.monotonic()
         self._see_to_successor()
         self.standby.tick()
-        self.silence.tick(supervisor, supervisor.elsewhere)
-        soon = any(self._has_ended(name) for name in supervisor.elsewhere)
-        if supervisor.elsewhere and now - self._asked >= (_ASK_SOON_S if soon else _ASK_SLURM_S):
+        self.silence.tick(supervisor, set(members_of(self.run, self.config)) - supervisor.groups.keys())
+        waited_s = now - self._asked
+        soon = waited_s >= _ASK_SOON_S and any(self._has_ended(name) for name in supervisor.elsewhere)
+        if supervisor.elsewhere and (soon or waited_s >= _ASK_SLURM_S):
             self._asked = now
             with contextlib.suppress(SlurmError):
                 self._look_elsewhere(supervisor)
@@ -286,15 +299,16 @@ class ReplaceLauncher(StepLauncher):
         return job
 
 
-def submit_group(run: RunDir, slurm: Slurm, ledger: Ledger, name: str, *options: str, avoid: str = "") -> str:
-    """Submit a job for one group of a run that lives, not on node ``avoid``; the job."""
+def submit_group(
+    run: RunDir, slurm: Slurm, ledger: Ledger, name: str, options: Sequence[str] = (), avoid: str = ""
+) -> str:
+    """Submit a job for one group of a run that lives, with further ``options``, not on node ``avoid``; the job."""
     script = run.submit / f"{name}.sbatch"
     run.submit.mkdir(exist_ok=True)
     config = load_resolved(run.root, name)
     write_atomic(script, render_group(config, name).encode())
-    avoided = ",".join(filter(None, (_excluded_by_user(config, name), avoid)))
-    job = slurm.submit(script, *exclude_option(run, avoided), *options)
-    ledger.add(Entry(job=job, kind="group", group=name))
+    job = slurm.submit(script, *exclude_option(run, _excluded_by_user(config, name), avoid), *options)
+    ledger.add(Entry(job=job, kind="group", group=name, options=list(options)))
     return job
 
 

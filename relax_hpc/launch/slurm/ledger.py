@@ -20,6 +20,8 @@ class Entry:
     after: str = ""
     """Of a successor: the job that it waits for."""
     attempt: int = 0
+    options: list[str] = field(default_factory=list)
+    """Of sbatch, for this job alone."""
     time: float = field(default_factory=time.time)
 
 
@@ -40,6 +42,11 @@ class Ledger:
         """The job that was last submitted for a group alone."""
         found = [entry for entry in self.living() if entry.kind == "group" and entry.group == group]
         return found[-1] if found else None
+
+    def superseded(self, job: str, group: str) -> bool:
+        """Whether a group was given to another job after ``job``."""
+        newest = self.newest(group)
+        return newest is not None and newest.job != job and any(entry.job == job for entry in self.entries())
 
     def living(self) -> list[Entry]:
         """Entries since the run was last submitted as one job; all, where every group has a job of its own."""

@@ -59,7 +59,7 @@ def _scale_jobs(run: RunDir, config: Config, group: str, replicas: int, options:
     living = {name for name in _members(names, group) if own_job(run, name) in jobs}
     surplus = beyond(living, replicas)
     for name in missing(living, group, replicas):
-        announce(name, submit_group(run, slurm, Ledger(run), name, *options), parsable)
+        announce(name, submit_group(run, slurm, Ledger(run), name, options), parsable)
     _drain(run, config, slurm, {name: jobs[own_job(run, name)] for name in surplus})
     tell(f"{group}: {replicas} jobs ({len(living) + 1} before)")
 

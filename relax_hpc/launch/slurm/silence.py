@@ -6,6 +6,9 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable
 
+from relax_hpc.config import Config
+from relax_hpc.config.groups import roles_of
+from relax_hpc.launch.records import read_mark
 from relax_hpc.launch.slurm.commands import Slurm, SlurmError
 from relax_hpc.launch.slurm.whereabouts import own_job
 from relax_hpc.launch.supervisor import Supervisor
@@ -13,56 +16,84 @@ from relax_hpc.rendezvous.roster import latest_epoch
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.plan import SUPERVISOR
 
+_AGAIN_S = 10.0
+"""Between looks at Slurm: the supervisor has more to do than to wait for it."""
+
 
 class Silence:
-    """Gives a group to another job when neither it nor the supervisor in its job has given a sign for a lease.
+    """Gives a group to another job when a member of it and the supervisor in its job have given no sign for a lease.
 
-    ``submit`` is told the group and a node to avoid, and returns the job; empty: none can be had, and Slurm itself
-    brings the old one back when it has missed the node (SlurmdTimeout, and then its credentials' expiry).
+    ``submit`` is told the group and a node to avoid, and returns the job. Where it can have none, Slurm itself brings
+    the old one back when it has missed the node (SlurmdTimeout, and then the expiry of the job's credentials).
     """
 
-    def __init__(self, run: RunDir, slurm: Slurm, lease_s: float, submit: Callable[[str, str], str]) -> None:
-        self.run, self.slurm, self.lease_s, self.submit = run, slurm, lease_s, submit
+    def __init__(self, run: RunDir, config: Config, slurm: Slurm, submit: Callable[[str, str], str]) -> None:
+        self.run, self.config, self.slurm, self.submit = run, config, slurm, submit
+        self.lease_s = config.liveness.lease_s
         self._seen: dict[str, tuple[str, float]] = {}
-        """Group -> its supervisor's last beat, and since when that stands still by the clock here."""
+        """Group -> its supervisor's last beat, and since when that stands still."""
         self._suspects: dict[str, int] = {}
+        self._judged: dict[str, int] = {}
+        """Epochs of groups that have been seen to; once, as it may not be known whether another job was made."""
+        self._left: set[str] = set()
+        """Jobs whose groups are elsewhere, to be ended."""
+        self._looked, self._asked = -self.lease_s, -_AGAIN_S
 
     def suspect(self, name: str, epoch: int) -> None:
-        """No member of ``epoch`` of a group has given a sign for a lease."""
-        self._suspects[name] = epoch
+        """A member of ``epoch`` of a group has given no sign for a lease."""
+        if self._judged.get(name) != epoch:
+            self._suspects[name] = epoch
 
-    def tick(self, supervisor: Supervisor, names: Iterable[str]) -> None:
-        """Look at the supervisors of ``names``; to be called once a beat."""
+    def tick(self, supervisor: Supervisor, names: Iterable[str], now: float | None = None) -> None:
+        """Look at the supervisors of ``names``; to be called once a beat. ``now``: seconds of any clock."""
+        now = time.monotonic() if now is None else now
         for name in names:
-            self._look(name)
-        for name, epoch in list(self._suspects.items()):
-            still_s = time.monotonic() - self._seen.get(name, ("", time.monotonic()))[1]
-            if latest_epoch(self.run, name) > epoch:
-                del self._suspects[name]
-            elif still_s > self.lease_s:
-                # Asked again at the next beat if Slurm does not answer.
-                with contextlib.suppress(SlurmError):
-                    self._replace(supervisor, name, still_s)
-                    del self._suspects[name]
+            self._look(name, now)
+        self._looked = now
+        if now - self._asked < _AGAIN_S:
+            return
+        self._suspects = {name: epoch for name, epoch in self._suspects.items() if not self._is_over(name, epoch)}
+        for name in [name for name in self._suspects if self._stands_still(name, now)][:1]:
+            self._asked = now
+            supervisor.each_wait()
+            with contextlib.suppress(SlurmError):
+                self._replace(supervisor, name, now - self._seen[name][1])
+        for job in list(self._left)[:1]:
+            self._asked = now
+            supervisor.each_wait()
+            with contextlib.suppress(SlurmError):
+                self.slurm.cancel(job)
+                self._left.discard(job)
 
-    def _look(self, name: str) -> None:
+    def _look(self, name: str, now: float) -> None:
         try:
             beat = (self.run.rendezvous(f"{SUPERVISOR}-{name}") / "lease").read_text()
         except OSError:
             return
-        if self._seen.get(name, ("", 0.0))[0] != beat:
-            self._seen[name] = (beat, time.monotonic())
+        # Who was asleep itself, or could not read, has not seen anybody stand still.
+        awake = now - self._looked < self.lease_s / 2
+        if not awake or self._seen.get(name, ("", now))[0] != beat:
+            self._seen[name] = (beat, now)
+
+    def _is_over(self, name: str, epoch: int) -> bool:
+        marks = [read_mark(self.run, name, epoch, role) for role in roles_of(self.config, name)]
+        ended_in_order = all(mark.get("status") in ("done", "stopped") for mark in marks)
+        return latest_epoch(self.run, name) > epoch or ended_in_order
+
+    def _stands_still(self, name: str, now: float) -> bool:
+        return name in self._seen and now - self._seen[name][1] > self.lease_s
 
     def _replace(self, supervisor: Supervisor, name: str, still_s: float) -> None:
         job = own_job(self.run, name)
         found = self.slurm.jobs(job).get(job) if job else None
+        self._judged[name] = self._suspects.pop(name)
         if found is None or found.state != "RUNNING" or found.used_s < still_s:
             # Slurm has missed it by now, and may have brought it back already; or somebody has ended it.
             return
-        supervisor.count_failure(name, f"job {job} has given no sign for {self.lease_s:.0f} s")
+        supervisor.judge(name, f"job {job} has given no sign for {self.lease_s:.0f} s")
         batch_node = self.slurm.hostnames(found.node_list)[0]
         if new := self.submit(name, batch_node):
             supervisor.terminal.say(f"{name}: no sign of its supervisor on {batch_node} either: goes on in job {new}")
             if name in supervisor.elsewhere:
                 supervisor.elsewhere[name] = new
-            self.slurm.cancel(job)
+            self._left.add(job)
