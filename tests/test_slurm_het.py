@@ -27,11 +27,12 @@ def test_a_heterogeneous_job_survives_everything(sandbox: Sandbox, tmp_path: Pat
         ranks_die(live)
         processes_stop_for_longer_than_their_lease(live)
         supervisors_end(live)
-        with the_leading_node_lost(live):
-            nodes_lose_power(live)
+        nodes_lose_power(live)
         if ALL:
             a_job_falls_silent(live)
-        a_component_is_cancelled(live)
+        # After the other nodes: once component 0 has a single one, Slurm 22.05 ends the whole job at the next loss.
+        with the_leading_node_lost(live):
+            a_component_is_cancelled(live)
         # Last: Slurm 22.05 breaks when the batch host of a job comes back that slurmctld has read from its files.
         slurm_is_restarted(live)
         live.stop()
@@ -76,6 +77,7 @@ def a_stopped_node_goes_on_too_late(live: SlurmRun, role: str) -> None:
         former.resume()
         mark = live.wait_until(lambda: live.mark(role, epoch, role), f"the former {role} has ended", START_S)
         assert mark["status"] == "failed", mark
+        psutil.wait_procs([former], timeout=10.0)
     live.assert_trained_once()
 
 
