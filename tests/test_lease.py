@@ -192,6 +192,13 @@ def test_a_holder_that_gets_nowhere_beats_no_more(tmp_path: Path, monkeypatch: p
     lease.hold(claim_epoch(run, "supervisor"))
     lease._alive_until = 0.0
     assert looks(run, "b", 5.0)
+    former = lease.path.read_text()
+    lease.tick()
+    deadline = time.monotonic() + 5.0
+    while lease.path.read_text() == former:
+        assert time.monotonic() < deadline, "it goes on when it gets on"
+        time.sleep(0.02)
+    claim_epoch(run, "supervisor")
     lease.lose()
 
 

@@ -1,7 +1,6 @@
 """An engine that draws tokens evenly and takes as long as it is told: to measure and to break what is around engines.
 
-It runs no model, needs no GPU, and starts in half a second. The log-probabilities are those of a policy that has
-learned nothing.
+It runs no model, needs no GPU and imports no torch. Log-probabilities are those of a policy that has learned nothing.
 """
 
 from __future__ import annotations

@@ -108,8 +108,8 @@ class GroupJob(_Job):
         hub = self.allocation.places.get("hub")
         two = hub is not None and hub.nodes > 1
         self.standby = Standby(self.run, self.slurm, self.allocation, self.node, "hub") if two else None
-        self.moved: set[str] = set()
-        """The group, once another job has it."""
+        self.moved = False
+        """Whether another job has the group."""
         self._looked = time.monotonic()
 
     def launcher(self) -> StepLauncher:
@@ -123,8 +123,9 @@ class GroupJob(_Job):
         """See that this job ends when another has the group; the hub's keeps a standby, and an eye on other jobs."""
         if time.monotonic() - self._looked >= _ASK_SLURM_S:
             self._looked = time.monotonic()
-            self.moved |= {name for name in supervisor.names if self.ledger.superseded(self.allocation.job, name)}
-        supervisor.released |= self.moved
+            self.moved |= any(self.ledger.superseded(self.allocation.job, name) for name in supervisor.names)
+        if self.moved:
+            supervisor.released.update(supervisor.names)
         if self.standby:
             self.standby.tick()
         if "hub" in supervisor.names:
@@ -167,7 +168,7 @@ class MovingLauncher(StepLauncher):
         # Where it is not known whether a job was made, another one is not asked for.
         with contextlib.suppress(SlurmError):
             if job := self.group_job.submit_group(name):
-                self.group_job.moved.add(name)
+                self.group_job.moved = True
                 return job
         requeue(self.slurm, self.allocation.job)
         return self.allocation.job

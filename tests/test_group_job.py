@@ -1,0 +1,101 @@
+"""What the job of one group does when it loses a node, or its group; tests/test_slurm_jobs.py has it on real Slurm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from relax_hpc.config import Config
+from relax_hpc.errors import EXIT_DONE, EXIT_RETRY
+from relax_hpc.launch.slurm import jobs
+from relax_hpc.launch.slurm.allocation import Allocation, Place
+from relax_hpc.launch.slurm.commands import SlurmError
+from relax_hpc.launch.slurm.jobs import GroupJob
+from relax_hpc.launch.slurm.ledger import Entry, Ledger
+from relax_hpc.launch.supervisor import RELEASED
+from relax_hpc.rundir import RunDir
+
+
+@dataclass
+class Slurm:
+    """Remembers what is queued again."""
+
+    requeued: list[str] = field(default_factory=list)
+
+    def jobs(self, *ids: str) -> dict[str, SimpleNamespace]:
+        return {job: SimpleNamespace(state="RUNNING") for job in ids}
+
+    def requeue(self, job: str) -> None:
+        self.requeued.append(job)
+
+
+@pytest.fixture
+def job(run_dir: Path) -> GroupJob:
+    run = RunDir(run_dir)
+    Ledger(run).add(Entry("7", "group", "actor"))
+    allocation = Allocation("7", 0, "node1", {"actor": Place("7", 2, None)})
+    return GroupJob(run, Config(layout="jobs"), Slurm(), allocation, "node1")
+
+
+def submitting(monkeypatch: pytest.MonkeyPatch, answer: str | SlurmError) -> None:
+    def submit(*_: object) -> str:
+        if isinstance(answer, SlurmError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(jobs, "submit_group", submit)
+
+
+def released(job: GroupJob) -> set[str]:
+    """Groups that the job's supervisor gives away at its next round."""
+    supervisor = SimpleNamespace(names=["actor"], released=set())
+    job.tick(supervisor)
+    return supervisor.released
+
+
+def test_another_job_takes_the_group_and_this_one_ends(job: GroupJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    submitting(monkeypatch, "8")
+    assert not released(job)
+    assert job.launcher().hand_over("actor", "no sign") == "8"
+    assert released(job) == {"actor"}
+    # Whatever ends it now, a signal too.
+    job.end(EXIT_RETRY)
+    assert job.slurm.requeued == []
+
+
+@pytest.mark.parametrize("answer", [SlurmError("refused"), SlurmError("no answer", timed_out=True)])
+def test_where_none_can_be_had_it_is_queued_again(
+    job: GroupJob, monkeypatch: pytest.MonkeyPatch, answer: SlurmError
+) -> None:
+    submitting(monkeypatch, answer)
+    assert job.launcher().hand_over("actor", "no sign") == "7"
+    assert job.slurm.requeued == ["7"] and not released(job)
+
+
+def test_where_nodes_may_not_submit_it_is_queued_again(job: GroupJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    submitting(monkeypatch, "8")
+    job.config.site.sbatch_on_nodes = False
+    # In this layout a held job belongs to the command `resubmit`.
+    job.ledger.add(Entry("9", "spare", "actor"))
+    assert job.launcher().hand_over("actor", "no sign") == "7"
+    assert job.slurm.requeued == ["7"]
+
+
+def test_what_is_released_for_somebody_else_is_left_alone(job: GroupJob) -> None:
+    assert job.launcher().hand_over("actor", RELEASED) == "" and job.slurm.requeued == []
+
+
+def test_at_its_end_it_goes_back_to_the_queue_unless_it_is_done(job: GroupJob) -> None:
+    job.end(EXIT_DONE)
+    assert job.slurm.requeued == []
+    job.end(EXIT_RETRY)
+    assert job.slurm.requeued == ["7"]
+
+
+def test_a_job_whose_group_was_given_to_another_one_gives_way(job: GroupJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.ledger.add(Entry("8", "group", "actor"))
+    monkeypatch.setattr(jobs, "_ASK_SLURM_S", 0.0)
+    assert released(job) == {"actor"}
