@@ -55,6 +55,22 @@ def reference_logprobs(
     return (logits / temperature).log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0].tolist()
 
 
+@torch.inference_mode()
+def reference_logprobs_in_place(drawn_by: list[Path], prompt: tuple[int, ...], response: list[int]) -> list[float]:
+    """The same at temperature 1, where the model of `drawn_by` drew each token with the keys and values of those before
+    by the models that were there then."""
+    ids, cache, found = [*prompt, *response], None, []
+    starts = [at for at, model in enumerate(drawn_by) if at == 0 or model != drawn_by[at - 1]]
+    for start, stop in zip(starts, [*starts[1:], len(response)], strict=True):
+        first = len(prompt) + start - 1 if start else 0
+        inputs = torch.tensor([ids[first : len(prompt) + stop - 1]])
+        output = reference_model(drawn_by[start])(inputs, past_key_values=cache, use_cache=True)
+        cache, logits = output.past_key_values, output.logits[0, start - stop :]
+        drawn = torch.tensor(response[start:stop])[:, None]
+        found += logits.log_softmax(-1).gather(-1, drawn)[:, 0].tolist()
+    return found
+
+
 def error_against(directory: Path, prompt: tuple[int, ...], found: Generation, temperature: float = 1.0) -> float:
     """Largest difference of the generation's log-probabilities to the reference's."""
     expected = reference_logprobs(directory, prompt, found.token_ids, temperature)

@@ -239,4 +239,5 @@ def final_weights(run: RunDir) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     newest = max(Version.parse(path.name) for path in run.weights.iterdir() if not path.name.startswith("."))
-    return load_file(run.weights / str(newest) / "model.safetensors")
+    folder = run.weights / str(newest) / "model"
+    return {name: one for path in folder.glob("*.safetensors") for name, one in load_file(path).items()}

@@ -32,7 +32,7 @@ from relax_hpc.metrics.read import read_metrics
 from relax_hpc.rundir import RunDir
 from relax_hpc.sandbox import Sandbox, processes
 from relax_hpc.versions import Version
-from relax_hpc.weights.subscriber import staging_root
+from relax_hpc.weights.staging import staging_root
 from tests import fault_table
 from tests.audit import audit
 from tests.run_helpers import SMALL, engine_of, journal_records, merged, trained_steps, with_engine, write_config

@@ -173,6 +173,9 @@ class Recorded:
     def checkpoint(self, step: int) -> None:
         self.saved.append(step)
 
+    def settle(self) -> None:
+        self.saved.append("settled")
+
 
 @pytest.mark.parametrize("in_step", [False, True])
 @pytest.mark.parametrize(("saves", "saved"), [((), [3]), ((2,), [3]), ((3,), [])])
@@ -183,11 +186,11 @@ def test_what_is_not_saved_yet_is_saved_at_the_edge(
     monkeypatch.setattr(module, "Actor", lambda _: made)
     with pytest.raises(StoppedError, match="asked to stop: saved step 3"):
         module.run(SimpleNamespace(config=Config(steps=5), deadline=None))
-    assert made.saved == saved
+    assert made.saved == [*saved, "settled"]
 
 
 def test_the_last_step_ends_the_role(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Recorded(99)
     monkeypatch.setattr(module, "Actor", lambda _: made)
     module.run(SimpleNamespace(config=Config(steps=5), deadline=None))
-    assert made.step == 5 and made.saved == ["closed"]
+    assert made.step == 5 and made.saved == ["settled", "closed"]

@@ -30,11 +30,11 @@ from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transfer_queue.controller import Controller
 from relax_hpc.versions import Version
-from relax_hpc.weights.publisher import publish
 from tests.audit import audit, read_events
 from tests.queue_helpers import in_thread, make_run
 from tests.requirements import requires
 from tests.run_helpers import SMALL, queue_rows, running, trained_steps, write_config
+from tests.weights_helpers import publish
 
 WAIT_S = 240.0
 FICKLE = """
@@ -173,26 +173,34 @@ def test_an_unknown_engine_flag_ends_the_run(tmp_path: Path) -> None:
 
 
 class FaultyEngine:
-    """An engine whose calls and answers are faults, as `script` says: one entry a call, then all is well."""
+    """An engine whose calls and answers are faults, as `script` says: one entry a call, then all is well. The first
+    `bad_updates` updates fail, and leave weights of which nothing is known."""
 
     name = "faulty"
+    pause_s = 0.0
 
-    def __init__(self, script: list[str]) -> None:
-        self.script = script
-        self.version = Version(0, 0)
+    def __init__(self, script: list[str], bad_updates: list[int] | None = None) -> None:
+        self.script, self.bad_updates = script, bad_updates or []
+        self.version: Version | None = Version(0, 0)
+        self.closed = False
 
     async def start(self) -> None: ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        self.closed = True
 
     async def wait_dead(self) -> int:
         return await asyncio.get_running_loop().create_future()
 
     async def update_weights(self, directory: Path, version: Version) -> None:
-        assert (directory / "model.safetensors").exists()
+        assert (directory / "model.safetensors").exists() and not self.closed
+        self.version = None
+        if self.bad_updates and self.bad_updates.pop():
+            raise EngineFault("update_failed", f"{version}: half of it")
         self.version = version
 
     async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Generation | EngineFault]:
+        assert self.version, "never asked while its weights are not known"
         what = self.script.pop(0) if self.script else "well"
         if what == "timeout":
             raise EngineFault("timeout", "/generate: no answer within 2 s")
@@ -217,8 +225,8 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         actor.call("resume", step=0)
         publish(run, actor, Version(1, 0), {"weight": torch.zeros(1)})
 
-        def act(script: list[str], epoch: int = 1) -> None:
-            monkeypatch.setattr(rollout, "make_engine", lambda *_: FaultyEngine(script))
+        def act(script: list[str], epoch: int = 1, bad_updates: list[int] | None = None) -> None:
+            monkeypatch.setattr(rollout, "make_engine", lambda *_: FaultyEngine(script, bad_updates))
             with QueueClient(run, config, "rollout", epoch) as client:
                 spans = Spans(tmp_path / "spans.jsonl", "rollout")
                 world = World(0, 1, 0, [{}])
@@ -246,6 +254,20 @@ def test_faults_of_the_engine_are_counted_and_the_run_goes_on(world: SimpleNames
     state: Controller = world.controller.state
     assert state.finished() and state.noted == {"engine_fault/timeout": 2}
     assert state.dropped == {"nan_logprob": 2}, "both samples of the prompt group whose second one was bad"
+
+
+def test_an_engine_with_half_an_update_is_replaced(world: SimpleNamespace) -> None:
+    trainer = threading.Thread(target=train_the_step, args=(world.actor, world.run))
+    trainer.start()
+    world.rollout([], bad_updates=[0, 1, 1])
+    trainer.join(20.0)
+    assert world.controller.state.finished()
+    assert world.controller.state.noted == {"engine_fault/update_failed": 2}
+
+
+def test_a_group_whose_updates_all_fail_ends(world: SimpleNamespace) -> None:
+    with pytest.raises(RelaxError, match=r"faulty: 3 updates failed in a row, last: update_failed: .* half of it"):
+        world.rollout([], bad_updates=[1] * 9)
 
 
 def test_a_reward_that_hangs_costs_its_request(world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -290,6 +290,18 @@ FINDINGS = [
     ({"reference.parallel.sequence_parallel": True}, ["reference.parallel.sequence_parallel: found true with"]),
     ({"algorithm.mini_batches": 5}, ["algorithm.mini_batches: found 5", "groups_per_step, 32"]),
     ({"algorithm.mini_batches": 16, "actor.parallel.data": 17}, ["actor.parallel.data: found 17, allowed: at most 16"]),
+    (
+        {"weights.publish_every": 2, "weights.file_every": 2},
+        ["weights.publish_every: found 2, allowed: at most max_staleness + 1, 1"],
+    ),
+    (
+        {"max_staleness": 3, "weights.publish_every": 3, "weights.publish_lag": 1, "weights.keep_every": 10},
+        [
+            "weights.publish_lag: found 1, allowed: at least weights.publish_every - 1, 2",
+            "weights.file_every: found 1, allowed: 0, or multiples of weights.publish_every, 3",
+            "weights.keep_every: found 10",
+        ],
+    ),
     ({"groups.rollout": None}, ["groups: found role rollout in no group"]),
     ({"groups.actor_fwd": None}, ["groups: found role actor_fwd in no group"]),
     ({"groups.hub": None}, ["but no hub", "role advantages in no group"]),

@@ -28,7 +28,15 @@ from relax_hpc.rollout.engine import (  # noqa: E402
 from relax_hpc.rollout.sglang_client import SglangClient  # noqa: E402
 from relax_hpc.rollout.transformers_engine import keyed_uniform, load_weights, sample_token  # noqa: E402
 from relax_hpc.versions import Version  # noqa: E402
-from tests.engine_helpers import TOKEN, error_against, make_config, make_model, reference_model, session_of  # noqa: E402
+from tests.engine_helpers import (  # noqa: E402
+    TOKEN,
+    error_against,
+    make_config,
+    make_model,
+    reference_logprobs_in_place,
+    reference_model,
+    session_of,
+)
 
 PROMPTS = [(1, 3 + k, 9, 2 + k, 7) for k in range(4)]
 REQUESTS = [GenerateRequest(prompt, f"p{k}", sample) for k, prompt in enumerate(PROMPTS) for sample in range(2)]
@@ -205,6 +213,29 @@ def test_no_new_request_reuses_keys_and_values_of_older_weights(sglang: Served) 
     assert error_against(new, prompt, answer) < 1e-3
 
 
+def test_an_update_in_place_hides_what_it_leaves_in_the_cache(sglang: Served) -> None:
+    """While a request runs, the cache cannot be flushed."""
+    old, prompt = str(sglang.version), (1, *range(3, 43))
+
+    async def scene() -> tuple[int, Generation]:
+        engine, sampling = sglang.engine, draw(temperature=0.0, max_new_tokens=200)
+        await engine.generate([GenerateRequest(prompt, "first", 0)], draw(max_new_tokens=4))
+        running = asyncio.create_task(engine.generate([GenerateRequest(PROMPTS[0], "runs", 0)], sampling))
+        while not engine._client._running:
+            await asyncio.sleep(0)
+        sglang.version = Version(3, sglang.version.number + 1)
+        await engine.update_weights(sglang.model, sglang.version)
+        [answer] = await engine.generate([GenerateRequest(prompt, "second", 0)], draw(max_new_tokens=4))
+        body = {"input_ids": [prompt], "sampling_params": {"max_new_tokens": 1}, "extra_key": old}
+        [raw] = await engine._client._call("/generate", body, 30.0)
+        await running
+        return raw["meta_info"]["cached_tokens"], answer
+
+    left, answer = sglang.runner.run(scene())
+    assert left > 30, "it is still there, so the rest of this test says something"
+    assert error_against(sglang.model, prompt, answer) < 1e-3
+
+
 def test_generation_goes_on_through_updates_and_each_token_has_the_version_that_drew_it(sglang: Served) -> None:
     sglang.update()
     before, prompt, draft = sglang.version.number, PROMPTS[0], Draft()
@@ -224,12 +255,9 @@ def test_generation_goes_on_through_updates_and_each_token_has_the_version_that_
     assert draft.token_versions == answer.token_versions[:told].tolist() and draft.token_ids == answer.token_ids[:told]
     assert len(set(draft.token_versions)) < 2, "before the end nobody says which of the later weights drew what"
     assert (np.diff(answer.token_versions) >= 0).all()
-    for code in set(answer.token_versions.tolist()):
-        drawn = np.flatnonzero(answer.token_versions == code)
-        context = (*prompt, *answer.token_ids[: drawn[0]])
-        last = drawn[-1] + 1
-        part = Generation(answer.token_ids[drawn[0] : last], answer.logprobs[drawn[0] : last], drawn, "length")
-        assert error_against(sglang.models[Version.decode(code).number % 2], context, part) < 1e-3
+    drawn_by = [sglang.models[Version.decode(code).number % 2] for code in answer.token_versions.tolist()]
+    expected = reference_logprobs_in_place(drawn_by, prompt, answer.token_ids)
+    assert np.abs(np.array(answer.logprobs) - expected).max() < 1e-3
 
 
 def test_the_token_guards_every_endpoint_and_is_shown_nowhere(sglang: Served) -> None:

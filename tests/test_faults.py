@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 
 from relax_hpc.errors import EXIT_NO_PROGRESS
-from relax_hpc.weights.subscriber import staging_root
+from relax_hpc.weights.staging import staging_root
 from tests.audit import audit
 from tests.requirements import requires
 from tests.run_helpers import Running, rollbacks, running, trained_steps

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from contextlib import nullcontext
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import numpy as np
 
+from relax_hpc.config.schema import Config
 from relax_hpc.roles import forward
 from relax_hpc.transfer_queue.client import Claim
 from relax_hpc.transfer_queue.ways import Ways
 from relax_hpc.versions import Version
-from relax_hpc.weights.subscriber import NOTHING
+from relax_hpc.weights.subscriber import NOTHING, News
 
 
 def done(value) -> Future:
@@ -28,11 +30,11 @@ class Reader:
         self.serving = NOTHING
         self.news = iter([done({"version": "e000001-v000001", "digest": "old"})])
 
-    def newer(self) -> Future:
+    def newer(self, seen: Version = NOTHING) -> Future:
         return next(self.news, Future())
 
-    def read(self, announced):
-        return {"version": "e000002-v000000", "digest": "new"}, b"weights"
+    def fetch(self, announced):
+        return News("e000002-v000000", "new"), "staged"
 
     def served(self, version: Version) -> None:
         self.serving = version
@@ -61,16 +63,22 @@ def test_a_claim_from_before_a_rollback_is_given_back_and_training_goes_on(monke
     """Version 1 of the new actor comes only after step 0 was trained again, which needs these scores."""
     monkeypatch.setattr(forward, "Subscriber", Reader)
     client, told = Queue(), []
-    rows, reader = [{"sample_id": "000000000.00"}], SimpleNamespace(ways=Ways())
+    rows, reader = [{"sample_id": "000000000.00"}], SimpleNamespace(ways=Ways(), planes=[])
     ranks = SimpleNamespace(size=2, tell=told.append, rows=lambda claim: rows, reader=reader)
     context = SimpleNamespace(
-        client=client, role="actor_fwd", run=None, group="g", spans=lambda *_, **__: nullcontext(), report=print
+        client=client,
+        role="actor_fwd",
+        run=None,
+        group="g",
+        config=Config(),
+        spans=lambda *_, **__: nullcontext(),
+        report=print,
     )
     parallel = SimpleNamespace(max_tokens_per_micro_batch=9, parallel=SimpleNamespace(data=1))
     about = {"forward": parallel, "placeholders": {}}
     scorer = SimpleNamespace(**about, load=lambda data: None, score=lambda rows: [np.zeros(1, np.float32)])
-    forward._lead(context, ranks, scorer, follows=True)
+    forward._lead(context, ranks, scorer, every=1)
     assert client.given_back == [7]
     assert client.put_rows == [(8, Version(2, 0).encode())]
-    assert told[0] == {"do": "load", "version": "e000002-v000000", "digest": "new"}, "what the leader read"
+    assert told[0] == {"do": "load", "news": asdict(News("e000002-v000000", "new"))}, "what the leader read"
     assert [message["do"] for message in told] == ["load", "score", "end"]

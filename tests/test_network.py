@@ -24,10 +24,10 @@ from relax_hpc.rendezvous.roster import claim_epoch
 from relax_hpc.roles.rollout import replica_numbers
 from relax_hpc.rundir import RunDir
 from relax_hpc.versions import Version
-from relax_hpc.weights.publisher import publish
 from tests.queue_helpers import BUDGET, Roles, in_thread, make_run
 from tests.requirements import mpiexec, requires
 from tests.run_helpers import write_config
+from tests.weights_helpers import publish
 
 LOOPBACK_NAME = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 

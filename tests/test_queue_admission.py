@@ -109,7 +109,8 @@ class Small:
         state = self.desk.state
         if state.in_lineage(engine.serving):
             step = self.plan.step_of(min([state.next_ticket, *state.reissued.lowest(1)]))
-            assert step >= self.plan.steps or engine.serving.number < step - self.plan.max_staleness
+            lags = state.trained_steps - engine.serving.number > self.plan.publish_lag
+            assert lags or step >= self.plan.steps or engine.serving.number < step - self.plan.max_staleness
 
     def put(self, name: str) -> bool:
         engine = self.engines[name]
@@ -206,6 +207,18 @@ CASES = [(1, 2, 0, 2), (3, 1, 0, 1), (1, 3, 0, 1), (1, 3, 1, 1), (1, 3, 2, 0), (
 @pytest.mark.parametrize(("groups", "steps", "staleness", "deaths"), CASES)
 def test_no_order_of_events_breaks_the_bound_or_stops_the_run(groups, steps, staleness, deaths):
     assert explore(plan_of(groups, steps, staleness), deaths) > 300
+
+
+def test_no_order_of_events_stops_a_run_whose_engines_may_not_lag():
+    """Behind the newest version by more than publish_lag, none gets a ticket, and all runs end nevertheless."""
+    plan = replace(plan_of(1, 3, 2), publish_lag=0)
+    assert explore(plan, 1) > 300
+    state = Small(plan).desk.state
+    state.trained_steps = 2
+    assert rules.admissible(state, Version(1, 2), 1) and not rules.admissible(state, Version(1, 1), 1)
+    assert rules.why_not(state, Version(1, 1))[0] == (
+        "serves e000001-v000001, 1 behind the newest, allowed weights.publish_lag=0"
+    )
 
 
 def test_without_the_bound_the_exploration_finds_what_breaks_it(monkeypatch):

@@ -129,7 +129,10 @@ def test_a_task_gives_again_the_fields_that_were_lost():
     assert it.ask("actor_fwd", "claim", task="actor_fwd", **WINDOW) is None, "the others have given theirs"
     it.learn("reference", "again", epoch=2)
     it.ask("reference", "saved", 2, names=["again"])
-    assert it.told() == ["ref_logprobs"] and it.ask("actor", "trained", step=0, leases=[4]) == {"staleness": [0, 0]}
+    assert it.told() == ["ref_logprobs"] and it.ask("actor", "trained", step=0, leases=[4]) == {
+        "staleness": [0, 0],
+        "lag": 0,
+    }
     it.check()
 
 
@@ -190,7 +193,7 @@ def test_a_step_is_trained_when_all_its_rows_are_saved(late):
     it.ask(late, "saved", names=["gen" if late == "rollout" else "ref"])
     assert it.ask("actor", "settled", leases=[lease]) == {"tickets": [0, 1]}
     for _ in range(2):
-        assert it.ask("actor", "trained", step=0, leases=[lease]) == {"staleness": [0, 0]}
+        assert it.ask("actor", "trained", step=0, leases=[lease])["staleness"] == [0, 0]
     it.check()
 
 

@@ -13,7 +13,7 @@ import psutil
 import yaml
 
 from relax_hpc.metrics.writer import TAG_GROUPS
-from relax_hpc.weights.subscriber import staging_root
+from relax_hpc.weights.staging import staging_root
 from tests.audit import audit
 from tests.requirements import requires
 from tests.run_helpers import Running, queue_state, read_metrics, running, trained_steps

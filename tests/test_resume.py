@@ -15,7 +15,7 @@ import psutil
 from relax_hpc.config import load_resolved
 from relax_hpc.data.prompts import prompt_at
 from relax_hpc.errors import EXIT_CONFIG
-from relax_hpc.weights.subscriber import staging_root
+from relax_hpc.weights.staging import staging_root
 from tests.audit import audit, read_events
 from tests.requirements import requires
 from tests.run_helpers import Running, queue_rows, queue_state, rollbacks, running, trained_steps

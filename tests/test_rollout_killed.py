@@ -22,11 +22,11 @@ requires("torch", "transformers")
 
 from safetensors.torch import load_file  # noqa: E402
 
-from relax_hpc.weights.publisher import publish  # noqa: E402
-from relax_hpc.weights.subscriber import staging_root  # noqa: E402
+from relax_hpc.weights.staging import staging_root  # noqa: E402
 from tests.drawing_rollout import LONG, config_of, drawn, in_process, rollout_of, sglang_process, stop_server  # noqa: E402
 from tests.run_helpers import ALL  # noqa: E402
 from tests.test_bad_input import make_data  # noqa: E402
+from tests.weights_helpers import publish  # noqa: E402
 
 V0 = Version(1, 0)
 

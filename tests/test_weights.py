@@ -2,137 +2,281 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import stat
 
 import pytest
 import torch
-from safetensors.torch import load
+from safetensors.torch import load_file
 
-from relax_hpc.errors import ConfigError
+from relax_hpc.config.schema import WeightsConfig
+from relax_hpc.errors import ConfigError, FencedError
 from relax_hpc.rundir import private_folder
 from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.versions import Version
-from relax_hpc.weights.manifest import MANIFEST, TENSORS, WeightsError
-from relax_hpc.weights.publisher import publish
-from relax_hpc.weights.subscriber import Subscriber, staging_root
+from relax_hpc.weights import files
+from relax_hpc.weights.files import FOLDER, LISTING, TENSORS
+from relax_hpc.weights.manifest import MANIFEST, WeightsError
+from relax_hpc.weights.staging import staging_root
+from relax_hpc.weights.subscriber import NOTHING, Fetcher, News, Subscriber
 from tests.queue_helpers import in_thread, make_run, small
+from tests.weights_helpers import Source
+
+SOON = 5.0
 
 
 @pytest.fixture
 def stage(tmp_path):
-    """A run with a controller, an actor's client and a rollout's."""
+    """A run with a controller, an actor that publishes, and a rollout's client; `put(number, ...)` publishes."""
     run, config = make_run(tmp_path / "run"), small()
-    with in_thread(run, config), QueueClient(run, config, "actor", 1) as actor:
-        actor.call("resume", step=0)
-        with QueueClient(run, config, "rollout", 1) as rollout:
-            yield run, config, actor, rollout
-
-
-def weights(number: int) -> dict[str, torch.Tensor]:
-    return {"w": torch.full((3,), float(number))}
-
-
-def put(stage, *numbers: int) -> None:
-    for number in numbers:
-        publish(stage[0], stage[2], Version(1, number), weights(number))
-
-
-def directories(run) -> list[str]:
-    return sorted(path.name for path in run.weights.iterdir())
-
-
-def test_a_reader_gets_what_was_published(stage):
-    put(stage, 0)
-    reader = Subscriber(stage[0], stage[3], "rollout/0")
-    announced, data = reader.read(reader.newer().result(timeout=5))
-    version = Version.parse(announced["version"])
-    assert version == Version(1, 0) and torch.equal(load(data)["w"], weights(0)["w"])
-    reader.served(version)
-    waiting = reader.newer()
-    put(stage, 1)
-    assert waiting.result(timeout=5)["version"] == "e000001-v000001"
-
-
-@pytest.mark.parametrize("name", [TENSORS, MANIFEST])
-@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: data[:-1] + b"\x07", None])
-def test_damaged_weights_are_refused_by_name(stage, name, damage):
-    put(stage, 0)
-    path = stage[0].weights / "e000001-v000000" / name
-    if damage:
-        path.write_bytes(damage(path.read_bytes()))
-    else:
-        path.unlink()
-    reader = Subscriber(stage[0], stage[3], "rollout/0")
-    with pytest.raises(WeightsError, match=name):
-        reader.read(reader.newer().result(timeout=5))
-
-
-def test_versions_are_deleted_below_every_living_reader(stage):
-    run, config, _, rollout = stage
-    put(stage, 0)
-    slow, quick = Subscriber(run, rollout, "rollout/0"), Subscriber(run, rollout, "rollout/1")
-    slow.served(Version(1, 0))
-    quick.served(Version(1, 0))
-    put(stage, 1)
-    quick.served(Version(1, 1))
-    put(stage, 2)
-    assert directories(run) == ["e000001-v000000", "e000001-v000001", "e000001-v000002"]
-    slow.served(Version(1, 1))
-    put(stage, 3)
-    assert directories(run)[0] == "e000001-v000001"
-    with QueueClient(run, config, "supervisor", 1) as supervisor:
-        supervisor.call("down", group="rollout", epoch=1)
-    put(stage, 4)
-    assert directories(run) == ["e000001-v000004"], "a dead reader holds nothing"
-
-
-def test_what_a_dead_actor_left_half_written_goes_too(stage):
-    run = stage[0]
-    (run.weights / ".e000001-v000000.123").mkdir()
-    (run.weights / "unrelated").mkdir()
-    put(stage, 1)
-    assert directories(run) == ["e000001-v000001", "unrelated"]
-
-
-def test_a_reader_that_lost_the_race_with_deletion_gets_the_newer_version(stage):
-    put(stage, 0)
-    reader = Subscriber(stage[0], stage[3], "rollout/0")
-    announced = reader.newer().result(timeout=5)
-    put(stage, 1)
-    assert directories(stage[0]) == ["e000001-v000001"]
-    newer = reader.newer().result(timeout=5)
-    assert newer["version"] == "e000001-v000001" and newer["digest"] != announced["digest"]
-    assert reader.read(announced)[0] == newer, "with its digest, for whoever reads it too"
-
-
-def test_rolled_back_weights_are_not_announced(stage):
-    run, config = stage[:2]
-    put(stage, 0, 1, 2)
-    reader = Subscriber(run, stage[3], "rollout/0")
-    with QueueClient(run, config, "actor", 2) as successor:
-        successor.call("resume", step=1)
-        waiting = reader.newer()
-        publish(run, successor, Version(2, 1), weights(1))
-        assert waiting.result(timeout=5)["version"] == "e000002-v000001"
-
-
-def test_the_staged_copy_is_a_private_model_directory(stage):
-    run = stage[0]
-    put(stage, 0)
     run.model.mkdir()
     (run.model / "config.json").write_text("{}")
     (run.model / TENSORS).write_bytes(b"old")
-    reader = Subscriber(run, stage[3], "rollout/0")
-    try:
-        version, folder = reader.stage(reader.newer().result(timeout=5))
-        assert version == Version(1, 0) and load((folder / TENSORS).read_bytes())["w"][0] == 0
-        assert sorted(path.name for path in folder.iterdir()) == ["config.json", TENSORS]
-        for path in (folder, folder.parent):
-            assert stat.S_IMODE(path.stat().st_mode) == 0o700
-    finally:
-        for path in sorted(staging_root(run).rglob("*"), reverse=True):
-            path.unlink() if path.is_file() else path.rmdir()
-        staging_root(run).rmdir()
+    with in_thread(run, config), QueueClient(run, config, "actor", 1) as actor:
+        actor.call("resume", step=0)
+        with QueueClient(run, config, "rollout", 1) as rollout:
+            yield Stage(run, config, actor, rollout)
+    shutil.rmtree(staging_root(run), ignore_errors=True)
+
+
+class Stage:
+    def __init__(self, run, config, actor, rollout) -> None:
+        self.run, self.config, self.actor, self.rollout = run, config, actor, rollout
+        self.source = None
+
+    def put(self, *numbers: int, last: bool = False, **settings: int) -> None:
+        """Publish version n, whose every number is n."""
+        if self.source is None:
+            tensors = {"w": torch.zeros(3), "half": torch.zeros(5, 2, dtype=torch.bfloat16)}
+            self.source = Source(self.run, self.actor, tensors, **settings)
+        for number in numbers:
+            for tensor in self.source.tensors.values():
+                tensor.fill_(number)
+            self.source.publish(Version(1, number), last)
+
+    def actor_dies(self) -> None:
+        """Its memory is gone."""
+        self.source.publisher.close()
+
+    def reader(self, name: str = "rollout/0", patience: float = 0.3) -> Subscriber:
+        settings = WeightsConfig(read_timeout_s=patience)
+        return Subscriber(self.run, self.rollout, name, self.rollout.store.planes, settings)
+
+    def fetch(self, reader: Subscriber) -> int | None:
+        """The number of what a reader gets, which is whole; None if it gets nothing."""
+        got = reader.fetch(reader.newer().result(timeout=SOON))
+        if got is None:
+            return None
+        number = Version.parse(got[0].version).number
+        found = load_file(got[1].path / TENSORS)
+        assert found["w"].tolist() == [number] * 3 and found["half"].shape == (5, 2)
+        assert (found["half"] == number).all() and found["half"].dtype is torch.bfloat16
+        got[1].release()
+        return number
+
+    def directories(self) -> list[str]:
+        return sorted(path.name for path in self.run.weights.iterdir())
+
+
+def test_a_reader_gets_what_was_published(stage):
+    stage.put(0, file_every=0)
+    reader = stage.reader()
+    assert stage.fetch(reader) == 0 and reader.fetcher.puller.bytes == {"shm": 64 + 20}
+    reader.served(Version(1, 0))
+    waiting = reader.newer()
+    stage.put(1)
+    assert waiting.result(timeout=SOON)["version"] == "e000001-v000001"
+    assert stage.fetch(reader) == 1
+    assert not (stage.run.weights / "e000001-v000001" / FOLDER).exists(), "in memory alone"
+
+
+def test_of_a_dead_actor_the_newest_version_with_files_is_readable(stage):
+    stage.put(0, 1, 2, file_every=2)
+    reader = stage.reader()
+    stage.put(3)
+    stage.actor_dies()
+    assert stage.fetch(reader) == 2 and reader.fetcher.puller.bytes.keys() == {"file"}
+    reader.served(Version(1, 2))
+    assert stage.fetch(reader) is None, "version 3 was in its memory alone"
+    assert reader.serving == Version(1, 2) and reader._given_up == Version(1, 3), "and is not told of again"
+
+
+def test_the_files_are_a_hugging_face_directory(stage):
+    stage.put(0)
+    directory = stage.run.weights / "e000001-v000000"
+    assert sorted(path.name for path in directory.iterdir()) == [LISTING, MANIFEST, FOLDER]
+    assert sorted(path.name for path in (directory / FOLDER).iterdir()) == ["config.json", TENSORS]
+    assert load_file(directory / FOLDER / TENSORS)["w"].tolist() == [0, 0, 0]
+
+
+def damage(path, how) -> None:
+    data = path.read_bytes()
+    path.unlink() if how is None else path.write_bytes(how(data))
+
+
+DAMAGES = [lambda data: data[:-1], lambda data: data[:-1] + b"\x07", lambda data: b"", None]
+
+
+@pytest.mark.parametrize("name", [MANIFEST, LISTING, f"{FOLDER}/{TENSORS}"])
+@pytest.mark.parametrize("how", DAMAGES)
+def test_damaged_files_are_refused_by_name_and_the_last_good_version_stays(stage, name, how, capfd):
+    stage.put(0)
+    reader = stage.reader()
+    assert stage.fetch(reader) == 0
+    reader.served(Version(1, 0))
+    stage.put(1)
+    stage.actor_dies()
+    damage(stage.run.weights / "e000001-v000001" / name, how)
+    if name == MANIFEST:
+        assert stage.fetch(reader) == 1, "the files do without it"
+        return
+    assert stage.fetch(reader) is None
+    assert name.rpartition("/")[2] in (line := capfd.readouterr().err) and line.endswith(
+        "goes on with e000001-v000000\n"
+    )
+    assert stage.rollout.call("status")["noted"] == {"weights_unreadable/unreadable": 1}
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format_version": 1}', '{"format_version": 2, "tensors": 7}'])
+def test_a_manifest_that_is_none_is_refused(stage, text):
+    stage.put(0, file_every=0)
+    path = stage.run.weights / "e000001-v000000" / MANIFEST
+    path.write_text(text)
+    news = News("e000001-v000000", files.digest(text.encode()))
+    with pytest.raises(WeightsError, match=f"{MANIFEST}: "):
+        Fetcher(stage.run, stage.rollout.store.planes, WeightsConfig()).fetch(news)
+
+
+def test_a_flipped_bit_in_a_slab_is_seen_and_the_files_are_taken(stage):
+    stage.put(0)
+    stage.source.publisher.ring.record(0, 0)[20] ^= 1
+    reader = stage.reader()
+    assert stage.fetch(reader) == 0
+    assert reader.fetcher.puller.bytes.keys() == {"file"}
+
+
+def test_a_slab_that_is_written_while_it_is_read_gives_nothing(stage, monkeypatch):
+    """The reader of version 0 stops in the middle; with two slabs, version 2 takes the place."""
+    stage.put(0, file_every=0)
+    reader = stage.reader()
+    put, passed = files.SafetensorsFile.put, []
+
+    def stops(self, part, record) -> None:
+        put(self, part, record)
+        if not passed:
+            passed.append(part)
+            stage.put(1, 2)
+
+    monkeypatch.setattr(files.SafetensorsFile, "put", stops)
+    assert stage.fetch(reader) == 2
+
+
+def test_versions_are_deleted_below_every_living_reader(stage):
+    stage.put(0)
+    slow, quick = stage.reader("rollout/0"), stage.reader("rollout/1")
+    slow.served(Version(1, 0))
+    quick.served(Version(1, 0))
+    stage.put(1)
+    quick.served(Version(1, 1))
+    stage.put(2)
+    assert stage.directories() == ["e000001-v000000", "e000001-v000001", "e000001-v000002"]
+    slow.served(Version(1, 1))
+    stage.put(3)
+    assert stage.directories()[0] == "e000001-v000001"
+    with QueueClient(stage.run, stage.config, "supervisor", 1) as supervisor:
+        supervisor.call("down", group="rollout", epoch=1)
+    stage.put(4)
+    assert stage.directories() == ["e000001-v000003", "e000001-v000004"], "a dead reader holds nothing"
+
+
+def test_versions_to_be_kept_are(stage):
+    stage.put(*range(8), file_every=0, keep_every=3)
+    kept = ["e000001-v000000", "e000001-v000003", "e000001-v000006"]
+    assert stage.directories() == [*kept, "e000001-v000007"]
+    assert [name for name in kept if (stage.run.weights / name / FOLDER / TENSORS).exists()] == kept
+
+
+def test_the_last_version_always_has_files(stage):
+    stage.put(0, file_every=0)
+    stage.put(1, last=True)
+    assert stage.rollout.call("filed_version", after=str(NOTHING))["version"] == "e000001-v000001"
+
+
+def test_what_a_dead_actor_left_half_written_goes_too(stage):
+    (stage.run.weights / ".e000001-v000000.123").mkdir()
+    (stage.run.weights / "unrelated").mkdir()
+    stage.put(1)
+    assert stage.directories() == ["e000001-v000001", "unrelated"]
+
+
+def test_a_reader_that_lost_the_race_with_deletion_gets_the_newer_version(stage):
+    stage.put(0)
+    reader = stage.reader()
+    announced = reader.newer().result(timeout=SOON)
+    stage.put(1, 2)
+    assert "e000001-v000000" not in stage.directories()
+    news, staged = reader.fetch(announced)
+    staged.release()
+    assert news == News(**reader.newer().result(timeout=SOON)), "with its digests, for whoever reads it too"
+
+
+def test_rolled_back_weights_are_not_announced(stage):
+    stage.put(0, 1, 2)
+    reader = stage.reader()
+    stage.actor_dies()
+    with QueueClient(stage.run, stage.config, "actor", 2) as successor:
+        successor.call("resume", step=1)
+        waiting = reader.newer()
+        assert stage.rollout.call("filed_version", after=str(NOTHING))["version"] == "e000001-v000001"
+        again = Source(stage.run, successor, {"w": torch.ones(3)})
+        again.publish(Version(2, 1))
+        assert waiting.result(timeout=SOON)["version"] == "e000002-v000001"
+
+
+def test_an_older_actor_publishes_nothing(stage):
+    stage.put(0)
+    with QueueClient(stage.run, stage.config, "actor", 2) as successor:
+        successor.call("resume", step=0)
+        with pytest.raises(FencedError):
+            stage.put(1)
+
+
+def test_a_full_disk_costs_the_files_alone(stage, monkeypatch, capfd):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files, "copy_summed", full)
+    stage.put(0)
+    assert stage.fetch(stage.reader()) == 0
+    assert "version e000001-v000000 has no files: rank 0: [Errno 28] No space left" in capfd.readouterr().err
+    assert [path.name for path in (stage.run.weights / "e000001-v000000").iterdir()] == [MANIFEST]
+    assert stage.rollout.call("status")["noted"] == {"weights_unwritten/unwritten": 1}
+
+
+def test_a_manifest_that_cannot_be_written_ends_the_actor(stage, monkeypatch):
+    stage.put(0)
+    shutil.rmtree(stage.run.weights)
+    stage.run.weights.write_text("no folder")
+    with pytest.raises(Exception, match="e000001-v000001: Not a directory; version e000001-v000001 is not published"):
+        stage.put(1)
+
+
+@pytest.mark.parametrize("writers", [1, 2, 3, 7])
+def test_shares_are_whole_tensors_and_all_of_them(writers):
+    tensors = {f"t{number}": files.Tensor("F32", (number + 1, 10)) for number in range(5)}
+    shares = files.shares(tensors, writers)
+    assert sorted(name for share in shares for name in share) == sorted(tensors) and len(shares) == writers
+
+
+def test_the_staged_copy_is_a_private_model_directory(stage):
+    stage.put(0)
+    reader = stage.reader()
+    _, staged = reader.fetch(reader.newer().result(timeout=SOON))
+    assert sorted(path.name for path in staged.path.iterdir()) == ["config.json", TENSORS]
+    for path in (staged.path, staged.path.parent):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    staged.release()
 
 
 def test_a_staging_folder_that_others_can_enter_is_refused(tmp_path):
@@ -142,3 +286,12 @@ def test_a_staging_folder_that_others_can_enter_is_refused(tmp_path):
     for name in ("open", "link"):
         with pytest.raises(ConfigError, match=name):
             private_folder(tmp_path / name)
+
+
+def test_the_manifest_says_where_everything_is(stage):
+    stage.put(0)
+    value = json.loads((stage.run.weights / "e000001-v000000" / MANIFEST).read_bytes())
+    assert value["tensors"]["half"] == {"dtype": "BF16", "shape": [5, 2]}
+    (chunk,) = value["chunks"]
+    assert [(part["name"], part["start"], part["stop"]) for part in chunk["parts"]] == [("w", 0, 3), ("half", 0, 5)]
+    assert "shm" in chunk["planes"]

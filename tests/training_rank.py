@@ -15,9 +15,13 @@ from safetensors.torch import save_file
 
 from relax_hpc.checkpoint import store
 from relax_hpc.config.schema import ParallelConfig
+from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.training import parallel
+from relax_hpc.training.hf_files import SafetensorFiles
+from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.trainer import Trainer
 from relax_hpc.transfer_queue.schema import Row
+from relax_hpc.weights.tensors import Part, uncovered
 from tests import training_helpers as helpers
 
 
@@ -31,8 +35,24 @@ def main() -> None:
     trainer = helpers.trainer(Path(model), split, distributed=bool(distributed))
     for path in checkpoint:
         store.load(Path(path), trainer)
+    check_slices(trainer.model, Path(model))
     check(trainer, Path(out))
     parallel.destroy()
+
+
+def check_slices(model: PolicyModel, directory: Path) -> None:
+    """What the ranks publish is the model that was loaded, each element once."""
+    parts = []
+    with SafetensorFiles(directory) as files:
+        for one in model.slices():
+            whole = files[one.name][:]
+            mine = whole.narrow(one.axis, one.start, one.stop - one.start)
+            assert torch.equal(one.view().reshape(mine.shape), mine), one.name
+            parts.append([one.name, one.axis, one.start, one.stop])
+    gathered = Channel(60.0).gather(parts)
+    if gathered is not None:
+        everybody = [Part(*part, 0) for mine in gathered for part in mine]
+        assert all(gathered) and not uncovered(model.tensors(), everybody)
 
 
 def check(trainer: Trainer, out: Path) -> None:

@@ -37,7 +37,7 @@ Findings = Iterator[str]
 
 def check(config: Config) -> list[str]:
     """What is wrong with `config`, one line each; empty: nothing was found."""
-    checks = (_run, _data, _model, _groups, _algorithm, _rollout, _engine, _rewards, _planes)
+    checks = (_run, _data, _model, _groups, _algorithm, _rollout, _engine, _rewards, _planes, _weights)
     return [finding for function in checks for finding in function(config)]
 
 
@@ -55,6 +55,23 @@ def _run(config: Config) -> Findings:
             f"liveness.lease_s: found {config.liveness.lease_s}, allowed: more than two beats "
             f"(liveness.beat_s is {config.liveness.beat_s}), else every group is taken for dead"
         )
+
+
+def _weights(config: Config) -> Findings:
+    weights, every = config.weights, config.weights.publish_every
+    if every > config.max_staleness + 1:
+        yield (
+            f"weights.publish_every: found {every}, allowed: at most max_staleness + 1, {config.max_staleness + 1}; "
+            "samples by the version before would be too old"
+        )
+    if weights.publish_lag < every - 1:
+        yield (
+            f"weights.publish_lag: found {weights.publish_lag}, allowed: at least weights.publish_every - 1, "
+            f"{every - 1}; an engine can have no newer version"
+        )
+    for name in ("file_every", "keep_every"):
+        if (found := getattr(weights, name)) % every:
+            yield f"weights.{name}: found {found}, allowed: 0, or multiples of weights.publish_every, {every}"
 
 
 def _data(config: Config) -> Findings:

@@ -91,6 +91,8 @@ class AlgorithmConfig:
     """Upper edge of the ratio is 1 + clip_high."""
     kl_coefficient: float = bounded(0.0, 0.0)
     """Weight of KL(policy || reference) in the loss."""
+    refresh_reference_every: int = bounded(0, 0)
+    """Steps after which the reference takes the policy's weights as they then are; 0: it stays as it is."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     entropy_coefficient: float = bounded(0.0)
     reduction: Literal["token_mean", "sequence_mean"] = "token_mean"
@@ -263,6 +265,27 @@ class QueueConfig:
     """Of one image, video or sound of a prompt; a prompt with a larger one fails as `media_too_large`."""
     max_group_media_bytes: int = bounded(1 << 30, 1)
     """Of all media of a prompt group together."""
+
+
+@dataclass(kw_only=True, slots=True)
+class WeightsConfig:
+    """How new weights get from the actor to those that generate and score with them: by `queue.planes`, else files."""
+
+    publish_every: int = bounded(1, 1)
+    """Versions from one that is published to the next, at most `max_staleness` + 1. The last is always published."""
+    publish_lag: int = bounded(64, 0)
+    """An engine that serves a version so much older than the newest gets no new prompts before it has a newer one. It
+    delays prompts; how stale samples may be is `max_staleness` alone."""
+    file_every: int = bounded(1, 0)
+    """Versions whose number is a multiple of it are written to disk too, beside training, as Hugging Face directories
+    in `weights/`; those that are superseded by then are passed over. Others are in the actor's memory alone, and gone
+    with it. 0: the last version only."""
+    keep_every: int = bounded(0, 0)
+    """Multiples of it are written in any case, synced, and never deleted. 0: none."""
+    read_timeout_s: float = bounded(120.0, 0.1)
+    """For one record of a version to arrive, and for a version that cannot be read to be tried again."""
+    chunk_bytes: int = bounded(256 << 20, 4096)
+    """Of a record: while one is verified, the next one is read. A single tensor is never divided."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -446,6 +469,7 @@ class Config:
     actor_fwd: ForwardConfig = field(default_factory=ForwardConfig)
     reference: ForwardConfig = field(default_factory=ForwardConfig)
     queue: QueueConfig = field(default_factory=QueueConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     liveness: LivenessConfig = field(default_factory=LivenessConfig)

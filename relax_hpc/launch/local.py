@@ -21,7 +21,7 @@ from relax_hpc.launch.terminal import Terminal
 from relax_hpc.rendezvous.process import STOP_SIGNALS
 from relax_hpc.rundir import RunDir, write_numbered
 from relax_hpc.transfer_queue.plan import SUPERVISOR
-from relax_hpc.weights.subscriber import staging_root
+from relax_hpc.weights.staging import staging_root
 
 INTERRUPTED = 130
 _ANSWER_S = 1.0

@@ -17,7 +17,7 @@ from relax_hpc.rendezvous.exit_mark import leave_mark
 from relax_hpc.rendezvous.process import Flag, die_with_parent, on_terminate, watched
 from relax_hpc.roles.staging import LOCAL_DIR, go_on_in_local_environment, local_folder
 from relax_hpc.rundir import RunDir
-from relax_hpc.weights.subscriber import clear_staging
+from relax_hpc.weights.staging import clear_staging
 
 MODULES = {
     "rollout": "relax_hpc.roles.rollout",
@@ -133,7 +133,7 @@ def main(argv: list[str] | None = None) -> int:
         if code < 0:
             leave_mark(mark, EXIT_RETRY, f"rank {rank} was ended by signal {-code}")
         # Its supervisor may be on another node.
-        clear_staging(RunDir(args.run_dir), args.group, args.epoch)
+        clear_staging(RunDir(args.run_dir))
         return EXIT_RETRY if code < 0 else code
 
     return watched(lambda: work(args), ended)

@@ -23,7 +23,7 @@ from relax_hpc.transfer_queue.client import Claim
 from relax_hpc.transfer_queue.media import placeholders_of
 from relax_hpc.transfer_queue.schema import Row
 from relax_hpc.versions import Version
-from relax_hpc.weights.publisher import publish
+from relax_hpc.weights.publisher import Publisher
 
 _MARGIN = 1.5
 """A step may take so much longer than the longest so far."""
@@ -47,6 +47,18 @@ class Actor:
         self.trainer = Trainer(
             model, self.config.algorithm, self.config.actor.optimizer, self.config.rollout.temperature
         )
+        self.publisher = Publisher(
+            context.run,
+            context.client,
+            self.ranks.channel(),
+            self.ranks.reader.planes,
+            self.ranks.pool,
+            model.tensors(),
+            model.slices(),
+            self.config.max_staleness + 2,
+            self.config.weights,
+            pinned=self.config.model.device == "cuda",
+        )
         self.clock = Clock(context.deadline)
 
     # -- start and end of a step -------------------------------------------------------------------------------
@@ -64,19 +76,19 @@ class Actor:
         else:
             step = 0
         self._ask("resume", step=step)
-        self.publish(step)
+        self.publish(step, due=True)
         return step
 
     def _ask(self, op: str, **args: object) -> dict:
         """A request to the queue by the leader, its answer in every rank."""
         return self.ranks.tell(self.context.client.call(op, **args) if self.ranks.leader else None)
 
-    def publish(self, number: int) -> None:
-        """Make the present weights version ``number`` of this epoch."""
-        with self.context.spans("publish", step=number):
-            tensors = self.model.export_hf()
-            if self.ranks.leader:
-                publish(self.context.run, self.context.client, Version(self.context.epoch, number), tensors)
+    def publish(self, number: int, due: bool = False) -> None:
+        """Make the present weights version ``number`` of this epoch, if it is one that is published, or ``due``."""
+        last = number == self.config.steps
+        if due or last or number % self.config.weights.publish_every == 0:
+            with self.context.spans("publish", step=number):
+                self.publisher.publish(Version(self.context.epoch, number), last)
 
     def checkpoint(self, step: int) -> None:
         """Save everything that training step ``step`` needs, journal it, delete what is older than `keep_last`."""
@@ -89,6 +101,10 @@ class Actor:
                 points = self.context.client.call("checkpoints")["checkpoints"]
                 keep = {point["name"] for point in points[-self.config.checkpoint.keep_last :]}
                 store.remove_others(self.context.run.checkpoints, keep)
+
+    def settle(self) -> None:
+        """Wait for what goes on beside training."""
+        self.publisher.settle(self.config.queue.wait_timeout_s)
 
     def check_edge(self) -> None:
         """AtEdge, in every rank, if another step must not begin."""
@@ -111,6 +127,7 @@ class Actor:
         for number in range(minis):
             claims, windows = self.gradients(step, number, tally)
             with self.context.spans("train", step=step):
+                self.publisher.await_copy()
                 metrics = self.trainer.step(lr)
             leases += [claim.lease for claim in claims]
             mini_batches.append(windows)
@@ -122,10 +139,11 @@ class Actor:
                     self.trainer.accumulate([batch for window in windows for batch in window])
                     metrics = self.trainer.step(lr)
         self.publish(step + 1)
-        staleness = self._ask("trained", step=step, leases=leases)["staleness"]
+        trained = self._ask("trained", step=step, leases=leases)
         if self.ranks.leader:
             seconds = time.monotonic() - started
-            values = report(first, metrics, tally, staleness, lr, seconds)
+            values = report(first, metrics, tally, trained["staleness"], lr, seconds)
+            values["weights/publish_lag"] = max(0, trained["lag"])
             self.context.report(step, values | self.ranks.reader.ways.since_last())
         due = (step + 1) % self.config.checkpoint.every == 0 or step + 1 == self.config.steps
         if due:
@@ -300,7 +318,9 @@ def run(context: Context) -> None:
     except AtEdge as edge:
         if step > saved:
             actor.checkpoint(step)
+        actor.settle()
         # The others end only after the leader's last work.
         actor.ranks.tell({})
         raise StoppedError(f"{edge}: saved step {step}") from None
+    actor.settle()
     actor.ranks.close()

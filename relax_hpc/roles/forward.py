@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +23,8 @@ from relax_hpc.transfer_queue.client import Claim, QueueClient
 from relax_hpc.transfer_queue.media import placeholders_of
 from relax_hpc.transfer_queue.schema import Row
 from relax_hpc.versions import Version
-from relax_hpc.weights.manifest import TENSORS, read_verified
-from relax_hpc.weights.subscriber import NOTHING, Subscriber
+from relax_hpc.weights.staging import Staged
+from relax_hpc.weights.subscriber import NOTHING, Fetcher, News, Subscriber
 
 VERSION_FIELD = "old_logprob_version"
 
@@ -48,11 +49,12 @@ class Scorer:
         batches = [collate(part, PAD, self.model.device, multiple) for part in parts]
         return self.ranks.collect(rows, mine, self.model.forward_logprobs(batches, self.temperature))
 
-    def load(self, data: bytes) -> None:
-        """Take the weights of a safetensors file."""
-        from safetensors.torch import load
-
-        self.model.load_tensors(load(data))
+    def load(self, staged: Staged) -> None:
+        """Take the weights of a folder in memory, which is let go of."""
+        try:
+            self.model.load_hf(staged.path)
+        finally:
+            staged.release()
 
 
 def run(context: Context) -> None:
@@ -64,25 +66,27 @@ def run(context: Context) -> None:
     ranks = Ranks(context, forward.parallel)
     scorer = Scorer(context, ranks, frozen)
     if context.world.leader:
-        _lead(context, ranks, scorer, follows)
+        _lead(context, ranks, scorer, 1 if follows else config.algorithm.refresh_reference_every)
     else:
         _follow(context, ranks, scorer)
     ranks.close()
 
 
 def _follow(context: Context, ranks: Ranks, scorer: Scorer) -> None:
+    fetcher = Fetcher(context.run, ranks.reader.planes, context.config.weights)
     while (command := ranks.tell(None))["do"] != "end":
         if command["do"] == "load":
-            scorer.load(read_verified(context.run.weights / command["version"], command["digest"])[TENSORS])
+            scorer.load(fetcher.fetch(News(**command["news"])))
+            fetcher.forget_before(command["news"]["version"])
         else:
             scorer.score(ranks.rows(Claim.of(command["claim"])))
 
 
-def _lead(context: Context, ranks: Ranks, scorer: Scorer, follows: bool) -> None:
+def _lead(context: Context, ranks: Ranks, scorer: Scorer, every: int) -> None:
     client, role = context.client, context.role
     assert client is not None
     budget = scorer.forward.max_tokens_per_micro_batch * scorer.forward.parallel.data
-    weights = _Weights(context, ranks, scorer) if follows else None
+    weights = _Weights(context, ranks, scorer, every) if every else None
     work: Future = client.claim_later(role, budget)
     while True:
         with context.spans("wait"):
@@ -106,7 +110,7 @@ def _lead(context: Context, ranks: Ranks, scorer: Scorer, follows: bool) -> None
         with context.spans("forward", step=claim.step):
             scores = scorer.score(rows)
         with context.spans("queue", step=claim.step):
-            _put(client, rows, scores, claim, weights.reader.serving if weights else None)
+            _put(client, rows, scores, claim, weights.reader.serving if weights and weights.holds else None)
         work = client.claim_later(role, budget)
         context.report(claim.step, ranks.reader.ways.since_last())
     ranks.tell({"do": "end"})
@@ -120,29 +124,48 @@ def _put(client: QueueClient, rows: list[Row], scores: list[np.ndarray], claim: 
 
 
 class _Weights:
-    """The leader's subscription of an actor_fwd group."""
+    """The leader's subscription: of an actor_fwd group to every version, of a reference to one in ``every``."""
 
-    def __init__(self, context: Context, ranks: Ranks, scorer: Scorer) -> None:
-        self.context, self.ranks, self.scorer = context, ranks, scorer
-        self.reader = Subscriber(context.run, context.client, context.group)
+    def __init__(self, context: Context, ranks: Ranks, scorer: Scorer, every: int) -> None:
+        assert context.client is not None
+        self.context, self.ranks, self.scorer, self.every = context, ranks, scorer, every
+        self.holds = context.role == "actor_fwd"
+        """Whether the versions it uses are kept for it; a reference uses one long after it was deleted."""
+        planes, settings = ranks.reader.planes, context.config.weights
+        self.reader = Subscriber(context.run, context.client, context.group, planes, settings)
         self.news = self.reader.newer()
-        with context.spans("wait"):
-            wait([self.news])
-        self.pull()
+        while self.holds and self.reader.serving == NOTHING and "version" in self._await_news():
+            self.pull()
+
+    def _await_news(self) -> dict[str, str]:
+        with self.context.spans("wait"):
+            return self.news.result()
 
     def pull(self) -> None:
-        """Load the announced version in all ranks."""
+        """Load the announced version in all ranks, if it is due."""
         announced = self.news.result()
         if "version" not in announced:
             self.news = Future()
             return
         with self.context.spans("weights"):
-            announced, data = self.reader.read(announced)
-            if self.ranks.size > 1:
-                self.ranks.tell({"do": "load", "version": announced["version"], "digest": announced["digest"]})
-            self.scorer.load(data)
-            self.reader.served(Version.parse(announced["version"]))
-        self.news = self.reader.newer()
+            if self._is_due(Version.parse(announced["version"])) and (got := self.reader.fetch(announced)):
+                news, staged = got
+                if self.ranks.size > 1:
+                    self.ranks.tell({"do": "load", "news": asdict(news)})
+                self.scorer.load(staged)
+                self._served(Version.parse(news.version))
+        self.news = self.reader.newer(Version.parse(announced["version"]))
+
+    def _is_due(self, version: Version) -> bool:
+        serving = self.reader.serving
+        rolled_back = version.epoch > serving.epoch and version.number < serving.number
+        return self.holds or rolled_back or version.number // self.every > serving.number // self.every
+
+    def _served(self, version: Version) -> None:
+        if self.holds:
+            self.reader.served(version)
+        else:
+            self.reader.serving = version
 
     def fit(self, claim: Claim) -> bool:
         """Whether the rows of ``claim`` can be scored with what is loaded.
@@ -151,4 +174,7 @@ class _Weights:
         before a rollback and are dropped already. So nobody waits for a version while holding a claim: the actor might
         have to train on earlier rows first, which need scores.
         """
-        return self.reader.serving != NOTHING and self.reader.serving.number >= claim.min_version
+        serving = self.reader.serving
+        if not self.holds:
+            return serving.number // self.every >= claim.min_version // self.every
+        return serving != NOTHING and serving.number >= claim.min_version

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
-import msgpack
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from relax_hpc.config.schema import ParallelConfig
+from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.rendezvous.exit_mark import leave_mark
 from relax_hpc.roles.context import Context
 from relax_hpc.training import parallel
@@ -37,26 +35,25 @@ class Ranks:
         self._mark = context.run.exit_mark(context.group, context.epoch, context.role)
         self.leader = world.leader
         self.size = world.size
+        self.pool = context.client.store.pool if context.client else SlabPool()
+        """Where records lie that this rank offers on the planes of `reader`."""
         self.reader = context.client.store if context.client else self._own_reader(context)
+        self._timeout_s = timeout
         # Commands wait on sockets, not in an MPI or NCCL call that would burn a core or a GPU.
-        self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) if world.size > 1 else None
+        self._control = self.channel()
+
+    def channel(self) -> Channel:
+        """One more way for small messages between the ranks, for one thread of each."""
+        return Channel(self._timeout_s)
 
     def _own_reader(self, context: Context) -> ShardReader:
         owner = f"{context.group}-e{context.epoch:06d}-rank-{context.world.rank}"
-        planes = planes_of(context.run, context.config, context.group, owner, SlabPool())
+        planes = planes_of(context.run, context.config, context.group, owner, self.pool)
         return ShardReader(files_of(context.run, context.config), planes)
 
     def tell(self, message: dict[str, Any] | None) -> dict[str, Any]:
         """The leader's ``message``, in every rank."""
-        if self._control is None:
-            assert message is not None
-            return message
-        data = torch.frombuffer(bytearray(msgpack.packb(message) if self.leader else b"\0"), dtype=torch.uint8)
-        size = torch.tensor([len(data)])
-        dist.broadcast(size, 0, group=self._control)
-        data = data if self.leader else torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(data, 0, group=self._control)
-        return msgpack.unpackb(data.numpy().tobytes())
+        return self._control.tell(message)
 
     def rows(self, claim: Claim) -> list[Row]:
         """All rows of ``claim``, read by each rank for itself."""
@@ -71,7 +68,7 @@ class Ranks:
         self, rows: Sequence[Row], mine: Sequence[int], values: Sequence[np.ndarray] | None
     ) -> list[np.ndarray]:
         """Per-token ``values`` that data-parallel leaders have for ``mine``; in the leader, of all rows in order."""
-        if self._control is None:
+        if self.size == 1:
             assert values is not None
             return list(values)
         lengths = [len(row["token_ids"]) for row in rows]
@@ -79,7 +76,7 @@ class Ranks:
         flat = torch.zeros(int(starts[-1]), dtype=torch.float32)
         for index, value in zip(mine, values if self.layout.leader and values is not None else [], strict=False):
             flat[starts[index] : starts[index + 1]] = torch.from_numpy(np.ascontiguousarray(value))
-        dist.reduce(flat, 0, group=self._control)
+        self._control.reduce_sum(flat)
         return np.split(flat.numpy(), starts[1:-1])
 
     def close(self) -> None:
@@ -89,6 +86,5 @@ class Ranks:
         """
         if self.leader:
             leave_mark(self._mark)
-        if self._control is not None:
-            dist.barrier(group=self._control)
+        self._control.meet()
         parallel.destroy()

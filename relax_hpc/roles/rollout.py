@@ -27,6 +27,7 @@ from relax_hpc.rollout.unfinished import Unfinished, Work
 from relax_hpc.transfer_queue.kept_client import Leftover, keep, kept_rows
 from relax_hpc.transfer_queue.schema import Row
 from relax_hpc.versions import Version
+from relax_hpc.weights.staging import Staged
 from relax_hpc.weights.subscriber import NOTHING, Subscriber
 
 _FAILURE_WINDOW = 64
@@ -124,11 +125,12 @@ class Replica:
         self.rollout, self.number = rollout, number
         self.context, self.config = rollout.context, rollout.config
         context = self.context
-        place = context.world.local_rank * len(rollout.numbers) + number - rollout.numbers.start
-        self.engine: Engine = make_engine(
-            self.config, number, context.model, NOTHING, context.logs, context.run.token_file, place
-        )
-        self.reader = Subscriber(context.run, rollout.client, f"{context.group}/{number}")
+        self.place = context.world.local_rank * len(rollout.numbers) + number - rollout.numbers.start
+        self.engine = self.new_engine()
+        self.ready = asyncio.Event()
+        """Cleared while the engine's weights are not known: then nothing is asked of it."""
+        planes = rollout.client.store.planes
+        self.reader = Subscriber(context.run, rollout.client, f"{context.group}/{number}", planes, self.config.weights)
         self.failures = 0
         self.activity = Activity(context.spans)
 
@@ -146,20 +148,60 @@ class Replica:
 
     async def watch(self) -> None:
         """Raise when the engine's process has ended."""
-        code = await self.engine.wait_dead()
-        raise RelaxError(f"{self.engine.name} ended with code {code}; open its log in {self.context.logs}")
+        while True:
+            await self.ready.wait()
+            engine = self.engine
+            code = await engine.wait_dead()
+            if self.ready.is_set() and engine is self.engine:
+                raise RelaxError(f"{engine.name} ended with code {code}; open its log in {self.context.logs}")
 
     async def follow(self) -> None:
         """Swap to each newest version as it is announced; evaluate where that is due."""
-        while "version" in (news := await asyncio.wrap_future(self.reader.newer())):
-            step = Version.parse(news["version"]).number
-            with self.activity("weights", step):
-                version, folder = await asyncio.to_thread(self.reader.stage, news)
-            with self.activity("engine_update", step):
-                await self.engine.update_weights(folder, version)
+        failures = 0
+        while "version" in (announced := await asyncio.wrap_future(self.reader.newer())):
+            with self.activity("weights", Version.parse(announced["version"]).number):
+                got = await asyncio.to_thread(self.reader.fetch, announced)
+            if got is None:
+                continue
+            version = Version.parse(got[0].version)
+            try:
+                await self.update(version, got[1])
+            except EngineFault as fault:
+                failures += 1
+                await self.quarantine(fault, failures)
+                continue
+            failures = 0
             due = await asyncio.to_thread(self.reader.served, version)
             if due and self.number == 0:
                 await self.evaluate(version)
+
+    async def update(self, version: Version, staged: Staged) -> None:
+        """Have the engine serve what is staged, which is let go of."""
+        try:
+            with self.activity("engine_update", version.number):
+                await self.engine.update_weights(staged.path, version)
+        finally:
+            staged.release()
+        self.ready.set()
+        self.context.report(version.number, {"perf/engine_pause_s": self.engine.pause_s})
+
+    async def quarantine(self, fault: EngineFault, failures: int) -> None:
+        """Put another engine in the place of one whose weights may be of two versions; it has to pull them anew."""
+        self.ready.clear()
+        await self.rollout.ask("note", what="engine_fault", name=self.reader.reader, reason=fault.reason)
+        print(f"{self.engine.name} of replica {self.number} is replaced: {fault}", flush=True)
+        if failures >= self.config.rollout.engine.max_failures:
+            raise RelaxError(f"{self.engine.name}: {failures} updates failed in a row, last: {fault}") from fault
+        await self.engine.close()
+        self.engine = self.new_engine()
+        await self.engine.start()
+
+    def new_engine(self) -> Engine:
+        """It serves no version of the run yet."""
+        context = self.context
+        return make_engine(
+            self.config, self.number, context.model, NOTHING, context.logs, context.run.token_file, self.place
+        )
 
     async def evaluate(self, version: Version) -> None:
         """Greedy responses to the evaluation sets; the weights stay as they are meanwhile."""
@@ -285,10 +327,14 @@ class Replica:
 
     async def once(self, requests: list[GenerateRequest], sampling: Sampling) -> list[Generation | EngineFault]:
         """The engine's answers; Repeat if the request failed as a whole."""
+        await self.ready.wait()
+        engine = self.engine
         try:
-            answers = await self.engine.generate(requests, sampling)
+            answers = await engine.generate(requests, sampling)
         except EngineFault as fault:
-            await self.fault(fault)
+            # What was asked of an engine that is replaced was no fault of its own.
+            if self.ready.is_set() and engine is self.engine:
+                await self.fault(fault)
             raise Repeat from fault
         self.failures = 0
         return answers

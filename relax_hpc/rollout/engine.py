@@ -111,6 +111,8 @@ class Engine(Protocol):
     """An inference engine that serves one version of the policy at a time."""
 
     name: str
+    pause_s: float
+    """How long the last update kept it from generating."""
 
     async def start(self) -> None:
         """Return when requests are served. ConfigError: it can never start. EngineFault("dead"): it did not, this

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ class SglangClient:
         self._froze_gc = False
         self._unknown_weights = False
         self._running = 0
+        self.pause_s = 0.0
+        """How long the last update kept requests from going on, or new ones from beginning."""
         self._entry = asyncio.Lock()
         """Held while weights are swapped: a new request waits at the door."""
 
@@ -74,6 +77,8 @@ class SglangClient:
             "sampling_params": [{**shared, "max_new_tokens": response.missing} for _, response in asked],
             "return_logprob": True,
             "stream": True,
+            # Keys and values of other weights are never found.
+            "extra_key": str(self._version),
         }
         async for piece in self._stream("/generate", body, self._settings.request_timeout_s):
             try:
@@ -86,14 +91,16 @@ class SglangClient:
     async def update_weights(self, directory: Path, version: Version) -> None:
         """See `Engine.update_weights`. After a fault, whose weights are unknown, only another update may follow.
 
-        "retract" sends running requests back to the queue, so that the whole cache can be flushed; they go on with
-        keys and values computed anew by the new weights. Updates from disk take no begin/end_weight_update in any
-        version of SGLang; those frame updates by tensors or broadcast, which need them from 0.5.21 on.
+        Running requests stop between two tokens and go on in place, by the new weights and with the keys and values
+        that they have; a new request never sees those, which are cached under the version it was asked for by. Updates
+        from disk take no begin/end_weight_update in any version of SGLang; those frame updates by tensors or
+        broadcast, which need them from 0.5.21 on.
         """
         limit = self._settings.update_timeout_s
-        weights = {"model_path": str(directory), "weight_version": str(version), "flush_cache": True}
         async with self._entry:
             busy, self._unknown_weights = self._running > 0 or self._unknown_weights, True
+            # The cache cannot be flushed while requests stand in it.
+            weights = {"model_path": str(directory), "weight_version": str(version), "flush_cache": not busy}
             try:
                 info = await self._swap(weights, busy, limit)
             except EngineFault as fault:
@@ -103,12 +110,14 @@ class SglangClient:
         self._version, self._unknown_weights = version, False
 
     async def _swap(self, weights: dict[str, Any], busy: bool, limit: float) -> dict[str, Any]:
-        """Update from disk, a ``busy`` server's requests retracted meanwhile; what it then says of its model."""
+        """Update from disk, a ``busy`` server's requests paused meanwhile; what it then says of its model."""
+        started = time.monotonic()
         if busy:
-            await self._call("/pause_generation", {"mode": "retract"}, limit)
+            await self._call("/pause_generation", {"mode": "in_place"}, limit)
         await self._call("/update_weights_from_disk", weights, limit)
         if busy:
             await self._call("/continue_generation", {"torch_empty_cache": False}, limit)
+        self.pause_s = time.monotonic() - started
         return await self._call("/model_info", None, limit)
 
     async def close(self) -> None:

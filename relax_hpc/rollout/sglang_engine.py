@@ -92,6 +92,11 @@ class SglangEngine:
         async with self._name_the_dead():
             await self._client.update_weights(directory, version)
 
+    @property
+    def pause_s(self) -> float:
+        """See `Engine.pause_s`."""
+        return self._client.pause_s
+
     async def wait_dead(self) -> int:
         """See `Engine.wait_dead`; negative after a signal."""
         return await self._process.wait()

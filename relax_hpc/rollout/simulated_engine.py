@@ -34,6 +34,7 @@ class SimulatedEngine:
     """`Engine` without a model: tokens and times depend on (seed, prompt_id, sample) alone."""
 
     name = "simulated"
+    pause_s = 0.0
 
     def __init__(self, config: Config, replica: int, model_dir: Path, version: Version) -> None:
         self._settings, self._timeout_s = config.rollout.engine.simulated, config.rollout.engine.request_timeout_s
@@ -56,8 +57,8 @@ class SimulatedEngine:
 
     async def update_weights(self, directory: Path, version: Version) -> None:
         """See `Engine.update_weights`; responses that are being drawn go on under the new version."""
-        if not (directory / "model.safetensors").is_file():
-            raise EngineFault("update_failed", f"{version}: {directory} has no model.safetensors")
+        if not any(directory.glob("*.safetensors")):
+            raise EngineFault("update_failed", f"{version}: {directory} has no *.safetensors")
         self._version = version
 
     async def wait_dead(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -76,6 +77,7 @@ class TransformersEngine:
     """`Engine` by Hugging Face's model, one sample at a time with its cache of keys and values."""
 
     name = "transformers"
+    pause_s = 0.0
 
     def __init__(self, config: Config, replica: int, model_dir: Path, version: Version) -> None:
         self._dtype, self._timeout_s = config.model.dtype, config.rollout.engine.request_timeout_s
@@ -120,8 +122,9 @@ class TransformersEngine:
 
     def _swap(self, directory: Path, version: Version) -> None:
         with self._lock:
+            started = time.monotonic()
             load_weights(self._model, directory)
-            self._version = version
+            self._version, self.pause_s = version, time.monotonic() - started
 
     def _generate(self, request: GenerateRequest, sampling: Sampling) -> Generation:
         with self._lock:
@@ -169,19 +172,20 @@ def _build(directory: Path, dtype: str) -> tuple[Any, set[int]]:
 
 
 def load_weights(model: Any, directory: Path) -> None:
-    """Copy model.safetensors of `directory` into `model`. ValueError unless names and shapes are exactly the model's;
+    """Copy *.safetensors of `directory` into `model`. ValueError unless names and shapes are exactly the model's;
     weights that are tied to others may be left out. OSError: no such file.
     """
     import torch
     from safetensors.torch import load_file
 
-    path = directory / "model.safetensors"
-    found = load_file(path)
+    found: dict[str, Any] = {}
+    for path in sorted(directory.glob("*.safetensors")) or [directory / "model.safetensors"]:
+        found |= load_file(path)
     own, with_tied = dict(model.named_parameters()), dict(model.named_parameters(remove_duplicate=False))
     wrong = sorted((own.keys() - found.keys()) | (found.keys() - with_tied.keys()))
     wrong += [name for name in found.keys() & own.keys() if found[name].shape != own[name].shape]
     if wrong:
-        raise ValueError(f"{path}: missing, unknown or of another shape: {', '.join(wrong[:4])}")
+        raise ValueError(f"{directory}: missing, unknown or of another shape: {', '.join(wrong[:4])}")
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(found[name])

@@ -181,10 +181,16 @@ def fuse(entry: Entry, pieces: Sequence[Tensor], shape: Qwen3Shape) -> Tensor:
 
 def split(entry: Entry, parameter: Tensor, shape: Qwen3Shape) -> list[Tensor]:
     """Inverse of `fuse`."""
+    views = split_views(entry, parameter, shape)
+    return [view.flatten(0, 1) for view in views] if entry.fuse == "qkv" else views
+
+
+def split_views(entry: Entry, parameter: Tensor, shape: Qwen3Shape) -> list[Tensor]:
+    """The pieces of a parameter without a copy; those of `qkv` have their rows in two dimensions, by group."""
     if entry.fuse == "qkv":
         dim, share = shape.head_dim, shape.heads // shape.groups
         groups = parameter.unflatten(0, (-1, (share + 2) * dim))
-        return [part.flatten(0, 1) for part in groups.split([share * dim, dim, dim], dim=1)]
+        return list(groups.split([share * dim, dim, dim], dim=1))
     return list(parameter.chunk(2)) if entry.fuse == "rows" else [parameter]
 
 

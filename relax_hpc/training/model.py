@@ -21,15 +21,21 @@ from relax_hpc.training.hf_mapping import (
     Entry,
     Piece,
     Qwen3Shape,
+    all_pieces,
     check_names,
     cut,
     fuse,
     join,
     split,
+    split_views,
     stage_entries,
     unique_pieces,
 )
 from relax_hpc.training.logprobs import token_logprobs
+from relax_hpc.weights.ring import Slice
+from relax_hpc.weights.tensors import Tensor as WholeTensor
+
+PUBLISHED_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 
 class PolicyModel:
@@ -97,6 +103,40 @@ class PolicyModel:
         for entry in self._entries:
             pieces = [cut(piece, source[piece.name], parts, rank) for piece in entry.pieces]
             self._parameters[entry.name].copy_(fuse(entry, pieces, self.shape))
+
+    def tensors(self) -> dict[str, WholeTensor]:
+        """Every tensor of the whole model by Hugging Face name, as it is published."""
+        return {
+            name: WholeTensor(PUBLISHED_TYPES[self.dtype], piece.shape)
+            for name, piece in all_pieces(self.shape).items()
+        }
+
+    def slices(self) -> list[Slice]:
+        """What this rank publishes: the ranks' slices together are the whole model, each element once.
+
+        Data-parallel replicas share the work. The views are of the live parameters.
+        """
+        layout, found = self.layout, []
+        for number, (entry, piece) in enumerate(unique_pieces(self._entries)):
+            mine = number % layout.data_size == layout.data_rank
+            if mine and (piece.axis is not None or layout.tensor_rank == 0):
+                start, stop = self._bounds(piece)
+                found.append(Slice(piece.name, piece.axis or 0, start, stop, partial(self._view, entry, piece)))
+        return found
+
+    def _bounds(self, piece: Piece) -> tuple[int, int]:
+        """Of this rank's slice, along the piece's axis, or the first where nothing is split."""
+        if piece.axis is None:
+            return 0, piece.shape[0]
+        return piece.bounds(self.layout.tensor_size, self.layout.tensor_rank)[:2]
+
+    def _view(self, entry: Entry, piece: Piece) -> Tensor:
+        view = split_views(entry, self._parameters[entry.name].detach(), self.shape)[entry.pieces.index(piece)]
+        if entry.fuse == "qkv":
+            return view
+        start, stop = self._bounds(piece)
+        # The vocabulary may be padded.
+        return view.narrow(piece.axis or 0, 0, stop - start)
 
     def export_hf(self) -> dict[str, Tensor] | None:
         """Whole CPU tensors by Hugging Face name, in the model's type, on global rank 0; None on every other rank.

@@ -275,7 +275,7 @@ class Desk(HandingDesk):
             if not self.state.safe(self.state.tickets_of(step), self.state.tasks["actor"].needs):
                 raise Parked(DISK, f"rows of step {step} are not saved yet")
             self._record(op="trained", step=step, leases=leases)
-        return {"staleness": self.state.staleness(step)}
+        return {"staleness": self.state.staleness(step), "lag": self.state.publish_lag(step)}
 
     def _check_trained(self, owner: Owner, step: int, leases: list[int]) -> None:
         """Step t is trained on exactly the tickets of t, all of them held by this actor."""
@@ -323,10 +323,28 @@ class Desk(HandingDesk):
     def _do_next_version(self, request: Request, after: str) -> Any:
         """The newest published version once it is above ``after``."""
         if newest := self.state.newer(Version.parse(after)):
-            return {"version": str(newest), "digest": self.state.published[newest]}
+            return self._news(newest)
         if self.state.finished():
             return {"finished": True}
         raise Parked(NEWS)
+
+    def _news(self, version: Version) -> dict[str, str]:
+        files = self.state.filed.get(version, "")
+        return {"version": str(version), "digest": self.state.published[version], "files": files}
+
+    def _do_filed(self, request: Request, version: str, digest: str) -> Any:
+        """The files of ``version`` are written."""
+        found = Version.parse(version)
+        if found.epoch != request.owner[1]:
+            raise Refused("fenced", f"filed: version {version} is not of actor epoch {request.owner[1]}")
+        if found in self.state.published and found not in self.state.filed:
+            self._record(op="filed", version=version, digest=digest)
+        return {}
+
+    def _do_filed_version(self, request: Request, after: str) -> Any:
+        """The newest published version above ``after`` that has files; {} if there is none."""
+        newest = self.state.newest_filed()
+        return self._news(newest) if newest is not None and newest > Version.parse(after) else {}
 
     def _do_serve(self, request: Request, reader: str, version: str) -> Any:
         found = Version.parse(version)

@@ -17,7 +17,7 @@ from relax_hpc.transfer_queue.tasks import DONE
 from relax_hpc.transfer_queue.tickets import Place, TicketMap, TicketSet
 from relax_hpc.versions import Version
 
-FORMAT = 2
+FORMAT = 3
 _PLAIN = ("first_ticket", "next_ticket", "next_lease", "accepted", "trained_steps", "evaluated")
 _PLAIN += ("epochs", "ended", "checkpoints")
 
@@ -46,6 +46,7 @@ def image_of(state: QueueState) -> Image:
         "puts": state.puts.clients,
         "lineage": state.lineage,
         "published": {str(version): digest for version, digest in state.published.items()},
+        "filed": {str(version): digest for version, digest in state.filed.items()},
         "newest": str(state.newest) if state.newest else "",
         "readers": {name: (owner, str(version)) for name, (owner, version) in state.readers.items()},
         "kept": _image_of_kept(state.kept),
@@ -64,6 +65,7 @@ def state_of(plan: Plan, image: Image) -> QueueState:
     state.admissions, state.puts = _answers(image["admissions"]), _answers(image["puts"])
     state.lineage = [(epoch, step) for epoch, step in image["lineage"]]
     state.published = {Version.parse(name): digest for name, digest in image["published"].items()}
+    state.filed = {Version.parse(name): digest for name, digest in image["filed"].items()}
     state.newest = Version.parse(image["newest"]) if image["newest"] else None
     state.readers = {name: (_owner(owner), Version.parse(v)) for name, (owner, v) in image["readers"].items()}
     state.kept = _kept(image["kept"])

@@ -42,6 +42,8 @@ class Plan:
     """Bounds of the rows that wait for training, beyond which tickets are given out for the next step alone."""
     groups: frozenset[str]
     """As configured; what others hold from before the groups were changed comes back."""
+    publish_lag: int = 64
+    """Versions that an engine may be behind the newest, and get tickets."""
 
     @classmethod
     def of(cls, config: Config) -> Plan:
@@ -66,6 +68,7 @@ class Plan:
             max_bytes=config.queue.max_bytes,
             max_rows=config.queue.max_rows,
             groups=frozenset(config.groups),
+            publish_lag=config.weights.publish_lag,
         )
 
     def knows(self, group: str) -> bool:

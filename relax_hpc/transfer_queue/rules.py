@@ -21,6 +21,8 @@ def admissible(state: QueueState, version: Version, count: int) -> list[int]:
     if not state.in_lineage(version):
         return []
     plan = state.plan
+    if state.trained_steps - version.number > plan.publish_lag:
+        return []
     end = min(plan.steps, version.number + plan.max_staleness + 1) * plan.groups_per_step
     due = (state.trained_steps + 1) * plan.groups_per_step
     if state.shelf.untrained_bytes >= plan.max_bytes:
@@ -42,6 +44,8 @@ def why_not(state: QueueState, version: Version | None) -> tuple[str, bool]:
     if version.number < step - plan.max_staleness:
         newest = state.newest.number if state.newest else version.number
         return f"waits for version {step - plan.max_staleness}, newest is {newest}", False
+    if (lag := state.trained_steps - version.number) > plan.publish_lag:
+        return f"serves {version}, {lag} behind the newest, allowed weights.publish_lag={plan.publish_lag}", False
     if state.shelf.untrained_bytes >= plan.max_bytes:
         return f"the queue holds {amounts(state.shelf.untrained_bytes, plan.max_bytes)}", True
     rows = (len(state.generating) + len(state.untrained)) * plan.samples_per_group

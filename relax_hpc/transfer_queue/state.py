@@ -39,6 +39,9 @@ class QueueState(Stock):
         self.noted: Counter[str] = Counter()
         self.lineage: list[tuple[int, int]] = []
         self.published: dict[Version, str] = {}
+        """Version -> digest of its manifest."""
+        self.filed: dict[Version, str] = {}
+        """Those of them that are on disk too -> digest of the listing of its files."""
         self.newest: Version | None = None
         self.readers: dict[str, tuple[Owner, Version]] = {}
         self.checkpoints: list[dict[str, Any]] = []
@@ -107,9 +110,17 @@ class QueueState(Stock):
 
     def retirable(self) -> list[Version]:
         """Published versions below the newest that no reader serves or may still be loading, oldest first."""
+        if self.newest is None:
+            return []
         served = [version for _, version in self.readers.values()]
-        floor = min([*served, self.newest]) if self.newest else None
-        return sorted(version for version in self.published if floor is not None and version < floor)
+        # What is in memory alone goes with the actor.
+        filed = [newest] if (newest := self.newest_filed()) else []
+        floor = min(*served, *filed, self.newest, self.newest)
+        return sorted(version for version in self.published if version < floor)
+
+    def newest_filed(self) -> Version | None:
+        """The newest version of the lineage that is on disk."""
+        return max(filter(self.in_lineage, self.filed), default=None)
 
     def tickets_of(self, step: int) -> range:
         size = self.plan.groups_per_step
@@ -124,6 +135,10 @@ class QueueState(Stock):
         """Of each prompt group of ``step``: the version trained minus the oldest version of its tokens."""
         groups = (self.groups.get(ticket) for ticket in self.tickets_of(step))
         return [step - self.origin(tuple(group.versions))[1] for group in groups if group]
+
+    def publish_lag(self, step: int) -> int:
+        """Version ``step``, which was trained, minus the oldest that anybody generates or scores with."""
+        return step - min((version.number for _, version in self.readers.values()), default=step)
 
     def depth(self) -> dict[str, int]:
         """Prompt groups by how far they are: in generation, waiting for training."""
@@ -255,6 +270,10 @@ class QueueState(Stock):
     def _on_retire(self, versions: list[str]) -> None:
         for version in versions:
             self.published.pop(Version.parse(version), None)
+            self.filed.pop(Version.parse(version), None)
+
+    def _on_filed(self, version: str, digest: str) -> None:
+        self.filed[Version.parse(version)] = digest
 
     def _on_serve(self, reader: str, owner: list, version: str) -> None:
         self.readers[reader] = ((owner[0], owner[1]), Version.parse(version))

@@ -1,89 +1,131 @@
-"""The readers' side: engines and actor_fwd pull the newest version and verify it before they use it."""
+"""The readers' side: engines, actor_fwd and a refreshed reference pull the newest version and verify it before use."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import os
-import shutil
-import tempfile
+import sys
+import time
+from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 
-from relax_hpc.rundir import RunDir, private_folder
+from relax_hpc.config.schema import WeightsConfig
+from relax_hpc.errors import DeadlineError
+from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.client import QueueClient
+from relax_hpc.transfer_queue.planes import Plane
 from relax_hpc.versions import Version
-from relax_hpc.weights.manifest import TENSORS, WeightsError, read_verified
+from relax_hpc.weights.files import TENSORS, copy_small, copy_verified
+from relax_hpc.weights.manifest import WeightsError, read_manifest
+from relax_hpc.weights.pull import Puller, pull_all
+from relax_hpc.weights.staging import Staged, Staging, staging_root
+from relax_hpc.weights.tensors import SafetensorsFile
 
 NOTHING = Version(0, 0)
 """What a reader serves before its first pull."""
+_FILE = "file"
 
 
-def staging_root(run: RunDir) -> Path:
-    """Memory-backed folder of this run for verified copies; the supervisor removes it when the run ends."""
-    name = f"relax-{os.getuid()}-{hashlib.sha256(str(run.root).encode()).hexdigest()[:16]}"
-    memory = Path("/dev/shm")
-    return (memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())) / name
+@dataclass(frozen=True, slots=True)
+class News:
+    """A published version: the digest of its manifest, and of the listing of its files once there are any."""
+
+    version: str
+    digest: str
+    files: str = ""
 
 
-def clear_staging(run: RunDir, group: str, epoch: int) -> None:
-    """Remove what an incarnation of a group staged on this node."""
-    for folder in staging_root(run).glob(f"{group}.*-e{epoch:06d}"):
-        shutil.rmtree(folder, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        staging_root(run).rmdir()
+class Fetcher:
+    """Gets versions into the memory of this node, by the actor's memory or by their files."""
+
+    def __init__(self, run: RunDir, planes: Sequence[Plane], settings: WeightsConfig) -> None:
+        self.run, self.settings = run, settings
+        self.puller = Puller(planes, settings.read_timeout_s)
+        self.staging = Staging(staging_root(run))
+
+    def fetch(self, news: News) -> Staged:
+        """A model directory of ``news``, verified, in memory. WeightsError: it is not to be had, in one line."""
+        try:
+            return self.staging.get(news.version, lambda folder: self._make(news, folder), self.settings.read_timeout_s)
+        except DeadlineError as error:
+            raise WeightsError(str(error)) from error
+        except OSError as error:
+            raise WeightsError(f"version {news.version}: {error}") from error
+
+    def _make(self, news: News, folder: Path) -> None:
+        copy_small(self.run.model, folder)
+        directory = self.run.weights / news.version
+        try:
+            manifest = read_manifest(directory, news.digest)
+            self.staging.take_spare(folder / TENSORS)
+            file = SafetensorsFile(folder / TENSORS, manifest.tensors)
+            try:
+                pull_all(manifest, self.puller, file)
+            finally:
+                file.close()
+        except WeightsError as error:
+            if not news.files:
+                raise
+            (folder / TENSORS).unlink(missing_ok=True)
+            try:
+                self.puller.bytes[_FILE] += copy_verified(directory, news.files, folder)
+            except WeightsError as worse:
+                raise WeightsError(f"{worse}; and from memory: {error}") from error
+
+    def forget_before(self, version: str) -> None:
+        """Remove older versions that no process of this node uses."""
+        self.staging.clear(lambda name: name < version)
 
 
 class Subscriber:
     """One reader. `reader` names it to the controller ("rollout/0"); a version is safe from deletion once served."""
 
-    def __init__(self, run: RunDir, client: QueueClient, reader: str) -> None:
-        self.run, self.client, self.reader = run, client, reader
+    def __init__(
+        self, run: RunDir, client: QueueClient, reader: str, planes: Sequence[Plane], settings: WeightsConfig
+    ) -> None:
+        self.client, self.reader = client, reader
+        self.fetcher = Fetcher(run, planes, settings)
         self.serving = NOTHING
+        self._given_up = NOTHING
 
-    def newer(self) -> Future:
-        """A future {version, digest} of the next version above the one served, or {finished}."""
-        return self.client.submit("next_version", after=str(self.serving))
+    def newer(self, seen: Version = NOTHING) -> Future:
+        """A future {version, digest, files} of the next version above the one served and ``seen``, or {finished}.
 
-    def read(self, announced: dict[str, str]) -> tuple[dict[str, str], bytes]:
-        """The verified safetensors bytes of an announced version, or of a newer one if it is gone already.
-
-        With the announcement of what was read.
+        Versions that could not be read are not told of again.
         """
+        return self.client.submit("next_version", after=str(max(self.serving, self._given_up, seen)))
+
+    def fetch(self, announced: dict[str, str]) -> tuple[News, Staged] | None:
+        """The announced version, or a newer one; None if none can be had: then the last good one stays in use."""
+        deadline, patience = time.monotonic() + self.fetcher.settings.read_timeout_s, 0.0
         while True:
+            news = News(**announced)
             try:
-                return announced, read_verified(self.run.weights / announced["version"], announced["digest"])[TENSORS]
-            except WeightsError:
-                newest = self.client.call("next_version", after=str(self.serving))
-                if newest.get("version", "") == announced["version"] or "version" not in newest:
-                    raise
-                announced = newest
+                return news, self.fetcher.fetch(news)
+            except WeightsError as error:
+                why = error
+            if time.monotonic() > deadline:
+                self._give_up(news, why)
+                return None
+            time.sleep(patience)
+            patience = min(1.0, patience + 0.1)
+            announced = self._another(news)
 
-    def stage(self, announced: dict[str, str]) -> tuple[Version, Path]:
-        """A verified copy in memory that an engine can load as a model directory."""
-        announced, data = self.read(announced)
-        folder = private_folder(staging_root(self.run)) / self._folder_name()
-        if not folder.exists():
-            self._prepare(folder)
-        temporary = folder / f".{TENSORS}"
-        temporary.write_bytes(data)
-        temporary.replace(folder / TENSORS)
-        return Version.parse(announced["version"]), folder
+    def _another(self, failed: News) -> dict[str, str]:
+        """The newest version; if that has failed, in turns with the newest that has files."""
+        newest = self.client.call("next_version", after=str(self.serving))
+        if newest.get("version") in (None, failed.version) and not failed.files:
+            newest = self.client.call("filed_version", after=str(self.serving)) or newest
+        return newest if "version" in newest else {"version": failed.version, "digest": failed.digest}
 
-    def _folder_name(self) -> str:
-        """Of its own for each incarnation, so that one's clean-up never touches the next one's."""
-        return f"{self.reader.replace('/', '.')}-e{self.client.epoch:06d}"
-
-    def _prepare(self, folder: Path) -> None:
-        """Everything of a model directory but the weights; it appears whole."""
-        temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
-        temporary.mkdir(mode=0o700)
-        for source in self.run.model.iterdir():
-            if source.suffix != ".safetensors" and source.is_file():
-                shutil.copy(source, temporary / source.name)
-        temporary.rename(folder)
+    def _give_up(self, news: News, why: WeightsError) -> None:
+        self._given_up = Version.parse(news.version)
+        print(f"weights: {why}; {self.reader} goes on with {self.serving}", file=sys.stderr, flush=True)
+        self.client.submit("note", what="weights_unreadable", name=self.reader, reason="unreadable")
 
     def served(self, version: Version) -> bool:
         """Tell the controller that this reader now works with ``version``; whether an evaluation is due."""
         self.serving = version
-        return self.client.call("serve", reader=self.reader, version=str(version))["eval_due"]
+        due = self.client.call("serve", reader=self.reader, version=str(version))["eval_due"]
+        self.fetcher.forget_before(str(version))
+        return due

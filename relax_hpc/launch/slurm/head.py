@@ -32,7 +32,7 @@ from relax_hpc.rendezvous.process import EXIT_BUG, watched
 from relax_hpc.rendezvous.roster import latest_card, latest_epoch
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.plan import SUPERVISOR
-from relax_hpc.weights.subscriber import staging_root
+from relax_hpc.weights.staging import staging_root
 
 _LOOK_S = 0.2
 _ASK_SLURM_S = 10.0

@@ -30,6 +30,10 @@ class Plane(ABC):
     def read(self, descriptor: Descriptor, timeout_s: float) -> memoryview:
         """The record's bytes, read-only, as a mapping or a copy. PlaneError if that takes longer, or cannot be."""
 
+    def offers_still(self, descriptor: Descriptor) -> bool:
+        """Whether what `read` gave, if it is the maker's own memory, was not retired since. Copies do not change."""
+        return True
+
     def path(self, descriptor: Descriptor) -> str:
         """How the bytes of ``descriptor`` come here, for logs and tables; the plane's name if there is one way only."""
         return self.name

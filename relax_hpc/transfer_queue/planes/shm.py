@@ -225,6 +225,14 @@ class ShmPlane(Plane):
             which = f"record {descriptor.get('name')} from {descriptor.get('socket')}"
             raise PlaneError(f"shm: {which} (in {timeout_s:g} s): {error}") from error
 
+    def offers_still(self, descriptor: Descriptor) -> bool:
+        """See `Plane`."""
+        try:
+            self.read(descriptor, _ANSWER_S)
+        except PlaneError:
+            return False
+        return True
+
     def retire(self, name: str) -> None:
         """See `Plane`. Nobody may need the bytes any more: the memory is used again."""
         with self._lock:

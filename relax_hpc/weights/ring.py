@@ -1,0 +1,164 @@
+"""The slabs of one actor rank: each version is copied into the one that was used longest ago."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from relax_hpc.transfer_queue.planes import Plane, PlaneError, Slab, SlabPool
+from relax_hpc.weights.manifest import Chunk, checksum, chunks_of
+from relax_hpc.weights.tensors import Part, Tensor
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """What this rank holds of tensor `name`: its `start` to `stop` along `axis`. `view` gives it as it is now, in any
+    strides, and with the elements in the order of the whole tensor's."""
+
+    name: str
+    axis: int
+    start: int
+    stop: int
+    view: Callable[[], torch.Tensor]
+
+
+class SlabRing:
+    """As many slabs as versions can be in use: with ``max_staleness`` + 2 of them, none is written while an engine
+    that must have its version reads it. A reader that is slower still finds that the checksum does not match.
+    """
+
+    def __init__(
+        self,
+        pool: SlabPool,
+        planes: Sequence[Plane],
+        tensors: Mapping[str, Tensor],
+        slices: Sequence[Slice],
+        count: int,
+        limit: int,
+        pinned: bool,
+    ) -> None:
+        """``slices``: of this rank. ``count`` slabs, ``pinned`` for copies from a GPU; chunks of up to ``limit`` bytes,
+        each a record on ``planes``. OSError: the memory is not to be had."""
+        import torch
+
+        self.planes, self.slices = planes, slices
+        self.chunks = chunks_of([(one.name, one.axis, one.start, one.stop) for one in slices], tensors, limit)
+        self.bytes = self.chunks[-1][1] if self.chunks else 0
+        self._slabs: list[Slab] = [pool.take(max(1, self.bytes)) for _ in range(count)]
+        self._offered: list[list[str]] = [[] for _ in range(count)]
+        self._next = 0
+        parts = [(begin, part) for begin, _, parts in self.chunks for part in parts]
+        self._rooms: list[list[torch.Tensor]] = []
+        for slab in self._slabs:
+            memory = torch.frombuffer(slab.memory, dtype=torch.uint8)
+            self._rooms.append([_room(memory, begin + part.offset, part, tensors[part.name]) for begin, part in parts])
+        self._copies = _Copies(self._slabs) if pinned else None
+
+    def copy(self) -> int:
+        """Copy all slices as they are into the next slab; its number. What was offered of it is offered no more."""
+        import torch
+
+        number, self._next = self._next, (self._next + 1) % len(self._slabs)
+        self.withdraw(number)
+        with torch.no_grad(), self._copies or contextlib.nullcontext():
+            for one, room in zip(self.slices, self._rooms[number], strict=True):
+                view = one.view()
+                room.view(view.shape).copy_(view, non_blocking=True)
+        return number
+
+    def await_copy(self) -> None:
+        """Have what this process's device does next wait until the last copy is through with the weights."""
+        if self._copies:
+            self._copies.hold_device()
+
+    def settle(self) -> None:
+        """Wait, in this thread, until what was copied last has arrived."""
+        if self._copies:
+            self._copies.wait()
+
+    def record(self, number: int, index: int) -> memoryview:
+        """The bytes of chunk ``index`` in slab ``number``."""
+        begin, end, _ = self.chunks[index]
+        return self._slabs[number].memory[begin:end]
+
+    def offer(self, number: int, prefix: str) -> list[Chunk]:
+        """Put the chunks of slab ``number`` on all planes, as records whose names begin with ``prefix``."""
+        made = []
+        for index, (begin, end, parts) in enumerate(self.chunks):
+            name, record = f"{prefix}-{index:04d}", self.record(number, index)
+            made.append(Chunk(name, end - begin, checksum(record), parts, offers_of(self.planes, name, record)))
+            self._offered[number].append(name)
+        return made
+
+    def withdraw(self, number: int) -> None:
+        """Offer slab ``number`` no more."""
+        for name in self._offered[number]:
+            for plane in self.planes:
+                plane.retire(name)
+        self._offered[number] = []
+
+    def close(self) -> None:
+        """Offer nothing; the memory goes with its pool."""
+        for number in range(len(self._slabs)):
+            self.withdraw(number)
+
+
+def offers_of(planes: Sequence[Plane], name: str, record: memoryview) -> dict[str, dict]:
+    """``record`` published on each plane that can; its descriptors."""
+    offers = {}
+    for plane in planes:
+        with contextlib.suppress(PlaneError):
+            offers[plane.name] = plane.publish(name, record)
+    return offers
+
+
+def _room(memory: torch.Tensor, at: int, part: Part, whole: Tensor) -> torch.Tensor:
+    return memory[at : at + part.bytes(whole)].view(_torch_type(whole.dtype))
+
+
+def _torch_type(dtype: str) -> torch.dtype:
+    import torch
+
+    return {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[dtype]
+
+
+class _Copies:
+    """Copies from a GPU on a stream of their own, into memory that is pinned for it: training goes on meanwhile."""
+
+    def __init__(self, slabs: Sequence[Slab]) -> None:
+        import numpy as np
+        import torch
+
+        for slab in slabs:
+            address = np.frombuffer(slab.memory, np.uint8).__array_interface__["data"][0]
+            error = torch.cuda.cudart().cudaHostRegister(address, slab.size, 0)
+            if error.value:
+                raise OSError(
+                    f"weights: {slab.size} bytes cannot be pinned ({error}); raise the limit of locked memory"
+                )
+        self._stream, self._done = torch.cuda.Stream(), torch.cuda.Event()
+
+    def __enter__(self) -> None:
+        import torch
+
+        self._stream.wait_stream(torch.cuda.current_stream())
+        self._context = torch.cuda.stream(self._stream)
+        self._context.__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        self._done.record(self._stream)
+        self._context.__exit__(*exception)
+
+    def hold_device(self) -> None:
+        """What is queued on the current stream from now on begins after the copies."""
+        import torch
+
+        torch.cuda.current_stream().wait_event(self._done)
+
+    def wait(self) -> None:
+        self._done.synchronize()

@@ -1,0 +1,140 @@
+"""What a version of the weights consists of: whole tensors by Hugging Face name, and the parts of them a rank holds."""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I64": 8, "I32": 4, "U8": 1}
+"""Of the types of safetensors that weights can have."""
+_ALIGNED = 8
+_LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A whole tensor; `dtype` as safetensors names it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows `start` to `stop` along `axis` of tensor `name`, at `offset` of a record, in C order."""
+
+    name: str
+    axis: int
+    start: int
+    stop: int
+    offset: int
+
+    def shape(self, whole: Tensor) -> tuple[int, ...]:
+        """Of this part."""
+        return (*whole.shape[: self.axis], self.stop - self.start, *whole.shape[self.axis + 1 :])
+
+    def bytes(self, whole: Tensor) -> int:
+        return math.prod(self.shape(whole)) * ITEM_BYTES[whole.dtype]
+
+
+def uncovered(tensors: Mapping[str, Tensor], parts: list[Part]) -> str:
+    """What is wrong with ``parts`` as a partition of ``tensors``; empty: each element lies in exactly one."""
+    found: dict[str, list[Part]] = {name: [] for name in tensors}
+    for part in parts:
+        if part.name not in found:
+            return f"a part of {part.name}, which is no tensor of this version"
+        found[part.name].append(part)
+    for name, mine in found.items():
+        shape, at = tensors[name].shape, 0
+        axes = {part.axis for part in mine}
+        if len(axes) != 1 or not 0 <= min(axes) < len(shape):
+            return f"tensor {name} is split along axes {sorted(axes)}, allowed one of its {len(shape)}"
+        for part in sorted(mine, key=lambda part: part.start):
+            if part.start != at or part.stop < part.start:
+                return f"tensor {name} lacks rows, or has them twice, at {min(at, part.start)} of axis {part.axis}"
+            at = part.stop
+        if at != shape[mine[0].axis]:
+            return f"tensor {name} lacks rows from {at} on of axis {mine[0].axis}"
+    return ""
+
+
+def header_of(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int]]:
+    """The beginning of a safetensors file of ``tensors``, and where in the file each of them lies.
+
+    The format: https://github.com/huggingface/safetensors#format. Wide types come first, so that all are aligned.
+    """
+    order = sorted(tensors, key=lambda name: (-ITEM_BYTES[tensors[name].dtype], name))
+    entries, at = {}, 0
+    for name in order:
+        tensor = tensors[name]
+        entries[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [at, at + tensor.bytes]}
+        at += tensor.bytes
+    text = json.dumps({"__metadata__": {"format": "pt"}} | entries).encode()
+    text += b" " * (-len(text) % _ALIGNED)
+    start = _LENGTH_BYTES + len(text)
+    offsets = {name: start + entries[name]["data_offsets"][0] for name in order}
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text, offsets
+
+
+class SafetensorsFile:
+    """A safetensors file that is filled part by part, in any order and by several threads.
+
+    >>> file = SafetensorsFile(path, {"w": Tensor("F32", (2, 3))})
+    >>> file.put(Part("w", 0, 0, 2, 0), memoryview(bytes(24)))
+    >>> file.close()
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+        """Make ``path``, or use its memory again if it is there. OSError: no room."""
+        header, self._offsets = header_of(tensors)
+        self.tensors = tensors
+        self.bytes = len(header) + sum(tensor.bytes for tensor in tensors.values())
+        path.touch(mode=0o600)
+        with path.open("r+b") as file:
+            # A full disk is an error here, and would be a signal in a mapping.
+            file.truncate(self.bytes)
+            os.posix_fallocate(file.fileno(), 0, self.bytes)
+            self._memory = mmap.mmap(file.fileno(), self.bytes)
+        self._memory[: len(header)] = header
+        self._data = np.frombuffer(self._memory, np.uint8)
+
+    def put(self, part: Part, record: memoryview) -> None:
+        """Copy ``part`` from where it lies in ``record``. Parts of other tensors than the file's are passed over."""
+        whole = self.tensors.get(part.name)
+        if whole is not None:
+            self._room(part, whole)[...] = _array(record, part.offset, part.shape(whole), whole)
+
+    def get(self, part: Part, record: memoryview) -> None:
+        """Copy ``part`` to where it lies in ``record``."""
+        whole = self.tensors[part.name]
+        _array(record, part.offset, part.shape(whole), whole)[...] = self._room(part, whole)
+
+    def _room(self, part: Part, whole: Tensor) -> np.ndarray:
+        array = _array(memoryview(self._data), self._offsets[part.name], whole.shape, whole)
+        return array[(*[slice(None)] * part.axis, slice(part.start, part.stop))]
+
+    def sync(self) -> None:
+        """To the disk."""
+        self._memory.flush()
+
+    def close(self) -> None:
+        """The file stays."""
+        del self._data
+        self._memory.close()
+
+
+def _array(memory: memoryview, offset: int, shape: tuple[int, ...], whole: Tensor) -> np.ndarray:
+    item = ITEM_BYTES[whole.dtype]
+    count = math.prod(shape)
+    return np.frombuffer(memory[offset : offset + count * item], np.dtype(f"u{item}")).reshape(shape)
