@@ -154,7 +154,7 @@ class Recorded:
     def __init__(self, ends_at: int, saves: tuple[int, ...] = (), in_step: bool = False) -> None:
         self.ends_at, self.saves, self.in_step = ends_at, saves, in_step
         self.step, self.saved = 0, []
-        self.clock = Clock(None)
+        self.clock, self.saver = Clock(None), SimpleNamespace(seconds=0.0, failure="")
         self.ranks = SimpleNamespace(tell=lambda message: message, close=lambda: self.saved.append("closed"))
 
     def resume(self) -> int:
@@ -187,6 +187,15 @@ def test_what_is_not_saved_yet_is_saved_at_the_edge(
     with pytest.raises(StoppedError, match="asked to stop: saved step 3"):
         module.run(SimpleNamespace(config=Config(steps=5), deadline=None))
     assert made.saved == [*saved, "settled"]
+
+
+def test_what_could_not_be_saved_is_saved_at_the_edge(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Recorded(3, saves=(3,))
+    made.saver.failure = "no room"
+    monkeypatch.setattr(module, "Actor", lambda _: made)
+    with pytest.raises(StoppedError):
+        module.run(SimpleNamespace(config=Config(steps=5), deadline=None))
+    assert made.saved == [3, "settled"]
 
 
 def test_the_last_step_ends_the_role(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from relax_hpc.checkpoint import store
 from relax_hpc.config.schema import ParallelConfig
 from relax_hpc.errors import ConfigError
+from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.training import parallel
 from tests.training_helpers import LR, batch, launch, one_rank_fixture, rows, tiny_fixture, tiny_model, trainer  # noqa: F401
 
@@ -25,7 +26,7 @@ def one_rank_run(directory: Path, distributed: bool, checkpoint: Path | None = N
     """What `training_rank.check` finds, in this process; from its second step on if there is a `checkpoint`."""
     ours = trainer(directory, distributed=distributed)
     if checkpoint:
-        store.load(checkpoint, ours)
+        store.load(checkpoint, ours, Channel(60.0))
     logprobs = ours.model.forward_logprobs([batch(rows(8))], 0.9)
     metrics = []
     for samples in ([] if checkpoint else [rows(4, seed=9)]) + [rows(8)]:

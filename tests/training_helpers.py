@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from relax_hpc.checkpoint import store
+from relax_hpc.checkpoint.saver import Saver
 from relax_hpc.config.schema import (
     AlgorithmConfig,
     GroupConfig,
@@ -22,6 +24,7 @@ from relax_hpc.config.schema import (
     TinyModelConfig,
 )
 from relax_hpc.data.tiny_model import make_tiny_model
+from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.rendezvous.world import free_port
 from relax_hpc.training import parallel
 from relax_hpc.training.batches import Batch, collate
@@ -159,3 +162,17 @@ def launch(world: int, *args: object, timeout_s: float = 120.0) -> None:
         for process in ranks:
             process.kill()
     assert [process.returncode for process in ranks] == [0] * world, "\n".join(outputs)
+
+
+def save(directory: Path, ours: Trainer, meta: dict[str, Any]) -> str:
+    """A checkpoint, written when this returns; the digest of its marker."""
+    digests: list[str] = []
+    saver = Saver(ours, Channel(60.0), 60.0)
+    saver.save(directory, meta, digests.append)
+    saver.settle()
+    return digests[0] if digests else ""
+
+
+def load(directory: Path, ours: Trainer, digest: str | None = None) -> dict[str, Any]:
+    """Its meta."""
+    return store.load(directory, ours, Channel(60.0), digest)

@@ -33,9 +33,9 @@ def main() -> None:
     torch.set_num_threads(1)
     parallel.initialize(split, int(rank), int(world), int(rank), (host, int(port)), "cpu", 0, 60.0)
     trainer = helpers.trainer(Path(model), split, distributed=bool(distributed))
-    for path in checkpoint:
-        store.load(Path(path), trainer)
     check_slices(trainer.model, Path(model))
+    for path in checkpoint:
+        store.load(Path(path), trainer, Channel(60.0))
     check(trainer, Path(out))
     parallel.destroy()
 
@@ -70,7 +70,7 @@ def check(trainer: Trainer, out: Path) -> None:
     trainer.accumulate([helpers.batch(helpers.rows(4, seed=9), multiple)] if layout.data_rank == 0 else [])
     steps.append(trainer.step(helpers.LR))
     first = trainer.model.export_hf()
-    store.save(out / "e000001-step-000001", trainer, {"step": 1})
+    helpers.save(out / "e000001-step-000001", trainer, {"step": 1})
     for window in windows_of(trainer):
         trainer.accumulate([helpers.batch(samples, multiple) for samples in window[layout.data_rank]])
     steps.append(trainer.step(helpers.LR))

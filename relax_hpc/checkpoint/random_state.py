@@ -8,9 +8,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 
-def save_random_state(path: Path) -> None:
-    """Write torch's generators and megatron-core's named ones."""
-    save_file({name: state.cpu() for name, state in _states().items()}, path)
+def random_state() -> dict[str, torch.Tensor]:
+    """A copy of torch's generators and megatron-core's named ones."""
+    return {name: state.cpu().clone() for name, state in _states().items()}
+
+
+def save_random_state(state: dict[str, torch.Tensor], path: Path) -> None:
+    """Write what `random_state` gave."""
+    save_file(state, path)
 
 
 def load_random_state(path: Path) -> None:

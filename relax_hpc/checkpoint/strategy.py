@@ -1,4 +1,4 @@
-"""How megatron-core's sharded state is written: by each rank itself.
+"""How megatron-core's sharded state is written: copied by each rank at once, and put on disk in a thread.
 
 megatron-core's own writer forks processes and talks to them through a spawned manager that imports the program's main
 module again: seconds for each save of a small model. The files are the same, so its reader reads them.
@@ -6,12 +6,19 @@ module again: seconds for each save of a small model. The files are the same, so
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
@@ -19,26 +26,70 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 
+if TYPE_CHECKING:
+    from relax_hpc.rendezvous.channel import Channel
 
-def save_strategy(data_size: int) -> SaveShardedStrategy:
-    """Writes each shard once; data-parallel replicas share the work."""
-    strategy = DirectSave("torch_dist", 1)
-    if data_size == 1:
-        return strategy
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return FullyParallelSaveStrategyWrapper(strategy, group, do_cache_distribution=True)
+_ALIGNED = 64
 
 
-class DirectSave(SaveShardedStrategy):
-    """The torch_dist format, version 1, one file a rank, written before `save` returns."""
+class StateWriter:
+    """The torch_dist format, version 1, one file a rank; each shard once, data-parallel replicas sharing the work."""
+
+    def __init__(self, channel: Channel, data_size: int, pinned: bool) -> None:
+        """``channel``: for the thread that writes. ``pinned``: copies come from a GPU."""
+        self.channel, self.pinned = channel, pinned
+        self._room = torch.empty(0, dtype=torch.uint8)
+        self._checked = False
+        self._share: SaveShardedStrategy | None = None
+        if data_size > 1:
+            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            self._share = FullyParallelSaveStrategyWrapper(_Unused("torch_dist", 1), group, do_cache_distribution=True)
+
+    def stage(self, state: dict[str, Any]) -> Callable[[Path], None]:
+        """Copy what this rank saves of the sharded ``state``; a function that writes the copy to a folder. Collective.
+
+        The function is collective too, over the channel. The next call of `stage` overwrites the copy.
+        """
+        # Who has which shard does not change from one save to the next.
+        sharded, common = save_preprocess(state, not self._checked)
+        self._checked = True
+        if self._share is not None:
+            self._share.apply_saving_parallelization(sharded)
+        shards, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
+        self._copy([one for found in shards.values() for one in found if isinstance(one, ShardedTensor)])
+        content, common = mcore_to_pyt_state_dict(shards, is_loading=False), copy.deepcopy(common)
+        return lambda folder: self._write(content, common, folder)
+
+    def _copy(self, tensors: list[ShardedTensor]) -> None:
+        """Replace the data of ``tensors`` by copies in one piece of memory, which is used again."""
+        sizes = [one.data.numel() * one.data.element_size() for one in tensors]
+        padded = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
+        if sum(padded) > len(self._room):
+            self._room = torch.empty(sum(padded), dtype=torch.uint8, pin_memory=self.pinned)
+        at = 0
+        for one, size, step in zip(tensors, sizes, padded, strict=True):
+            room = self._room[at : at + size].view(one.data.dtype).view(one.data.shape)
+            one.data = room.copy_(one.data.detach(), non_blocking=True)
+            at += step
+        if self.pinned:
+            torch.cuda.current_stream().synchronize()
+
+    def _write(self, content: dict[str, Any], common: dict[str, Any], folder: Path) -> None:
+        if self.channel.rank == 0:
+            TorchCommonSaveStrategy("torch", 1).save_common(common, folder)
+            save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+        torch_checkpoint.save(
+            content,
+            storage_writer=torch_checkpoint.FileSystemWriter(folder, sync_files=False),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+            process_group=self.channel.group,
+        )
+
+
+class _Unused(SaveShardedStrategy):
+    """The wrapper wants a strategy to hand over to; it is asked for the shares of the ranks alone."""
 
     can_handle_sharded_objects = True
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-        """Write this rank's main replicas to `checkpoint_dir`. Collective."""
-        shards, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
-        torch_checkpoint.save(
-            mcore_to_pyt_state_dict(shards, is_loading=False),
-            storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir, sync_files=False),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        )
+        raise NotImplementedError

@@ -295,6 +295,8 @@ class CheckpointConfig:
     every: int = bounded(50, 1)
     """Steps between checkpoints; the last step always has one."""
     keep_last: int = bounded(2, 1)
+    keep_every: int = bounded(0, 0)
+    """Checkpoints of steps that are multiples of it are never deleted. 0: only the last ones stay."""
 
 
 @dataclass(kw_only=True, slots=True)

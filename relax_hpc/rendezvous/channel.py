@@ -19,21 +19,22 @@ class Channel:
 
         alone = not dist.is_initialized()
         self.rank, self.size = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if self.size > 1 else None
+        self.group = None if alone else dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        """For what else the same thread has to agree on; None in a process that has no ranks."""
 
     def tell(self, message: Any) -> Any:
         """What rank 0 passes, in every rank: None, numbers, strings, bytes, and lists and maps of them."""
         import torch
         import torch.distributed as dist
 
-        if self._group is None:
+        if self.size == 1:
             return message
         leads = self.rank == 0
         data = torch.frombuffer(bytearray(msgpack.packb(message) if leads else b"\0"), dtype=torch.uint8)
         size = torch.tensor([len(data)])
-        dist.broadcast(size, 0, group=self._group)
+        dist.broadcast(size, 0, group=self.group)
         data = data if leads else torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(data, 0, group=self._group)
+        dist.broadcast(data, 0, group=self.group)
         return msgpack.unpackb(data.numpy().tobytes())
 
     def gather(self, message: Any) -> list[Any] | None:
@@ -41,15 +42,15 @@ class Channel:
         import torch
         import torch.distributed as dist
 
-        if self._group is None:
+        if self.size == 1:
             return [message]
         data = torch.frombuffer(bytearray(msgpack.packb(message)), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group)
+        dist.all_gather(sizes, torch.tensor([len(data)]), group=self.group)
         most = max(int(size) for size in sizes)
         padded = torch.nn.functional.pad(data, (0, most - len(data)))
         rooms = [torch.empty(most, dtype=torch.uint8) for _ in range(self.size)] if self.rank == 0 else None
-        dist.gather(padded, rooms, 0, group=self._group)
+        dist.gather(padded, rooms, 0, group=self.group)
         if rooms is None:
             return None
         return [msgpack.unpackb(room.numpy().tobytes()[: int(size)]) for room, size in zip(rooms, sizes, strict=True)]
@@ -58,12 +59,12 @@ class Channel:
         """Add up float32 ``values`` [n], a tensor, in rank 0."""
         import torch.distributed as dist
 
-        if self._group is not None:
-            dist.reduce(values, 0, group=self._group)
+        if self.size > 1:
+            dist.reduce(values, 0, group=self.group)
 
     def meet(self) -> None:
         """Wait for all ranks."""
         import torch.distributed as dist
 
-        if self._group is not None:
-            dist.barrier(group=self._group)
+        if self.size > 1:
+            dist.barrier(group=self.group)

@@ -8,8 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
+from functools import partial
+from typing import Any
 
 from relax_hpc.checkpoint import store
+from relax_hpc.checkpoint.saver import Saver
+from relax_hpc.config.schema import CheckpointConfig
 from relax_hpc.errors import StoppedError
 from relax_hpc.roles.context import Context
 from relax_hpc.roles.ranks import Ranks
@@ -59,6 +63,8 @@ class Actor:
             self.config.weights,
             pinned=self.config.model.device == "cuda",
         )
+        patience = self.config.queue.wait_timeout_s
+        self.saver = Saver(self.trainer, self.ranks.channel(), patience, self._note_unsaved)
         self.clock = Clock(context.deadline)
 
     # -- start and end of a step -------------------------------------------------------------------------------
@@ -69,7 +75,7 @@ class Actor:
         for point in reversed(points):
             directory = self.context.run.checkpoints / point["name"]
             try:
-                step = int(store.load(directory, self.trainer, point["digest"])["step"])
+                step = int(store.load(directory, self.trainer, self.ranks.control, point["digest"])["step"])
                 break
             except store.CheckpointError as error:
                 print(f"skipping a checkpoint that does not verify: {error}", flush=True)
@@ -91,20 +97,27 @@ class Actor:
                 self.publisher.publish(Version(self.context.epoch, number), last)
 
     def checkpoint(self, step: int) -> None:
-        """Save everything that training step ``step`` needs, journal it, delete what is older than `keep_last`."""
+        """Save everything that training step ``step`` needs; what is older than `keep_last` goes once it is saved."""
         with self.context.spans("checkpoint", step=step):
             name = f"e{self.context.epoch:06d}-step-{step:06d}"
-            directory = self.context.run.checkpoints / name
-            digest = store.save(directory, self.trainer, {"step": step, "seed": self.config.seed})
-            self._ask("checkpoint", step=step, name=name, digest=digest)
-            if self.ranks.leader:
-                points = self.context.client.call("checkpoints")["checkpoints"]
-                keep = {point["name"] for point in points[-self.config.checkpoint.keep_last :]}
-                store.remove_others(self.context.run.checkpoints, keep)
+            first = step * self.config.groups_per_step
+            meta = {"step": step, "first_ticket": first, "seed": self.config.seed, "epoch": self.context.epoch}
+            self.saver.save(self.context.run.checkpoints / name, meta, partial(self._journal, step, name))
+
+    def _journal(self, step: int, name: str, digest: str) -> None:
+        """A checkpoint counts from here on. In the leader's saving thread."""
+        client, root = self.context.client, self.context.run.checkpoints
+        client.call("checkpoint", step=step, name=name, digest=digest)
+        points = client.call("checkpoints")["checkpoints"]
+        store.remove_others(root, {point["name"] for point in kept_points(points, self.config.checkpoint)})
+
+    def _note_unsaved(self, why: str) -> None:
+        self.context.client.submit("note", what="checkpoint_unwritten", name=why, reason="unwritten")
 
     def settle(self) -> None:
         """Wait for what goes on beside training."""
         self.publisher.settle(self.config.queue.wait_timeout_s)
+        self.saver.settle()
 
     def check_edge(self) -> None:
         """AtEdge, in every rank, if another step must not begin."""
@@ -284,6 +297,17 @@ def report(
     return values
 
 
+def kept_points(points: list[dict[str, Any]], config: CheckpointConfig) -> list[dict[str, Any]]:
+    """The checkpoints that stay: the last ones, and every so-manyth.
+
+    >>> points = [{"step": step} for step in (10, 20, 30, 40)]
+    >>> [point["step"] for point in kept_points(points, CheckpointConfig(keep_last=1, keep_every=20))]
+    [20, 40]
+    """
+    every = config.keep_every
+    return [p for p in points[: -config.keep_last] if every and not p["step"] % every] + points[-config.keep_last :]
+
+
 class Clock:
     """Whether the time limit leaves room for another step and its checkpoint, by the longest ones so far."""
 
@@ -310,13 +334,12 @@ def run(context: Context) -> None:
             started = time.monotonic()
             trained_only = not actor.train(step)
             seconds = time.monotonic() - started
-            if trained_only:
-                clock.step_s = max(clock.step_s, seconds)
-            else:
-                saved, clock.save_s = step + 1, max(clock.save_s, seconds)
+            clock.step_s, clock.save_s = max(clock.step_s, seconds), max(clock.save_s, actor.saver.seconds)
             step += 1
+            if not trained_only:
+                saved = step
     except AtEdge as edge:
-        if step > saved:
+        if step > saved or actor.saver.failure:
             actor.checkpoint(step)
         actor.settle()
         # The others end only after the leader's last work.

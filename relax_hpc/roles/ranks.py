@@ -40,7 +40,7 @@ class Ranks:
         self.reader = context.client.store if context.client else self._own_reader(context)
         self._timeout_s = timeout
         # Commands wait on sockets, not in an MPI or NCCL call that would burn a core or a GPU.
-        self._control = self.channel()
+        self.control = self.channel()
 
     def channel(self) -> Channel:
         """One more way for small messages between the ranks, for one thread of each."""
@@ -53,7 +53,7 @@ class Ranks:
 
     def tell(self, message: dict[str, Any] | None) -> dict[str, Any]:
         """The leader's ``message``, in every rank."""
-        return self._control.tell(message)
+        return self.control.tell(message)
 
     def rows(self, claim: Claim) -> list[Row]:
         """All rows of ``claim``, read by each rank for itself."""
@@ -76,7 +76,7 @@ class Ranks:
         flat = torch.zeros(int(starts[-1]), dtype=torch.float32)
         for index, value in zip(mine, values if self.layout.leader and values is not None else [], strict=False):
             flat[starts[index] : starts[index + 1]] = torch.from_numpy(np.ascontiguousarray(value))
-        self._control.reduce_sum(flat)
+        self.control.reduce_sum(flat)
         return np.split(flat.numpy(), starts[1:-1])
 
     def close(self) -> None:
@@ -86,5 +86,5 @@ class Ranks:
         """
         if self.leader:
             leave_mark(self._mark)
-        self._control.meet()
+        self.control.meet()
         parallel.destroy()
