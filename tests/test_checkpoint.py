@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from relax_hpc.checkpoint import store
-from relax_hpc.errors import ConfigError
+from relax_hpc.checkpoint import saver, store, strategy
+from relax_hpc.checkpoint.saver import Saver
+from relax_hpc.errors import ConfigError, DeadlineError, FencedError
+from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.training.trainer import Trainer
+from tests.killed_saves import POINTS
 from tests.training_helpers import LR, batch, launch, load, one_rank_fixture, rows, save, tiny_fixture, trainer  # noqa: F401
+
+ROOT = Path(__file__).resolve().parent.parent
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -115,3 +126,107 @@ def test_a_save_that_died_leaves_nothing_that_counts(saved: Path, tiny: Path, tm
     (tmp_path / ".e000002-step-000001.partial").mkdir()
     assert store.remove_others(tmp_path, {"e000001-step-000001"}) == [".e000002-step-000001.partial"]
     assert load(tmp_path / "e000001-step-000001", trainer(tiny)) == {}
+
+
+def test_a_trainer_killed_at_any_point_of_a_save_comes_back_bit_for_bit(tiny: Path, tmp_path: Path):
+    """Step 1 was saved before; step 2 is there once its directory has been journaled, and not a moment earlier."""
+    found = list(killed_saves(tiny, tmp_path, "", *POINTS))
+    undisturbed, *killed = found
+    assert undisturbed["from"] == 0 and undisturbed["died"] is None
+    assert [line["point"] for line in killed] == list(POINTS)
+    for line in killed:
+        assert (line["died"], line["from"]) == (9, 1), line["point"]
+        assert line["weights"] == undisturbed["weights"], line["point"]
+    assert {line["partial"] for line in killed} == {0, 1}
+
+
+def killed_saves(model: Path, folder: Path, *points: str) -> Iterator[dict]:
+    command = [sys.executable, "-W", "ignore", "-m", "tests.killed_saves", str(model), str(folder), *points]
+    process = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, timeout=120, text=True, check=True)
+    yield from map(json.loads, process.stdout.splitlines())
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What is saved is the state of the moment at which it was asked for."""
+    slow, begun = threading.Event(), threading.Event()
+    real = saver.checksums_of
+
+    def waits(*args: Any, **kwargs: Any) -> dict[str, str]:
+        begun.set()
+        assert slow.wait(30.0)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(saver, "checksums_of", waits)
+    ours = trainer(tiny)
+    train(ours, range(2))
+    expected = ours.model.export_hf()
+    keeper = Saver(ours, Channel(60.0), 60.0)
+    keeper.save(tmp_path / "e000001-step-000002", {"step": 2})
+    assert begun.wait(30.0)
+    train(ours, range(2, 4))
+    assert not (tmp_path / "e000001-step-000002").exists()
+    slow.set()
+    keeper.settle()
+    again = trainer(tiny)
+    load(tmp_path / "e000001-step-000002", again)
+    assert all(torch.equal(value, expected[name]) for name, value in again.model.export_hf().items())
+
+
+def test_the_next_save_waits_for_the_last_one_but_not_for_ever(tiny: Path, tmp_path: Path, monkeypatch):
+    hold = threading.Event()
+    monkeypatch.setattr(saver, "_begin", lambda *_: hold.wait(30.0))
+    keeper = Saver(trainer(tiny), Channel(60.0), 0.2)
+    keeper.save(tmp_path / "a", {})
+    with pytest.raises(DeadlineError, match=r"not written in 0\.2 s"):
+        keeper.save(tmp_path / "b", {})
+    hold.set()
+
+
+@pytest.mark.parametrize("where", ["_begin", "save_random_state", "write_json"])
+def test_a_full_disk_costs_the_checkpoint_alone(tiny: Path, tmp_path: Path, monkeypatch, capfd, where: str):
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    told: list[str] = []
+    ours = trainer(tiny)
+    keeper = Saver(ours, Channel(60.0), 60.0, told.append)
+    keeper.save(tmp_path / "a", {"step": 1})
+    keeper.settle()
+    with monkeypatch.context() as patch:
+        patch.setattr(saver, where, full)
+        keeper.save(tmp_path / "b", {"step": 2})
+        with pytest.raises(store.CheckpointError, match=r"b: not saved: rank 0: .*No space left on device"):
+            keeper.settle()
+    assert told == ["not saved: rank 0: [Errno 28] No space left on device"]
+    assert "No space left" in capfd.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    keeper.save(tmp_path / "c", {"step": 3})
+    keeper.settle()
+    assert load(tmp_path / "c", ours) == {"step": 3}
+
+
+def test_shards_that_cannot_be_written_cost_the_checkpoint_alone(tiny: Path, tmp_path: Path, monkeypatch):
+    """torch tells of them in its own way."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    keeper = Saver(trainer(tiny), Channel(60.0), 60.0)
+    monkeypatch.setattr(strategy.torch_checkpoint.FileSystemWriter, "write_data", full)
+    keeper.save(tmp_path / "a", {})
+    with pytest.raises(store.CheckpointError, match=r"a: not saved: rank 0: \[Errno 28\] No space left on device$"):
+        keeper.settle()
+
+
+def test_an_older_actor_finishes_nothing(tiny: Path, tmp_path: Path):
+    """Its directory may appear; the queue does not take it, and the actor ends."""
+
+    def fenced(_: str) -> None:
+        raise FencedError("actor epoch 2 exists")
+
+    keeper = Saver(trainer(tiny), Channel(60.0), 60.0)
+    keeper.save(tmp_path / "a", {}, fenced)
+    with pytest.raises(FencedError):
+        keeper.settle()
+    with pytest.raises(FencedError):
+        keeper.save(tmp_path / "b", {})
