@@ -282,6 +282,10 @@ class WeightsConfig:
     with it. 0: the last version only."""
     keep_every: int = bounded(0, 0)
     """Multiples of it are written in any case, synced, and never deleted. 0: none."""
+    anchor_every: int = bounded(0, 0)
+    """Versions from one to the next that others are published as differences to, beside the whole ones: readers on
+    other nodes that have it read less. Of use where little changes in a step, as in bfloat16 at small learning rates;
+    it costs every rank and every node one more copy of the weights in memory. 0: never."""
     read_timeout_s: float = bounded(120.0, 0.1)
     """For one record of a version to arrive, and for a version that cannot be read to be tried again."""
     chunk_bytes: int = bounded(256 << 20, 4096)

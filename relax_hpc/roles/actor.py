@@ -157,6 +157,8 @@ class Actor:
             seconds = time.monotonic() - started
             values = report(first, metrics, tally, trained["staleness"], lr, seconds)
             values["weights/publish_lag"] = max(0, trained["lag"])
+            if self.config.weights.anchor_every:
+                values["weights/delta_share"] = self.publisher.delta_share()
             self.context.report(step, values | self.ranks.reader.ways.since_last())
         due = (step + 1) % self.config.checkpoint.every == 0 or step + 1 == self.config.steps
         if due:

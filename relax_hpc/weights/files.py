@@ -55,7 +55,7 @@ def write_share(
     try:
         file = SafetensorsFile(temporary, mine)
         chunks = [chunk for chunk in manifest.chunks if any(part.name in mine for part in chunk.parts)]
-        puller.pull(chunks, manifest.version, file)
+        puller.pull(manifest, chunks, file)
         file.close()
         target = folder / file_name(number, writers)
         return {target.name: copy_summed(temporary, target, sync)}

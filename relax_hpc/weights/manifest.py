@@ -50,9 +50,8 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A record with what differs between a chunk and the same chunk of version `anchor`."""
+    """A record with what differs between a chunk and the same chunk of the manifest's anchor."""
 
-    anchor: str
     name: str
     bytes: int
     digest: str
@@ -66,6 +65,8 @@ class Manifest:
     version: str
     tensors: dict[str, Tensor]
     chunks: tuple[Chunk, ...]
+    anchor: str = ""
+    """The version that deltas are made against: this one itself, for those to come, or an older one."""
 
     def encode(self) -> bytes:
         """As it is written. ValueError if the chunks are not a partition of the tensors."""
@@ -89,7 +90,7 @@ class Manifest:
             ends = [part.offset + part.bytes(tensors[part.name]) for part in chunk.parts]
             if max(ends, default=0) > chunk.bytes or min((part.offset for part in chunk.parts), default=0) < 0:
                 raise ValueError(f"chunk {chunk.name}: parts beyond its {chunk.bytes} bytes")
-        return cls(value["version"], tensors, chunks)
+        return cls(value["version"], tensors, chunks, value["anchor"])
 
 
 def _plain(value: Any) -> Any:

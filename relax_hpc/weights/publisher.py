@@ -24,6 +24,7 @@ from relax_hpc.rundir import RunDir, private_folder, write_atomic
 from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transfer_queue.planes import Plane, SlabPool
 from relax_hpc.versions import Version
+from relax_hpc.weights.delta import Deltas
 from relax_hpc.weights.files import FOLDER, finish, write_share
 from relax_hpc.weights.manifest import MANIFEST, Chunk, Manifest, WeightsError, digest
 from relax_hpc.weights.pull import Puller
@@ -65,6 +66,7 @@ class Publisher:
         self.run, self.client, self.channel, self.settings = run, client, channel, settings
         self.tensors = dict(tensors)
         self.ring = SlabRing(pool, planes, tensors, slices, slabs, settings.chunk_bytes, pinned)
+        self._deltas = Deltas(pool, self.ring, tensors, settings.anchor_every)
         self._puller = Puller(planes, settings.read_timeout_s)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._idle = threading.Condition()
@@ -83,6 +85,10 @@ class Publisher:
         with self._idle:
             self._waiting += 1
         self._jobs.put(_Job(version, slab, last))
+
+    def delta_share(self) -> float:
+        """Bytes of this rank's deltas so far, in those of the records that they stand for; 1 without any."""
+        return self._deltas.bytes / self._deltas.whole_bytes if self._deltas.whole_bytes else 1.0
 
     def await_copy(self) -> None:
         """Before the weights change again."""
@@ -123,11 +129,13 @@ class Publisher:
     def _publish(self, job: _Job) -> None:
         self.ring.settle()
         chunks = self.ring.offer(job.slab, f"weights-{job.version}-{self.channel.rank:06d}")
+        chunks, anchor = self._deltas.add(job.version, job.slab, chunks)
         parts = self.channel.gather([chunk.plain() for chunk in chunks])
         directory = self.run.weights / str(job.version)
         manifest = None
         if parts is not None:
-            manifest = Manifest(str(job.version), self.tensors, tuple(Chunk.of(one) for part in parts for one in part))
+            everything = tuple(Chunk.of(one) for part in parts for one in part)
+            manifest = Manifest(str(job.version), self.tensors, everything, anchor)
             self._announce(job.version, directory, manifest)
         if self.channel.tell({"write": self._files_due(job)} if parts is not None else None)["write"]:
             self._write_files(job, directory, manifest)

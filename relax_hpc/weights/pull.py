@@ -1,13 +1,16 @@
-"""How a reader gets the bytes of a version: from the actor's memory by the best plane, each chunk verified."""
+"""How a reader gets the bytes of a version: from the actor's memory by the best plane, each record verified."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 
 from relax_hpc.transfer_queue.planes import Plane, PlaneError
+from relax_hpc.weights import delta
 from relax_hpc.weights.manifest import Chunk, Manifest, WeightsError, checksum
 from relax_hpc.weights.tensors import SafetensorsFile
 
@@ -15,43 +18,77 @@ _AT_ONCE = 2
 """Chunks in flight: while one is verified and copied, the next one is on its way."""
 
 
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """A whole version that this node has already."""
+
+    version: str
+    file: SafetensorsFile
+
+
 class Puller:
-    """Reads chunks; `bytes` counts by plane what came by it."""
+    """Reads chunks; `bytes` counts by way what came by it: a plane, or the differences that came by one."""
 
     def __init__(self, planes: Sequence[Plane], timeout_s: float) -> None:
-        """``timeout_s``: for one chunk."""
+        """``timeout_s``: for one record."""
         self.planes, self.timeout_s = planes, timeout_s
         self.bytes: Counter[str] = Counter()
         self._lock = threading.Lock()
 
-    def pull(self, chunks: Iterable[Chunk], version: str, into: SafetensorsFile) -> None:
-        """Put ``chunks`` of ``version`` into a file. WeightsError: one of them is not to be had from memory."""
+    def pull(
+        self, manifest: Manifest, chunks: Iterable[Chunk], into: SafetensorsFile, anchor: Anchor | None = None
+    ) -> None:
+        """Put ``chunks`` of a version into a file. WeightsError: one of them is not to be had from memory."""
+        usable = anchor if anchor is not None and anchor.version == manifest.anchor else None
         with ThreadPoolExecutor(_AT_ONCE, "weights") as pool:
-            for work in [pool.submit(self._put, chunk, version, into) for chunk in chunks]:
+            for work in [pool.submit(self._put, chunk, manifest.version, into, usable) for chunk in chunks]:
                 work.result()
 
-    def _put(self, chunk: Chunk, version: str, into: SafetensorsFile) -> None:
+    def _put(self, chunk: Chunk, version: str, into: SafetensorsFile, anchor: Anchor | None) -> None:
         why_not: list[str] = []
-        for plane in self.planes:
-            if plane.name in chunk.planes:
-                try:
-                    record = plane.read(chunk.planes[plane.name], self.timeout_s)
-                    if checksum(record) != chunk.digest:
-                        raise PlaneError(f"{plane.name}: {chunk.name} was overwritten, or damaged on its way")
-                    for part in chunk.parts:
-                        into.put(part, record)
-                    # What is mapped may have been written anew meanwhile: by then it is offered no more.
-                    if not plane.offers_still(chunk.planes[plane.name]):
-                        raise PlaneError(f"{plane.name}: {chunk.name} was overwritten while it was read")
-                except PlaneError as error:
-                    why_not.append(str(error))
-                    continue
-                with self._lock:
-                    self.bytes[plane.name] += chunk.bytes
-                return
+        for way, size, act in self._ways(chunk, into, anchor):
+            try:
+                act()
+            except (PlaneError, ValueError) as error:
+                why_not.append(str(error))
+                continue
+            with self._lock:
+                self.bytes[way] += size
+            return
         raise WeightsError(f"version {version}: {'; '.join(why_not) or 'no plane in common with its maker'}")
 
+    def _ways(
+        self, chunk: Chunk, into: SafetensorsFile, anchor: Anchor | None
+    ) -> Iterator[tuple[str, int, Callable[[], None]]]:
+        """(name, bytes, act) of each, the best first. Within a node the whole is there at no cost."""
+        for plane in self.planes:
+            if anchor and chunk.delta and plane.name != "shm" and plane.name in chunk.delta.planes:
+                yield f"{plane.name}_delta", chunk.delta.bytes, partial(self._renew, plane, chunk, into, anchor)
+            if plane.name in chunk.planes:
+                yield plane.name, chunk.bytes, partial(self._copy, plane, chunk, into)
 
-def pull_all(manifest: Manifest, puller: Puller, into: SafetensorsFile) -> None:
-    """All of a version."""
-    puller.pull(manifest.chunks, manifest.version, into)
+    def _copy(self, plane: Plane, chunk: Chunk, into: SafetensorsFile) -> None:
+        record = self._read(plane, chunk)
+        for part in chunk.parts:
+            into.put(part, record)
+        # What is mapped may have been written anew meanwhile: by then it is offered no more.
+        if not plane.offers_still(chunk.planes[plane.name]):
+            raise PlaneError(f"{plane.name}: {chunk.name} was overwritten while it was read")
+
+    def _renew(self, plane: Plane, chunk: Chunk, into: SafetensorsFile, anchor: Anchor) -> None:
+        """Put the chunk together from the anchor's and what differs."""
+        difference = self._read(plane, chunk.delta)
+        record = bytearray(chunk.bytes)
+        for part in chunk.parts:
+            anchor.file.get(part, memoryview(record))
+        delta.apply(record, difference)
+        if checksum(record) != chunk.digest:
+            raise PlaneError(f"{plane.name}: {chunk.name} does not come of the anchor and its difference")
+        for part in chunk.parts:
+            into.put(part, memoryview(record))
+
+    def _read(self, plane: Plane, record: Chunk | delta.Delta) -> memoryview:
+        found = plane.read(record.planes[plane.name], self.timeout_s)
+        if checksum(found) != record.digest:
+            raise PlaneError(f"{plane.name}: {record.name} was overwritten, or damaged on its way")
+        return found

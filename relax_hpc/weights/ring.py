@@ -50,12 +50,15 @@ class SlabRing:
         self.chunks = chunks_of([(one.name, one.axis, one.start, one.stop) for one in slices], tensors, limit)
         self.bytes = self.chunks[-1][1] if self.chunks else 0
         self._slabs: list[Slab] = [pool.take(max(1, self.bytes)) for _ in range(count)]
-        self._offered: list[list[str]] = [[] for _ in range(count)]
+        self._pool = pool
+        self._offered: list[list[tuple[str, Slab | None]]] = [[] for _ in range(count)]
+        """By slab: names of records, and the memory that was taken for those that lie elsewhere."""
         self._next = 0
         parts = [(begin, part) for begin, _, parts in self.chunks for part in parts]
         self._rooms: list[list[torch.Tensor]] = []
         for slab in self._slabs:
-            memory = torch.frombuffer(slab.memory, dtype=torch.uint8)
+            # What lies between the parts is in the checksums too.
+            memory = torch.frombuffer(slab.memory, dtype=torch.uint8).zero_()
             self._rooms.append([_room(memory, begin + part.offset, part, tensors[part.name]) for begin, part in parts])
         self._copies = _Copies(self._slabs) if pinned else None
 
@@ -92,14 +95,23 @@ class SlabRing:
         for index, (begin, end, parts) in enumerate(self.chunks):
             name, record = f"{prefix}-{index:04d}", self.record(number, index)
             made.append(Chunk(name, end - begin, checksum(record), parts, offers_of(self.planes, name, record)))
-            self._offered[number].append(name)
+            self._offered[number].append((name, None))
         return made
+
+    def offer_beside(self, number: int, name: str, data: bytes) -> dict[str, dict]:
+        """Put ``data``, which belongs to what is in slab ``number``, on all planes; its descriptors."""
+        slab = self._pool.take(len(data))
+        slab.memory[: len(data)] = data
+        self._offered[number].append((name, slab))
+        return offers_of(self.planes, name, slab.memory[: len(data)])
 
     def withdraw(self, number: int) -> None:
         """Offer slab ``number`` no more."""
-        for name in self._offered[number]:
+        for name, slab in self._offered[number]:
             for plane in self.planes:
                 plane.retire(name)
+            if slab is not None:
+                self._pool.give_back(slab)
         self._offered[number] = []
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Sequence
@@ -16,8 +17,8 @@ from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transfer_queue.planes import Plane
 from relax_hpc.versions import Version
 from relax_hpc.weights.files import TENSORS, copy_small, copy_verified
-from relax_hpc.weights.manifest import WeightsError, read_manifest
-from relax_hpc.weights.pull import Puller, pull_all
+from relax_hpc.weights.manifest import Manifest, WeightsError, read_manifest
+from relax_hpc.weights.pull import Anchor, Puller
 from relax_hpc.weights.staging import Staged, Staging, staging_root
 from relax_hpc.weights.tensors import SafetensorsFile
 
@@ -42,15 +43,34 @@ class Fetcher:
         self.run, self.settings = run, settings
         self.puller = Puller(planes, settings.read_timeout_s)
         self.staging = Staging(staging_root(run))
+        self._anchor: Staged | None = None
+        """The folder of a version that later ones come as differences to; held as long as it may be needed."""
 
     def fetch(self, news: News) -> Staged:
         """A model directory of ``news``, verified, in memory. WeightsError: it is not to be had, in one line."""
         try:
-            return self.staging.get(news.version, lambda folder: self._make(news, folder), self.settings.read_timeout_s)
+            staged = self._get(news)
+            if self.settings.anchor_every and self._is_anchor(news):
+                self._hold(self._get(news))
+            return staged
         except DeadlineError as error:
             raise WeightsError(str(error)) from error
         except OSError as error:
             raise WeightsError(f"version {news.version}: {error}") from error
+
+    def _get(self, news: News) -> Staged:
+        return self.staging.get(news.version, lambda folder: self._make(news, folder), self.settings.read_timeout_s)
+
+    def _is_anchor(self, news: News) -> bool:
+        """False as well where nobody can tell any more."""
+        with contextlib.suppress(WeightsError):
+            return read_manifest(self.run.weights / news.version, news.digest).anchor == news.version
+        return False
+
+    def _hold(self, staged: Staged) -> None:
+        if self._anchor is not None:
+            self._anchor.release()
+        self._anchor = staged
 
     def _make(self, news: News, folder: Path) -> None:
         copy_small(self.run.model, folder)
@@ -58,11 +78,9 @@ class Fetcher:
         try:
             manifest = read_manifest(directory, news.digest)
             self.staging.take_spare(folder / TENSORS)
-            file = SafetensorsFile(folder / TENSORS, manifest.tensors)
-            try:
-                pull_all(manifest, self.puller, file)
-            finally:
-                file.close()
+            with contextlib.ExitStack() as stack:
+                file = stack.enter_context(SafetensorsFile(folder / TENSORS, manifest.tensors))
+                self.puller.pull(manifest, manifest.chunks, file, self._open_anchor(manifest, stack))
         except WeightsError as error:
             if not news.files:
                 raise
@@ -71,6 +89,14 @@ class Fetcher:
                 self.puller.bytes[_FILE] += copy_verified(directory, news.files, folder)
             except WeightsError as worse:
                 raise WeightsError(f"{worse}; and from memory: {error}") from error
+
+    def _open_anchor(self, manifest: Manifest, stack: contextlib.ExitStack) -> Anchor | None:
+        """The anchor that this process holds, if it is a single file of the same tensors."""
+        if self._anchor is not None and self._anchor.path.name == manifest.anchor:
+            with contextlib.suppress(OSError, ValueError):
+                file = SafetensorsFile.reading(self._anchor.path / TENSORS, manifest.tensors)
+                return Anchor(manifest.anchor, stack.enter_context(file))
+        return None
 
     def forget_before(self, version: str) -> None:
         """Remove older versions that no process of this node uses."""

@@ -109,6 +109,20 @@ class SafetensorsFile:
         self._memory[: len(header)] = header
         self._data = np.frombuffer(self._memory, np.uint8)
 
+    @classmethod
+    def reading(cls, path: Path, tensors: Mapping[str, Tensor]) -> SafetensorsFile:
+        """A file that is there, to `get` parts from. ValueError: it is not laid out as this program does it."""
+        header, offsets = header_of(tensors)
+        self = cls.__new__(cls)
+        self.tensors, self._offsets = tensors, offsets
+        self.bytes = len(header) + sum(tensor.bytes for tensor in tensors.values())
+        with path.open("rb") as file:
+            if file.read(len(header)) != header or path.stat().st_size != self.bytes:
+                raise ValueError(f"{path}: not laid out like the version that is to be made from it")
+            self._memory = mmap.mmap(file.fileno(), self.bytes, prot=mmap.PROT_READ)
+        self._data = np.frombuffer(self._memory, np.uint8)
+        return self
+
     def put(self, part: Part, record: memoryview) -> None:
         """Copy ``part`` from where it lies in ``record``. Parts of other tensors than the file's are passed over."""
         whole = self.tensors.get(part.name)
@@ -132,6 +146,12 @@ class SafetensorsFile:
         """The file stays."""
         del self._data
         self._memory.close()
+
+    def __enter__(self) -> SafetensorsFile:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
 def _array(memory: memoryview, offset: int, shape: tuple[int, ...], whole: Tensor) -> np.ndarray:
