@@ -1,0 +1,386 @@
+"""What publishing weights costs: the trainer, the readers, and until everybody serves them.
+
+A real policy of megatron-core is published again and again, by the same code as in a run, with a queue's controller
+beside. Readers are processes with staging folders of their own, as if each were on its own node; they have two cores
+to share with the actor here, which bounds what is end to end. Every figure stands beside its yardstick of the same run.
+
+    python tools/bench/weights.py --layers 8 --readers 1 2 4 --engine --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from figures import Figure, print_figures
+
+from relax_hpc.config.schema import Config, GroupConfig, ModelConfig, ParallelConfig, TinyModelConfig
+from relax_hpc.data.tiny_model import make_tiny_model
+from relax_hpc.rendezvous.channel import Channel
+from relax_hpc.rendezvous.process import die_with_parent
+from relax_hpc.rendezvous.roster import Card, claim_epoch, publish_card
+from relax_hpc.rendezvous.world import free_port
+from relax_hpc.rundir import RunDir
+from relax_hpc.training import parallel
+from relax_hpc.training.hf_files import read_config
+from relax_hpc.training.model import PolicyModel
+from relax_hpc.transfer_queue.client import QueueClient
+from relax_hpc.transfer_queue.controller import Controller
+from relax_hpc.transfer_queue.plan import Plan
+from relax_hpc.versions import Version
+from relax_hpc.weights import delta
+from relax_hpc.weights.files import TENSORS
+from relax_hpc.weights.manifest import read_manifest
+from relax_hpc.weights.publisher import Publisher
+from relax_hpc.weights.staging import Staging
+from relax_hpc.weights.subscriber import News, Subscriber
+from relax_hpc.weights.tensors import SafetensorsFile
+
+WAIT_S = 120.0
+LEARNING_RATE = 1e-6
+STALL, PULL, DELTA = 1.2, 0.8, 0.1
+"""Targets: stall of one memcpy, pull of the plane's raw read, bytes of a difference of the whole."""
+
+
+# -- the actor ---------------------------------------------------------------------------------------------------------
+
+
+class Actor:
+    """A policy with its publisher, a queue beside it, and no training."""
+
+    def __init__(self, folder: Path, shape: TinyModelConfig) -> None:
+        self.run, self.config, self.number = RunDir(folder / "run"), Config(groups_per_step=1), -1
+        self.run.create()
+        self.config.groups = {name: GroupConfig(roles=[name]) for name in ("actor", "rollout")}
+        self.config.weights.file_every = 0
+        make_tiny_model(self.run.model, shape, 0)
+        torch.set_num_threads(1)
+        parallel.initialize(ParallelConfig(), 0, 1, 0, ("127.0.0.1", 0), "cpu", 0, WAIT_S)
+        self.model = PolicyModel(read_config(self.run.model), ModelConfig(dtype="bfloat16"), ParallelConfig())
+        self.model.load_hf(self.run.model)
+
+    @contextmanager
+    def working(self) -> Iterator[Actor]:
+        """With its queue and its publisher."""
+        self.controller = Controller(self.run, Plan.of(self.config), 1)
+        claim_epoch(self.run, "hub")
+        publish_card(self.run, Card("hub", 1, [], self.controller.endpoint))
+        ended = threading.Event()
+        thread = threading.Thread(target=self.controller.serve, args=(ended.is_set,), daemon=True)
+        thread.start()
+        with QueueClient(self.run, self.config, "actor", 1) as self.client:
+            self.client.call("resume", step=0)
+            store, tensors, slices = self.client.store, self.model.tensors(), self.model.slices()
+            self.publisher = Publisher(
+                self.run,
+                self.client,
+                Channel(WAIT_S),
+                store.planes,
+                store.pool,
+                tensors,
+                slices,
+                3,
+                self.config.weights,
+            )
+            yield self
+            self.publisher.settle(WAIT_S)
+            self.publisher.close()
+        ended.set()
+        thread.join()
+
+    def publish(self) -> float:
+        """One more version; how long the trainer is kept."""
+        self.number += 1
+        started = time.perf_counter()
+        self.publisher.publish(Version(1, self.number))
+        return time.perf_counter() - started
+
+    def served_after(self, readers: int) -> float:
+        """Seconds from asking for a version until so many readers say that they serve it."""
+        started = time.perf_counter()
+        self.publish()
+        while sum(found == Version(1, self.number) for _, found in self.controller.state.readers.values()) < readers:
+            if time.perf_counter() - started > WAIT_S:
+                raise TimeoutError(f"version {self.number} is not served by {readers} readers in {WAIT_S:g} s")
+            time.sleep(0.001)
+        return time.perf_counter() - started
+
+
+def stall(actor: Actor, rounds: int) -> list[Figure]:
+    """What a publish keeps the trainer, and what a memcpy of its bytes takes, in turns."""
+    ring = actor.publisher.ring
+    # Allocator-aligned halves of memory that is there already, like the slabs.
+    source, room = np.ones(ring.bytes, np.uint8), np.ones(ring.bytes, np.uint8)
+    kept, copied = [], []
+    for _ in range(rounds):
+        copied.append(timed(lambda: np.copyto(room, source)))
+        kept.append(actor.publish())
+        actor.publisher.settle(WAIT_S)
+    ratio = median(kept) / median(copied)
+    return [
+        Figure("weights of a rank", ring.bytes / 2**20, "MiB"),
+        Figure("publish: trainer kept", median(kept) * 1e3, "ms"),
+        Figure("publish: of one memcpy", ratio, "x", f"<= {STALL}", ratio <= STALL),
+    ]
+
+
+def differences(actor: Actor, steps: Sequence[int]) -> list[Figure]:
+    """Bytes of a difference after so many steps of Adam with gradients of random signs, at LEARNING_RATE."""
+    published = [one.view().contiguous() for one in actor.model.slices()]
+    exact = [tensor.float().requires_grad_() for tensor in published]
+    optimizer, generator = torch.optim.Adam(exact, lr=LEARNING_RATE), torch.Generator().manual_seed(0)
+    found = []
+    for step in range(1, max(steps) + 1):
+        for tensor in exact:
+            tensor.grad = torch.randn(tensor.shape, generator=generator)
+        optimizer.step()
+        if step in steps:
+            pairs = [(flat(old), flat(new.detach().bfloat16())) for old, new in zip(published, exact, strict=True)]
+            share = sum(len(delta.encode(*pair, 2)) for pair in pairs) / sum(len(old) for old, _ in pairs)
+            name = f"difference after {step} steps at {LEARNING_RATE:g}"
+            found.append(Figure(name, share, "of full", f"<= {DELTA}", share <= DELTA))
+    return found
+
+
+def flat(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.contiguous().view(torch.uint8).numpy().reshape(-1))
+
+
+def timed(act: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    act()
+    return time.perf_counter() - started
+
+
+# -- readers -----------------------------------------------------------------------------------------------------------
+
+
+def reader(folder: Path, number: int, plane: str, rounds: int) -> None:
+    """A process that follows the weights; with ``rounds`` it first measures its reads, and prints them."""
+    run, config = RunDir(folder / "run"), Config(groups_per_step=1)
+    config.groups = {name: GroupConfig(roles=[name]) for name in ("actor", "rollout")}
+    with QueueClient(run, config, "rollout", 1) as client:
+        planes = [one for one in client.store.planes if one.name == plane]
+        subscriber = Subscriber(run, client, f"rollout/{number}", planes, config.weights)
+        subscriber.fetcher.staging = Staging(folder / f"node-{number}")
+        announced = subscriber.newer().result(WAIT_S)
+        if rounds:
+            print(json.dumps(reads(subscriber, News(**announced), rounds)), flush=True)
+            return
+        while "version" in announced:
+            news, staged = subscriber.fetch(announced)
+            staged.release()
+            subscriber.served(Version.parse(news.version))
+            announced = subscriber.newer().result(WAIT_S)
+
+
+def reads(subscriber: Subscriber, news: News, rounds: int) -> dict[str, list[float]]:
+    """Seconds of pulls into memory that is there already, and of the plane's reads alone, in turns.
+
+    What a plane has mapped is copied for the second, as a reader has to.
+    """
+    fetcher = subscriber.fetcher
+    manifest = read_manifest(fetcher.run.weights / news.version, news.digest)
+    [plane] = fetcher.puller.planes
+    room = np.ones(max(chunk.bytes for chunk in manifest.chunks), np.uint8)
+
+    def raw() -> None:
+        for chunk in manifest.chunks:
+            record = plane.read(chunk.planes[plane.name], WAIT_S)
+            if plane.name == "shm":
+                np.copyto(room[: chunk.bytes], np.frombuffer(record, np.uint8))
+
+    found: dict[str, list[float]] = {"pull": [], "raw": []}
+    path = fetcher.staging.root / TENSORS
+    path.parent.mkdir(parents=True)
+    for turn in range(rounds + 1):
+        with SafetensorsFile(path, manifest.tensors) as file:
+            times = {"raw": timed(raw), "pull": timed(lambda: fetcher.puller.pull(manifest, manifest.chunks, file))}
+        # The first brings connections and pages.
+        found = {name: [*found[name], *([times[name]] if turn else [])] for name in found}
+    return found
+
+
+@contextmanager
+def processes(kind: str, *arguments: Sequence[object]) -> Iterator[list[subprocess.Popen]]:
+    """This program again, once for each of ``arguments``."""
+    started: list[subprocess.Popen] = []
+    try:
+        for words in arguments:
+            command = [sys.executable, "-W", "ignore", __file__, f"--{kind}", *map(str, words)]
+            started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=die_with_parent))
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+def pulls(actor: Actor, folder: Path, rounds: int) -> list[Figure]:
+    figures = []
+    for number, plane in enumerate(("shm", "tcp"), start=90):
+        actor.publish()
+        with processes("reader", (folder, number, plane, rounds)) as [process]:
+            found = {name: median(times) for name, times in json.loads(process.stdout.readline()).items()}
+        speed, ratio = actor.publisher.ring.bytes / found["pull"] / 1e9, found["raw"] / found["pull"]
+        figures.append(Figure(f"pull by {plane}", speed, "GB/s"))
+        figures.append(Figure(f"pull by {plane}: of its raw read", ratio, "x", f">= {PULL}", ratio >= PULL))
+    return figures
+
+
+def until_served(actor: Actor, folder: Path, counts: Sequence[int], rounds: int) -> list[Figure]:
+    """From the end of a step to the last reader, beside a broadcast of the same tensors to as many."""
+    figures = []
+    for count in counts:
+        with processes("reader", *((folder, number, "tcp", 0) for number in range(count))) as _:
+            actor.served_after(count)
+            served, kept = [], []
+            for _ in range(rounds):
+                served.append(actor.served_after(count))
+                actor.publisher.settle(WAIT_S)
+                kept.append(actor.publish())
+                actor.publisher.settle(WAIT_S)
+        port = free_port("127.0.0.1")
+        with processes("broadcast", *((folder, rank, count + 1, port, rounds) for rank in range(count + 1))) as ranks:
+            together = median(json.loads(ranks[0].stdout.readline()))
+        who = f"{count} reader{'s' * (count > 1)}"
+        figures += [
+            Figure(f"served by {who} after", median(served), "s"),
+            Figure(f"broadcast to {who} (gloo)", together, "s"),
+            Figure(f"{who}: trainer kept, of the broadcast's", median(kept) / together, "x"),
+        ]
+    return figures
+
+
+def broadcast(folder: Path, rank: int, world: int, port: int, rounds: int) -> None:
+    """A rank of a group in which rank 0 sends every tensor to all others; it prints the seconds of each round."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    with (folder / "shapes.json").open() as file:
+        tensors = [torch.ones(shape, dtype=torch.bfloat16) for shape in json.load(file)]
+    times = []
+    for _ in range(rounds + 1):
+        dist.barrier()
+        started = time.perf_counter()
+        for tensor in tensors:
+            dist.broadcast(tensor, 0)
+        dist.barrier()
+        times.append(time.perf_counter() - started)
+    print(json.dumps(times[1:]), flush=True)
+
+
+# -- an engine ---------------------------------------------------------------------------------------------------------
+
+
+def engine_pause(folder: Path, rounds: int) -> list[Figure]:
+    """How long a real SGLang server that is generating stands still for an update of a small model, and why."""
+    from relax_hpc.rollout.engine import GenerateRequest, Sampling
+    from relax_hpc.rollout.sglang_engine import SglangEngine
+
+    model = make_tiny_model(folder / "served", TinyModelConfig(), 0) or folder / "served"
+    config, token = Config(), folder / "token"
+    token.write_text("a-token-of-this-benchmark-alone-0123456789\n")
+    parts: dict[str, list[float]] = {"pause_generation": [], "update_weights_from_disk": [], "continue_generation": []}
+
+    async def scene() -> list[float]:
+        engine = SglangEngine(config, 0, model, Version(1, 0), folder, token)
+        await engine.start()
+        try:
+            call = engine._client._call
+
+            async def timed_call(path: str, *arguments: Any) -> Any:
+                started = time.perf_counter()
+                answer = await call(path, *arguments)
+                if path[1:] in parts:
+                    parts[path[1:]].append(time.perf_counter() - started)
+                return answer
+
+            engine._client._call = timed_call
+            sampling, pauses = Sampling(1.0, 1.0, 4000, (), 0), []
+            work = [GenerateRequest((1, 3, 4), f"p{number}", 0) for number in range(8)]
+            for number in range(rounds):
+                running = asyncio.create_task(engine.generate(work, sampling))
+                while not engine._client._running:
+                    await asyncio.sleep(0)
+                await asyncio.sleep(0.2)
+                await engine.update_weights(model, Version(1, number + 1))
+                pauses.append(engine.pause_s)
+                running.cancel()
+                await asyncio.wait([running])
+            return pauses
+        finally:
+            await engine.close()
+
+    pauses = asyncio.run(scene())
+    figures = [Figure("engine paused (SGLang, small model)", median(pauses) * 1e3, "ms")]
+    return figures + [Figure(f"  of it {name}", median(times) * 1e3, "ms") for name, times in parts.items()]
+
+
+# -- the program -------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--readers", type=int, nargs="*", default=[1, 2, 4])
+    parser.add_argument("--steps", type=int, nargs="*", default=[1, 4, 8], help="after which differences are measured")
+    parser.add_argument("--engine", action="store_true", help="pause of a real SGLang server too")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser.add_argument("--reader", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--broadcast", nargs=5, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.reader:
+        reader(Path(args.reader[0]), int(args.reader[1]), args.reader[2], int(args.reader[3]))
+    elif args.broadcast:
+        broadcast(Path(args.broadcast[0]), *map(int, args.broadcast[1:]))
+    else:
+        measure(args)
+
+
+def measure(args: argparse.Namespace) -> None:
+    shape = TinyModelConfig(
+        hidden_size=args.hidden,
+        num_layers=args.layers,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=args.hidden // 16,
+        intermediate_size=3 * args.hidden,
+    )
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="relax-bench-", dir=memory())))
+        actor = stack.enter_context(Actor(folder, shape).working())
+        shapes = [one.shape for one in actor.model.tensors().values()]
+        (folder / "shapes.json").write_text(json.dumps(shapes))
+        figures = stall(actor, args.rounds)
+        figures += pulls(actor, folder, args.rounds)
+        figures += until_served(actor, folder, args.readers, args.rounds)
+        figures += differences(actor, args.steps) if args.steps else []
+        figures += engine_pause(folder, args.rounds) if args.engine else []
+    print_figures(figures, {"layers": args.layers, "hidden": args.hidden, "rounds": args.rounds}, args.json)
+
+
+def memory() -> str | None:
+    """A folder in memory, like the one in which nodes keep weights."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
+if __name__ == "__main__":
+    main()
