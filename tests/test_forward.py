@@ -82,3 +82,41 @@ def test_a_claim_from_before_a_rollback_is_given_back_and_training_goes_on(monke
     assert client.put_rows == [(8, Version(2, 0).encode())]
     assert told[0] == {"do": "load", "news": asdict(News("e000002-v000000", "new"))}, "what the leader read"
     assert [message["do"] for message in told] == ["load", "score", "end"]
+
+
+class Refreshed:
+    """A reference's subscriber; it pulls what is asked of it."""
+
+    def __init__(self, *_) -> None:
+        self.serving, self.seen, self.told = NOTHING, [], iter(())
+
+    def newer(self, seen: Version = NOTHING) -> Future:
+        return next(self.told, Future())
+
+    def fetch(self, announced):
+        self.seen.append(announced["version"])
+        return News(**announced), "staged"
+
+
+def test_a_reference_takes_the_policy_once_in_so_many_steps(monkeypatch):
+    monkeypatch.setattr(forward, "Subscriber", Refreshed)
+    ranks = SimpleNamespace(size=1, reader=SimpleNamespace(planes=[]))
+    context = SimpleNamespace(
+        client=object(),
+        role="reference",
+        run=None,
+        group="g",
+        config=Config(),
+        spans=lambda *_, **__: nullcontext(),
+    )
+    weights = forward._Weights(context, ranks, SimpleNamespace(load=lambda staged: None), every=10)
+    numbers = [(1, 3), (1, 10), (1, 14), (1, 21), (2, 18), (2, 20), (2, 31)]
+    versions = [Version(*number) for number in numbers]
+    weights.reader.told = iter([done({"version": str(one), "digest": "d"}) for one in versions])
+    weights.news = weights.reader.newer()
+    assert weights.fit(Claim(1, 9, (), (), 9)) and not weights.fit(Claim(1, 10, (), (), 10))
+    for _ in versions:
+        weights.pull()
+    loaded = [Version.parse(name) for name in weights.reader.seen]
+    assert loaded == [Version(1, 10), Version(1, 21), Version(2, 18), Version(2, 20), Version(2, 31)]
+    assert weights.fit(Claim(1, 39, (), (), 39)) and not weights.fit(Claim(1, 40, (), (), 40))

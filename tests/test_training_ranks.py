@@ -15,7 +15,7 @@ from relax_hpc.config.schema import ParallelConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.training import parallel
-from tests.training_helpers import LR, batch, launch, one_rank_fixture, rows, tiny_fixture, tiny_model, trainer  # noqa: F401
+from tests.training_helpers import LR, batch, launch, one_rank_fixture, rows, save, tiny_fixture, tiny_model, trainer  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -57,6 +57,20 @@ def test_two_ranks_agree_with_one(tmp_path: Path, name: str):
     for key, value in resumed[1].items():
         torch.testing.assert_close(value, weights[key], atol=1e-5, rtol=0)
     assert resumed[2][0] == pytest.approx(metrics[1], rel=1e-4, abs=1e-5)
+
+
+def test_a_checkpoint_of_one_rank_goes_on_in_two(tmp_path: Path):
+    directory = tiny_model(tmp_path, tied=False)
+    ours = trainer(directory)
+    ours.accumulate([batch(rows(4, seed=1))])
+    ours.step(LR)
+    save(tmp_path / "e000001-step-000005", ours, {"step": 5})
+    launch(2, LAYOUTS["tensor and sequence"], directory, tmp_path, tmp_path / "e000001-step-000005")
+    ours.accumulate([batch(rows(4, seed=9))])
+    ours.step(LR)
+    first = load_file(tmp_path / "first.safetensors")
+    for key, value in ours.model.export_hf().items():
+        torch.testing.assert_close(first[key], value, atol=1e-5, rtol=0)
 
 
 def test_a_split_that_does_not_fit_the_processes_is_refused():
