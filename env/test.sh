@@ -32,4 +32,5 @@ if [[ ${1:-} == --all ]]; then
 fi
 
 [[ $# -gt 0 ]] || set -- tests -q --durations=15
-exec "$VENV/bin/python" -m pytest -p no:cacheprovider "$@"
+# Two at a time: tests with Slurm wait more than they work.
+exec "$VENV/bin/python" -m pytest -p no:cacheprovider -n 2 --dist loadgroup --no-loadscope-reorder "$@"

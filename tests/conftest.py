@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import uuid
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -38,6 +39,28 @@ def pytest_configure(config: pytest.Config) -> None:
     """Mark this session's environment before the first test starts a process."""
     os.environ[MARK] = uuid.uuid4().hex
     config.stash[LEAKS] = []
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where two processes share the tests: a file is one's alone, all that use Slurm are one's, and begin at once."""
+    if not hasattr(config, "workerinput"):
+        return
+    groups = {item: "slurm" if needs_slurm(item) else item.nodeid.partition("::")[0] for item in items}
+    for item, group in groups.items():
+        item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: groups[item] != "slurm")
+
+
+def needs_slurm(item: pytest.Item) -> bool:
+    """Whether it uses a cluster on this machine; two at a time would be in each other's way."""
+    return "slurm" in item.path.name or not {"sandbox", "small_sandbox"}.isdisjoint(getattr(item, "fixturenames", ()))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """What the tests of one of several processes left behind counts as if there was one process."""
+    node.config.stash[LEAKS] += getattr(node, "workeroutput", {}).get("leaks", [])
 
 
 def _environment(process: psutil.Process) -> dict[str, str]:
@@ -80,6 +103,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     for process in left_processes():
         session.config.stash[LEAKS].append(_describe(process))
         process.kill()
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["leaks"] = session.config.stash[LEAKS]
     if session.config.stash[LEAKS]:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
