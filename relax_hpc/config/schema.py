@@ -288,7 +288,7 @@ class WeightsConfig:
     it costs every rank and every node one more copy of the weights in memory. 0: never."""
     read_timeout_s: float = bounded(120.0, 0.1)
     """For one record of a version to arrive, and for a version that cannot be read to be tried again."""
-    chunk_bytes: int = bounded(256 << 20, 4096)
+    chunk_bytes: int = bounded(32 << 20, 4096)
     """Of a record: while one is verified, the next one is read. A single tensor is never divided."""
 
 

@@ -105,7 +105,8 @@ class SafetensorsFile:
             # A full disk is an error here, and would be a signal in a mapping.
             file.truncate(self.bytes)
             os.posix_fallocate(file.fileno(), 0, self.bytes)
-            self._memory = mmap.mmap(file.fileno(), self.bytes)
+            # All pages at once: one after the other, as they are first written, takes longer than the copy.
+            self._memory = mmap.mmap(file.fileno(), self.bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self._memory[: len(header)] = header
         self._data = np.frombuffer(self._memory, np.uint8)
 

@@ -4,7 +4,7 @@ A real policy of megatron-core is published again and again, by the same code as
 beside. Readers are processes with staging folders of their own, as if each were on its own node; they have two cores
 to share with the actor here, which bounds what is end to end. Every figure stands beside its yardstick of the same run.
 
-    python tools/bench/weights.py --layers 8 --readers 1 2 4 --engine --json
+    python tools/bench/weights.py --layers 4 --readers 1 2 4 --engine --json
 """
 
 from __future__ import annotations
@@ -122,10 +122,11 @@ class Actor:
 
 
 def stall(actor: Actor, rounds: int) -> list[Figure]:
-    """What a publish keeps the trainer, and what a memcpy of its bytes takes, in turns."""
+    """What a publish keeps the trainer, and what a memcpy of its bytes in one piece takes, in turns, from memory like
+    the parameters' to memory like the slabs'."""
     ring = actor.publisher.ring
-    # Allocator-aligned halves of memory that is there already, like the slabs.
-    source, room = np.ones(ring.bytes, np.uint8), np.ones(ring.bytes, np.uint8)
+    source = torch.ones(ring.bytes, dtype=torch.uint8).numpy()
+    room = np.frombuffer(actor.client.store.pool.take(ring.bytes).memory, np.uint8)[: ring.bytes]
     kept, copied = [], []
     for _ in range(rounds):
         copied.append(timed(lambda: np.copyto(room, source)))
@@ -337,8 +338,8 @@ def engine_pause(folder: Path, rounds: int) -> list[Figure]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=2048, help="of each layer; 2048: the layers of Qwen3-1.7B")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--readers", type=int, nargs="*", default=[1, 2, 4])
     parser.add_argument("--steps", type=int, nargs="*", default=[1, 4, 8], help="after which differences are measured")
@@ -360,7 +361,7 @@ def measure(args: argparse.Namespace) -> None:
         hidden_size=args.hidden,
         num_layers=args.layers,
         num_attention_heads=16,
-        num_key_value_heads=4,
+        num_key_value_heads=8,
         head_dim=args.hidden // 16,
         intermediate_size=3 * args.hidden,
     )
