@@ -69,6 +69,8 @@ def _weights(config: Config) -> Findings:
             f"weights.publish_lag: found {weights.publish_lag}, allowed: at least weights.publish_every - 1, "
             f"{every - 1}; an engine can have no newer version"
         )
+    if weights.slabs == 1:
+        yield "weights.slabs: found 1, allowed: 0, or at least 2; one is written while another is read"
     for name in ("file_every", "keep_every"):
         if (found := getattr(weights, name)) % every:
             yield f"weights.{name}: found {found}, allowed: 0, or multiples of weights.publish_every, {every}"

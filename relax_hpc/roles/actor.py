@@ -59,7 +59,7 @@ class Actor:
             self.ranks.pool,
             model.tensors(),
             model.slices(),
-            self.config.max_staleness + 2,
+            self.config.weights.slabs or self.config.max_staleness + 2,
             self.config.weights,
             pinned=self.config.model.device == "cuda",
         )
