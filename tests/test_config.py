@@ -302,6 +302,7 @@ FINDINGS = [
             "weights.keep_every: found 10",
         ],
     ),
+    ({"weights.slabs": 1}, ["weights.slabs: found 1, allowed: 0, or at least 2"]),
     ({"groups.rollout": None}, ["groups: found role rollout in no group"]),
     ({"groups.actor_fwd": None}, ["groups: found role actor_fwd in no group"]),
     ({"groups.hub": None}, ["but no hub", "role advantages in no group"]),

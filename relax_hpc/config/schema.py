@@ -287,8 +287,8 @@ class WeightsConfig:
     other nodes that have it read less. Of use where little changes in a step, as in bfloat16 at small learning rates;
     it costs every rank and every node one more copy of the weights in memory. 0: never."""
     slabs: int = bounded(0, 0)
-    """Versions that the actor keeps in memory, each rank its part. 0: `max_staleness` + 2, with which no engine's version
-    is overwritten while it must have it; with fewer, at least 2, a slow one has to take the next."""
+    """Versions that the actor keeps in memory, each rank its part. 0: `max_staleness` + 2, with which no version is
+    overwritten while an engine must have it; with fewer, at least 2, a slow one has to take the next."""
     read_timeout_s: float = bounded(120.0, 0.1)
     """For one record of a version to arrive, and for a version that cannot be read to be tried again."""
     chunk_bytes: int = bounded(32 << 20, 4096)
