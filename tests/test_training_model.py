@@ -88,7 +88,7 @@ def test_other_models_are_refused(tiny: Path, change: dict, says: str):
 
 
 def test_rope_theta_is_found_where_transformers_5_puts_it(tiny: Path):
-    from relax_hpc.training.qwen3 import rope_theta
+    from relax_hpc.training.hf_config import rope_theta
 
     assert rope_theta({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}) == 5e5
     assert rope_theta(read_config(tiny)) == 1e6

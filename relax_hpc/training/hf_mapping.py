@@ -42,20 +42,28 @@ class Qwen3Shape:
     head_dim: int
     vocab: int
     tied: bool
+    experts: int = 0
+    """Of every layer; 0: a dense model."""
+    expert_inner: int = 0
 
     @classmethod
     def of(cls, hf_config: dict[str, Any]) -> Qwen3Shape:
         """From the content of config.json."""
         heads = hf_config["num_attention_heads"]
+        mixed = hf_config.get("model_type") == "qwen3_moe"
         return cls(
             hidden=hf_config["hidden_size"],
-            inner=hf_config["intermediate_size"],
+            # Where every layer has experts, nothing has this size.
+            inner=hf_config.get("intermediate_size", 0) if mixed else hf_config["intermediate_size"],
             layers=hf_config["num_hidden_layers"],
             heads=heads,
             groups=hf_config.get("num_key_value_heads", heads),
             head_dim=hf_config.get("head_dim") or hf_config["hidden_size"] // heads,
             vocab=hf_config["vocab_size"],
             tied=hf_config.get("tie_word_embeddings", False),
+            # transformers 5 writes the second name.
+            experts=(hf_config.get("num_experts") or hf_config["num_local_experts"]) if mixed else 0,
+            expert_inner=hf_config["moe_intermediate_size"] if mixed else 0,
         )
 
     def padded_vocab(self, tensor: int) -> int:
@@ -79,6 +87,14 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredForm:
+    """A tensor as a file may hold it: the bytes of its pieces, one after the other."""
+
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Entry:
     """A megatron-core parameter of one pipeline stage and the pieces that it is fused of."""
 
@@ -91,6 +107,22 @@ def all_pieces(shape: Qwen3Shape) -> dict[str, Piece]:
     """Every Hugging Face tensor of the model by name."""
     entries = stage_entries(shape, range(shape.layers), first=True, last=True)
     return {piece.name: piece for entry in entries for piece in entry.pieces}
+
+
+def stored_forms(shape: Qwen3Shape) -> dict[str, StoredForm]:
+    """By name, everything that a file of this model may hold: each piece by itself, a tied embedding's copy, and all
+    experts of a layer in one tensor, as transformers 5 has them in memory ([experts, rows, columns] of `Linear`)."""
+    pieces = all_pieces(shape)
+    forms = {name: StoredForm(piece.shape, (piece,)) for name, piece in pieces.items()}
+    if shape.tied:
+        forms[OUTPUT] = forms[EMBEDDING]
+    for layer in range(shape.layers if shape.experts else 0):
+        prefix = f"model.layers.{layer}.mlp.experts."
+        for name, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+            packed = [pieces[f"{prefix}{e}.{part}.weight"] for e in range(shape.experts) for part in parts]
+            rows, columns = packed[0].shape
+            forms[prefix + name] = StoredForm((shape.experts, rows * len(parts), columns), tuple(packed))
+    return forms
 
 
 def stage_entries(
@@ -123,16 +155,31 @@ def _layer_entries(shape: Qwen3Shape, local: str, hf: str, names: dict[str, str]
         piece("self_attn.k_proj", (value, shape.hidden), 0),
         piece("self_attn.v_proj", (value, shape.hidden), 0),
     )
-    gate_up = tuple(piece(f"mlp.{name}_proj", (shape.inner, shape.hidden), 0) for name in ("gate", "up"))
-    return [
+    entries = [
         Entry(local + names["input_norm"], (piece("input_layernorm", (shape.hidden,)),)),
         Entry(local + "self_attention.linear_qkv.weight", qkv, "qkv"),
         Entry(local + "self_attention.q_layernorm.weight", (piece("self_attn.q_norm", (dim,)),)),
         Entry(local + "self_attention.k_layernorm.weight", (piece("self_attn.k_norm", (dim,)),)),
         Entry(local + "self_attention.linear_proj.weight", (piece("self_attn.o_proj", (shape.hidden, query), 1),)),
-        Entry(local + names["mlp_norm"], (piece("post_attention_layernorm", (shape.hidden,)),)),
-        Entry(local + "mlp.linear_fc1.weight", gate_up, "rows"),
-        Entry(local + "mlp.linear_fc2.weight", (piece("mlp.down_proj", (shape.hidden, shape.inner), 1),)),
+    ]
+    norm = piece("post_attention_layernorm", (shape.hidden,))
+    if not shape.experts:
+        entries.append(Entry(local + names["mlp_norm"], (norm,)))
+        return entries + _mlp_entries(local + "mlp.", hf + "mlp.", shape.hidden, shape.inner)
+    # Beside experts no layer spec fuses the norm.
+    entries.append(Entry(local + _LOCAL_NAMES["mlp_norm"], (norm,)))
+    entries.append(Entry(local + "mlp.router.weight", (piece("mlp.gate", (shape.experts, shape.hidden)),)))
+    for expert in range(shape.experts):
+        ours, theirs = f"{local}mlp.experts.local_experts.{expert}.", f"{hf}mlp.experts.{expert}."
+        entries += _mlp_entries(ours, theirs, shape.hidden, shape.expert_inner)
+    return entries
+
+
+def _mlp_entries(local: str, hf: str, hidden: int, inner: int) -> list[Entry]:
+    gate_up = tuple(Piece(f"{hf}{name}_proj.weight", (inner, hidden), 0) for name in ("gate", "up"))
+    return [
+        Entry(local + "linear_fc1.weight", gate_up, "rows"),
+        Entry(local + "linear_fc2.weight", (Piece(f"{hf}down_proj.weight", (hidden, inner), 1),)),
     ]
 
 

@@ -25,9 +25,14 @@ def layer_spec(config: TransformerConfig, device: str) -> TransformerBlockSubmod
     """The layers of this pipeline stage and the final norm."""
     if uses_transformer_engine(device):
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
+    if config.num_moe_experts:
+        # In a checkpoint the norm before experts has Transformer Engine's name, which is its own.
+        layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.")
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = CausalAttention
     if config.qk_layernorm:

@@ -16,6 +16,7 @@ from relax_hpc.config.schema import ModelConfig, ParallelConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.training import parallel as ranks
 from relax_hpc.training.batches import Batch
+from relax_hpc.training.hf_config import check_supported
 from relax_hpc.training.hf_files import SafetensorFiles, write_directory
 from relax_hpc.training.hf_mapping import (
     Entry,
@@ -47,13 +48,12 @@ class PolicyModel:
 
     def __init__(self, hf_config: dict[str, Any], model: ModelConfig, parallel: ParallelConfig) -> None:
         from megatron.core import parallel_state
-        from megatron.core.models.gpt import GPTModel
         from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
         from relax_hpc.training import qwen3
-        from relax_hpc.training.layer_spec import layer_spec, uses_transformer_engine
+        from relax_hpc.training.layer_spec import uses_transformer_engine
 
-        qwen3.check_supported(hf_config)
+        check_supported(hf_config)
         self.hf_config = hf_config
         self.shape = Qwen3Shape.of(hf_config)
         qwen3.check_split(self.shape, parallel)
@@ -64,17 +64,7 @@ class PolicyModel:
         self.length_multiple = parallel.tensor if self.config.sequence_parallel else 1
         """Padded sequence lengths must be multiples of this."""
         first, last = self.layout.first_stage, self.layout.last_stage
-        self.module = GPTModel(
-            config=self.config,
-            transformer_layer_spec=layer_spec(self.config, model.device),
-            vocab_size=self.shape.padded_vocab(parallel.tensor),
-            max_sequence_length=hf_config.get("max_position_embeddings", 0),
-            pre_process=first,
-            post_process=last,
-            share_embeddings_and_output_weights=self.shape.tied,
-            position_embedding_type="rope",
-            rotary_base=qwen3.rope_theta(hf_config),
-        ).to(self.device)
+        self.module = qwen3.build(hf_config, self.config, model.device, first, last)
         offset = get_transformer_layer_offset(self.config)
         self._entries = stage_entries(
             self.shape,

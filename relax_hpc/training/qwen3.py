@@ -1,4 +1,4 @@
-"""From a Qwen3 config.json to megatron-core's transformer configuration; what is not understood is refused."""
+"""From a Qwen3 config.json to megatron-core's transformer configuration and model."""
 
 from __future__ import annotations
 
@@ -6,35 +6,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from relax_hpc.config.schema import ModelConfig, ParallelConfig
 from relax_hpc.errors import ConfigError
+from relax_hpc.training.hf_config import rope_theta
 from relax_hpc.training.hf_mapping import Qwen3Shape
+from relax_hpc.training.layer_spec import layer_spec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_REQUIRED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "rms_norm_eps",
-)
-_ONLY = {"model_type": "qwen3", "hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
-
-
-def check_supported(hf_config: dict[str, Any]) -> None:
-    """ConfigError naming the key of config.json that this trainer does not know how to train."""
-    for key in _REQUIRED:
-        if key not in hf_config:
-            raise ConfigError(f"config.json: {key} is missing; is this a Qwen3 model?")
-    for key, allowed in _ONLY.items():
-        if hf_config.get(key, allowed) != allowed:
-            raise ConfigError(f"config.json: {key} is {hf_config[key]!r}, supported is {allowed!r}")
-    kind = _rope(hf_config).get("rope_type", "default")
-    if kind != "default":
-        raise ConfigError(f"config.json: rope_type is {kind!r}, supported is 'default'")
 
 
 def check_split(shape: Qwen3Shape, parallel: ParallelConfig) -> None:
@@ -48,22 +29,14 @@ def check_split(shape: Qwen3Shape, parallel: ParallelConfig) -> None:
         )
 
 
-def rope_theta(hf_config: dict[str, Any]) -> float:
-    """Base of the rotary embedding, wherever this transformers release keeps it."""
-    return float(_rope(hf_config).get("rope_theta") or hf_config.get("rope_theta") or 10000.0)
-
-
-def _rope(hf_config: dict[str, Any]) -> dict[str, Any]:
-    return hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
-
-
 def transformer_config(hf_config: dict[str, Any], model: ModelConfig, parallel: ParallelConfig) -> TransformerConfig:
     """megatron-core's description of the model, split as `parallel` says, in the run's parameter type."""
     shape, dtype = Qwen3Shape.of(hf_config), DTYPES[model.dtype]
     return TransformerConfig(
+        **_mixture(hf_config, shape) if shape.experts else _dense(parallel),
         num_layers=shape.layers,
         hidden_size=shape.hidden,
-        ffn_hidden_size=shape.inner,
+        ffn_hidden_size=shape.expert_inner or shape.inner,
         num_attention_heads=shape.heads,
         num_query_groups=shape.groups,
         kv_channels=shape.head_dim,
@@ -83,10 +56,6 @@ def transformer_config(hf_config: dict[str, Any], model: ModelConfig, parallel: 
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
         sequence_parallel=parallel.sequence_parallel and parallel.tensor > 1,
-        # Micro-batches differ in length, and a stage learns the shape from the one before it.
-        variable_seq_lengths=parallel.pipeline > 1,
-        # megatron-core asks this of dense models too when lengths vary.
-        moe_token_dispatcher_type="alltoall",
         # Losses are sums; the trainer divides once by the step's weight.
         calculate_per_token_loss=True,
         use_cpu_initialization=model.device == "cpu",
@@ -99,3 +68,42 @@ def transformer_config(hf_config: dict[str, Any], model: ModelConfig, parallel: 
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
     )
+
+
+def _dense(parallel: ParallelConfig) -> dict[str, Any]:
+    return {
+        # Micro-batches differ in length, and a stage learns the shape from the one before it.
+        "variable_seq_lengths": parallel.pipeline > 1,
+        # megatron-core asks this of dense models too when lengths vary.
+        "moe_token_dispatcher_type": "alltoall",
+    }
+
+
+def _mixture(hf_config: dict[str, Any], shape: Qwen3Shape) -> dict[str, Any]:
+    return {
+        "num_moe_experts": shape.experts,
+        "moe_ffn_hidden_size": shape.expert_inner,
+        "moe_router_topk": hf_config["num_experts_per_tok"],
+        # Without it the softmax is over the chosen experts, which is the same as normalising their probabilities.
+        "moe_router_pre_softmax": not hf_config.get("norm_topk_prob", False),
+        "moe_router_load_balancing_type": "none",
+        # The other dispatchers need CUDA's events.
+        "moe_token_dispatcher_type": "allgather",
+        "moe_grouped_gemm": False,
+    }
+
+
+def build(hf_config: dict[str, Any], config: TransformerConfig, device: str, first: bool, last: bool) -> GPTModel:
+    """A pipeline stage with random weights, holding the embedding if `first` and the output layer if `last`."""
+    shape = Qwen3Shape.of(hf_config)
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=layer_spec(config, device),
+        vocab_size=shape.padded_vocab(config.tensor_model_parallel_size),
+        max_sequence_length=hf_config.get("max_position_embeddings", 0),
+        pre_process=first,
+        post_process=last,
+        share_embeddings_and_output_weights=shape.tied,
+        position_embedding_type="rope",
+        rotary_base=rope_theta(hf_config),
+    ).to(device)
