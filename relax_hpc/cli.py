@@ -12,6 +12,7 @@ from jsonargparse import SUPPRESS, ArgumentParser
 
 from relax_hpc import __version__
 from relax_hpc.cli_command import CONFIG_USAGE, Command, complain, config_arguments
+from relax_hpc.cli_convert import CONVERT
 from relax_hpc.cli_living import LIVING
 from relax_hpc.cli_queue import QUEUE
 from relax_hpc.config.changes import change_files
@@ -241,4 +242,5 @@ COMMANDS = {
         "Draw the metrics of one or more runs.", "RUN [RUN ...] [--output F] [--tags T ...]", _plot_arguments, _plot
     ),
     "queue": QUEUE,
+    "convert": CONVERT,
 }

@@ -142,10 +142,10 @@ def trainer(
     return Trainer(policy(directory, split, dtype), ALGORITHM, optimizer, temperature=0.9)
 
 
-def launch(world: int, *args: object, timeout_s: float = 120.0) -> None:
-    """Run `training_rank.py` in `world` processes; AssertionError with their output if one fails."""
+def launch(world: int, *args: object, timeout_s: float = 120.0, module: str = "tests.training_rank") -> None:
+    """Run `module` in `world` processes; AssertionError with their output if one fails."""
     master = f"127.0.0.1:{free_port('127.0.0.1')}"
-    command = [sys.executable, "-W", "ignore", "-m", "tests.training_rank", master, str(world)]
+    command = [sys.executable, "-W", "ignore", "-m", module, master, str(world)]
     ranks = [
         subprocess.Popen(
             [*command, str(rank), *map(str, args)],

@@ -18,7 +18,7 @@ from relax_hpc.checkpoint.store import MARKER
 from relax_hpc.checkpoint.to_hf import MegatronTensors, ToHf, check_types
 from relax_hpc.checkpoint.to_megatron import HEADERS, HUGGINGFACE, ToMegatron
 from relax_hpc.checkpoint.torch_dist import CONFIG, METADATA, StoredState
-from relax_hpc.checkpoint.workspace import Workspace
+from relax_hpc.checkpoint.workspace import Workspace, check_free
 from relax_hpc.errors import ConfigError
 from relax_hpc.training.hf_config import check_convertible
 from relax_hpc.training.hf_files import read_config
@@ -57,22 +57,27 @@ def convert(request: Request, progress: Callable[[str], None] = lambda line: Non
     target is there. RelaxError: the target cannot be written.
     """
     started = time.monotonic()
-    if is_hf(request.source):
-        report = _to_megatron(request, progress)
-    elif is_megatron(request.source):
-        report = _to_hf(request, progress)
-    else:
-        raise ConfigError(
-            f"{request.source}: found neither *.safetensors (a Hugging Face model) nor {METADATA} (a megatron-core "
-            "torch_dist checkpoint); name a directory of one of the two"
-        )
+    check_paths(request)
+    report = (_to_megatron if is_hf(request.source) else _to_hf)(request, progress)
     about = {"source": str(request.source), "target": str(request.target)}
     return about | report | {"seconds": round(time.monotonic() - started, 3)}
 
 
+def check_paths(request: Request) -> None:
+    """ConfigError unless the source looks like something that can be converted, and the target is free."""
+    if not is_hf(request.source) and not is_megatron(request.source):
+        raise ConfigError(
+            f"{request.source}: found neither *.safetensors (a Hugging Face model) nor {METADATA} (a megatron-core "
+            "torch_dist checkpoint); name a directory of one of the two"
+        )
+    check_free(request.target)
+
+
 def is_hf(directory: Path) -> bool:
     """Whether it looks like a Hugging Face model."""
-    return (directory / "config.json").exists() or any(directory.glob("*.safetensors")) and not is_megatron(directory)
+    return (directory / "config.json").exists() or (
+        any(directory.glob("*.safetensors")) and not is_megatron(directory)
+    )
 
 
 def is_megatron(directory: Path) -> bool:

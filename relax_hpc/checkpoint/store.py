@@ -85,6 +85,8 @@ def _read_marker(directory: Path, digest: str | None) -> dict[str, Any]:
 def _check_marker(directory: Path, marker: dict[str, Any], trainer: Trainer) -> None:
     if "error" in marker:
         raise CheckpointError(marker["error"])
+    if marker["optimizer"] is None:
+        raise ConfigError(f"{directory}: a converted model, without optimizer; convert it to Hugging Face and start there")
     for key, wanted in optimizer_of(trainer).items():
         if marker["optimizer"].get(key) != wanted:
             raise ConfigError(

@@ -156,7 +156,7 @@ class ToHf:
         for number, plan in enumerate(plans, start=1):
             tensors = (self.source.read(name).to(self.dtype_of(name)) for name in plan.pieces)
             record = work.file(plan.name, lambda file, plan=plan, these=tensors: write_tensors(file, plan.header, these))
-            progress(f"file {number} of {len(plans)}, {record['bytes'] / 1e9:.3f} GB: {plan.name}")
+            progress(f"file {number} of {len(plans)}, {record['bytes'] / 1e6:.1f} MB: {plan.name}")
         work.finish(lambda path: self._describe(path, plans))
 
     def _describe(self, path: Path, plans: list[FilePlan]) -> None:

@@ -81,7 +81,8 @@ class ToMegatron:
         for number, part in enumerate(parts):
             name = f"__{number}_0.distcp"
             records[name] = work.file(name, lambda file, part=part: self._write_part(part, file))
-            progress(f"part {number + 1} of {len(parts)}, {records[name]['bytes'] / 1e9:.3f} GB: {part[-1].entry.name}")
+            size = records[name]["bytes"] / 1e6
+            progress(f"part {number + 1} of {len(parts)}, {size:.1f} MB: up to {part[-1].entry.name}")
         work.finish(lambda path: self._describe(path, records))
 
     def _write_part(self, part: list[Parameter], file: HashedFile) -> list[dict[str, Any]]:

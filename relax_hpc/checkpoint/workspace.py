@@ -59,8 +59,7 @@ class Workspace:
     """
 
     def __init__(self, target: Path, plan: Any) -> None:
-        if target.exists() or target.is_symlink():
-            raise ConfigError(f"{target}: is there already, and is never overwritten; name another target")
+        check_free(target)
         digest = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:12]
         self.target = target
         self.path = target.with_name(f".{target.name}.converting-{digest}")
@@ -121,6 +120,12 @@ class Workspace:
             sync_directory(self.target.parent)
         for other in self.target.parent.glob(f".{self.target.name}.converting-*"):
             shutil.rmtree(other, ignore_errors=True)
+
+
+def check_free(target: Path) -> None:
+    """ConfigError if something has this name."""
+    if target.exists() or target.is_symlink():
+        raise ConfigError(f"{target}: is there already, and is never overwritten; name another target")
 
 
 @contextmanager

@@ -1,0 +1,114 @@
+"""Small models in every form that can be converted, and conversions that are killed."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from relax_hpc.checkpoint.convert import Request, convert
+from relax_hpc.training.hf_mapping import Qwen3Shape, all_pieces, stored_forms
+
+VOCAB = 61
+"""Odd, so that two tensor-parallel ranks pad it."""
+DENSE = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "torch_dtype": "float32",
+}
+MIXED = DENSE | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+}
+
+
+def model(
+    directory: Path,
+    config: dict,
+    packed: bool = False,
+    files: int = 1,
+    dtype: torch.dtype = torch.float32,
+    head: bool = False,
+) -> Path:
+    """A random model of `config` in a new `directory`, experts `packed`, a tied embedding repeated as `head` if asked."""
+    shape, generator = Qwen3Shape.of(config), torch.Generator().manual_seed(5)
+
+    def draw(size: tuple[int, ...]) -> torch.Tensor:
+        noise = torch.randn(size, generator=generator)
+        return (1 + 0.1 * noise if len(size) == 1 else 0.3 * noise).to(dtype)
+
+    pieces = {name: draw(piece.shape) for name, piece in all_pieces(shape).items()}
+    forms = stored_forms(shape)
+    names = [name for name in forms if ("experts." in name) <= (packed == (not name.endswith(".weight")))]
+    if shape.tied and not head:
+        names.remove("lm_head.weight")
+    tensors = {
+        name: torch.cat([pieces[piece.name].flatten() for piece in forms[name].pieces]).view(forms[name].shape)
+        for name in names
+    }
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text(json.dumps(config | {"torch_dtype": str(dtype).removeprefix("torch.")}))
+    (directory / "tokenizer_config.json").write_text("{}")
+    where = {}
+    for number in range(files):
+        name = "model.safetensors" if files == 1 else f"model-{number + 1:05d}-of-{files:05d}.safetensors"
+        mine = {key: tensors[key] for key in names[number::files]}
+        save_file(mine, directory / name, metadata={"format": "pt"})
+        where |= dict.fromkeys(mine, name)
+    if files > 1:
+        (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    return directory
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    """All files below `directory`."""
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def to(source: Path, target: Path, **options: object) -> dict:
+    """The report of a conversion."""
+    return convert(Request(source=source, target=target, **options))
+
+
+def in_child(act: Callable[[], object]) -> int:
+    """The exit code of a child process that does it; negative: the signal that ended it."""
+    child = multiprocessing.get_context("fork").Process(target=act)
+    child.start()
+    child.join(60)
+    return child.exitcode
+
+
+def kill_at(number: int) -> Callable[..., None]:
+    """A function that kills its process, as `kill -9` does, when it is called for the `number`th time."""
+    calls = iter(range(1, number))
+
+    def act(*_: object) -> None:
+        if next(calls, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return act

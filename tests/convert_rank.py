@@ -1,0 +1,89 @@
+"""One rank of the test of layouts: `python -m tests.convert_rank MASTER WORLD RANK FOLDER`.
+
+Under each split, loads <FOLDER>/<model>-megatron, compares its logits with the expected ones, and saves it again as
+<FOLDER>/<model>-<split>.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+from safetensors.torch import load_file
+
+from relax_hpc.checkpoint.strategy import StateWriter
+from relax_hpc.checkpoint.verify import load_module
+from relax_hpc.config.schema import ModelConfig, ParallelConfig
+from relax_hpc.rendezvous.channel import Channel
+from relax_hpc.training import parallel
+from relax_hpc.training.hf_files import read_config
+from relax_hpc.training.hf_mapping import Qwen3Shape
+
+SPLITS = {"tensor": (2, 1, 1), "pipeline": (1, 2, 1), "expert": (1, 1, 2)}
+"""Tensor, pipeline, expert."""
+CASES = [("dense", "tensor"), ("dense", "pipeline"), ("mixed", "pipeline"), ("mixed", "expert"), ("mixed", "tensor")]
+
+
+def main() -> None:
+    master, world, rank, folder = sys.argv[1:]
+    host, port = master.split(":")
+    torch.set_num_threads(1)
+    parallel.initialize(ParallelConfig(data=2), int(rank), int(world), int(rank), (host, int(port)), "cpu", 0, 60.0)
+    for name, split in CASES:
+        check(Path(folder), name, split)
+    parallel.destroy()
+
+
+def check(folder: Path, name: str, split: str) -> None:
+    """One model under one split."""
+    from relax_hpc.training import qwen3
+
+    tensor, pipeline, expert = SPLITS[split]
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tensor, pipeline, expert_model_parallel_size=expert)
+    hf_config = read_config(folder / name)
+    layout = ParallelConfig(tensor=tensor, pipeline=pipeline, sequence_parallel=tensor > 1)
+    config = qwen3.transformer_config(hf_config, ModelConfig(), layout)
+    config.expert_model_parallel_size = expert
+    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    module = qwen3.build(hf_config, config, "cpu", first, last).eval()
+    load_module(module, folder / f"{name}-megatron")
+    expected = load_file(folder / f"{name}.logits")
+    logits = forward(module, expected["tokens"], first, last)
+    if last:
+        columns = expected["logits"].shape[-1]
+        torch.testing.assert_close(whole(logits, tensor)[..., :columns], expected["logits"], atol=1e-4, rtol=0)
+    channel, target = Channel(60.0), folder / f"{name}-{split}"
+    if channel.rank == 0:
+        target.mkdir()
+    channel.gather(None)
+    StateWriter(channel, parallel.layout().data_size, False).stage({"model": module.sharded_state_dict(prefix="")})(target)
+
+
+@torch.no_grad()
+def forward(module: torch.nn.Module, tokens: torch.Tensor, first: bool, last: bool) -> torch.Tensor:
+    """[b, s, columns of this rank], or the hidden states of a stage that is not the last."""
+    positions = torch.arange(tokens.shape[1])[None]
+    if not first:
+        hidden = torch.empty(tokens.shape[1], tokens.shape[0], module.config.hidden_size)
+        torch.distributed.recv(hidden, 0)
+        module.set_input_tensor(hidden)
+    out = module(tokens, positions, None)
+    if not last:
+        torch.distributed.send(out, 1)
+    return out
+
+
+def whole(logits: torch.Tensor, tensor: int) -> torch.Tensor:
+    """All columns."""
+    parts = [torch.empty_like(logits) for _ in range(tensor)]
+    torch.distributed.all_gather(parts, logits.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
+    return torch.cat(parts, dim=-1)
+
+
+if __name__ == "__main__":
+    # A model of an odd vocabulary is padded under the tensor split, and unpadded under the others.
+    assert Qwen3Shape(1, 1, 1, 1, 1, 1, 61, False).padded_vocab(2) == 62
+    main()

@@ -1,0 +1,109 @@
+"""Converted checkpoints in real models: the logits of transformers, under every split, and what runs have saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from relax_hpc.checkpoint import store, verify
+from relax_hpc.checkpoint.to_hf import MegatronTensors
+from relax_hpc.checkpoint.torch_dist import StoredState
+from relax_hpc.cli import main
+from relax_hpc.config.schema import ModelConfig, ParallelConfig
+from relax_hpc.errors import ConfigError
+from relax_hpc.training.hf_files import read_config
+from relax_hpc.training.hf_mapping import Qwen3Shape
+from relax_hpc.training.model import PolicyModel
+from tests.convert_helpers import DENSE, MIXED, content, model, to
+from tests.convert_rank import CASES
+from tests.training_helpers import batch, launch, load, one_rank_fixture, rows, save, tiny_model, trainer  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+@pytest.mark.parametrize(
+    ("config", "packed"),
+    [(DENSE | {"tie_word_embeddings": True}, False), (MIXED, True), (MIXED | {"norm_topk_prob": False}, False)],
+)
+def test_logits_are_those_of_transformers(tmp_path: Path, config: dict, packed: bool):
+    source = model(tmp_path / "hf", config, packed=packed)
+    found = to(source, tmp_path / "megatron", verify="all", prompt="5,6,7,8,9,10,11,12")["logits"]
+    assert found["tokens"] == 8 and found["largest"] > 1.0 and found["largest_difference"] < 1e-4 * found["largest"]
+    back = to(tmp_path / "megatron", tmp_path / "again", verify="all", prompt="5,6,7,8,9,10,11,12")["logits"]
+    assert back == found
+
+
+def test_any_split_loads_it_and_any_split_can_be_converted(tmp_path: Path):
+    tokens = torch.arange(8)[None]
+    for name, config in (("dense", DENSE), ("mixed", MIXED)):
+        source = model(tmp_path / name, config)
+        to(source, tmp_path / f"{name}-megatron", shard_bytes=20_000)
+        save_file(
+            {"tokens": tokens, "logits": verify.hf_logits(source, tokens[0].tolist())[None]}, tmp_path / f"{name}.logits"
+        )
+    launch(2, tmp_path, module="tests.convert_rank")
+    for name, split in CASES:
+        to(tmp_path / f"{name}-{split}", tmp_path / f"{name}-{split}-hf", model=tmp_path / name, verify="digests")
+        assert content(tmp_path / f"{name}-{split}-hf") == content(tmp_path / name)
+    padded = StoredState(tmp_path / "dense-tensor").tensors["output_layer.weight"].size
+    assert tuple(padded) == (62, 32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_runs_checkpoint_becomes_what_the_run_would_export(tmp_path: Path, dtype: str, capsys):
+    run = tmp_path / "run"
+    tiny_model(tmp_path, tied=True).rename(tmp_path / "model")
+    run.mkdir()
+    (run / "model").symlink_to(tmp_path / "model")
+    ours = trainer(run / "model", dtype=dtype, distributed=dtype == "bfloat16")
+    ours.accumulate([batch(rows(4))])
+    ours.step(1e-3)
+    saved = run / "checkpoints" / "e000001-step-000001"
+    save(saved, ours, {"step": 1})
+    assert main(["convert", str(saved), str(tmp_path / "hf"), "--verify", "--prompt", "3+4="]) == 0
+    assert "logits of 5 tokens differ" in capsys.readouterr().out
+    found, expected = load_file(tmp_path / "hf/model.safetensors"), ours.model.export_hf()
+    assert sorted(found) == sorted(expected)
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    assert read_config(tmp_path / "hf")["torch_dtype"] == dtype
+    assert (tmp_path / "hf/tokenizer.json").read_bytes() == (run / "model/tokenizer.json").read_bytes()
+    saved.joinpath(store.MARKER).unlink()
+    assert main(["convert", str(saved), str(tmp_path / "other")]) == 78
+    assert "COMPLETE.json: missing" in capsys.readouterr().err
+
+
+def test_a_run_does_not_resume_from_a_converted_model(tmp_path: Path):
+    source = tiny_model(tmp_path, tied=True)
+    to(source, tmp_path / "megatron")
+    with pytest.raises(ConfigError, match="a converted model, without optimizer"):
+        load(tmp_path / "megatron", trainer(source))
+
+
+def test_a_policy_takes_it_in_its_own_type(tmp_path: Path):
+    source = tiny_model(tmp_path, tied=False)
+    to(source, tmp_path / "megatron", dtype="bfloat16")
+    policy = PolicyModel(read_config(source), ModelConfig(), ParallelConfig())
+    verify.load_module(policy.module, tmp_path / "megatron")
+    expected = load_file(source / "model.safetensors")
+    for name, value in policy.export_hf().items():
+        assert value.dtype == torch.float32 and torch.equal(value, expected[name].bfloat16().float())
+
+
+def test_a_difference_is_found(tmp_path: Path):
+    source, other = model(tmp_path / "one", DENSE), tmp_path / "other"
+    to(source, tmp_path / "megatron")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.1.self_attn.k_proj.weight"][3, 2] += 1e-3
+    model(other, DENSE)
+    save_file(tensors, other / "model.safetensors")
+    shape = Qwen3Shape.of(DENSE)
+    from relax_hpc.checkpoint.hf_tensors import HfTensors
+
+    with pytest.raises(ConfigError, match=r"1 of 25 tensors differ: model\.layers\.1\.self_attn\.k_proj\.weight"):
+        verify.compare(MegatronTensors(StoredState(tmp_path / "megatron"), shape), HfTensors(other, shape), shape)
+    ids = verify.prompt_ids("", source, DENSE["vocab_size"])
+    theirs, ours = verify.hf_logits(other, ids), verify.megatron_logits(tmp_path / "megatron", DENSE, ids)
+    assert (theirs - ours).abs().max() > 1e-5
