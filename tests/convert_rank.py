@@ -59,7 +59,9 @@ def check(folder: Path, name: str, split: str) -> None:
     if channel.rank == 0:
         target.mkdir()
     channel.gather(None)
-    StateWriter(channel, parallel.layout().data_size, False).stage({"model": module.sharded_state_dict(prefix="")})(target)
+    StateWriter(channel, parallel.layout().data_size, False).stage({"model": module.sharded_state_dict(prefix="")})(
+        target
+    )
 
 
 @torch.no_grad()

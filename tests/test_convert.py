@@ -47,7 +47,9 @@ def test_all_files_are_in_the_marker_and_none_is_left_beside(dense: Path, tmp_pa
     files = json.loads((tmp_path / "megatron" / MARKER).read_bytes())["files"]
     assert len([name for name in files if name.endswith(".distcp")]) > 3
     assert files == {
-        path.name: checksum(path) for path in (tmp_path / "megatron").iterdir() if path.is_file() and path.name != MARKER
+        path.name: checksum(path)
+        for path in (tmp_path / "megatron").iterdir()
+        if path.is_file() and path.name != MARKER
     }
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "megatron"]
 

@@ -42,7 +42,8 @@ def test_any_split_loads_it_and_any_split_can_be_converted(tmp_path: Path):
         source = model(tmp_path / name, config)
         to(source, tmp_path / f"{name}-megatron", shard_bytes=20_000)
         save_file(
-            {"tokens": tokens, "logits": verify.hf_logits(source, tokens[0].tolist())[None]}, tmp_path / f"{name}.logits"
+            {"tokens": tokens, "logits": verify.hf_logits(source, tokens[0].tolist())[None]},
+            tmp_path / f"{name}.logits",
         )
     launch(2, tmp_path, module="tests.convert_rank")
     for name, split in CASES:

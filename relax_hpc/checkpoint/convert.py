@@ -19,7 +19,7 @@ from relax_hpc.checkpoint.to_hf import MegatronTensors, ToHf, check_types
 from relax_hpc.checkpoint.to_megatron import HEADERS, HUGGINGFACE, ToMegatron
 from relax_hpc.checkpoint.torch_dist import CONFIG, METADATA, StoredState
 from relax_hpc.checkpoint.workspace import Workspace, check_free
-from relax_hpc.errors import ConfigError
+from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.training.hf_config import check_convertible
 from relax_hpc.training.hf_files import read_config
 from relax_hpc.training.hf_mapping import Qwen3Shape
@@ -58,7 +58,10 @@ def convert(request: Request, progress: Callable[[str], None] = lambda line: Non
     """
     started = time.monotonic()
     check_paths(request)
-    report = (_to_megatron if is_hf(request.source) else _to_hf)(request, progress)
+    try:
+        report = (_to_megatron if is_hf(request.source) else _to_hf)(request, progress)
+    except OSError as error:
+        raise RelaxError(f"convert: {error}; run the same again, what is finished is kept") from error
     about = {"source": str(request.source), "target": str(request.target)}
     return about | report | {"seconds": round(time.monotonic() - started, 3)}
 
@@ -75,9 +78,7 @@ def check_paths(request: Request) -> None:
 
 def is_hf(directory: Path) -> bool:
     """Whether it looks like a Hugging Face model."""
-    return (directory / "config.json").exists() or (
-        any(directory.glob("*.safetensors")) and not is_megatron(directory)
-    )
+    return (directory / "config.json").exists() or (any(directory.glob("*.safetensors")) and not is_megatron(directory))
 
 
 def is_megatron(directory: Path) -> bool:
@@ -92,14 +93,15 @@ def _to_megatron(request: Request, progress: Callable[[str], None]) -> dict[str,
     source = HfTensors(request.source, shape)
     job = ToMegatron(source, shape, _dtype(request), request.shard_bytes or DEFAULT_SHARD_BYTES)
     job.parts()
-    work = Workspace(request.target, _plan(request, request.source))
-    job.write(work, progress)
-    report = {"direction": "megatron", "files_kept": work.kept}
-    if request.verify:
-        progress("verify: reading all tensors again")
-        target = MegatronTensors(StoredState(request.target), shape)
-        report |= _verify(request, request.source, request.target, hf_config, verify.compare(source, target, shape))
-    return report
+    ids = _prompt(request, request.source, shape)
+    work, found = Workspace(request.target, _plan(request, request.source)), {}
+
+    def check(path: Path) -> None:
+        target = MegatronTensors(StoredState(path), shape)
+        found.update(_verify(request, source, target, (request.source, path), hf_config, ids, progress))
+
+    job.write(work, progress, check)
+    return {"direction": "megatron", "files_kept": work.kept} | found
 
 
 def _to_hf(request: Request, progress: Callable[[str], None]) -> dict[str, Any]:
@@ -112,14 +114,15 @@ def _to_hf(request: Request, progress: Callable[[str], None]) -> dict[str, Any]:
     check_types(source)
     job = ToHf(source, shape, hf_config, model, headers, _dtype(request), request.shard_bytes or DEFAULT_SHARD_BYTES)
     job.files()
-    work = Workspace(request.target, _plan(request, request.source, model))
-    job.write(work, progress)
-    report = {"direction": "hf", "files_kept": work.kept}
-    if request.verify:
-        progress("verify: reading all tensors again")
-        found = verify.compare(source, HfTensors(request.target, shape), shape)
-        report |= _verify(request, request.target, request.source, hf_config, found)
-    return report
+    ids = _prompt(request, model, shape)
+    work, found = Workspace(request.target, _plan(request, request.source, model)), {}
+
+    def check(path: Path) -> None:
+        target = HfTensors(path, shape)
+        found.update(_verify(request, source, target, (path, request.source), hf_config, ids, progress))
+
+    job.write(work, progress, check)
+    return {"direction": "hf", "files_kept": work.kept} | found
 
 
 def _check_ended(directory: Path) -> None:
@@ -159,13 +162,27 @@ def _plan(request: Request, *folders: Path) -> dict[str, Any]:
     return {"version": PLAN_VERSION, "dtype": request.dtype, "shard_bytes": request.shard_bytes, "files": about}
 
 
+def _prompt(request: Request, tokenizer: Path, shape: Qwen3Shape) -> list[int]:
+    """Token ids for logits; none if they are not asked for."""
+    return verify.prompt_ids(request.prompt, tokenizer, shape.vocab) if request.verify == "all" else []
+
+
 def _verify(
-    request: Request, hf: Path, megatron: Path, hf_config: dict[str, Any], digests: dict[str, str]
+    request: Request,
+    source: verify.Pieces,
+    target: verify.Pieces,
+    places: tuple[Path, Path],
+    hf_config: dict[str, Any],
+    ids: list[int],
+    progress: Callable[[str], None],
 ) -> dict[str, Any]:
+    """`places`: of the Hugging Face and of the megatron side."""
+    if not request.verify:
+        return {}
+    progress("verify: all tensors are read again")
+    digests = verify.compare(source, target, Qwen3Shape.of(hf_config))
     report: dict[str, Any] = {"tensors": len(digests), "digests": digests}
-    if request.verify == "all":
-        ids = verify.prompt_ids(request.prompt, hf, Qwen3Shape.of(hf_config).vocab)
-        theirs, ours = verify.hf_logits(hf, ids), verify.megatron_logits(megatron, hf_config, ids)
-        report["logits"] = {"tokens": len(ids), "largest": float(theirs.abs().max())}
-        report["logits"]["largest_difference"] = float((theirs - ours).abs().max())
+    if ids:
+        progress("verify: logits")
+        report["logits"] = verify.compare_logits(*places, hf_config, ids)
     return report

@@ -92,4 +92,6 @@ def _result(job: Any) -> dict[str, Any]:
     try:
         return job.result()
     except (FailedJobError, UncompletedJobError) as error:
-        raise RelaxError(f"job {job.job_id} was lost, see {job.paths.stderr}; run the same again, it goes on") from error
+        raise RelaxError(
+            f"job {job.job_id} was lost, see {job.paths.stderr}; run the same again, it goes on"
+        ) from error

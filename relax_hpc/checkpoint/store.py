@@ -86,7 +86,9 @@ def _check_marker(directory: Path, marker: dict[str, Any], trainer: Trainer) -> 
     if "error" in marker:
         raise CheckpointError(marker["error"])
     if marker["optimizer"] is None:
-        raise ConfigError(f"{directory}: a converted model, without optimizer; convert it to Hugging Face and start there")
+        raise ConfigError(
+            f"{directory}: a converted model, without optimizer; convert it to Hugging Face and start there"
+        )
     for key, wanted in optimizer_of(trainer).items():
         if marker["optimizer"].get(key) != wanted:
             raise ConfigError(

@@ -150,14 +150,16 @@ class ToHf:
             plans.append(FilePlan(file, header_text(about, {"format": "pt"}), tuple(names)))
         return plans
 
-    def write(self, work: Workspace, progress: Callable[[str], None]) -> None:
-        """All files, those that are finished left as they are; then the directory appears."""
+    def write(self, work: Workspace, progress: Callable[[str], None], check: Callable[[Path], None]) -> None:
+        """All files, those that are finished left as they are; if it passes the ``check``, the directory appears."""
         plans = self.files()
         for number, plan in enumerate(plans, start=1):
             tensors = (self.source.read(name).to(self.dtype_of(name)) for name in plan.pieces)
-            record = work.file(plan.name, lambda file, plan=plan, these=tensors: write_tensors(file, plan.header, these))
+            record = work.file(
+                plan.name, lambda file, plan=plan, these=tensors: write_tensors(file, plan.header, these)
+            )
             progress(f"file {number} of {len(plans)}, {record['bytes'] / 1e6:.1f} MB: {plan.name}")
-        work.finish(lambda path: self._describe(path, plans))
+        work.finish(lambda path: self._describe(path, plans), check)
 
     def _describe(self, path: Path, plans: list[FilePlan]) -> None:
         for pattern in SMALL_FILES:

@@ -74,8 +74,8 @@ class ToMegatron:
         pieces = [self.source.read(piece.name) for piece in one.entry.pieces]
         return fuse(one.entry, pieces, self.shape).to(self.dtype_of(one))
 
-    def write(self, work: Workspace, progress: Callable[[str], None]) -> None:
-        """All files, those that are finished left as they are; then the directory appears."""
+    def write(self, work: Workspace, progress: Callable[[str], None], check: Callable[[Path], None]) -> None:
+        """All files, those that are finished left as they are; if it passes the ``check``, the directory appears."""
         parts = self.parts()
         records = {}
         for number, part in enumerate(parts):
@@ -83,7 +83,7 @@ class ToMegatron:
             records[name] = work.file(name, lambda file, part=part: self._write_part(part, file))
             size = records[name]["bytes"] / 1e6
             progress(f"part {number + 1} of {len(parts)}, {size:.1f} MB: up to {part[-1].entry.name}")
-        work.finish(lambda path: self._describe(path, records))
+        work.finish(lambda path: self._describe(path, records), check)
 
     def _write_part(self, part: list[Parameter], file: HashedFile) -> list[dict[str, Any]]:
         def shards() -> Iterator[tuple[str, tuple[int, ...] | None, Any]]:

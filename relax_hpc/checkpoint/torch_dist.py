@@ -67,12 +67,10 @@ class StoredState:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        marker = directory / MARKER
-        path = directory / METADATA
+        path, recorded = directory / METADATA, _recorded(directory / MARKER)
         try:
-            files = json.loads(marker.read_bytes())["files"] if marker.exists() else {}
-            if METADATA in files and checksum(path) != files[METADATA]:
-                raise ValueError("its checksum differs from the marker's" if path.exists() else "missing")
+            if METADATA in recorded and checksum(path) not in ("", recorded[METADATA]):
+                raise ValueError("its checksum differs from the marker's")
             with path.open("rb") as file:
                 self._metadata = _MetadataUnpickler(file).load()
             self.tensors: dict[str, TensorStorageMetadata] = {
@@ -80,6 +78,8 @@ class StoredState:
                 for key, about in self._metadata.state_dict_metadata.items()
                 if isinstance(about, TensorStorageMetadata)
             }
+        except FileNotFoundError as error:
+            raise ConfigError(f"{path}: missing, so saving did not come to its end; take another checkpoint") from error
         # A damaged pickle can fail in any way.
         except Exception as error:
             raise ConfigError(f"{path}: {_DAMAGED} ({_brief(error)})") from error
@@ -121,6 +121,14 @@ class StoredState:
         # A damaged archive can fail in any way.
         except Exception as error:
             raise ConfigError(f"{path}: shard {list(chunk.offsets)} of {key}: {_DAMAGED} ({_brief(error)})") from error
+
+
+def _recorded(marker: Path) -> dict[str, str]:
+    """The checksums that a marker has; none without a marker."""
+    try:
+        return dict(json.loads(marker.read_bytes())["files"]) if marker.exists() else {}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{marker}: {_DAMAGED} ({_brief(error)})") from error
 
 
 def _brief(error: Exception) -> str:

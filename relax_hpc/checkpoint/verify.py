@@ -19,6 +19,8 @@ from relax_hpc.training.hf_mapping import Qwen3Shape, all_pieces
 
 START_TIMEOUT_S = 60.0
 DEFAULT_PROMPT_TOKENS = 32
+TOLERANCE = 1e-2
+"""Of logits, as a share of the largest: float32 stays far below, a wrong mapping far above."""
 
 
 class Pieces(Protocol):
@@ -49,6 +51,15 @@ def compare(source: Pieces, target: Pieces, shape: Qwen3Shape) -> dict[str, str]
     if differing:
         raise ConfigError(f"verify: {len(differing)} of {len(found)} tensors differ: {', '.join(differing[:3])}")
     return found
+
+
+def compare_logits(hf: Path, megatron: Path, hf_config: dict[str, Any], ids: list[int]) -> dict[str, float]:
+    """How far the logits of the two models are from each other. ConfigError: further than rounding takes them."""
+    theirs, ours = hf_logits(hf, ids), megatron_logits(megatron, hf_config, ids)
+    largest, difference = float(theirs.abs().max()), float((theirs - ours).abs().max())
+    if not difference <= TOLERANCE * largest:
+        raise ConfigError(f"verify: logits differ by {difference:.3g}, the largest is {largest:.3g}")
+    return {"tokens": len(ids), "largest": largest, "largest_difference": difference}
 
 
 def prompt_ids(prompt: str, directory: Path, vocab: int) -> list[int]:

@@ -108,16 +108,26 @@ class Workspace:
         except (OSError, ValueError, KeyError):
             return None
 
-    def finish(self, last: Callable[[Path], None]) -> None:
-        """Make it ``target``: ``last`` writes the files that make it count, and may do so again."""
+    def finish(self, last: Callable[[Path], None], check: Callable[[Path], None]) -> None:
+        """Make it ``target``: ``last`` writes the files that make it count, and may do so again; then ``check`` looks at
+        it. Nothing is kept of what does not pass (ConfigError)."""
         with _writing(self.target):
             for path in self.path.glob(".*.[0-9]*"):
                 path.unlink()
             last(self.path)
+        try:
+            check(self.path)
+        except ConfigError:
+            self._remove()
+            raise
+        with _writing(self.target):
             for path in (*self.path.rglob("*"), self.path):
                 sync_directory(path)
             self.path.rename(self.target)
             sync_directory(self.target.parent)
+        self._remove()
+
+    def _remove(self) -> None:
         for other in self.target.parent.glob(f".{self.target.name}.converting-*"):
             shutil.rmtree(other, ignore_errors=True)
 

@@ -7,6 +7,8 @@ from typing import Any
 from relax_hpc.errors import ConfigError
 
 _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "rms_norm_eps")
+_SIZES = ("num_key_value_heads", "head_dim", "num_experts", "num_local_experts")
+"""That need not be there."""
 _ONLY = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
 _DENSE = ("intermediate_size",)
 _MIXED = ("moe_intermediate_size", "num_experts_per_tok")
@@ -40,6 +42,13 @@ def _require(hf_config: dict[str, Any], keys: tuple[str, ...]) -> None:
     for key in keys:
         if key not in hf_config:
             raise ConfigError(f"config.json: {key} is missing; is this a Qwen3 model?")
+    for key in (*keys, *_SIZES):
+        value = hf_config.get(key)
+        if key != "rms_norm_eps" and value is not None and (type(value) is not int or value < 1):
+            raise ConfigError(f"config.json: {key} is {value!r}, supported is a positive integer")
+    heads, groups = hf_config["num_attention_heads"], hf_config.get("num_key_value_heads")
+    if groups and heads % groups:
+        raise ConfigError(f"config.json: num_key_value_heads is {groups}, supported is a divisor of {heads} heads")
 
 
 def _allow(hf_config: dict[str, Any], only: dict[str, Any]) -> None:

@@ -63,11 +63,14 @@ class SafetensorFiles(Mapping[str, Any]):
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The content of config.json. ConfigError if it is missing or no JSON."""
+    """The content of config.json. ConfigError if it is missing or no JSON object."""
     path = directory / "config.json"
     try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+        found = json.loads(path.read_bytes())
+        if not isinstance(found, dict):
+            raise ValueError("not a JSON object")
+        return found
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: {error}; expected a Hugging Face model directory") from error
 
 
