@@ -55,7 +55,7 @@ def model(
     dtype: torch.dtype = torch.float32,
     head: bool = False,
 ) -> Path:
-    """A random model of `config` in a new `directory`, experts `packed`, a tied embedding repeated as `head` if asked."""
+    """A random model of `config` in a new `directory`, with `packed` experts or a tied embedding's `head` if asked."""
     shape, generator = Qwen3Shape.of(config), torch.Generator().manual_seed(5)
 
     def draw(size: tuple[int, ...]) -> torch.Tensor:

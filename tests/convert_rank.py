@@ -23,7 +23,14 @@ from relax_hpc.training.hf_mapping import Qwen3Shape
 
 SPLITS = {"tensor": (2, 1, 1), "pipeline": (1, 2, 1), "expert": (1, 1, 2)}
 """Tensor, pipeline, expert."""
-CASES = [("dense", "tensor"), ("dense", "pipeline"), ("mixed", "pipeline"), ("mixed", "expert"), ("mixed", "tensor")]
+CASES = [
+    ("dense", "tensor"),
+    ("tied", "tensor"),
+    ("tied", "pipeline"),
+    ("mixed", "pipeline"),
+    ("mixed", "expert"),
+    ("mixed", "tensor"),
+]
 
 
 def main() -> None:
@@ -59,9 +66,8 @@ def check(folder: Path, name: str, split: str) -> None:
     if channel.rank == 0:
         target.mkdir()
     channel.gather(None)
-    StateWriter(channel, parallel.layout().data_size, False).stage({"model": module.sharded_state_dict(prefix="")})(
-        target
-    )
+    writer = StateWriter(channel, parallel.layout().data_size, False)
+    writer.stage({"model": module.sharded_state_dict(prefix="")})(target)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Conversion there and back gives the same bytes, in every form that a model is stored in; interruptions cost a part."""
+"""Conversion there and back gives the same bytes, in every form that a model has; an interruption costs one part."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_without_submitit_the_extra_is_named(tmp_path: Path, monkeypatch: pytest
 
 def test_without_slurm_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match="--slurm: .*srun"):
+    with pytest.raises(ConfigError, match=r"--slurm: .*srun"):
         submit(Request(source=tmp_path, target=tmp_path / "t"), JobOptions(), cluster="slurm")
 
 

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from relax_hpc.checkpoint import store, verify
+from relax_hpc.checkpoint.hf_tensors import HfTensors
 from relax_hpc.checkpoint.to_hf import MegatronTensors
 from relax_hpc.checkpoint.torch_dist import StoredState
 from relax_hpc.cli import main
@@ -38,13 +39,11 @@ def test_logits_are_those_of_transformers(tmp_path: Path, config: dict, packed: 
 
 def test_any_split_loads_it_and_any_split_can_be_converted(tmp_path: Path):
     tokens = torch.arange(8)[None]
-    for name, config in (("dense", DENSE), ("mixed", MIXED)):
+    for name, config in (("dense", DENSE), ("tied", DENSE | {"tie_word_embeddings": True}), ("mixed", MIXED)):
         source = model(tmp_path / name, config)
         to(source, tmp_path / f"{name}-megatron", shard_bytes=20_000)
-        save_file(
-            {"tokens": tokens, "logits": verify.hf_logits(source, tokens[0].tolist())[None]},
-            tmp_path / f"{name}.logits",
-        )
+        logits = verify.hf_logits(source, tokens[0].tolist())[None]
+        save_file({"tokens": tokens, "logits": logits}, tmp_path / f"{name}.logits")
     launch(2, tmp_path, module="tests.convert_rank")
     for name, split in CASES:
         to(tmp_path / f"{name}-{split}", tmp_path / f"{name}-{split}-hf", model=tmp_path / name, verify="digests")
@@ -101,8 +100,6 @@ def test_a_difference_is_found(tmp_path: Path):
     model(other, DENSE)
     save_file(tensors, other / "model.safetensors")
     shape = Qwen3Shape.of(DENSE)
-    from relax_hpc.checkpoint.hf_tensors import HfTensors
-
     with pytest.raises(ConfigError, match=r"1 of 25 tensors differ: model\.layers\.1\.self_attn\.k_proj\.weight"):
         verify.compare(MegatronTensors(StoredState(tmp_path / "megatron"), shape), HfTensors(other, shape), shape)
     ids = verify.prompt_ids("", source, DENSE["vocab_size"])

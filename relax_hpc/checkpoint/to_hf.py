@@ -7,6 +7,7 @@ import math
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ class ToHf:
     small_files: Path
     """Folder with config.json and tokenizer."""
     headers: dict[str, str] | None
-    """The headers of the files that the model came from, which then have the same names and order; None: of new ones."""
+    """The headers of the files that the model came from, to be made again; None: new files."""
     dtype: torch.dtype | None
     """None: the types of the source."""
     shard_bytes: int
@@ -155,9 +156,7 @@ class ToHf:
         plans = self.files()
         for number, plan in enumerate(plans, start=1):
             tensors = (self.source.read(name).to(self.dtype_of(name)) for name in plan.pieces)
-            record = work.file(
-                plan.name, lambda file, plan=plan, these=tensors: write_tensors(file, plan.header, these)
-            )
+            record = work.file(plan.name, partial(write_tensors, text=plan.header, tensors=tensors))
             progress(f"file {number} of {len(plans)}, {record['bytes'] / 1e6:.1f} MB: {plan.name}")
         work.finish(lambda path: self._describe(path, plans), check)
 

@@ -7,6 +7,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ class ToMegatron:
         records = {}
         for number, part in enumerate(parts):
             name = f"__{number}_0.distcp"
-            records[name] = work.file(name, lambda file, part=part: self._write_part(part, file))
+            records[name] = work.file(name, partial(self._write_part, part))
             size = records[name]["bytes"] / 1e6
             progress(f"part {number + 1} of {len(parts)}, {size:.1f} MB: up to {part[-1].entry.name}")
         work.finish(lambda path: self._describe(path, records), check)

@@ -122,7 +122,7 @@ def megatron_logits(directory: Path, hf_config: dict[str, Any], ids: list[int]) 
 
 
 def load_module(module: torch.nn.Module, directory: Path) -> None:
-    """Fill this rank's part of a megatron-core model from a distributed checkpoint, saved under any split. Collective."""
+    """Fill this rank's part of a megatron-core model from a checkpoint that was saved under any split. Collective."""
     from megatron.core import dist_checkpointing
 
     state = {"model": module.sharded_state_dict(prefix="")}

@@ -52,8 +52,8 @@ class HashedFile:
 
 
 class Workspace:
-    """What will be ``target``. Its name contains a digest of ``plan`` (JSON values): another plan starts afresh, and two
-    processes that carry out the same one write the same bytes.
+    """What will be ``target``. Its name contains a digest of ``plan`` (JSON values): another plan starts afresh, and
+    two processes that carry out the same one write the same bytes.
 
     ConfigError: ``target`` is there already.
     """
@@ -71,7 +71,7 @@ class Workspace:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def file(self, name: str, write: Callable[[HashedFile], Any]) -> dict[str, Any]:
-        """The record {"checksum", "bytes", "about"} of the file ``name``, written unless an earlier attempt finished it.
+        """The file ``name``, written unless an earlier attempt finished it: its {"checksum", "bytes", "about"}.
 
         ``about`` is what ``write`` returned (JSON values).
         """
@@ -109,8 +109,10 @@ class Workspace:
             return None
 
     def finish(self, last: Callable[[Path], None], check: Callable[[Path], None]) -> None:
-        """Make it ``target``: ``last`` writes the files that make it count, and may do so again; then ``check`` looks at
-        it. Nothing is kept of what does not pass (ConfigError)."""
+        """Make it ``target``: ``last`` writes the files that make it count, and may do so again; then ``check`` looks.
+
+        Nothing is kept of what does not pass (ConfigError).
+        """
         with _writing(self.target):
             for path in self.path.glob(".*.[0-9]*"):
                 path.unlink()
@@ -140,7 +142,7 @@ def check_free(target: Path) -> None:
 
 @contextmanager
 def _writing(path: Path, temporary: Path | None = None) -> Iterator[None]:
-    """A file system that does not take what is written ends in one line; what is finished stays for the next attempt."""
+    """A file system that takes no more ends in one line; what is finished stays for the next attempt."""
     try:
         yield
     except OSError as error:
