@@ -52,9 +52,11 @@ class Request:
 def convert(request: Request, progress: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
     """Convert, or go on with a conversion that was interrupted; a report in JSON values.
 
-    In memory at a time: one parameter of one layer (or expert, or the embedding) and copies of it, six times its size at
-    most; for logits a whole model in float32. ConfigError: the source is not whole, or not what its config.json says, or the
-    target is there. RelaxError: the target cannot be written.
+    In memory at a time: one parameter of one layer (or expert, or the embedding) and copies of it, at most six times
+    the size of the largest; for logits a whole model in float32.
+
+    ConfigError: the source is not whole, or not what its config.json says, or the target is there. RelaxError: the
+    target cannot be written.
     """
     started = time.monotonic()
     check_paths(request)
