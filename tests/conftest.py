@@ -53,8 +53,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def needs_slurm(item: pytest.Item) -> bool:
-    """Whether it uses a cluster on this machine; two at a time would be in each other's way."""
-    return "slurm" in item.path.name or not {"sandbox", "small_sandbox"}.isdisjoint(getattr(item, "fixturenames", ()))
+    """Whether it may use a cluster on this machine; two at a time would be in each other's way."""
+    uses = not {"sandbox", "small_sandbox"}.isdisjoint(getattr(item, "fixturenames", ()))
+    return uses or any(word in item.path.name for word in ("slurm", "sandbox", "doctor"))
 
 
 @pytest.hookimpl(optionalhook=True)
