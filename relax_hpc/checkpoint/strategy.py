@@ -7,6 +7,7 @@ module again: seconds for each save of a small model. The files are the same, so
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,8 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 
+from relax_hpc.copies import Copier
+
 if TYPE_CHECKING:
     from relax_hpc.rendezvous.channel import Channel
 
@@ -40,6 +43,7 @@ class StateWriter:
         self.channel, self.pinned = channel, pinned
         self._room = torch.empty(0, dtype=torch.uint8)
         self._checked = False
+        self._copier = Copier("checkpoint-copy")
         self._share: SaveShardedStrategy | None = None
         if data_size > 1:
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -66,13 +70,23 @@ class StateWriter:
         padded = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
         if sum(padded) > len(self._room):
             self._room = torch.empty(sum(padded), dtype=torch.uint8, pin_memory=self.pinned)
-        at = 0
-        for one, size, step in zip(tensors, sizes, padded, strict=True):
-            room = self._room[at : at + size].view(one.data.dtype).view(one.data.shape)
-            one.data = room.copy_(one.data.detach(), non_blocking=True)
-            at += step
+        ends = list(itertools.accumulate(padded, initial=0))
+        sources = [one.data.detach() for one in tensors]
+        rooms = [
+            self._room[at : at + size].view(source.dtype).view(source.shape)
+            for at, size, source in zip(ends, sizes, sources, strict=False)
+        ]
+        self._copy_all(sources, rooms)
+        for one, room in zip(tensors, rooms, strict=True):
+            one.data = room
+
+    def _copy_all(self, sources: list[torch.Tensor], rooms: list[torch.Tensor]) -> None:
         if self.pinned:
+            for source, room in zip(sources, rooms, strict=True):
+                room.copy_(source, non_blocking=True)
             torch.cuda.current_stream().synchronize()
+        else:
+            self._copier.copy(sources, rooms)
 
     def _write(self, content: dict[str, Any], common: dict[str, Any], folder: Path) -> None:
         if self.channel.rank == 0:

@@ -26,6 +26,7 @@ from relax_hpc.versions import Version
 from relax_hpc.weights.staging import Staged
 from relax_hpc.weights.subscriber import NOTHING, Fetcher, News, Subscriber
 
+_LOOK_S = 1.0
 VERSION_FIELD = "old_logprob_version"
 
 
@@ -101,6 +102,8 @@ def _lead(context: Context, ranks: Ranks, scorer: Scorer, every: int) -> None:
         fits = weights is None or weights.fit(claim)
         if not fits:
             client.give_back(claim)
+            # Nobody else could take it sooner either.
+            wait([weights.news], timeout=_LOOK_S)
         if not fits or not check_claim(client, claim, scorer.placeholders):
             work = client.claim_later(role, budget)
             continue

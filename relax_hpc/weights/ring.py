@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from relax_hpc.copies import Copier
 from relax_hpc.transfer_queue.planes import Plane, PlaneError, Slab, SlabPool
 from relax_hpc.weights.manifest import Chunk, checksum, chunks_of
 from relax_hpc.weights.tensors import Part, Tensor
 
 if TYPE_CHECKING:
     import torch
-
-_HANDS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +64,7 @@ class SlabRing:
             memory = torch.frombuffer(slab.memory, dtype=torch.uint8).zero_()
             self._rooms.append([_room(memory, begin + part.offset, part, tensors[part.name]) for begin, part in parts])
         self._copies = _Copies(self._slabs) if pinned else None
-        self._hands = ThreadPoolExecutor(_HANDS, "weights-copy")
+        self._copier = Copier("weights-copy")
 
     def copy(self) -> int:
         """Copy all slices as they are into the next slab; its number. What was offered of it is offered no more."""
@@ -79,24 +77,8 @@ class SlabRing:
         if self._copies:
             self._copies.copy(views, self._rooms[number])
         else:
-            self._copy_here(views, self._rooms[number])
+            self._copier.copy(views, self._rooms[number])
         return number
-
-    def _copy_here(self, views: Sequence[torch.Tensor], rooms: Sequence[torch.Tensor]) -> None:
-        """By several threads, each with a share of the bytes: one alone does not use all of the memory's speed."""
-        shares: list[list[int]] = [[] for _ in range(_HANDS)]
-        loads = [0] * _HANDS
-        for index in sorted(range(len(views)), key=lambda index: -views[index].nbytes):
-            least = loads.index(min(loads))
-            shares[least].append(index)
-            loads[least] += views[index].nbytes
-
-        def copy(share: list[int]) -> None:
-            for index in share:
-                # Half as long again by torch, which writes through the cache.
-                np.copyto(_numbers(rooms[index]).reshape(views[index].shape), _numbers(views[index]))
-
-        list(self._hands.map(copy, shares))
 
     def await_copy(self) -> None:
         """Have what this process's device does next wait until the last copy is through with the weights."""
@@ -140,7 +122,7 @@ class SlabRing:
 
     def close(self) -> None:
         """Offer nothing; the memory goes with its pool."""
-        self._hands.shutdown()
+        self._copier.close()
         for number in range(len(self._slabs)):
             self.withdraw(number)
 
@@ -152,14 +134,6 @@ def offers_of(planes: Sequence[Plane], name: str, record: memoryview) -> dict[st
         with contextlib.suppress(PlaneError):
             offers[plane.name] = plane.publish(name, record)
     return offers
-
-
-def _numbers(tensor: torch.Tensor) -> np.ndarray:
-    """The same memory as integers; numpy knows no bfloat16."""
-    import torch
-
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.detach().view(kinds[tensor.element_size()]).numpy()
 
 
 def _room(memory: torch.Tensor, at: int, part: Part, whole: Tensor) -> torch.Tensor:
