@@ -1,6 +1,6 @@
 """`relax-hpc convert`, for whoever looks for it beside the other tools.
 
-    python tools/convert_checkpoint.py runs/mine/checkpoints/e000001-step-000100 policy --verify digests
+python tools/convert_checkpoint.py runs/mine/checkpoints/e000001-step-000100 policy --verify digests
 """
 
 import sys

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,7 +21,6 @@ TYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000
 """The safetensors library's own limit."""
-_ALIGNED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +73,6 @@ def _tensors(text: str, begin: int, size: int) -> dict[str, Stored]:
     if at != size:
         raise ValueError(f"{size} bytes, expected {at}")
     return tensors
-
-
-def header_text(tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str] | None) -> str:
-    """The header of (name, type, shape) in that order, as the safetensors library writes it."""
-    about: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
-    at = 0
-    for name, dtype, shape in tensors:
-        end = at + math.prod(shape) * DTYPES[dtype].itemsize
-        about[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(about, separators=(",", ":"), ensure_ascii=False)
-    return text + " " * (-len(text.encode()) % _ALIGNED)
 
 
 def write_tensors(file: Any, text: str, tensors: Iterable[Tensor]) -> None:

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relax_hpc.checkpoint.hf_tensors import DTYPES, INDEX, TYPE_NAMES, header_text, write_tensors
+from relax_hpc.checkpoint.hf_tensors import DTYPES, INDEX, TYPE_NAMES, write_tensors
 from relax_hpc.checkpoint.sharded_names import Parameter, parameters
 from relax_hpc.checkpoint.to_megatron import HEADERS, SMALL_FILES
 from relax_hpc.checkpoint.torch_dist import METADATA, StoredState
 from relax_hpc.checkpoint.workspace import Workspace
 from relax_hpc.errors import ConfigError
 from relax_hpc.training.hf_mapping import EMBEDDING, OUTPUT, Qwen3Shape, StoredForm, all_pieces, split, stored_forms
+from relax_hpc.weights.tensors import header_text
 
 _NORM_BESIDE_EXPERTS = ("decoder.layers.pre_mlp_layernorm.weight", "decoder.layers.mlp.linear_fc1.layer_norm_weight")
 """megatron-core's own layers store it under the second name."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -69,22 +71,30 @@ def uncovered(tensors: Mapping[str, Tensor], parts: list[Part]) -> str:
     return ""
 
 
+def header_text(tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str] | None) -> str:
+    """The header of a safetensors file of (name, type, shape) in that order, as the safetensors library writes it.
+
+    The format: https://github.com/huggingface/safetensors#format.
+    """
+    about: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    at = 0
+    for name, dtype, shape in tensors:
+        end = at + math.prod(shape) * ITEM_BYTES[dtype]
+        about[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(about, separators=(",", ":"), ensure_ascii=False)
+    return text + " " * (-len(text.encode()) % _ALIGNED)
+
+
 def header_of(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int]]:
     """The beginning of a safetensors file of ``tensors``, and where in the file each of them lies.
 
-    The format: https://github.com/huggingface/safetensors#format. Wide types come first, so that all are aligned.
+    Wide types come first, so that all are aligned.
     """
     order = sorted(tensors, key=lambda name: (-ITEM_BYTES[tensors[name].dtype], name))
-    entries, at = {}, 0
-    for name in order:
-        tensor = tensors[name]
-        entries[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [at, at + tensor.bytes]}
-        at += tensor.bytes
-    text = json.dumps({"__metadata__": {"format": "pt"}} | entries).encode()
-    text += b" " * (-len(text) % _ALIGNED)
-    start = _LENGTH_BYTES + len(text)
-    offsets = {name: start + entries[name]["data_offsets"][0] for name in order}
-    return len(text).to_bytes(_LENGTH_BYTES, "little") + text, offsets
+    text = header_text([(name, tensors[name].dtype, tensors[name].shape) for name in order], {"format": "pt"}).encode()
+    ends = itertools.accumulate((tensors[name].bytes for name in order), initial=_LENGTH_BYTES + len(text))
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text, dict(zip(order, ends, strict=False))
 
 
 class SafetensorsFile:
