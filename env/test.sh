@@ -33,4 +33,4 @@ fi
 
 [[ $# -gt 0 ]] || set -- tests -q --durations=15
 # Two at a time: tests with Slurm wait more than they work.
-exec "$VENV/bin/python" -m pytest -p no:cacheprovider -n 2 --dist loadgroup --no-loadscope-reorder "$@"
+exec "$VENV/bin/python" -m pytest -p no:cacheprovider -n 2 --no-loadscope-reorder "$@"

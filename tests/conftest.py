@@ -25,6 +25,7 @@ MARK = "RELAX_TEST_SESSION"
 GRACE_S = 5.0
 """How long processes that were told to end have, after the last test, to be gone."""
 LEAKS = pytest.StashKey[list[str]]()
+SLURM = "slurm"
 
 
 @pytest.fixture
@@ -41,21 +42,28 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[LEAKS] = []
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where two processes share the tests: a file is one's alone, all that use Slurm are one's, and begin at once."""
-    if not hasattr(config, "workerinput"):
-        return
-    groups = {item: "slurm" if needs_slurm(item) else item.nodeid.partition("::")[0] for item in items}
-    for item, group in groups.items():
-        item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=lambda item: groups[item] != "slurm")
+    """Where two processes share the tests, those with Slurm begin at once: they wait more than they work."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: share_of(item.nodeid) != SLURM)
 
 
-def needs_slurm(item: pytest.Item) -> bool:
-    """Whether it may use a cluster on this machine; two at a time would be in each other's way."""
-    uses = not {"sandbox", "small_sandbox"}.isdisjoint(getattr(item, "fixturenames", ()))
-    return uses or any(word in item.path.name for word in ("slurm", "sandbox", "doctor"))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file's tests are one process's alone, and so are all that may start a cluster."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Shares(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return share_of(nodeid)
+
+    return Shares(config, log)
+
+
+def share_of(nodeid: str) -> str:
+    """What of the tests belongs together: a file, or all with Slurm; two clusters would be in each other's way."""
+    file = nodeid.partition("::")[0]
+    return SLURM if any(word in file for word in ("slurm", "sandbox", "doctor", "convert_job")) else file
 
 
 @pytest.hookimpl(optionalhook=True)
