@@ -32,5 +32,4 @@ if [[ ${1:-} == --all ]]; then
 fi
 
 [[ $# -gt 0 ]] || set -- tests -q --durations=15
-# Two at a time: tests with Slurm wait more than they work.
-exec "$VENV/bin/python" -m pytest -p no:cacheprovider -n 2 --no-loadscope-reorder "$@"
+exec "$VENV/bin/python" -m pytest -p no:cacheprovider "$@"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import uuid
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -25,7 +24,6 @@ MARK = "RELAX_TEST_SESSION"
 GRACE_S = 5.0
 """How long processes that were told to end have, after the last test, to be gone."""
 LEAKS = pytest.StashKey[list[str]]()
-SLURM = "slurm"
 
 
 @pytest.fixture
@@ -40,36 +38,6 @@ def pytest_configure(config: pytest.Config) -> None:
     """Mark this session's environment before the first test starts a process."""
     os.environ[MARK] = uuid.uuid4().hex
     config.stash[LEAKS] = []
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where two processes share the tests, those with Slurm begin at once: they wait more than they work."""
-    if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: share_of(item.nodeid) != SLURM)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file's tests are one process's alone, and so are all that may start a cluster."""
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Shares(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return share_of(nodeid)
-
-    return Shares(config, log)
-
-
-def share_of(nodeid: str) -> str:
-    """What of the tests belongs together: a file, or all with Slurm; two clusters would be in each other's way."""
-    file = nodeid.partition("::")[0]
-    return SLURM if any(word in file for word in ("slurm", "sandbox", "doctor", "convert_job")) else file
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    """What the tests of one of several processes left behind counts as if there was one process."""
-    node.config.stash[LEAKS] += getattr(node, "workeroutput", {}).get("leaks", [])
 
 
 def _environment(process: psutil.Process) -> dict[str, str]:
@@ -112,8 +80,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     for process in left_processes():
         session.config.stash[LEAKS].append(_describe(process))
         process.kill()
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["leaks"] = session.config.stash[LEAKS]
     if session.config.stash[LEAKS]:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

@@ -13,11 +13,13 @@ import signal
 import sys
 from collections.abc import Callable
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from relax_hpc import copies
 from relax_hpc.checkpoint import saver, store, strategy
 from relax_hpc.config.schema import ParallelConfig
 from relax_hpc.rendezvous.channel import Channel
@@ -36,7 +38,8 @@ POINTS = {
     "before the marker": (saver, "write_json", False),
     "before the rename": (saver, "digest_of", True),
     "before the journal": (saver, "_finish", True),
-    "while it is copied": (saver, "sharded_state", True),
+    "before it is copied": (saver, "sharded_state", True),
+    "while it is copied": (copies, "_numbers", True),
 }
 """Name -> where, which function, whether when it has returned."""
 
@@ -71,8 +74,8 @@ def train(model: Path, folder: Path, point: str) -> dict[str, Any]:
                 die_at(point)
             keeper.save(folder / name, {"step": step + 1}, lambda digest, name=name: add(journal, name, digest))
     keeper.settle()
-    total = {name: tensor.double().sum().item() for name, tensor in ours.model.export_hf().items()}
-    return {"from": begun, "weights": {name: value.hex() for name, value in sorted(total.items())}}
+    whole = sorted(ours.model.export_hf().items())
+    return {"from": begun, "weights": {name: sha256(tensor.numpy()).hexdigest() for name, tensor in whole}}
 
 
 def add(journal: Path, name: str, digest: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from relax_hpc.config.schema import Config
-from relax_hpc.errors import DeadlineError, StoppedError
+from relax_hpc.errors import DeadlineError, RelaxError, StoppedError
 from relax_hpc.transfer_queue.client import Claim
 from tests.requirements import requires
 
@@ -64,6 +64,7 @@ def waiting(deadline: float | None = None) -> Any:
     layout = SimpleNamespace(data_size=1)
     actor.ranks = SimpleNamespace(leader=True, layout=layout, tell=lambda message: message, rows=lambda claim: [])
     actor.clock, actor.placeholders = Clock(deadline), {}
+    actor.publisher = actor.saver = SimpleNamespace(check=lambda: None)
     return actor
 
 
@@ -140,6 +141,17 @@ def test_rows_that_are_lost_with_their_maker_cost_a_gradient() -> None:
     assert queue.released == [CLAIM.lease] and len(queue.claims) == 2
 
 
+def test_what_goes_wrong_beside_training_is_why_no_rows_come() -> None:
+    actor = waiting()
+
+    def check() -> None:
+        raise RelaxError("weights/e000001-v000004: No space left on device")
+
+    actor.publisher = SimpleNamespace(check=check)
+    with pytest.raises(RelaxError, match="No space left"):
+        next(actor.windows(3, 0))
+
+
 def test_a_claim_that_fails_says_so() -> None:
     actor = waiting()
     thread = later(actor, lambda: actor.context.client.claims[0].set_exception(DeadlineError("nothing came")))
@@ -172,6 +184,9 @@ class Recorded:
 
     def checkpoint(self, step: int) -> None:
         self.saved.append(step)
+
+    def unsaved(self, step: int, saved: int) -> bool:
+        return step > saved or bool(self.saver.failure)
 
     def settle(self) -> None:
         self.saved.append("settled")

@@ -181,7 +181,7 @@ class FaultyEngine:
 
     def __init__(self, script: list[str], bad_updates: list[int] | None = None) -> None:
         self.script, self.bad_updates = script, bad_updates or []
-        self.version: Version | None = Version(0, 0)
+        self.version: Version | None = None
         self.closed = False
 
     async def start(self) -> None: ...
@@ -263,6 +263,15 @@ def test_an_engine_with_half_an_update_is_replaced(world: SimpleNamespace) -> No
     trainer.join(20.0)
     assert world.controller.state.finished()
     assert world.controller.state.noted == {"engine_fault/update_failed": 2}
+
+
+def test_an_engine_whose_later_update_fails_is_replaced_too(world: SimpleNamespace) -> None:
+    trainer = threading.Thread(target=train_the_step, args=(world.actor, world.run))
+    trainer.start()
+    world.rollout([], bad_updates=[1, 0])
+    trainer.join(20.0)
+    assert world.controller.state.finished()
+    assert world.controller.state.noted == {"engine_fault/update_failed": 1}
 
 
 def test_a_group_whose_updates_all_fail_ends(world: SimpleNamespace) -> None:

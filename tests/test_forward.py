@@ -30,7 +30,7 @@ class Reader:
         self.serving = NOTHING
         self.news = iter([done({"version": "e000001-v000001", "digest": "old"})])
 
-    def newer(self, seen: Version = NOTHING) -> Future:
+    def newer(self) -> Future:
         return next(self.news, Future())
 
     def fetch(self, announced):
@@ -87,20 +87,21 @@ def test_a_claim_from_before_a_rollback_is_given_back_and_training_goes_on(monke
 class Refreshed:
     """A reference's subscriber; it pulls what is asked of it."""
 
-    def __init__(self, *_) -> None:
-        self.serving, self.seen, self.told = NOTHING, [], iter(())
+    def __init__(self, *arguments) -> None:
+        self.every = arguments[-1]
+        self.serving, self.told = NOTHING, iter(())
+        self.fetcher = SimpleNamespace(forget_before=lambda version: None)
 
-    def newer(self, seen: Version = NOTHING) -> Future:
+    def newer(self) -> Future:
         return next(self.told, Future())
 
     def fetch(self, announced):
-        self.seen.append(announced["version"])
         return News(**announced), "staged"
 
 
 def test_a_reference_takes_the_policy_once_in_so_many_steps(monkeypatch):
     monkeypatch.setattr(forward, "Subscriber", Refreshed)
-    ranks = SimpleNamespace(size=1, reader=SimpleNamespace(planes=[]))
+    ranks, loaded = SimpleNamespace(size=1, reader=SimpleNamespace(planes=[])), []
     context = SimpleNamespace(
         client=object(),
         role="reference",
@@ -109,14 +110,13 @@ def test_a_reference_takes_the_policy_once_in_so_many_steps(monkeypatch):
         config=Config(),
         spans=lambda *_, **__: nullcontext(),
     )
-    weights = forward._Weights(context, ranks, SimpleNamespace(load=lambda staged: None), every=10)
-    numbers = [(1, 3), (1, 10), (1, 14), (1, 21), (2, 18), (2, 20), (2, 31)]
-    versions = [Version(*number) for number in numbers]
-    weights.reader.told = iter([done({"version": str(one), "digest": "d"}) for one in versions])
-    weights.news = weights.reader.newer()
+    weights = forward._Weights(context, ranks, SimpleNamespace(load=loaded.append), every=10)
+    assert weights.reader.every == 10, "it is told of multiples alone"
     assert weights.fit(Claim(1, 9, (), (), 9)) and not weights.fit(Claim(1, 10, (), (), 10))
-    for _ in versions:
-        weights.pull()
-    loaded = [Version.parse(name) for name in weights.reader.seen]
-    assert loaded == [Version(1, 10), Version(1, 21), Version(2, 18), Version(2, 20), Version(2, 31)]
+    weights.reader.told = iter([done({"version": str(Version(1, number)), "digest": "d"}) for number in (10, 30)])
+    weights.news = weights.reader.newer()
+    weights.pull()
+    assert weights.reader.serving == Version(1, 10) and loaded == ["staged"]
+    assert weights.fit(Claim(1, 19, (), (), 19)) and not weights.fit(Claim(1, 20, (), (), 20))
+    weights.pull()
     assert weights.fit(Claim(1, 39, (), (), 39)) and not weights.fit(Claim(1, 40, (), (), 40))

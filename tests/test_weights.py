@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import stat
+import struct
+import threading
 
 import pytest
 import torch
@@ -36,16 +38,16 @@ def stage(tmp_path):
     run.model.mkdir()
     (run.model / "config.json").write_text("{}")
     (run.model / TENSORS).write_bytes(b"old")
-    with in_thread(run, config), QueueClient(run, config, "actor", 1) as actor:
+    with in_thread(run, config) as controller, QueueClient(run, config, "actor", 1) as actor:
         actor.call("resume", step=0)
         with QueueClient(run, config, "rollout", 1) as rollout:
-            yield Stage(run, config, actor, rollout)
+            yield Stage(run, config, actor, rollout, controller)
     shutil.rmtree(staging_root(run), ignore_errors=True)
 
 
 class Stage:
-    def __init__(self, run, config, actor, rollout) -> None:
-        self.run, self.config, self.actor, self.rollout = run, config, actor, rollout
+    def __init__(self, run, config, actor, rollout, controller) -> None:
+        self.run, self.config, self.actor, self.rollout, self.controller = run, config, actor, rollout, controller
         self.source = None
 
     def put(self, *numbers: int, last: bool = False, **settings: int) -> None:
@@ -177,6 +179,64 @@ def test_a_reader_that_stops_in_the_middle_holds_nobody_and_gets_a_newer_version
     assert stage.fetch(reader) == (2 if plane == "shm" else 0), "what came by a socket is a copy"
 
 
+def test_a_slab_is_written_again_only_when_its_version_is_out(stage, monkeypatch):
+    """The thread is held at version 0: with two slabs, version 2 has to wait, and no version has another's weights."""
+    stage.put(0, file_every=0)
+    publisher, hold, offered = stage.source.publisher, threading.Event(), []
+    offer = publisher.ring.offer
+
+    def held(slab: int, prefix: str):
+        assert hold.wait(SOON)
+        chunks = offer(slab, prefix)
+        offered.append(bytes(publisher.ring.record(slab, 0)[:4]))
+        return chunks
+
+    monkeypatch.setattr(publisher.ring, "offer", held)
+
+    def publish_three() -> None:
+        for number in (1, 2, 3):
+            stage.source.tensors["w"].fill_(number)
+            publisher.publish(Version(1, number))
+
+    actor = threading.Thread(target=publish_three)
+    actor.start()
+    actor.join(0.2)
+    assert actor.is_alive() and publisher.work.pending == 2
+    hold.set()
+    actor.join(SOON)
+    publisher.settle(SOON)
+    assert offered == [struct.pack("<f", number) for number in (1, 2, 3)]
+
+
+def test_after_a_record_that_is_not_to_be_had_the_others_are_not_asked_for(stage, monkeypatch):
+    tensors = {f"t{number:02d}": torch.zeros(2000) for number in range(40)}
+    source = Source(stage.run, stage.actor, tensors, file_every=0, chunk_bytes=4096)
+    source.publish(Version(1, 0))
+    source.publisher.close()
+    asked, reader = [], stage.reader(patience=0.1)
+    [plane] = reader.fetcher.puller.planes = reader.fetcher.puller.planes[:1]
+    read = plane.read
+    monkeypatch.setattr(plane, "read", lambda *a: (asked.append(a), read(*a))[1])
+    with pytest.raises(WeightsError, match="retired"):
+        reader.fetcher.fetch(News(**reader.newer().result(timeout=SOON)))
+    assert 1 <= len(asked) < 10
+
+
+def test_a_reference_is_given_multiples_alone_and_they_are_kept_for_it(stage):
+    stage.put(0, file_every=0)
+    object.__setattr__(stage.controller.state.plan, "refresh_every", 3)
+    stage.source.publisher.refresh_every = 3
+    stage.put(1, 2, 3, 4, 5)
+    every = {"after": str(NOTHING), "multiple_of": 3}
+    assert stage.rollout.call("next_version", **every)["version"] == "e000001-v000003"
+    assert stage.rollout.call("filed_version", **every)["version"] == "e000001-v000003"
+    assert stage.directories()[0] == "e000001-v000003"
+    late = Subscriber(stage.run, stage.rollout, "reference", [], WeightsConfig(), 3)
+    news, staged = late.fetch(late.newer().result(timeout=SOON))
+    staged.release()
+    assert news.version == "e000001-v000003", "from its files, long after"
+
+
 def test_versions_are_deleted_below_every_living_reader(stage):
     stage.put(0)
     slow, quick = stage.reader("rollout/0"), stage.reader("rollout/1")
@@ -251,7 +311,7 @@ def test_a_full_disk_costs_the_files_alone(stage, monkeypatch, capfd):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files, "copy_summed", full)
+    monkeypatch.setattr(files, "write_summed", full)
     stage.put(0)
     assert stage.fetch(stage.reader()) == 0
     assert "version e000001-v000000 has no files: rank 0: [Errno 28] No space left" in capfd.readouterr().err

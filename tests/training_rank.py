@@ -9,11 +9,16 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
+from torch.distributed.checkpoint import FileSystemWriter
 
-from relax_hpc.checkpoint import store
+from relax_hpc.checkpoint import saver, store
+from relax_hpc.checkpoint.saver import Saver
+from relax_hpc.checkpoint.strategy import StagedState
 from relax_hpc.config.schema import ParallelConfig
 from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.training import parallel
@@ -71,6 +76,7 @@ def check(trainer: Trainer, out: Path) -> None:
     steps.append(trainer.step(helpers.LR))
     first = trainer.model.export_hf()
     helpers.save(out / "e000001-step-000001", trainer, {"step": 1})
+    check_a_save_that_fails(trainer, out)
     for window in windows_of(trainer):
         trainer.accumulate([helpers.batch(samples, multiple) for samples in window[layout.data_rank]])
     steps.append(trainer.step(helpers.LR))
@@ -79,6 +85,29 @@ def check(trainer: Trainer, out: Path) -> None:
         save_file(first, out / "first.safetensors")
         save_file(second, out / "second.safetensors")
         (out / "metrics.json").write_text(json.dumps(steps))
+
+
+def check_a_save_that_fails(trainer: Trainer, out: Path) -> None:
+    """Whichever rank cannot write, at whichever point: all ranks know, and the next save is as good as any."""
+    keeper = Saver(trainer, Channel(20.0), 20.0)
+    faults = [(StagedState, "write_common", 0), (saver, "save_random_state", 1), (saver, "checksums_of", 1)]
+    faults.append((FileSystemWriter, "write_data", 1))
+    for where, name, victim in [fault for fault in faults if fault[-1] < dist.get_world_size()]:
+        real = getattr(where, name)
+
+        def fails(*arguments: Any, real: Any = real, victim: int = victim, **named: Any) -> Any:
+            if dist.get_rank() == victim:
+                raise RuntimeError("no room")
+            return real(*arguments, **named)
+
+        setattr(where, name, fails)
+        keeper.save(out / "unsaved", {})
+        keeper.wait()
+        setattr(where, name, real)
+        assert "no room" in keeper.failure, name
+    keeper.save(out / "saved", {})
+    keeper.settle()
+    assert not list(out.glob("*unsaved*"))
 
 
 def windows_of(trainer: Trainer) -> list[list[list[list[Row]]]]:

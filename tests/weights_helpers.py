@@ -30,7 +30,7 @@ class Source:
         slices = [Slice(name, 0, 0, len(one), lambda one=one: one) for name, one in tensors.items()]
         store, config = client.store, WeightsConfig(**settings)
         self.publisher = Publisher(
-            run, client, Channel(WAIT_S), store.planes, store.pool, described, slices, slabs, config
+            run, client, lambda: Channel(WAIT_S), store.planes, store.pool, described, slices, slabs, config
         )
 
     def publish(self, version: Version, last: bool = False) -> None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import queue
 import shutil
-import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from megatron.core.dist_checkpointing.core import CheckpointingException
+import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
+from relax_hpc.background import Background, say
 from relax_hpc.checkpoint.random_state import random_state, save_random_state
 from relax_hpc.checkpoint.store import (
     FORMAT_VERSION,
@@ -22,13 +20,14 @@ from relax_hpc.checkpoint.store import (
     CheckpointError,
     checksums_of,
     digest_of,
+    files_of,
     joined,
     layout_of,
     optimizer_of,
     random_file,
     sharded_state,
 )
-from relax_hpc.checkpoint.strategy import StateWriter
+from relax_hpc.checkpoint.strategy import StagedState, StateWriter
 from relax_hpc.errors import DeadlineError
 from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.rundir import sync_directory, write_json
@@ -39,13 +38,12 @@ if TYPE_CHECKING:
     from relax_hpc.training.trainer import Trainer
 
 T = TypeVar("T")
-_UNWRITABLE = (OSError, CheckpointError, CheckpointException, CheckpointingException)
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
     directory: Path
-    write: Callable[[Path], None]
+    state: StagedState
     random: dict[str, Tensor]
     about: dict[str, Any]
     then: Callable[[str], None]
@@ -56,7 +54,7 @@ class Saver:
     goes on, and resumes from an older one if it must.
 
     >>> saver.save(directory, {"step": 100}, then=journal)
-    >>> saver.settle(600.0)
+    >>> saver.settle()
     """
 
     def __init__(
@@ -71,11 +69,8 @@ class Saver:
         """Why the last save failed."""
         model = trainer.model
         self._writer = StateWriter(channel, model.layout.data_size, model.device.type == "cuda")
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._idle = threading.Condition()
-        self._busy = False
-        self._fatal: BaseException | None = None
-        threading.Thread(target=self._work, name="saver", daemon=True).start()
+        device = torch.cuda.current_device() if model.device.type == "cuda" else None
+        self._work = Background("checkpoint", self._save_timed, device)
 
     def save(self, directory: Path, meta: dict[str, Any], then: Callable[[str], None] = lambda digest: None) -> None:
         """Copy weights, optimizer and random states; they are written, with `meta` (JSON values), to a new `directory`.
@@ -84,41 +79,33 @@ class Saver:
         the same name is replaced. All files are synced before it gets its name; then `then` is called, by rank 0's
         thread, with the digest of the marker. Raises what `then` raised for an earlier save.
         """
-        self._wait()
+        self.wait()
         state = sharded_state(self.trainer, loading=False)
         about = {"layout": layout_of(self.trainer), "optimizer": optimizer_of(self.trainer), "meta": meta}
-        job = _Job(directory, self._writer.stage(state), random_state(), about, then)
-        with self._idle:
-            self._busy = True
-        self._jobs.put(job)
+        self._work.put(_Job(directory, self._writer.stage(state), random_state(), about, then))
 
     def settle(self) -> None:
         """Wait until what was to be saved is. CheckpointError: it could not be. DeadlineError: it takes too long."""
-        self._wait()
+        self.wait()
         if self.failure:
             raise CheckpointError(self.failure)
 
-    def _wait(self) -> None:
-        with self._idle:
-            done = self._idle.wait_for(lambda: self._fatal or not self._busy, self.timeout_s)
-        if self._fatal is not None:
-            raise self._fatal
-        if not done:
-            raise DeadlineError(f"a checkpoint is not written in {self.timeout_s:g} s; see its file system")
+    def check(self) -> None:
+        """Raise what has gone wrong for good, such as FencedError."""
+        self._work.check()
+
+    def wait(self) -> None:
+        """Until nothing is being saved, whether it could be or not. DeadlineError: it takes too long."""
+        if not self._work.wait(self.timeout_s):
+            limit = f"checkpoint.timeout_s={self.timeout_s:g}"
+            raise DeadlineError(f"a checkpoint is not written within {limit}; see its file system, or raise it")
 
     # -- in the thread -----------------------------------------------------------------------------------------
 
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            started = time.monotonic()
-            try:
-                self.failure = self._save(job)
-            except BaseException as error:
-                self._fatal = error
-            self.seconds = time.monotonic() - started
-            with self._idle:
-                self._busy = False
-                self._idle.notify_all()
+    def _save_timed(self, job: _Job) -> None:
+        started = time.monotonic()
+        self.failure = self._save(job)
+        self.seconds = time.monotonic() - started
 
     def _save(self, job: _Job) -> str:
         """Why it could not be saved, the same in every rank; empty: it is."""
@@ -126,15 +113,16 @@ class Saver:
         rank, leads = self.channel.rank, self.channel.rank == 0
         try:
             self._together(lambda: leads and _begin(job.directory, partial))
-            self._together(lambda: (job.write(partial), save_random_state(job.random, partial / random_file(rank))))
-            # All files must be there, under their last names, before they are listed.
-            names = self.channel.tell(sorted(path.name for path in partial.iterdir()) if leads else None)
-            mine = self._together(lambda: checksums_of(partial, names, rank, self.channel.size, sync=True))
+            # Apart from the shards: those are written in steps of all ranks together.
+            self._together(lambda: leads and job.state.write_common(partial))
+            self._together(lambda: job.state.write_shards(partial))
+            self._together(lambda: save_random_state(job.random, partial / random_file(rank)))
+            mine = self._together(lambda: checksums_of(partial, files_of(partial, rank), sync=True))
             files = joined(self.channel.gather(mine))
             digest = self._together(lambda: leads and _finish(partial, job.directory, files, job.about))
         except CheckpointError as error:
             if leads:
-                print(f"checkpoint: {error}", file=sys.stderr, flush=True)
+                say(f"checkpoint: {error}")
                 shutil.rmtree(partial, ignore_errors=True)
                 self.on_failure(str(error))
             return f"{job.directory}: {error}"
@@ -147,7 +135,8 @@ class Saver:
         why, done = "", None
         try:
             done = act()
-        except _UNWRITABLE as error:
+        # Libraries raise errors of their own for a full disk, and whoever left here would leave the others waiting.
+        except (Exception, CheckpointException) as error:
             why = f"not saved: rank {self.channel.rank}: {_reason(error)}"
         found = self.channel.gather(why)
         if why := self.channel.tell(next(filter(None, found), "") if found is not None else None):

@@ -7,8 +7,10 @@ writes them.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 2
 MARKER = "COMPLETE.json"
 _PIECE_BYTES = 4 << 20
+_EPOCH = re.compile(r"\.?e(\d{6})-")
+_OWNED = re.compile(r"__(\d+)_\d+\.distcp$|random-(\d+)\.safetensors$")
+"""Files that each rank writes; all others are rank 0's."""
 
 
 class CheckpointError(RelaxError):
@@ -46,7 +51,7 @@ def load(directory: Path, trainer: Trainer, channel: Channel, digest: str | None
     """
     marker = channel.tell(_read_marker(directory, digest) if channel.rank == 0 else None)
     _check_marker(directory, marker, trainer)
-    gathered = channel.gather(checksums_of(directory, sorted(marker["files"]), channel.rank, channel.size))
+    gathered = channel.gather(checksums_of(directory, sorted(marker["files"])[channel.rank :: channel.size]))
     _check_files(directory, marker, channel.tell(joined(gathered)))
     _load_state(directory, trainer)
     if marker["layout"] == layout_of(trainer):
@@ -54,16 +59,19 @@ def load(directory: Path, trainer: Trainer, channel: Channel, digest: str | None
     return marker["meta"]
 
 
-def remove_others(root: Path, keep: Collection[str]) -> list[str]:
-    """Delete every checkpoint in `root`, partial ones too, whose name is not in `keep`; the names deleted.
+def remove_others(root: Path, keep: Collection[str], epoch: int) -> list[str]:
+    """Delete every checkpoint in `root`, partial ones too, whose name is not in `keep`, nor of an epoch above `epoch`;
+    the names deleted. What cannot be deleted stays.
 
     Each loses its marker first, so that an interrupted deletion leaves nothing that looks whole.
     """
     doomed = sorted(path for path in root.iterdir() if path.is_dir() and path.name not in keep)
-    for path in doomed:
-        (path / MARKER).unlink(missing_ok=True)
-        shutil.rmtree(path)
-    return [path.name for path in doomed]
+    mine = [path for path in doomed if (found := _EPOCH.match(path.name)) and int(found[1]) <= epoch]
+    for path in mine:
+        with contextlib.suppress(OSError):
+            (path / MARKER).unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=True)
+    return [path.name for path in mine]
 
 
 def _read_marker(directory: Path, digest: str | None) -> dict[str, Any]:
@@ -75,8 +83,8 @@ def _read_marker(directory: Path, digest: str | None) -> dict[str, Any]:
         return {"error": f"{path}: missing, so saving did not come to its end; take an older checkpoint"}
     except (OSError, ValueError) as error:
         return {"error": f"{path}: {error}; take an older checkpoint"}
-    if marker.get("format") != FORMAT_VERSION:
-        return {"error": f"{path}: format {marker.get('format')}, this version reads {FORMAT_VERSION}"}
+    if not isinstance(marker, dict) or marker.get("format") != FORMAT_VERSION:
+        return {"error": f"{path}: not a marker of format {FORMAT_VERSION}, which this version reads"}
     if digest is not None and digest_of(path) != digest:
         return {"error": f"{path}: not the marker that was recorded for this checkpoint; take an older one"}
     return marker
@@ -100,16 +108,24 @@ def _check_marker(directory: Path, marker: dict[str, Any], trainer: Trainer) -> 
 def _check_files(directory: Path, marker: dict[str, Any], found: dict[str, str]) -> None:
     for name, digest in marker["files"].items():
         if not found[name]:
-            raise CheckpointError(f"{directory / name}: missing; take an older checkpoint")
+            raise CheckpointError(f"{directory / name}: missing, or cannot be read; take an older checkpoint")
         if found[name] != digest:
             raise CheckpointError(f"{directory / name}: damaged (its checksum differs); take an older checkpoint")
 
 
-def checksums_of(directory: Path, names: list[str], rank: int, ranks: int, sync: bool = False) -> dict[str, str]:
-    """The checksums of the files that ``rank`` of ``ranks`` looks after; "" of a missing one. Synced too if asked."""
+def files_of(directory: Path, rank: int) -> list[str]:
+    """What ``rank`` has written into a checkpoint; its own node knows of it, whatever others have seen."""
+    names = sorted(path.name for path in directory.iterdir())
+    owners = [_OWNED.match(name) for name in names]
+    return [
+        name for name, found in zip(names, owners, strict=True) if int(found[1] or found[2] if found else 0) == rank
+    ]
+
+
+def checksums_of(directory: Path, names: Sequence[str], sync: bool = False) -> dict[str, str]:
+    """The checksums of files by name; "" of one that is missing or cannot be read. Synced too if asked."""
     found = {}
-    for name in names[rank::ranks]:
-        # Reading makes a shared filesystem fetch what another node still held back; only then can it be synced here.
+    for name in names:
         found[name] = checksum(directory / name)
         if sync:
             sync_directory(directory / name)
@@ -122,14 +138,14 @@ def joined(found: Sequence[dict[str, str]] | None) -> dict[str, str]:
 
 
 def checksum(path: Path) -> str:
-    """XXH3, 128 bits in hex, of the file's bytes; "" if it is missing."""
+    """XXH3, 128 bits in hex, of the file's bytes; "" if it is missing or cannot be read."""
     try:
         with path.open("rb") as file:
             found = xxhash.xxh3_128()
             while piece := file.read(_PIECE_BYTES):
                 found.update(piece)
             return found.hexdigest()
-    except FileNotFoundError:
+    except OSError:
         return ""
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,29 @@ if TYPE_CHECKING:
 _ALIGNED = 64
 
 
+@dataclass(frozen=True, slots=True)
+class StagedState:
+    """A copy of what a rank saves, until the next one is made."""
+
+    channel: Channel
+    shards: dict[str, Any]
+    common: dict[str, Any]
+
+    def write_common(self, folder: Path) -> None:
+        """What is not sharded; by rank 0 alone."""
+        TorchCommonSaveStrategy("torch", 1).save_common(self.common, folder)
+        save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+
+    def write_shards(self, folder: Path) -> None:
+        """This rank's; collective over the channel."""
+        torch_checkpoint.save(
+            self.shards,
+            storage_writer=torch_checkpoint.FileSystemWriter(folder, sync_files=False),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+            process_group=self.channel.group,
+        )
+
+
 class StateWriter:
     """The torch_dist format, version 1, one file a rank; each shard once, data-parallel replicas sharing the work."""
 
@@ -49,11 +72,8 @@ class StateWriter:
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
             self._share = FullyParallelSaveStrategyWrapper(_Unused("torch_dist", 1), group, do_cache_distribution=True)
 
-    def stage(self, state: dict[str, Any]) -> Callable[[Path], None]:
-        """Copy what this rank saves of the sharded ``state``; a function that writes the copy to a folder. Collective.
-
-        The function is collective too, over the channel. The next call of `stage` overwrites the copy.
-        """
+    def stage(self, state: dict[str, Any]) -> StagedState:
+        """Copy what this rank saves of the sharded ``state``. Collective. The next call overwrites the copy."""
         # Who has which shard does not change from one save to the next.
         sharded, common = save_preprocess(state, not self._checked)
         self._checked = True
@@ -61,8 +81,7 @@ class StateWriter:
             self._share.apply_saving_parallelization(sharded)
         shards, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
         self._copy([one for found in shards.values() for one in found if isinstance(one, ShardedTensor)])
-        content, common = mcore_to_pyt_state_dict(shards, is_loading=False), copy.deepcopy(common)
-        return lambda folder: self._write(content, common, folder)
+        return StagedState(self.channel, mcore_to_pyt_state_dict(shards, is_loading=False), copy.deepcopy(common))
 
     def _copy(self, tensors: list[ShardedTensor]) -> None:
         """Replace the data of ``tensors`` by copies in one piece of memory, which is used again."""
@@ -87,17 +106,6 @@ class StateWriter:
             torch.cuda.current_stream().synchronize()
         else:
             self._copier.copy(sources, rooms)
-
-    def _write(self, content: dict[str, Any], common: dict[str, Any], folder: Path) -> None:
-        if self.channel.rank == 0:
-            TorchCommonSaveStrategy("torch", 1).save_common(common, folder)
-            save_config(CheckpointingConfig("torch_dist", 1), str(folder))
-        torch_checkpoint.save(
-            content,
-            storage_writer=torch_checkpoint.FileSystemWriter(folder, sync_files=False),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-            process_group=self.channel.group,
-        )
 
 
 class _Unused(SaveShardedStrategy):

@@ -72,8 +72,14 @@ def _weights(config: Config) -> Findings:
     if weights.slabs == 1:
         yield "weights.slabs: found 1, allowed: 0, or at least 2; one is written while another is read"
     for name in ("file_every", "keep_every"):
-        if (found := getattr(weights, name)) % every:
+        found = getattr(weights, name)
+        if found and found % every and every % found:
             yield f"weights.{name}: found {found}, allowed: 0, or multiples of weights.publish_every, {every}"
+    if (found := config.algorithm.refresh_reference_every) % every:
+        yield (
+            f"algorithm.refresh_reference_every: found {found}, allowed: 0, or multiples of weights.publish_every, "
+            f"{every}; other versions are not published"
+        )
 
 
 def _data(config: Config) -> Findings:

@@ -278,8 +278,8 @@ class WeightsConfig:
     delays prompts; how stale samples may be is `max_staleness` alone."""
     file_every: int = bounded(1, 0)
     """Versions whose number is a multiple of it are written to disk too, beside training, as Hugging Face directories
-    in `weights/`; those that are superseded by then are passed over. Others are in the actor's memory alone, and gone
-    with it. 0: the last version only."""
+    in `weights/`, not synced; those that are superseded by then are passed over. Others are in the actor's memory
+    alone, and gone with it. 0: the last version only, which is always written, and synced."""
     keep_every: int = bounded(0, 0)
     """Multiples of it are written in any case, synced, and never deleted. 0: none."""
     anchor_every: int = bounded(0, 0)
@@ -290,7 +290,9 @@ class WeightsConfig:
     """Versions that the actor keeps in memory, each rank its part. 0: `max_staleness` + 2, with which no version is
     overwritten while an engine must have it; with fewer, at least 2, a slow one has to take the next."""
     read_timeout_s: float = bounded(120.0, 0.1)
-    """For one record of a version to arrive, and for a version that cannot be read to be tried again."""
+    """For one record of a version to arrive; and for a version that cannot be read, to be tried again."""
+    write_timeout_s: float = bounded(3600.0, 1.0)
+    """For the files of a version to be written, beside training; what takes longer ends the actor."""
     chunk_bytes: int = bounded(32 << 20, 4096)
     """Of a record: while one is verified, the next one is read. A single tensor is never divided."""
 
@@ -304,6 +306,8 @@ class CheckpointConfig:
     keep_last: int = bounded(2, 1)
     keep_every: int = bounded(0, 0)
     """Checkpoints of steps that are multiples of it are never deleted. 0: only the last ones stay."""
+    timeout_s: float = bounded(3600.0, 1.0)
+    """For one to be written, beside training; what takes longer ends the actor."""
 
 
 @dataclass(kw_only=True, slots=True)

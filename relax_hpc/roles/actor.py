@@ -54,17 +54,18 @@ class Actor:
         self.publisher = Publisher(
             context.run,
             context.client,
-            self.ranks.channel(),
+            partial(self.ranks.channel, self.config.weights.write_timeout_s),
             self.ranks.reader.planes,
             self.ranks.pool,
             model.tensors(),
             model.slices(),
             self.config.weights.slabs or self.config.max_staleness + 2,
             self.config.weights,
-            pinned=self.config.model.device == "cuda",
+            self.config.algorithm.refresh_reference_every,
+            context.world.local_rank if self.config.model.device == "cuda" else None,
         )
-        patience = self.config.queue.wait_timeout_s
-        self.saver = Saver(self.trainer, self.ranks.channel(), patience, self._note_unsaved)
+        patience = self.config.checkpoint.timeout_s
+        self.saver = Saver(self.trainer, self.ranks.channel(patience), patience, self._note_unsaved)
         self.clock = Clock(context.deadline)
 
     # -- start and end of a step -------------------------------------------------------------------------------
@@ -109,14 +110,21 @@ class Actor:
         client, root = self.context.client, self.context.run.checkpoints
         client.call("checkpoint", step=step, name=name, digest=digest)
         points = client.call("checkpoints")["checkpoints"]
-        store.remove_others(root, {point["name"] for point in kept_points(points, self.config.checkpoint)})
+        store.remove_others(
+            root, {point["name"] for point in kept_points(points, self.config.checkpoint)}, self.context.epoch
+        )
 
     def _note_unsaved(self, why: str) -> None:
         self.context.client.submit("note", what="checkpoint_unwritten", name=why, reason="unwritten")
 
+    def unsaved(self, step: int, saved: int) -> bool:
+        """Whether there is something to save at ``step``, ``saved`` being the last that was tried; for all ranks."""
+        self.saver.wait()
+        return self.ranks.tell({"unsaved": step > saved or bool(self.saver.failure)})["unsaved"]
+
     def settle(self) -> None:
         """Wait for what goes on beside training."""
-        self.publisher.settle(self.config.queue.wait_timeout_s)
+        self.publisher.settle(self.config.weights.write_timeout_s)
         self.saver.settle()
 
     def check_edge(self) -> None:
@@ -219,6 +227,9 @@ class Actor:
         if self.ranks.leader:
             work, reason = self._claim_later(size, batch), ""
             while not reason:
+                # What goes wrong there may be why no rows come.
+                self.publisher.check()
+                self.saver.check()
                 if not wait([work], timeout=_LOOK_S).done:
                     reason = self._why_end() if may_end else ""
                 elif check_claim(self.context.client, work.result(), self.placeholders):
@@ -341,7 +352,7 @@ def run(context: Context) -> None:
             if not trained_only:
                 saved = step
     except AtEdge as edge:
-        if step > saved or actor.saver.failure:
+        if actor.unsaved(step, saved):
             actor.checkpoint(step)
         actor.settle()
         # The others end only after the leader's last work.

@@ -77,7 +77,7 @@ def _follow(context: Context, ranks: Ranks, scorer: Scorer) -> None:
     fetcher = Fetcher(context.run, ranks.reader.planes, context.config.weights)
     while (command := ranks.tell(None))["do"] != "end":
         if command["do"] == "load":
-            scorer.load(fetcher.fetch(News(**command["news"])))
+            scorer.load(fetcher.fetch_in_time(News(**command["news"])))
             fetcher.forget_before(command["news"]["version"])
         else:
             scorer.score(ranks.rows(Claim.of(command["claim"])))
@@ -133,9 +133,9 @@ class _Weights:
         assert context.client is not None
         self.context, self.ranks, self.scorer, self.every = context, ranks, scorer, every
         self.holds = context.role == "actor_fwd"
-        """Whether the versions it uses are kept for it; a reference uses one long after it was deleted."""
+        """Whether the versions it uses are kept for it; of a reference's the newest that is due is kept in any case."""
         planes, settings = ranks.reader.planes, context.config.weights
-        self.reader = Subscriber(context.run, context.client, context.group, planes, settings)
+        self.reader = Subscriber(context.run, context.client, context.group, planes, settings, every)
         self.news = self.reader.newer()
         while self.holds and self.reader.serving == NOTHING and "version" in self._await_news():
             self.pull()
@@ -145,30 +145,26 @@ class _Weights:
             return self.news.result()
 
     def pull(self) -> None:
-        """Load the announced version in all ranks, if it is due."""
+        """Load the announced version in all ranks."""
         announced = self.news.result()
         if "version" not in announced:
             self.news = Future()
             return
         with self.context.spans("weights"):
-            if self._is_due(Version.parse(announced["version"])) and (got := self.reader.fetch(announced)):
+            if got := self.reader.fetch(announced):
                 news, staged = got
                 if self.ranks.size > 1:
                     self.ranks.tell({"do": "load", "news": asdict(news)})
                 self.scorer.load(staged)
                 self._served(Version.parse(news.version))
-        self.news = self.reader.newer(Version.parse(announced["version"]))
-
-    def _is_due(self, version: Version) -> bool:
-        serving = self.reader.serving
-        rolled_back = version.epoch > serving.epoch and version.number < serving.number
-        return self.holds or rolled_back or version.number // self.every > serving.number // self.every
+        self.news = self.reader.newer()
 
     def _served(self, version: Version) -> None:
         if self.holds:
             self.reader.served(version)
         else:
             self.reader.serving = version
+            self.reader.fetcher.forget_before(str(version))
 
     def fit(self, claim: Claim) -> bool:
         """Whether the rows of ``claim`` can be scored with what is loaded.

@@ -42,9 +42,9 @@ class Ranks:
         # Commands wait on sockets, not in an MPI or NCCL call that would burn a core or a GPU.
         self.control = self.channel()
 
-    def channel(self) -> Channel:
-        """One more way for small messages between the ranks, for one thread of each."""
-        return Channel(self._timeout_s)
+    def channel(self, patience_s: float = 0.0) -> Channel:
+        """One more way for small messages between the ranks, for one thread of each, whose waits may take so long."""
+        return Channel(max(self._timeout_s, patience_s))
 
     def _own_reader(self, context: Context) -> ShardReader:
         owner = f"{context.group}-e{context.epoch:06d}-rank-{context.world.rank}"

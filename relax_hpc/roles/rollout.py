@@ -192,6 +192,8 @@ class Replica:
         print(f"{self.engine.name} of replica {self.number} is replaced: {fault}", flush=True)
         if failures >= self.config.rollout.engine.max_failures:
             raise RelaxError(f"{self.engine.name}: {failures} updates failed in a row, last: {fault}") from fault
+        # No tickets for it, and the newest version again.
+        await asyncio.to_thread(self.reader.served, NOTHING)
         await self.engine.close()
         self.engine = self.new_engine()
         await self.engine.start()
@@ -336,6 +338,9 @@ class Replica:
             if self.ready.is_set() and engine is self.engine:
                 await self.fault(fault)
             raise Repeat from fault
+        if engine is not self.engine or not self.ready.is_set():
+            # Its weights may have been half of one version and half of another.
+            raise Repeat
         self.failures = 0
         return answers
 

@@ -320,9 +320,9 @@ class Desk(HandingDesk):
             self._record(op="retire", versions=retire)
         return {"keep": [str(kept) for kept in self.state.published]}
 
-    def _do_next_version(self, request: Request, after: str) -> Any:
-        """The newest published version once it is above ``after``."""
-        if newest := self.state.newer(Version.parse(after)):
+    def _do_next_version(self, request: Request, after: str, multiple_of: int = 1) -> Any:
+        """The newest published version whose number is a multiple, once it is above ``after``."""
+        if newest := self.state.newer(Version.parse(after), multiple_of):
             return self._news(newest)
         if self.state.finished():
             return {"finished": True}
@@ -341,9 +341,9 @@ class Desk(HandingDesk):
             self._record(op="filed", version=version, digest=digest)
         return {}
 
-    def _do_filed_version(self, request: Request, after: str) -> Any:
+    def _do_filed_version(self, request: Request, after: str, multiple_of: int = 1) -> Any:
         """The newest published version above ``after`` that has files; {} if there is none."""
-        newest = self.state.newest_filed()
+        newest = self.state.newest_filed(multiple_of)
         return self._news(newest) if newest is not None and newest > Version.parse(after) else {}
 
     def _do_serve(self, request: Request, reader: str, version: str) -> Any:

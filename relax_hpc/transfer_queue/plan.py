@@ -44,6 +44,8 @@ class Plan:
     """As configured; what others hold from before the groups were changed comes back."""
     publish_lag: int = 64
     """Versions that an engine may be behind the newest, and get tickets."""
+    refresh_every: int = 0
+    """The newest version that is a multiple of it is kept for the reference; 0: none."""
 
     @classmethod
     def of(cls, config: Config) -> Plan:
@@ -69,6 +71,7 @@ class Plan:
             max_rows=config.queue.max_rows,
             groups=frozenset(config.groups),
             publish_lag=config.weights.publish_lag,
+            refresh_every=config.algorithm.refresh_reference_every,
         )
 
     def knows(self, group: str) -> bool:

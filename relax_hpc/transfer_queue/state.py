@@ -8,7 +8,7 @@ V = version that an engine serves: a ticket is admitted only if V.number >= t - 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from relax_hpc.transfer_queue import windows
@@ -76,10 +76,16 @@ class QueueState(Stock):
         lowest = max(self.epochs.get(group, 0), self.ended.get(group, 0) + 1)
         return lowest if epoch < lowest else 0
 
-    def newer(self, after: Version) -> Version | None:
-        """The newest published version that is in the lineage, if it is above ``after``."""
-        newest = self.newest
+    def newer(self, after: Version, multiple_of: int = 1) -> Version | None:
+        """The newest published version, if it is in the lineage and above ``after``; of those whose numbers are
+        multiples, if that is asked for."""
+        newest = self.newest if multiple_of == 1 else self._newest_of(self.published, multiple_of)
         return newest if newest is not None and newest > after and self.in_lineage(newest) else None
+
+    def _newest_of(self, versions: Iterable[Version], multiple_of: int) -> Version | None:
+        """Of the lineage."""
+        found = (version for version in versions if not version.number % multiple_of)
+        return max(filter(self.in_lineage, found), default=None)
 
     def finished(self) -> bool:
         """Every step is trained, the last weights are saved, and evaluated if evaluation is on."""
@@ -112,15 +118,17 @@ class QueueState(Stock):
         """Published versions below the newest that no reader serves or may still be loading, oldest first."""
         if self.newest is None:
             return []
-        served = [version for _, version in self.readers.values()]
+        wanted = [self.newest, *(version for _, version in self.readers.values())]
         # What is in memory alone goes with the actor.
-        filed = [newest] if (newest := self.newest_filed()) else []
-        floor = min(*served, *filed, self.newest, self.newest)
+        wanted += [newest] if (newest := self.newest_filed()) else []
+        if every := self.plan.refresh_every:
+            wanted += [newest] if (newest := self.newest_filed(every)) else []
+        floor = min(wanted)
         return sorted(version for version in self.published if version < floor)
 
-    def newest_filed(self) -> Version | None:
-        """The newest version of the lineage that is on disk."""
-        return max(filter(self.in_lineage, self.filed), default=None)
+    def newest_filed(self, multiple_of: int = 1) -> Version | None:
+        """The newest version of the lineage that is on disk, of those whose numbers are multiples."""
+        return self._newest_of(self.filed, multiple_of)
 
     def tickets_of(self, step: int) -> range:
         size = self.plan.groups_per_step
@@ -138,7 +146,8 @@ class QueueState(Stock):
 
     def publish_lag(self, step: int) -> int:
         """Version ``step``, which was trained, minus the oldest that anybody generates or scores with."""
-        return step - min((version.number for _, version in self.readers.values()), default=step)
+        served = [version for _, version in self.readers.values() if self.in_lineage(version)]
+        return step - min((version.number for version in served), default=step)
 
     def depth(self) -> dict[str, int]:
         """Prompt groups by how far they are: in generation, waiting for training."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ FOLDER = "model"
 LISTING = "files.json"
 TENSORS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 _PIECE_BYTES = 4 << 20
 FileSums = dict[str, dict[str, Any]]
 """Name -> {bytes, xxh3_128}."""
@@ -52,15 +54,13 @@ def write_share(
         return {}
     mine = {name: manifest.tensors[name] for name in names}
     temporary = memory / f".share-{os.getpid()}"
-    try:
-        file = SafetensorsFile(temporary, mine)
+    with SafetensorsFile(temporary, mine) as file:
+        # Without a name it goes with this process, however that ends.
+        temporary.unlink()
         chunks = [chunk for chunk in manifest.chunks if any(part.name in mine for part in chunk.parts)]
         puller.pull(manifest, chunks, file)
-        file.close()
         target = folder / file_name(number, writers)
-        return {target.name: copy_summed(temporary, target, sync)}
-    finally:
-        temporary.unlink(missing_ok=True)
+        return {target.name: write_summed(file.pieces(_PIECE_BYTES), target, sync)}
 
 
 def file_name(number: int, writers: int) -> str:
@@ -72,16 +72,22 @@ def file_name(number: int, writers: int) -> str:
     return TENSORS if writers == 1 else f"model-{number + 1:05d}-of-{writers:05d}.safetensors"
 
 
-def copy_summed(source: Path, target: Path, sync: bool) -> dict[str, Any]:
+def copy_summed(source: Path, target: Path) -> dict[str, Any]:
     """Copy a file; {bytes, xxh3_128} of what was copied."""
+    with source.open("rb") as file:
+        return write_summed(iter(partial(file.read, _PIECE_BYTES), b""), target, sync=False)
+
+
+def write_summed(pieces: Iterable[bytes | memoryview], target: Path, sync: bool) -> dict[str, Any]:
+    """Write ``pieces`` to a new file; its {bytes, xxh3_128}."""
     found, size = xxhash.xxh3_128(), 0
-    with source.open("rb") as read, target.open("wb") as written:
-        while piece := read.read(_PIECE_BYTES):
+    with target.open("wb") as file:
+        for piece in pieces:
             found.update(piece)
-            size += written.write(piece)
+            size += file.write(piece)
         if sync:
-            written.flush()
-            os.fsync(written.fileno())
+            file.flush()
+            os.fsync(file.fileno())
     return {"bytes": size, "xxh3_128": found.hexdigest()}
 
 
@@ -116,7 +122,7 @@ def copy_verified(directory: Path, expected: str, target: Path) -> int:
     for name, wanted in listing.items():
         path = directory / FOLDER / Path(name).name
         try:
-            found = copy_summed(path, target / path.name, sync=False)
+            found = copy_summed(path, target / path.name)
         except FileNotFoundError as error:
             raise WeightsError(f"{path}: {error.strerror}") from error
         if found != wanted:
@@ -127,5 +133,5 @@ def copy_verified(directory: Path, expected: str, target: Path) -> int:
 def copy_small(source: Path, target: Path) -> None:
     """Everything of a model directory but the weights."""
     for path in source.iterdir():
-        if path.is_file() and ".safetensors" not in path.name:
+        if path.is_file() and not path.name.endswith(_WEIGHTS):
             shutil.copyfile(path, target / path.name)

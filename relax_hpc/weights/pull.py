@@ -40,9 +40,13 @@ class Puller:
     ) -> None:
         """Put ``chunks`` of a version into a file. WeightsError: one of them is not to be had from memory."""
         usable = anchor if anchor is not None and anchor.version == manifest.anchor else None
-        with ThreadPoolExecutor(_AT_ONCE, "weights") as pool:
+        pool = ThreadPoolExecutor(_AT_ONCE, "weights")
+        try:
             for work in [pool.submit(self._put, chunk, manifest.version, into, usable) for chunk in chunks]:
                 work.result()
+        finally:
+            # After a failure the others are not asked for: of a node that has vanished each would take its time.
+            pool.shutdown(cancel_futures=True)
 
     def _put(self, chunk: Chunk, version: str, into: SafetensorsFile, anchor: Anchor | None) -> None:
         why_not: list[str] = []

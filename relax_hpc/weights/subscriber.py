@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import chain, repeat
 from pathlib import Path
 
+from relax_hpc.background import say
 from relax_hpc.config.schema import WeightsConfig
 from relax_hpc.errors import DeadlineError
 from relax_hpc.rundir import RunDir
@@ -58,8 +59,21 @@ class Fetcher:
         except OSError as error:
             raise WeightsError(f"version {news.version}: {error}") from error
 
+    def fetch_in_time(self, news: News) -> Staged:
+        """The same, tried again for a while."""
+        deadline = time.monotonic() + self.settings.read_timeout_s
+        for pause in _pauses():
+            try:
+                return self.fetch(news)
+            except WeightsError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(pause)
+        raise AssertionError("there are always more pauses")
+
     def _get(self, news: News) -> Staged:
-        return self.staging.get(news.version, lambda folder: self._make(news, folder), self.settings.read_timeout_s)
+        # Who makes it has limits of its own, for each record; whoever waits for that must not give up before.
+        return self.staging.get(news.version, lambda folder: self._make(news, folder), self.settings.write_timeout_s)
 
     def _is_anchor(self, news: News) -> bool:
         """False as well where nobody can tell any more."""
@@ -107,46 +121,58 @@ class Subscriber:
     """One reader. `reader` names it to the controller ("rollout/0"); a version is safe from deletion once served."""
 
     def __init__(
-        self, run: RunDir, client: QueueClient, reader: str, planes: Sequence[Plane], settings: WeightsConfig
+        self,
+        run: RunDir,
+        client: QueueClient,
+        reader: str,
+        planes: Sequence[Plane],
+        settings: WeightsConfig,
+        every: int = 1,
     ) -> None:
-        self.client, self.reader = client, reader
+        """``every``: only versions whose number is a multiple of it are of interest."""
+        self.client, self.reader, self.every = client, reader, every
         self.fetcher = Fetcher(run, planes, settings)
         self.serving = NOTHING
         self._given_up = NOTHING
 
-    def newer(self, seen: Version = NOTHING) -> Future:
-        """A future {version, digest, files} of the next version above the one served and ``seen``, or {finished}.
+    def newer(self) -> Future:
+        """A future {version, digest, files} of the next version above the one served, or {finished}.
 
         Versions that could not be read are not told of again.
         """
-        return self.client.submit("next_version", after=str(max(self.serving, self._given_up, seen)))
+        after = str(max(self.serving, self._given_up))
+        return self.client.submit("next_version", after=after, multiple_of=self.every)
 
     def fetch(self, announced: dict[str, str]) -> tuple[News, Staged] | None:
         """The announced version, or a newer one; None if none can be had: then the last good one stays in use."""
-        deadline, patience = time.monotonic() + self.fetcher.settings.read_timeout_s, 0.0
-        while True:
-            news = News(**announced)
+        deadline = time.monotonic() + self.fetcher.settings.read_timeout_s
+        news, tried = News(**announced), set()
+        for pause in _pauses():
             try:
                 return news, self.fetcher.fetch(news)
             except WeightsError as error:
                 why = error
-            if time.monotonic() > deadline:
+            tried.add(news)
+            another = self._another(news)
+            # At least one of each kind, however long the first one took.
+            if time.monotonic() > deadline and another in tried:
                 self._give_up(news, why)
                 return None
-            time.sleep(patience)
-            patience = min(1.0, patience + 0.1)
-            announced = self._another(news)
+            news = another
+            time.sleep(pause)
+        raise AssertionError("there are always more pauses")
 
-    def _another(self, failed: News) -> dict[str, str]:
+    def _another(self, failed: News) -> News:
         """The newest version; if that has failed, in turns with the newest that has files."""
-        newest = self.client.call("next_version", after=str(self.serving))
+        asked = {"after": str(self.serving), "multiple_of": self.every}
+        newest = self.client.call("next_version", **asked)
         if newest.get("version") in (None, failed.version) and not failed.files:
-            newest = self.client.call("filed_version", after=str(self.serving)) or newest
-        return newest if "version" in newest else {"version": failed.version, "digest": failed.digest}
+            newest = self.client.call("filed_version", **asked) or newest
+        return News(**newest) if "version" in newest else failed
 
     def _give_up(self, news: News, why: WeightsError) -> None:
         self._given_up = Version.parse(news.version)
-        print(f"weights: {why}; {self.reader} goes on with {self.serving}", file=sys.stderr, flush=True)
+        say(f"weights: {why}; {self.reader} goes on with {self.serving}")
         self.client.submit("note", what="weights_unreadable", name=self.reader, reason="unreadable")
 
     def served(self, version: Version) -> bool:
@@ -155,3 +181,8 @@ class Subscriber:
         due = self.client.call("serve", reader=self.reader, version=str(version))["eval_due"]
         self.fetcher.forget_before(str(version))
         return due
+
+
+def _pauses() -> Iterator[float]:
+    """Seconds between attempts: none at first, then more and more."""
+    return chain((min(1.0, 0.1 * number) for number in range(11)), repeat(1.0))

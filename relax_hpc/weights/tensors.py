@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -149,14 +150,18 @@ class SafetensorsFile:
         array = _array(memoryview(self._data), self._offsets[part.name], whole.shape, whole)
         return array[(*[slice(None)] * part.axis, slice(part.start, part.stop))]
 
-    def sync(self) -> None:
-        """To the disk."""
-        self._memory.flush()
+    def pieces(self, size: int) -> Iterator[memoryview]:
+        """The whole file as it is now, in pieces of ``size`` bytes."""
+        whole = memoryview(self._data)
+        for start in range(0, len(whole), size):
+            yield whole[start : start + size]
 
     def close(self) -> None:
         """The file stays."""
         del self._data
-        self._memory.close()
+        # After an error somebody may still look at a piece of it; then it goes with that.
+        with contextlib.suppress(BufferError):
+            self._memory.close()
 
     def __enter__(self) -> SafetensorsFile:
         return self

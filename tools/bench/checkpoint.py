@@ -71,7 +71,7 @@ def measure(trainer: Trainer, folder: Path, rounds: int) -> list[Figure]:
             source, room = np.ones(size, np.uint8), np.ones(size, np.uint8)
         found["copied"] = timed(partial(np.copyto, room, source))
         found["raw"] = timed(partial(write_raw, folder / "raw", source))
-        remove_others(folder, ())
+        remove_others(folder, (), 1)
         times = {name: [*kept, *([found[name]] if turn else [])] for name, kept in times.items()}
     kept, copied, written, raw = map(median, times.values())
     stall, speed = kept / copied, raw / written

@@ -89,7 +89,7 @@ class Actor:
             self.publisher = Publisher(
                 self.run,
                 self.client,
-                Channel(WAIT_S),
+                lambda: Channel(WAIT_S),
                 store.planes,
                 store.pool,
                 tensors,

@@ -1,0 +1,92 @@
+"""The files of a version, written by all actor ranks while the next versions are trained and published."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from relax_hpc.background import Background, say
+from relax_hpc.config.schema import WeightsConfig
+from relax_hpc.errors import RelaxError
+from relax_hpc.rendezvous.channel import Channel
+from relax_hpc.rundir import RunDir, private_folder
+from relax_hpc.transfer_queue.client import QueueClient
+from relax_hpc.transfer_queue.planes import Plane
+from relax_hpc.versions import Version
+from relax_hpc.weights.files import finish, write_share
+from relax_hpc.weights.manifest import Manifest
+from relax_hpc.weights.pull import Puller
+from relax_hpc.weights.staging import staging_root
+
+_PARTIAL = ".model.partial"
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    version: Version
+    manifest: Manifest | None
+    """The leader's."""
+    wanted: bool
+    """However many versions there are since."""
+    sync: bool
+
+
+class FileWriter:
+    """One rank's. Every rank offers it the same versions in the same order, from one thread."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        client: QueueClient | None,
+        channel: Channel,
+        planes: Sequence[Plane],
+        settings: WeightsConfig,
+        device: int | None,
+    ) -> None:
+        """``channel``: for this alone."""
+        self.run, self.client, self.channel, self.settings = run, client, channel, settings
+        self._puller = Puller(planes, settings.read_timeout_s)
+        self.work = Background("weights, files", self._write, device)
+
+    def offer(self, version: Version, manifest: Manifest | None, wanted: bool, sync: bool) -> None:
+        """Have the files of ``version`` written: if ``wanted``, and else if it is one of those that have files and no
+        newer one is there when its turn comes."""
+        every = self.settings.file_every
+        if wanted or (every and not version.number % every):
+            self.work.put(_Job(version, manifest, wanted, sync))
+
+    def _write(self, job: _Job) -> None:
+        """All ranks write their shares; if one cannot, the version stays without files."""
+        due = {"write": job.wanted or self.work.pending == 1, "manifest": job.manifest and job.manifest.encode()}
+        due = self.channel.tell(due if self.channel.rank == 0 else None)
+        if not due["write"]:
+            return
+        manifest = Manifest.decode(due["manifest"])
+        partial = self.run.weights / str(job.version) / _PARTIAL
+        gathered = self.channel.gather(self._share(manifest, partial, job.sync))
+        if gathered is None:
+            return
+        try:
+            if failures := [found["failure"] for found in gathered if "failure" in found]:
+                raise RelaxError("; ".join(failures))
+            sums = [found["sums"] for found in gathered]
+            listing = finish(manifest, partial, self.run.model, sums, self.channel.size, job.sync)
+        except (OSError, RelaxError) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            say(f"weights: version {job.version} has no files: {error}")
+            self.client.submit("note", what="weights_unwritten", name=str(job.version), reason="unwritten")
+            return
+        self.client.call("filed", version=str(job.version), digest=listing)
+
+    def _share(self, manifest: Manifest, partial: Path, sync: bool) -> dict[str, object]:
+        """What this rank has written, or why not."""
+        rank, ranks = self.channel.rank, self.channel.size
+        try:
+            partial.mkdir(mode=0o700, exist_ok=True)
+            memory = private_folder(staging_root(self.run))
+            return {"sums": write_share(manifest, self._puller, partial, rank, ranks, memory, sync)}
+        except Exception as error:
+            # Whoever left here would leave the others waiting.
+            return {"failure": f"rank {rank}: {error}"}

@@ -1,0 +1,42 @@
+"""Work beside everything else: in order, waited for with a deadline, and its failure is heard of."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from relax_hpc.background import Background
+from relax_hpc.errors import FencedError
+
+SOON_S = 10.0
+
+
+def test_jobs_are_done_in_order() -> None:
+    done: list[int] = []
+    work = Background("test", done.append)
+    for number in range(100):
+        work.put(number)
+    assert work.wait(SOON_S) and done == list(range(100)) and work.pending == 0
+
+
+def test_whoever_waits_waits_for_as_many_as_asked_for() -> None:
+    hold = threading.Event()
+    work = Background("test", lambda _: hold.wait(SOON_S))
+    work.put(1)
+    work.put(2)
+    assert not work.wait(0.01) and not work.wait(0.01, most=1) and work.wait(0.01, most=2)
+    hold.set()
+    assert work.wait(SOON_S)
+
+
+def test_a_failure_is_heard_of_by_all_who_ask(capfd: pytest.CaptureFixture[str]) -> None:
+    def fenced(_: int) -> None:
+        raise FencedError("epoch 2 exists")
+
+    work = Background("letters", fenced)
+    work.put(1)
+    for ask in (lambda: work.wait(SOON_S), work.check, lambda: work.put(2)):
+        with pytest.raises(FencedError, match="epoch 2 exists"):
+            ask()
+    assert capfd.readouterr().err == "letters: ends with FencedError('epoch 2 exists')\n"
