@@ -68,10 +68,10 @@ class Background(Generic[Job]):
                     self._pending -= 1
                     self._changed.notify_all()
         except BaseException as error:
+            say(f"{self._name}: ends with {error!r}")
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
-            say(f"{self._name}: ends with {error!r}")
 
 
 def say(text: str) -> None:
