@@ -14,6 +14,7 @@ BASE = [
     "numpy>=1.26",
     "msgpack>=1",
     "xxhash>=3",
+    "zstandard>=0.22",
     "h5py>=3.10",
     "tensorboard>=2.15",
     "psutil>=5.9",

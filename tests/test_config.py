@@ -298,7 +298,6 @@ FINDINGS = [
         {"max_staleness": 3, "weights.publish_every": 3, "weights.publish_lag": 1, "weights.keep_every": 10},
         [
             "weights.publish_lag: found 1, allowed: at least weights.publish_every - 1, 2",
-            "weights.file_every: found 1, allowed: 0, or multiples of weights.publish_every, 3",
             "weights.keep_every: found 10",
         ],
     ),

@@ -313,17 +313,21 @@ def engine_pause(folder: Path, rounds: int) -> list[Figure]:
                 return answer
 
             engine._client._call = timed_call
-            sampling, pauses = Sampling(1.0, 1.0, 4000, (), 0), []
+            sampling, pauses = Sampling(1.0, 1.0, 200, (), 0), []
             work = [GenerateRequest((1, 3, 4), f"p{number}", 0) for number in range(8)]
+
+            async def generate() -> None:
+                while True:
+                    await engine.generate(work, sampling)
+
+            crowd = [asyncio.create_task(generate()) for _ in range(4)]
             for number in range(rounds):
-                running = asyncio.create_task(engine.generate(work, sampling))
-                while not engine._client._running:
-                    await asyncio.sleep(0)
                 await asyncio.sleep(0.2)
                 await engine.update_weights(model, Version(1, number + 1))
                 pauses.append(engine.pause_s)
-                running.cancel()
-                await asyncio.wait([running])
+            for one in crowd:
+                one.cancel()
+            await asyncio.wait(crowd)
             return pauses
         finally:
             await engine.close()
