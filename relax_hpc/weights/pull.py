@@ -40,13 +40,20 @@ class Puller:
     ) -> None:
         """Put ``chunks`` of a version into a file. WeightsError: one of them is not to be had from memory."""
         usable = anchor if anchor is not None and anchor.version == manifest.anchor else None
-        pool = ThreadPoolExecutor(_AT_ONCE, "weights")
-        try:
-            for work in [pool.submit(self._put, chunk, manifest.version, into, usable) for chunk in chunks]:
+        # After a failure the others are not asked for: of a node that has vanished each would take its time.
+        failed = threading.Event()
+
+        def put(chunk: Chunk) -> None:
+            try:
+                if not failed.is_set():
+                    self._put(chunk, manifest.version, into, usable)
+            except BaseException:
+                failed.set()
+                raise
+
+        with ThreadPoolExecutor(_AT_ONCE, "weights") as pool:
+            for work in [pool.submit(put, chunk) for chunk in chunks]:
                 work.result()
-        finally:
-            # After a failure the others are not asked for: of a node that has vanished each would take its time.
-            pool.shutdown(cancel_futures=True)
 
     def _put(self, chunk: Chunk, version: str, into: SafetensorsFile, anchor: Anchor | None) -> None:
         why_not: list[str] = []
