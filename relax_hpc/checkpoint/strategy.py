@@ -18,11 +18,11 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
@@ -67,10 +67,12 @@ class StateWriter:
         self._room = torch.empty(0, dtype=torch.uint8)
         self._checked = False
         self._copier = Copier("checkpoint-copy")
-        self._share: SaveShardedStrategy | None = None
+        self._share: FullyParallelSaveStrategyWrapper | None = None
         if data_size > 1:
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-            self._share = FullyParallelSaveStrategyWrapper(_Unused("torch_dist", 1), group, do_cache_distribution=True)
+            # Asked for the shares of the ranks alone; what it wraps never writes.
+            inner = TorchDistSaveShardedStrategy("torch_dist", 1)
+            self._share = FullyParallelSaveStrategyWrapper(inner, group, do_cache_distribution=True)
 
     def stage(self, state: dict[str, Any]) -> StagedState:
         """Copy what this rank saves of the sharded ``state``. Collective. The next call overwrites the copy."""
@@ -106,12 +108,3 @@ class StateWriter:
             torch.cuda.current_stream().synchronize()
         else:
             self._copier.copy(sources, rooms)
-
-
-class _Unused(SaveShardedStrategy):
-    """The wrapper wants a strategy to hand over to; it is asked for the shares of the ranks alone."""
-
-    can_handle_sharded_objects = True
-
-    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-        raise NotImplementedError

@@ -18,9 +18,10 @@ from relax_hpc.checkpoint.hf_tensors import DTYPES, INDEX, TYPE_NAMES, write_ten
 from relax_hpc.checkpoint.sharded_names import Parameter, parameters
 from relax_hpc.checkpoint.to_megatron import HEADERS, SMALL_FILES
 from relax_hpc.checkpoint.torch_dist import METADATA, StoredState
-from relax_hpc.checkpoint.workspace import Workspace
+from relax_hpc.checkpoint.workspace import Workspace, in_files
 from relax_hpc.errors import ConfigError
 from relax_hpc.training.hf_mapping import EMBEDDING, OUTPUT, Qwen3Shape, StoredForm, all_pieces, split, stored_forms
+from relax_hpc.weights.files import file_name
 from relax_hpc.weights.tensors import header_text
 
 _NORM_BESIDE_EXPERTS = ("decoder.layers.pre_mlp_layernorm.weight", "decoder.layers.mlp.linear_fc1.layer_norm_weight")
@@ -136,19 +137,12 @@ class ToHf:
         return FilePlan(name, text, pieces)
 
     def _new_files(self) -> list[FilePlan]:
-        groups: list[list[str]] = []
-        room = 0
-        for name, piece in all_pieces(self.shape).items():
-            size = math.prod(piece.shape) * self.dtype_of(name).itemsize
-            if not groups or size > room:
-                groups.append([])
-                room = self.shard_bytes
-            groups[-1].append(name)
-            room -= size
         pieces, plans = all_pieces(self.shape), []
-        for number, names in enumerate(groups, start=1):
+        sizes = ((name, math.prod(one.shape) * self.dtype_of(name).itemsize) for name, one in pieces.items())
+        groups = in_files(sizes, self.shard_bytes)
+        for number, names in enumerate(groups):
             about = [(name, TYPE_NAMES[self.dtype_of(name)], pieces[name].shape) for name in names]
-            file = "model.safetensors" if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+            file = file_name(number, len(groups))
             plans.append(FilePlan(file, header_text(about, {"format": "pt"}), tuple(names)))
         return plans
 

@@ -18,7 +18,7 @@ from relax_hpc.checkpoint.hf_tensors import HfTensors
 from relax_hpc.checkpoint.sharded_names import Parameter, parameters
 from relax_hpc.checkpoint.store import FORMAT_VERSION, MARKER, checksum
 from relax_hpc.checkpoint.torch_dist import Shard, shards_from_json, shards_to_json, write_description, write_shards
-from relax_hpc.checkpoint.workspace import HashedFile, Workspace
+from relax_hpc.checkpoint.workspace import HashedFile, Workspace, in_files
 from relax_hpc.errors import ConfigError
 from relax_hpc.rundir import write_json
 from relax_hpc.training.hf_mapping import Qwen3Shape, fuse
@@ -44,16 +44,8 @@ class ToMegatron:
     def parts(self) -> list[list[Parameter]]:
         """What goes into each file. ConfigError: a type differs between layers or fused tensors."""
         self._check_types()
-        parts: list[list[Parameter]] = []
-        room = 0
-        for one in parameters(self.shape):
-            size = math.prod(one.shape) * self.dtype_of(one).itemsize
-            if not parts or size > room:
-                parts.append([])
-                room = self.shard_bytes
-            parts[-1].append(one)
-            room -= size
-        return parts
+        sizes = ((one, math.prod(one.shape) * self.dtype_of(one).itemsize) for one in parameters(self.shape))
+        return in_files(sizes, self.shard_bytes)
 
     def _check_types(self) -> None:
         types: dict[str, torch.dtype] = {}

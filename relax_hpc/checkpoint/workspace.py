@@ -6,16 +6,18 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import xxhash
 
 from relax_hpc.checkpoint.store import checksum
 from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.rundir import sync_directory, write_json
+
+T = TypeVar("T")
 
 
 class HashedFile:
@@ -132,6 +134,23 @@ class Workspace:
     def _remove(self) -> None:
         for other in self.target.parent.glob(f".{self.target.name}.converting-*"):
             shutil.rmtree(other, ignore_errors=True)
+
+
+def in_files(items: Iterable[tuple[T, int]], limit: int) -> list[list[T]]:
+    """Which of (item, bytes) go into a file together, in order: up to ``limit`` bytes, or one item that is larger.
+
+    >>> in_files([("a", 3), ("b", 3), ("c", 9), ("d", 1)], 6)
+    [['a', 'b'], ['c'], ['d']]
+    """
+    files: list[list[T]] = []
+    room = 0
+    for item, size in items:
+        if not files or size > room:
+            files.append([])
+            room = limit
+        files[-1].append(item)
+        room -= size
+    return files
 
 
 def check_free(target: Path) -> None:
