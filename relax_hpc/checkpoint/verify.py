@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -126,7 +127,10 @@ def load_module(module: torch.nn.Module, directory: Path) -> None:
     from megatron.core import dist_checkpointing
 
     state = {"model": module.sharded_state_dict(prefix="")}
-    module.load_state_dict(dist_checkpointing.load(state, str(directory))["model"])
+    with warnings.catch_warnings():
+        # megatron-core uses what torch is about to give up.
+        warnings.simplefilter("ignore", FutureWarning)
+        module.load_state_dict(dist_checkpointing.load(state, str(directory))["model"])
 
 
 def _device() -> str:
