@@ -67,7 +67,10 @@ def check(folder: Path, name: str, split: str) -> None:
         target.mkdir()
     channel.gather(None)
     writer = StateWriter(channel, parallel.layout().data_size, False)
-    writer.stage({"model": module.sharded_state_dict(prefix="")})(target)
+    state = writer.stage({"model": module.sharded_state_dict(prefix="")})
+    if channel.rank == 0:
+        state.write_common(target)
+    state.write_shards(target)
 
 
 @torch.no_grad()

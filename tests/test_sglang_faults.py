@@ -156,7 +156,8 @@ def test_only_an_update_beside_running_requests_pauses_the_server() -> None:
             await client.generate([GenerateRequest((fake.GOOD,), "p", 0)], SAMPLING)
             await client.update_weights(Path("weights"), Version(1, 5))
             hanging = asyncio.create_task(client.generate([GenerateRequest((fake.HANG,), "p", 1)], SAMPLING))
-            await asyncio.wait_for(server.app[fake.HANGING].wait(), 10)
+            async with asyncio.timeout(10):
+                await server.app[fake.HANGING].wait()
             await client.update_weights(Path("weights"), Version(1, 6))
             hanging.cancel()
             return server.app[fake.CALLS]
@@ -251,6 +252,23 @@ def test_a_dead_server_is_told_from_a_broken_connection_and_leaves_no_children(p
     assert "engine-2.log" in str(fault)
     assert code == 3
     assert not session_of(leader)
+
+
+def test_who_waits_for_a_dying_server_can_be_cancelled_at_that_moment(place: Path, faked: None) -> None:
+    """As the role does with its other tasks once one of them has seen the end."""
+
+    async def die() -> asyncio.Task:
+        engine = make_engine(place)
+        await engine.start()
+        asked = asyncio.create_task(engine.generate([GenerateRequest((fake.HANG,), "p", 0)], SAMPLING))
+        engine._process.kill()
+        await engine.wait_dead()
+        asked.cancel()
+        await asyncio.wait([asked], timeout=10)
+        await engine.close()
+        return asked
+
+    assert asyncio.run(die()).cancelled()
 
 
 def test_the_server_is_nobodys_rank_and_does_not_see_the_token(

@@ -167,6 +167,8 @@ class Replica:
             try:
                 await self.update(version, got[1])
             except EngineFault as fault:
+                if fault.reason == "dead":
+                    raise RelaxError(str(fault)) from fault
                 failures += 1
                 await self.quarantine(fault, failures)
                 continue
@@ -292,7 +294,8 @@ class Replica:
         async def save_now_and_then() -> None:
             while not ended.is_set():
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(ended.wait(), every)
+                    async with asyncio.timeout(every):
+                        await ended.wait()
                     return
                 await asyncio.to_thread(self.save, groups)
 
@@ -411,7 +414,8 @@ async def within(seconds: float, function: Callable[[], T]) -> T:
     """What `function` returns, in a thread of its own. TimeoutError: it takes longer, and its thread is left behind."""
     pool = ThreadPoolExecutor(1)
     try:
-        return await asyncio.wait_for(asyncio.get_running_loop().run_in_executor(pool, function), seconds)
+        async with asyncio.timeout(seconds):
+            return await asyncio.get_running_loop().run_in_executor(pool, function)
     finally:
         pool.shutdown(wait=False)
 

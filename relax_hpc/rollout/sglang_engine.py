@@ -138,7 +138,8 @@ class SglangEngine:
 
     async def _exited(self, within_s: float) -> bool:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), within_s)
+            async with asyncio.timeout(within_s):
+                await self._process.wait()
         return self._process.returncode is not None
 
     @contextlib.asynccontextmanager
@@ -211,11 +212,13 @@ async def end_session(leader: asyncio.subprocess.Process, grace_s: float) -> Non
         # SGLang waits 5 s after a TERM, to finish requests that nobody waits for here, and not after an interrupt.
         leader.send_signal(signal.SIGINT)
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(leader.wait(), grace_s)
+        async with asyncio.timeout(grace_s):
+            await leader.wait()
     for process in _session(leader.pid):
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    await asyncio.wait_for(leader.wait(), grace_s)
+    async with asyncio.timeout(grace_s):
+        await leader.wait()
     # The event loop alone may reap the leader.
     await asyncio.to_thread(psutil.wait_procs, [one for one in members if one.pid != leader.pid], timeout=grace_s)
 
