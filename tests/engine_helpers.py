@@ -71,6 +71,12 @@ def reference_logprobs_in_place(drawn_by: list[Path], prompt: tuple[int, ...], r
     return found
 
 
+def reference_logprobs_recomputed(drawn_by: list[Path], prompt: tuple[int, ...], response: list[int]) -> list[float]:
+    """The same, each model with keys and values of its own."""
+    whole = {model: reference_logprobs(model, prompt, response, 1.0) for model in set(drawn_by)}
+    return [whole[model][at] for at, model in enumerate(drawn_by)]
+
+
 def error_against(directory: Path, prompt: tuple[int, ...], found: Generation, temperature: float = 1.0) -> float:
     """Largest difference of the generation's log-probabilities to the reference's."""
     expected = reference_logprobs(directory, prompt, found.token_ids, temperature)

@@ -16,6 +16,7 @@ requires("sglang", "torch", "transformers")
 
 import psutil  # noqa: E402
 
+from relax_hpc.config.schema import PartialRollout  # noqa: E402
 from relax_hpc.rollout.engine import (  # noqa: E402
     Draft,
     Engine,
@@ -34,6 +35,7 @@ from tests.engine_helpers import (  # noqa: E402
     make_config,
     make_model,
     reference_logprobs_in_place,
+    reference_logprobs_recomputed,
     reference_model,
     session_of,
 )
@@ -96,6 +98,12 @@ def sglang(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iter
     every fourth token."""
     flags = {"disable_radix_cache": False, "enable_cache_report": True, "stream_interval": 4}
     yield from serve("sglang", models, tmp_path_factory.mktemp("sglang"), flags=flags)
+
+
+@pytest.fixture(scope="module")
+def sglang_without_cache(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """As it is by default."""
+    yield from serve("sglang", models, tmp_path_factory.mktemp("sglang-plain"))
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +229,7 @@ def test_an_update_in_place_hides_what_it_leaves_in_the_cache(sglang: Served) ->
         engine, sampling = sglang.engine, draw(temperature=0.0, max_new_tokens=200)
         await engine.generate([GenerateRequest(prompt, "first", 0)], draw(max_new_tokens=4))
         running = asyncio.create_task(engine.generate([GenerateRequest(PROMPTS[0], "runs", 0)], sampling))
-        while not engine._client._running:
+        while not engine._client.door.inside:
             await asyncio.sleep(0)
         sglang.version = Version(3, sglang.version.number + 1)
         await engine.update_weights(sglang.model, sglang.version)
@@ -236,28 +244,58 @@ def test_an_update_in_place_hides_what_it_leaves_in_the_cache(sglang: Served) ->
     assert error_against(sglang.model, prompt, answer) < 1e-3
 
 
-def test_generation_goes_on_through_updates_and_each_token_has_the_version_that_drew_it(sglang: Served) -> None:
-    sglang.update()
-    before, prompt, draft = sglang.version.number, PROMPTS[0], Draft()
+def through_updates(served: Served, draft: Draft) -> Generation:
+    """A response during which six versions come."""
 
-    async def generate_through_updates() -> Generation:
-        request = [GenerateRequest(prompt, "p", 0, draft)]
-        task = asyncio.create_task(sglang.engine.generate(request, draw(temperature=0.0, max_new_tokens=200)))
-        for number in range(before + 1, before + 7):
-            sglang.version = Version(3, number)
-            await sglang.engine.update_weights(sglang.model, sglang.version)
+    async def generate() -> Generation:
+        request = [GenerateRequest(PROMPTS[0], "p", 0, draft)]
+        task = asyncio.create_task(served.engine.generate(request, draw(temperature=0.0, max_new_tokens=200)))
+        await asyncio.sleep(0)
+        for _ in range(6):
+            served.version = Version(3, served.version.number + 1)
+            await served.engine.update_weights(served.model, served.version)
         return (await task)[0]
 
-    answer = sglang.runner.run(generate_through_updates())
-    assert len(answer.token_ids) == 200
+    answer = served.runner.run(generate())
+    assert len(answer.token_ids) == 200 and (np.diff(answer.token_versions) >= 0).all()
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("engine", "partial"),
+    [
+        ("sglang", "keep"),
+        ("transformers", "keep"),
+        ("sglang_without_cache", "recompute"),
+        ("transformers", "recompute"),
+    ],
+)
+def test_generation_goes_on_through_updates_and_each_token_has_the_version_that_drew_it(
+    request: pytest.FixtureRequest, engine: str, partial: PartialRollout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = request.getfixturevalue(engine)
+    served.update()
+    monkeypatch.setattr(getattr(served.engine, "_client", served.engine), "_partial", partial)
+    draft = Draft()
+    answer = through_updates(served, draft)
     assert len(set(answer.token_versions)) > 1
+    drawn_by = [served.models[Version.decode(code).number % 2] for code in answer.token_versions.tolist()]
+    reference = {"keep": reference_logprobs_in_place, "recompute": reference_logprobs_recomputed}[partial]
+    expected = reference(drawn_by, PROMPTS[0], answer.token_ids)
+    assert np.abs(np.array(answer.logprobs) - expected).max() < 1e-3
     told = len(draft.token_versions)
     assert draft.token_versions == answer.token_versions[:told].tolist() and draft.token_ids == answer.token_ids[:told]
-    assert len(set(draft.token_versions)) < 2, "before the end nobody says which of the later weights drew what"
-    assert (np.diff(answer.token_versions) >= 0).all()
-    drawn_by = [sglang.models[Version.decode(code).number % 2] for code in answer.token_versions.tolist()]
-    expected = reference_logprobs_in_place(drawn_by, prompt, answer.token_ids)
-    assert np.abs(np.array(answer.logprobs) - expected).max() < 1e-3
+    if served.engine.name == "sglang":
+        assert len(set(draft.token_versions)) < 2, "before the end nobody says which of the later weights drew what"
+
+
+def test_an_update_may_wait_for_the_end_of_what_is_drawn(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    served.update()
+    monkeypatch.setattr(getattr(served.engine, "_client", served.engine), "_partial", "off")
+    before = served.version
+    assert set(through_updates(served, Draft()).token_versions) == {before.encode()}
+    after = served.runner.run(served.engine.generate([GenerateRequest(PROMPTS[0], "p", 0)], draw()))[0]
+    assert set(after.token_versions) == {served.version.encode()} and served.version > before
 
 
 def test_the_token_guards_every_endpoint_and_is_shown_nowhere(sglang: Served) -> None:

@@ -198,6 +198,12 @@ def _engine(config: Config) -> Findings:
             yield f"{key}: found {engine.flags[flag]!r}, but this argument is set by the rollout role; {own_flag(name)}"
         elif name != flag:
             yield f"{key}: found a flag with dashes, allowed: underscores ({name})"
+    if config.rollout.partial_rollout == "recompute" and not engine.flags.get("disable_radix_cache", True):
+        # SGLang 0.5.21 finds the keys and values of older weights there again for the request that left them.
+        yield (
+            "rollout.partial_rollout: found recompute with rollout.engine.flags.disable_radix_cache false, allowed: "
+            "keep or off; or leave out the flag"
+        )
     if engine.simulated != SimulatedConfig() and engine.kind != "simulated":
         yield f"rollout.engine.simulated: found settings, but kind is {engine.kind}; leave them out, or set the kind"
     if not engine.port:

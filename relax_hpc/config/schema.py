@@ -135,6 +135,9 @@ class EngineConfig:
     """Consecutive failures after which the engine is restarted (with its group)."""
 
 
+PartialRollout = Literal["off", "keep", "recompute"]
+
+
 @dataclass(kw_only=True, slots=True)
 class RolloutConfig:
     """Generation."""
@@ -156,6 +159,10 @@ class RolloutConfig:
     """Tries of one ticket: a failed or filtered group is replaced by another prompt under the same ticket."""
     max_failed_share: float = bounded(0.5, 0.0, 1.0)
     """Stop (exit 93) when a larger share of the last 64 prompt groups failed."""
+    partial_rollout: PartialRollout = "keep"
+    """What new weights do to responses that are being drawn. `keep`: they go on at once, over the keys and values that
+    older weights have left; `recompute`: over keys and values of the new ones; `off`: the engine takes new weights when
+    all that it is at has ended, so that a response is drawn by one version."""
     save_partial: Literal["off", "samples", "tokens"] = "samples"
     """What of unfinished prompt groups the queue keeps, for whoever generates them after a restart: nothing, finished
     `samples`, or the `tokens` of unfinished ones too: the engine goes on with these, if not bit for bit as one that was

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -12,32 +11,34 @@ from typing import Any
 import aiohttp
 import orjson
 
-from relax_hpc.config.schema import EngineConfig
+from relax_hpc.config.schema import EngineConfig, PartialRollout
+from relax_hpc.rollout.door import Door
 from relax_hpc.rollout.engine import EngineFault, GenerateRequest, Generation, Sampling
 from relax_hpc.rollout.sglang_stream import Events, Response, answers_of
 from relax_hpc.versions import Version
 
 _HEALTH_TIMEOUT_S = 5.0
+_PAUSES: dict[PartialRollout, str] = {"keep": "in_place", "recompute": "retract"}
 
 
 class SglangClient:
     """Requests to one server; make it inside a running event loop. Every call has a deadline from `settings`."""
 
-    def __init__(self, url: str, token: str, settings: EngineConfig, version: Version) -> None:
-        """``version``: what the server serves."""
+    def __init__(
+        self, url: str, token: str, settings: EngineConfig, version: Version, partial: PartialRollout = "keep"
+    ) -> None:
+        """``version``: what the server serves. ``partial``: what an update does to running requests."""
         headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         # A new connection a request: the server closes idle ones, and a request on its way there would be lost.
         # No limit: the role decides how many are in flight. No proxies: the token stays between the two.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         self._session = aiohttp.ClientSession(url, headers=headers, connector=connector, trust_env=False)
-        self._settings, self._version = settings, version
+        self._settings, self._version, self._partial = settings, version, partial
         self._froze_gc = False
         self._unknown_weights = False
-        self._running = 0
+        self.door = Door()
         self.pause_s = 0.0
         """How long the last update kept requests from going on, or new ones from beginning."""
-        self._entry = asyncio.Lock()
-        """Held while weights are swapped: a new request waits at the door."""
 
     async def healthy(self) -> bool:
         """Whether the server answers and serves; a paused one does not."""
@@ -49,16 +50,12 @@ class SglangClient:
 
     async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Generation | EngineFault]:
         """See `Engine.generate`. One HTTP request for all: on a CPU that is the quickest."""
-        async with self._entry:
+        async with self.door.request():
             if self._unknown_weights:
                 raise EngineFault("update_failed", "the last update failed; the server's weights are unknown")
             responses = [Response(request, self._version, sampling.max_new_tokens) for request in requests]
             asked = [pair for pair in zip(requests, responses, strict=True) if not pair[1].answer]
-            self._running += 1
-        try:
             await self._complete(asked, sampling)
-        finally:
-            self._running -= 1
         answers = answers_of(responses)
         await self._freeze_gc()
         return answers
@@ -91,18 +88,20 @@ class SglangClient:
     async def update_weights(self, directory: Path, version: Version) -> None:
         """See `Engine.update_weights`. After a fault, whose weights are unknown, only another update may follow.
 
-        Running requests stop between two tokens and go on in place, by the new weights and with the keys and values
-        that they have; a new request never sees those, which are cached under the version it was asked for by. Updates
-        from disk take no begin/end_weight_update in any version of SGLang; those frame updates by tensors or
-        broadcast, which need them from 0.5.21 on.
+        Running requests stop between two tokens and go on by the new weights, with the keys and values that they have
+        or with new ones; unless they are waited for. A new request never sees keys and values of older weights, which
+        are cached under the version it was asked for by. Updates from disk take no begin/end_weight_update in any
+        version of SGLang; those frame updates by tensors or broadcast, which need them from 0.5.21 on.
         """
-        limit = self._settings.update_timeout_s
-        async with self._entry:
-            busy, self._unknown_weights = self._running > 0 or self._unknown_weights, True
+        limit, began = self._settings.update_timeout_s, time.monotonic()
+        async with self.door.update(when_empty=self._partial == "off"):
+            waited = time.monotonic() - began
+            busy, self._unknown_weights = self.door.inside > 0 or self._unknown_weights, True
             # The cache cannot be flushed while requests stand in it.
             weights = {"model_path": str(directory), "weight_version": str(version), "flush_cache": not busy}
             try:
                 info = await self._swap(weights, busy, limit)
+                self.pause_s += waited
             except EngineFault as fault:
                 raise EngineFault("update_failed", f"{version} from {directory}: {fault}") from fault
         if (found := info.get("weight_version")) != str(version):
@@ -113,7 +112,7 @@ class SglangClient:
         """Update from disk, a ``busy`` server's requests paused meanwhile; what it then says of its model."""
         started = time.monotonic()
         if busy:
-            await self._call("/pause_generation", {"mode": "in_place"}, limit)
+            await self._call("/pause_generation", {"mode": _PAUSES.get(self._partial, "in_place")}, limit)
         await self._call("/update_weights_from_disk", weights, limit)
         if busy:
             await self._call("/continue_generation", {"torch_empty_cache": False}, limit)

@@ -75,7 +75,8 @@ class SglangEngine:
         try:
             self._process = await self._launch()
             self._open.push_async_callback(end_session, self._process, self._config.liveness.stop_timeout_s)
-            self._client = SglangClient(f"http://{_HOST}:{port}", token, self._settings, self._version)
+            url, partial = f"http://{_HOST}:{port}", self._config.rollout.partial_rollout
+            self._client = SglangClient(url, token, self._settings, self._version, partial)
             self._open.push_async_callback(self._client.close)
             await self._wait_healthy()
         except BaseException:

@@ -14,6 +14,7 @@ from statistics import NormalDist
 
 from relax_hpc.config.schema import Config
 from relax_hpc.data.prompts import load_tokenizer
+from relax_hpc.rollout.door import Door
 from relax_hpc.rollout.engine import (
     Draft,
     EngineFault,
@@ -39,7 +40,8 @@ class SimulatedEngine:
     def __init__(self, config: Config, replica: int, model_dir: Path, version: Version) -> None:
         self._settings, self._timeout_s = config.rollout.engine.simulated, config.rollout.engine.request_timeout_s
         self._model_dir, self._version = model_dir, version
-        self._places = asyncio.Semaphore(self._settings.concurrency)
+        self._places, self._door = asyncio.Semaphore(self._settings.concurrency), Door()
+        self._waits = config.rollout.partial_rollout == "off"
 
     async def start(self) -> None:
         """See `Engine.start`."""
@@ -49,17 +51,18 @@ class SimulatedEngine:
     async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Generation | EngineFault]:
         """See `Engine.generate`."""
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._timeout_s), self._door.request():
                 answers = await asyncio.gather(*(self._draw(request, sampling) for request in requests))
         except TimeoutError as error:
             raise EngineFault("timeout", f"{len(requests)} answers take more than {self._timeout_s} s") from error
         return [check_generation(answer, sampling.max_new_tokens) for answer in answers]
 
     async def update_weights(self, directory: Path, version: Version) -> None:
-        """See `Engine.update_weights`; responses that are being drawn go on under the new version."""
+        """See `Engine.update_weights`; what is being drawn goes on under the new version, if not waited for."""
         if not any(directory.glob("*.safetensors")):
             raise EngineFault("update_failed", f"{version}: {directory} has no *.safetensors")
-        self._version = version
+        async with self._door.update(when_empty=self._waits):
+            self._version = version
 
     async def wait_dead(self) -> int:
         """Never returns: there is no process but this one."""

@@ -7,6 +7,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -82,8 +83,9 @@ class TransformersEngine:
     def __init__(self, config: Config, replica: int, model_dir: Path, version: Version) -> None:
         self._dtype, self._timeout_s = config.model.dtype, config.rollout.engine.request_timeout_s
         self._model_dir, self._version = model_dir, version
-        # A sample is drawn by one version: updates wait for the sample, not for the batch.
+        self._partial = config.rollout.partial_rollout
         self._lock = threading.Lock()
+        """Held while the weights are looked at or changed: for a token, or for a whole sample."""
 
     async def start(self) -> None:
         """See `Engine.start`. Sets this process's torch to one thread: sums then have one order."""
@@ -127,18 +129,24 @@ class TransformersEngine:
             self._version, self.pause_s = version, time.monotonic() - started
 
     def _generate(self, request: GenerateRequest, sampling: Sampling) -> Generation:
+        if self._partial != "off":
+            return self._draw(request, sampling, self._lock)
         with self._lock:
-            return self._draw(request, sampling)
+            return self._draw(request, sampling, nullcontext())
 
-    def _draw(self, request: GenerateRequest, sampling: Sampling) -> Generation:
+    def _draw(self, request: GenerateRequest, sampling: Sampling, lock: AbstractContextManager) -> Generation:
         import torch
 
         stops = self._stops | set(sampling.stop_token_ids)
-        draft, version = request.draft or Draft(), self._version.encode()
-        drawn, inputs, cache = Draft.of(draft.so_far()), request.so_far, None
+        draft = request.draft or Draft()
+        drawn, cache, version = Draft.of(draft.so_far()), None, 0
         reason: Literal["stop", "length"] = "length"
         for position in range(len(drawn.token_ids), sampling.max_new_tokens):
-            with torch.inference_mode():
+            with lock, torch.inference_mode():
+                before, version = version, self._version.encode()
+                if self._partial == "recompute" and version != before:
+                    cache = None
+                inputs = drawn.token_ids[-1:] if cache is not None else [*request.prompt_ids, *drawn.token_ids]
                 output = self._model(torch.tensor([inputs]), past_key_values=cache, use_cache=True, logits_to_keep=1)
             uniform = keyed_uniform(sampling.seed, request.prompt_id, request.sample, position)
             token, logprob = sample_token(output.logits[0, -1], sampling.temperature, sampling.top_p, uniform)
@@ -146,7 +154,7 @@ class TransformersEngine:
             if token in stops:
                 reason = "stop"
                 break
-            inputs, cache = [token], output.past_key_values
+            cache = output.past_key_values
             if position + 1 < sampling.max_new_tokens:
                 draft.add([token], [logprob], [version])
         draft.ended = replace(drawn.so_far(), finish_reason=reason)
