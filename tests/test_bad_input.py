@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from relax_hpc.cli import main
+from relax_hpc.config import dump
 from relax_hpc.config.schema import Config, GroupConfig, TinyModelConfig
 from relax_hpc.data.tiny_model import EOS_ID, make_tiny_model
 from relax_hpc.errors import EXIT_CONFIG, EXIT_NO_PROGRESS, NoProgressError, RelaxError
@@ -208,6 +209,8 @@ class FaultyEngine:
         answers: list = [Generation([7, EOS_ID], [-0.5, -0.5], versions, "stop") for _ in requests]
         if what == "nan":
             answers[1] = EngineFault("nan_logprob", "found nan at response token 0")
+        if what == "old":
+            answers[1] = EngineFault("old_version", "found tokens of version 0")
         return answers
 
 
@@ -274,8 +277,22 @@ def test_an_engine_whose_later_update_fails_is_replaced_too(world: SimpleNamespa
     assert world.controller.state.noted == {"engine_fault/update_failed": 1}
 
 
+def test_an_engine_that_answers_by_older_weights_is_replaced(world: SimpleNamespace) -> None:
+    trainer = threading.Thread(target=train_the_step, args=(world.actor, world.run))
+    trainer.start()
+    world.rollout(["old", "well", "old"])
+    trainer.join(20.0)
+    state: Controller = world.controller.state
+    assert state.finished() and state.noted == {"engine_fault/old_version": 1} and not state.dropped
+
+
+def test_a_group_whose_engines_all_answer_by_older_weights_ends(world: SimpleNamespace) -> None:
+    with pytest.raises(RelaxError, match=r"faulty: 3 engines in a row, last: old_version"):
+        world.rollout(["old"] * 9)
+
+
 def test_a_group_whose_updates_all_fail_ends(world: SimpleNamespace) -> None:
-    with pytest.raises(RelaxError, match=r"faulty: 3 updates failed in a row, last: update_failed: .* half of it"):
+    with pytest.raises(RelaxError, match=r"faulty: 3 engines in a row, last: update_failed: .* half of it"):
         world.rollout([], bad_updates=[1] * 9)
 
 
@@ -315,6 +332,36 @@ def test_an_engine_that_only_fails_ends_its_group(world: SimpleNamespace) -> Non
     with pytest.raises(RelaxError, match=r"faulty failed 3 times in a row, last: timeout: .* within 2 s"):
         world.rollout(["timeout"] * 3)
     assert world.controller.state.noted == {"engine_fault/timeout": 3}
+
+
+def test_a_filter_that_drops_some_groups_has_them_replaced(
+    world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts that are odd are dropped; tickets may be tried more often than they may fail."""
+    world.config.rollout.filter, world.config.rollout.max_attempts = "tests.test_bad_input:never_equal", 1
+    monkeypatch.setattr(rollout, "get_reward", lambda _: lambda sample: float(int(sample.prompt[:-1]) % 2))
+    trainer = threading.Thread(target=train_the_step, args=(world.actor, world.run))
+    trainer.start()
+    world.rollout([])
+    trainer.join(20.0)
+    state: Controller = world.controller.state
+    assert state.finished() and state.dropped["filtered"] == 2 * sum(g.filtered for g in state.groups.values()) > 0
+    dump(world.config, world.run.config)
+    assert all(int(row["prompt_id"][1:]) % 2 == 0 for row in queue_rows(world.run).values())
+    assert {event["reason"] for event in read_events(world.run) if event["what"] == "failed"} == {"filtered"}
+
+
+def never_equal(rewards: Sequence[float]) -> bool:
+    """A user's filter: groups of odd prompts are not wanted."""
+    return not any(rewards)
+
+
+def test_a_filter_that_drops_everything_ends_the_run(world: SimpleNamespace) -> None:
+    world.config.rollout.filter = "rewards_differ"
+    expected = r"filter rewards_differ dropped 100.0% of the last 256 prompt groups, the last with rewards \[0.0\]"
+    with pytest.raises(NoProgressError, match=expected):
+        world.rollout([])
+    assert world.controller.state.dropped["filtered"] >= 2 * 256 - 8
 
 
 def test_too_large_a_share_of_failures_ends_the_run(world: SimpleNamespace) -> None:

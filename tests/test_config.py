@@ -301,6 +301,15 @@ FINDINGS = [
             "weights.keep_every: found 10",
         ],
     ),
+    (
+        {"max_staleness": 4, "queue.max_rows": 1000},
+        ["queue.max_rows: found 1000, but max_staleness 4 lets rollout be 1280 rows ahead"],
+    ),
+    ({"rollout.filter": "rewards_differs"}, ["rollout.filter: found 'rewards_differs', allowed rewards_differ"]),
+    (
+        {"rollout.partial_rollout": "recompute", "rollout.engine.flags": {"disable_radix_cache": False}},
+        ["rollout.partial_rollout: found recompute with rollout.engine.flags.disable_radix_cache false"],
+    ),
     ({"weights.slabs": 1}, ["weights.slabs: found 1, allowed: 0, or at least 2"]),
     ({"groups.rollout": None}, ["groups: found role rollout in no group"]),
     ({"groups.actor_fwd": None}, ["groups: found role actor_fwd in no group"]),

@@ -37,7 +37,7 @@ Findings = Iterator[str]
 
 def check(config: Config) -> list[str]:
     """What is wrong with `config`, one line each; empty: nothing was found."""
-    checks = (_run, _data, _model, _groups, _algorithm, _rollout, _engine, _rewards, _planes, _weights)
+    checks = (_run, _data, _model, _groups, _algorithm, _rollout, _queue, _engine, _rewards, _planes, _weights)
     return [finding for function in checks for finding in function(config)]
 
 
@@ -189,6 +189,16 @@ def _rollout(config: Config) -> Findings:
             yield f"rollout.{key}: found 0.0, allowed: more; equal responses to a prompt teach nothing"
 
 
+def _queue(config: Config) -> Findings:
+    most, step = config.queue.max_rows, config.groups_per_step * config.samples_per_group
+    if most < step * (config.max_staleness + 1):
+        yield (
+            f"queue.max_rows: found {most}, but max_staleness {config.max_staleness} lets rollout be "
+            f"{step * (config.max_staleness + 1)} rows ahead (groups_per_step * samples_per_group * "
+            f"(max_staleness + 1)); allowed: at least that, or a max_staleness of at most {max(0, most // step - 1)}"
+        )
+
+
 def _engine(config: Config) -> Findings:
     engine, replicas = config.rollout.engine, config.rollout.replicas
     for flag in engine.flags:
@@ -237,12 +247,15 @@ def _cannot_bind(port: int) -> str:
 
 def _rewards(config: Config) -> Findings:
     from relax_hpc.rewards import get_reward
+    from relax_hpc.rollout.filters import get_filter
 
-    for key, name in (("rollout.reward", config.rollout.reward), ("eval.reward", config.eval.reward)):
+    rewards = {"rollout.reward": config.rollout.reward, "eval.reward": config.eval.reward}
+    named = [(key, name, get_reward) for key, name in rewards.items()]
+    for key, name, find in [*named, ("rollout.filter", config.rollout.filter, get_filter)]:
         try:
-            get_reward(name)
+            find(name)
         except ConfigError as error:
-            yield f"{key}: {str(error).removeprefix('reward: ')}"
+            yield f"{key}: {str(error).partition(': ')[2]}"
 
 
 def _planes(config: Config) -> Findings:

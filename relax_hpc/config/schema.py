@@ -99,6 +99,8 @@ class AlgorithmConfig:
     """Over a whole optimizer step: mean over tokens, or over samples of each sample's mean."""
     tis_cap: float = bounded(2.0, 0.0)
     """Upper bound of the truncated importance weight old / rollout; 0 turns the correction off."""
+    mask_older_tokens: bool = False
+    """Leave tokens out of the loss that were drawn by older weights than the last one of their response."""
     shuffle_rewards: bool = False
     """Control experiment: permute rewards over the step's samples. Nothing should be learned."""
 
@@ -156,9 +158,15 @@ class RolloutConfig:
     reward_timeout_s: float = bounded(60.0, 0.1)
     """Deadline of the rewards of one generation request; past it, its prompt groups fail as `reward_timeout`."""
     max_attempts: int = bounded(4, 1)
-    """Tries of one ticket: a failed or filtered group is replaced by another prompt under the same ticket."""
+    """Tries of one ticket: a failed group is replaced by another prompt under the same ticket."""
     max_failed_share: float = bounded(0.5, 0.0, 1.0)
     """Stop (exit 93) when a larger share of the last 64 prompt groups failed."""
+    filter: str = ""
+    """Which prompt groups are trained on: name in `relax_hpc.rollout.filters`, such as `rewards_differ`, or
+    `package.module:function` of the rewards. The others are dropped as `filtered`, and replaced by other prompts under
+    the same tickets. Empty: all."""
+    max_filtered_share: float = bounded(0.99, 0.0, 1.0)
+    """Stop (exit 93) when a larger share of the last 256 prompt groups was filtered out."""
     partial_rollout: PartialRollout = "keep"
     """What new weights do to responses that are being drawn. `keep`: they go on at once, over the keys and values that
     older weights have left; `recompute`: over keys and values of the new ones; `off`: the engine takes new weights when

@@ -6,14 +6,12 @@ responses goes on in its thread, with nobody waiting for it.
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from relax_hpc.errors import ConfigError
+from relax_hpc.named import named
 from relax_hpc.rewards.answers import answer_exact, answer_partial
 
 FLOAT32_MAX = 3.4028234663852886e38
@@ -49,30 +47,7 @@ REWARDS: dict[str, Reward] = {"answer_partial": answer_partial, "answer_exact": 
 
 def get_reward(name: str) -> Reward:
     """The reward called `name`: built in, or imported from `package.module:function`. ConfigError if there is none."""
-    if ":" in name:
-        return _imported(name)
-    if name in REWARDS:
-        return REWARDS[name]
-    near = difflib.get_close_matches(name, REWARDS, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else "write package.module:function for your own"
-    raise ConfigError(f"reward: found {name!r}, allowed {', '.join(REWARDS)}; {hint}")
-
-
-def _imported(name: str) -> Reward:
-    module_name, _, attribute = name.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # a user's module may raise anything while it is imported
-        raise ConfigError(
-            f"reward: {name!r}: importing {module_name!r} failed: {type(error).__name__}: {error}; "
-            "put the module on PYTHONPATH or mend it"
-        ) from error
-    function = getattr(module, attribute, None)
-    if callable(function):
-        return function
-    near = difflib.get_close_matches(attribute, [key for key in vars(module) if not key.startswith("_")], n=1)
-    hint = f"did you mean {near[0]!r}?" if near else "define it there"
-    raise ConfigError(f"reward: {name!r}: module {module_name!r} has no function {attribute!r}; {hint}")
+    return named("reward", name, REWARDS)
 
 
 def safe_reward(function: Reward, sample: RewardInput) -> float | RewardError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, contextmanager
@@ -16,21 +16,23 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from relax_hpc.data.prompts import Prompt, load_tokenizer
-from relax_hpc.errors import ConfigError, NoProgressError, RelaxError
+from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.metrics.spans import Spans
 from relax_hpc.rendezvous.process import STOP_SIGNALS
 from relax_hpc.rewards import RewardError, get_reward
 from relax_hpc.roles.context import Context
 from relax_hpc.rollout.engine import Engine, EngineFault, GenerateRequest, Generation, Sampling, make_engine
-from relax_hpc.rollout.samples import Failure, PromptSource, group_rows, requests_for, reward_of
+from relax_hpc.rollout.filters import get_filter
+from relax_hpc.rollout.outcomes import Failure, Outcomes
+from relax_hpc.rollout.samples import PromptSource, group_rows, requests_for, reward_of
 from relax_hpc.rollout.unfinished import Unfinished, Work
 from relax_hpc.transfer_queue.kept_client import Leftover, keep, kept_rows
+from relax_hpc.transfer_queue.records import FILTERED
 from relax_hpc.transfer_queue.schema import Row
 from relax_hpc.versions import Version
 from relax_hpc.weights.staging import Staged
 from relax_hpc.weights.subscriber import NOTHING, Subscriber
 
-_FAILURE_WINDOW = 64
 _NOTED_LINES = 10_000
 """Bad lines beyond so many are left out of the counts."""
 
@@ -93,7 +95,8 @@ class Rollout:
         shape = config.rollout
         self.sampling = Sampling(shape.temperature, shape.top_p, shape.max_new_tokens, stops, config.seed)
         self.greedy = Sampling(0.0, 1.0, shape.max_new_tokens, stops, config.seed)
-        self.outcomes: deque[bool] = deque(maxlen=_FAILURE_WINDOW)
+        self.filter = get_filter(shape.filter)
+        self.outcomes = Outcomes(shape)
         self.numbers = replica_numbers(shape.replicas, context.world.rank, context.world.size)
         if context.world.leader:
             self._note_bad_lines()
@@ -131,6 +134,10 @@ class Replica:
         """Cleared while the engine's weights are not known: then nothing is asked of it."""
         planes = rollout.client.store.planes
         self.reader = Subscriber(context.run, rollout.client, f"{context.group}/{number}", planes, self.config.weights)
+        self.suspected = asyncio.Event()
+        """Set when the engine has shown that it does not serve what it was given."""
+        self.replaced = 0
+        """Engines in a row that gave no good answer before they were."""
         self.failures = 0
         self.activity = Activity(context.spans)
 
@@ -157,25 +164,34 @@ class Replica:
 
     async def follow(self) -> None:
         """Swap to each newest version as it is announced; evaluate where that is due."""
-        failures = 0
-        while "version" in (announced := await asyncio.wrap_future(self.reader.newer())):
-            with self.activity("weights", Version.parse(announced["version"]).number):
-                got = await asyncio.to_thread(self.reader.fetch, announced)
-            if got is None:
-                continue
-            version = Version.parse(got[0].version)
+        while True:
             try:
+                if "version" not in (announced := await self.news()):
+                    return
+                with self.activity("weights", Version.parse(announced["version"]).number):
+                    got = await asyncio.to_thread(self.reader.fetch, announced)
+                if got is None:
+                    continue
+                version = Version.parse(got[0].version)
                 await self.update(version, got[1])
             except EngineFault as fault:
-                if fault.reason == "dead":
-                    raise RelaxError(str(fault)) from fault
-                failures += 1
-                await self.quarantine(fault, failures)
+                await self.quarantine(fault)
                 continue
-            failures = 0
             due = await asyncio.to_thread(self.reader.served, version)
             if due and self.number == 0:
                 await self.evaluate(version)
+
+    async def news(self) -> dict[str, str]:
+        """The next version, or {finished}. EngineFault: the engine does not serve the one that it was given."""
+        newer, suspected = asyncio.wrap_future(self.reader.newer()), asyncio.create_task(self.suspected.wait())
+        try:
+            await asyncio.wait((newer, suspected), return_when=asyncio.FIRST_COMPLETED)
+            if suspected.done():
+                raise EngineFault("old_version", f"tokens of a version before {self.reader.serving}")
+            return newer.result()
+        finally:
+            newer.cancel()
+            suspected.cancel()
 
     async def update(self, version: Version, staged: Staged) -> None:
         """Have the engine serve what is staged, which is let go of."""
@@ -187,13 +203,17 @@ class Replica:
         self.ready.set()
         self.context.report(version.number, {"perf/engine_pause_s": self.engine.pause_s})
 
-    async def quarantine(self, fault: EngineFault, failures: int) -> None:
-        """Put another engine in the place of one whose weights may be of two versions; it has to pull them anew."""
+    async def quarantine(self, fault: EngineFault) -> None:
+        """Put another engine in the place of one of whose weights nothing is sure; it has to pull them anew."""
+        if fault.reason == "dead":
+            raise RelaxError(str(fault)) from fault
         self.ready.clear()
+        self.suspected.clear()
+        self.replaced += 1
         await self.rollout.ask("note", what="engine_fault", name=self.reader.reader, reason=fault.reason)
         print(f"{self.engine.name} of replica {self.number} is replaced: {fault}", flush=True)
-        if failures >= self.config.rollout.engine.max_failures:
-            raise RelaxError(f"{self.engine.name}: {failures} updates failed in a row, last: {fault}") from fault
+        if self.replaced >= self.config.rollout.engine.max_failures:
+            raise RelaxError(f"{self.engine.name}: {self.replaced} engines in a row, last: {fault}") from fault
         # No tickets for it, and the newest version again.
         await asyncio.to_thread(self.reader.served, NOTHING)
         await self.engine.close()
@@ -243,8 +263,8 @@ class Replica:
         count, reader = self.config.rollout.groups_per_request, self.reader.reader
         while "tickets" in (admitted := await self.rollout.ask("admit", reader=reader, count=count)):
             work = list(zip(admitted["tickets"], admitted["attempts"], strict=True))
-            for ticket, attempt in work:
-                self.check_attempts(ticket, attempt, "its rows being dropped")
+            for ticket, failures in admitted["failures"].items():
+                self.rollout.outcomes.check_ticket(ticket, failures, "its rows being dropped")
             kept = await asyncio.to_thread(kept_rows, self.rollout.client, admitted)
             work = await self.put_surplus(work, kept)
             while work:
@@ -344,7 +364,11 @@ class Replica:
         if engine is not self.engine or not self.ready.is_set():
             # Its weights may have been half of one version and half of another.
             raise Repeat
-        self.failures = 0
+        if any(isinstance(answer, EngineFault) and answer.reason == "old_version" for answer in answers):
+            self.ready.clear()
+            self.suspected.set()
+            raise Repeat
+        self.failures = self.replaced = 0
         return answers
 
     async def fault(self, fault: EngineFault) -> None:
@@ -363,40 +387,29 @@ class Replica:
         except TimeoutError:
             detail = f"reward_timeout: the request's rewards took longer than rollout.reward_timeout_s={limit:g}"
             groups = [Failure("reward_timeout", detail)] * len(work)
-        self.rollout.outcomes.extend(not isinstance(group, Failure) for group in groups)
+        for group in groups:
+            self.rollout.outcomes.count(group)
         rows = [row for group in groups if not isinstance(group, Failure) for row in group]
         return rows, [(*tried, group) for tried, group in zip(work, groups, strict=True) if isinstance(group, Failure)]
 
     def groups(self, prompts: list[Prompt], work: Work, answers: list) -> list[list[Row] | Failure]:
         """What became of each prompt group."""
-        size, tokenizer, reward = self.config.samples_per_group, self.rollout.tokenizer, self.rollout.reward
+        size, rollout = self.config.samples_per_group, self.rollout
         parts = [answers[start : start + size] for start in range(0, len(answers), size)]
+        newest_only = self.config.algorithm.mask_older_tokens
         return [
-            group_rows(prompt, ticket, part, tokenizer, reward)
+            group_rows(prompt, ticket, part, rollout.tokenizer, rollout.reward, rollout.filter, newest_only)
             for prompt, (ticket, _), part in zip(prompts, work, parts, strict=True)
         ]
 
     async def failed(self, ticket: int, attempt: int, failure: Failure) -> int:
-        """Count a failed group; the number of the next attempt, by another prompt under the same ticket."""
-        outcomes, shape = self.rollout.outcomes, self.config.rollout
-        share = 1.0 - sum(outcomes) / len(outcomes)
-        if len(outcomes) == _FAILURE_WINDOW and share > shape.max_failed_share:
-            raise NoProgressError(
-                f"{share:.0%} of the last {len(outcomes)} prompt groups failed, the last by {failure.detail}; "
-                f"allowed rollout.max_failed_share={shape.max_failed_share:.0%}; look at the prompts and the reward"
-            )
-        print(f"ticket {ticket}, attempt {attempt}: {failure.detail}", flush=True)
-        number = (await self.rollout.ask("fail", ticket=ticket, attempt=attempt, reason=failure.reason))["attempt"]
-        self.check_attempts(ticket, number, failure.detail)
-        return number
-
-    def check_attempts(self, ticket: int, number: int, last: str) -> None:
-        allowed = self.config.rollout.max_attempts
-        if number >= allowed:
-            raise NoProgressError(
-                f"ticket {ticket} failed {number} times, the last by {last}; allowed rollout.max_attempts={allowed}; "
-                f"look at the prompts and the reward"
-            )
+        """Count a group that is not put; the number of the next attempt, by another prompt under the same ticket."""
+        self.rollout.outcomes.check_share(failure)
+        if failure.reason != FILTERED:
+            print(f"ticket {ticket}, attempt {attempt}: {failure.detail}", flush=True)
+        answer = await self.rollout.ask("fail", ticket=ticket, attempt=attempt, reason=failure.reason)
+        self.rollout.outcomes.check_ticket(ticket, answer["failures"], failure.detail)
+        return answer["attempt"]
 
 
 def replica_numbers(replicas: int, rank: int, ranks: int) -> range:

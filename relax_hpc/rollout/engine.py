@@ -21,6 +21,7 @@ FaultReason = Literal[
     "wrong_count",
     "nan_logprob",
     "unknown_version",
+    "old_version",
     "dead",
     "update_failed",
 ]

@@ -12,6 +12,9 @@ from relax_hpc.config.schema import Config
 from relax_hpc.data.prompts import BadLine, Prompt, Tokenizer, load_prompts, prompt_at
 from relax_hpc.rewards import Reward, RewardError, RewardInput, safe_reward
 from relax_hpc.rollout.engine import EngineFault, GenerateRequest, Generation
+from relax_hpc.rollout.filters import Filter
+from relax_hpc.rollout.outcomes import Failure
+from relax_hpc.transfer_queue.records import FILTERED
 from relax_hpc.transfer_queue.schema import Row, sample_id
 
 
@@ -48,22 +51,20 @@ def reward_of(prompt: Prompt, generation: Generation, tokenizer: Tokenizer, rewa
     return safe_reward(reward, RewardInput(prompt.text, prompt.answer, text, generation.finish_reason, prompt.metadata))
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Why a prompt group came to nothing: `reason` is counted, `detail` is for whoever reads the error."""
-
-    reason: str
-    detail: str
-
-
 def group_rows(
     prompt: Prompt,
     ticket: int,
     answers: Sequence[Generation | EngineFault],
     tokenizer: Tokenizer,
     reward: Reward,
+    keeps: Filter = lambda rewards: True,
+    newest_only: bool = False,
 ) -> list[Row] | Failure:
-    """The rows of a prompt group, or why it failed: groups enter the queue whole."""
+    """The rows of a prompt group, or why there are none: groups enter the queue whole.
+
+    ``keeps``: by the rewards, whether the group is wanted. ``newest_only``: only tokens of the version that drew the
+    last one of their response are trained on.
+    """
     rows: list[Row] = []
     for k, answer in enumerate(answers):
         if isinstance(answer, EngineFault):
@@ -73,7 +74,12 @@ def group_rows(
         value = reward_of(prompt, answer, tokenizer, reward)
         if isinstance(value, RewardError):
             return Failure(value.reason, f"{value.reason}: {value.detail} (prompt {prompt.prompt_id})")
-        rows.append(unscored_row(prompt, ticket, k, answer) | {"reward": value})
+        row = unscored_row(prompt, ticket, k, answer) | {"reward": value}
+        if newest_only:
+            row["loss_mask"] *= row["token_versions"] == row["token_versions"][-1]
+        rows.append(row)
+    if not keeps([row["reward"] for row in rows]):
+        return Failure(FILTERED, f"rewards {sorted({row['reward'] for row in rows})} (prompt {prompt.prompt_id})")
     return rows
 
 

@@ -77,6 +77,9 @@ class Response:
         if finish["type"] == "abort" and not self._token_ids:
             raise EngineFault("http_error", f"/generate: aborted: {finish.get('message')}")
         versions = token_versions(meta, len(self._token_ids))
+        if (versions < self._begun_by.encode()).any():
+            found = Version.decode(versions.min())
+            raise EngineFault("old_version", f"found tokens of {found} from an engine that serves {self._begun_by}")
         self._end(Generation(*self._whole(versions), finish["type"]))
 
     def _whole(self, versions: np.ndarray) -> tuple[list[int], list[float], np.ndarray]:

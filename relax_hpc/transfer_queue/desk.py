@@ -109,8 +109,10 @@ class Desk(HandingDesk):
             also = {"surplus": surplus} if surplus else {}
             self._record(op="admit", owner=owner, key=request.key, tickets=tickets, version=str(version), **also)
         if tickets:
-            attempts = [state.groups[ticket].attempt for ticket in tickets]
-            return {"tickets": tickets, "attempts": attempts, "kept": kept_for(state, tickets)}
+            groups = [state.groups[ticket] for ticket in tickets]
+            attempts = [group.attempt for group in groups]
+            failures = {t: group.failures for t, group in zip(tickets, groups, strict=True) if group.failures}
+            return {"tickets": tickets, "attempts": attempts, "failures": failures, "kept": kept_for(state, tickets)}
         if state.finished():
             return {"finished": True}
         raise Parked(ADMISSION, *rules.why_not(state, version))
@@ -119,7 +121,7 @@ class Desk(HandingDesk):
         group = self.state.groups[ticket]
         if group.owner == request.owner and group.attempt == attempt:
             self._record(op="fail", ticket=ticket, reason=reason)
-        return {"attempt": self.state.groups[ticket].attempt}
+        return {"attempt": group.attempt, "failures": group.failures}
 
     def _do_put(
         self,

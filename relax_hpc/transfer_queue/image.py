@@ -17,7 +17,7 @@ from relax_hpc.transfer_queue.tasks import DONE
 from relax_hpc.transfer_queue.tickets import Place, TicketMap, TicketSet
 from relax_hpc.versions import Version
 
-FORMAT = 3
+FORMAT = 4
 _PLAIN = ("first_ticket", "next_ticket", "next_lease", "accepted", "trained_steps", "evaluated")
 _PLAIN += ("epochs", "ended", "checkpoints")
 
@@ -29,7 +29,10 @@ def image_of(state: QueueState) -> Image:
     return {name: getattr(state, name) for name in _PLAIN} | {
         "fields": state.bits.names,
         "groups": [
-            (ticket, g.owner, g.attempt, g.lengths, list(g.versions), g.old_version, [number for number, _ in g.parts])
+            (
+                (ticket, g.owner, g.attempt, g.filtered),
+                (g.lengths, list(g.versions), g.old_version, [number for number, _ in g.parts]),
+            )
             for ticket, g in state.groups.items()
         ],
         "reissued": list(state.reissued),
@@ -117,11 +120,11 @@ def _restore_rows(state: QueueState, image: Image) -> None:
     for number, descriptor, fields, owner, unsaved in image["shards"]:
         shards[number] = Shard(descriptor, tuple(fields), _owner(owner), tuple(unsaved))
     parts = {number: (number, shard.fields) for number, shard in shards.items()}
-    trained = {ticket for ticket, *_ in image["groups"] if state.tasks["actor"].statuses[ticket] == DONE}
-    for ticket, owner, attempt, lengths, versions, old_version, numbers in image["groups"]:
+    trained = {ticket for (ticket, *_), _ in image["groups"] if state.tasks["actor"].statuses[ticket] == DONE}
+    for (ticket, owner, attempt, filtered), (lengths, versions, old_version, numbers) in image["groups"]:
         width = max(unpacked(lengths, state.plan.samples_per_group)) if lengths else 0
         who = _owner(owner) if owner else None
-        group = PromptGroup(who, attempt, width, lengths, same(tuple(versions)), old_version)
+        group = PromptGroup(who, attempt, filtered, width, lengths, same(tuple(versions)), old_version)
         group.parts = tuple(parts[number] for number in numbers)
         state.groups[ticket] = group
         for number, fields in group.parts:

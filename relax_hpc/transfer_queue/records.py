@@ -12,6 +12,8 @@ Owner = tuple[str, int]
 """A group and the epoch of its incarnation."""
 OBSERVER_EPOCH = 0
 """Epoch of clients that only look: they are no group and may change nothing."""
+FILTERED = "filtered"
+"""Reason why an attempt was dropped that was none of its own faults."""
 MAX_SHARD_BYTES = 1 << 42
 """More is not believed, so that sums stay numbers that a message can carry."""
 Part = tuple[int, tuple[str, ...]]
@@ -25,6 +27,8 @@ class PromptGroup:
     owner: Owner | None
     """While it is in generation."""
     attempt: int = 0
+    filtered: int = 0
+    """Attempts before that a filter dropped."""
     width: int = 0
     """Tokens of its longest sample."""
     lengths: bytes = b""
@@ -35,6 +39,11 @@ class PromptGroup:
     """`FieldBits` of its fields."""
     parts: tuple[Part, ...] = ()
     """Oldest first."""
+
+    @property
+    def failures(self) -> int:
+        """Attempts before that came to nothing."""
+        return self.attempt - self.filtered
 
 
 @dataclass(slots=True)

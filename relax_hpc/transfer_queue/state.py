@@ -16,7 +16,7 @@ from relax_hpc.transfer_queue.answers import Answers
 from relax_hpc.transfer_queue.events import expand, lines
 from relax_hpc.transfer_queue.lengths import unpacked
 from relax_hpc.transfer_queue.plan import Plan
-from relax_hpc.transfer_queue.records import Event, Owner, PromptGroup, Shard
+from relax_hpc.transfer_queue.records import FILTERED, Event, Owner, PromptGroup, Shard
 from relax_hpc.transfer_queue.samplers import Assignment, schedule
 from relax_hpc.transfer_queue.stock import ADMISSION, ALL, NEWS, Stock
 from relax_hpc.transfer_queue.tasks import DONE, READY
@@ -190,6 +190,7 @@ class QueueState(Stock):
 
     def _on_fail(self, ticket: int, reason: str) -> None:
         self.groups[ticket].attempt += 1
+        self.groups[ticket].filtered += reason == FILTERED
         self._lose_kept(ticket, reason)
         self.dropped[reason] += self.plan.samples_per_group
         self._tell("failed", [ticket], reason=reason)

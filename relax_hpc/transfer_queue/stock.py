@@ -288,9 +288,9 @@ class Stock(Keeping):
         self._tell_samples("dropped", [ticket], reason=reason)
         if reason != "lost":
             self._lose_kept(ticket, reason)
-        attempt = self.groups[ticket].attempt
+        group = self.groups[ticket]
         self._detach([ticket])
-        self.groups[ticket] = PromptGroup(None, attempt)
+        self.groups[ticket] = PromptGroup(None, group.attempt, group.filtered)
         self.generating.add([ticket])
         for name in self.tasks:
             self._reopen(name, ticket)

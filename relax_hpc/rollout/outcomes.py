@@ -1,0 +1,67 @@
+"""What becomes of prompt groups that were generated, and when it is no use to go on."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from relax_hpc.config.schema import RolloutConfig
+from relax_hpc.errors import NoProgressError
+from relax_hpc.transfer_queue.records import FILTERED
+
+_FAILURE_WINDOW = 64
+_FILTER_WINDOW = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a prompt group came to nothing: `reason` is counted, `detail` is for whoever reads the error."""
+
+    reason: str
+    detail: str
+
+
+class Outcomes:
+    """Counts the last groups of all engines of a role; NoProgressError where too many failed or were filtered out."""
+
+    def __init__(self, shape: RolloutConfig) -> None:
+        self._shape = shape
+        self._worked: deque[bool] = deque(maxlen=_FAILURE_WINDOW)
+        self._passed: deque[bool] = deque(maxlen=_FILTER_WINDOW)
+
+    def count(self, group: object) -> None:
+        """Rows, or a `Failure`."""
+        reason = group.reason if isinstance(group, Failure) else ""
+        self._worked.append(reason in ("", FILTERED))
+        if reason in ("", FILTERED):
+            self._passed.append(not reason)
+
+    def check_share(self, failure: Failure) -> None:
+        """NoProgressError if too many of the last groups ended like this one."""
+        shape = self._shape
+        if failure.reason != FILTERED:
+            if (share := _share(self._worked)) > shape.max_failed_share:
+                raise NoProgressError(
+                    f"{share:.0%} of the last {_FAILURE_WINDOW} prompt groups failed, the last by {failure.detail}; "
+                    f"allowed rollout.max_failed_share={shape.max_failed_share:.0%}; look at the prompts and the reward"
+                )
+        elif (share := _share(self._passed)) > shape.max_filtered_share:
+            raise NoProgressError(
+                f"rollout.filter {shape.filter} dropped {share:.1%} of the last {_FILTER_WINDOW} prompt groups, the "
+                f"last with {failure.detail}; allowed rollout.max_filtered_share={shape.max_filtered_share:.0%}; "
+                "choose prompts of another difficulty, more samples a group, or another reward"
+            )
+
+    def check_ticket(self, ticket: int, failures: int, last: str) -> None:
+        """NoProgressError if ``ticket`` has failed too often, the filter not counted."""
+        allowed = self._shape.max_attempts
+        if failures >= allowed:
+            raise NoProgressError(
+                f"ticket {ticket} failed {failures} times, the last by {last}; allowed rollout.max_attempts={allowed}; "
+                f"look at the prompts and the reward"
+            )
+
+
+def _share(good: deque[bool]) -> float:
+    """Of the bad ones; 0 before there are enough to tell."""
+    return 1.0 - sum(good) / len(good) if len(good) == good.maxlen else 0.0
