@@ -8,12 +8,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
+from relax_hpc.metrics.spans import read_spans
 from relax_hpc.transfer_queue import hdf5
 from relax_hpc.transfer_queue.schema import Row
 from tests import run_helpers
@@ -176,3 +178,22 @@ def test_killed_roles_change_nothing(tmp_path):
         ((_, resumed),) = run_helpers.rollbacks(running.run)
         assert resumed in (2, 4)
         assert_equal(found, expected())
+
+
+def test_taking_turns_on_shared_devices_changes_nothing(plain, tmp_path):
+    """Engines and actor are never at work at the same time, also after a kill that takes both."""
+    _, expected, model = plain
+    groups = {"rollout": None, "actor": {"roles": ["rollout", "actor"]}}
+    turns = {"colocate": True, "groups": groups, "checkpoint": {"every": 1}}
+    over = run_helpers.merged(PLAIN, turns | {"model": {"path": str(model)}, "warm_start": {"steps": 0}})
+    with run_helpers.running(tmp_path, over) as running:
+        running.wait_for_step(0, RUN_S)
+        running.kill("actor")
+        found = outcome_of(running)
+        assert running.epochs("actor") == 2
+    assert_equal(found, expected)
+    spans = read_spans(running.run.root)
+    generated = [(s.start, s.end) for s in spans if s.what in ("generate", "engine_update", "eval")]
+    trained = [(s.start, s.end) for s in spans if s.what == "train"]
+    assert generated and trained
+    assert not [(one, other) for one, other in product(generated, trained) if one[0] < other[1] and other[0] < one[1]]

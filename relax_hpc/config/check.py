@@ -37,7 +37,20 @@ Findings = Iterator[str]
 
 def check(config: Config) -> list[str]:
     """What is wrong with `config`, one line each; empty: nothing was found."""
-    checks = (_run, _data, _model, _groups, _algorithm, _rollout, _queue, _engine, _rewards, _planes, _weights)
+    checks = (
+        _run,
+        _data,
+        _model,
+        _groups,
+        _colocate,
+        _algorithm,
+        _rollout,
+        _queue,
+        _engine,
+        _rewards,
+        _planes,
+        _weights,
+    )
     return [finding for function in checks for finding in function(config)]
 
 
@@ -169,6 +182,22 @@ def _groups(config: Config) -> Findings:
     for name, group in config.groups.items():
         if not group.roles and name != "hub":
             yield f"groups.{name}.roles: found none; give it a role, or remove the group (groups: {{{name}: null}})"
+
+
+def _colocate(config: Config) -> Findings:
+    if not config.colocate:
+        return
+    if config.max_staleness:
+        yield (
+            f"colocate: found true with max_staleness {config.max_staleness}, allowed: 0; engines generate what is "
+            "stale while the actor trains, for which they need devices of their own"
+        )
+    roles = next((group.roles for group in config.groups.values() if "actor" in group.roles), [])
+    if "rollout" not in roles:
+        yield (
+            "colocate: found true with rollout and actor in different groups, which have devices of their own; put "
+            "both into one (groups: {rollout: null, actor: {roles: [rollout, actor]}})"
+        )
 
 
 def _algorithm(config: Config) -> Findings:

@@ -225,6 +225,9 @@ class ActorConfig:
     """Micro-batches of each data-parallel rank whose tokens make a window, of prompt groups in ticket order. Within it
     rows are balanced over the ranks by length, and those of similar length share a micro-batch: a larger one is
     balanced better and padded less, a smaller one is trained sooner."""
+    simulated_step_s: float = bounded(0.0, 0.0)
+    """Seconds that a pass over a training batch takes, in which nothing is computed and the weights stay as they are:
+    for trying a cluster, and for measuring what is around training. 0: train."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -486,6 +489,9 @@ class Config:
     """Responses to each prompt."""
     max_staleness: int = bounded(0, 0, 64)
     """0: on-policy, the synchronous run; 1: near-on-policy; more: fully asynchronous."""
+    colocate: bool = False
+    """The actor and the engines share devices, in one group, and take turns: engines give their memory back once a step
+    is generated, and the actor begins then. For max_staleness 0."""
     threads: int = bounded(1, 1)
     """CPU threads of each process."""
     model: ModelConfig = field(default_factory=ModelConfig)

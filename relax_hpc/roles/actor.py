@@ -13,7 +13,7 @@ from typing import Any
 
 from relax_hpc.checkpoint import store
 from relax_hpc.checkpoint.saver import Saver
-from relax_hpc.config.schema import CheckpointConfig
+from relax_hpc.config.schema import CheckpointConfig, Config
 from relax_hpc.errors import StoppedError
 from relax_hpc.roles.context import Context
 from relax_hpc.roles.ranks import Ranks
@@ -21,6 +21,7 @@ from relax_hpc.training.batches import PAD, Batch, collate
 from relax_hpc.training.hf_files import read_config
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.optimizer import learning_rate
+from relax_hpc.training.simulated_trainer import SimulatedTrainer
 from relax_hpc.training.trainer import Trainer
 from relax_hpc.transfer_queue.claims import check_claim
 from relax_hpc.transfer_queue.client import Claim
@@ -48,9 +49,7 @@ class Actor:
         model.load_hf(context.model)
         self.model = model
         self.placeholders = placeholders_of(context.model)
-        self.trainer = Trainer(
-            model, self.config.algorithm, self.config.actor.optimizer, self.config.rollout.temperature
-        )
+        self.trainer = trainer_of(model, self.config)
         self.publisher = Publisher(
             context.run,
             context.client,
@@ -84,6 +83,7 @@ class Actor:
             step = 0
         self._ask("resume", step=step)
         self.publish(step, due=True)
+        self.end_turn()
         return step
 
     def _ask(self, op: str, **args: object) -> dict:
@@ -226,21 +226,43 @@ class Actor:
         answer = {}
         if self.ranks.leader:
             work, reason = self._claim_later(size, batch), ""
-            while not reason:
-                # What goes wrong there may be why no rows come.
-                self.publisher.check()
-                self.saver.check()
-                if not wait([work], timeout=_LOOK_S).done:
-                    reason = self._why_end() if may_end else ""
-                elif check_claim(self.context.client, work.result(), self.placeholders):
+            while not (reason := self._wait(work, may_end)):
+                if check_claim(self.context.client, work.result(), self.placeholders):
                     break
-                else:
-                    work = self._claim_later(size, batch)
+                work = self._claim_later(size, batch)
             answer = {"reason": reason} if reason else {"claim": work.result().message()}
         answer = self.ranks.tell(answer)
         if "reason" in answer:
             raise AtEdge(answer["reason"])
         return Claim.of(answer["claim"])
+
+    def _wait(self, work: Future, may_end: bool) -> str:
+        """Wait for an answer of the queue, in the leader; why the actor has to end before, if it ``may_end``."""
+        while not wait([work], timeout=_LOOK_S).done:
+            # What goes wrong there may be why nothing comes.
+            self.publisher.check()
+            self.saver.check()
+            if may_end and (reason := self._why_end()):
+                return reason
+        return ""
+
+    def take_turn(self, step: int) -> None:
+        """Wait until engines that share the devices have made room; AtEdge if the actor has to end before."""
+        if not self.config.colocate:
+            return
+        reason = ""
+        if self.ranks.leader:
+            work = self.context.client.submit("take_turn", side="actor", step=step)
+            if not (reason := self._wait(work, may_end=True)):
+                work.result()
+        if reason := self.ranks.tell({"reason": reason})["reason"]:
+            raise AtEdge(reason)
+
+    def end_turn(self) -> None:
+        """Make room for engines on the same devices."""
+        if self.config.colocate:
+            self.publisher.await_copy()
+            self._ask("end_turn")
 
     def _claim_later(self, size: int, batch: int) -> Future:
         ranks, most = self.ranks.layout.data_size, self.config.actor.max_tokens_per_micro_batch
@@ -251,6 +273,13 @@ class Actor:
         """This data rank's micro-batches of a window, as the queue has assigned them."""
         parts = [[rows[number] for number in part] for part in claim.assignment[self.ranks.layout.data_rank]]
         return [collate(part, PAD, self.model.device, self.model.length_multiple) for part in parts]
+
+
+def trainer_of(model: PolicyModel, config: Config) -> Trainer:
+    """What trains ``model``, or takes the time that this is said to take."""
+    if config.actor.simulated_step_s:
+        return SimulatedTrainer(model, config)
+    return Trainer(model, config.algorithm, config.actor.optimizer, config.rollout.temperature)
 
 
 class Tally:
@@ -344,8 +373,10 @@ def run(context: Context) -> None:
     try:
         while step < context.config.steps:
             actor.check_edge()
+            actor.take_turn(step)
             started = time.monotonic()
             trained_only = not actor.train(step)
+            actor.end_turn()
             seconds = time.monotonic() - started
             clock.step_s, clock.save_s = max(clock.step_s, seconds), max(clock.save_s, actor.saver.seconds)
             step += 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
@@ -143,6 +143,7 @@ class Replica:
 
     async def serve(self) -> None:
         """Start the engine, then follow weights and generate until the run is finished."""
+        await self.take_turn()
         await self.engine.start()
         jobs = [self.follow(), *(self.generate() for _ in range(self.config.rollout.requests_in_flight))]
         try:
@@ -173,25 +174,44 @@ class Replica:
                 if got is None:
                     continue
                 version = Version.parse(got[0].version)
+                await self.take_turn()
                 await self.update(version, got[1])
+                due = await asyncio.to_thread(self.reader.served, version)
+                if due and self.number == 0:
+                    await self.evaluate(version)
+                if self.config.colocate:
+                    await self.rest(version.number)
             except EngineFault as fault:
                 await self.quarantine(fault)
-                continue
-            due = await asyncio.to_thread(self.reader.served, version)
-            if due and self.number == 0:
-                await self.evaluate(version)
 
-    async def news(self) -> dict[str, str]:
-        """The next version, or {finished}. EngineFault: the engine does not serve the one that it was given."""
-        newer, suspected = asyncio.wrap_future(self.reader.newer()), asyncio.create_task(self.suspected.wait())
+    async def news(self, beside: Awaitable[dict] | None = None) -> dict[str, str]:
+        """The next version, or {finished}; or what comes ``beside`` it, if that is first.
+
+        EngineFault: the engine does not serve the version that it was given.
+        """
+        suspected = asyncio.create_task(self.suspected.wait())
+        answers = [asyncio.wrap_future(self.reader.newer()), *([asyncio.ensure_future(beside)] if beside else [])]
         try:
-            await asyncio.wait((newer, suspected), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((suspected, *answers), return_when=asyncio.FIRST_COMPLETED)
             if suspected.done():
                 raise EngineFault("old_version", f"tokens of a version before {self.reader.serving}")
-            return newer.result()
+            return next(answer.result() for answer in answers if answer.done())
         finally:
-            newer.cancel()
-            suspected.cancel()
+            for task in (suspected, *answers):
+                task.cancel()
+
+    async def take_turn(self) -> None:
+        """Wait until the actor has made room, on devices that it shares."""
+        if self.config.colocate:
+            await self.rollout.ask("take_turn", side="engines")
+
+    async def rest(self, step: int) -> None:
+        """Make room for the actor when all of ``step`` is generated, unless news come before: of another lineage."""
+        if await self.news(beside=self.rollout.ask("step_generated", step=step)):
+            return
+        self.ready.clear()
+        await self.engine.release()
+        await self.rollout.ask("rest", reader=self.reader.reader, step=step)
 
     async def update(self, version: Version, staged: Staged) -> None:
         """Have the engine serve what is staged, which is let go of."""

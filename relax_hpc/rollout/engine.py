@@ -124,7 +124,11 @@ class Engine(Protocol):
 
     async def update_weights(self, directory: Path, version: Version) -> None:
         """Serve the weights in `directory` (config.json, tokenizer, model.safetensors) from now on: when this returns,
-        no new request is sampled by, or sees keys and values of, older weights. EngineFault: state unknown."""
+        no new request is sampled by, or sees keys and values of, older weights. Takes memory again after a `release`.
+        EngineFault: state unknown."""
+
+    async def release(self) -> None:
+        """Give its memory on the device back until the next `update_weights`; nothing is being generated."""
 
     async def wait_dead(self) -> int:
         """The exit status of the engine's process when it has ended; does not return where there is no process."""

@@ -36,6 +36,7 @@ class SglangClient:
         self._settings, self._version, self._partial = settings, version, partial
         self._froze_gc = False
         self._unknown_weights = False
+        self._released = False
         self.door = Door()
         self.pause_s = 0.0
         """How long the last update kept requests from going on, or new ones from beginning."""
@@ -96,7 +97,8 @@ class SglangClient:
         limit, began = self._settings.update_timeout_s, time.monotonic()
         async with self.door.update(when_empty=self._partial == "off"):
             waited = time.monotonic() - began
-            busy, self._unknown_weights = self.door.inside > 0 or self._unknown_weights, True
+            busy = self.door.inside > 0 or (self._unknown_weights and not self._released)
+            self._unknown_weights = True
             # The cache cannot be flushed while requests stand in it.
             weights = {"model_path": str(directory), "weight_version": str(version), "flush_cache": not busy}
             try:
@@ -108,9 +110,18 @@ class SglangClient:
             raise EngineFault("update_failed", f"the server reports version {found} after an update to {version}")
         self._version, self._unknown_weights = version, False
 
+    async def release(self) -> None:
+        """See `Engine.release`: its weights are gone too, and nothing can be asked before the next update."""
+        async with self.door.update(when_empty=True):
+            self._unknown_weights = self._released = True
+            await self._call("/release_memory_occupation", {}, self._settings.update_timeout_s)
+
     async def _swap(self, weights: dict[str, Any], busy: bool, limit: float) -> dict[str, Any]:
         """Update from disk, a ``busy`` server's requests paused meanwhile; what it then says of its model."""
         started = time.monotonic()
+        if self._released:
+            await self._call("/resume_memory_occupation", {}, limit)
+            self._released = False
         if busy:
             await self._call("/pause_generation", {"mode": _PAUSES.get(self._partial, "in_place")}, limit)
         await self._call("/update_weights_from_disk", weights, limit)

@@ -93,6 +93,11 @@ class SglangEngine:
         async with self._name_the_dead():
             await self._client.update_weights(directory, version)
 
+    async def release(self) -> None:
+        """See `Engine.release`."""
+        async with self._name_the_dead():
+            await self._client.release()
+
     @property
     def pause_s(self) -> float:
         """See `Engine.pause_s`."""
@@ -179,6 +184,7 @@ def server_arguments(
         "skip_server_warmup": True,
         "incremental_streaming_output": True,
         "stream_interval": _TOLD_TOKENS if config.rollout.save_partial == "tokens" else _NEVER,
+        **({"enable_memory_saver": True} if config.colocate and config.model.device == "cuda" else {}),
         **(_CPU_ARGUMENTS if config.model.device == "cpu" else {"base_gpu_id": first_gpu}),
         **flags,
     }

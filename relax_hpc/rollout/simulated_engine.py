@@ -64,6 +64,9 @@ class SimulatedEngine:
         async with self._door.update(when_empty=self._waits):
             self._version = version
 
+    async def release(self) -> None:
+        """There is nothing to give back."""
+
     async def wait_dead(self) -> int:
         """Never returns: there is no process but this one."""
         return await asyncio.get_running_loop().create_future()
@@ -72,22 +75,34 @@ class SimulatedEngine:
         """Nothing to end."""
 
     async def _draw(self, request: GenerateRequest, sampling: Sampling) -> Generation:
-        size, ends = self._tokenizer.vocab_size, {*self._tokenizer.eos_ids, *sampling.stop_token_ids}
-        draft = request.draft or Draft()
+        tokens, draft = self.tokens(request, sampling), request.draft or Draft()
         drawn, pause_s = Draft.of(draft.so_far()), self.seconds(request, sampling.seed) / sampling.max_new_tokens
+        logprob = -math.log(self._tokenizer.vocab_size)
         async with self._places:
-            for position in range(len(drawn.token_ids), sampling.max_new_tokens):
-                await asyncio.sleep(pause_s)
-                token = int(keyed_uniform(sampling.seed, request.prompt_id, request.sample, position) * size)
-                made = [token], [-math.log(size)], [self._version.encode()]
+            due = (clock := asyncio.get_running_loop().time)()
+            for position in range(len(drawn.token_ids), len(tokens)):
+                # Each pause is a little longer than asked for, which must not add up.
+                due += pause_s
+                await asyncio.sleep(due - clock())
+                made = [tokens[position]], [logprob], [self._version.encode()]
                 drawn.add(*made)
-                if token in ends:
-                    break
-                if position + 1 < sampling.max_new_tokens:
+                if position + 1 < len(tokens):
                     draft.add(*made)
-        reason = "stop" if drawn.token_ids[-1] in ends else "length"
+        reason = "stop" if tokens[-1] in self._ends(sampling) else "length"
         draft.ended = replace(drawn.so_far(), finish_reason=reason)
         return draft.ended
+
+    def tokens(self, request: GenerateRequest, sampling: Sampling) -> list[int]:
+        """The whole response."""
+        size, ends, found = self._tokenizer.vocab_size, self._ends(sampling), []
+        for position in range(sampling.max_new_tokens):
+            found.append(int(keyed_uniform(sampling.seed, request.prompt_id, request.sample, position) * size))
+            if found[-1] in ends:
+                break
+        return found
+
+    def _ends(self, sampling: Sampling) -> set[int]:
+        return {*self._tokenizer.eos_ids, *sampling.stop_token_ids}
 
     def seconds(self, request: GenerateRequest, seed: int) -> float:
         """What a response of max_new_tokens takes: lognormal, its median and sigma from the configuration."""

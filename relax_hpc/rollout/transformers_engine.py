@@ -115,6 +115,9 @@ class TransformersEngine:
         except (OSError, ValueError) as error:
             raise EngineFault("update_failed", f"{version} from {directory}: {error}") from error
 
+    async def release(self) -> None:
+        """See `Engine.release`: it is on the host."""
+
     async def wait_dead(self) -> int:
         """Never returns: there is no process but this one."""
         return await asyncio.get_running_loop().create_future()

@@ -15,13 +15,14 @@ from relax_hpc.errors import RelaxError
 from relax_hpc.transfer_queue import rules
 from relax_hpc.transfer_queue.handing import HandingDesk, check_extras, kept_for, reused_of, surplus_for, without_media
 from relax_hpc.transfer_queue.journal import Journal
-from relax_hpc.transfer_queue.parking import Parking
+from relax_hpc.transfer_queue.parking import Parked, Parking
 from relax_hpc.transfer_queue.plan import NEEDED, Plan
 from relax_hpc.transfer_queue.records import OBSERVER_EPOCH, Lease, Owner
 from relax_hpc.transfer_queue.requests import Refused, Request, Schema, check_size, rows_of
 from relax_hpc.transfer_queue.shard import SHARD_NAME, check_name
 from relax_hpc.transfer_queue.state import QueueState
 from relax_hpc.transfer_queue.stock import ADMISSION, DISK, NEWS, rows_for
+from relax_hpc.transfer_queue.turns_desk import TurnsDesk
 from relax_hpc.versions import Version
 
 _FOR_OBSERVERS = ("beat", "status", "checkpoints")
@@ -29,19 +30,11 @@ MAX_RANKS = 1 << 13
 """To which a claim may be dealt."""
 
 
-class Parked(Exception):
-    """A request cannot be answered yet: what it waits for, why in words, and whether nobody who waits for it can be."""
-
-    def __init__(self, topic: str, why: str = "", common: bool = False) -> None:
-        super().__init__(topic)
-        self.topic, self.why, self.common = topic, why, common
-
-
 class BrokenStateError(RelaxError):
     """A record could not be applied after it was checked: only a replay of the journal gives a state to go on with."""
 
 
-class Desk(HandingDesk):
+class Desk(HandingDesk, TurnsDesk):
     """`on_report(role, step, values, seconds)` receives what roles report (the hub writes metrics)."""
 
     def __init__(self, plan: Plan, epoch: int, state: QueueState, journal: Journal) -> None:

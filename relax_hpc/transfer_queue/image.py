@@ -19,7 +19,7 @@ from relax_hpc.versions import Version
 
 FORMAT = 4
 _PLAIN = ("first_ticket", "next_ticket", "next_lease", "accepted", "trained_steps", "evaluated")
-_PLAIN += ("epochs", "ended", "checkpoints")
+_PLAIN += ("epochs", "ended", "checkpoints", "turn", "rested")
 
 Image = dict[str, Any]
 

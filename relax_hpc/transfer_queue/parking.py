@@ -15,6 +15,14 @@ _ANSWERED = 1000
 """Deadlines of answered requests, about, that are kept until a look at all of them pays."""
 
 
+class Parked(Exception):
+    """A request cannot be answered yet: what it waits for, why in words, and whether nobody who waits for it can be."""
+
+    def __init__(self, topic: str, why: str = "", common: bool = False) -> None:
+        super().__init__(topic)
+        self.topic, self.why, self.common = topic, why, common
+
+
 class Parking:
     """Parked requests; within a topic those first that came first."""
 

@@ -44,6 +44,10 @@ class Plan:
     """As configured; what others hold from before the groups were changed comes back."""
     publish_lag: int = 64
     """Versions that an engine may be behind the newest, and get tickets."""
+    colocated: str = ""
+    """The group whose actor and engines take turns; empty: there is none."""
+    engines: int = 1
+    """Of the rollout group, as configured."""
     refresh_every: int = 0
     """The newest version that is a multiple of it is kept for the reference; 0: none."""
 
@@ -71,6 +75,8 @@ class Plan:
             max_rows=config.queue.max_rows,
             groups=frozenset(config.groups),
             publish_lag=config.weights.publish_lag,
+            colocated=next((n for n, g in config.groups.items() if "actor" in g.roles), "") if config.colocate else "",
+            engines=config.rollout.replicas,
             refresh_every=config.algorithm.refresh_reference_every,
         )
 

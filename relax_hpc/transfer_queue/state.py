@@ -20,6 +20,7 @@ from relax_hpc.transfer_queue.records import FILTERED, Event, Owner, PromptGroup
 from relax_hpc.transfer_queue.samplers import Assignment, schedule
 from relax_hpc.transfer_queue.stock import ADMISSION, ALL, NEWS, Stock
 from relax_hpc.transfer_queue.tasks import DONE, READY
+from relax_hpc.transfer_queue.turns import Turns
 from relax_hpc.versions import Version
 
 Record = dict[str, Any]
@@ -28,11 +29,12 @@ REJECTED = ("rolled_back", "stale_version", "incomplete", "unknown_media")
 _ORIGINS = 4096
 
 
-class QueueState(Stock):
+class QueueState(Stock, Turns):
     """See the module. Fields are read by the controller and by tests; only `apply` writes them."""
 
     def __init__(self, plan: Plan) -> None:
-        super().__init__(plan)
+        Stock.__init__(self, plan)
+        Turns.__init__(self)
         self.epochs: dict[str, int] = {}
         self.ended: dict[str, int] = {}
         self.admissions, self.puts = Answers(), Answers()
@@ -177,6 +179,7 @@ class QueueState(Stock):
         for number in self.shelf.unsaved_of(group, below):
             self._lose(number)
         self.readers = {k: v for k, v in self.readers.items() if not (v[0][0] == group and v[0][1] < below)}
+        self._begin_turns(group)
         self.admissions.forget(group, below)
         self.puts.forget(group, below)
         self.woken.add(ALL)
@@ -305,6 +308,7 @@ class QueueState(Stock):
     def _on_resume(self, epoch: int, step: int) -> None:
         self.lineage.append((epoch, step))
         self.origins.clear()
+        self.rested.clear()
         self.trained_steps = step
         self.evaluated = min(self.evaluated, step)
         self.checkpoints = [point for point in self.checkpoints if point["step"] <= step]

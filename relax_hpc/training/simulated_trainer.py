@@ -1,0 +1,28 @@
+"""A trainer that takes as long as it is told and leaves the weights alone: to measure what is around training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from relax_hpc.config.schema import Config
+from relax_hpc.training.batches import Batch
+from relax_hpc.training.model import PolicyModel
+from relax_hpc.training.trainer import Trainer
+
+
+class SimulatedTrainer(Trainer):
+    """`Trainer` whose passes over a training batch take `actor.simulated_step_s`, each row its share."""
+
+    def __init__(self, model: PolicyModel, config: Config) -> None:
+        super().__init__(model, config.algorithm, config.actor.optimizer, config.rollout.temperature)
+        rows = config.groups_per_step * config.samples_per_group / config.actor.parallel.data
+        self._row_s = config.actor.simulated_step_s / rows
+
+    def accumulate(self, micro_batches: Sequence[Batch]) -> None:
+        """Wait for as long as these rows take."""
+        time.sleep(self._row_s * sum(len(batch.lengths) for batch in micro_batches))
+
+    def step(self, lr: float) -> dict[str, float]:
+        """No change, and nothing to tell."""
+        return {"grad_norm": 0.0, "skipped": 0.0}

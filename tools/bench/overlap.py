@@ -1,0 +1,185 @@
+"""How close generation and training come to going on at the same time, by max_staleness.
+
+Every row is a run of real processes: controller with its journal on disk, rollout, actor with its publisher. Only what
+the engine and the trainer compute is replaced by waiting, so that the ideal is known: a step cannot take less than
+max(G, T), G being the seconds of all responses of a step over the engine's concurrency, and T those of training; at
+staleness 0, without streaming, not less than G + T.
+
+    python tools/bench/overlap.py --ratios 0.5 1 2 --staleness 0 1 2 4 --sigmas 0 1 --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from relax_hpc.config import load_resolved
+from relax_hpc.config.schema import Config
+from relax_hpc.data.prompts import load_tokenizer
+from relax_hpc.metrics.read import read_metrics
+from relax_hpc.rollout.engine import Sampling
+from relax_hpc.rollout.samples import PromptSource, requests_for
+from relax_hpc.rollout.simulated_engine import SimulatedEngine
+from relax_hpc.rundir import RunDir
+from relax_hpc.versions import Version
+
+WARM_UP_STEPS = 8
+"""First steps that are left out: the pipeline fills."""
+CONCURRENCY = 64
+GROUPS_PER_REQUEST = 2
+_RUN_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is simulated."""
+
+    ratio: float
+    """G / T."""
+    sigma: float
+    """Of the lognormal distribution of response times; 0: all alike."""
+    staleness: int
+    streaming: bool
+
+    def settings(self, step_s: float, steps: int) -> dict[str, Any]:
+        """Of a run in which G + T is `step_s`, in the mean over responses."""
+        groups, samples, tokens = 32, 8, 16
+        generate_s = step_s * self.ratio / (1 + self.ratio)
+        mean = math.exp(self.sigma**2 / 2)
+        simulated = {
+            "response_s": generate_s * CONCURRENCY / (groups * samples) / mean,
+            "sigma": self.sigma,
+            "concurrency": CONCURRENCY,
+        }
+        window = groups * samples * 64 if not self.streaming else samples * 64
+        return {
+            "steps": steps,
+            "groups_per_step": groups,
+            "samples_per_group": samples,
+            "max_staleness": self.staleness,
+            "model": {"tiny": {"hidden_size": 32, "num_layers": 1, "head_dim": 16, "intermediate_size": 64}},
+            "data": {"task": "sort_digits", "digits": 4, "max_prompt_tokens": 32},
+            "rollout": {
+                "groups_per_request": GROUPS_PER_REQUEST,
+                "requests_in_flight": groups // GROUPS_PER_REQUEST * (self.staleness + 1),
+                "max_new_tokens": tokens,
+                "engine": {"kind": "simulated", "simulated": simulated},
+            },
+            "actor": {
+                "simulated_step_s": step_s - generate_s,
+                "max_tokens_per_micro_batch": window,
+                "balance_window": 1,
+            },
+            "checkpoint": {"every": 1_000_000},
+            "weights": {"file_every": 0},
+            "eval": {"every": 0},
+            "groups": {"actor_fwd": None, "reference": None},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Seconds of a step: what is simulated, and what was measured."""
+
+    case: Case
+    generate_s: float
+    train_s: float
+    step_s: float
+
+    @property
+    def ideal_s(self) -> float:
+        """The least that a step can take."""
+        both = (self.generate_s, self.train_s)
+        return sum(both) if self.case.staleness == 0 and not self.case.streaming else max(both)
+
+    @property
+    def efficiency(self) -> float:
+        """The least over what was measured."""
+        return self.ideal_s / self.step_s
+
+
+def measure(case: Case, step_s: float, steps: int, folder: Path) -> Result:
+    """Run `case`; means over the steps after the first ones."""
+    folder.mkdir(parents=True)
+    file = folder / "run.yaml"
+    file.write_text(yaml.safe_dump(case.settings(step_s, steps)))
+    words = [sys.executable, "-m", "relax_hpc", "run", "--config", str(file), "--run_dir", str(folder / "run")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=_RUN_S)
+    if done.returncode:
+        raise RuntimeError(f"{case}: exit code {done.returncode}: {done.stderr[-500:]}")
+    run = RunDir(folder / "run")
+    ends = {row["step"]: row["time"] for row in read_metrics(run.root) if "reward/mean" in row}
+    first, last = WARM_UP_STEPS, steps - 1
+    measured = (ends[last] - ends[first]) / (last - first)
+    config = load_resolved(run.root)
+    return Result(case, generation_s(run, config, range(first + 1, last + 1)), config.actor.simulated_step_s, measured)
+
+
+def generation_s(run: RunDir, config: Config, steps: range) -> float:
+    """Seconds of all responses of a step, over the engine's concurrency; the mean over `steps`."""
+    engine = SimulatedEngine(config, 0, run.model, Version(1, 0))
+    asyncio.run(engine.start())
+    shape = config.rollout
+    tokenizer = load_tokenizer(run.model)
+    source = PromptSource.load(run.data / "train.jsonl", tokenizer, config)
+    sampling = Sampling(shape.temperature, shape.top_p, shape.max_new_tokens, tuple(tokenizer.eos_ids), config.seed)
+    total, size = 0.0, config.groups_per_step
+    for ticket in range(steps[0] * size, (steps[-1] + 1) * size):
+        for request in requests_for(source.prompt(ticket, 0), ticket, config.samples_per_group):
+            share = len(engine.tokens(request, sampling)) / sampling.max_new_tokens
+            total += engine.seconds(request, sampling.seed) * share
+    return total / shape.engine.simulated.concurrency / len(steps)
+
+
+def print_table(results: Sequence[Result]) -> None:
+    """A line a case."""
+    print("   G/T  sigma  staleness  streaming    G, s    T, s  ideal, s  step, s  efficiency")
+    for found in results:
+        case = found.case
+        print(
+            f"{case.ratio:6.2f} {case.sigma:6.1f} {case.staleness:10d} {'yes' if case.streaming else 'no':>10s} "
+            f"{found.generate_s:7.3f} {found.train_s:7.3f} {found.ideal_s:9.3f} {found.step_s:8.3f} "
+            f"{found.efficiency:11.3f}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ratios", type=float, nargs="+", default=[0.5, 1.0, 2.0], help="G / T")
+    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4], help="max_staleness")
+    parser.add_argument("--sigmas", type=float, nargs="+", default=[0.0, 1.0], help="of the times of responses")
+    parser.add_argument("--step_s", type=float, default=1.0, help="G + T, seconds")
+    parser.add_argument("--steps", type=int, default=40, help=f"of each run; the first {WARM_UP_STEPS} are left out")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    args = parser.parse_args()
+    cases = [
+        Case(ratio, sigma, staleness, streaming=staleness > 0)
+        for sigma in args.sigmas
+        for staleness in args.staleness
+        for ratio in args.ratios
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        results = []
+        for number, case in enumerate(cases):
+            results.append(measure(case, args.step_s, args.steps, Path(folder) / str(number)))
+            print(f"{number + 1}/{len(cases)}", end="\r", file=sys.stderr, flush=True)
+    if args.json:
+        print(json.dumps([asdict(found) | {"efficiency": found.efficiency} for found in results], indent=2))
+    else:
+        print_table(results)
+
+
+if __name__ == "__main__":
+    main()
