@@ -261,6 +261,17 @@ def through_updates(served: Served, draft: Draft) -> Generation:
     return answer
 
 
+def test_memory_that_was_given_back_is_there_again_after_an_update(sglang: Served) -> None:
+    async def generate() -> Generation:
+        return (await sglang.engine.generate([GenerateRequest(PROMPTS[0], "p", 0)], draw()))[0]
+
+    sglang.runner.run(sglang.engine.release())
+    with pytest.raises(EngineFault, match="weights are unknown"):
+        sglang.runner.run(generate())
+    sglang.update()
+    assert error_against(sglang.model, PROMPTS[0], sglang.runner.run(generate())) < 1e-3
+
+
 @pytest.mark.parametrize(
     ("engine", "partial"),
     [
