@@ -11,6 +11,7 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
 
+from relax_hpc.algorithms.correction import effective_share
 from relax_hpc.checkpoint import store
 from relax_hpc.checkpoint.saver import Saver
 from relax_hpc.config.schema import CheckpointConfig
@@ -298,8 +299,8 @@ def report(
         "reward/stopped_share": tally.stopped / count,
         "kl/train_rollout_logprob_abs_diff": first.get("train_rollout_logprob_abs_diff", 0.0),
         "kl/train_rollout_logprob_max": first.get("train_rollout_logprob_max", 0.0),
-        "kl/tis_weight": first.get("tis_weight", 1.0),
-        "kl/tis_capped": first.get("tis_capped", 0.0),
+        "kl/rollout": first.get("rollout_kl", 0.0),
+        **correction_report(first),
         "loss/lr": lr,
         "staleness/min": min(staleness),
         "staleness/mean": sum(staleness) / len(staleness),
@@ -308,6 +309,22 @@ def report(
         "perf/trained_tokens": tally.tokens,
     }
     return values
+
+
+def correction_report(metrics: dict[str, float]) -> dict[str, float]:
+    """How far the engine's policy was from the old one, and what the off-policy correction made of it.
+
+    `correction/effective_share`: of as many tokens by the old policy itself, those that would say as much.
+    """
+    inverse = metrics.get("rollout_inverse_ratio_max", 0.0)
+    weight = metrics.get("correction_weight", 0.0)
+    return {
+        "correction/weight": weight,
+        "correction/cut_share": metrics.get("correction_cut", 0.0),
+        "correction/effective_share": effective_share(weight, metrics.get("correction_square", 0.0)),
+        "correction/ratio_min": 1.0 / inverse if inverse else 0.0,
+        "correction/ratio_max": metrics.get("rollout_ratio_max", 0.0),
+    }
 
 
 def kept_points(points: list[dict[str, Any]], config: CheckpointConfig) -> list[dict[str, Any]]:
