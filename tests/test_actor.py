@@ -77,6 +77,7 @@ def waiting(deadline: float | None = None) -> Any:
     layout = SimpleNamespace(data_size=1)
     actor.ranks = SimpleNamespace(leader=True, layout=layout, tell=lambda message: message, rows=lambda claim: [])
     actor.clock, actor.placeholders = Clock(deadline), {}
+    actor.inner = SimpleNamespace(roles=())
     actor.publisher = actor.saver = SimpleNamespace(check=lambda: None)
     return actor
 

@@ -17,6 +17,7 @@ from relax_hpc.checkpoint.saver import Saver
 from relax_hpc.config.schema import CheckpointConfig
 from relax_hpc.errors import StoppedError
 from relax_hpc.roles.context import Context
+from relax_hpc.roles.inner import InnerRoles
 from relax_hpc.roles.ranks import Ranks
 from relax_hpc.training.batches import PAD, Batch, collate
 from relax_hpc.training.hf_files import read_config
@@ -48,6 +49,7 @@ class Actor:
         model = PolicyModel(read_config(context.model), self.config.model, self.config.actor.parallel)
         model.load_hf(context.model)
         self.model = model
+        self.inner = InnerRoles(model, self.config, context.model)
         self.placeholders = placeholders_of(context.model)
         self.trainer = Trainer(
             model, self.config.algorithm, self.config.actor.optimizer, self.config.rollout.temperature
@@ -146,6 +148,7 @@ class Actor:
         leases: list[int] = []
         tally = Tally()
         mini_batches: list[list[list[Batch]]] = []
+        self.inner.begin_step()
         for number in range(minis):
             claims, windows = self.gradients(step, number, tally)
             with self.context.spans("train", step=step):
@@ -189,15 +192,24 @@ class Actor:
                 found.add(rows)
                 with self.context.spans("train", step=step):
                     windows.append(self.batches(claim, rows))
-                    if self.config.actor.parallel.pipeline == 1:
-                        self.trainer.accumulate(windows[-1])
+                if self.config.actor.parallel.pipeline == 1:
+                    self.learn(step, number, windows[-1])
             if self.config.actor.parallel.pipeline > 1:
-                with self.context.spans("train", step=step):
-                    self.trainer.accumulate([batch for window in windows for batch in window])
+                self.learn(step, number, [batch for window in windows for batch in window])
             if self.settled(step, claims):
                 tally.join(found)
                 return claims, windows
             self.trainer.discard()
+
+    def learn(self, step: int, number: int, batches: list[Batch]) -> None:
+        """Add what ``batches`` of mini-batch ``number`` say to the gradient, in the first pass."""
+        if self.inner.roles:
+            with self.context.spans("forward", step=step):
+                # The weights to publish are copied from the place where others come now.
+                self.publisher.await_copy()
+                self.inner.score(number, batches)
+        with self.context.spans("train", step=step):
+            self.trainer.accumulate(batches)
 
     def settled(self, step: int, claims: list[Claim]) -> bool:
         """Whether all rows of ``claims`` are on disk. If some were lost before, all claims are given back."""
