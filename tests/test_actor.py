@@ -20,9 +20,22 @@ from tests.requirements import requires
 requires("torch", "megatron")
 
 from relax_hpc.roles import actor as module  # noqa: E402
-from relax_hpc.roles.actor import Actor, AtEdge, Clock  # noqa: E402
+from relax_hpc.roles.actor import Actor, AtEdge, Clock, correction_report  # noqa: E402
 
 CLAIM = Claim(5, 0, (0, 1), (), 0, assignment=[[[0, 3], [1]], [[2]]])
+
+
+def test_what_the_correction_did_is_reported() -> None:
+    means = {"rollout_ratio_max": 3.0, "rollout_inverse_ratio_max": 4.0}
+    means |= {"correction_weight": 0.5, "correction_square": 0.5, "correction_cut": 0.25}
+    assert correction_report(means) == {
+        "correction/weight": 0.5,
+        "correction/cut_share": 0.25,
+        "correction/effective_share": 0.5,
+        "correction/ratio_min": 0.25,
+        "correction/ratio_max": 3.0,
+    }
+    assert not any(correction_report({}).values()), "a step without tokens"
 
 
 def test_without_a_time_limit_there_is_always_room() -> None:
@@ -64,6 +77,7 @@ def waiting(deadline: float | None = None) -> Any:
     layout = SimpleNamespace(data_size=1)
     actor.ranks = SimpleNamespace(leader=True, layout=layout, tell=lambda message: message, rows=lambda claim: [])
     actor.clock, actor.placeholders = Clock(deadline), {}
+    actor.inner = SimpleNamespace(roles=())
     actor.publisher = actor.saver = SimpleNamespace(check=lambda: None)
     return actor
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_hpc.algorithms.advantages import ADVANTAGES, group_advantages, token_advantages
+from relax_hpc.algorithms.correction import correction, effective_share
 from relax_hpc.algorithms.kl import KL_ESTIMATORS
 from relax_hpc.algorithms.losses import MAX_SUFFIX, TokenBatch, mean_metrics, policy_loss
 from relax_hpc.config.schema import AlgorithmConfig
@@ -27,7 +28,10 @@ configs = st.builds(
     kl_estimator=st.sampled_from(["k1", "k2", "k3"]),
     entropy_coefficient=st.sampled_from([0.0, 0.01, -0.02]),
     reduction=st.sampled_from(["token_mean", "sequence_mean"]),
-    tis_cap=st.sampled_from([0.0, 1.0, 2.0]),
+    correction=st.sampled_from(["truncate", "mask", "off"]),
+    correction_level=st.sampled_from(["token", "sequence"]),
+    correction_low=st.sampled_from([0.0, 0.5, 1.0]),
+    correction_high=st.sampled_from([1.0, 2.0]),
 )
 shapes = st.tuples(st.integers(1, 4), st.integers(1, 6), st.integers(0, 2**31))
 
@@ -64,11 +68,14 @@ def one_token(config: AlgorithmConfig, ratio: float, advantage: float, **values:
 def numpy_loss(batch: TokenBatch, config: AlgorithmConfig) -> dict[str, float]:
     """The same quantities token by token in plain Python, written from the formulas."""
     out = dict.fromkeys(("loss", "weight", "tokens", "samples", "loss/policy", "loss/kl", "loss/entropy"), 0.0)
-    sums = "ratio clip_fraction kl/reference kl/old entropy tis_weight tis_capped train_rollout_logprob_abs_diff"
-    out |= dict.fromkeys(sums.split(), 0.0) | {"train_rollout_logprob_max": 0.0}
+    sums = "ratio clip_fraction kl/reference kl/old entropy rollout_kl train_rollout_logprob_abs_diff"
+    sums += " correction_weight correction_square correction_cut"
+    maxima = "train_rollout_logprob_max rollout_ratio_max rollout_inverse_ratio_max"
+    out |= dict.fromkeys(f"{sums} {maxima}".split(), 0.0)
     rows, columns = batch.mask.shape
     for i in range(rows):
         chosen = [j for j in range(columns) if batch.mask[i, j] == 1]
+        product = math.prod(math.exp(batch.old_logprobs[i, j] - batch.rollout_logprobs[i, j]) for j in chosen)
         out["samples"] += bool(chosen)
         for j in chosen:
             new, old, rollout = (float(t[i, j]) for t in (batch.logprobs, batch.old_logprobs, batch.rollout_logprobs))
@@ -76,8 +83,8 @@ def numpy_loss(batch: TokenBatch, config: AlgorithmConfig) -> dict[str, float]:
             share = 1 / len(chosen) if config.reduction == "sequence_mean" else 1.0
             ratio = math.exp(new - old)
             inside = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
-            importance = math.exp(old - rollout) if config.tis_cap else 1.0
-            weight = min(importance, config.tis_cap) if config.tis_cap else 1.0
+            importance = product if config.correction_level == "sequence" else math.exp(old - rollout)
+            weight, cut = numpy_weight(importance, config)
             d = ref - new
             kl = {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - 1 - d}[config.kl_estimator]
             out["tokens"] += 1
@@ -89,8 +96,12 @@ def numpy_loss(batch: TokenBatch, config: AlgorithmConfig) -> dict[str, float]:
             out["kl/reference"] += kl
             out["kl/old"] += ratio - 1 - (new - old)
             out["entropy"] += entropy
-            out["tis_weight"] += weight
-            out["tis_capped"] += bool(config.tis_cap) and importance > config.tis_cap
+            out["rollout_kl"] += math.exp(old - rollout) - 1 - (old - rollout)
+            out["correction_weight"] += weight
+            out["correction_square"] += weight * weight
+            out["correction_cut"] += cut
+            out["rollout_ratio_max"] = max(out["rollout_ratio_max"], importance)
+            out["rollout_inverse_ratio_max"] = max(out["rollout_inverse_ratio_max"], 1 / importance)
             out["train_rollout_logprob_abs_diff"] += abs(old - rollout)
             out["train_rollout_logprob_max"] = max(out["train_rollout_logprob_max"], abs(old - rollout))
     out["loss"] = out["loss/policy"] + out["loss/kl"] + out["loss/entropy"]
@@ -98,7 +109,17 @@ def numpy_loss(batch: TokenBatch, config: AlgorithmConfig) -> dict[str, float]:
     return out
 
 
-@settings(max_examples=150, deadline=None)
+def numpy_weight(ratio: float, config: AlgorithmConfig) -> tuple[float, bool]:
+    """The weight, and whether it is another than the ratio."""
+    if config.correction == "off":
+        return 1.0, False
+    if config.correction == "truncate":
+        return min(ratio, config.correction_high), ratio > config.correction_high
+    outside = not config.correction_low <= ratio <= config.correction_high
+    return 0.0 if outside else ratio, outside
+
+
+@settings(max_examples=200, deadline=None)
 @given(configs, shapes)
 def test_loss_and_metrics_equal_an_independent_implementation(config, shape):
     batch = random_batch(*shape)
@@ -143,9 +164,17 @@ def test_parts_of_a_batch_add_up_to_the_whole(config, shape, cut):
 
 @pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean"])
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_gradient_equals_finite_differences(reduction, estimator):
+@pytest.mark.parametrize("kind", ["truncate", "mask"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_gradient_equals_finite_differences(reduction, estimator, kind, level):
     config = AlgorithmConfig(
-        kl_coefficient=0.3, kl_estimator=estimator, entropy_coefficient=0.05, reduction=reduction, tis_cap=1.2
+        kl_coefficient=0.3,
+        kl_estimator=estimator,
+        entropy_coefficient=0.05,
+        reduction=reduction,
+        correction=kind,
+        correction_level=level,
+        correction_high=1.2,
     )
     batch = random_batch(3, 4, seed=7)
 
@@ -155,13 +184,32 @@ def test_gradient_equals_finite_differences(reduction, estimator):
     assert torch.autograd.gradcheck(loss, (batch.logprobs.requires_grad_(), batch.entropy.requires_grad_()))
 
 
-def test_importance_weight_carries_no_gradient():
-    batch = random_batch(2, 3, seed=1)
-    batch.logprobs.requires_grad_()
-    batch.old_logprobs.requires_grad_()
-    batch.rollout_logprobs.requires_grad_()
-    loss, _ = policy_loss(batch, AlgorithmConfig(tis_cap=2.0))
-    assert torch.autograd.grad(loss, batch.rollout_logprobs, allow_unused=True) == (None,)
+@settings(max_examples=60, deadline=None)
+@given(configs, shapes)
+def test_the_correction_only_weighs_the_gradient(config, shape):
+    """Of a token's policy loss, which is linear in the weight; none comes from the weight itself."""
+    batch, plain = random_batch(*shape), random_batch(*shape)
+    weight = correction(batch.old_logprobs * batch.mask, batch.rollout_logprobs * batch.mask, config).weight
+    settings = dataclasses.replace(config, kl_coefficient=0.0, entropy_coefficient=0.0)
+    gradients = []
+    for one, kind in ((batch, config.correction), (plain, "off")):
+        one.logprobs.requires_grad_()
+        one.rollout_logprobs.requires_grad_()
+        loss, _ = policy_loss(one, dataclasses.replace(settings, correction=kind))
+        gradient, none = torch.autograd.grad(loss, (one.logprobs, one.rollout_logprobs), allow_unused=True)
+        assert none is None
+        gradients.append(gradient)
+    assert torch.allclose(gradients[0], weight * gradients[1], atol=1e-12)
+
+
+def test_without_old_logprobs_the_weight_is_the_policys_own_over_the_engines():
+    """True on-policy: the ratio is 1, and its gradient the policy gradient, weighed by exp(new - rollout) = e^0.5."""
+    logprobs = torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True)
+    values = {field.name: logprobs.detach() for field in dataclasses.fields(TokenBatch)}
+    values |= {"logprobs": logprobs, "rollout_logprobs": logprobs.detach() - 0.5, "mask": torch.ones(1, 1)}
+    values |= {"advantages": torch.tensor([[3.0]], dtype=torch.float64)}
+    loss, _ = policy_loss(TokenBatch(**values), AlgorithmConfig())
+    assert torch.autograd.grad(loss, logprobs)[0].item() == pytest.approx(-3.0 * math.exp(0.5))
 
 
 @pytest.mark.parametrize(
@@ -184,13 +232,78 @@ def test_clip_edges(ratio, advantage, expected, clipped):
     assert metrics["ratio"] == pytest.approx(ratio)
 
 
-@pytest.mark.parametrize(("cap", "weight", "capped"), [(2.0, 2.0, 1), (4.0, math.e, 0), (0.0, 1.0, 0)])
-def test_importance_weight_is_truncated(cap, weight, capped):
-    loss, metrics = one_token(AlgorithmConfig(tis_cap=cap), 1.0, 1.0, rollout_logprobs=-2.0)
+@pytest.mark.parametrize(
+    ("kind", "high", "rollout", "weight", "cut"),
+    [
+        ("truncate", 2.0, -2.0, 2.0, 1),
+        ("truncate", 4.0, -2.0, math.e, 0),
+        ("truncate", 2.0, 0.0, 1 / math.e, 0),
+        ("mask", 2.0, -2.0, 0.0, 1),
+        ("mask", 4.0, -2.0, math.e, 0),
+        ("mask", 2.0, 0.0, 0.0, 1),
+        ("mask", 2.0, -0.5, math.exp(-0.5), 0),
+        ("off", 2.0, -2.0, 1.0, 0),
+    ],
+)
+def test_weight_of_one_token(kind, high, rollout, weight, cut):
+    config = AlgorithmConfig(correction=kind, correction_high=high)
+    loss, metrics = one_token(config, 1.0, 1.0, rollout_logprobs=rollout)
     assert loss == pytest.approx(-weight)
-    assert metrics["tis_weight"] == pytest.approx(weight)
-    assert metrics["tis_capped"] == capped
-    assert metrics["train_rollout_logprob_abs_diff"] == metrics["train_rollout_logprob_max"] == 1.0
+    assert metrics["correction_weight"] == pytest.approx(weight)
+    assert metrics["correction_cut"] == cut
+    assert metrics["rollout_ratio_max"] == pytest.approx(math.exp(-1 - rollout))
+    assert metrics["rollout_inverse_ratio_max"] == pytest.approx(math.exp(1 + rollout))
+    assert metrics["train_rollout_logprob_abs_diff"] == metrics["train_rollout_logprob_max"] == abs(-1 - rollout)
+
+
+def test_a_response_is_masked_as_a_whole_and_still_counts():
+    """Ratios e^0.4 and e^0.4: each is inside of [0.5, 2], their product is not; the other response is e^0.3 e^-0.3."""
+    old = torch.full((2, 2), -1.0, dtype=torch.float64)
+    difference = torch.tensor([[0.4, 0.4], [0.3, -0.3]], dtype=torch.float64)
+    values = {field.name: old for field in dataclasses.fields(TokenBatch)}
+    values |= {"rollout_logprobs": old - difference, "advantages": torch.ones(2, 2), "mask": torch.ones(2, 2)}
+    batch, config = TokenBatch(**values), AlgorithmConfig(correction="mask", correction_level="sequence")
+    loss, metrics = policy_loss(batch, config)
+    assert loss.item() == pytest.approx(-2.0)
+    assert (metrics["weight"], metrics["correction_cut"]) == (4, 2)
+    assert metrics["rollout_ratio_max"].item() == pytest.approx(math.exp(0.8))
+    by_token, counts = policy_loss(batch, AlgorithmConfig(correction="mask"))
+    assert by_token.item() == pytest.approx(-2 * math.exp(0.4) - math.exp(0.3) - math.exp(-0.3))
+    assert counts["correction_cut"] == 0
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_ratio_that_is_not_a_number_is_masked(level, value):
+    batch = random_batch(2, 3, seed=3)
+    batch.mask[:] = 1
+    batch.rollout_logprobs[:] = batch.old_logprobs
+    batch.rollout_logprobs[0, 1] = value
+    batch.logprobs.requires_grad_()
+    loss, _ = policy_loss(batch, AlgorithmConfig(correction="mask", correction_level=level))
+    (gradient,) = torch.autograd.grad(loss, batch.logprobs)
+    assert torch.isfinite(loss) and torch.isfinite(gradient).all()
+    assert not (gradient[0] if level == "sequence" else gradient[0, 1]).any() and gradient[1].any()
+
+
+def test_log_ratios_of_long_responses_are_cut_after_their_sum():
+    old = torch.zeros(3, 1000, dtype=torch.float32)
+    rollout = old - torch.tensor([[1.0], [-1.0], [0.0]])
+    rollout[2, :500] = 30.0
+    rollout[2, 500:] = -30.0
+    found = correction(old, rollout, AlgorithmConfig(correction_level="sequence", correction_high=1e30))
+    assert found.ratio[:, 0].tolist() == pytest.approx([math.exp(20), math.exp(-20), 1.0])
+    assert torch.equal(found.weight, found.ratio) and not found.cut.any()
+
+
+@given(st.lists(st.floats(0, 10, width=32), min_size=1, max_size=20))
+def test_effective_share(weights):
+    """1 for equal weights, k/n if k of n are equal and the others 0, never more than 1 whatever they are."""
+    n = len(weights)
+    share = effective_share(sum(weights) / n, sum(w * w for w in weights) / n)
+    assert 0.0 <= share <= 1 + 1e-9
+    assert effective_share(1.0, 1.0) == 1.0 and effective_share(0.0, 0.0) == 0.0
+    assert effective_share(3 * 2.0 / 4, 3 * 4.0 / 4) == pytest.approx(0.75)
 
 
 def test_reference_kl_is_reported_without_entering_the_loss():

@@ -312,7 +312,18 @@ FINDINGS = [
     ),
     ({"weights.slabs": 1}, ["weights.slabs: found 1, allowed: 0, or at least 2"]),
     ({"groups.rollout": None}, ["groups: found role rollout in no group"]),
-    ({"groups.actor_fwd": None}, ["groups: found role actor_fwd in no group"]),
+    (
+        {"groups.actor_fwd": None, "algorithm.mini_batches": 2},
+        ["algorithm.passes: found 2 without role actor_fwd", "algorithm.mini_batches: found 2 without role actor_fwd"],
+    ),
+    (
+        {"actor.forward": ["reference", "actor_fwd"]},
+        ["actor.forward: found actor_fwd, which is in a group too", "actor.forward: found reference, which is in a"],
+    ),
+    (
+        {"actor.forward": ["reference"], "groups.reference": None, "algorithm.refresh_reference_every": 5},
+        ["algorithm.refresh_reference_every: found 5 with reference in actor.forward"],
+    ),
     ({"groups.hub": None}, ["but no hub", "role advantages in no group"]),
     ({"groups.hub.roles": ["advantages", "actor"]}, ["role actor 2 times (in hub, actor)"]),
     ({"groups.idle": {}}, ["groups.idle.roles: found none"]),
@@ -348,8 +359,18 @@ def test_findings(tmp_path: Path, overrides: dict[str, Any], parts: list[str]) -
         assert any(part in finding for part in parts) and "\n" not in finding
 
 
-def test_run_without_reference_is_good_when_its_kl_is_off(tmp_path: Path) -> None:
-    assert check(load([QUICKSTART], {"run_dir": str(tmp_path / "run"), "groups.reference": None})) == []
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"groups.reference": None},
+        {"groups.actor_fwd": None, "algorithm.passes": 1},
+        {"groups.actor_fwd": None, "actor.forward": ["actor_fwd"]},
+        {"groups.reference": None, "actor.forward": ["reference"], "algorithm.kl_coefficient": 0.1},
+    ],
+    ids=str,
+)
+def test_runs_without_a_forward_group_that_are_good(tmp_path: Path, overrides: dict[str, Any]) -> None:
+    assert check(load([QUICKSTART], {"run_dir": str(tmp_path / "run")} | overrides)) == []
 
 
 def test_busy_port(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from relax_hpc.metrics.spans import read_spans
 from relax_hpc.transfer_queue import hdf5
 from relax_hpc.transfer_queue.schema import Row
 from tests import run_helpers
+from tests.audit import audit
 from tests.requirements import requires
 from tests.run_helpers import Running
 
@@ -156,6 +157,47 @@ def test_two_data_ranks_train_as_one(tmp_path):
     assert line["loss/grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
     for name, value in should.weights.items():
         torch.testing.assert_close(found.weights[name], value, atol=1e-5, rtol=0)
+
+
+def assert_close(found: Outcome, expected: Outcome) -> None:
+    """As `assert_equal` up to rounding: log-probs come from other micro-batches, so only what was sampled is equal."""
+    import torch
+
+    assert found.rows.keys() == expected.rows.keys()
+    for name, row in expected.rows.items():
+        assert np.array_equal(found.rows[name]["token_ids"], row["token_ids"]), name
+    assert len(found.lines) == len(expected.lines)
+    for line, should in zip(found.lines, expected.lines, strict=True):
+        assert {tag: line[tag] for tag in METRICS} == pytest.approx(
+            {tag: should[name] for tag, name in METRICS.items()}, rel=1e-3, abs=1e-5
+        )
+    for name, value in expected.weights.items():
+        torch.testing.assert_close(found.weights[name], value, atol=1e-5, rtol=0)
+
+
+def test_without_actor_fwd_the_actors_own_log_probs_are_the_old_ones(tmp_path):
+    """True on-policy, with a reference in a group."""
+    once = run_helpers.merged(PLAIN, {"steps": 2, "algorithm": {"passes": 1}, "actor": {"optimizer": {"eps": 1e-6}}})
+    with reference(tmp_path, once) as expected:
+        with run_helpers.running(tmp_path, run_helpers.merged(once, {"groups": {"actor_fwd": None}})) as running:
+            found = outcome_of(running)
+            assert audit(running.run).problems == []
+        assert running.epochs("actor_fwd") == 0 and all("old_logprobs" not in row for row in found.rows.values())
+        assert_close(found, expected())
+
+
+def test_forward_roles_inside_of_the_actor(tmp_path):
+    """Two passes of two mini-batches, with a KL to the reference, which comes back with the actor."""
+    settings = run_helpers.merged(REGULARISED, {"steps": 4, "actor": {"optimizer": {"eps": 1e-6}}})
+    inside = {"actor": {"forward": ["actor_fwd", "reference"]}, "groups": {"actor_fwd": None, "reference": None}}
+    with reference(tmp_path, settings) as expected:
+        with run_helpers.running(tmp_path, run_helpers.merged(settings, inside)) as running:
+            running.wait_for_step(2, RUN_S)
+            running.kill("actor")
+            found = outcome_of(running)
+            assert audit(running.run).problems == []
+        assert running.epochs("actor") == 2 and all("ref_logprobs" not in row for row in found.rows.values())
+        assert_close(found, expected())
 
 
 def test_another_seed_differs(plain, tmp_path):

@@ -147,7 +147,7 @@ def test_missing_old_logprobs_mean_the_policys_own(tiny: Path):
     plain = [{name: row[name] for name in ("token_ids", "loss_mask", "advantages")} for row in rows(4)]
     ours.accumulate([batch(plain)])
     metrics = ours.step(LR)
-    assert metrics["ratio"] == pytest.approx(1.0) and metrics["tis_weight"] == 1.0
+    assert metrics["ratio"] == pytest.approx(1.0) and metrics["correction_weight"] == 1.0
     assert "kl/reference" not in metrics
 
 

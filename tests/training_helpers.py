@@ -17,6 +17,7 @@ from relax_hpc.checkpoint import store
 from relax_hpc.checkpoint.saver import Saver
 from relax_hpc.config.schema import (
     AlgorithmConfig,
+    Config,
     GroupConfig,
     ModelConfig,
     OptimizerConfig,
@@ -26,6 +27,7 @@ from relax_hpc.config.schema import (
 from relax_hpc.data.tiny_model import make_tiny_model
 from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.rendezvous.world import free_port
+from relax_hpc.roles.inner import InnerRoles
 from relax_hpc.training import parallel
 from relax_hpc.training.batches import Batch, collate
 from relax_hpc.training.hf_files import read_config
@@ -140,6 +142,14 @@ def trainer(
 ) -> Trainer:
     optimizer = OptimizerConfig(lr=LR, eps=EPS, weight_decay=0.01, clip_grad=0.5, distributed=distributed)
     return Trainer(policy(directory, split, dtype), ALGORITHM, optimizer, temperature=0.9)
+
+
+def inner_roles(model: PolicyModel, **settings: Any) -> InnerRoles:
+    """Both forward roles in the actor; the present weights are the reference's. `settings` of the algorithm."""
+    config = Config(algorithm=AlgorithmConfig(**{"mini_batches": 2} | settings))
+    config.actor.forward = ["actor_fwd", "reference"]
+    config.rollout.temperature = 0.9
+    return InnerRoles(model, config, Path())
 
 
 def launch(world: int, *args: object, timeout_s: float = 120.0, module: str = "tests.training_rank") -> None:

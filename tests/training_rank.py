@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
@@ -21,7 +22,9 @@ from relax_hpc.checkpoint.saver import Saver
 from relax_hpc.checkpoint.strategy import StagedState
 from relax_hpc.config.schema import ParallelConfig
 from relax_hpc.rendezvous.channel import Channel
+from relax_hpc.roles.inner import InnerRoles
 from relax_hpc.training import parallel
+from relax_hpc.training.batches import Batch
 from relax_hpc.training.hf_files import SafetensorFiles
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.trainer import Trainer
@@ -70,7 +73,8 @@ def check(trainer: Trainer, out: Path) -> None:
     if layout.leader:
         flat = torch.cat([torch.from_numpy(line) for line in scored])
         save_file({"logprobs": flat}, out / f"logprobs-{layout.data_rank}.safetensors")
-    steps = []
+    inner, steps = helpers.inner_roles(trainer.model), []
+    inner.begin_step()
     # The second replica has nothing to do in the first step.
     trainer.accumulate([helpers.batch(helpers.rows(4, seed=9), multiple)] if layout.data_rank == 0 else [])
     steps.append(trainer.step(helpers.LR))
@@ -79,12 +83,32 @@ def check(trainer: Trainer, out: Path) -> None:
     check_a_save_that_fails(trainer, out)
     for window in windows_of(trainer):
         trainer.accumulate([helpers.batch(samples, multiple) for samples in window[layout.data_rank]])
+        check_inner(inner, micro, scored)
     steps.append(trainer.step(helpers.LR))
     second = trainer.model.export_hf()
     if first is not None and second is not None:
         save_file(first, out / "first.safetensors")
         save_file(second, out / "second.safetensors")
         (out / "metrics.json").write_text(json.dumps(steps))
+
+
+def check_inner(inner: InnerRoles, micro: list[Batch], scored: list[np.ndarray] | None) -> None:
+    """With the weights of before the first step, which both roles have, rows get the log-probs they had, to the bit."""
+    live = [value.detach().clone() for value in inner.model.module.parameters()]
+    inner.score(1, micro)
+    assert all(map(torch.equal, inner.model.module.parameters(), live))
+    for one in micro:
+        if not inner.model.layout.last_stage:
+            assert one.ref_logprobs is None and one.old_logprobs is None
+        elif scored is None:
+            assert torch.equal(one.ref_logprobs, one.old_logprobs)
+        else:
+            for line, own, reference, length in zip(
+                scored, one.old_logprobs, one.ref_logprobs, one.lengths, strict=False
+            ):
+                assert torch.equal(own, reference) and np.array_equal(own[:length].numpy(), line)
+            scored = scored[len(one.lengths) :]
+        one.ref_logprobs = one.old_logprobs = None
 
 
 def check_a_save_that_fails(trainer: Trainer, out: Path) -> None:

@@ -1,4 +1,4 @@
-"""The policy loss: clipped surrogate, truncated importance sampling, KL to the reference, entropy bonus.
+"""The policy loss: clipped surrogate, off-policy correction, KL to the reference, entropy bonus.
 
 Losses and metrics are *sums*, so that micro-batches and ranks add up and the trainer divides once a step.
 """
@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from relax_hpc.algorithms.correction import correction
 from relax_hpc.algorithms.kl import KL_ESTIMATORS, k3, safe_exp
 from relax_hpc.config.schema import AlgorithmConfig
 
@@ -50,32 +51,21 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float
     return torch.maximum(free, clipped), clipped > free
 
 
-def importance_weight(old_logprobs: Tensor, rollout_logprobs: Tensor, cap: float) -> tuple[Tensor, Tensor]:
-    """min(exp(old - rollout), cap), without gradient, and where the cap held; `cap` 0 gives ones.
-
-    It corrects for an engine that samples from a slightly different policy than the trainer computes. Truncation:
-    E. Ionides, "Truncated Importance Sampling", J. Comput. Graph. Stat. 17(2), 2008; for rollout engines:
-    F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025.
-    """
-    if cap == 0:
-        return torch.ones_like(old_logprobs), torch.zeros_like(old_logprobs, dtype=torch.bool)
-    weight = safe_exp(old_logprobs.detach() - rollout_logprobs.detach())
-    return weight.clamp(max=cap), weight > cap
-
-
 def policy_loss(batch: TokenBatch, config: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss *summed* over `batch` (a scalar with gradient), and detached scalar sums to log.
 
     A token's loss is w * max(-A r, -A clip(r)) + kl_coefficient * KL - entropy_coefficient * H, with
-    r = exp(logprobs - old_logprobs) and w from `importance_weight`. `token_mean` adds up tokens (DAPO, arXiv
+    r = exp(logprobs - old_logprobs) and w from `correction`. `token_mean` adds up tokens (DAPO, arXiv
     2503.14476, section 3.3; every token weighs the same, which Dr. GRPO, arXiv 2503.20783, section 3, asks for
     too); `sequence_mean` first divides a sample's sum by its masked tokens (GRPO, arXiv 2402.03300,
     equation 3) and so needs whole samples. The mean over an optimizer step is sum(loss) / sum(metrics["weight"]).
 
     Metrics: `weight` (masked tokens, or samples having some), `tokens`, `samples`; `loss/policy`, `loss/kl`,
-    `loss/entropy`, whose sum is the loss; over masked tokens `ratio`, `clip_fraction`, `kl/old`, `tis_weight`,
-    `tis_capped`, `train_rollout_logprob_abs_diff`, `train_rollout_logprob_max` (a maximum), `kl/reference` if
-    there are ref_logprobs and `entropy` if there is entropy. `mean_metrics` turns their totals into means.
+    `loss/entropy`, whose sum is the loss; over masked tokens `ratio`, `clip_fraction`, `kl/old`, `rollout_kl` (KL of
+    the engine's policy to the old one), `correction_weight`, `correction_square` (of the weight), `correction_cut`,
+    `train_rollout_logprob_abs_diff`, `kl/reference` if there are ref_logprobs and `entropy` if there is entropy; and
+    the maxima `train_rollout_logprob_max`, `rollout_ratio_max` and `rollout_inverse_ratio_max`, the least ratio being
+    its inverse. `mean_metrics` turns their totals into means.
 
     ValueError: shapes differ, or a coefficient is set whose input is missing.
     """
@@ -86,8 +76,8 @@ def policy_loss(batch: TokenBatch, config: AlgorithmConfig) -> tuple[Tensor, dic
         share = share / share.sum(dim=1, keepdim=True).clamp(min=1.0)
     ratio = safe_exp(x.logprobs - x.old_logprobs)
     surrogate, clipped = clipped_surrogate(ratio, x.advantages, config.clip_low, config.clip_high)
-    weight, capped = importance_weight(x.old_logprobs, x.rollout_logprobs, config.tis_cap)
-    terms = {"loss/policy": (share * weight * surrogate).sum()}
+    corrected = correction(x.old_logprobs, x.rollout_logprobs, config)
+    terms = {"loss/policy": (share * corrected.weight * surrogate).sum()}
     kl = None if x.ref_logprobs is None else KL_ESTIMATORS[config.kl_estimator](x.ref_logprobs, x.logprobs)
     terms["loss/kl"] = _scaled(config.kl_coefficient, share, kl)
     terms["loss/entropy"] = _scaled(-config.entropy_coefficient, share, x.entropy)
@@ -102,14 +92,21 @@ def policy_loss(batch: TokenBatch, config: AlgorithmConfig) -> tuple[Tensor, dic
         "kl/reference": kl,
         "kl/old": k3(x.logprobs, x.old_logprobs),
         "entropy": x.entropy,
-        "tis_weight": weight,
-        "tis_capped": capped,
+        "rollout_kl": k3(x.old_logprobs, x.rollout_logprobs),
+        "correction_weight": corrected.weight,
+        "correction_square": corrected.weight.square(),
+        "correction_cut": corrected.cut,
         "train_rollout_logprob_abs_diff": difference,
     }
     metrics = {"weight": tokens if config.reduction == "token_mean" else samples, "tokens": tokens, "samples": samples}
     metrics |= terms
     metrics |= {name: (keep * value).sum() for name, value in per_token.items() if value is not None}
-    metrics["train_rollout_logprob" + MAX_SUFFIX] = difference.max()
+    maxima = {
+        "train_rollout_logprob": difference,
+        "rollout_ratio": corrected.ratio,
+        "rollout_inverse_ratio": 1.0 / corrected.ratio,
+    }
+    metrics |= {name + MAX_SUFFIX: (keep * value).max() for name, value in maxima.items()}
     return loss, {name: value.detach().to(share.dtype) for name, value in metrics.items()}
 
 

@@ -10,15 +10,16 @@ import os
 import re
 import socket
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from relax_hpc.config.model_files import Model, find_model
 from relax_hpc.config.schema import Config, ParallelConfig, SimulatedConfig
 from relax_hpc.errors import ConfigError
 
-ALWAYS_NEEDED = ("rollout", "actor", "actor_fwd", "advantages")
-"""Roles that every run has; `reference` is needed when its KL is in the loss."""
+ALWAYS_NEEDED = ("rollout", "actor", "advantages")
+"""Roles that every run has; `reference` is needed when its KL is in the loss, `actor_fwd` when a step has more than
+one update."""
 OWN_FLAGS = {
     "model_path": "model.path",
     "dtype": "model.dtype",
@@ -174,11 +175,12 @@ def _groups(config: Config) -> Findings:
     for needed in ALWAYS_NEEDED:
         if needed not in places:
             yield f"groups: found role {needed} in no group; every run needs it, add it to the roles of one"
-    if config.algorithm.kl_coefficient > 0 and "reference" not in places:
+    if config.algorithm.kl_coefficient > 0 and "reference" not in {*places, *config.actor.forward}:
         yield (
             f"algorithm.kl_coefficient: found {config.algorithm.kl_coefficient}, but role reference is in no group; "
-            "set it to 0, or add reference to the roles of a group"
+            "set it to 0, or add reference to the roles of a group, or to actor.forward"
         )
+    yield from _forward(config, places)
     for name, group in config.groups.items():
         if not group.roles and name != "hub":
             yield f"groups.{name}.roles: found none; give it a role, or remove the group (groups: {{{name}: null}})"
@@ -197,6 +199,25 @@ def _colocate(config: Config) -> Findings:
         yield (
             "colocate: found true with rollout and actor in different groups, which have devices of their own; put "
             "both into one (groups: {rollout: null, actor: {roles: [rollout, actor]}})"
+        )
+
+
+def _forward(config: Config, places: Collection[str]) -> Findings:
+    """Who scores: roles in groups, ``places``, in the actor, or, for want of an actor_fwd, nobody."""
+    for role in sorted({*places}.intersection(config.actor.forward)):
+        yield f"actor.forward: found {role}, which is in a group too, allowed: one of them; remove it here or there"
+    if "actor_fwd" not in {*places, *config.actor.forward}:
+        for name in ("passes", "mini_batches"):
+            if (found := getattr(config.algorithm, name)) > 1:
+                yield (
+                    f"algorithm.{name}: found {found} without role actor_fwd, allowed: 1; the ratio to the policy "
+                    "before the step would be taken for 1, so that nothing is clipped; add actor_fwd to the roles of a "
+                    "group, or to actor.forward"
+                )
+    if "reference" in config.actor.forward and (every := config.algorithm.refresh_reference_every):
+        yield (
+            f"algorithm.refresh_reference_every: found {every} with reference in actor.forward, allowed: 0; "
+            "checkpoints do not hold the weights it would have after a restart; give it a group"
         )
 
 

@@ -97,8 +97,15 @@ class AlgorithmConfig:
     entropy_coefficient: float = bounded(0.0)
     reduction: Literal["token_mean", "sequence_mean"] = "token_mean"
     """Over a whole optimizer step: mean over tokens, or over samples of each sample's mean."""
-    tis_cap: float = bounded(2.0, 0.0)
-    """Upper bound of the truncated importance weight old / rollout; 0 turns the correction off."""
+    correction: Literal["truncate", "mask", "off"] = "truncate"
+    """Of tokens that other weights, or another implementation, sampled than are trained, by the ratio old / rollout:
+    it weighs them up to `correction_high`, or only within the range, all others having no weight."""
+    correction_level: Literal["token", "sequence"] = "token"
+    """The ratio is each token's, or the product over its response."""
+    correction_low: float = bounded(0.5, 0.0, 1.0)
+    """Smallest ratio that is not masked; `truncate` has no lower edge."""
+    correction_high: float = bounded(2.0, 1.0)
+    """Largest ratio that is not truncated or masked."""
     mask_older_tokens: bool = False
     """Leave tokens out of the loss that were drawn by older weights than the last one of their response."""
     shuffle_rewards: bool = False
@@ -219,6 +226,9 @@ class ActorConfig:
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    forward: list[Literal["actor_fwd", "reference"]] = field(default_factory=list)
+    """Roles that run inside of the actor, in no group: it swaps their weights in and scores each window before it
+    trains on it, with its own parallelism and micro-batches. Less hardware, a longer step."""
     max_tokens_per_micro_batch: int = bounded(8192, 1)
     """Padded tokens a data-parallel rank takes through one forward and backward pass."""
     balance_window: int = bounded(4, 1)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Self
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
 
-TAG_GROUPS = ("reward", "loss", "kl", "staleness", "queue", "weights", "perf", "idle", "eval")
+TAG_GROUPS = ("reward", "loss", "kl", "correction", "staleness", "queue", "weights", "perf", "idle", "eval")
 """First part of a tag (`reward/mean`, `eval/digits/exact_match`); TensorBoard folds its charts by it."""
 
 RESERVED = frozenset({"step", "time", "epoch", "event"})

@@ -11,11 +11,13 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
 
+from relax_hpc.algorithms.correction import effective_share
 from relax_hpc.checkpoint import store
 from relax_hpc.checkpoint.saver import Saver
 from relax_hpc.config.schema import CheckpointConfig, Config
 from relax_hpc.errors import StoppedError
 from relax_hpc.roles.context import Context
+from relax_hpc.roles.inner import InnerRoles
 from relax_hpc.roles.ranks import Ranks
 from relax_hpc.training.batches import PAD, Batch, collate
 from relax_hpc.training.hf_files import read_config
@@ -48,6 +50,7 @@ class Actor:
         model = PolicyModel(read_config(context.model), self.config.model, self.config.actor.parallel)
         model.load_hf(context.model)
         self.model = model
+        self.inner = InnerRoles(model, self.config, context.model)
         self.placeholders = placeholders_of(context.model)
         self.trainer = trainer_of(model, self.config)
         self.publisher = Publisher(
@@ -145,6 +148,7 @@ class Actor:
         leases: list[int] = []
         tally = Tally()
         mini_batches: list[list[list[Batch]]] = []
+        self.inner.begin_step()
         for number in range(minis):
             claims, windows = self.gradients(step, number, tally)
             with self.context.spans("train", step=step):
@@ -188,15 +192,24 @@ class Actor:
                 found.add(rows)
                 with self.context.spans("train", step=step):
                     windows.append(self.batches(claim, rows))
-                    if self.config.actor.parallel.pipeline == 1:
-                        self.trainer.accumulate(windows[-1])
+                if self.config.actor.parallel.pipeline == 1:
+                    self.learn(step, number, windows[-1])
             if self.config.actor.parallel.pipeline > 1:
-                with self.context.spans("train", step=step):
-                    self.trainer.accumulate([batch for window in windows for batch in window])
+                self.learn(step, number, [batch for window in windows for batch in window])
             if self.settled(step, claims):
                 tally.join(found)
                 return claims, windows
             self.trainer.discard()
+
+    def learn(self, step: int, number: int, batches: list[Batch]) -> None:
+        """Add what ``batches`` of mini-batch ``number`` say to the gradient, in the first pass."""
+        if self.inner.roles:
+            with self.context.spans("forward", step=step):
+                # The weights to publish are copied from the place where others come now.
+                self.publisher.await_copy()
+                self.inner.score(number, batches)
+        with self.context.spans("train", step=step):
+            self.trainer.accumulate(batches)
 
     def settled(self, step: int, claims: list[Claim]) -> bool:
         """Whether all rows of ``claims`` are on disk. If some were lost before, all claims are given back."""
@@ -327,8 +340,8 @@ def report(
         "reward/stopped_share": tally.stopped / count,
         "kl/train_rollout_logprob_abs_diff": first.get("train_rollout_logprob_abs_diff", 0.0),
         "kl/train_rollout_logprob_max": first.get("train_rollout_logprob_max", 0.0),
-        "kl/tis_weight": first.get("tis_weight", 1.0),
-        "kl/tis_capped": first.get("tis_capped", 0.0),
+        "kl/rollout": first.get("rollout_kl", 0.0),
+        **correction_report(first),
         "loss/lr": lr,
         "staleness/min": min(staleness),
         "staleness/mean": sum(staleness) / len(staleness),
@@ -337,6 +350,22 @@ def report(
         "perf/trained_tokens": tally.tokens,
     }
     return values
+
+
+def correction_report(metrics: dict[str, float]) -> dict[str, float]:
+    """How far the engine's policy was from the old one, and what the off-policy correction made of it.
+
+    `correction/effective_share`: of as many tokens by the old policy itself, those that would say as much.
+    """
+    inverse = metrics.get("rollout_inverse_ratio_max", 0.0)
+    weight = metrics.get("correction_weight", 0.0)
+    return {
+        "correction/weight": weight,
+        "correction/cut_share": metrics.get("correction_cut", 0.0),
+        "correction/effective_share": effective_share(weight, metrics.get("correction_square", 0.0)),
+        "correction/ratio_min": 1.0 / inverse if inverse else 0.0,
+        "correction/ratio_max": metrics.get("rollout_ratio_max", 0.0),
+    }
 
 
 def kept_points(points: list[dict[str, Any]], config: CheckpointConfig) -> list[dict[str, Any]]:

@@ -203,11 +203,22 @@ class PolicyModel:
         """
         return self.token_logprobs(self.logits(batch), batch, temperature, entropy)
 
-    @torch.no_grad()
     def forward_logprobs(self, micro_batches: Sequence[Batch], temperature: float) -> list[np.ndarray] | None:
         """Log-probabilities of each row, in order, [its length] float32, on the replica's leader; None on other ranks.
 
         Collective over the tensor and pipeline ranks of one data-parallel replica; replicas are independent.
+        """
+        found = self.batch_logprobs(micro_batches, temperature)
+        if not self.layout.leader:
+            return None
+        scored = [(values.cpu().numpy(), batch.lengths) for values, batch in zip(found, micro_batches, strict=True)]
+        return [line[:length] for values, lengths in scored for line, length in zip(values, lengths, strict=True)]
+
+    @torch.no_grad()
+    def batch_logprobs(self, micro_batches: Sequence[Batch], temperature: float) -> list[Tensor]:
+        """Log-probabilities of each micro-batch [b, s] float32, on the ranks of the last stage; none on the others.
+
+        Collective as `forward_logprobs`.
         """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -215,20 +226,18 @@ class PolicyModel:
             batch = next(batches)
             return self.logits(batch, module), partial(collect, batch)
 
-        def collect(batch: Batch, logits: Tensor, non_loss_data: bool) -> list[np.ndarray]:
-            values, _ = self.token_logprobs(logits, batch, temperature)
-            return [line[:length] for line, length in zip(values.cpu().numpy(), batch.lengths, strict=True)]
+        def collect(batch: Batch, logits: Tensor, non_loss_data: bool) -> Tensor:
+            return self.token_logprobs(logits, batch, temperature)[0]
 
-        found: list[list[np.ndarray]] = []
-        if micro_batches:
-            found = get_forward_backward_func()(
-                forward_step_func=forward,
-                data_iterator=iter(micro_batches),
-                model=self.module,
-                num_microbatches=len(micro_batches),
-                seq_length=micro_batches[0].tokens.shape[1],
-                micro_batch_size=micro_batches[0].tokens.shape[0],
-                forward_only=True,
-                collect_non_loss_data=True,
-            )
-        return [line for lines in found for line in lines] if self.layout.leader else None
+        if not micro_batches:
+            return []
+        return get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iter(micro_batches),
+            model=self.module,
+            num_microbatches=len(micro_batches),
+            seq_length=micro_batches[0].tokens.shape[1],
+            micro_batch_size=micro_batches[0].tokens.shape[0],
+            forward_only=True,
+            collect_non_loss_data=True,
+        )

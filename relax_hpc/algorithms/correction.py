@@ -1,0 +1,68 @@
+"""Importance weights for tokens that another policy sampled than the one that is trained.
+
+The two differ because weights are stale, and because an engine computes probabilities otherwise than the trainer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from relax_hpc.algorithms.kl import safe_exp
+from relax_hpc.config.schema import AlgorithmConfig
+
+
+@dataclass(slots=True)
+class Correction:
+    """Of each token [b, s], without gradient."""
+
+    weight: Tensor
+    """Factor of the token's policy loss."""
+    cut: Tensor
+    """Where the weight is not the ratio: it was truncated, or masked."""
+    ratio: Tensor
+    """Of the token, or of its whole response."""
+
+
+def correction(old_logprobs: Tensor, rollout_logprobs: Tensor, config: AlgorithmConfig) -> Correction:
+    """Weights by the ratio rho = exp(old - rollout) of log-probabilities [b, s], both 0 where a token does not count.
+
+    Level `token`: rho of each token; low variance, but biased for what comes after it. `sequence`: the product over the
+    row, rho = exp(sum(old - rollout)), which is the unbiased weight of a response (Y. Liu, J. Li et al., "When Speed
+    Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch", 2025, section 4.2.1), not GSPO's
+    geometric mean (arXiv 2507.18071, equation 7), whose value does not correct an expectation; long responses of
+    distant policies leave the range soon. The logarithm is summed first and then cut to `kl.MAX_LOG_RATIO`.
+
+    `truncate`: w = min(rho, correction_high); E. Ionides, "Truncated Importance Sampling", J. Comput. Graph. Stat.
+    17(2), 2008; for rollout engines F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+    Training", 2025. There is no lower edge: a small weight does no harm.
+    `mask`: w = rho if correction_low <= rho <= correction_high, else 0; IcePop, arXiv 2510.18855, for tokens, and
+    Liu, Li et al. for responses. A rho that is NaN is masked. `off`: w = 1.
+
+    What is masked still counts in the mean's denominator, as in both papers' objectives: the estimate is of
+    E[w 1(inside) loss] over all that was sampled. Leaving it out, as some frameworks do, would make the other tokens'
+    steps larger the more of them are masked, and those of the KL and the entropy, which are not masked, too.
+    """
+    log_ratio = old_logprobs.detach() - rollout_logprobs.detach()
+    if config.correction_level == "sequence":
+        log_ratio = log_ratio.sum(dim=1, keepdim=True).expand_as(log_ratio)
+    ratio = safe_exp(log_ratio)
+    if config.correction == "off":
+        return Correction(torch.ones_like(ratio), torch.zeros_like(ratio, dtype=torch.bool), ratio)
+    if config.correction == "truncate":
+        return Correction(ratio.clamp(max=config.correction_high), ratio > config.correction_high, ratio)
+    inside = (ratio >= config.correction_low) & (ratio <= config.correction_high)
+    return Correction(torch.where(inside, ratio, torch.zeros_like(ratio)), ~inside, ratio)
+
+
+def effective_share(weight: float, square: float) -> float:
+    """Effective sample size as a share, (sum w)^2 / (n sum w^2), of the means of w and w^2; 0 if all weights are 0.
+
+    A. Kong, "A Note on Importance Sampling Using Standardized Weights", 1992.
+
+    >>> effective_share(1.0, 1.0), effective_share(0.5, 0.5)
+    (1.0, 0.5)
+    """
+    return weight**2 / square if square > 0 else 0.0

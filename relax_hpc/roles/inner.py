@@ -1,0 +1,84 @@
+"""Forward roles inside of the actor: its own processes score the rows of each window before they train on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from relax_hpc.config.schema import Config
+from relax_hpc.errors import ConfigError
+from relax_hpc.training.batches import Batch
+from relax_hpc.training.hf_config import check_supported, rope_theta
+from relax_hpc.training.hf_files import read_config
+from relax_hpc.training.hf_mapping import Qwen3Shape
+from relax_hpc.training.model import PolicyModel
+from relax_hpc.training.swapped import SwappedWeights
+
+
+class InnerRoles:
+    """The roles of `actor.forward` in one rank; every rank makes and calls it alike.
+
+    The reference has a copy of its weights. actor_fwd scores with those before the step: they are the present ones
+    during the first mini-batch, and are copied if there are more. Where the step updates the weights only once, its
+    forward pass would be a waste: the trainer takes its own log-probabilities for the old ones, which they are.
+    """
+
+    def __init__(self, model: PolicyModel, config: Config, policy: Path) -> None:
+        """`model` has the weights of the Hugging Face directory `policy`, and keeps them. ConfigError: the reference
+        is of another architecture."""
+        self.model, self.temperature = model, config.rollout.temperature
+        self._passes, self._mini_batches = config.algorithm.passes, config.algorithm.mini_batches
+        updates = self._passes * self._mini_batches
+        self.roles = {role for role in config.actor.forward if role != "actor_fwd" or updates > 1}
+        """Those that score anything."""
+        self._weights = SwappedWeights(model.module)
+        if "reference" in self.roles:
+            self._keep_reference(config.model.reference_path, policy)
+
+    def _keep_reference(self, path: str, policy: Path) -> None:
+        if path:
+            check_same(read_config(Path(path)), self.model.hf_config)
+            self.model.load_hf(Path(path))
+        self._weights.keep("reference")
+        if path:
+            self.model.load_hf(policy)
+
+    def begin_step(self) -> None:
+        """Before the first update of a step."""
+        if "actor_fwd" in self.roles and self._mini_batches > 1:
+            self._weights.keep("old")
+
+    def score(self, number: int, batches: Sequence[Batch]) -> None:
+        """Give `batches`, of mini-batch `number` in its first pass, the log-probabilities that these roles have.
+
+        Collective over the tensor and pipeline ranks of a replica, which pass the same ones. Nothing may read the
+        weights meanwhile.
+        """
+        # A mini-batch that is trained on once, before any update, needs no old ones: see the class.
+        if "actor_fwd" in self.roles and (number > 0 or self._passes > 1):
+            self._fill("old_logprobs", batches, "old" if number > 0 else "")
+        if "reference" in self.roles:
+            self._fill("ref_logprobs", batches, "reference")
+
+    def _fill(self, field: str, batches: Sequence[Batch], weights: str) -> None:
+        with self._weights.in_place(weights) if weights else nullcontext():
+            found = self.model.batch_logprobs(batches, self.temperature)
+        # The last stage alone has them, and needs them.
+        for batch, values in zip(batches, found, strict=False):
+            setattr(batch, field, values)
+
+
+def check_same(reference: dict[str, Any], policy: dict[str, Any]) -> None:
+    """ConfigError if config.json of the reference says another architecture than the policy's."""
+    check_supported(reference)
+    if _architecture(reference) != _architecture(policy):
+        raise ConfigError(
+            "model.reference_path: found another architecture than the policy's, allowed with reference in "
+            "actor.forward: the same; give it a group"
+        )
+
+
+def _architecture(hf_config: dict[str, Any]) -> tuple[Qwen3Shape, float, float]:
+    return Qwen3Shape.of(hf_config), hf_config["rms_norm_eps"], rope_theta(hf_config)
