@@ -95,6 +95,8 @@ def check(trainer: Trainer, out: Path) -> None:
 def check_inner(inner: InnerRoles, micro: list[Batch], scored: list[np.ndarray] | None) -> None:
     """With the weights of before the first step, which both roles have, rows get the log-probs they had, to the bit."""
     live = [value.detach().clone() for value in inner.model.module.parameters()]
+    for one in micro:
+        one.ref_logprobs = one.old_logprobs = None
     inner.score(1, micro)
     assert all(map(torch.equal, inner.model.module.parameters(), live))
     for one in micro:
@@ -108,7 +110,6 @@ def check_inner(inner: InnerRoles, micro: list[Batch], scored: list[np.ndarray] 
             ):
                 assert torch.equal(own, reference) and np.array_equal(own[:length].numpy(), line)
             scored = scored[len(one.lengths) :]
-        one.ref_logprobs = one.old_logprobs = None
 
 
 def check_a_save_that_fails(trainer: Trainer, out: Path) -> None:

@@ -228,7 +228,8 @@ class ActorConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     forward: list[Literal["actor_fwd", "reference"]] = field(default_factory=list)
     """Roles that run inside of the actor, in no group: it swaps their weights in and scores each window before it
-    trains on it, with its own parallelism and micro-batches. Less hardware, a longer step."""
+    trains on it, with its own parallelism and micro-batches. Less hardware, a longer step, and for each of them
+    one more copy of the weights in host memory."""
     max_tokens_per_micro_batch: int = bounded(8192, 1)
     """Padded tokens a data-parallel rank takes through one forward and backward pass."""
     balance_window: int = bounded(4, 1)
