@@ -12,12 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 from relax_hpc.errors import RelaxError
-from relax_hpc.transfer_queue import rules
+from relax_hpc.transfer_queue import rules, windows
 from relax_hpc.transfer_queue.handing import HandingDesk, check_extras, kept_for, reused_of, surplus_for, without_media
 from relax_hpc.transfer_queue.journal import Journal
 from relax_hpc.transfer_queue.parking import Parking
 from relax_hpc.transfer_queue.plan import NEEDED, Plan
-from relax_hpc.transfer_queue.records import OBSERVER_EPOCH, Lease, Owner
+from relax_hpc.transfer_queue.records import OBSERVER_EPOCH, Cause, Lease, Owner
 from relax_hpc.transfer_queue.requests import Refused, Request, Schema, check_size, rows_of
 from relax_hpc.transfer_queue.shard import SHARD_NAME, check_name
 from relax_hpc.transfer_queue.state import QueueState
@@ -30,11 +30,12 @@ MAX_RANKS = 1 << 13
 
 
 class Parked(Exception):
-    """A request cannot be answered yet: what it waits for, why in words, and whether nobody who waits for it can be."""
+    """A request cannot be answered yet: what it waits for, why in words, and whether nobody who waits for it can be;
+    and the `cause` that its time is put down to."""
 
-    def __init__(self, topic: str, why: str = "", common: bool = False) -> None:
+    def __init__(self, topic: str, why: str = "", common: bool = False, cause: Cause = ("", "")) -> None:
         super().__init__(topic)
-        self.topic, self.why, self.common = topic, why, common
+        self.topic, self.why, self.common, self.cause = topic, why, common, cause
 
 
 class BrokenStateError(RelaxError):
@@ -110,7 +111,8 @@ class Desk(HandingDesk):
             self._record(op="admit", owner=owner, key=request.key, tickets=tickets, version=str(version), **also)
         if tickets:
             attempts = [state.groups[ticket].attempt for ticket in tickets]
-            return {"tickets": tickets, "attempts": attempts, "kept": kept_for(state, tickets)}
+            about = {"attempts": attempts, "kept": kept_for(state, tickets), "waited": request.told()}
+            return {"tickets": tickets, **about}
         if state.finished():
             return {"finished": True}
         raise Parked(ADMISSION, *rules.why_not(state, version))
@@ -210,12 +212,14 @@ class Desk(HandingDesk):
             if not tickets and state.finished():
                 return {"finished": True}
             if not tickets:
-                raise Parked(rows_for(task), common=not state.tasks[task].in_order)
+                peer = windows.awaited(state, task)
+                why, common = f"waits for rows of {peer}", not state.tasks[task].in_order
+                raise Parked(rows_for(task), why, common, (peer, f"rows of {peer}"))
             number = state.next_lease
             about = {"task": task, "owner": list(request.owner), "key": request.key, "number": number}
             assignment = state.assignment(tickets, ranks, max_tokens, batch) if ranks else []
             self._record(op="claim", **about, tickets=list(tickets), assignment=assignment)
-        return self._describe(number)
+        return {**self._describe(number), "waited": request.told()}
 
     def _describe(self, number: int) -> dict[str, Any]:
         """A lease as its holder needs it: the tickets, the shards with the fields of its task, and who takes which."""

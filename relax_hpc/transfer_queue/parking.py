@@ -66,14 +66,16 @@ class Parking:
                 self._wake_topic(self._topics[topic], answer)
 
     def _wake_topic(self, waiting: dict[int, Request], answer: Callable[[Request], bool]) -> None:
-        failed: set[str] = set()
+        failed: dict[str, Request] = {}
         for number, request in list(waiting.items()):
             like = repr((request.op, request.args))
             if like in failed:
+                request.put_down()
+                request.cause = failed[like].cause
                 continue
             if answer(request):
                 waiting.pop(number, None)
             elif request.common:
                 break
             else:
-                failed.add(like)
+                failed[like] = request
