@@ -15,7 +15,8 @@ from relax_hpc.checkpoint import store
 from relax_hpc.checkpoint.saver import Saver
 from relax_hpc.config.schema import CheckpointConfig
 from relax_hpc.errors import StoppedError
-from relax_hpc.roles.context import Context
+from relax_hpc.metrics.spans import OpenSpan
+from relax_hpc.roles.context import HUB, Context
 from relax_hpc.roles.ranks import Ranks
 from relax_hpc.training.batches import PAD, Batch, collate
 from relax_hpc.training.hf_files import read_config
@@ -32,6 +33,8 @@ from relax_hpc.weights.publisher import Publisher
 _MARGIN = 1.5
 """A step may take so much longer than the longest so far."""
 _LOOK_S = 0.2
+_DISK = ("disk", "settled on disk")
+_COPY = ("actor", "copy of the weights")
 
 
 class AtEdge(Exception):
@@ -119,13 +122,16 @@ class Actor:
 
     def unsaved(self, step: int, saved: int) -> bool:
         """Whether there is something to save at ``step``, ``saved`` being the last that was tried; for all ranks."""
-        self.saver.wait()
+        with self.context.spans("checkpoint", step=step):
+            self.saver.wait()
         return self.ranks.tell({"unsaved": step > saved or bool(self.saver.failure)})["unsaved"]
 
     def settle(self) -> None:
         """Wait for what goes on beside training."""
-        self.publisher.settle(self.config.weights.write_timeout_s)
-        self.saver.settle()
+        with self.context.spans("publish"):
+            self.publisher.settle(self.config.weights.write_timeout_s)
+        with self.context.spans("checkpoint"):
+            self.saver.settle()
 
     def check_edge(self) -> None:
         """AtEdge, in every rank, if another step must not begin."""
@@ -147,8 +153,9 @@ class Actor:
         mini_batches: list[list[list[Batch]]] = []
         for number in range(minis):
             claims, windows = self.gradients(step, number, tally)
-            with self.context.spans("train", step=step):
+            with self.context.spans("wait", step=step, cause=_COPY):
                 self.publisher.await_copy()
+            with self.context.spans("train", step=step):
                 metrics = self.trainer.step(lr)
             leases += [claim.lease for claim in claims]
             mini_batches.append(windows)
@@ -160,7 +167,8 @@ class Actor:
                     self.trainer.accumulate([batch for window in windows for batch in window])
                     metrics = self.trainer.step(lr)
         self.publish(step + 1)
-        trained = self._ask("trained", step=step, leases=leases)
+        with self.context.spans("wait", step=step, cause=_DISK):
+            trained = self._ask("trained", step=step, leases=leases)
         if self.ranks.leader:
             seconds = time.monotonic() - started
             values = report(first, metrics, tally, trained["staleness"], lr, seconds)
@@ -185,8 +193,8 @@ class Actor:
             found = Tally()
             for claim, rows in self.windows(step, number):
                 claims.append(claim)
-                found.add(rows)
                 with self.context.spans("train", step=step):
+                    found.add(rows)
                     windows.append(self.batches(claim, rows))
                     if self.config.actor.parallel.pipeline == 1:
                         self.trainer.accumulate(windows[-1])
@@ -200,7 +208,7 @@ class Actor:
 
     def settled(self, step: int, claims: list[Claim]) -> bool:
         """Whether all rows of ``claims`` are on disk. If some were lost before, all claims are given back."""
-        with self.context.spans("wait", step=step):
+        with self.context.spans("wait", step=step, cause=_DISK):
             held = self._ask("settled", leases=[claim.lease for claim in claims])["tickets"]
         if len(held) == sum(len(claim.tickets) for claim in claims):
             return True
@@ -213,34 +221,41 @@ class Actor:
         size = self.config.groups_per_step // self.config.algorithm.mini_batches
         left, batch = size, 0
         while left:
-            with self.context.spans("wait", step=step):
-                # Beyond the first update it is too late to leave the step out.
-                claim = self._claim(size, batch, may_end=number == 0)
+            # Beyond the first update it is too late to leave the step out.
+            claim = self._claim(step, size, batch, may_end=number == 0)
             with self.context.spans("queue", step=step):
                 rows = self.ranks.rows(claim)
             left, batch = left - len(claim.tickets), batch + 1
             yield claim, rows
 
-    def _claim(self, size: int, batch: int, may_end: bool) -> Claim:
+    def _claim(self, step: int, size: int, batch: int, may_end: bool) -> Claim:
         """Window ``batch`` of a mini-batch, in every rank; AtEdge if the actor has to end before, and ``may_end``."""
-        answer = {}
-        if self.ranks.leader:
-            work, reason = self._claim_later(size, batch), ""
-            while not reason:
-                # What goes wrong there may be why no rows come.
-                self.publisher.check()
-                self.saver.check()
-                if not wait([work], timeout=_LOOK_S).done:
-                    reason = self._why_end() if may_end else ""
-                elif check_claim(self.context.client, work.result(), self.placeholders):
-                    break
-                else:
-                    work = self._claim_later(size, batch)
-            answer = {"reason": reason} if reason else {"claim": work.result().message()}
-        answer = self.ranks.tell(answer)
-        if "reason" in answer:
-            raise AtEdge(answer["reason"])
-        return Claim.of(answer["claim"])
+        with self.context.spans("wait", step=step, cause=HUB) as waiting:
+            answer = self._await_claim(waiting, size, batch, may_end) if self.ranks.leader else {}
+            answer = self.ranks.tell(answer)
+            if "reason" in answer:
+                raise AtEdge(answer["reason"])
+            claim = Claim.of(answer["claim"])
+            if not self.ranks.leader:
+                waiting.because(claim.waited)
+        return claim
+
+    def _await_claim(self, waiting: OpenSpan, size: int, batch: int, may_end: bool) -> dict[str, Any]:
+        """The leader's part: a claim all of whose rows are sound, or the reason to end."""
+        work = self._claim_later(size, batch)
+        while True:
+            # What goes wrong there may be why no rows come.
+            self.publisher.check()
+            self.saver.check()
+            if wait([work], timeout=_LOOK_S).done:
+                claim = work.result()
+                waiting.because(claim.waited)
+                with self.context.spans("queue", step=claim.step):
+                    if check_claim(self.context.client, claim, self.placeholders):
+                        return {"claim": claim.message()}
+                work = self._claim_later(size, batch)
+            elif may_end and (reason := self._why_end()):
+                return {"reason": reason}
 
     def _claim_later(self, size: int, batch: int) -> Future:
         ranks, most = self.ranks.layout.data_size, self.config.actor.max_tokens_per_micro_batch

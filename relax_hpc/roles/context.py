@@ -13,6 +13,10 @@ from relax_hpc.roles.staging import model_directory
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.client import QueueClient
 
+HUB = ("hub", "an answer of the queue")
+"""Of a wait, where the queue names nobody else."""
+NEWS = ("actor", "a newer version")
+
 
 @dataclass(slots=True)
 class Context:
