@@ -93,7 +93,7 @@ def partition(stretches: Iterable[Stretch], start: float, end: float) -> dict[La
 def without(interval: Interval, holes: Iterable[Interval]) -> Iterator[Interval]:
     """The parts of ``interval`` that no hole covers, ascending."""
     at, end = interval
-    for low, high in sorted(holes):
+    for low, high in sorted(hole for hole in holes if hole[1] > hole[0]):
         if min(low, end) > at:
             yield at, min(low, end)
         at = max(at, high)
