@@ -91,7 +91,8 @@ def _split(split: dict[str, Any], max_staleness: int) -> Iterator[str]:
         yield f"       no other of {total} would be more even"
     else:
         sides = f"{busy['rollout']:.2f} and {busy['actor']:.2f} s of a step"
-        yield f"       {then['rollout']} and {then['actor']} would be even: busy {sides}, if twice as many take half the time"
+        best = f"{then['rollout']} and {then['actor']}"
+        yield f"       {best} would be even: busy {sides}, if twice as many take half the time"
     if not max_staleness:
         yield "       (at max_staleness 0 they take turns: each waits for the other in any split)"
 
