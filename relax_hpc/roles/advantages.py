@@ -8,7 +8,7 @@ import numpy as np
 
 from relax_hpc.algorithms.advantages import group_advantages, token_advantages
 from relax_hpc.config.schema import AlgorithmConfig
-from relax_hpc.roles.context import HUB, Context
+from relax_hpc.roles.context import END, HUB, Context
 from relax_hpc.transfer_queue.claims import check_claim
 from relax_hpc.transfer_queue.media import placeholders_of
 from relax_hpc.transfer_queue.schema import Row
@@ -36,7 +36,7 @@ def run(context: Context) -> None:
     while True:
         with context.spans("wait", cause=HUB) as waiting:
             claim = client.claim("advantages", _EVERYTHING)
-            waiting.because(claim.waited if claim else ())
+            waiting.because(claim.waited if claim else END)
         if claim is None:
             return
         with context.spans("queue", step=claim.step):

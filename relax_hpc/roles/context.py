@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from relax_hpc.transfer_queue.client import QueueClient
 HUB = ("hub", "an answer of the queue")
 """Of a wait, where the queue names nobody else."""
 NEWS = ("actor", "a newer version")
+END = [("actor", "the end of the run", math.inf)]
+"""What a wait was for that nothing came of, see `OpenSpan.because`."""
 
 
 @dataclass(slots=True)

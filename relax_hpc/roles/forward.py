@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from relax_hpc.roles.context import HUB, NEWS, Context
+from relax_hpc.roles.context import END, HUB, NEWS, Context
 from relax_hpc.roles.ranks import Ranks
 from relax_hpc.training.batches import PAD, collate, split_rows
 from relax_hpc.training.hf_files import read_config
@@ -140,7 +140,7 @@ def _lead(context: Context, ranks: Ranks, scorer: Scorer, every: int) -> None:
 
 
 def _waited(claim: Claim | None) -> Sequence[tuple[str, str, float]]:
-    return claim.waited if claim else ()
+    return claim.waited if claim else END
 
 
 def _put(client: QueueClient, rows: list[Row], scores: list[np.ndarray], claim: Claim, version: Version | None) -> None:

@@ -21,7 +21,7 @@ from relax_hpc.errors import ConfigError, NoProgressError, RelaxError
 from relax_hpc.metrics.spans import Spans
 from relax_hpc.rendezvous.process import STOP_SIGNALS
 from relax_hpc.rewards import RewardError, get_reward
-from relax_hpc.roles.context import NEWS, Context
+from relax_hpc.roles.context import END, NEWS, Context
 from relax_hpc.rollout.engine import Engine, EngineFault, GenerateRequest, Generation, Sampling, make_engine
 from relax_hpc.rollout.samples import Failure, PromptSource, group_rows, requests_for, reward_of
 from relax_hpc.rollout.unfinished import Unfinished, Work
@@ -270,6 +270,7 @@ class Replica:
                 work = await self.put_surplus(work, kept)
             while work:
                 work = await self.attempt(work, kept)
+        self.activity.because(END)
 
     async def put_surplus(self, work: Work, kept: dict[int, Leftover]) -> Work:
         """Give tickets the whole groups that the queue had left over; the tickets that are still to be generated."""
