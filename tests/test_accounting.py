@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_hpc.metrics.accounting import OTHER, PRIORITY, Account, Label, even_split, partition, without
+from relax_hpc.metrics.accounting import OTHER, PRIORITY, UNFINISHED, Account, Label, even_split, partition, without
 from relax_hpc.metrics.shares import is_by_peer, shares_of_time, tags_of_time
-from relax_hpc.metrics.spans import KINDS, OpenSpan, Spans, read_processes
-from relax_hpc.metrics.timeline import workers_of
+from relax_hpc.metrics.spans import KINDS, OpenSpan, Span, Spans, read_processes
+from relax_hpc.metrics.timeline import Worker, workers_of
 
 LABELS = st.sampled_from([Label(what) for what in PRIORITY[:4]] + [Label("wait", "rollout"), Label("wait", "actor")])
 TIMES = st.integers(-15, 15)
@@ -84,6 +84,22 @@ def test_no_split_is_more_even(rollout_s, actor_s, rollout, actor) -> None:
     found = even_split(rollout_s, actor_s, rollout, actor)
     assert sum(found) == rollout + actor and min(found) >= 1
     assert all(step(found[0]) <= step(n) for n in range(1, rollout + actor))
+
+
+@given(STRETCHES, TIMES, st.integers(0, 20), st.booleans(), TIMES, TIMES, st.lists(st.tuples(TIMES, TIMES), max_size=4))
+def test_a_worker_is_accounted_for_all_of_its_life(stretches, began, life, told, start, end, holes) -> None:
+    """Killed in a span or not, before its first one, in whatever part of its life, but for holes."""
+    spans = [
+        Span("actor", label.what, None, low, high, label.peer)
+        for label, low, high in stretches
+        if began <= low < high <= began + life
+    ]
+    seconds = Worker("actor", 1, "actor", began, began + life, spans, told).seconds(start, end, holes)
+    cells = set(range(max(start, began), min(end, began + life)))
+    assert sum(seconds.values()) == len(cells - {cell for low, high in holes for cell in range(low, high)})
+    last = max((span.end for span in spans), default=began + life)
+    tail = cells & set(range(last, began + life)) - {cell for low, high in holes for cell in range(low, high)}
+    assert by_kind(seconds).get(UNFINISHED, 0) == (0 if told else len(tail))
 
 
 # -- one process ---------------------------------------------------------------------------------------------------

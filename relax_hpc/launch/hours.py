@@ -25,6 +25,8 @@ def hours(
     lost_again        training whose steps had to be trained once more
     used, waiting     the other work and waits, of each worker its part of the group
     rest              starting, and what no span tells of
+
+    A group all of whose processes write no spans, as a hub that runs the controller alone, is not counted.
     """
     gaps: dict[str, list[Interval]] = defaultdict(list)
     for restart in followed:
