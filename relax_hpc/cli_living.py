@@ -27,6 +27,20 @@ def _status(given: dict[str, Any]) -> int:
     return status_view.main(given["run"], given.get("json", False), given.get("watch"))
 
 
+def _report_arguments(parser: ArgumentParser) -> None:
+    run_argument(parser)
+    parser.add_argument("--json", action="store_true", help="For programs")
+    parser.add_argument("--first-step", type=int, metavar="N", help="From this step on; else from the start")
+    parser.add_argument("--last-step", type=int, metavar="N", help="Up to this step; else up to now, or the end")
+
+
+def _report(given: dict[str, Any]) -> int:
+    from relax_hpc.launch import report_view
+
+    steps = (given.get("first_step"), given.get("last_step"))
+    return report_view.main(given["run"], given.get("json", False), *steps)
+
+
 def _resubmit_arguments(parser: ArgumentParser) -> None:
     run_argument(parser)
     parser.add_argument("--group", metavar="G", help="Group to replace, the others go on")
@@ -123,6 +137,12 @@ def _required(given: dict[str, Any], name: str, what: str) -> Any:
 
 LIVING = {
     "status": Command("Show what a run is doing.", "RUN [--json] [--watch [SECONDS]]", _status_arguments, _status),
+    "report": Command(
+        "Say where the time, the tokens and the nodes of a run went, and how to divide them better.",
+        "RUN [--json] [--first-step N] [--last-step N]",
+        _report_arguments,
+        _report,
+    ),
     "logs": Command(
         "Show what the processes of a run print.",
         "RUN [--group G] [--role R] [--rank K] [--epoch E] [-n LINES] [--follow]",

@@ -14,6 +14,7 @@ import pytest
 
 from relax_hpc.config.schema import Config
 from relax_hpc.errors import DeadlineError, RelaxError, StoppedError
+from relax_hpc.metrics.spans import OpenSpan
 from relax_hpc.transfer_queue.client import Claim
 from tests.requirements import requires
 
@@ -23,6 +24,8 @@ from relax_hpc.roles import actor as module  # noqa: E402
 from relax_hpc.roles.actor import Actor, AtEdge, Clock, correction_report  # noqa: E402
 
 CLAIM = Claim(5, 0, (0, 1), (), 0, assignment=[[[0, 3], [1]], [[2]]])
+
+SPAN = OpenSpan("wait", None, "", ("", ""), 0.0, 0.0)
 
 
 def test_what_the_correction_did_is_reported() -> None:
@@ -73,7 +76,7 @@ def waiting(deadline: float | None = None) -> Any:
     actor: Any = Actor.__new__(Actor)
     actor.config = Config(groups_per_step=4)
     actor.config.algorithm.mini_batches = 2
-    actor.context = SimpleNamespace(client=Queue(), stop=threading.Event(), spans=lambda *_, **__: nullcontext())
+    actor.context = SimpleNamespace(client=Queue(), stop=threading.Event(), spans=lambda *_, **__: nullcontext(SPAN))
     layout = SimpleNamespace(data_size=1)
     actor.ranks = SimpleNamespace(leader=True, layout=layout, tell=lambda message: message, rows=lambda claim: [])
     actor.clock, actor.placeholders = Clock(deadline), {}

@@ -28,7 +28,7 @@ WRONG = [
         ["runn"],
         [
             "runn: unknown command",
-            "run, submit, check, doctor, status, logs, resubmit, scale, stop, list, sandbox, plot",
+            "run, submit, check, doctor, status, report, logs, resubmit, scale, stop, list, sandbox, plot",
             "did you mean run?",
         ],
     ),

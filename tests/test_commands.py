@@ -168,7 +168,8 @@ def test_status_tells_of_queue_places_and_results(tmp_path: Path, slurm: FakeSlu
     saved.mkdir()
     (run.checkpoints / "e000001-step-000008").mkdir()
     (saved / "COMPLETE.json").touch()
-    rows = [{"step": n, "time": 100.0 + 2 * n, "epoch": 1, "reward/mean": 0.5} for n in range(5)]
+    time_of = {"idle/actor": 0.5, "idle/actor_for_rollout": 0.4, "perf/actor_wait_s": 1, "perf/actor_train_s": 1}
+    rows = [{"step": n, "time": 100.0 + 2 * n, "epoch": 1, "reward/mean": 0.5} | time_of for n in range(5)]
     run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = status(run, 0.05, Slurm(30.0, 1))
     assert (found["trained_steps"], found["steps"], found["eta_s"]) == (5, 10, 10.0)
@@ -177,6 +178,8 @@ def test_status_tells_of_queue_places_and_results(tmp_path: Path, slurm: FakeSlu
     assert (member["state"], member["reason"], member["job"], member["epoch"]) == ("queued", "Resources", "99", 0)
     assert (rollout["nodes"], rollout["time_left_s"], rollout["puts"]) == ("node[1-2]", 600.0, 7)
     text = "\n".join(lines(found))
+    assert found["shares"]["roles"] == {"actor": {"at": {"wait": 0.5, "train": 0.5}, "for": {"rollout": 0.4}}}
+    assert "time of the last 5 steps:\n  actor       train 50%  waits for rollout 40%  waits 10%\n" in text
     assert "queued (Resources)" in text and "step 5/10  eta 10s" in text and "no answer from the hub" in text
     assert len(slurm.calls("squeue")) == 1
 

@@ -10,11 +10,14 @@ from types import SimpleNamespace
 import numpy as np
 
 from relax_hpc.config.schema import Config
+from relax_hpc.metrics.spans import OpenSpan
 from relax_hpc.roles import forward
 from relax_hpc.transfer_queue.client import Claim
 from relax_hpc.transfer_queue.ways import Ways
 from relax_hpc.versions import Version
 from relax_hpc.weights.subscriber import NOTHING, News
+
+SPAN = OpenSpan("wait", None, "", ("", ""), 0.0, 0.0)
 
 
 def done(value) -> Future:
@@ -71,7 +74,7 @@ def test_a_claim_from_before_a_rollback_is_given_back_and_training_goes_on(monke
         run=None,
         group="g",
         config=Config(),
-        spans=lambda *_, **__: nullcontext(),
+        spans=lambda *_, **__: nullcontext(SPAN),
         report=print,
     )
     parallel = SimpleNamespace(max_tokens_per_micro_batch=9, parallel=SimpleNamespace(data=1))
@@ -108,7 +111,7 @@ def test_a_reference_takes_the_policy_once_in_so_many_steps(monkeypatch):
         run=None,
         group="g",
         config=Config(),
-        spans=lambda *_, **__: nullcontext(),
+        spans=lambda *_, **__: nullcontext(SPAN),
     )
     weights = forward._Weights(context, ranks, SimpleNamespace(load=loaded.append), every=10)
     assert weights.reader.every == 10, "it is told of multiples alone"

@@ -166,7 +166,8 @@ VALUES = {"reward/mean": 0.4313, "staleness/mean": 1.0, "perf/rollout_tokens_per
 
 
 def test_progress_line():
-    line = progress_line(7, 300, VALUES | {"eval/digits/exact_match": 0.61, "loss/total": 3}, eta_s=247)
+    more = {"eval/digits/exact_match": 0.61, "loss/total": 3, "idle/actor_for_rollout": 0.1}
+    line = progress_line(7, 300, VALUES | more, eta_s=247)
     assert line == "step   7/300  reward 0.431  staleness 1.0    12k tok/s  idle actor 12%  eta  4m07s  digits 61.0%"
 
 

@@ -271,7 +271,8 @@ def test_waits_end_with_an_error_that_says_where_to_look(tmp_path):
             alone.call("status", timeout=0.1)
     with in_thread(run, config), Roles(run, config) as roles:
         started = time.monotonic()
-        with pytest.raises(DeadlineError, match=r"claim actor: nothing came for 0\.\d s; .*open the logs .*logs"):
+        said = r"claim actor: nothing came for 0\.\d s \(waits for rows of rollout\); .*open the logs .*logs"
+        with pytest.raises(DeadlineError, match=said):
             roles["actor"].call("claim", timeout=0.2, task="actor", budget=1, boundary=2)
         assert 0.15 < time.monotonic() - started < 1.2
 

@@ -85,6 +85,9 @@ def assert_metrics_are_whole(live: Running) -> None:
     assert [line["step"] for line in steps] == list(range(STEPS))
     assert all(line["time"] <= after["time"] for line, after in pairwise(steps))
     assert {tag.partition("/")[0] for line in lines for tag in line if "/" in tag} == set(TAG_GROUPS)
+    for role in ("rollout", "actor", "actor_fwd", "advantages"):
+        assert all(0 <= line.get(f"idle/{role}", 0.0) <= 1 for line in steps)
+        assert any(tag.startswith(f"idle/{role}_for_") for line in steps for tag in line)
     board = EventAccumulator(str(live.run.tensorboard), {"scalars": 0})
     board.Reload()
     shown = {event.step: event.value for event in board.Scalars("reward/mean")}

@@ -15,6 +15,7 @@ from relax_hpc.launch.slurm.preflight import excluded
 from relax_hpc.launch.slurm.whereabouts import known_jobs
 from relax_hpc.launch.status_groups import all_names, group_status
 from relax_hpc.metrics.read import read_metrics
+from relax_hpc.metrics.shares import shares_of_time
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transfer_queue.records import OBSERVER_EPOCH
@@ -99,6 +100,7 @@ def _training(run: RunDir, config: Config, found: dict[str, Any]) -> dict[str, A
         "eta_s": pace * (config.steps - trained) if pace is not None else None,
         "reward": end.get("reward/mean"),
         "tokens_per_s": end.get("perf/rollout_tokens_per_s"),
+        "shares": {"steps": len(last), "roles": shares_of_time(last)},
         "dropped": dropped,
     }
 

@@ -15,6 +15,7 @@ from relax_hpc.rundir import RunDir
 
 MIN_WATCH_S = 2.0
 ENDED = ("finished", "failed", "stopped", "ended")
+_SHOWN = 0.01
 _CLEAR = "\x1b[H\x1b[J"
 _COLUMNS = (
     ("GROUP", 14),
@@ -64,6 +65,7 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     yield "dropped: " + (", ".join(f"{k} {v}" for k, v in sorted(found["dropped"].items())) or "nothing")
     if found.get("noted"):
         yield "noted: " + ", ".join(f"{k} {v}" for k, v in sorted(found["noted"].items()))
+    yield from _shares(found["shares"])
     yield from _jobs(found)
     yield _row([title for title, _ in _COLUMNS])
     for name, group in found["groups"].items():
@@ -107,6 +109,18 @@ def _queue(found: dict[str, Any]) -> Iterator[str]:
         f"{depth['ready']} waiting for training{old.get('ready', '')}"
     )
     yield "waiting: " + (", ".join(sorted(set(found["waiting"]))) or "nobody")
+
+
+def _shares(found: dict[str, Any]) -> Iterator[str]:
+    """What each role did in the last steps, most of it first; what does not make a hundredth is left out."""
+    if found["roles"]:
+        yield f"time of the last {found['steps']} steps:"
+    for role, about in found["roles"].items():
+        parts = {what: share for what, share in about["at"].items() if what != "wait"}
+        parts |= {f"waits for {peer}": share for peer, share in about["for"].items()}
+        parts["waits"] = about["at"].get("wait", 0.0) - sum(about["for"].values())
+        shown = sorted(((share, what) for what, share in parts.items() if share >= _SHOWN), reverse=True)
+        yield f"  {role:<12}" + "  ".join(f"{what} {share:.0%}" for share, what in shown)
 
 
 def _jobs(found: dict[str, Any]) -> Iterator[str]:

@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TextIO
 
+from relax_hpc.metrics.shares import is_by_peer
+
 _WINDOW = 20
 _TO_LINE_END = "\x1b[K"
 
@@ -33,7 +35,8 @@ def progress_line(step: int, steps: int, values: Mapping[str, float], eta_s: flo
         f"staleness {_number(values.get('staleness/mean'), '.1f'):>3}",
         f"{_thousands(values.get('perf/rollout_tokens_per_s')):>5} tok/s",
     ]
-    idle = [f"{tag[5:]} {_percent(values[tag]):>3}" for tag in sorted(values) if tag.startswith("idle/")]
+    tags = sorted(tag for tag in values if tag.startswith("idle/") and not is_by_peer(tag))
+    idle = [f"{tag[5:]} {_percent(values[tag]):>3}" for tag in tags]
     parts += ["idle " + " ".join(idle)] if idle else []
     parts += [f"eta {_duration(eta_s):>6}"]
     parts += [f"{tag.split('/')[1]} {values[tag]:.1%}" for tag in sorted(values) if _is_score(tag)]

@@ -18,6 +18,8 @@ class Metrics:
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     """By ascending step: {"step": int, "time": s, "epoch": int, tag: float, ...}; a null is nan."""
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    """Everything that was ever written of a step, in the order of the file."""
     rollbacks: list[tuple[int, int]] = field(default_factory=list)
     """(epoch, step) of each return to an earlier step, in the order of the file."""
     torn: int = 0
@@ -46,7 +48,8 @@ def load_metrics(run_dir: Path) -> Metrics:
         if "event" not in line and (kept := _surviving(line, place, cuts)):
             merged.setdefault(line["step"], {}).update(kept)
     rollbacks = [(epoch, step) for epoch, _, step in cuts]
-    return Metrics(rows=[merged[step] for step in sorted(merged)], rollbacks=rollbacks, torn=torn)
+    written = [line for line in lines if "event" not in line]
+    return Metrics(rows=[merged[step] for step in sorted(merged)], lines=written, rollbacks=rollbacks, torn=torn)
 
 
 def tags_of(rows: Iterable[dict[str, Any]]) -> list[str]:

@@ -2,98 +2,199 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
+from relax_hpc.metrics.accounting import Account, Interval, Label
 from relax_hpc.metrics.writer import ends_torn
 
 MODEL_KINDS = ("generate", "engine_update", "forward", "train")
 """Kinds in which a model or an engine computes."""
-KINDS = (*MODEL_KINDS, "publish", "checkpoint", "wait", "eval", "queue", "weights")
-"""All kinds; whoever adds one adds it here."""
+KINDS = (*MODEL_KINDS, "publish", "checkpoint", "wait", "eval", "queue", "weights", "start")
+"""All kinds; whoever adds one adds it here, and to `accounting.PRIORITY`."""
+FOR = "_for_"
+"""`wait_for_rollout`: seconds of waiting by peer."""
 
 _FLUSH_S = 1.0
+_ROUND_TRIP_S = 0.05
+"""What a wait may be longer than the queue says it was."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
-Interval = tuple[float, float]
+
+def process_began() -> float:
+    """When this process was started, of the monotonic clock, to a hundredth of a second."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.monotonic() - age
+
+
+@dataclass(slots=True, eq=False)
+class OpenSpan:
+    """A span that goes on. Of a wait, ``because`` says what it was for."""
+
+    what: str
+    step: int | None
+    lane: str
+    cause: tuple[str, str]
+    """Peer and reason of a wait, of what nothing better is known of."""
+    begun: float
+    start: float
+    """Since when it is not in the file yet."""
+    parts: list[tuple[Label, float, float]] = field(default_factory=list)
+
+    @property
+    def label(self) -> Label:
+        return Label(self.what, *self.cause)
+
+    def because(self, waited: Iterable[Sequence]) -> None:
+        """The wait ends now, and was for these (peer, reason, seconds) one after the other; before them for `cause`."""
+        end = time.monotonic()
+        low = self.parts[-1][2] if self.parts else self.start
+        found = []
+        for peer, reason, seconds in reversed(list(waited)):
+            start = max(low, end - seconds)
+            if start < end:
+                found.append((Label(self.what, peer, reason), start, end))
+            end = start
+        self.parts += reversed(found)
+
+    def pieces(self, now: float) -> list[tuple[Label, float, float]]:
+        """What there is of it since `start`, without gaps."""
+        pieces: list[tuple[Label, float, float]] = []
+        at = self.start
+        for label, start, end in self.parts:
+            if start - at > _ROUND_TRIP_S:
+                pieces.append((self.label, at, start))
+                at = start
+            pieces.append((label, at, end))
+            at = end
+        if not pieces or now - at > _ROUND_TRIP_S:
+            return [*pieces, (self.label, at, now)]
+        label, start, _ = pieces.pop()
+        return [*pieces, (label, start, now)]
 
 
 class Spans:
     """Accounts the time of one process, in a file and in totals since the last ``take``; safe to use from threads.
 
-    Kinds are meant to follow, not to contain one another: a span inside another counts in both.
+    A process may have several lanes, such as one an engine, each with an account of its own. Where spans of a lane
+    overlap, totals have each second once (`accounting.PRIORITY`).
 
     >>> spans = Spans(log_dir / "spans-rollout-0.jsonl", "rollout")
     >>> with spans("generate", step=3):
     ...     responses = engine.generate(prompts)
+    >>> with spans("wait", cause=("actor", "a newer version")):
+    ...     news = next_version.result()
     """
 
-    def __init__(self, path: Path, role: str) -> None:
-        """Append to `path`; its first line ties the monotonic clock of this boot of the machine to wall time."""
+    def __init__(self, path: Path, role: str, began: float | None = None) -> None:
+        """Append to `path`; its first line ties the monotonic clock of this boot of the machine to wall time.
+
+        ``began``: when the process was; from then to the first span of each lane is its `start`.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
         torn = ends_torn(path)
         self._file = path.open("a", encoding="utf-8")
         self._role = role
         self._lock = threading.Lock()
-        self._totals: dict[str, float] = defaultdict(float)
-        self._running: dict[object, tuple[str, float]] = {}
-        self._begun: dict[object, float] = {}
-        self._flushed = time.monotonic()
-        anchor = {"role": role, "monotonic": time.monotonic(), "wall": time.time(), "boot": _boot()}
-        self._file.write("\n" * torn + json.dumps(anchor) + "\n")
+        self._open: dict[int, OpenSpan] = {}
+        self._accounts: dict[str, Account] = {}
+        now = self._flushed = time.monotonic()
+        self._began = now if began is None else began
+        anchor = {"role": role, "monotonic": now, "wall": time.time(), "boot": _boot(), "began": self._began}
+        self._file.write("\n" * torn)
+        self._write(anchor)
         self._file.flush()
+        self._starts = began is not None
 
     @contextmanager
-    def __call__(self, what: str, step: int | None = None) -> Iterator[None]:
-        """Account the time of the block to `what` (one of KINDS), also when it raises."""
-        key, start = object(), time.monotonic()
+    def __call__(
+        self, what: str, step: int | None = None, lane: str = "", cause: tuple[str, str] = ("", "")
+    ) -> Iterator[OpenSpan]:
+        """Account the time of the block to `what` (one of KINDS), also when it raises.
+
+        ``cause``: of a wait the peer and the reason, unless the span is told others.
+        """
+        now = time.monotonic()
+        span = OpenSpan(what, step, lane, cause, now, now)
         with self._lock:
-            self._running[key] = (what, start)
-            if what != "wait":
-                self._begun[key] = start
-            self._flush_if_due(start)
+            self._account(lane, now).begin(span.label, now)
+            self._open[id(span)] = span
+            self._flush_if_due(now)
         try:
-            yield
+            yield span
         finally:
-            self._finish(key, step, start)
+            self._finish(span)
 
     def take(self) -> dict[str, float]:
-        """Seconds of each kind since the last take, spans still running counted up to now."""
+        """Seconds of each kind since the last take, spans still running counted up to now; they add up to the time
+        that has passed, in each lane. A wait for a peer that is known is `wait_for_<peer>`.
+
+        Those that run for long are written up to now too, so that little is lost with the process.
+        """
         now = time.monotonic()
+        totals: dict[str, float] = defaultdict(float)
         with self._lock:
-            for key, (what, since) in self._running.items():
-                self._totals[what] += max(0.0, now - since)
-                self._running[key] = (what, max(now, since))
-            totals, self._totals = dict(self._totals), defaultdict(float)
-        return totals
+            for span in self._open.values():
+                if now - span.start >= _FLUSH_S:
+                    self._write_pieces(span, now)
+                    span.start, span.parts = now, []
+            for account in self._accounts.values():
+                for label, seconds in account.take(now).items():
+                    totals[f"{label.what}{FOR}{label.peer}" if label.peer else label.what] += seconds
+        return dict(totals)
 
     def busy(self) -> float:
         """Seconds that the longest piece of work has been going on; 0 while there is only waiting."""
         with self._lock:
-            return max((time.monotonic() - start for start in self._begun.values()), default=0.0)
+            begun = [span.begun for span in self._open.values() if span.what != "wait"]
+        return max((time.monotonic() - start for start in begun), default=0.0)
 
     def close(self) -> None:
-        """Flush and close the file; a second call does nothing."""
+        """Write that the process ends in good order, and close the file; a second call does nothing."""
         with self._lock:
+            self._write({"ended": time.monotonic()})
             self._file.close()
 
-    def _finish(self, key: object, step: int | None, start: float) -> None:
+    def _account(self, lane: str, now: float) -> Account:
+        if lane not in self._accounts:
+            account = self._accounts[lane] = Account(self._began)
+            if self._starts:
+                span = OpenSpan("start", None, lane, ("", ""), self._began, self._began)
+                account.begin(span.label, self._began)
+                account.end(span.label, now)
+                self._write_pieces(span, now)
+        return self._accounts[lane]
+
+    def _finish(self, span: OpenSpan) -> None:
         end = time.monotonic()
         with self._lock:
-            what, since = self._running.pop(key)
-            self._begun.pop(key, None)
-            self._totals[what] += max(0.0, end - since)
-            if not self._file.closed:
-                span = {"role": self._role, "what": what, "step": step, "start": start, "end": end}
-                self._file.write(json.dumps(span) + "\n")
-                self._flush_if_due(end)
+            del self._open[id(span)]
+            account = self._accounts[span.lane]
+            account.end(span.label, end)
+            if span.parts:
+                account.move(span.label, _lengths(span.pieces(end)))
+            self._write_pieces(span, end)
+            self._flush_if_due(end)
+
+    def _write_pieces(self, span: OpenSpan, end: float) -> None:
+        for label, start, until in span.pieces(end):
+            line = {"role": self._role, "what": span.what, "step": span.step, "start": start, "end": until}
+            about = {"lane": span.lane, "peer": label.peer, "reason": label.reason}
+            self._write(line | {name: value for name, value in about.items() if value})
+
+    def _write(self, line: dict[str, object]) -> None:
+        if not self._file.closed:
+            self._file.write(json.dumps(line) + "\n")
 
     def _flush_if_due(self, now: float) -> None:
         # Also when a span starts: a long wait must not hold back what was measured before it.
@@ -111,21 +212,69 @@ class Span:
     step: int | None
     start: float
     end: float
+    peer: str = ""
+    """Of a wait: the role, or what else, that it was for."""
+    reason: str = ""
+    lane: str = ""
+
+
+@dataclass(slots=True)
+class Process:
+    """One process of a role, as its file tells; times as those of its spans."""
+
+    group: str
+    epoch: int
+    role: str
+    rank: str
+    began: float
+    ended: float | None = None
+    """By its own word; None: it goes on, or had no time to say so."""
+    spans: list[Span] = field(default_factory=list)
+
+    @property
+    def last(self) -> float:
+        """Until when its spans are known."""
+        return max([self.began, *(span.end for span in self.spans)])
+
+    def workers(self) -> list[list[Span]]:
+        """The spans of each of its lanes; at least one list."""
+        lanes = sorted({span.lane for span in self.spans} - {""})
+        return [[s for s in self.spans if s.lane in (lane, "")] for lane in lanes] or [self.spans]
 
 
 def read_spans(run_dir: Path) -> list[Span]:
     """All spans of logs/<group>/epoch-*/spans-*.jsonl by start; torn lines are left out."""
-    offsets: dict[str, float] = {}
-    spans: list[Span] = []
-    for path in sorted(run_dir.glob("logs/*/epoch-*/spans-*.jsonl")):
-        offset = 0.0
-        for line in _lines(path):
-            if "wall" in line:
-                offset = offsets.setdefault(line["boot"], line["wall"] - line["monotonic"])
-            else:
-                start, end = line["start"] + offset, line["end"] + offset
-                spans.append(Span(line["role"], line["what"], line["step"], start, end))
+    spans = (span for process in read_processes(run_dir) for span in process.spans)
     return sorted(spans, key=lambda span: span.start)
+
+
+def read_processes(run_dir: Path) -> list[Process]:
+    """All processes that wrote spans, by group, epoch and name; torn lines are left out."""
+    offsets: dict[str, float] = {}
+    found = (_read_process(path, offsets) for path in sorted(run_dir.glob("logs/*/epoch-*/spans-*.jsonl")))
+    return [process for process in found if process]
+
+
+def _read_process(path: Path, offsets: dict[str, float]) -> Process | None:
+    """None without a whole line that ties its clock. ``offsets`` of wall time, by boot of a machine."""
+    process, offset = None, 0.0
+    for line in _lines(path):
+        if "wall" in line:
+            offset = offsets.setdefault(line["boot"], line["wall"] - line["monotonic"])
+            if process is None:
+                began, (group, epoch) = line.get("began", line["monotonic"]), path.parts[-3:-1]
+                rank = path.stem.rpartition("-")[2]
+                process = Process(group, int(epoch.rpartition("-")[2]), line["role"], rank, began + offset)
+        elif process and "ended" in line:
+            process.ended = line["ended"] + offset
+        elif process:
+            process.spans.append(_span(line, offset))
+    return process
+
+
+def _span(line: dict, offset: float) -> Span:
+    about = (line.get(name, "") for name in ("peer", "reason", "lane"))
+    return Span(line["role"], line["what"], line["step"], line["start"] + offset, line["end"] + offset, *about)
 
 
 def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
@@ -211,7 +360,14 @@ def _boot() -> str:
 
 def _lines(path: Path) -> Iterator[dict]:
     for text in path.read_bytes().splitlines():
-        try:
-            yield json.loads(text)
-        except ValueError:
-            continue
+        with contextlib.suppress(ValueError):
+            line = json.loads(text)
+            if isinstance(line, dict):
+                yield line
+
+
+def _lengths(pieces: Iterable[tuple[Label, float, float]]) -> dict[Label, float]:
+    lengths: dict[Label, float] = defaultdict(float)
+    for label, start, end in pieces:
+        lengths[label] += end - start
+    return lengths

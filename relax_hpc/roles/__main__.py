@@ -49,7 +49,7 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: Flag) -> 
         if not controller.run(run, config, args.epoch, stop):
             raise StoppedError("asked to stop before the run was finished")
         return
-    from relax_hpc.metrics.spans import Spans
+    from relax_hpc.metrics.spans import Spans, process_began
     from relax_hpc.rendezvous.network import own_address
     from relax_hpc.rendezvous.roster import Card, publish_card
     from relax_hpc.rendezvous.world import World, join
@@ -71,7 +71,7 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: Flag) -> 
     client = QueueClient(run, config, args.group, args.epoch, member) if talks else None
     if world.leader and args.group != "hub":
         publish_card(run, Card(args.group, args.epoch, world.cards))
-    spans = Spans(logs / f"spans-{args.role}-{world.rank}.jsonl", args.role)
+    spans = Spans(logs / f"spans-{args.role}-{world.rank}.jsonl", args.role, process_began())
     context = Context(
         run, config, args.group, args.role, args.epoch, world, client, spans, stop, deadline=args.deadline
     )

@@ -16,7 +16,8 @@ from relax_hpc.checkpoint import store
 from relax_hpc.checkpoint.saver import Saver
 from relax_hpc.config.schema import CheckpointConfig, Config
 from relax_hpc.errors import StoppedError
-from relax_hpc.roles.context import Context
+from relax_hpc.metrics.spans import OpenSpan
+from relax_hpc.roles.context import HUB, Context
 from relax_hpc.roles.inner import InnerRoles
 from relax_hpc.roles.ranks import Ranks
 from relax_hpc.training.batches import PAD, Batch, collate
@@ -35,6 +36,9 @@ from relax_hpc.weights.publisher import Publisher
 _MARGIN = 1.5
 """A step may take so much longer than the longest so far."""
 _LOOK_S = 0.2
+_DISK = ("disk", "settled on disk")
+_TURN = ("rollout", "its turn on the devices")
+_COPY = ("actor", "copy of the weights")
 
 
 class AtEdge(Exception):
@@ -122,13 +126,16 @@ class Actor:
 
     def unsaved(self, step: int, saved: int) -> bool:
         """Whether there is something to save at ``step``, ``saved`` being the last that was tried; for all ranks."""
-        self.saver.wait()
+        with self.context.spans("checkpoint", step=step):
+            self.saver.wait()
         return self.ranks.tell({"unsaved": step > saved or bool(self.saver.failure)})["unsaved"]
 
     def settle(self) -> None:
         """Wait for what goes on beside training."""
-        self.publisher.settle(self.config.weights.write_timeout_s)
-        self.saver.settle()
+        with self.context.spans("publish"):
+            self.publisher.settle(self.config.weights.write_timeout_s)
+        with self.context.spans("checkpoint"):
+            self.saver.settle()
 
     def check_edge(self) -> None:
         """AtEdge, in every rank, if another step must not begin."""
@@ -151,8 +158,9 @@ class Actor:
         self.inner.begin_step()
         for number in range(minis):
             claims, windows = self.gradients(step, number, tally)
-            with self.context.spans("train", step=step):
+            with self.context.spans("wait", step=step, cause=_COPY):
                 self.publisher.await_copy()
+            with self.context.spans("train", step=step):
                 metrics = self.trainer.step(lr)
             leases += [claim.lease for claim in claims]
             mini_batches.append(windows)
@@ -164,7 +172,8 @@ class Actor:
                     self.trainer.accumulate([batch for window in windows for batch in window])
                     metrics = self.trainer.step(lr)
         self.publish(step + 1)
-        trained = self._ask("trained", step=step, leases=leases)
+        with self.context.spans("wait", step=step, cause=_DISK):
+            trained = self._ask("trained", step=step, leases=leases)
         if self.ranks.leader:
             seconds = time.monotonic() - started
             values = report(first, metrics, tally, trained["staleness"], lr, seconds)
@@ -189,8 +198,8 @@ class Actor:
             found = Tally()
             for claim, rows in self.windows(step, number):
                 claims.append(claim)
-                found.add(rows)
                 with self.context.spans("train", step=step):
+                    found.add(rows)
                     windows.append(self.batches(claim, rows))
                 if self.config.actor.parallel.pipeline == 1:
                     self.learn(step, number, windows[-1])
@@ -213,7 +222,7 @@ class Actor:
 
     def settled(self, step: int, claims: list[Claim]) -> bool:
         """Whether all rows of ``claims`` are on disk. If some were lost before, all claims are given back."""
-        with self.context.spans("wait", step=step):
+        with self.context.spans("wait", step=step, cause=_DISK):
             held = self._ask("settled", leases=[claim.lease for claim in claims])["tickets"]
         if len(held) == sum(len(claim.tickets) for claim in claims):
             return True
@@ -226,28 +235,36 @@ class Actor:
         size = self.config.groups_per_step // self.config.algorithm.mini_batches
         left, batch = size, 0
         while left:
-            with self.context.spans("wait", step=step):
-                # Beyond the first update it is too late to leave the step out.
-                claim = self._claim(size, batch, may_end=number == 0)
+            # Beyond the first update it is too late to leave the step out.
+            claim = self._claim(step, size, batch, may_end=number == 0)
             with self.context.spans("queue", step=step):
                 rows = self.ranks.rows(claim)
             left, batch = left - len(claim.tickets), batch + 1
             yield claim, rows
 
-    def _claim(self, size: int, batch: int, may_end: bool) -> Claim:
+    def _claim(self, step: int, size: int, batch: int, may_end: bool) -> Claim:
         """Window ``batch`` of a mini-batch, in every rank; AtEdge if the actor has to end before, and ``may_end``."""
-        answer = {}
-        if self.ranks.leader:
-            work, reason = self._claim_later(size, batch), ""
-            while not (reason := self._wait(work, may_end)):
-                if check_claim(self.context.client, work.result(), self.placeholders):
-                    break
-                work = self._claim_later(size, batch)
-            answer = {"reason": reason} if reason else {"claim": work.result().message()}
-        answer = self.ranks.tell(answer)
-        if "reason" in answer:
-            raise AtEdge(answer["reason"])
-        return Claim.of(answer["claim"])
+        with self.context.spans("wait", step=step, cause=HUB) as waiting:
+            answer = self._await_claim(waiting, size, batch, may_end) if self.ranks.leader else {}
+            answer = self.ranks.tell(answer)
+            if "reason" in answer:
+                raise AtEdge(answer["reason"])
+            claim = Claim.of(answer["claim"])
+            if not self.ranks.leader:
+                waiting.because(claim.waited)
+        return claim
+
+    def _await_claim(self, waiting: OpenSpan, size: int, batch: int, may_end: bool) -> dict[str, Any]:
+        """The leader's part: a claim all of whose rows are sound, or the reason to end."""
+        work = self._claim_later(size, batch)
+        while not (reason := self._wait(work, may_end)):
+            claim = work.result()
+            waiting.because(claim.waited)
+            with self.context.spans("queue", step=claim.step):
+                if check_claim(self.context.client, claim, self.placeholders):
+                    return {"claim": claim.message()}
+            work = self._claim_later(size, batch)
+        return {"reason": reason}
 
     def _wait(self, work: Future, may_end: bool) -> str:
         """Wait for an answer of the queue, in the leader; why the actor has to end before, if it ``may_end``."""
@@ -264,11 +281,13 @@ class Actor:
         if not self.config.colocate:
             return
         reason = ""
-        if self.ranks.leader:
-            work = self.context.client.submit("take_turn", side="actor", step=step)
-            if not (reason := self._wait(work, may_end=True)):
-                work.result()
-        if reason := self.ranks.tell({"reason": reason})["reason"]:
+        with self.context.spans("wait", step=step, cause=_TURN):
+            if self.ranks.leader:
+                work = self.context.client.submit("take_turn", side="actor", step=step)
+                if not (reason := self._wait(work, may_end=True)):
+                    work.result()
+            reason = self.ranks.tell({"reason": reason})["reason"]
+        if reason:
             raise AtEdge(reason)
 
     def end_turn(self) -> None:

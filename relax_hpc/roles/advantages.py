@@ -8,8 +8,8 @@ import numpy as np
 
 from relax_hpc.algorithms.advantages import group_advantages, token_advantages
 from relax_hpc.config.schema import AlgorithmConfig
-from relax_hpc.roles.context import Context
-from relax_hpc.transfer_queue.claims import sound_claim
+from relax_hpc.roles.context import END, HUB, Context
+from relax_hpc.transfer_queue.claims import check_claim
 from relax_hpc.transfer_queue.media import placeholders_of
 from relax_hpc.transfer_queue.schema import Row
 
@@ -34,11 +34,14 @@ def run(context: Context) -> None:
     client, config = context.client, context.config
     placeholders = placeholders_of(context.run.model)
     while True:
-        with context.spans("wait"):
-            claim = sound_claim(client, "advantages", _EVERYTHING, placeholders=placeholders)
+        with context.spans("wait", cause=HUB) as waiting:
+            claim = client.claim("advantages", _EVERYTHING)
+            waiting.because(claim.waited if claim else END)
         if claim is None:
             return
         with context.spans("queue", step=claim.step):
+            if not check_claim(client, claim, placeholders):
+                continue
             rows = client.rows(claim)
             client.put(
                 advantages_of(rows, config.samples_per_group, config.algorithm, config.seed), ("advantages",), claim

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from relax_hpc.metrics.progress import Progress
 from relax_hpc.metrics.read import read_metrics
+from relax_hpc.metrics.shares import tags_of_time
 from relax_hpc.metrics.writer import MetricsWriter
 from relax_hpc.transfer_queue.state import QueueState
 
@@ -56,13 +57,10 @@ class Board:
         self._scores = {}
 
     def _shares(self) -> dict[str, float]:
-        """Of each role's time since the last step: the share it waited, and seconds by kind."""
+        """Of each role's time since the last step: the share it waited, for whom, and seconds by kind."""
         shares: dict[str, float] = {}
         for role, seconds in self._seconds.items():
-            total = sum(seconds.values())
-            if total:
-                shares[f"idle/{role}"] = seconds.get("wait", 0.0) / total
-            shares |= {f"perf/{role}_{what}_s": spent for what, spent in seconds.items() if what != "wait"}
+            shares |= tags_of_time(role, seconds)
         return shares
 
     def _queue(self) -> dict[str, float]:

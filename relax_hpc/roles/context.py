@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,13 @@ from relax_hpc.rendezvous.world import World
 from relax_hpc.roles.staging import model_directory
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.client import QueueClient
+
+HUB = ("hub", "an answer of the queue")
+"""Of a wait, where the queue names nobody else."""
+NEWS = ("actor", "a newer version")
+TURN = ("actor", "its turn on the devices")
+END = [("actor", "the end of the run", math.inf)]
+"""What a wait was for that nothing came of, see `OpenSpan.because`."""
 
 
 @dataclass(slots=True)

@@ -6,14 +6,16 @@ has, and says which in `old_logprob_version`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from relax_hpc.roles.context import Context
+from relax_hpc.roles.context import END, HUB, NEWS, Context
 from relax_hpc.roles.ranks import Ranks
 from relax_hpc.training.batches import PAD, collate, split_rows
 from relax_hpc.training.hf_files import read_config
@@ -27,6 +29,7 @@ from relax_hpc.weights.staging import Staged
 from relax_hpc.weights.subscriber import NOTHING, Fetcher, News, Subscriber
 
 _LOOK_S = 1.0
+_FOR_NEWS = [(*NEWS, math.inf)]
 VERSION_FIELD = "old_logprob_version"
 
 
@@ -75,12 +78,25 @@ def run(context: Context) -> None:
 
 def _follow(context: Context, ranks: Ranks, scorer: Scorer) -> None:
     fetcher = Fetcher(context.run, ranks.reader.planes, context.config.weights)
-    while (command := ranks.tell(None))["do"] != "end":
+    while (command := _hear(context, ranks))["do"] != "end":
         if command["do"] == "load":
-            scorer.load(fetcher.fetch_in_time(News(**command["news"])))
-            fetcher.forget_before(command["news"]["version"])
+            with context.spans("weights"):
+                scorer.load(fetcher.fetch_in_time(News(**command["news"])))
+                fetcher.forget_before(command["news"]["version"])
         else:
-            scorer.score(ranks.rows(Claim.of(command["claim"])))
+            claim = Claim.of(command["claim"])
+            with context.spans("queue", step=claim.step):
+                rows = ranks.rows(claim)
+            with context.spans("forward", step=claim.step):
+                scorer.score(rows)
+
+
+def _hear(context: Context, ranks: Ranks) -> dict[str, Any]:
+    """What the leader says next; it has waited for the same."""
+    with context.spans("wait", cause=HUB) as waiting:
+        command = ranks.tell(None)
+        waiting.because(command["claim"]["waited"] if command["do"] == "score" else _FOR_NEWS)
+    return command
 
 
 def _lead(context: Context, ranks: Ranks, scorer: Scorer, every: int) -> None:
@@ -90,8 +106,9 @@ def _lead(context: Context, ranks: Ranks, scorer: Scorer, every: int) -> None:
     weights = _Weights(context, ranks, scorer, every) if every else None
     work: Future = client.claim_later(role, budget)
     while True:
-        with context.spans("wait"):
+        with context.spans("wait", cause=HUB) as waiting:
             wait([work, *([weights.news] if weights else [])], return_when=FIRST_COMPLETED)
+            waiting.because(_waited(work.result()) if work.done() else _FOR_NEWS)
         if weights and weights.news.done():
             weights.pull()
         if not work.done():
@@ -103,8 +120,11 @@ def _lead(context: Context, ranks: Ranks, scorer: Scorer, every: int) -> None:
         if not fits:
             client.give_back(claim)
             # Nobody else could take it sooner either.
-            wait([weights.news], timeout=_LOOK_S)
-        if not fits or not check_claim(client, claim, scorer.placeholders):
+            with context.spans("wait", cause=NEWS):
+                wait([weights.news], timeout=_LOOK_S)
+        with context.spans("queue", step=claim.step):
+            sound = fits and check_claim(client, claim, scorer.placeholders)
+        if not sound:
             work = client.claim_later(role, budget)
             continue
         ranks.tell({"do": "score", "claim": claim.message()})
@@ -117,6 +137,10 @@ def _lead(context: Context, ranks: Ranks, scorer: Scorer, every: int) -> None:
         work = client.claim_later(role, budget)
         context.report(claim.step, ranks.reader.ways.since_last())
     ranks.tell({"do": "end"})
+
+
+def _waited(claim: Claim | None) -> Sequence[tuple[str, str, float]]:
+    return claim.waited if claim else END
 
 
 def _put(client: QueueClient, rows: list[Row], scores: list[np.ndarray], claim: Claim, version: Version | None) -> None:
@@ -141,7 +165,7 @@ class _Weights:
             self.pull()
 
     def _await_news(self) -> dict[str, str]:
-        with self.context.spans("wait"):
+        with self.context.spans("wait", cause=NEWS):
             return self.news.result()
 
     def pull(self) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.metrics.spans import Spans
 from relax_hpc.rendezvous.process import STOP_SIGNALS
 from relax_hpc.rewards import RewardError, get_reward
-from relax_hpc.roles.context import Context
+from relax_hpc.roles.context import END, NEWS, TURN, Context
 from relax_hpc.rollout.engine import Engine, EngineFault, GenerateRequest, Generation, Sampling, make_engine
 from relax_hpc.rollout.filters import get_filter
 from relax_hpc.rollout.outcomes import Failure, Outcomes
@@ -33,21 +34,31 @@ from relax_hpc.versions import Version
 from relax_hpc.weights.staging import Staged
 from relax_hpc.weights.subscriber import NOTHING, Subscriber
 
+_TICKETS = ("actor", "tickets")
+"""What an engine waits for that nobody told anything else: versions and room in the queue come from there."""
 _NOTED_LINES = 10_000
 """Bad lines beyond so many are left out of the counts."""
 
 
 class Activity:
-    """What an engine is at: several requests at once count once, and only an engine without any work waits."""
+    """What an engine is at: several requests at once count once, and only an engine without any work waits.
 
-    def __init__(self, spans: Spans) -> None:
-        self._spans = spans
+    Make it when the engine has started. ``lane``: its own among those of the process.
+    """
+
+    def __init__(self, spans: Spans, lane: str = "") -> None:
+        self._spans, self._lane = spans, lane
         self._running: Counter[str] = Counter()
         self._open: dict[str, ExitStack] = {}
         self._begin("wait", None)
 
+    def because(self, waited: Iterable[Sequence]) -> None:
+        """If it waits, then until now for these, see `OpenSpan.because`."""
+        if "wait" in self._open:
+            self._waiting.because(waited)
+
     @contextmanager
-    def __call__(self, what: str, step: int) -> Iterator[None]:
+    def __call__(self, what: str, step: int | None) -> Iterator[None]:
         """Work of a kind, from its first overlapping request to the end of its last."""
         if not self._running.total():
             self._end("wait")
@@ -65,7 +76,10 @@ class Activity:
 
     def _begin(self, what: str, step: int | None) -> None:
         self._open[what] = ExitStack()
-        self._open[what].enter_context(self._spans(what, step=step))
+        cause = _TICKETS if what == "wait" else ("", "")
+        span = self._open[what].enter_context(self._spans(what, step, self._lane, cause))
+        if what == "wait":
+            self._waiting = span
 
     def _end(self, what: str) -> None:
         self._open.pop(what).close()
@@ -139,12 +153,14 @@ class Replica:
         self.replaced = 0
         """Engines in a row that gave no good answer before they were."""
         self.failures = 0
-        self.activity = Activity(context.spans)
+        self.activity: Activity
+        """Once the engine has started."""
 
     async def serve(self) -> None:
         """Start the engine, then follow weights and generate until the run is finished."""
         await self.take_turn()
         await self.engine.start()
+        self.activity = Activity(self.context.spans, str(self.number))
         jobs = [self.follow(), *(self.generate() for _ in range(self.config.rollout.requests_in_flight))]
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -169,14 +185,17 @@ class Replica:
             try:
                 if "version" not in (announced := await self.news()):
                     return
+                self.activity.because([(*NEWS, math.inf)])
                 with self.activity("weights", Version.parse(announced["version"]).number):
                     got = await asyncio.to_thread(self.reader.fetch, announced)
                 if got is None:
                     continue
                 version = Version.parse(got[0].version)
                 await self.take_turn()
+                self.activity.because([(*TURN, math.inf)])
                 await self.update(version, got[1])
-                due = await asyncio.to_thread(self.reader.served, version)
+                with self.activity("weights", version.number):
+                    due = await asyncio.to_thread(self.reader.served, version)
                 if due and self.number == 0:
                     await self.evaluate(version)
                 if self.config.colocate:
@@ -236,9 +255,10 @@ class Replica:
             raise RelaxError(f"{self.engine.name}: {self.replaced} engines in a row, last: {fault}") from fault
         # No tickets for it, and the newest version again.
         await asyncio.to_thread(self.reader.served, NOTHING)
-        await self.engine.close()
-        self.engine = self.new_engine()
-        await self.engine.start()
+        with self.activity("start", None):
+            await self.engine.close()
+            self.engine = self.new_engine()
+            await self.engine.start()
 
     def new_engine(self) -> Engine:
         """It serves no version of the run yet."""
@@ -285,10 +305,13 @@ class Replica:
             work = list(zip(admitted["tickets"], admitted["attempts"], strict=True))
             for ticket, failures in admitted["failures"].items():
                 self.rollout.outcomes.check_ticket(ticket, failures, "its rows being dropped")
-            kept = await asyncio.to_thread(kept_rows, self.rollout.client, admitted)
-            work = await self.put_surplus(work, kept)
+            self.activity.because(admitted["waited"])
+            with self.activity("queue", self.step_of(work)):
+                kept = await asyncio.to_thread(kept_rows, self.rollout.client, admitted)
+                work = await self.put_surplus(work, kept)
             while work:
                 work = await self.attempt(work, kept)
+        self.activity.because(END)
 
     async def put_surplus(self, work: Work, kept: dict[int, Leftover]) -> Work:
         """Give tickets the whole groups that the queue had left over; the tickets that are still to be generated."""
@@ -305,19 +328,23 @@ class Replica:
         rollout, samples = self.rollout, self.config.samples_per_group
         prompts = [rollout.source.prompt(ticket, attempt) for ticket, attempt in work]
         groups = Unfinished(work, prompts, kept, samples)
-        step = work[0][0] // self.config.groups_per_step
+        step = self.step_of(work)
         async with self.saving(groups):
             with self.activity("generate", step):
                 answers = await self.finish(groups)
-            with self.context.spans("queue", step=step):
+            with self.activity("queue", step):
                 rows, failed = await self.judge(prompts, work, answers)
-        with self.context.spans("queue", step=step):
+        with self.activity("queue", step):
             reused = {t: n for t, n in groups.reused().items() if t not in {ticket for ticket, *_ in failed}}
             if rows:
                 await asyncio.to_thread(rollout.client.generated, rows, reused)
         tokens = sum(len(row["token_ids"]) - row["prompt_len"] for row in rows) - sum(reused.values())
         self.context.report(step, {"perf/rollout_tokens": tokens})
         return [(ticket, await self.failed(ticket, attempt, failure)) for ticket, attempt, failure in failed]
+
+    def step_of(self, work: Work) -> int:
+        """The step that the first ticket of ``work`` is for."""
+        return work[0][0] // self.config.groups_per_step
 
     async def finish(self, groups: Unfinished) -> list[Generation | EngineFault]:
         """The samples of ``groups``, of which the engine draws what is missing."""

@@ -68,13 +68,16 @@ class Claim:
     """Tickets whose rows name media: see `claims.check_claim`."""
     assignment: Sequence[Sequence[Sequence[int]]] = ()
     """[data rank][micro-batch][row], numbers of the rows in ticket and sample order, if it was claimed for ranks."""
+    waited: Sequence[tuple[str, str, float]] = ()
+    """(peer, reason, seconds): what the queue had to wait for until there was this."""
 
     @classmethod
     def of(cls, message: dict[str, Any]) -> Claim:
         """From the controller's answer, or from ``message()`` in another rank of the group."""
         tickets, shards = tuple(message["tickets"]), tuple(message["shards"])
         with_media, assignment = tuple(message.get("with_media", ())), message["assignment"]
-        return cls(message["lease"], message["step"], tickets, shards, message["min_version"], with_media, assignment)
+        about = (message["lease"], message["step"], tickets, shards, message["min_version"], with_media, assignment)
+        return cls(*about, message.get("waited", ()))
 
     def message(self) -> dict[str, Any]:
         """A msgpack-able copy, for the other ranks of the group."""

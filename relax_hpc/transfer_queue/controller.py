@@ -202,7 +202,9 @@ class Controller(Desk):
         except Refused as refusal:
             reply = self._reply(request, error=str(refusal), kind=refusal.kind)
         except Parked as parked:
+            request.put_down()
             request.topic, request.why, request.common = parked.topic, parked.why, parked.common
+            request.cause = parked.cause
             return False
         replies.append((request.peer, reply))
         return True

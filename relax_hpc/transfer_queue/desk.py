@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from relax_hpc.errors import RelaxError
-from relax_hpc.transfer_queue import rules
+from relax_hpc.transfer_queue import rules, windows
 from relax_hpc.transfer_queue.handing import HandingDesk, check_extras, kept_for, reused_of, surplus_for, without_media
 from relax_hpc.transfer_queue.journal import Journal
 from relax_hpc.transfer_queue.parking import Parked, Parking
@@ -105,7 +105,8 @@ class Desk(HandingDesk, TurnsDesk):
             groups = [state.groups[ticket] for ticket in tickets]
             attempts = [group.attempt for group in groups]
             failures = {t: group.failures for t, group in zip(tickets, groups, strict=True) if group.failures}
-            return {"tickets": tickets, "attempts": attempts, "failures": failures, "kept": kept_for(state, tickets)}
+            about = {"attempts": attempts, "failures": failures, "waited": request.told()}
+            return {"tickets": tickets, "kept": kept_for(state, tickets), **about}
         if state.finished():
             return {"finished": True}
         raise Parked(ADMISSION, *rules.why_not(state, version))
@@ -205,12 +206,14 @@ class Desk(HandingDesk, TurnsDesk):
             if not tickets and state.finished():
                 return {"finished": True}
             if not tickets:
-                raise Parked(rows_for(task), common=not state.tasks[task].in_order)
+                peer = windows.awaited(state, task)
+                why, common = f"waits for rows of {peer}", not state.tasks[task].in_order
+                raise Parked(rows_for(task), why, common, (peer, f"rows of {peer}"))
             number = state.next_lease
             about = {"task": task, "owner": list(request.owner), "key": request.key, "number": number}
             assignment = state.assignment(tickets, ranks, max_tokens, batch) if ranks else []
             self._record(op="claim", **about, tickets=list(tickets), assignment=assignment)
-        return self._describe(number)
+        return {**self._describe(number), "waited": request.told()}
 
     def _describe(self, number: int) -> dict[str, Any]:
         """A lease as its holder needs it: the tickets, the shards with the fields of its task, and who takes which."""

@@ -7,7 +7,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 
-from relax_hpc.transfer_queue.records import Owner
+from relax_hpc.transfer_queue.records import Cause, Owner
 from relax_hpc.transfer_queue.requests import Request
 from relax_hpc.transfer_queue.stock import ALL
 
@@ -16,11 +16,12 @@ _ANSWERED = 1000
 
 
 class Parked(Exception):
-    """A request cannot be answered yet: what it waits for, why in words, and whether nobody who waits for it can be."""
+    """A request cannot be answered yet: what it waits for, why in words, and whether nobody who waits for it can be;
+    and the `cause` that its time is put down to."""
 
-    def __init__(self, topic: str, why: str = "", common: bool = False) -> None:
+    def __init__(self, topic: str, why: str = "", common: bool = False, cause: Cause = ("", "")) -> None:
         super().__init__(topic)
-        self.topic, self.why, self.common = topic, why, common
+        self.topic, self.why, self.common, self.cause = topic, why, common, cause
 
 
 class Parking:
@@ -74,14 +75,16 @@ class Parking:
                 self._wake_topic(self._topics[topic], answer)
 
     def _wake_topic(self, waiting: dict[int, Request], answer: Callable[[Request], bool]) -> None:
-        failed: set[str] = set()
+        failed: dict[str, Request] = {}
         for number, request in list(waiting.items()):
             like = repr((request.op, request.args))
             if like in failed:
+                request.put_down()
+                request.cause = failed[like].cause
                 continue
             if answer(request):
                 waiting.pop(number, None)
             elif request.common:
                 break
             else:
-                failed.add(like)
+                failed[like] = request

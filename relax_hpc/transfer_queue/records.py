@@ -10,6 +10,8 @@ from relax_hpc.transfer_queue.samplers import Assignment
 
 Owner = tuple[str, int]
 """A group and the epoch of its incarnation."""
+Cause = tuple[str, str]
+"""The role that somebody waits for, and why, in few words that are the same in every step."""
 OBSERVER_EPOCH = 0
 """Epoch of clients that only look: they are no group and may change nothing."""
 FILTERED = "filtered"

@@ -6,13 +6,13 @@ import inspect
 import reprlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
 
 from relax_hpc.transfer_queue.lengths import is_packed
-from relax_hpc.transfer_queue.records import Owner
+from relax_hpc.transfer_queue.records import Cause, Owner
 from relax_hpc.transfer_queue.rules import Row
 from relax_hpc.transfer_queue.wire import BadMessage
 
@@ -55,6 +55,24 @@ class Request:
     """The same in words, if it can be said better than by its name."""
     common: bool = False
     """No request that waits for the same can be answered either."""
+    cause: Cause = ("", "")
+    """Whom it has waited for since it was last tried."""
+    tried: float = 0.0
+    waited: dict[Cause, float] = field(default_factory=dict)
+    """Seconds by cause, those that came first at first."""
+
+    def put_down(self) -> None:
+        """The time since it was last tried was for `cause`."""
+        now = time.monotonic()
+        if self.tried:
+            self.waited[self.cause] = self.waited.get(self.cause, 0.0) + now - self.tried
+        self.tried = now
+
+    def told(self) -> list[tuple[str, str, float]]:
+        """What it has waited for until now: (peer, reason, seconds); empty if it did not."""
+        if self.tried:
+            self.put_down()
+        return [(*cause, seconds) for cause, seconds in self.waited.items()]
 
 
 def parse(peer: int, message: dict[str, Any]) -> Request:

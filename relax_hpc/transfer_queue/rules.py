@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from relax_hpc.transfer_queue.records import Owner
+from relax_hpc.transfer_queue.records import Cause, Owner
 from relax_hpc.transfer_queue.state import QueueState
 from relax_hpc.versions import Version
 
@@ -33,23 +33,27 @@ def admissible(state: QueueState, version: Version, count: int) -> list[int]:
     return [*again, *range(state.next_ticket, min(end_of_fresh, state.next_ticket + count - len(again)))]
 
 
-def why_not(state: QueueState, version: Version | None) -> tuple[str, bool]:
-    """Why there is no ticket for an engine that serves ``version``, and whether there is none for any other either."""
+def why_not(state: QueueState, version: Version | None) -> tuple[str, bool, Cause]:
+    """Why there is no ticket for an engine that serves ``version``, whether there is none for any other either, and
+    its cause: it is the actor that publishes versions and empties the queue."""
     plan = state.plan
     if version is None or not state.in_lineage(version):
-        return "serves no version of this lineage yet", False
+        return "serves no version of this lineage yet", False, ("actor", "tickets: a version to serve")
     step = plan.step_of(min([state.next_ticket, *state.reissued.lowest(1)]))
     if step >= plan.steps:
-        return "all tickets are out", True
+        return "all tickets are out", True, ("actor", "tickets: all are out")
     if version.number < step - plan.max_staleness:
         newest = state.newest.number if state.newest else version.number
-        return f"waits for version {step - plan.max_staleness}, newest is {newest}", False
+        needed = f"waits for version {step - plan.max_staleness}, newest is {newest}"
+        return needed, False, ("actor", "tickets: a newer version")
     if (lag := state.trained_steps - version.number) > plan.publish_lag:
-        return f"serves {version}, {lag} behind the newest, allowed weights.publish_lag={plan.publish_lag}", False
+        behind = f"serves {version}, {lag} behind the newest, allowed weights.publish_lag={plan.publish_lag}"
+        return behind, False, ("actor", "tickets: a newer version")
+    full = ("actor", "tickets: the queue is full")
     if state.shelf.untrained_bytes >= plan.max_bytes:
-        return f"the queue holds {amounts(state.shelf.untrained_bytes, plan.max_bytes)}", True
+        return f"the queue holds {amounts(state.shelf.untrained_bytes, plan.max_bytes)}", True, full
     rows = (len(state.generating) + len(state.untrained)) * plan.samples_per_group
-    return f"the queue holds or awaits {rows} of {plan.max_rows} rows", True
+    return f"the queue holds or awaits {rows} of {plan.max_rows} rows", True, full
 
 
 def amounts(held: int, allowed: int) -> str:

@@ -31,6 +31,10 @@ class TaskQueue:
         found = self.statuses.find(READY, max(self.low, self.position))
         return found if found >= 0 else self.statuses.end
 
+    def lowest_waiting(self) -> int:
+        """The lowest ticket that is left to take and lacks something that they need."""
+        return self.statuses.lowest_unset(self.position)
+
     def offer(self, tickets: Sequence[int]) -> None:
         """All that they need is there now; those that are taken stay so."""
         self.statuses.change(tickets, WAITING, READY)

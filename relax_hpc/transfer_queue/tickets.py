@@ -65,6 +65,13 @@ class TicketMap:
         at = self._bytes.find(value, max(0, start - self._base), stop)
         return at + self._base if at >= 0 else -1
 
+    def lowest_unset(self, start: int) -> int:
+        """The lowest ticket from ``start`` on that has 0."""
+        if not self._base <= start < self.end:
+            return start
+        at = self._bytes.find(0, start - self._base)
+        return at + self._base if at >= 0 else self.end
+
     @property
     def end(self) -> int:
         """All tickets from here on have 0."""

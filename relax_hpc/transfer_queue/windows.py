@@ -66,6 +66,16 @@ def as_ready(state: QueueState, task: str, budget: int, boundary: int, padded: b
     return tuple(window)
 
 
+def awaited(state: QueueState, task: str) -> str:
+    """The role whose output the lowest ticket lacks that ``task`` cannot take yet: rollout before all others."""
+    queue = state.tasks[task]
+    group = state.groups.get(queue.lowest_waiting())
+    if group is None or not group.present & state.generated:
+        return "rollout"
+    lacks = queue.needs & ~group.present
+    return next((name for name, other in state.tasks.items() if other.gives & lacks), "rollout")
+
+
 def fitting(state: QueueState, window: tuple[int, ...], budget: int, padded: bool) -> tuple[int, ...]:
     """As much of ``window`` as fits: a row that was lost and made again may be longer."""
     room = _Room(state, budget, padded)
