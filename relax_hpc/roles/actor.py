@@ -73,6 +73,8 @@ class Actor:
         patience = self.config.checkpoint.timeout_s
         self.saver = Saver(self.trainer, self.ranks.channel(patience), patience, self._note_unsaved)
         self.clock = Clock(context.deadline)
+        self.next_claim: Future | None = None
+        """Of the leader, asked for before it is needed."""
 
     # -- start and end of a step -------------------------------------------------------------------------------
 
@@ -240,6 +242,9 @@ class Actor:
             with self.context.spans("queue", step=step):
                 rows = self.ranks.rows(claim)
             left, batch = left - len(claim.tickets), batch + 1
+            if left and self.ranks.leader:
+                # Its answer comes while this one is trained on.
+                self.next_claim = self._claim_later(size, batch)
             yield claim, rows
 
     def _claim(self, step: int, size: int, batch: int, may_end: bool) -> Claim:
@@ -256,7 +261,7 @@ class Actor:
 
     def _await_claim(self, waiting: OpenSpan, size: int, batch: int, may_end: bool) -> dict[str, Any]:
         """The leader's part: a claim all of whose rows are sound, or the reason to end."""
-        work = self._claim_later(size, batch)
+        work, self.next_claim = self.next_claim or self._claim_later(size, batch), None
         while not (reason := self._wait(work, may_end)):
             claim = work.result()
             waiting.because(claim.waited)

@@ -58,7 +58,8 @@ class Plan:
         tasks = {
             "actor_fwd": Task(("token_ids",), ("old_logprobs", "old_logprob_version"), in_order),
             "reference": Task(("token_ids",), ("ref_logprobs",), in_order),
-            "advantages": Task(("reward",), ("advantages",), in_order),
+            # Those of a prompt group depend on nothing else, but for the control that permutes rewards.
+            "advantages": Task(("reward",), ("advantages",), in_order and config.algorithm.shuffle_rewards),
         }
         active = {role for group in config.groups.values() for role in group.roles}
         learned = tuple(field for name, task in tasks.items() if name in active for field in task.gives)

@@ -38,6 +38,8 @@ WARM_UP_STEPS = 8
 """First steps that are left out: the pipeline fills."""
 CONCURRENCY = 64
 GROUPS_PER_REQUEST = 2
+_LONGEST = 8
+"""Tokens of a prompt and its response."""
 _RUN_S = 600.0
 
 
@@ -54,7 +56,7 @@ class Case:
 
     def settings(self, step_s: float, steps: int) -> dict[str, Any]:
         """Of a run in which G + T is `step_s`, in the mean over responses."""
-        groups, samples, tokens = 32, 8, 16
+        groups, samples, tokens = 32, 8, 1
         generate_s = step_s * self.ratio / (1 + self.ratio)
         mean = math.exp(self.sigma**2 / 2)
         simulated = {
@@ -62,7 +64,8 @@ class Case:
             "sigma": self.sigma,
             "concurrency": CONCURRENCY,
         }
-        window = groups * samples * 64 if not self.streaming else samples * 64
+        # A quarter of a step is trained on as soon as it is there, or all of it at once.
+        window = groups * samples * _LONGEST // (4 if self.streaming else 1)
         return {
             "steps": steps,
             "groups_per_step": groups,
