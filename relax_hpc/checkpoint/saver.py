@@ -27,7 +27,6 @@ from relax_hpc.checkpoint.store import (
     random_file,
     sharded_state,
 )
-from relax_hpc.checkpoint.strategy import StagedState, StateWriter
 from relax_hpc.errors import DeadlineError
 from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.rundir import sync_directory, write_json
@@ -35,6 +34,7 @@ from relax_hpc.rundir import sync_directory, write_json
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from relax_hpc.checkpoint.strategy import StagedState
     from relax_hpc.training.trainer import Trainer
 
 T = TypeVar("T")
@@ -62,6 +62,9 @@ class Saver:
     ) -> None:
         """``channel``: for this alone. ``timeout_s``: for a save that is still being written when the next one is due.
         ``on_failure``: called by rank 0's thread."""
+        # It imports megatron-core, which a trainer has prepared for its device.
+        from relax_hpc.checkpoint.strategy import StateWriter
+
         self.trainer, self.channel, self.timeout_s, self.on_failure = trainer, channel, timeout_s, on_failure
         self.seconds = 0.0
         """What the last save took, from copying to the end."""
