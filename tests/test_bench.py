@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+from relax_hpc.config import load
+from relax_hpc.config.check import check
 from relax_hpc.metrics.spans import Span
 
 BENCH = Path(__file__).parents[1] / "tools/bench"
@@ -18,7 +22,7 @@ def bench(monkeypatch):
     """Import a module of tools/bench, which is no package, as its scripts do."""
     monkeypatch.syspath_prepend(str(BENCH))
     yield importlib.import_module
-    for name in ("figures", "turns", "quickstart"):
+    for name in ("figures", "turns", "quickstart", "overlap", "convergence"):
         sys.modules.pop(name, None)
 
 
@@ -85,3 +89,35 @@ def test_a_program_that_makes_no_step_is_given_up(bench):
     with bench("turns").Program([sys.executable, "-c", "import time; time.sleep(60)"], int, {}) as program:
         with pytest.raises(TimeoutError, match="step 0 did not end"):
             program.turn(until=0, timeout_s=0.1)
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_what_overlap_simulates_is_a_good_configuration(bench, staleness, tmp_path):
+    overlap = bench("overlap")
+    case = overlap.Case(ratio=0.5, sigma=1.0, staleness=staleness, streaming=staleness > 0)
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(case.settings(0.9, steps=20)))
+    config = load([file])
+    assert check(config) == []
+    simulated, work = config.rollout.engine.simulated, config.groups_per_step * config.samples_per_group
+    mean_s = simulated.response_s * math.exp(0.5)
+    assert mean_s * work / simulated.concurrency == pytest.approx(
+        0.3
+    ) and config.actor.simulated_step_s == pytest.approx(0.6)
+
+
+def test_the_ideal_of_a_step_is_the_longer_side_or_both(bench):
+    overlap = bench("overlap")
+    for staleness, streaming, ideal in [(0, False, 0.7), (0, True, 0.4), (1, True, 0.4)]:
+        case = overlap.Case(1.0, 0.0, staleness, streaming)
+        found = overlap.Result(case, generate_s=0.3, train_s=0.4, step_s=0.8)
+        assert found.ideal_s == pytest.approx(ideal) and found.efficiency == pytest.approx(ideal / 0.8)
+
+
+def test_an_interval_of_a_difference_holds_it(bench):
+    """Against the textbook's formula: equal sizes and spreads make Welch's t that of 2 n - 2 degrees of freedom."""
+    convergence = bench("convergence")
+    found, low, high = convergence.difference([0.5, 0.6, 0.7], [0.4, 0.5, 0.6])
+    half = 2.776445 * math.sqrt(2 * 0.01 / 3)
+    assert (found, low, high) == pytest.approx((0.1, 0.1 - half, 0.1 + half), rel=1e-5)
+    assert convergence.words_of("4-uncorrected") == ["--max_staleness", "4", "--algorithm.correction", "off"]
