@@ -12,7 +12,7 @@ import yaml
 
 from relax_hpc.config import load
 from relax_hpc.config.check import check
-from relax_hpc.metrics.spans import Span
+from relax_hpc.metrics.read_spans import Span
 
 BENCH = Path(__file__).parents[1] / "tools/bench"
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from relax_hpc.metrics.spans import read_spans
+from relax_hpc.metrics.read_spans import read_spans
 from relax_hpc.transfer_queue import hdf5
 from relax_hpc.transfer_queue.schema import Row
 from tests import run_helpers

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_hpc.metrics.spans import Span, Spans, merge_intervals, read_spans, step_breakdown, union_length
+from relax_hpc.metrics.read_spans import Span, merge_intervals, read_spans, step_breakdown, union_length
+from relax_hpc.metrics.spans import Spans
 
 INTERVALS = st.lists(st.tuples(st.integers(-20, 20), st.integers(-20, 20)), max_size=12)
 

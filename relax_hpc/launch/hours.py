@@ -8,7 +8,7 @@ from typing import Any
 
 from relax_hpc.launch.incarnations import Incarnation, Restart, held
 from relax_hpc.metrics.accounting import Interval, work_of
-from relax_hpc.metrics.spans import union_length
+from relax_hpc.metrics.read_spans import union_length
 from relax_hpc.metrics.timeline import trained_again
 
 _HOUR_S = 3600.0

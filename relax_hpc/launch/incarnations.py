@@ -13,7 +13,7 @@ from relax_hpc.config import Config, load_resolved
 from relax_hpc.config.groups import base_name, group_of
 from relax_hpc.launch.records import last_beat_s, read_launch, read_mark
 from relax_hpc.metrics.accounting import Interval
-from relax_hpc.metrics.spans import Process, read_processes
+from relax_hpc.metrics.read_spans import Process, read_processes
 from relax_hpc.metrics.timeline import Worker, workers_of
 from relax_hpc.rendezvous.roster import latest_epoch
 from relax_hpc.rundir import RunDir

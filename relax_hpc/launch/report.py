@@ -15,7 +15,7 @@ from relax_hpc.launch.hours import hours
 from relax_hpc.launch.incarnations import Incarnation, Restart, read_incarnations, restarts, unit_of
 from relax_hpc.metrics.accounting import Interval, Label, added, even_split
 from relax_hpc.metrics.read import load_metrics
-from relax_hpc.metrics.spans import union_length
+from relax_hpc.metrics.read_spans import union_length
 from relax_hpc.metrics.timeline import Pace, Worker, pace, step_ends
 from relax_hpc.rundir import RunDir
 

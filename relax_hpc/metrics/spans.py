@@ -1,8 +1,7 @@
-"""Where the time of a run goes: every role writes spans, and a step is broken down over all of them."""
+"""Where the time of a process goes: spans of its work and waits, in a file and in totals."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import threading
@@ -12,9 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 
-from relax_hpc.metrics.accounting import Account, Interval, Label
+from relax_hpc.metrics.accounting import Account, Label
 from relax_hpc.metrics.writer import ends_torn
 
 MODEL_KINDS = ("generate", "engine_update", "forward", "train")
@@ -203,167 +201,8 @@ class Spans:
             self._flushed = now
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """What a role did in [start, end], wall-clock seconds that agree exactly between processes of one machine."""
-
-    role: str
-    what: str
-    step: int | None
-    start: float
-    end: float
-    peer: str = ""
-    """Of a wait: the role, or what else, that it was for."""
-    reason: str = ""
-    lane: str = ""
-
-
-@dataclass(slots=True)
-class Process:
-    """One process of a role, as its file tells; times as those of its spans."""
-
-    group: str
-    epoch: int
-    role: str
-    rank: str
-    began: float
-    ended: float | None = None
-    """By its own word; None: it goes on, or had no time to say so."""
-    spans: list[Span] = field(default_factory=list)
-
-    @property
-    def last(self) -> float:
-        """Until when its spans are known."""
-        return max([self.began, *(span.end for span in self.spans)])
-
-    def workers(self) -> list[list[Span]]:
-        """The spans of each of its lanes; at least one list."""
-        lanes = sorted({span.lane for span in self.spans} - {""})
-        return [[s for s in self.spans if s.lane in (lane, "")] for lane in lanes] or [self.spans]
-
-
-def read_spans(run_dir: Path) -> list[Span]:
-    """All spans of logs/<group>/epoch-*/spans-*.jsonl by start; torn lines are left out."""
-    spans = (span for process in read_processes(run_dir) for span in process.spans)
-    return sorted(spans, key=lambda span: span.start)
-
-
-def read_processes(run_dir: Path) -> list[Process]:
-    """All processes that wrote spans, by group, epoch and name; torn lines are left out."""
-    offsets: dict[str, float] = {}
-    found = (_read_process(path, offsets) for path in sorted(run_dir.glob("logs/*/epoch-*/spans-*.jsonl")))
-    return [process for process in found if process]
-
-
-def _read_process(path: Path, offsets: dict[str, float]) -> Process | None:
-    """None without a whole line that ties its clock. ``offsets`` of wall time, by boot of a machine."""
-    process, offset = None, 0.0
-    for line in _lines(path):
-        if "wall" in line:
-            offset = offsets.setdefault(line["boot"], line["wall"] - line["monotonic"])
-            if process is None:
-                began, (group, epoch) = line.get("began", line["monotonic"]), path.parts[-3:-1]
-                rank = path.stem.rpartition("-")[2]
-                process = Process(group, int(epoch.rpartition("-")[2]), line["role"], rank, began + offset)
-        elif process and "ended" in line:
-            process.ended = line["ended"] + offset
-        elif process:
-            process.spans.append(_span(line, offset))
-    return process
-
-
-def _span(line: dict, offset: float) -> Span:
-    about = (line.get(name, "") for name in ("peer", "reason", "lane"))
-    return Span(line["role"], line["what"], line["step"], line["start"] + offset, line["end"] + offset, *about)
-
-
-def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same points as disjoint intervals by start; empty and reversed ones are left out."""
-    merged: list[Interval] = []
-    for start, end in sorted(pair for pair in intervals if pair[1] > pair[0]):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def union_length(intervals: Iterable[Interval], start: float, end: float) -> float:
-    """Seconds of [start, end] that at least one interval covers."""
-    clipped = ((max(low, start), min(high, end)) for low, high in intervals)
-    return sum(high - low for low, high in merge_intervals(clipped))
-
-
-@dataclass(frozen=True, slots=True)
-class StepTime:
-    """One step: `wall_s` seconds long, in `model_s` of which some model or engine computed."""
-
-    step: int
-    wall_s: float
-    model_s: float
-    seconds: dict[str, float]
-    """Kind -> seconds of the step in which at least one role was at it."""
-
-    @property
-    def own_share(self) -> float:
-        """Share of the step in which no model computed: what the system around them costs."""
-        return 1.0 - self.model_s / self.wall_s
-
-
-@dataclass(frozen=True, slots=True)
-class Breakdown:
-    """Steps, and their medians."""
-
-    steps: list[StepTime]
-    wall_s: float
-    own_share: float
-    seconds: dict[str, float]
-
-
-def step_breakdown(spans: Sequence[Span], first_step: int, last_step: int, boundary: str = "train") -> Breakdown:
-    """Break down steps first_step to last_step, both included.
-
-    A step lasts from the last end of a `boundary` span of the step before to that of its own; where a step was
-    trained again after a failure, the time lost is part of it.
-
-    Raises:
-        ValueError: a step in first_step - 1 to last_step has no `boundary` span, or ends before the one before it.
-    """
-    ends: dict[int, float] = {}
-    for span in spans:
-        if span.what == boundary and span.step is not None:
-            ends[span.step] = max(span.end, ends.get(span.step, span.end))
-    if missing := [step for step in range(first_step - 1, last_step + 1) if step not in ends]:
-        raise ValueError(
-            f"spans: no {boundary!r} span for steps {missing[:5]}; choose steps after {min(ends, default=0)}"
-        )
-    by_kind: dict[str, list[Interval]] = defaultdict(list)
-    for span in spans:
-        by_kind[span.what].append((span.start, span.end))
-    merged = {kind: merge_intervals(intervals) for kind, intervals in sorted(by_kind.items())}
-    steps = [_step_time(step, ends[step - 1], ends[step], merged) for step in range(first_step, last_step + 1)]
-    seconds = {kind: median(step.seconds[kind] for step in steps) for kind in merged}
-    return Breakdown(steps, median(s.wall_s for s in steps), median(s.own_share for s in steps), seconds)
-
-
-def _step_time(step: int, start: float, end: float, merged: dict[str, list[Interval]]) -> StepTime:
-    if end <= start:
-        raise ValueError(f"spans: step {step} ended {start - end:.3f} s before step {step - 1} (trained again later?)")
-    model = [interval for kind in MODEL_KINDS for interval in merged.get(kind, [])]
-    seconds = {kind: union_length(intervals, start, end) for kind, intervals in merged.items()}
-    return StepTime(step, end - start, union_length(model, start, end), seconds)
-
-
 def _boot() -> str:
     return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
-
-
-def _lines(path: Path) -> Iterator[dict]:
-    for text in path.read_bytes().splitlines():
-        with contextlib.suppress(ValueError):
-            line = json.loads(text)
-            if isinstance(line, dict):
-                yield line
 
 
 def _lengths(pieces: Iterable[tuple[Label, float, float]]) -> dict[Label, float]:

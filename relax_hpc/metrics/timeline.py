@@ -19,7 +19,7 @@ from relax_hpc.metrics.accounting import (
     partition,
     without,
 )
-from relax_hpc.metrics.spans import Process, Span, merge_intervals
+from relax_hpc.metrics.read_spans import Process, Span, merge_intervals
 
 USEFUL = ("generate", "train", "forward", "eval", "queue")
 """Work that a new incarnation of a group goes on with; to load or to publish old weights is none."""

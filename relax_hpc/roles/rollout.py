@@ -9,19 +9,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 from relax_hpc.data.prompts import Prompt, load_tokenizer
 from relax_hpc.errors import ConfigError, RelaxError
-from relax_hpc.metrics.spans import Spans
 from relax_hpc.rendezvous.process import STOP_SIGNALS
 from relax_hpc.rewards import RewardError, get_reward
 from relax_hpc.roles.context import END, NEWS, TURN, Context
+from relax_hpc.rollout.activity import Activity
 from relax_hpc.rollout.engine import Engine, EngineFault, GenerateRequest, Generation, Sampling, make_engine
 from relax_hpc.rollout.filters import get_filter
 from relax_hpc.rollout.outcomes import Failure, Outcomes
@@ -34,55 +33,8 @@ from relax_hpc.versions import Version
 from relax_hpc.weights.staging import Staged
 from relax_hpc.weights.subscriber import NOTHING, Subscriber
 
-_TICKETS = ("actor", "tickets")
-"""What an engine waits for that nobody told anything else: versions and room in the queue come from there."""
 _NOTED_LINES = 10_000
 """Bad lines beyond so many are left out of the counts."""
-
-
-class Activity:
-    """What an engine is at: several requests at once count once, and only an engine without any work waits.
-
-    Make it when the engine has started. ``lane``: its own among those of the process.
-    """
-
-    def __init__(self, spans: Spans, lane: str = "") -> None:
-        self._spans, self._lane = spans, lane
-        self._running: Counter[str] = Counter()
-        self._open: dict[str, ExitStack] = {}
-        self._begin("wait", None)
-
-    def because(self, waited: Iterable[Sequence]) -> None:
-        """If it waits, then until now for these, see `OpenSpan.because`."""
-        if "wait" in self._open:
-            self._waiting.because(waited)
-
-    @contextmanager
-    def __call__(self, what: str, step: int | None) -> Iterator[None]:
-        """Work of a kind, from its first overlapping request to the end of its last."""
-        if not self._running.total():
-            self._end("wait")
-        if not self._running[what]:
-            self._begin(what, step)
-        self._running[what] += 1
-        try:
-            yield
-        finally:
-            self._running[what] -= 1
-            if not self._running[what]:
-                self._end(what)
-            if not self._running.total():
-                self._begin("wait", None)
-
-    def _begin(self, what: str, step: int | None) -> None:
-        self._open[what] = ExitStack()
-        cause = _TICKETS if what == "wait" else ("", "")
-        span = self._open[what].enter_context(self._spans(what, step, self._lane, cause))
-        if what == "wait":
-            self._waiting = span
-
-    def _end(self, what: str) -> None:
-        self._open.pop(what).close()
 
 
 class Repeat(Exception):

@@ -24,7 +24,8 @@ from turns import Program
 
 from relax_hpc.config import load
 from relax_hpc.metrics.read import read_metrics
-from relax_hpc.metrics.spans import MODEL_KINDS, Span, merge_intervals, read_spans, union_length
+from relax_hpc.metrics.read_spans import Span, merge_intervals, read_spans, union_length
+from relax_hpc.metrics.spans import MODEL_KINDS
 from relax_hpc.rendezvous.process import clean_environment
 
 ROOT = Path(__file__).parents[2]
