@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import yaml
 
 from relax_hpc.config import load
 from relax_hpc.config.check import check
+from relax_hpc.config.schema import Config
 from relax_hpc.metrics.read_spans import Span
 
 BENCH = Path(__file__).parents[1] / "tools/bench"
@@ -110,8 +112,20 @@ def test_the_ideal_of_a_step_is_the_longer_side_or_both(bench):
     overlap = bench("overlap")
     for staleness, streaming, ideal in [(0, False, 0.7), (0, True, 0.4), (1, True, 0.4)]:
         case = overlap.Case(1.0, 0.0, staleness, streaming)
-        found = overlap.Result(case, generate_s=0.3, train_s=0.4, step_s=0.8)
+        found = overlap.Result(case, generate_s=0.3, train_s=0.4, possible_s=0.5, step_s=0.8)
         assert found.ideal_s == pytest.approx(ideal) and found.efficiency == pytest.approx(ideal / 0.8)
+
+
+@pytest.mark.parametrize(("staleness", "streaming", "step_s"), [(0, False, 5.0), (0, True, 3.5), (1, True, 3.0)])
+def test_a_schedule_in_which_nothing_else_takes_time(bench, staleness, streaming, step_s):
+    """Two seconds of generation by two places, three of training; with four windows a quarter of it comes after."""
+    overlap, config = bench("overlap"), Config(max_staleness=staleness, samples_per_group=2)
+    config.rollout.engine.simulated.concurrency, config.rollout.groups_per_request = 2, 1
+    config.actor.simulated_step_s = 3.0
+    found = overlap.schedule([[0.5] * 8] * 6, config, streaming)
+    steps = [later - earlier for earlier, later in pairwise(found)]
+    assert found[0] == pytest.approx(0.5 + 3.0 if streaming else 5.0)
+    assert steps == pytest.approx([step_s] * 5)
 
 
 def test_an_interval_of_a_difference_holds_it(bench):

@@ -3,7 +3,8 @@
 Every row is a run of real processes: controller with its journal on disk, rollout, actor with its publisher. Only what
 the engine and the trainer compute is replaced by waiting, so that the ideal is known: a step cannot take less than
 max(G, T), G being the seconds of all responses of a step over the engine's concurrency, and T those of training; at
-staleness 0, without streaming, not less than G + T.
+staleness 0, without streaming, not less than G + T. A long response that its step has to wait for can make that
+impossible: `possible` is a step of these very responses if nothing but generating and training took any time.
 
     python tools/bench/overlap.py --ratios 0.5 1 2 --staleness 0 1 2 4 --sigmas 0 1 --json
 """
@@ -12,12 +13,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import heapq
 import json
 import math
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,7 @@ WARM_UP_STEPS = 8
 """First steps that are left out: the pipeline fills."""
 CONCURRENCY = 64
 GROUPS_PER_REQUEST = 2
+_WINDOWS = 4
 _LONGEST = 8
 """Tokens of a prompt and its response."""
 _RUN_S = 600.0
@@ -64,8 +67,8 @@ class Case:
             "sigma": self.sigma,
             "concurrency": CONCURRENCY,
         }
-        # A quarter of a step is trained on as soon as it is there, or all of it at once.
-        window = groups * samples * _LONGEST // (4 if self.streaming else 1)
+        # A part of a step is trained on as soon as it is there, or all of it at once.
+        window = groups * samples * _LONGEST // (_WINDOWS if self.streaming else 1)
         return {
             "steps": steps,
             "groups_per_step": groups,
@@ -98,6 +101,8 @@ class Result:
     case: Case
     generate_s: float
     train_s: float
+    possible_s: float
+    """If everything else took no time."""
     step_s: float
 
     @property
@@ -123,37 +128,75 @@ def measure(case: Case, step_s: float, steps: int, folder: Path) -> Result:
         raise RuntimeError(f"{case}: exit code {done.returncode}: {done.stderr[-500:]}")
     run = RunDir(folder / "run")
     ends = {row["step"]: row["time"] for row in read_metrics(run.root) if "reward/mean" in row}
-    first, last = WARM_UP_STEPS, steps - 1
-    measured = (ends[last] - ends[first]) / (last - first)
     config = load_resolved(run.root)
-    return Result(case, generation_s(run, config, range(first + 1, last + 1)), config.actor.simulated_step_s, measured)
+    seconds = responses_s(run, config)
+    possible = schedule(seconds, config, case.streaming)
+    first, last = WARM_UP_STEPS, steps - 1
+    works = [sum(found) / config.rollout.engine.simulated.concurrency for found in seconds]
+    return Result(
+        case,
+        sum(works[first + 1 :]) / (last - first),
+        config.actor.simulated_step_s,
+        (possible[last] - possible[first]) / (last - first),
+        (ends[last] - ends[first]) / (last - first),
+    )
 
 
-def generation_s(run: RunDir, config: Config, steps: range) -> float:
-    """Seconds of all responses of a step, over the engine's concurrency; the mean over `steps`."""
+def responses_s(run: RunDir, config: Config) -> list[list[float]]:
+    """By step, how long each response takes, in the order of tickets."""
     engine = SimulatedEngine(config, 0, run.model, Version(1, 0))
     asyncio.run(engine.start())
     shape = config.rollout
     tokenizer = load_tokenizer(run.model)
     source = PromptSource.load(run.data / "train.jsonl", tokenizer, config)
     sampling = Sampling(shape.temperature, shape.top_p, shape.max_new_tokens, tuple(tokenizer.eos_ids), config.seed)
-    total, size = 0.0, config.groups_per_step
-    for ticket in range(steps[0] * size, (steps[-1] + 1) * size):
+
+    def seconds(ticket: int) -> Iterator[float]:
         for request in requests_for(source.prompt(ticket, 0), ticket, config.samples_per_group):
             share = len(engine.tokens(request, sampling)) / sampling.max_new_tokens
-            total += engine.seconds(request, sampling.seed) * share
-    return total / shape.engine.simulated.concurrency / len(steps)
+            yield engine.seconds(request, sampling.seed) * share
+
+    size = config.groups_per_step
+    steps = (range(step * size, (step + 1) * size) for step in range(config.steps))
+    return [[found for ticket in tickets for found in seconds(ticket)] for tickets in steps]
+
+
+def schedule(responses: Sequence[Sequence[float]], config: Config, streaming: bool) -> list[float]:
+    """When each step would be trained if all but generating and training took no time, the queue's rules kept.
+
+    A place of the engine takes the next response, in the order of tickets, whose step is admitted: when the step
+    max_staleness + 1 before is trained. The rows of a request come together, and windows are trained in order.
+    """
+    places = [0.0] * config.rollout.engine.simulated.concurrency
+    windows = _WINDOWS if streaming else 1
+    together = config.rollout.groups_per_request * config.samples_per_group
+    trained: list[float] = []
+    for step, seconds in enumerate(responses):
+        before = step - config.max_staleness - 1
+        admitted = trained[before] if before >= 0 else 0.0
+        ends = []
+        for needed in seconds:
+            ends.append(max(admitted, heapq.heappop(places)) + needed)
+            heapq.heappush(places, ends[-1])
+        ready = [max(ends[first : first + together]) for first in range(0, len(ends), together)]
+        size, now = len(ready) // windows, trained[-1] if trained else 0.0
+        for first in range(0, len(ready), size):
+            now = max(now, *ready[first : first + size]) + config.actor.simulated_step_s / windows
+        trained.append(now)
+    return trained
 
 
 def print_table(results: Sequence[Result]) -> None:
     """A line a case."""
-    print("   G/T  sigma  staleness  streaming    G, s    T, s  ideal, s  step, s  efficiency")
+    print(
+        "   G/T  sigma  staleness  streaming    G, s    T, s  ideal, s  possible, s  step, s  ideal/step  possible/step"
+    )
     for found in results:
         case = found.case
         print(
             f"{case.ratio:6.2f} {case.sigma:6.1f} {case.staleness:10d} {'yes' if case.streaming else 'no':>10s} "
-            f"{found.generate_s:7.3f} {found.train_s:7.3f} {found.ideal_s:9.3f} {found.step_s:8.3f} "
-            f"{found.efficiency:11.3f}",
+            f"{found.generate_s:7.3f} {found.train_s:7.3f} {found.ideal_s:9.3f} {found.possible_s:12.3f} "
+            f"{found.step_s:8.3f} {found.efficiency:11.3f} {found.possible_s / found.step_s:14.3f}",
             flush=True,
         )
 
