@@ -81,6 +81,7 @@ def waiting(deadline: float | None = None) -> Any:
     actor.ranks = SimpleNamespace(leader=True, layout=layout, tell=lambda message: message, rows=lambda claim: [])
     actor.clock, actor.placeholders = Clock(deadline), {}
     actor.inner = SimpleNamespace(roles=())
+    actor.next_claim = None
     actor.publisher = actor.saver = SimpleNamespace(check=lambda: None)
     return actor
 
@@ -192,6 +193,10 @@ class Recorded:
     def check_edge(self) -> None:
         if self.step == self.ends_at and not self.in_step:
             raise AtEdge("asked to stop")
+
+    def take_turn(self, step: int) -> None: ...
+
+    def end_turn(self) -> None: ...
 
     def train(self, step: int) -> bool:
         if step == self.ends_at:
