@@ -72,7 +72,9 @@ def scores(directory: Path) -> dict[int, float]:
 def rewards(directory: Path) -> tuple[np.ndarray, np.ndarray]:
     """Seconds since the first step, and rewards, of each step."""
     rows = [row for row in read_metrics(directory) if "reward/mean" in row]
-    return np.array([row["time"] - rows[0]["time"] for row in rows]), np.array([row["reward/mean"] for row in rows])
+    # The line of a step is as old as the last that was added to it, an evaluation perhaps.
+    times = np.minimum.accumulate(np.array([row["time"] for row in rows])[::-1])[::-1]
+    return times - times[0], np.array([row["reward/mean"] for row in rows])
 
 
 def difference(one: Sequence[float], base: Sequence[float]) -> tuple[float, float, float]:
