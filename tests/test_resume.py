@@ -12,9 +12,15 @@ from pathlib import Path
 
 import psutil
 
-from relax_hpc.config import load_resolved
+from relax_hpc.config import dump, load_resolved
+from relax_hpc.config.schema import Config
 from relax_hpc.data.prompts import prompt_at
 from relax_hpc.errors import EXIT_CONFIG
+from relax_hpc.launch.local import check_resumable
+from relax_hpc.launch.records import all_ended, is_done
+from relax_hpc.rendezvous.exit_mark import leave_mark
+from relax_hpc.rendezvous.roster import claim_epoch
+from relax_hpc.rundir import RunDir
 from relax_hpc.weights.staging import staging_root
 from tests.audit import audit, read_events
 from tests.requirements import requires
@@ -132,3 +138,21 @@ def assert_finished_run_says_so(tmp_path: Path) -> None:
     refused = command(tmp_path)
     assert refused.returncode == EXIT_CONFIG and refused.stderr.count("\n") == 1
     assert "already holds a run" in refused.stderr and "--resume" in refused.stderr
+
+
+def test_a_finished_run_with_more_steps_has_nobody_who_is_done(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    config = Config(steps=3)
+    dump(config, run.config)
+    for role in ("rollout", "actor"):
+        mark = run.exit_mark(role, claim_epoch(run, role), role)
+        mark.parent.mkdir(parents=True)
+        leave_mark(mark)
+    run.finished.touch()
+    check_resumable(run, Config(steps=3))
+    assert run.finished.exists() and is_done(run, "actor", "actor")
+    check_resumable(run, Config(steps=4))
+    assert not run.finished.exists()
+    assert not is_done(run, "actor", "actor") and not is_done(run, "rollout", "rollout")
+    assert all_ended(run, config, "actor")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from relax_hpc.launch.status import status
 from relax_hpc.launch.supervisor import Outcome, Supervisor
 from relax_hpc.launch.terminal import Terminal
 from relax_hpc.rendezvous.process import STOP_SIGNALS
-from relax_hpc.rundir import RunDir, write_numbered
+from relax_hpc.rundir import RunDir, write_json, write_numbered
 from relax_hpc.transfer_queue.plan import SUPERVISOR
 from relax_hpc.weights.staging import staging_root
 
@@ -90,7 +91,15 @@ def check_resumable(directory: RunDir, config: Config) -> None:
         if status(directory, _ANSWER_S)["hub"]:
             raise ConfigError(f"run_dir: {directory.root} is being run now; look with: relax-hpc status RUN")
     elif config.steps > before.steps:
-        directory.finished.unlink()
+        reopen(directory)
+
+
+def reopen(directory: RunDir) -> None:
+    """A finished run is to go on: no role has come to its good end any more."""
+    for mark in directory.root.glob("logs/*/epoch-*/exit-*.json"):
+        if json.loads(mark.read_bytes())["status"] == "done":
+            write_json(mark, {"status": "stopped", "code": EXIT_DONE, "reason": "the run goes on with more steps"})
+    directory.finished.unlink()
 
 
 def new_attempt(directory: RunDir) -> int:
