@@ -149,6 +149,8 @@ def test_a_finished_run_with_more_steps_has_nobody_who_is_done(tmp_path: Path) -
         mark = run.exit_mark(role, claim_epoch(run, role), role)
         mark.parent.mkdir(parents=True)
         leave_mark(mark)
+    run.logs("hub", 1).mkdir(parents=True)
+    run.exit_mark("hub", 1, "advantages").touch()
     run.finished.touch()
     check_resumable(run, Config(steps=3))
     assert run.finished.exists() and is_done(run, "actor", "actor")

@@ -97,8 +97,10 @@ def check_resumable(directory: RunDir, config: Config) -> None:
 def reopen(directory: RunDir) -> None:
     """A finished run is to go on: no role has come to its good end any more."""
     for mark in directory.root.glob("logs/*/epoch-*/exit-*.json"):
-        if json.loads(mark.read_bytes())["status"] == "done":
-            write_json(mark, {"status": "stopped", "code": EXIT_DONE, "reason": "the run goes on with more steps"})
+        # What a power loss has emptied says nothing.
+        with contextlib.suppress(ValueError):
+            if json.loads(mark.read_bytes())["status"] == "done":
+                write_json(mark, {"status": "stopped", "code": EXIT_DONE, "reason": "the run goes on with more steps"})
     directory.finished.unlink()
 
 
