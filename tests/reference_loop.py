@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hashlib
+import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,7 @@ from relax_hpc.data.prompts import Prompt, load_prompts, load_tokenizer, prompt_
 from relax_hpc.launch.prepare import prepare
 from relax_hpc.rewards import get_reward
 from relax_hpc.rollout.engine import GenerateRequest, Generation, Sampling, make_engine
+from relax_hpc.rollout.filters import get_filter
 from relax_hpc.rollout.samples import reward_of
 from relax_hpc.rundir import RunDir
 from relax_hpc.training import parallel
@@ -127,9 +129,15 @@ class Loop:
         return record
 
     def generate(self, ticket: int) -> Group:
-        """The samples of a ticket, one after the other, with rewards and advantages."""
+        """The samples of the first attempt at a ticket that the filter lets pass."""
+        keeps = get_filter(self.config.rollout.filter)
+        groups = (self.attempt(ticket, number) for number in itertools.count())
+        return next(group for group in groups if keeps([row["reward"] for row in group]))
+
+    def attempt(self, ticket: int, number: int) -> Group:
+        """The samples of an attempt, one after the other, with rewards and advantages."""
         config, shape = self.config, self.config.rollout
-        prompt = self.prompts[prompt_at(ticket, 0, len(self.prompts), config.seed, config.data.shuffle)]
+        prompt = self.prompts[prompt_at(ticket, number, len(self.prompts), config.seed, config.data.shuffle)]
         stops = tuple(self.tokenizer.eos_ids)
         sampling = Sampling(shape.temperature, shape.top_p, shape.max_new_tokens, stops, config.seed)
         group = []

@@ -24,7 +24,7 @@ from relax_hpc.errors import EXIT_CONFIG, EXIT_NO_PROGRESS, NoProgressError, Rel
 from relax_hpc.metrics.spans import Spans
 from relax_hpc.rendezvous.world import World
 from relax_hpc.rewards import RewardInput
-from relax_hpc.roles import rollout
+from relax_hpc.roles import replica, rollout
 from relax_hpc.roles.context import Context
 from relax_hpc.rollout.engine import EngineFault, GenerateRequest, Generation, Sampling
 from relax_hpc.rundir import RunDir
@@ -228,8 +228,8 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         actor.call("resume", step=0)
         publish(run, actor, Version(1, 0), {"weight": torch.zeros(1)})
 
-        def act(script: list[str], epoch: int = 1, bad_updates: list[int] | None = None) -> None:
-            monkeypatch.setattr(rollout, "make_engine", lambda *_: FaultyEngine(script, bad_updates))
+        def act(script: list[str], epoch: int = 1, bad_updates: list[int] | None = None, kind=FaultyEngine) -> None:
+            monkeypatch.setattr(replica, "make_engine", lambda *_: kind(script, bad_updates))
             with QueueClient(run, config, "rollout", epoch) as client:
                 spans = Spans(tmp_path / "spans.jsonl", "rollout")
                 world = World(0, 1, 0, [{}])

@@ -205,6 +205,26 @@ def test_what_there_is_of_a_response_is_in_its_draft_before_it_ends(served: Serv
     assert part.token_ids == whole.token_ids[: len(part.token_ids)]
 
 
+def test_a_call_that_is_cancelled_leaves_nothing_in_the_engine(sglang: Served) -> None:
+    """The server would refuse to flush its cache, and to give memory back, while it is at something."""
+    drafts = [Draft() for _ in PROMPTS]
+    requests = [GenerateRequest(prompt, "p", 0, draft) for prompt, draft in zip(PROMPTS, drafts, strict=True)]
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(sglang.engine.generate(requests, draw(max_new_tokens=240)))
+        while not any(draft.token_ids for draft in drafts):
+            assert not task.done()
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled() and not any(draft.ended for draft in drafts)
+
+    sglang.runner.run(cancelled())
+    sglang.runner.run(sglang.engine.release())
+    sglang.update()
+    assert error_against(sglang.model, PROMPTS[0], sglang.generate(REQUESTS[:1])[0]) < 1e-3
+
+
 def test_no_new_request_reuses_keys_and_values_of_older_weights(sglang: Served) -> None:
     prompt = (1, *range(3, 43))
 

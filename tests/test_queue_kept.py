@@ -177,6 +177,34 @@ def test_surplus_groups_that_are_too_old_are_dropped_with_the_reason():
     it.check()
 
 
+def test_a_failed_group_gets_a_surplus_one_in_its_place():
+    it = Scene(staleness=1)
+    it.admit()
+    it.keep("part", [[0, 2, 1]])
+    assert it.keep("s", [[0, 3, 1], [1, 4, 1]], ticket=1, attempt=1, surplus=True) == {}
+    for attempt in (0, 0):
+        answer = it.ask("rollout", "fail", ticket=0, attempt=attempt, reason="filtered")
+        (kept,) = answer["kept"]
+        assert (answer["attempt"], kept["ticket"], kept["source"], kept["attempt"]) == (1, 0, 1, 1)
+    it.check()
+    assert it.put("whole", [0], reused=7) == {}
+    assert it.counts() == {"total": 9, "used": 7, "lost/filtered": 2}
+    assert it.ask("rollout", "fail", 2, ticket=1, attempt=0, reason="filtered")["kept"] == [], "another's ticket"
+    it.check()
+
+
+def test_spare_groups_that_come_to_nothing_are_counted_once():
+    it = Scene()
+    it.admit()
+    for _ in range(2):
+        it.desk.ask("rollout", 1, "same", "spared", tickets=[0, 1], reason="surplus")
+    assert it.desk.state.dropped == {"surplus": 4}
+    for tickets, reason in (([2], "surplus"), ([-1], "surplus"), ([0], "")):
+        about = {"tickets": tickets, "reason": reason}
+        assert refused_kind(it.desk, "rollout", 1, "other", "spared", **about) == "refused"
+    it.check()
+
+
 def test_surplus_groups_are_bounded():
     it = Scene(max_rows=6)
     it.admit()
@@ -238,7 +266,7 @@ def test_kept_rows_come_back_byte_for_byte_after_the_hub_and_their_maker_died(tm
         assert {path.name for path in run.shards.iterdir()} == shards
         rollout.call("serve", reader="r", version=str(V0))
         admitted = rollout.call("admit", reader="r", count=4)
-        found = kept_rows(rollout, admitted)
+        found = kept_rows(rollout, admitted["kept"])
         assert {ticket: sorted(kept.rows) for ticket, kept in found.items()} == {0: [0], 1: [0, 1], 2: [0, 1]}
         for row, again in ((made[0], found[0].rows[0]), (made[3], found[1].rows[1]), (extra[1], found[2].rows[1])):
             for name in ("token_ids", "rollout_logprobs", "token_versions", "loss_mask"):
@@ -264,7 +292,7 @@ def test_what_cannot_be_read_is_generated_anew_and_counted(tmp_path):
         with QueueClient(run, config, "rollout", 2) as rollout:
             rollout.call("serve", reader="r", version=str(V0))
             admitted = rollout.call("admit", reader="r", count=2)
-            assert admitted["kept"] and kept_rows(rollout, admitted) == {}
+            assert admitted["kept"] and kept_rows(rollout, admitted["kept"]) == {}
             assert rollout.generated(rows_of([0, 1], V0)) == {}
             rollout.settle()
         assert hub.state.kept.counts() == {"total": 3, "used": 0, "held": 0, "again": 3}
@@ -280,6 +308,6 @@ def test_a_killed_hub_keeps_what_it_was_given(tmp_path):
         hub.kill()
         with HubProcess(run), QueueClient(run, config, "rollout", 2) as rollout:
             rollout.call("serve", reader="r", version=str(V0))
-            found = kept_rows(rollout, rollout.call("admit", reader="r", count=2))
+            found = kept_rows(rollout, rollout.call("admit", reader="r", count=2)["kept"])
             assert found[0].tokens == 3
             assert rollout.call("status")["kept"] == {"total": 3, "used": 0, "held": 3, "again": 0}

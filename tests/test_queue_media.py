@@ -204,7 +204,7 @@ def test_surplus_groups_take_their_media_with_them(tmp_path):
         admitted = rollout.call("admit", reader="rollout/0", count=1)
         (ticket,) = admitted["tickets"]
         assert hub.state.media.of(ticket) == tuple(sorted([id_of(png(0)), id_of(wav(7))]))
-        assert rollout.generated(kept_rows(rollout, admitted)[ticket].as_ticket(ticket), {ticket: 6}) == {}
+        assert rollout.generated(kept_rows(rollout, admitted["kept"])[ticket].as_ticket(ticket), {ticket: 6}) == {}
         rollout.settle()
         assert hub.state.kept.counts() == {"total": 6, "used": 6, "held": 0, "again": 0}
         claim = roles["reference"].claim("reference", BUDGET)

@@ -229,6 +229,18 @@ def test_killed_roles_change_nothing(tmp_path):
         assert_equal(found, expected())
 
 
+def test_spare_groups_change_nothing(plain, tmp_path):
+    """Nor does a kill among them: a ticket gets the first of its groups that passes the filter."""
+    spare = {"steps": 2, "rollout": {"filter": "rewards_differ", "over_sampling": 1.0, "groups_per_request": 2}}
+    settings = with_model_of(plain, PLAIN, spare)
+    with reference(tmp_path, settings) as expected, run_helpers.running(tmp_path, settings) as running:
+        running.wait_for_step(0, RUN_S)
+        running.kill("rollout")
+        found, proof = outcome_of(running), audit(running.run)
+        assert_equal(found, expected())
+    assert proof.problems == [] and proof.failed["filtered"] > 0 and proof.failed["surplus"] > 0
+
+
 def test_taking_turns_on_shared_devices_changes_nothing(plain, tmp_path):
     """Engines and actor are never at work at the same time, also after a kill that takes both."""
     _, expected, model = plain

@@ -21,8 +21,9 @@ from relax_hpc.metrics.spans import Spans
 from relax_hpc.rendezvous.exit_mark import leave_mark
 from relax_hpc.roles.advantages import advantages_of
 from relax_hpc.roles.board import Board
-from relax_hpc.roles.rollout import first_error, within
+from relax_hpc.roles.rollout import first_error
 from relax_hpc.rollout.activity import Activity
+from relax_hpc.rollout.deadline import within
 from relax_hpc.transfer_queue.plan import Plan
 from relax_hpc.transfer_queue.samplers import share
 from relax_hpc.transfer_queue.schema import sample_id

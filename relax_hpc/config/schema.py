@@ -172,6 +172,10 @@ class RolloutConfig:
     """Which prompt groups are trained on: name in `relax_hpc.rollout.filters`, such as `rewards_differ`, or
     `package.module:function` of the rewards. The others are dropped as `filtered`, and replaced by other prompts under
     the same tickets. Empty: all."""
+    over_sampling: float = bounded(0.0, 0.0, 1.0)
+    """For this share of the tickets the next prompt group is drawn beside the first, to be there if the first is
+    filtered out or fails. What nobody needs is kept for later tickets; at max_staleness 0 it is aborted and dropped as
+    `surplus`, so that spares change how long a step takes and nothing that is trained."""
     max_filtered_share: float = bounded(0.99, 0.0, 1.0)
     """Stop (exit 93) when a larger share of the last 256 prompt groups was filtered out."""
     partial_rollout: PartialRollout = "keep"

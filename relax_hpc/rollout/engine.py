@@ -120,7 +120,10 @@ class Engine(Protocol):
         time; the message names its log."""
 
     async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Generation | EngineFault]:
-        """One answer a request, in order; a bad one is an EngineFault in its place. EngineFault: all failed."""
+        """One answer a request, in order; a bad one is an EngineFault in its place. EngineFault: all failed.
+
+        When a call that was cancelled ends, the engine's process has given its requests up, if it is well.
+        """
 
     async def update_weights(self, directory: Path, version: Version) -> None:
         """Serve the weights in `directory` (config.json, tokenizer, model.safetensors) from now on: when this returns,

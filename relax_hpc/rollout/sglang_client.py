@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
 import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -18,6 +20,8 @@ from relax_hpc.rollout.sglang_stream import Events, Response, answers_of
 from relax_hpc.versions import Version
 
 _HEALTH_TIMEOUT_S = 5.0
+_GIVE_UP_S = 1.0
+"""For a server to end requests that nobody waits for any more."""
 _PAUSES: dict[PartialRollout, str] = {"keep": "in_place", "recompute": "retract"}
 
 
@@ -34,6 +38,7 @@ class SglangClient:
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         self._session = aiohttp.ClientSession(url, headers=headers, connector=connector, trust_env=False)
         self._settings, self._version, self._partial = settings, version, partial
+        self._numbers = itertools.count()
         self._froze_gc = False
         self._unknown_weights = False
         self._released = False
@@ -78,6 +83,15 @@ class SglangClient:
             # Keys and values of other weights are never found.
             "extra_key": str(self._version),
         }
+        names = [f"{next(self._numbers):012d}" for _ in asked]
+        reading = asyncio.create_task(self._read(asked, body | {"rid": names}))
+        try:
+            await asyncio.shield(reading)
+        except asyncio.CancelledError:
+            await self._give_up(names, reading)
+            raise
+
+    async def _read(self, asked: list[tuple[GenerateRequest, Response]], body: dict[str, Any]) -> None:
         async for piece in self._stream("/generate", body, self._settings.request_timeout_s):
             try:
                 if "error" in piece:
@@ -85,6 +99,18 @@ class SglangClient:
                 asked[piece["index"]][1].add(piece)
             except (LookupError, TypeError) as error:
                 raise EngineFault("http_error", f"/generate: {error!r} in {str(piece)[:300]}") from error
+
+    async def _give_up(self, names: list[str], reading: asyncio.Task[None]) -> None:
+        """The server would go on with requests for 2 s after nobody waits for them, and have no room to update."""
+        try:
+            async with asyncio.timeout(_GIVE_UP_S):
+                await asyncio.gather(*(self._call("/abort_request", {"rid": name}, _GIVE_UP_S) for name in names))
+                await asyncio.wait([reading])
+        except (EngineFault, TimeoutError):
+            pass
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
 
     async def update_weights(self, directory: Path, version: Version) -> None:
         """See `Engine.update_weights`. After a fault, whose weights are unknown, only another update may follow.

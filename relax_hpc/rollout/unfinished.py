@@ -19,16 +19,25 @@ Work = list[tuple[int, int]]
 class Unfinished:
     """The groups of one request. Samples are numbered as in the request: group by group."""
 
-    def __init__(self, work: Work, prompts: Sequence[Prompt], kept: Mapping[int, Leftover], samples: int) -> None:
-        """``kept``: by ticket."""
+    def __init__(
+        self,
+        work: Work,
+        prompts: Sequence[Prompt],
+        samples: int,
+        kept: Mapping[int, Leftover],
+        drawn: Mapping[int, Sequence[Draft]],
+    ) -> None:
+        """By ticket, what the queue has ``kept``; or else all that was ``drawn`` of the same attempts."""
         self.work, self.prompts, self.samples = work, prompts, samples
         self.drafts: list[Draft] = []
+        self._kept: list[tuple[int, str]] = []
+        """Of each sample, what the queue has."""
         for (ticket, attempt), prompt in zip(work, prompts, strict=True):
             known = kept.get(ticket)
             rows = known.rows if known and known.is_part_of(ticket, attempt) else {}
-            self.drafts += [_draft(rows.get(k), prompt) for k in range(samples)]
-        self._kept = [_extent(draft.so_far()) for draft in self.drafts]
-        """Of each sample, what the queue has."""
+            drafts = [_draft(rows.get(k), prompt) for k in range(samples)]
+            self._kept += [_extent(draft.so_far()) for draft in drafts]
+            self.drafts += drawn.get(ticket, drafts)
         self._refused: set[int] = set()
 
     def requests(self) -> list[GenerateRequest]:
@@ -68,6 +77,15 @@ class Unfinished:
             )
             for number, generation in made.items()
         ]
+
+    def of(self, ticket: int) -> list[Draft]:
+        """What there is of the group of ``ticket``."""
+        first = [known for known, _ in self.work].index(ticket) * self.samples
+        return self.drafts[first : first + self.samples]
+
+    def tokens(self) -> int:
+        """Of all responses so far."""
+        return sum(len(draft.so_far().token_ids) for draft in self.drafts)
 
     def reused(self, numbers: Sequence[int] | None = None) -> dict[int, int]:
         """By ticket, how many tokens of these samples (None: all) the queue has, if any."""

@@ -112,10 +112,15 @@ class Desk(HandingDesk, TurnsDesk):
         raise Parked(ADMISSION, *rules.why_not(state, version))
 
     def _do_fail(self, request: Request, ticket: int, attempt: int, reason: str) -> Any:
+        """An attempt came to nothing; the number of the next one, and a surplus group in its place if there is any."""
         group = self.state.groups[ticket]
-        if group.owner == request.owner and group.attempt == attempt:
+        mine = group.owner == request.owner
+        if mine and group.attempt == attempt:
             self._record(op="fail", ticket=ticket, reason=reason)
-        return {"attempt": group.attempt, "failures": group.failures}
+            if surplus := surplus_for(self.state, [ticket]):
+                self._record(op="bind", surplus=surplus)
+        kept = kept_for(self.state, [ticket] if mine else [])
+        return {"attempt": group.attempt, "failures": group.failures, "kept": kept}
 
     def _do_put(
         self,

@@ -44,6 +44,17 @@ class HandingDesk:
         self._record(op="keep", key=request.key, rows=groups, refused=refused, **about)
         return {"refused": refused}
 
+    def _do_spared(self: Desk, request: Request, tickets: list[int], reason: str) -> Any:
+        """Groups that were begun beside those of ``tickets``, to take their place if need be, and came to nothing."""
+        if not reason:
+            raise Refused("refused", "spared: reason: found an empty text, expected why, in a word")
+        if unknown := [ticket for ticket in tickets if not 0 <= ticket < self.state.next_ticket]:
+            raise Refused("refused", f"spared: tickets: found {unknown[0]}, allowed those that were admitted")
+        if self.state.puts.recall(request.key) is None:
+            about = {"tickets": tickets, "reason": reason}
+            self._record(op="spared", key=request.key, owner=list(request.owner), **about)
+        return {}
+
     def _do_media(self: Desk, request: Request, ticket: int, ids: list[str]) -> Any:
         """The prompt group of ``ticket`` needs these media, which are stored as soon as this is answered with true."""
         try:

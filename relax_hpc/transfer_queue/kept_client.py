@@ -80,14 +80,14 @@ def _summarise(rows: Sequence[Row], attempts: Mapping[int, int], reused: Mapping
     return [{**group, "versions": sorted(group["versions"])} for group in groups.values()]
 
 
-def kept_rows(client: QueueClient, admitted: Mapping[str, Any]) -> dict[int, Leftover]:
-    """By ticket, what the queue has kept of those that it has just ``admitted``.
+def kept_rows(client: QueueClient, told: Sequence[Mapping[str, Any]]) -> dict[int, Leftover]:
+    """By ticket, what the queue has kept of some, as it has ``told`` whom it gave them to.
 
     What cannot be read is left out: the tickets are generated anew, and the queue counts the tokens.
     """
     files = files_of(client.run, client.config)
     found: dict[int, Leftover] = {}
-    for kept in admitted["kept"]:
+    for kept in told:
         try:
             rows = _read(files, kept)
         except ShardError as error:

@@ -198,6 +198,14 @@ class QueueState(Stock, Turns):
         self.dropped[reason] += self.plan.samples_per_group
         self._tell("failed", [ticket], reason=reason)
 
+    def _on_bind(self, surplus: dict[int, int]) -> None:
+        self._bind(surplus)
+
+    def _on_spared(self, key: str, owner: list, tickets: list[int], reason: str) -> None:
+        self.puts.remember(key, (owner[0], owner[1]), {})
+        self.dropped[reason] += self.plan.samples_per_group * len(tickets)
+        self._tell("failed", tickets, reason=reason)
+
     def _on_put(
         self,
         key: str,

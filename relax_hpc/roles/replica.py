@@ -1,0 +1,224 @@
+"""A replica of the rollout role: one engine, which follows the published weights while requests are asked of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING
+
+from relax_hpc.data.prompts import Prompt
+from relax_hpc.errors import RelaxError
+from relax_hpc.rewards import RewardError
+from relax_hpc.roles.context import NEWS, TURN
+from relax_hpc.roles.ticket_worker import Repeat, TicketWorker
+from relax_hpc.rollout.activity import Activity
+from relax_hpc.rollout.deadline import within
+from relax_hpc.rollout.engine import Engine, EngineFault, GenerateRequest, Generation, Sampling, make_engine
+from relax_hpc.rollout.samples import requests_for, reward_of
+from relax_hpc.versions import Version
+from relax_hpc.weights.staging import Staged
+from relax_hpc.weights.subscriber import NOTHING, Subscriber
+
+if TYPE_CHECKING:
+    from relax_hpc.roles.rollout import Rollout
+
+
+class Replica:
+    """One engine: its process, the weights it serves, the prompt groups it works on."""
+
+    def __init__(self, rollout: Rollout, number: int) -> None:
+        self.rollout, self.number = rollout, number
+        self.context, self.config = rollout.context, rollout.config
+        context = self.context
+        self.place = context.world.local_rank * len(rollout.numbers) + number - rollout.numbers.start
+        self.engine = self.new_engine()
+        self.ready = asyncio.Event()
+        """Cleared while the engine's weights are not known: then nothing is asked of it."""
+        planes = rollout.client.store.planes
+        self.reader = Subscriber(context.run, rollout.client, f"{context.group}/{number}", planes, self.config.weights)
+        self.suspected = asyncio.Event()
+        """Set when the engine has shown that it does not serve what it was given."""
+        self.replaced = 0
+        """Engines in a row that gave no good answer before they were."""
+        self.failures = 0
+        self.activity: Activity
+        """Once the engine has started."""
+
+    async def serve(self) -> None:
+        """Start the engine, then follow weights and generate until the run is finished."""
+        await self.take_turn()
+        await self.engine.start()
+        self.activity = Activity(self.context.spans, str(self.number))
+        jobs = [self.follow(), *(TicketWorker(self).serve() for _ in range(self.config.rollout.requests_in_flight))]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                watch = tasks.create_task(self.watch())
+                await asyncio.wait([tasks.create_task(job) for job in jobs])
+                watch.cancel()
+        finally:
+            await self.engine.close()
+
+    async def watch(self) -> None:
+        """Raise when the engine's process has ended."""
+        while True:
+            await self.ready.wait()
+            engine = self.engine
+            code = await engine.wait_dead()
+            if self.ready.is_set() and engine is self.engine:
+                raise RelaxError(f"{engine.name} ended with code {code}; open its log in {self.context.logs}")
+
+    async def follow(self) -> None:
+        """Swap to each newest version as it is announced; evaluate where that is due."""
+        while True:
+            try:
+                if "version" not in (announced := await self.news()):
+                    return
+                self.activity.because([(*NEWS, math.inf)])
+                with self.activity("weights", Version.parse(announced["version"]).number):
+                    got = await asyncio.to_thread(self.reader.fetch, announced)
+                if got is None:
+                    continue
+                version = Version.parse(got[0].version)
+                await self.take_turn()
+                self.activity.because([(*TURN, math.inf)])
+                await self.update(version, got[1])
+                with self.activity("weights", version.number):
+                    due = await asyncio.to_thread(self.reader.served, version)
+                if due and self.number == 0:
+                    await self.evaluate(version)
+                if self.config.colocate:
+                    await self.rest(version.number)
+            except EngineFault as fault:
+                await self.quarantine(fault)
+
+    async def news(self, beside: Awaitable[dict] | None = None) -> dict[str, str]:
+        """The next version, or {finished}; or what comes ``beside`` it, if that is first.
+
+        EngineFault: the engine does not serve the version that it was given.
+        """
+        suspected = asyncio.create_task(self.suspected.wait())
+        answers = [asyncio.wrap_future(self.reader.newer()), *([asyncio.ensure_future(beside)] if beside else [])]
+        try:
+            await asyncio.wait((suspected, *answers), return_when=asyncio.FIRST_COMPLETED)
+            if suspected.done():
+                raise EngineFault("old_version", f"tokens of a version before {self.reader.serving}")
+            return next(answer.result() for answer in answers if answer.done())
+        finally:
+            for task in (suspected, *answers):
+                task.cancel()
+
+    async def take_turn(self) -> None:
+        """Wait until the actor has made room, on devices that it shares."""
+        if self.config.colocate:
+            await self.rollout.ask("take_turn", side="engines")
+
+    async def rest(self, step: int) -> None:
+        """Make room for the actor when all of ``step`` is generated, unless news come before: of another lineage."""
+        if await self.news(beside=self.rollout.ask("step_generated", step=step)):
+            return
+        self.ready.clear()
+        await self.engine.release()
+        await self.rollout.ask("rest", reader=self.reader.reader, step=step)
+
+    async def update(self, version: Version, staged: Staged) -> None:
+        """Have the engine serve what is staged, which is let go of."""
+        try:
+            with self.activity("engine_update", version.number):
+                await self.engine.update_weights(staged.path, version)
+        finally:
+            staged.release()
+        self.ready.set()
+        self.context.report(version.number, {"perf/engine_pause_s": self.engine.pause_s})
+
+    async def quarantine(self, fault: EngineFault) -> None:
+        """Put another engine in the place of one of whose weights nothing is sure; it has to pull them anew."""
+        if fault.reason == "dead":
+            raise RelaxError(str(fault)) from fault
+        self.ready.clear()
+        self.suspected.clear()
+        self.replaced += 1
+        await self.rollout.ask("note", what="engine_fault", name=self.reader.reader, reason=fault.reason)
+        print(f"{self.engine.name} of replica {self.number} is replaced: {fault}", flush=True)
+        if self.replaced >= self.config.rollout.engine.max_failures:
+            raise RelaxError(f"{self.engine.name}: {self.replaced} engines in a row, last: {fault}") from fault
+        # No tickets for it, and the newest version again.
+        await asyncio.to_thread(self.reader.served, NOTHING)
+        with self.activity("start", None):
+            await self.engine.close()
+            self.engine = self.new_engine()
+            await self.engine.start()
+
+    def new_engine(self) -> Engine:
+        """It serves no version of the run yet."""
+        context = self.context
+        return make_engine(
+            self.config, self.number, context.model, NOTHING, context.logs, context.run.token_file, self.place
+        )
+
+    async def evaluate(self, version: Version) -> None:
+        """Greedy responses to the evaluation sets; the weights stay as they are meanwhile."""
+        values: dict[str, float] = {}
+        size = self.config.rollout.groups_per_request * self.config.samples_per_group
+        for name, prompts in self.rollout.eval_sets.items():
+            scores = 0.0
+            for start in range(0, len(prompts), size):
+                part = prompts[start : start + size]
+                with self.activity("eval", version.number):
+                    scores += await self.scores(part)
+            values[f"eval/{name}/exact_match"] = scores / max(1, len(prompts))
+        await self.rollout.ask("evaluated", version=version.number, values=values)
+
+    async def scores(self, prompts: list[Prompt]) -> float:
+        """Sum of the evaluation's rewards for greedy responses, by one request; 0 if they take too long."""
+        requests = [request for prompt in prompts for request in requests_for(prompt, 0, 1)]
+        answers = await self.answers(requests, self.rollout.greedy)
+        limit = self.config.rollout.reward_timeout_s
+        try:
+            return await within(limit, lambda: sum(map(self.score, prompts, answers)))
+        except TimeoutError:
+            print(f"evaluation: rewards took longer than rollout.reward_timeout_s={limit:g}, counted as 0", flush=True)
+            return 0.0
+
+    def score(self, prompt: Prompt, answer: Generation | EngineFault) -> float:
+        """An evaluation's reward; what failed counts as 0."""
+        if isinstance(answer, EngineFault):
+            return 0.0
+        value = reward_of(prompt, answer, self.rollout.tokenizer, self.rollout.eval_reward)
+        return 0.0 if isinstance(value, RewardError) else value
+
+    async def answers(self, requests: list[GenerateRequest], sampling: Sampling) -> list[Generation | EngineFault]:
+        """The engine's answers; a request that fails as a whole is repeated, a few times in a row at most."""
+        while True:
+            with contextlib.suppress(Repeat):
+                return await self.once(requests, sampling)
+
+    async def once(
+        self, requests: list[GenerateRequest], sampling: Sampling, counted: bool = True
+    ) -> list[Generation | EngineFault]:
+        """The engine's answers; Repeat if all failed, which ends the role if too many that are ``counted`` do so."""
+        await self.ready.wait()
+        engine = self.engine
+        try:
+            answers = await engine.generate(requests, sampling)
+        except EngineFault as fault:
+            # What was asked of an engine that is replaced was no fault of its own.
+            if counted and self.ready.is_set() and engine is self.engine:
+                await self.fault(fault)
+            raise Repeat from fault
+        if engine is not self.engine or not self.ready.is_set():
+            # Its weights may have been half of one version and half of another.
+            raise Repeat
+        if any(isinstance(answer, EngineFault) and answer.reason == "old_version" for answer in answers):
+            self.ready.clear()
+            self.suspected.set()
+            raise Repeat
+        self.failures = self.replaced = 0
+        return answers
+
+    async def fault(self, fault: EngineFault) -> None:
+        self.failures += 1
+        await self.rollout.ask("note", what="engine_fault", name=self.reader.reader, reason=fault.reason)
+        if self.failures >= self.config.rollout.engine.max_failures:
+            raise RelaxError(f"{self.engine.name} failed {self.failures} times in a row, last: {fault}") from fault

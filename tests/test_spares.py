@@ -1,0 +1,116 @@
+"""Over-sampling: spare groups are there when a group is filtered out or fails, and change nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relax_hpc.config import dump
+from relax_hpc.data.prompts import prompt_at
+from relax_hpc.roles import rollout
+from relax_hpc.rollout.engine import EngineFault, GenerateRequest, Generation, Sampling
+from relax_hpc.rollout.spares import has_spare
+from relax_hpc.transfer_queue.controller import Controller
+from tests.audit import audit
+from tests.run_helpers import queue_rows
+from tests.test_bad_input import FaultyEngine, train_the_step, world  # noqa: F401
+
+PROMPTS = 40
+
+
+def prompt_of(ticket: int, attempt: int) -> str:
+    return f"p{100 + prompt_at(ticket, attempt, PROMPTS, 0, False)}"
+
+
+class Drawing(FaultyEngine):
+    """Puts its answers into the drafts, as a real engine does; what `hold` says of a prompt group comes first."""
+
+    hold: Callable[[str], bool] = staticmethod(lambda key: False)
+    fails: frozenset[str] = frozenset()
+    asked: list[list[str]]
+
+    async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Generation | EngineFault]:
+        keys = list(dict.fromkeys(request.prompt_id for request in requests))
+        self.asked.append(keys)
+        while any(map(self.hold, keys)):
+            await asyncio.sleep(0.001)
+        answers = await super().generate(requests, sampling)
+        for number, request in enumerate(requests):
+            if request.prompt_id in self.fails:
+                answers[number] = EngineFault("nan_logprob", "found nan at response token 0")
+            else:
+                request.draft.ended = answers[number]
+        return answers
+
+
+def run(world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, **about: object) -> tuple[Controller, list[list[str]]]:  # noqa: F811
+    """The role and an actor until the only step is trained; the queue, and what was asked of the engine."""
+    world.config.data.shuffle = False
+    kind = type("Scripted", (Drawing,), {"asked": [], **about})
+    trainer = threading.Thread(target=train_the_step, args=(world.actor, world.run))
+    trainer.start()
+    world.rollout([], kind=kind)
+    trainer.join(20.0)
+    assert world.controller.state.finished()
+    dump(world.config, world.run.config)
+    return world.controller, kind.asked
+
+
+def trained_prompts(world: SimpleNamespace) -> dict[int, str]:  # noqa: F811
+    return {row["ticket"]: row["prompt_id"] for row in queue_rows(world.run).values()}
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_at_staleness_0_spares_save_attempts_and_change_nothing(world, monkeypatch, share):  # noqa: F811
+    """Prompts with odd numbers are filtered out."""
+    world.config.rollout.filter, world.config.rollout.over_sampling = "tests.test_bad_input:never_equal", share
+    monkeypatch.setattr(rollout, "get_reward", lambda _: lambda sample: float(int(sample.prompt[:-1]) % 2))
+    controller, asked = run(world, monkeypatch)
+    attempts = {ticket: next(a for a in range(99) if int(prompt_of(ticket, a)[1:]) % 2 == 0) for ticket in range(4)}
+    assert trained_prompts(world) == {ticket: prompt_of(ticket, attempt) for ticket, attempt in attempts.items()}
+    spare = {ticket for ticket in range(4) if has_spare(ticket, share)}
+    unused = sum(attempts[ticket] == 0 for ticket in spare)
+    expected = {"filtered": 2 * sum(attempts.values()), "surplus": 2 * unused}
+    assert controller.state.dropped == {reason: samples for reason, samples in expected.items() if samples}
+    first, *others = asked
+    assert first == [f"{ticket}/{prompt_of(ticket, 0)}" for ticket in range(4)]
+    early = [[f"{ticket}/{prompt_of(ticket, 1)}" for ticket in sorted(spare)]] if spare else []
+    assert others[: len(early)] == early
+    drawn = [key for keys in asked for key in keys]
+    assert len(drawn) == len(set(drawn)), "of nothing there was a second draw"
+    result = audit(world.run)
+    assert result.problems == [] and result.failed["surplus"] == unused
+
+
+def test_spares_that_nobody_waits_for_are_aborted_at_staleness_0(world, monkeypatch):  # noqa: F811
+    world.config.rollout.over_sampling = 1.0
+    spares = {f"{ticket}/{prompt_of(ticket, 1)}" for ticket in range(4)}
+    controller, asked = run(world, monkeypatch, hold=staticmethod(lambda key: key in spares))
+    assert set(asked[1]) == spares and controller.state.dropped == {"surplus": 8}
+
+
+def test_surplus_groups_take_the_place_of_others_that_fail(world, monkeypatch):  # noqa: F811
+    """The second request waits for the surplus of the first one; its spares are never finished."""
+    config, kept = world.config, world.controller.state.kept
+    config.max_staleness, config.rollout.over_sampling = 1, 1.0
+    config.rollout.groups_per_request, config.rollout.requests_in_flight = 2, 1
+    later = {f"{ticket}/{prompt_of(ticket, 0)}" for ticket in (2, 3)}
+    never = {f"{ticket}/{prompt_of(ticket, 1)}" for ticket in (2, 3)}
+    hold = staticmethod(lambda key: key in never or (key in later and not kept.surplus and not kept.used))
+    controller, _ = run(world, monkeypatch, hold=hold, fails={f"2/{prompt_of(2, 0)}"})
+    assert trained_prompts(world) == {0: prompt_of(0, 0), 1: prompt_of(1, 0), 2: prompt_of(0, 1), 3: prompt_of(3, 0)}
+    assert controller.state.dropped["nan_logprob"] == 2
+    assert kept.used == 4 and kept.again == 0
+    assert audit(world.run).problems == []
+
+
+@given(tickets=st.integers(1, 2000), share=st.floats(0, 1))
+def test_spares_are_spread_evenly(tickets, share):
+    found = [sum(has_spare(ticket, share) for ticket in range(count)) for count in (tickets, 2 * tickets)]
+    assert found == [int(tickets * share), int(2 * tickets * share)]
