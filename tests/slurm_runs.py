@@ -422,7 +422,8 @@ def submitted(
     sandbox: Sandbox, directory: Path, layout: str, over: dict[str, Any] | None = None, engine: str = "simulated"
 ) -> Iterator[SlurmRun]:
     """Submit a run of SMALL, OVER and `over` in `layout`; its jobs and processes are ended when the block is left."""
-    engine = engine_of(engine)
+    # Only the seeded one can be compared with another run.
+    engine = engine if engine == "transformers" else engine_of(engine)
     model = {"model": {"path": str(_model(sandbox))}} if engine == "simulated" else {}
     sections = (JOBS if layout == "jobs" else {}, with_engine(engine), model, over or {})
     config = write_config(directory / "run.yaml", reduce(merged, sections, OVER))

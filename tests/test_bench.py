@@ -24,7 +24,7 @@ def bench(monkeypatch):
     """Import a module of tools/bench, which is no package, as its scripts do."""
     monkeypatch.syspath_prepend(str(BENCH))
     yield importlib.import_module
-    for name in ("figures", "turns", "quickstart", "overlap", "convergence"):
+    for name in ("figures", "turns", "quickstart", "overlap", "convergence", "modes"):
         sys.modules.pop(name, None)
 
 
@@ -135,3 +135,9 @@ def test_an_interval_of_a_difference_holds_it(bench):
     half = 2.776445 * math.sqrt(2 * 0.01 / 3)
     assert (found, low, high) == pytest.approx((0.1, 0.1 - half, 0.1 + half), rel=1e-5)
     assert convergence.words_of("4-uncorrected") == ["--max_staleness", "4", "--algorithm.correction", "off"]
+
+
+@pytest.mark.parametrize(("mode", "ideal"), [("colocate", 0.7), ("0", 0.7), ("1", 0.5), ("4", 0.5)])
+def test_the_ideal_step_of_a_mode_follows_from_what_its_sides_take(bench, mode, ideal):
+    line = bench("modes").measured(mode, {"rollout_s": 0.5, "actor_s": 0.2, "step_s": 1.0})
+    assert (line["ideal_s"], line["ideal_share"]) == pytest.approx((ideal, ideal))

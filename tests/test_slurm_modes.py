@@ -1,0 +1,62 @@
+"""Deaths in the middle of runs of every mode, from on-policy to fully asynchronous, on Slurm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relax_hpc.sandbox import Sandbox
+from tests.requirements import requires
+from tests.run_helpers import ALL, final_weights, merged, queue_rows, trained_steps
+from tests.slurm_runs import SlurmRun, killing, submitted
+from tests.slurm_sandbox import requires_sandbox
+from tests.test_reference_loop import REGULARISED, Outcome, assert_close, assert_equal, reference
+
+requires("torch", "megatron", "transformers", "mpi")
+requires_sandbox()
+
+ALONE: dict[str, Any] = {
+    "max_staleness": 0,
+    "actor": {"parallel": {"data": 1}},
+    "rollout": {"replicas": 1},
+    "groups": {name: {"resources": {"nodes": 1}} for name in ("hub", "rollout", "actor", "reference")},
+}
+"""A rank for each role, as in the reference loop."""
+TURNS = {"colocate": True, "groups": {"rollout": None, "actor": {"roles": ["rollout", "actor"]}}}
+INSIDE = {"groups": {"actor_fwd": None, "reference": None}, "actor": {"forward": ["actor_fwd", "reference"]}}
+MODES = {"streamed": {}, "colocate": TURNS, "actor.forward": INSIDE}
+LAYOUTS = ("het", "jobs") if ALL else ("het",)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mode", MODES if ALL else ["streamed"])
+def test_deaths_change_nothing_at_staleness_0(sandbox: Sandbox, tmp_path: Path, layout: str, mode: str) -> None:
+    """Tokens, losses and weights stay those of the synchronous loop in one process."""
+    with reference(tmp_path, REGULARISED) as expected:
+        over = merged(merged(ALONE, REGULARISED), MODES[mode])
+        with submitted(sandbox, tmp_path, layout, over, "transformers") as live:
+            deaths(live, f" ({mode}, staleness 0)")
+            live.finish()
+            found = Outcome(trained_steps(live.run), queue_rows(live.run), final_weights(live.run))
+        compare = assert_close if mode == "actor.forward" else assert_equal
+        compare(found, expected())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("staleness", [1, 2, 4] if ALL else [4])
+def test_deaths_lose_nothing_at_any_staleness(sandbox: Sandbox, tmp_path: Path, layout: str, staleness: int) -> None:
+    with submitted(sandbox, tmp_path, layout, {"steps": 16, "max_staleness": staleness}) as live:
+        deaths(live, f" (staleness {staleness})")
+        live.finish()
+        assert max(row["staleness/max"] for row in trained_steps(live.run)) <= staleness
+
+
+def deaths(live: SlurmRun, mode: str) -> None:
+    """A rank of every role is killed, the last one in the middle of its work."""
+    for step, roles in enumerate((("rollout", "actor_fwd"), ("controller",), ("actor",))):
+        live.wait_for_step(live.step() + 1 if step else 0)
+        for role in filter(live.processes, roles):
+            live.kill(role, moment="training" if role == "actor" else "")
+            live.survived(killing(role) + mode)
