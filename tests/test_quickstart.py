@@ -22,9 +22,9 @@ from tests.run_helpers import Running, queue_state, read_metrics, running, train
 requires("sglang", "mpi", "torch", "megatron")
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "runs" / "quickstart.yaml"
-STEPS = 100
+STEPS = 60
 KILL_AFTER = 20
-SHORTER = {"steps": STEPS, "checkpoint": {"every": 50}, "eval": {"every": 50}}
+SHORTER = {"steps": STEPS, "checkpoint": {"every": 30}, "eval": {"every": 30}}
 START_S = 300.0
 RUN_S = 900.0
 
@@ -70,8 +70,8 @@ def assert_learned(live: Running) -> None:
     rows = read_metrics(live.run.root)
     trained = trained_steps(live.run)
     rewards = [row["reward/mean"] for row in trained]
-    assert mean(rewards[:5]) < 0.35 and mean(rewards[-5:]) > 0.6, rewards
-    assert exact_match(rows[0]) < 0.1 and exact_match(rows[-1]) > 0.15
+    assert mean(rewards[:5]) < 0.35 and mean(rewards[-5:]) > 0.5, rewards
+    assert exact_match(rows[0]) < 0.1 and exact_match(rows[-1]) > 0.1
     assert all(row["kl/train_rollout_logprob_abs_diff"] < 1e-3 for row in trained)
     assert all(row["staleness/max"] == 0 for row in trained)
 

@@ -214,21 +214,6 @@ def test_another_seed_differs(plain, tmp_path):
         assert len(different(found, other())) == len(found.weights)
 
 
-def test_killed_roles_change_nothing(tmp_path):
-    """Rollout and actor_fwd are killed in the middle, later the actor, which goes on from its checkpoint."""
-    with reference(tmp_path, REGULARISED) as expected, run_helpers.running(tmp_path, REGULARISED) as running:
-        running.wait_for_step(0, RUN_S)
-        running.kill("rollout")
-        running.kill("actor_fwd")
-        running.wait_for_step(2, RUN_S)
-        running.kill("actor")
-        found = outcome_of(running)
-        assert [running.epochs(group) for group in ("rollout", "actor_fwd", "actor", "reference")] == [2, 2, 2, 1]
-        ((_, resumed),) = run_helpers.rollbacks(running.run)
-        assert resumed in (2, 4)
-        assert_equal(found, expected())
-
-
 def test_spare_groups_change_nothing(plain, tmp_path):
     """Nor does a kill among them: a ticket gets the first of its groups that passes the filter."""
     spare = {"steps": 2, "rollout": {"filter": "rewards_differ", "over_sampling": 1.0, "groups_per_request": 2}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,11 @@ def test_deaths_lose_nothing_at_any_staleness(sandbox: Sandbox, tmp_path: Path, 
         deaths(live, f" (staleness {staleness})")
         live.finish()
         assert max(row["staleness/max"] for row in trained_steps(live.run)) <= staleness
+        told = json.loads(live.call("report", "--json"))
+    assert {"hub", "rollout", "actor", "actor_fwd"} == {one["group"] for one in told["restarts"] if one["fault"]}
+    spent = told["hours"]
+    assert spent["unit"] == "node" and spent["lost_restarting"] > 0
+    assert spent["asked"] == pytest.approx(sum(value for name, value in spent.items() if name not in ("unit", "asked")))
 
 
 def deaths(live: SlurmRun, mode: str) -> None:

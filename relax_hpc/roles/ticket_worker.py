@@ -57,7 +57,7 @@ class TicketWorker:
     async def put_surplus(self, work: Work, kept: Sequence[Mapping[str, Any]]) -> tuple[Work, dict[int, Leftover]]:
         """Give tickets the whole groups that the queue had left over.
 
-        The tickets that are still to be generated, and what is ``kept`` of them.
+        Returns the tickets that are still to be generated, and what is ``kept`` of them.
         """
         if not kept:
             return work, {}
@@ -89,9 +89,9 @@ class TicketWorker:
         known = groups.tokens()
         async with saving(self.client, self.config.rollout, groups):
             with self.replica.activity("generate", step):
-                answers = await self.finish(groups)
+                drawn = await self.finish(groups)
             with self.replica.activity("queue", step):
-                judged = await self.rollout.judge(groups, answers)
+                judged = await self.rollout.judge(groups, drawn)
         failed = {ticket: group for (ticket, _), group in zip(work, judged, strict=True) if isinstance(group, Failure)}
         if not failed and not self.keeps_surplus:
             await self.drop(spares)
@@ -101,9 +101,9 @@ class TicketWorker:
             if rows:
                 await asyncio.to_thread(self.client.generated, rows, reused)
         self.replica.context.report(step, {"perf/rollout_tokens": groups.tokens() - known})
-        again = [(one, await self.failed(*one, failed[one[0]])) for one in work if one[0] in failed]
-        leftovers = [about for _, answer in again for about in answer["kept"]]
-        return await self.put_surplus([(ticket, answer["attempt"]) for (ticket, _), answer in again], leftovers)
+        answers = {ticket: await self.failed(ticket, n, failed[ticket]) for ticket, n in work if ticket in failed}
+        again = [(ticket, answer["attempt"]) for ticket, answer in answers.items()]
+        return await self.put_surplus(again, [about for answer in answers.values() for about in answer["kept"]])
 
     def groups_of(self, work: Work, kept: dict[int, Leftover], drawn: dict[int, Any]) -> Unfinished:
         """What there is of the groups of ``work``."""
