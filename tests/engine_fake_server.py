@@ -125,10 +125,14 @@ def application(token: str) -> web.Application:
     async def environment(_: web.Request) -> web.Response:
         return web.json_response(dict(os.environ))
 
+    async def flush(request: web.Request) -> web.Response:
+        return web.Response(status=400 if request.app[HANGING].is_set() else 200)
+
     app = web.Application(middlewares=[guard])
     app[CALLS] = []
     app[HANGING] = asyncio.Event()
     app.add_routes([web.post("/generate", generate), web.post("/update_weights_from_disk", update)])
+    app.add_routes([web.post("/flush_cache", flush)])
     app.add_routes([web.get("/model_info", model_info), web.get("/health", health)])
     app.add_routes([web.get("/environment", environment), web.route("*", "/{other}", health)])
     return app

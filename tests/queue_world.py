@@ -304,7 +304,7 @@ class World:
             return False
         part = {"samples": {0: 2, 1: 1 + choice % 3}, "made_by": [self.serving.encode()]}
         refused = self.keep(choice, 100, part, 0, surplus=True)
-        assert set(refused.values()) <= {"rolled_back", "stale_version", "no_room", "unwanted"}, refused
+        assert set(refused.values()) <= {"rolled_back", "stale_version", "no_room", "unwanted", "duplicate"}, refused
         return True
 
     def keep(self, ticket: int, attempt: int, part: dict, reused: int, surplus: bool) -> dict[int, str]:
@@ -336,8 +336,14 @@ class World:
             return self.keep_part(choice)
         tickets, attempts, version = self.flight.pop(choice % len(self.flight))
         if choice % 7 == 6:
-            self.ask("rollout", "fail", ticket=tickets[0], attempt=attempts[0], reason="reward")
+            answer = self.ask("rollout", "fail", ticket=tickets[0], attempt=attempts[0], reason="reward")
             self.known.pop(tickets[0], None)
+            work = {tickets[0]: answer["attempt"]}
+            for kept in answer["kept"]:
+                self.take_kept(work, **kept)
+            tickets = [*work, *tickets[1:]]
+            if not tickets:
+                return True
         rows, extras = {}, []
         for ticket in tickets:
             known = self.known.pop(ticket, {"samples": {}, "made_by": []})

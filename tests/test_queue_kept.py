@@ -208,15 +208,15 @@ def test_spare_groups_that_come_to_nothing_are_counted_once():
 def test_surplus_groups_are_bounded():
     it = Scene(max_rows=6)
     it.admit()
-    for name, refused in (("s", {}), ("t", {0: "no_room"})):
-        assert it.keep(name, [[0, 1, 1], [1, 1, 1]], surplus=True) == refused
+    for name, attempt, refused in (("s", 1, {}), ("t", 1, {0: "duplicate"}), ("v", 2, {0: "no_room"})):
+        assert it.keep(name, [[0, 1, 1], [1, 1, 1]], attempt=attempt, surplus=True) == refused
     assert it.keep("u", [[0, 1, 1]], surplus=True) == {0: "incomplete"}
-    assert it.counts() == {"total": 5, "held": 2, "lost/incomplete": 1, "lost/no_room": 2}
+    assert it.counts() == {"total": 7, "held": 2, "lost/duplicate": 2, "lost/incomplete": 1, "lost/no_room": 2}
     bounded = Scene(max_bytes=5)
     bounded.admit()
     bounded.keep("a", [[0, 1, 1]])
     assert bounded.desk.state.shelf.untrained_bytes == 10
-    assert bounded.keep("s", [[0, 1, 1], [1, 1, 1]], surplus=True) == {0: "no_room"}
+    assert bounded.keep("s", [[0, 1, 1], [1, 1, 1]], attempt=1, surplus=True) == {0: "no_room"}
 
 
 @pytest.mark.parametrize(

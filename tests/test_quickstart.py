@@ -24,7 +24,12 @@ requires("sglang", "mpi", "torch", "megatron")
 QUICKSTART = Path(__file__).parents[1] / "configs" / "runs" / "quickstart.yaml"
 STEPS = 60
 KILL_AFTER = 20
-SHORTER = {"steps": STEPS, "checkpoint": {"every": 30}, "eval": {"every": 30}}
+SHORTER = {
+    "steps": STEPS,
+    "actor": {"optimizer": {"warmup_steps": 5}},
+    "checkpoint": {"every": 30},
+    "eval": {"every": 30},
+}
 START_S = 300.0
 RUN_S = 900.0
 

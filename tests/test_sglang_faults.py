@@ -177,6 +177,25 @@ def test_only_an_update_beside_running_requests_pauses_the_server() -> None:
     assert calls == ["/freeze_gc", "e000001-v000005", "/pause_generation", "e000001-v000006", "/continue_generation"]
 
 
+def test_a_server_that_does_not_give_requests_up_is_not_asked_to_flush_or_release() -> None:
+    """It goes on with what nobody waits for any more, and says that it is not idle."""
+
+    async def updates() -> list[str]:
+        async with client_and_server(update_timeout_s=0.2) as (client, server):
+            hanging = asyncio.create_task(client.generate([GenerateRequest((fake.HANG,), "p", 1)], SAMPLING))
+            async with asyncio.timeout(10):
+                await server.app[fake.HANGING].wait()
+            hanging.cancel()
+            await asyncio.wait([hanging])
+            assert hanging.cancelled() and not client.door.inside
+            await client.update_weights(Path("weights"), Version(1, 6))
+            with pytest.raises(EngineFault, match=r"requests that were given up are drawn still, after 0\.2 s"):
+                await client.release()
+            return server.app[fake.CALLS]
+
+    assert asyncio.run(updates()) == ["/pause_generation", "e000001-v000006", "/continue_generation"]
+
+
 def test_nothing_is_asked_of_unknown_weights() -> None:
     async def generate() -> None:
         async with client_and_server() as (client, _):

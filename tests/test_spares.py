@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from relax_hpc.config import dump
 from relax_hpc.data.prompts import prompt_at
-from relax_hpc.roles import rollout
+from relax_hpc.roles import rollout, ticket_worker
 from relax_hpc.rollout.engine import EngineFault, GenerateRequest, Generation, Sampling
 from relax_hpc.rollout.spares import has_spare
 from relax_hpc.transfer_queue.controller import Controller
@@ -33,6 +33,7 @@ class Drawing(FaultyEngine):
 
     hold: Callable[[str], bool] = staticmethod(lambda key: False)
     fails: frozenset[str] = frozenset()
+    """Of whom the first answer is bad."""
     asked: list[list[str]]
 
     async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Generation | EngineFault]:
@@ -46,6 +47,7 @@ class Drawing(FaultyEngine):
                 answers[number] = EngineFault("nan_logprob", "found nan at response token 0")
             else:
                 request.draft.ended = answers[number]
+        self.fails = self.fails.difference(keys)
         return answers
 
 
@@ -80,7 +82,7 @@ def test_at_staleness_0_spares_save_attempts_and_change_nothing(world, monkeypat
     assert controller.state.dropped == {reason: samples for reason, samples in expected.items() if samples}
     first, *others = asked
     assert first == [f"{ticket}/{prompt_of(ticket, 0)}" for ticket in range(4)]
-    early = [[f"{ticket}/{prompt_of(ticket, 1)}" for ticket in sorted(spare)]] if spare else []
+    early = [[f"{ticket}/{prompt_of(ticket, 1)}"] for ticket in sorted(spare)]
     assert others[: len(early)] == early
     drawn = [key for keys in asked for key in keys]
     assert len(drawn) == len(set(drawn)), "of nothing there was a second draw"
@@ -92,7 +94,7 @@ def test_spares_that_nobody_waits_for_are_aborted_at_staleness_0(world, monkeypa
     world.config.rollout.over_sampling = 1.0
     spares = {f"{ticket}/{prompt_of(ticket, 1)}" for ticket in range(4)}
     controller, asked = run(world, monkeypatch, hold=staticmethod(lambda key: key in spares))
-    assert set(asked[1]) == spares and controller.state.dropped == {"surplus": 8}
+    assert {key for keys in asked[1:] for key in keys} == spares and controller.state.dropped == {"surplus": 8}
 
 
 def test_surplus_groups_take_the_place_of_others_that_fail(world, monkeypatch):  # noqa: F811
@@ -108,6 +110,30 @@ def test_surplus_groups_take_the_place_of_others_that_fail(world, monkeypatch): 
     assert controller.state.dropped["nan_logprob"] == 2
     assert kept.used == 4 and kept.again == 0
     assert audit(world.run).problems == []
+
+
+def test_a_spare_that_came_to_nothing_is_drawn_again(world, monkeypatch):  # noqa: F811
+    """As an attempt: it is no failure of the ticket."""
+    world.config.rollout.over_sampling = 1.0
+    fails = frozenset({f"0/{prompt_of(0, 0)}", f"0/{prompt_of(0, 1)}"})
+    controller, asked = run(world, monkeypatch, fails=fails)
+    assert trained_prompts(world)[0] == prompt_of(0, 1)
+    assert controller.state.dropped == {"nan_logprob": 2, "surplus": 6}
+    assert sum(keys == [f"0/{prompt_of(0, 1)}"] for keys in asked) == 2
+
+
+def test_surplus_that_cannot_be_handed_over_is_no_loss(world, monkeypatch, capsys):  # noqa: F811
+    def broken(*_: object, **__: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(ticket_worker, "keep", broken)
+    config, waits = world.config, iter([True] * 50)
+    config.max_staleness, config.rollout.over_sampling, config.rollout.groups_per_request = 1, 1.0, 2
+    config.rollout.requests_in_flight = 1
+    later = {f"{ticket}/{prompt_of(ticket, 0)}" for ticket in (2, 3)}
+    controller, _ = run(world, monkeypatch, hold=staticmethod(lambda key: key in later and next(waits, False)))
+    assert not controller.state.dropped and controller.state.kept.total == 0
+    assert "2 spare prompt groups were not handed over: no space left on device" in capsys.readouterr().out
 
 
 @given(tickets=st.integers(1, 2000), share=st.floats(0, 1))

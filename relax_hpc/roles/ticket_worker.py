@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from relax_hpc.errors import RelaxError
 from relax_hpc.roles.context import END
-from relax_hpc.rollout.engine import EngineFault, Generation
+from relax_hpc.rollout.engine import Draft, EngineFault, Generation
 from relax_hpc.rollout.outcomes import Failure
 from relax_hpc.rollout.saving import saving
-from relax_hpc.rollout.spares import Spares, has_spare
+from relax_hpc.rollout.spares import Spare, abort, has_spare
 from relax_hpc.rollout.unfinished import Unfinished, Work
 from relax_hpc.transfer_queue.kept_client import Leftover, keep, kept_rows
 from relax_hpc.transfer_queue.records import FILTERED
@@ -19,8 +20,12 @@ from relax_hpc.transfer_queue.records import FILTERED
 if TYPE_CHECKING:
     from relax_hpc.roles.replica import Replica
 
+Spares = dict[tuple[int, int], Spare]
+"""By (ticket, attempt)."""
 _SURPLUS = "surplus"
 """Why a spare group that nobody needs is dropped."""
+_KEEP_S = 10.0
+"""For the queue to take spare groups, which are no loss."""
 
 
 class Repeat(Exception):
@@ -52,7 +57,7 @@ class TicketWorker:
         finally:
             if self.handing_over:
                 self.handing_over.cancel()
-                await asyncio.wait([self.handing_over])
+                await asyncio.gather(self.handing_over, return_exceptions=True)
 
     async def put_surplus(self, work: Work, kept: Sequence[Mapping[str, Any]]) -> tuple[Work, dict[int, Leftover]]:
         """Give tickets the whole groups that the queue had left over.
@@ -73,39 +78,41 @@ class TicketWorker:
 
     async def fill(self, work: Work, kept: dict[int, Leftover]) -> None:
         """Put a prompt group for each ticket, however many attempts it takes."""
-        spares = await self.begin_spares(work)
+        spares = self.begin_spares(work, kept)
         try:
             while work:
                 work, kept = await self.attempt(work, kept, spares)
         except BaseException:
-            await spares.abort()
+            await abort(spares.values())
             raise
-        if spares.groups.work and self.keeps_surplus:
+        if spares:
             self.handing_over = asyncio.create_task(self.hand_over(spares))
 
     async def attempt(self, work: Work, kept: dict[int, Leftover], spares: Spares) -> tuple[Work, dict[int, Leftover]]:
         """Generate once; what must be tried again, with the next attempt's number, and what there is of it."""
-        groups, step = self.groups_of(work, kept, await spares.of(work)), self.step_of(work)
+        groups, step = self.groups_of(work, kept, await self.drawn(work, spares)), self.step_of(work)
         known = groups.tokens()
         async with saving(self.client, self.config.rollout, groups):
             with self.replica.activity("generate", step):
-                drawn = await self.finish(groups)
+                answers = await self.finish(groups)
             with self.replica.activity("queue", step):
-                judged = await self.rollout.judge(groups, drawn)
-        failed = {ticket: group for (ticket, _), group in zip(work, judged, strict=True) if isinstance(group, Failure)}
-        if not failed and not self.keeps_surplus:
-            await self.drop(spares)
-        rows = [row for group in judged if not isinstance(group, Failure) for row in group]
+                judged = dict(zip(work, await self.rollout.judge(groups, answers), strict=True))
+            good = [one for one, group in judged.items() if not isinstance(group, Failure)]
+            unneeded = [] if self.keeps_surplus else taken(spares, ((ticket, attempt + 1) for ticket, attempt in good))
+            await abort(unneeded)
         with self.replica.activity("queue", step):
-            reused = {ticket: tokens for ticket, tokens in groups.reused().items() if ticket not in failed}
+            rows = [row for one in good for row in judged[one]]
+            reused = groups.reused()
             if rows:
-                await asyncio.to_thread(self.client.generated, rows, reused)
+                here = {ticket: reused[ticket] for ticket, _ in good if ticket in reused}
+                await asyncio.to_thread(self.client.generated, rows, here)
         self.replica.context.report(step, {"perf/rollout_tokens": groups.tokens() - known})
-        answers = {ticket: await self.failed(ticket, n, failed[ticket]) for ticket, n in work if ticket in failed}
-        again = [(ticket, answer["attempt"]) for ticket, answer in answers.items()]
-        return await self.put_surplus(again, [about for answer in answers.values() for about in answer["kept"]])
+        await self.drop(unneeded)
+        answered = {one[0]: await self.failed(*one, group) for one, group in judged.items() if one not in good}
+        again = [(ticket, answer["attempt"]) for ticket, answer in answered.items()]
+        return await self.put_surplus(again, [about for answer in answered.values() for about in answer["kept"]])
 
-    def groups_of(self, work: Work, kept: dict[int, Leftover], drawn: dict[int, Any]) -> Unfinished:
+    def groups_of(self, work: Work, kept: dict[int, Leftover], drawn: dict[int, list[Draft]]) -> Unfinished:
         """What there is of the groups of ``work``."""
         prompts = [self.rollout.source.prompt(ticket, attempt) for ticket, attempt in work]
         return Unfinished(work, prompts, self.config.samples_per_group, kept, drawn)
@@ -132,40 +139,67 @@ class TicketWorker:
 
     # -- spare groups ------------------------------------------------------------------------------------------
 
-    async def begin_spares(self, work: Work) -> Spares:
+    def begin_spares(self, work: Work, kept: dict[int, Leftover]) -> Spares:
         """Have the next attempts at some of the tickets drawn too, unless the last ones are not even finished."""
-        share, late = self.config.rollout.over_sampling, self.handing_over and not self.handing_over.done()
-        if self.handing_over and not late:
+        if self.handing_over:
+            if not self.handing_over.done():
+                return {}
             self.handing_over.result()
-        chosen = [(ticket, attempt + 1) for ticket, attempt in work if not late and has_spare(ticket, share)]
-        groups = self.groups_of(chosen, {}, {})
-        return Spares(groups, asyncio.create_task(self.draw(groups)) if chosen else None)
+        share, size = self.config.rollout.over_sampling, self.config.samples_per_group
+        drawn = [one for one in work if not (one[0] in kept and kept[one[0]].whole(size))]
+        chosen = [(ticket, attempt + 1) for ticket, attempt in drawn if has_spare(ticket, share)]
+        groups = {one: self.groups_of([one], {}, {}) for one in chosen}
+        return {one: Spare(group, asyncio.create_task(self.draw(group))) for one, group in groups.items()}
 
-    async def draw(self, groups: Unfinished) -> None:
+    async def draw(self, group: Unfinished) -> bool:
         """Ask the engine once: what keeps it from answering shows in the other requests."""
-        with self.replica.activity("generate", self.step_of(groups.work)), contextlib.suppress(Repeat):
-            await self.replica.once(groups.requests(), self.rollout.sampling, counted=False)
+        with self.replica.activity("generate", self.step_of(group.work)), contextlib.suppress(Repeat):
+            answers = await self.replica.once(group.requests(), self.rollout.sampling, counted=False)
+            return all(isinstance(answer, Generation) and answer.finish_reason != "abort" for answer in answers)
+        return False
+
+    async def drawn(self, work: Work, spares: Spares) -> dict[int, list[Draft]]:
+        """By ticket, what was drawn of these very attempts, however long it takes; they are no spares any more."""
+        found = {}
+        for one in work:
+            for spare in taken(spares, [one]):
+                if await spare.drawing:
+                    found[one[0]] = spare.group.drafts
+                self.count([spare])
+        return found
 
     async def hand_over(self, spares: Spares) -> None:
         """The queue gets what was not needed and is good, for another ticket."""
-        await spares.drawn()
-        whole = spares.whole()
-        groups = self.groups_of(whole, {}, {ticket: spares.groups.of(ticket) for ticket, _ in whole})
-        judged = await self.rollout.judge(groups, groups.complete([], []))
-        good = [row for group in judged if not isinstance(group, Failure) for row in group]
-        if good:
-            await asyncio.to_thread(keep, self.client, good, dict(whole), surplus=True)
-        for (ticket, _), group in zip(whole, judged, strict=True):
-            if isinstance(group, Failure):
-                await self.rollout.ask("spared", tickets=[ticket], reason=group.reason)
-            del spares.left[ticket]
-        await self.drop(spares)
+        try:
+            whole = {one: spare.group.drafts for one, spare in spares.items() if await spare.drawing}
+            groups = self.groups_of(list(whole), {}, {ticket: drafts for (ticket, _), drafts in whole.items()})
+            judged = dict(zip(whole, await self.rollout.judge(groups, groups.complete([], [])), strict=True))
+            good = {one: group for one, group in judged.items() if not isinstance(group, Failure)}
+            rows = [row for group in good.values() for row in group]
+            if rows:
+                await asyncio.to_thread(keep, self.client, rows, dict(good.keys()), surplus=True, timeout=_KEEP_S)
+            for (ticket, _), group in judged.items():
+                if isinstance(group, Failure):
+                    await self.rollout.ask("spared", tickets=[ticket], reason=group.reason)
+            self.count([spares[one] for one in judged])
+            await self.drop([spare for one, spare in spares.items() if one not in judged])
+        except (RelaxError, OSError) as error:
+            print(f"{len(spares)} spare prompt groups were not handed over: {error}", flush=True)
+        finally:
+            await abort(spares.values())
 
-    async def drop(self, spares: Spares) -> None:
-        """Those that are left come to nothing; the engine is done with them when this returns."""
-        await spares.abort()
-        if work := spares.groups.work:
-            self.replica.context.report(self.step_of(work), {"perf/rollout_tokens": spares.groups.tokens()})
-        if spares.left:
-            await self.rollout.ask("spared", tickets=list(spares.left), reason=_SURPLUS)
-            spares.left.clear()
+    async def drop(self, spares: Sequence[Spare]) -> None:
+        """They come to nothing."""
+        self.count(spares)
+        if spares:
+            await self.rollout.ask("spared", tickets=[spare.group.work[0][0] for spare in spares], reason=_SURPLUS)
+
+    def count(self, spares: Sequence[Spare]) -> None:
+        """What was drawn of them is work of the engine too."""
+        for spare in spares:
+            self.replica.context.report(self.step_of(spare.group.work), {"perf/rollout_tokens": spare.group.tokens()})
+
+
+def taken(spares: Spares, attempts: Iterable[tuple[int, int]]) -> list[Spare]:
+    """Those of these attempts, which are in ``spares`` no more."""
+    return [spares.pop(one) for one in list(attempts) if one in spares]

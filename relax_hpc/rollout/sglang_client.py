@@ -42,6 +42,8 @@ class SglangClient:
         self._froze_gc = False
         self._unknown_weights = False
         self._released = False
+        self._left_behind = False
+        """With requests that nobody waits for, and that may run still."""
         self.door = Door()
         self.pause_s = 0.0
         """How long the last update kept requests from going on, or new ones from beginning."""
@@ -102,15 +104,24 @@ class SglangClient:
 
     async def _give_up(self, names: list[str], reading: asyncio.Task[None]) -> None:
         """The server would go on with requests for 2 s after nobody waits for them, and have no room to update."""
+        aborts = (self._call("/abort_request", {"rid": name}, _GIVE_UP_S) for name in names)
         try:
-            async with asyncio.timeout(_GIVE_UP_S):
-                await asyncio.gather(*(self._call("/abort_request", {"rid": name}, _GIVE_UP_S) for name in names))
-                await asyncio.wait([reading])
-        except (EngineFault, TimeoutError):
-            pass
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_GIVE_UP_S):
+                    await asyncio.gather(*aborts, return_exceptions=True)
+                    await asyncio.wait([reading])
         finally:
             reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
+            (ended,) = await asyncio.gather(reading, return_exceptions=True)
+            self._left_behind |= ended is not None
+
+    async def _is_done(self, patience_s: float) -> bool:
+        """Whether the server has ended all that it was left behind with, after some time if need be."""
+        if self._left_behind:
+            with contextlib.suppress(EngineFault):
+                await self._call(f"/flush_cache?timeout={patience_s:g}", {}, patience_s + _HEALTH_TIMEOUT_S)
+                self._left_behind = False
+        return not self._left_behind
 
     async def update_weights(self, directory: Path, version: Version) -> None:
         """See `Engine.update_weights`. After a fault, whose weights are unknown, only another update may follow.
@@ -124,6 +135,7 @@ class SglangClient:
         async with self.door.update(when_empty=self._partial == "off"):
             waited = time.monotonic() - began
             busy = self.door.inside > 0 or (self._unknown_weights and not self._released)
+            busy = busy or not await self._is_done(0.0)
             self._unknown_weights = True
             # The cache cannot be flushed while requests stand in it.
             weights = {"model_path": str(directory), "weight_version": str(version), "flush_cache": not busy}
@@ -140,7 +152,10 @@ class SglangClient:
         """See `Engine.release`: its weights are gone too, and nothing can be asked before the next update."""
         async with self.door.update(when_empty=True):
             self._unknown_weights = self._released = True
-            await self._call("/release_memory_occupation", {}, self._settings.update_timeout_s)
+            limit = self._settings.update_timeout_s
+            if not await self._is_done(limit):
+                raise EngineFault("timeout", f"requests that were given up are drawn still, after {limit} s")
+            await self._call("/release_memory_occupation", {}, limit)
 
     async def _swap(self, weights: dict[str, Any], busy: bool, limit: float) -> dict[str, Any]:
         """Update from disk, a ``busy`` server's requests paused meanwhile; what it then says of its model."""

@@ -37,7 +37,7 @@ class Unfinished:
             rows = known.rows if known and known.is_part_of(ticket, attempt) else {}
             drafts = [_draft(rows.get(k), prompt) for k in range(samples)]
             self._kept += [_extent(draft.so_far()) for draft in drafts]
-            self.drafts += drawn.get(ticket, drafts)
+            self.drafts += drafts if rows else drawn.get(ticket, drafts)
         self._refused: set[int] = set()
 
     def requests(self) -> list[GenerateRequest]:
@@ -77,11 +77,6 @@ class Unfinished:
             )
             for number, generation in made.items()
         ]
-
-    def of(self, ticket: int) -> list[Draft]:
-        """What there is of the group of ``ticket``."""
-        first = [known for known, _ in self.work].index(ticket) * self.samples
-        return self.drafts[first : first + self.samples]
 
     def tokens(self) -> int:
         """Of all responses so far."""

@@ -121,6 +121,9 @@ def _refuse_surplus(state: QueueState, _: Owner, handed: Handed) -> str:
         return "unknown_tokens"
     if state.trained_steps >= plan.steps:
         return "unwanted"
+    held = (*state.kept.surplus.values(), *state.kept.groups.values())
+    if any((group.source, group.attempt) == (handed[0], handed[1]) for group in held):
+        return "duplicate"
     groups = len(state.generating) + len(state.untrained) + len(state.kept.surplus)
     if shelf.untrained_bytes >= plan.max_bytes or (groups + 1) * plan.samples_per_group > plan.max_rows:
         return "no_room"

@@ -38,6 +38,10 @@ class Leftover:
         """Of this attempt, and not a whole group that was left over from another one."""
         return (self.source, self.attempt) == (ticket, attempt)
 
+    def whole(self, samples: int) -> bool:
+        """Whether nothing of it is still to be drawn."""
+        return len(self.rows) == samples and all(row["finish_reason"] != PARTIAL for row in self.rows.values())
+
     def as_ticket(self, ticket: int) -> list[Row]:
         """The rows as those of ``ticket``."""
         return [row | {"sample_id": sample_id(ticket, k), "ticket": ticket} for k, row in sorted(self.rows.items())]
