@@ -227,10 +227,10 @@ def test_spare_groups_change_nothing(plain, tmp_path):
 
 
 def test_taking_turns_on_shared_devices_changes_nothing(plain, tmp_path):
-    """Engines and actor are never at work at the same time, also after a kill that takes both."""
+    """Engines, with spare groups, and actor are never at work at the same time, also after a kill that takes both."""
     _, expected, model = plain
     groups = {"rollout": None, "actor": {"roles": ["rollout", "actor"]}}
-    turns = {"colocate": True, "groups": groups, "checkpoint": {"every": 1}}
+    turns = {"colocate": True, "groups": groups, "checkpoint": {"every": 1}, "rollout": {"over_sampling": 0.5}}
     over = run_helpers.merged(PLAIN, turns | {"model": {"path": str(model)}, "warm_start": {"steps": 0}})
     with run_helpers.running(tmp_path, over) as running:
         running.wait_for_step(0, RUN_S)

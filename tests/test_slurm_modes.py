@@ -48,7 +48,8 @@ def test_deaths_change_nothing_at_staleness_0(sandbox: Sandbox, tmp_path: Path, 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("staleness", [1, 2, 4] if ALL else [4])
 def test_deaths_lose_nothing_at_any_staleness(sandbox: Sandbox, tmp_path: Path, layout: str, staleness: int) -> None:
-    with submitted(sandbox, tmp_path, layout, {"steps": 16, "max_staleness": staleness}) as live:
+    over = {"steps": 16, "max_staleness": staleness, "rollout": {"over_sampling": 0.5}}
+    with submitted(sandbox, tmp_path, layout, over) as live:
         deaths(live, f" (staleness {staleness})")
         live.finish()
         assert max(row["staleness/max"] for row in trained_steps(live.run)) <= staleness
