@@ -430,7 +430,7 @@ def submitted(
     root = directory / "run"
     files = ["--config", str(sandbox.site), "--config", str(config), "--run_dir", str(root), "--layout", layout]
     jobs = _call(sandbox, "submit", *files, "--parsable").split()
-    patience_s = ENGINE_START_S if engine == "sglang" else START_S
+    patience_s = START_S if engine == "simulated" else ENGINE_START_S
     live = SlurmRun(sandbox, RunDir(root), jobs, layout, engine, patience_s)
     try:
         yield live

@@ -26,7 +26,8 @@ class World:
         self.now = 1000.0
         self.asked: list[Future] = []
         monkeypatch.setattr(lookout, "time", SimpleNamespace(monotonic=lambda: self.now))
-        self.lookout = Lookout(self, LIMITS)
+        self.hub = 0
+        self.lookout = Lookout(self, LIMITS, hub_epoch=lambda: self.hub)
         self.groups: dict[str, Any] = {}
 
     def submit(self, op: str, timeout: float) -> Future:
@@ -137,6 +138,23 @@ def test_groups_of_others_are_dead_when_none_of_them_gives_a_sign(world: World) 
     assert world.lookout.silent == {("rollout-2", 1), ("rollout-3", 4)}, "of one a member is silent"
     world.round(*half[1:], supervisor)
     assert not world.lookout.silent
+
+
+def test_a_hub_that_was_not_there_when_it_was_asked_may_start_first(world: World) -> None:
+    def in_vain(hub: int) -> list[tuple]:
+        world.hub, world.now = hub, world.now + 2.0
+        assert world.look() == []
+        world.now += LIMITS.lease_s
+        world.asked[-1].set_exception(DeadlineError("late"))
+        return world.look()
+
+    world.group("hub", epoch=2)
+    assert in_vain(hub=1) == in_vain(hub=1) == []
+    assert in_vain(hub=2) == [("hub", "controller", 2, "has not answered for 30 s")]
+    world.group("hub", epoch=3)
+    while not (found := in_vain(hub=2)):
+        assert world.now < 3000.0
+    assert found == [("hub", "controller", 3, "has not answered for 600 s")]
 
 
 @pytest.mark.parametrize(("error", "dead"), [(DeadlineError("late"), True), (RelaxError("closed"), False)])

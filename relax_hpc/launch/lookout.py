@@ -26,8 +26,15 @@ class Lookout:
     A role is dead when two answers in a row say so: a hub that was stopped itself has beats to read first.
     """
 
-    def __init__(self, client: QueueClient, limits: LivenessConfig, wake: Callable[[], None] = lambda: None) -> None:
-        self.client, self.limits, self.wake = client, limits, wake
+    def __init__(
+        self,
+        client: QueueClient,
+        limits: LivenessConfig,
+        wake: Callable[[], None] = lambda: None,
+        hub_epoch: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """``hub_epoch``: of the newest hub that can be asked, 0 if there is none."""
+        self.client, self.limits, self.wake, self.hub_epoch = client, limits, wake, hub_epoch
         self.progress: Progress = UNKNOWN
         """Of the run, by the newest answer."""
         self.silent_since: float | None = None
@@ -36,6 +43,10 @@ class Lookout:
         """Groups (and their epochs) that are looked after elsewhere, of whom a member gives no sign."""
         self._next = time.monotonic() + min(limits.beat_s, limits.lease_s / 3)
         self._answer: Future | None = None
+        self._asked = 0
+        """Epoch of the hub that is to answer."""
+        self._began: dict[int, float] = {}
+        """When hubs, by epoch, were first looked for."""
         self._suspects: set[Dead] = set()
         self._quiet: set[tuple[str, int]] = set()
         self._seen: dict[tuple[str, int], float] = {}
@@ -46,6 +57,7 @@ class Lookout:
         if answer is None:
             if now >= self._next:
                 self._next = now + min(self.limits.beat_s, self.limits.lease_s / 3)
+                self._asked = self.hub_epoch()
                 self._answer = self.client.submit("status", timeout=self.limits.lease_s)
                 self._answer.add_done_callback(lambda _: self.wake())
             return []
@@ -54,8 +66,7 @@ class Lookout:
         self._answer = None
         if answer.exception():
             self._suspects, self._quiet, self.silent = set(), set(), set()
-            owes = isinstance(answer.exception(), DeadlineError)
-            return [("hub", "controller", 0, f"has not answered for {self.limits.lease_s:.0f} s")] if owes else []
+            return self._judge_hub(groups, now) if isinstance(answer.exception(), DeadlineError) else []
         found = answer.result()
         self.progress = (found["trained_steps"], found["accepted"], len(found["checkpoints"]))
         others = self._others(groups, found["beats"])
@@ -64,6 +75,15 @@ class Lookout:
         silent = {key for key, ages in others.items() if max(ages) > self.limits.lease_s}
         self.silent, self._quiet = silent & self._quiet, silent
         return sorted(dead)
+
+    def _judge_hub(self, groups: Mapping[str, Incarnation], now: float) -> list[Dead]:
+        """It has not answered. One that was not there yet when it was asked has as long as others to start."""
+        epoch, patience_s = groups["hub"].epoch if "hub" in groups else 0, self.limits.lease_s
+        if epoch != self._asked:
+            patience_s = self.limits.start_timeout_s
+            if now - self._began.setdefault(epoch, now - self.limits.lease_s) <= patience_s:
+                return []
+        return [("hub", "controller", epoch, f"has not answered for {patience_s:.0f} s")]
 
     def _judge(
         self, groups: Mapping[str, Incarnation], done: Set[str], beats: Mapping[str, Mapping[str, Any]], now: float

@@ -139,7 +139,7 @@ class Supervisor:
     def supervise(self) -> Outcome:
         """Start or take over all groups, and watch them to the end."""
         self.client = QueueClient(self.run, self.config, self.name, self.epoch)
-        self.lookout = Lookout(self.client, self.config.liveness, self._wake)
+        self.lookout = Lookout(self.client, self.config.liveness, self._wake, self._hub_epoch)
         for name in self.names:
             self.check_fenced()
             if name in self.unfit:
@@ -259,10 +259,12 @@ class Supervisor:
             self.client.submit("down", group=name, epoch=epoch)
         if group is None or (epoch and epoch != group.epoch):
             return
-        if role == "controller" and (started := latest_card(self.run, name)) and started.epoch != group.epoch:
-            return
         self.terminal.say(f"{name}: {role} {reason}, taken for dead")
         self.failed(name, reason)
+
+    def _hub_epoch(self) -> int:
+        card = latest_card(self.run, "hub")
+        return card.epoch if card else 0
 
     def failed(self, name: str, reason: str) -> None:
         """End what is left of a group, tell the queue, and have it started again where its policy says."""
