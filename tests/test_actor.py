@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from relax_hpc.config.schema import Config
-from relax_hpc.errors import DeadlineError, RelaxError, StoppedError
+from relax_hpc.errors import DeadlineError, FencedError, RelaxError, StoppedError
 from relax_hpc.metrics.spans import OpenSpan
 from relax_hpc.transfer_queue.client import Claim
 from tests.requirements import requires
@@ -22,6 +22,7 @@ requires("torch", "megatron")
 
 from relax_hpc.roles import actor as module  # noqa: E402
 from relax_hpc.roles.actor import Actor, AtEdge, Clock, correction_report  # noqa: E402
+from relax_hpc.roles.prefetch import Prefetch, Window  # noqa: E402
 
 CLAIM = Claim(5, 0, (0, 1), (), 0, assignment=[[[0, 3], [1]], [[2]]])
 
@@ -63,12 +64,22 @@ class Queue:
 
     def __init__(self) -> None:
         self.claims: list[Future] = []
+        self.dealt: list[int] = []
         self.asked = threading.Event()
 
-    def claim_later(self, task: str, budget: int, boundary: int, **dealt: int) -> Future:
+    def claim_later(self, task: str, budget: int, boundary: int, timeout: float, **dealt: int) -> Future:
         self.claims.append(Future())
+        self.dealt.append(dealt["batch"])
         self.asked.set()
         return self.claims[-1]
+
+    def submit(self, op: str, **args: Any) -> Future:
+        future: Future = Future()
+        future.set_result(self.call(op, **args))
+        return future
+
+    def call(self, op: str, **args: Any) -> dict:
+        return {}
 
 
 def waiting(deadline: float | None = None) -> Any:
@@ -76,12 +87,13 @@ def waiting(deadline: float | None = None) -> Any:
     actor: Any = Actor.__new__(Actor)
     actor.config = Config(groups_per_step=4)
     actor.config.algorithm.mini_batches = 2
-    actor.context = SimpleNamespace(client=Queue(), stop=threading.Event(), spans=lambda *_, **__: nullcontext(SPAN))
-    layout = SimpleNamespace(data_size=1)
-    actor.ranks = SimpleNamespace(leader=True, layout=layout, tell=lambda message: message, rows=lambda claim: [])
-    actor.clock, actor.placeholders = Clock(deadline), {}
+    spans = {"spans": lambda *_, **__: nullcontext(SPAN)}
+    actor.context = SimpleNamespace(config=actor.config, client=Queue(), stop=threading.Event(), **spans)
+    layout, alone = SimpleNamespace(data_size=1), SimpleNamespace(tell=lambda message: message)
+    actor.ranks = SimpleNamespace(leader=True, layout=layout, tell=alone.tell, rows=lambda _: [], channel=lambda: alone)
+    actor.clock = Clock(deadline)
     actor.inner = SimpleNamespace(roles=())
-    actor.next_claim = None
+    actor.prefetch = Prefetch(actor.context, actor.ranks, {})
     actor.publisher = actor.saver = SimpleNamespace(check=lambda: None)
     return actor
 
@@ -112,36 +124,79 @@ def test_a_step_whose_weights_have_changed_is_brought_to_its_end() -> None:
     actor = waiting()
     actor.context.stop.set()
     thread = later(actor, lambda: actor.context.client.claims[0].set_result(CLAIM))
-    assert list(actor.windows(3, 1)) == [(CLAIM, [])]
+    assert list(actor.windows(3, 1)) == [Window(CLAIM, [])]
     thread.join()
 
 
-def test_rows_that_are_there_are_trained_on() -> None:
-    actor = waiting()
-    actor.context.stop.set()
-    queue = actor.context.client
-    queue.claim_later = lambda *_, **__: (
-        queue.claims.append(Future()) or queue.claims[-1].set_result(CLAIM) or queue.claims[-1]
-    )
-    assert list(actor.windows(3, 0)) == [(CLAIM, [])]
+class Giving(Queue):
+    """Has a claim at once, whenever it is asked."""
 
-
-class Losing(Queue):
-    """Gives the same claim at once, again and again; the first time its rows are lost before they are saved."""
-
-    def __init__(self) -> None:
+    def __init__(self, *claims: Claim) -> None:
         super().__init__()
+        self.left = list(claims)
+
+    def claim_later(self, *args: Any, **dealt: int) -> Future:
+        future = super().claim_later(*args, **dealt)
+        if self.left:
+            future.set_result(self.left.pop(0))
+        return future
+
+
+def giving(*claims: Claim) -> Any:
+    actor = waiting()
+    actor.context.client = Giving(*claims)
+    return actor
+
+
+def claim(lease: int, *tickets: int) -> Claim:
+    return Claim(lease, 3, tickets, (), 0)
+
+
+def test_rows_that_are_there_are_trained_on() -> None:
+    actor = giving(CLAIM)
+    actor.context.stop.set()
+    assert list(actor.windows(3, 0)) == [Window(CLAIM, [])]
+
+
+def test_while_one_window_is_trained_on_the_next_is_asked_for() -> None:
+    actor = giving(claim(1, 12), claim(2, 13), claim(3, 14, 15), claim(4, 16, 17))
+    assert [window.claim.lease for window in actor.windows(3, 0)] == [1, 2]
+    assert [window.claim.lease for window in actor.windows(3, 1)] == [3]
+    assert actor.prefetch.await_it().result().claim.lease == 4, "of the next step"
+    assert actor.context.client.dealt == [0, 1, 0, 0]
+
+
+def test_behind_the_last_step_nothing_is_asked_for() -> None:
+    actor = giving(claim(1, 12, 13), claim(2, 14, 15))
+    actor.config.steps = 4
+    assert [window.claim.lease for number in (0, 1) for window in actor.windows(3, number)] == [1, 2]
+    assert actor.prefetch.asked is None
+
+
+def test_what_nobody_waits_for_yet_may_take_longer_than_a_wait() -> None:
+    actor = waiting()
+    actor.prefetch.ask(0)
+    queue = actor.context.client
+    for number in range(3):
+        assert queue.asked.wait(10)
+        queue.asked.clear()
+        queue.claims[number].set_exception(DeadlineError("600 s"))
+    assert queue.asked.wait(10)
+    asked = actor.prefetch.await_it()
+    queue.claims[3].set_result(CLAIM)
+    assert asked.result(10) == Window(CLAIM, [])
+
+
+class Losing(Giving):
+    """The first time, rows of what is claimed are lost before they are saved."""
+
+    def __init__(self, *claims: Claim) -> None:
+        super().__init__(*claims)
         self.held: list[list[int]] = [[0], [0, 1]]
         self.released: list[int] = []
 
-    def claim_later(self, task: str, budget: int, boundary: int, **dealt: int) -> Future:
-        future = super().claim_later(task, budget, boundary, **dealt)
-        future.set_result(CLAIM)
-        return future
-
     def call(self, op: str, **args: Any) -> dict:
         if op == "settled":
-            assert args == {"leases": [CLAIM.lease]}
             return {"tickets": self.held.pop(0)}
         assert op == "release"
         self.released.append(args["lease"])
@@ -150,13 +205,26 @@ class Losing(Queue):
 
 def test_rows_that_are_lost_with_their_maker_cost_a_gradient() -> None:
     actor, done, tally = waiting(), [], module.Tally()
-    actor.context.client = queue = Losing()
-    actor.batches = lambda claim, rows: ["micro-batch"]
+    lost, again = claim(6, 1), claim(7, 0, 1)
+    actor.context.client = queue = Losing(CLAIM, lost, again)
+    actor.batches = lambda window: [window.claim.lease]
     actor.trainer = SimpleNamespace(accumulate=done.append, discard=lambda: done.append("discarded"))
-    claims, windows = actor.gradients(3, 0, tally)
-    assert (claims, windows) == ([CLAIM], [["micro-batch"]])
-    assert done == [["micro-batch"], "discarded", ["micro-batch"]]
-    assert queue.released == [CLAIM.lease] and len(queue.claims) == 2
+    assert actor.gradients(3, 0, tally) == ([again], [[7]])
+    assert done == [[5], "discarded", [7]]
+    assert queue.released == [5, 6], "what was asked for already may be of the same mini-batch"
+    assert actor.prefetch.asked, "the first window of the next one"
+
+
+def test_a_ticket_that_comes_twice_does_not_count_for_another() -> None:
+    actor, tally = waiting(), module.Tally()
+    first = claim(5, 0), claim(6, 0), claim(7, 1), claim(8, 2)
+    actor.context.client = queue = Losing(*first, claim(9, 0), claim(10, 1))
+    queue.held = [[0, 1], [0, 1]]
+    actor.batches = lambda window: []
+    actor.trainer = SimpleNamespace(accumulate=lambda _: None, discard=lambda: None)
+    claims, _ = actor.gradients(3, 0, tally)
+    assert [found.lease for found in claims] == [9, 10]
+    assert queue.released == [5, 6, 7, 8]
 
 
 def test_what_goes_wrong_beside_training_is_why_no_rows_come() -> None:
@@ -170,10 +238,12 @@ def test_what_goes_wrong_beside_training_is_why_no_rows_come() -> None:
         next(actor.windows(3, 0))
 
 
-def test_a_claim_that_fails_says_so() -> None:
+@pytest.mark.parametrize("error", [FencedError("epoch 1 is over"), DeadlineError("nothing came")])
+def test_a_claim_that_fails_says_so(error: Exception) -> None:
     actor = waiting()
-    thread = later(actor, lambda: actor.context.client.claims[0].set_exception(DeadlineError("nothing came")))
-    with pytest.raises(DeadlineError):
+    actor.config.queue.wait_timeout_s = 0.0
+    thread = later(actor, lambda: actor.context.client.claims[0].set_exception(error))
+    with pytest.raises(type(error)):
         next(actor.windows(3, 0))
     thread.join()
 
@@ -195,6 +265,8 @@ class Recorded:
             raise AtEdge("asked to stop")
 
     def take_turn(self, step: int) -> None: ...
+
+    def await_told(self, step: int) -> None: ...
 
     def end_turn(self) -> None: ...
 

@@ -104,6 +104,20 @@ def test_a_window_that_shrinks_keeps_every_other_row_with_its_rank(restarted):
     assert all(part for rank in left["assignment"] for part in rank)
 
 
+@pytest.mark.parametrize("restarted", [after_journal, after_snapshot])
+def test_a_window_behind_the_boundary_waits_for_those_before_it(restarted):
+    """It was claimed ahead, and both are given back; the rows of the first one were lost with their maker."""
+    desk = desk_with([0, 1, 2, 3], saved=False)
+    window = {**WINDOW, "boundary": 2}
+    leases = [desk.ask("actor", 1, key, "claim", **window)["lease"] for key in ("c1", "c2")]
+    desk.ask("rollout", 1, "saved", "saved", names=["s2", "s3"])
+    desk.ask("supervisor", 1, "d", "down", group="rollout", epoch=1)
+    for lease in leases:
+        desk.ask("actor", 1, f"r{lease}", "release", lease=lease)
+    desk.state = restarted(desk)
+    assert desk.ask("actor", 1, "c3", "claim", **window) is None, "it waits"
+
+
 @pytest.mark.parametrize("dealt", [{"ranks": -1}, {"ranks": 2}, {"ranks": 10**9, "max_tokens": 1}, {"ranks": "2"}])
 def test_an_impossible_deal_is_refused(dealt: dict[str, Any]):
     window = {"task": "actor", "budget": BUDGET, "boundary": 4}

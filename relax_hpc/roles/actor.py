@@ -16,9 +16,9 @@ from relax_hpc.checkpoint import store
 from relax_hpc.checkpoint.saver import Saver
 from relax_hpc.config.schema import CheckpointConfig, Config
 from relax_hpc.errors import StoppedError
-from relax_hpc.metrics.spans import OpenSpan
 from relax_hpc.roles.context import HUB, Context
 from relax_hpc.roles.inner import InnerRoles
+from relax_hpc.roles.prefetch import Prefetch, Window
 from relax_hpc.roles.ranks import Ranks
 from relax_hpc.training.batches import PAD, Batch, collate
 from relax_hpc.training.hf_files import read_config
@@ -26,8 +26,7 @@ from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.optimizer import learning_rate
 from relax_hpc.training.simulated_trainer import SimulatedTrainer
 from relax_hpc.training.trainer import Trainer
-from relax_hpc.transfer_queue.claims import check_claim
-from relax_hpc.transfer_queue.client import Claim
+from relax_hpc.transfer_queue.client import Claim, then
 from relax_hpc.transfer_queue.media import placeholders_of
 from relax_hpc.transfer_queue.schema import Row
 from relax_hpc.versions import Version
@@ -73,8 +72,11 @@ class Actor:
         patience = self.config.checkpoint.timeout_s
         self.saver = Saver(self.trainer, self.ranks.channel(patience), patience, self._note_unsaved)
         self.clock = Clock(context.deadline)
-        self.next_claim: Future | None = None
-        """Of the leader, asked for before it is needed."""
+        self.prefetch = Prefetch(context, self.ranks, self.placeholders)
+        self.settling: Future | None = None
+        """Of the leader, about the rows of the last mini-batch."""
+        self.told: Future | None = None
+        """Of the leader, done when the queue has taken the last step for trained, and it is reported."""
 
     # -- start and end of a step -------------------------------------------------------------------------------
 
@@ -160,6 +162,7 @@ class Actor:
         self.inner.begin_step()
         for number in range(minis):
             claims, windows = self.gradients(step, number, tally)
+            self.await_told(step)
             with self.context.spans("wait", step=step, cause=_COPY):
                 self.publisher.await_copy()
             with self.context.spans("train", step=step):
@@ -174,19 +177,27 @@ class Actor:
                     self.trainer.accumulate([batch for window in windows for batch in window])
                     metrics = self.trainer.step(lr)
         self.publish(step + 1)
-        with self.context.spans("wait", step=step, cause=_DISK):
-            trained = self._ask("trained", step=step, leases=leases)
         if self.ranks.leader:
-            seconds = time.monotonic() - started
-            values = report(first, metrics, tally, trained["staleness"], lr, seconds)
-            values["weights/publish_lag"] = max(0, trained["lag"])
-            if self.config.weights.anchor_every:
-                values["weights/delta_share"] = self.publisher.delta_share()
-            self.context.report(step, values | self.ranks.reader.ways.since_last())
+            values = report(first, metrics, tally, lr, time.monotonic() - started)
+            answer = self.context.client.submit("trained", step=step, leases=leases)
+            self.told = then(answer, partial(self._report, step, values))
         due = (step + 1) % self.config.checkpoint.every == 0 or step + 1 == self.config.steps
         if due:
+            self.await_told(step)
             self.checkpoint(step + 1)
         return due
+
+    def _report(self, step: int, values: dict[str, float], answer: dict[str, Any]) -> None:
+        values |= staleness_report(answer)
+        if self.config.weights.anchor_every:
+            values["weights/delta_share"] = self.publisher.delta_share()
+        self.context.report(step, values | self.ranks.reader.ways.since_last())
+
+    def await_told(self, step: int) -> None:
+        """At step ``step``: nothing more is changed or saved before the queue knows of the last step."""
+        with self.context.spans("wait", step=step, cause=_DISK):
+            if self.told:
+                self.told.result()
 
     def gradients(self, step: int, number: int, tally: Tally) -> tuple[list[Claim], list[list[Batch]]]:
         """Gather the gradient of mini-batch ``number`` from rows that nothing can take away any more.
@@ -198,11 +209,11 @@ class Actor:
             claims: list[Claim] = []
             windows: list[list[Batch]] = []
             found = Tally()
-            for claim, rows in self.windows(step, number):
-                claims.append(claim)
+            for window in self.windows(step, number):
+                claims.append(window.claim)
                 with self.context.spans("train", step=step):
-                    found.add(rows)
-                    windows.append(self.batches(claim, rows))
+                    found.add(window.rows)
+                    windows.append(self.batches(window))
                 if self.config.actor.parallel.pipeline == 1:
                     self.learn(step, number, windows[-1])
             if self.config.actor.parallel.pipeline > 1:
@@ -211,6 +222,7 @@ class Actor:
                 tally.join(found)
                 return claims, windows
             self.trainer.discard()
+            self.give_back(step, number, claims)
 
     def learn(self, step: int, number: int, batches: list[Batch]) -> None:
         """Add what ``batches`` of mini-batch ``number`` say to the gradient, in the first pass."""
@@ -223,53 +235,56 @@ class Actor:
             self.trainer.accumulate(batches)
 
     def settled(self, step: int, claims: list[Claim]) -> bool:
-        """Whether all rows of ``claims`` are on disk. If some were lost before, all claims are given back."""
+        """Whether all rows of ``claims``, which `windows` has asked about, are on disk; if not, some were lost."""
         with self.context.spans("wait", step=step, cause=_DISK):
-            held = self._ask("settled", leases=[claim.lease for claim in claims])["tickets"]
-        if len(held) == sum(len(claim.tickets) for claim in claims):
-            return True
-        for claim in claims:
-            self._ask("release", lease=claim.lease)
-        return False
+            held = self.ranks.tell(self.settling.result() if self.ranks.leader else None)["tickets"]
+        return len(held) == sum(len(claim.tickets) for claim in claims)
 
-    def windows(self, step: int, number: int) -> Iterator[tuple[Claim, list[Row]]]:
-        """The windows of mini-batch ``number`` in ticket order, each as soon as its rows are there."""
-        size = self.config.groups_per_step // self.config.algorithm.mini_batches
-        left, batch = size, 0
-        while left:
+    def give_back(self, step: int, number: int, claims: list[Claim]) -> None:
+        """Hold nothing of mini-batch ``number`` any more, nor what was asked for last: it may be of this one too."""
+        for lease in [claim.lease for claim in claims]:
+            self._ask("release", lease=lease)
+        if self.prefetch.asked:
+            self._ask("release", lease=self._take(step, may_end=number == 0).claim.lease)
+
+    def windows(self, step: int, number: int) -> Iterator[Window]:
+        """The windows of mini-batch ``number`` in ticket order, each as soon as its rows are there.
+
+        While one is trained on, the next is fetched, though it be another step's. With the last one the queue is
+        asked whether all rows are on disk.
+        """
+        minis = self.config.algorithm.mini_batches
+        size = self.config.groups_per_step // minis
+        leases: list[int] = []
+        tickets: set[int] = set()
+        if not self.prefetch.asked:
+            self.prefetch.ask(0)
+        while len(tickets) < size:
             # Beyond the first update it is too late to leave the step out.
-            claim = self._claim(step, size, batch, may_end=number == 0)
-            with self.context.spans("queue", step=step):
-                rows = self.ranks.rows(claim)
-            left, batch = left - len(claim.tickets), batch + 1
-            if left and self.ranks.leader:
-                # Its answer comes while this one is trained on.
-                self.next_claim = self._claim_later(size, batch)
-            yield claim, rows
+            window = self._take(step, may_end=number == 0)
+            leases.append(window.claim.lease)
+            # A ticket whose rows were lost since it was claimed may come again.
+            tickets.update(window.claim.tickets)
+            if len(tickets) < size:
+                self.prefetch.ask(len(leases))
+            else:
+                if step + 1 < self.config.steps or number + 1 < minis:
+                    self.prefetch.ask(0)
+                if self.ranks.leader:
+                    self.settling = self.context.client.submit("settled", leases=leases)
+            yield window
 
-    def _claim(self, step: int, size: int, batch: int, may_end: bool) -> Claim:
-        """Window ``batch`` of a mini-batch, in every rank; AtEdge if the actor has to end before, and ``may_end``."""
+    def _take(self, step: int, may_end: bool) -> Window:
+        """The window that was asked for, in every rank; AtEdge if the actor has to end before, and ``may_end``."""
+        asked = self.prefetch.await_it()
         with self.context.spans("wait", step=step, cause=HUB) as waiting:
-            answer = self._await_claim(waiting, size, batch, may_end) if self.ranks.leader else {}
-            answer = self.ranks.tell(answer)
-            if "reason" in answer:
-                raise AtEdge(answer["reason"])
-            claim = Claim.of(answer["claim"])
-            if not self.ranks.leader:
-                waiting.because(claim.waited)
-        return claim
-
-    def _await_claim(self, waiting: OpenSpan, size: int, batch: int, may_end: bool) -> dict[str, Any]:
-        """The leader's part: a claim all of whose rows are sound, or the reason to end."""
-        work, self.next_claim = self.next_claim or self._claim_later(size, batch), None
-        while not (reason := self._wait(work, may_end)):
-            claim = work.result()
-            waiting.because(claim.waited)
-            with self.context.spans("queue", step=claim.step):
-                if check_claim(self.context.client, claim, self.placeholders):
-                    return {"claim": claim.message()}
-            work = self._claim_later(size, batch)
-        return {"reason": reason}
+            reason = self._wait(asked, may_end) if self.ranks.leader else ""
+            if reason := self.ranks.tell({"reason": reason})["reason"]:
+                raise AtEdge(reason)
+            window = asked.result()
+            waiting.because(window.claim.waited)
+        self.prefetch.taken()
+        return window
 
     def _wait(self, work: Future, may_end: bool) -> str:
         """Wait for an answer of the queue, in the leader; why the actor has to end before, if it ``may_end``."""
@@ -301,14 +316,10 @@ class Actor:
             self.publisher.await_copy()
             self._ask("end_turn")
 
-    def _claim_later(self, size: int, batch: int) -> Future:
-        ranks, most = self.ranks.layout.data_size, self.config.actor.max_tokens_per_micro_batch
-        budget = self.config.actor.balance_window * most * ranks
-        return self.context.client.claim_later("actor", budget, size, ranks=ranks, max_tokens=most, batch=batch)
-
-    def batches(self, claim: Claim, rows: list[Row]) -> list[Batch]:
+    def batches(self, window: Window) -> list[Batch]:
         """This data rank's micro-batches of a window, as the queue has assigned them."""
-        parts = [[rows[number] for number in part] for part in claim.assignment[self.ranks.layout.data_rank]]
+        assigned = window.claim.assignment[self.ranks.layout.data_rank]
+        parts = [[window.rows[number] for number in part] for part in assigned]
         return [collate(part, PAD, self.model.device, self.model.length_multiple) for part in parts]
 
 
@@ -343,8 +354,19 @@ class Tally:
         self.tokens += other.tokens
 
 
+def staleness_report(answer: dict[str, Any]) -> dict[str, float]:
+    """Scalars of what the queue says of a step: how old its tokens were, how far behind readers are."""
+    staleness = answer["staleness"]
+    return {
+        "staleness/min": min(staleness),
+        "staleness/mean": sum(staleness) / len(staleness),
+        "staleness/max": max(staleness),
+        "weights/publish_lag": max(0, answer["lag"]),
+    }
+
+
 def report(
-    first: dict[str, float], last: dict[str, float], tally: Tally, staleness: list[int], lr: float, seconds: float
+    first: dict[str, float], last: dict[str, float], tally: Tally, lr: float, seconds: float
 ) -> dict[str, float]:
     """Scalars of a step. The comparison of rollout and old log-probs is the first pass's, before any update."""
     count = len(tally.rewards)
@@ -367,9 +389,6 @@ def report(
         "kl/rollout": first.get("rollout_kl", 0.0),
         **correction_report(first),
         "loss/lr": lr,
-        "staleness/min": min(staleness),
-        "staleness/mean": sum(staleness) / len(staleness),
-        "staleness/max": max(staleness),
         "perf/step_s": seconds,
         "perf/trained_tokens": tally.tokens,
     }
@@ -436,6 +455,7 @@ def run(context: Context) -> None:
             if not trained_only:
                 saved = step
     except AtEdge as edge:
+        actor.await_told(step)
         if actor.unsaved(step, saved):
             actor.checkpoint(step)
         actor.settle()

@@ -181,17 +181,19 @@ class QueueClient:
         """``submit`` and wait."""
         return self.submit(op, timeout, **args).result()
 
-    def claim_later(self, task: str, budget: int, boundary: int = 0, **dealt: int) -> Future:
+    def claim_later(
+        self, task: str, budget: int, boundary: int = 0, timeout: float | None = None, **dealt: int
+    ) -> Future:
         """A future Claim of the next window of ``task`` (None when the run is finished); see QueueState.claimable.
 
         ``dealt`` to data ranks: ``ranks``, ``max_tokens`` of a micro-batch, ``batch``; see QueueState.assignment.
         """
         boundary = boundary or self.config.groups_per_step
-        return _then(self.submit("claim", task=task, budget=budget, boundary=boundary, **dealt), _claim)
+        return then(self.submit("claim", timeout, task=task, budget=budget, boundary=boundary, **dealt), _claim)
 
     def claim(self, task: str, budget: int, boundary: int = 0, **dealt: int) -> Claim | None:
         """Wait for ``claim_later``."""
-        return self.claim_later(task, budget, boundary, **dealt).result()
+        return self.claim_later(task, budget, boundary, None, **dealt).result()
 
     def give_back(self, claim: Claim) -> None:
         """Hold ``claim`` no more: what is still wanted of it is offered again."""
@@ -505,8 +507,8 @@ def _running() -> Future:
     return future
 
 
-def _then(future: Future, function: Any) -> Future:
-    """A future with ``function`` of the result."""
+def then(future: Future, function: Any) -> Future:
+    """A future with ``function`` of the result, or with what went wrong on the way there."""
     after = _running()
 
     def finish(done: Future) -> None:

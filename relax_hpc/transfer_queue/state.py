@@ -104,8 +104,10 @@ class QueueState(Stock, Turns):
         the boundary is reached.
         """
         queue = self.tasks[task]
+        edge = (queue.position // boundary + 1) * boundary
         for window in queue.returned:
-            if all(queue.statuses[ticket] == READY for ticket in window):
+            # One from behind the boundary waits until all before it was taken.
+            if window[0] < edge and all(queue.statuses[ticket] == READY for ticket in window):
                 return windows.fitting(self, window, budget, padded)
         cut = windows.in_order if queue.in_order else windows.as_ready
         return cut(self, task, budget, boundary, padded)

@@ -41,8 +41,9 @@ class Ways:
 
     def since_last(self) -> dict[str, float]:
         """Metrics: what was counted since this was last asked."""
-        now = {f"queue/by_{way}_shards": float(count) for way, count in self.shards.items()}
-        now |= {f"queue/by_{way}_bytes": float(count) for way, count in self.bytes.items()}
+        # Another thread may count meanwhile.
+        now = {f"queue/by_{way}_shards": float(count) for way, count in list(self.shards.items())}
+        now |= {f"queue/by_{way}_bytes": float(count) for way, count in list(self.bytes.items())}
         new = {tag: value - self._reported.get(tag, 0.0) for tag, value in now.items()}
         self._reported = now
         return {tag: value for tag, value in new.items() if value}
