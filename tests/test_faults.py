@@ -80,7 +80,8 @@ def test_every_role_can_die(tmp_path: Path) -> None:
     assert [row["step"] for row in rows] == list(range(steps)) and len(rollbacks(live.run)) <= 1
     assert 0 < max(row["staleness/max"] for row in rows) <= 2
     result = audit(live.run)
-    assert result.problems == [] and set(result.dropped) <= {"rolled_back"} and not result.failed
+    # What a killed role had put and not yet written is lost, and made again.
+    assert result.problems == [] and set(result.dropped) <= {"rolled_back", "lost"} and not result.failed
 
 
 def test_a_crash_loop_ends_the_run(tmp_path: Path) -> None:

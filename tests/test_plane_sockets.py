@@ -121,6 +121,16 @@ def test_a_maker_without_the_token_is_refused(kind, maker, reader, answer):
     assert digest(reader.read(record, READ_S)) == digest(pattern(1000, 0))
 
 
+def test_who_listens_and_says_nothing_is_not_waited_for(kind, maker, reader, monkeypatch):
+    """Whoever got the port of a maker that has died may wait to be spoken to."""
+    monkeypatch.setattr("relax_hpc.transfer_queue.planes.peers.CONNECT_S", SHORT_S)
+    record = maker.publish(next(NAMES), 1000)
+    with impostor(kind, lambda connection, _: until_it_hangs_up(connection)) as leads:
+        with pytest.raises(PlaneError, match=r"timed out|not done"):
+            reader.read(record | leads, 100 * READ_S)
+    assert digest(reader.read(record, READ_S)) == digest(pattern(1000, 0))
+
+
 @pytest.mark.parametrize("answer", [b"", b"x", bytes(17), b"\1" * 17, b"\1" + b"\xff" * 8 + bytes(8), bytes(1000)])
 def test_a_maker_that_lies_harms_one_read(kind, maker, reader, answer):
     def lie(connection: socket.socket, purpose: bytes) -> None:

@@ -39,7 +39,7 @@ def test_a_run_goes_on_after_a_power_loss(tmp_path: Path, monkeypatch: pytest.Mo
         live.finish(WAIT_S)
     assert live.run.events.read_bytes().splitlines()[: len(told)] == told, "what was said to be done is done"
     result = audit(live.run)
-    assert result.problems == [] and set(result.dropped) <= {"rolled_back"}
+    assert result.problems == [] and set(result.dropped) <= {"rolled_back", "lost"}
     state = queue_state(live.run)
     assert state.trained_steps == STEPS and state.lineage[-1][1] >= EVERY, "it went on from a checkpoint"
     fault_table.add("power loss of everything, with all that no fsync had saved", "local", ENGINE)

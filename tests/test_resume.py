@@ -74,7 +74,7 @@ def test_interrupted_killed_and_damaged(tmp_path: Path) -> None:
     assert [at for _, at in rollbacks(live.run)][-1] == older["step"]
     assert [row["step"] for row in trained_steps(live.run)] == list(range(STEPS))
     result = audit(live.run)
-    assert result.problems == [] and set(result.dropped) <= {"rolled_back"}
+    assert result.problems == [] and set(result.dropped) <= {"rolled_back", "lost"}
     assert_prompts_of_tickets(live)
     assert_finished_run_says_so(tmp_path)
 

@@ -6,6 +6,7 @@ It runs no model, needs no GPU and imports no torch. Log-probabilities are those
 from __future__ import annotations
 
 import asyncio
+import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -41,6 +42,8 @@ class SimulatedEngine:
         self._settings, self._timeout_s = config.rollout.engine.simulated, config.rollout.engine.request_timeout_s
         self._model_dir, self._version = model_dir, version
         self._places, self._door = asyncio.Semaphore(self._settings.concurrency), Door()
+        self._free = [0.0] * self._settings.concurrency
+        """Since when each of the places that are free is, a heap; of the event loop's clock."""
         self._waits = config.rollout.partial_rollout == "off"
 
     async def start(self) -> None:
@@ -77,17 +80,20 @@ class SimulatedEngine:
     async def _draw(self, request: GenerateRequest, sampling: Sampling) -> Generation:
         tokens, draft = self.tokens(request, sampling), request.draft or Draft()
         drawn, pause_s = Draft.of(draft.so_far()), self.seconds(request, sampling.seed) / sampling.max_new_tokens
-        logprob = -math.log(self._tokenizer.vocab_size)
+        logprob, asked = -math.log(self._tokenizer.vocab_size), (clock := asyncio.get_running_loop().time)()
         async with self._places:
-            due = (clock := asyncio.get_running_loop().time)()
-            for position in range(len(drawn.token_ids), len(tokens)):
-                # Each pause is a little longer than asked for, which must not add up.
-                due += pause_s
-                await asyncio.sleep(due - clock())
-                made = [tokens[position]], [logprob], [self._version.encode()]
-                drawn.add(*made)
-                if position + 1 < len(tokens):
-                    draft.add(*made)
+            # Each pause is a little longer than asked for, which must not add up, nor from one response to the next.
+            due = max(asked, heapq.heappop(self._free))
+            try:
+                for position in range(len(drawn.token_ids), len(tokens)):
+                    due += pause_s
+                    await asyncio.sleep(due - clock())
+                    made = [tokens[position]], [logprob], [self._version.encode()]
+                    drawn.add(*made)
+                    if position + 1 < len(tokens):
+                        draft.add(*made)
+            finally:
+                heapq.heappush(self._free, min(due, clock()))
         reason = "stop" if tokens[-1] in self._ends(sampling) else "length"
         draft.ended = replace(drawn.so_far(), finish_reason=reason)
         return draft.ended

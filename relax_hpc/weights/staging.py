@@ -56,6 +56,15 @@ class Staged:
             self._fd = -1
 
 
+def _share(fd: int) -> bool:
+    """Hold a lock with others that was held alone. Not in one step: somebody may have it alone now, and remove what it
+    is of."""
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return True
+    return False
+
+
 class Staging:
     """The folders below ``root``, which is this user's alone."""
 
@@ -74,11 +83,13 @@ class Staging:
                 try:
                     if not (self.root / name).exists():
                         self._make(name, make)
-                    # Not in one step: somebody may remove it in between, and then it is made again.
-                    fcntl.flock(fd, fcntl.LOCK_SH)
+                    shared = _share(fd)
                 except BaseException:
                     os.close(fd)
                     raise
+                if not shared:
+                    os.close(fd)
+                    continue
             else:
                 fd = self._lock(name, fcntl.LOCK_SH)
             if fd is not None:

@@ -26,6 +26,8 @@ from relax_hpc.weights.tensors import SafetensorsFile
 NOTHING = Version(0, 0)
 """What a reader serves before its first pull."""
 _FILE = "file"
+_ASK_S = 10.0
+"""For a newer version than one that cannot be read; then that is tried again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +154,8 @@ class Subscriber:
                 return news, self.fetcher.fetch(news)
             except WeightsError as error:
                 why = error
+            if news not in tried:
+                say(f"weights: {why}; {self.reader} tries again")
             tried.add(news)
             another = self._another(news)
             # At least one of each kind, however long the first one took.
@@ -164,8 +168,11 @@ class Subscriber:
 
     def _another(self, failed: News) -> News:
         """The newest version; if that has failed, in turns with the newest that has files."""
-        asked = {"after": str(self.serving), "multiple_of": self.every}
-        newest = self.client.call("next_version", **asked)
+        asked = {"timeout": _ASK_S, "after": str(self.serving), "multiple_of": self.every}
+        try:
+            newest = self.client.call("next_version", **asked)
+        except DeadlineError:
+            return failed
         if newest.get("version") in (None, failed.version) and not failed.files:
             newest = self.client.call("filed_version", **asked) or newest
         return News(**newest) if "version" in newest else failed

@@ -16,6 +16,8 @@ from collections.abc import Callable
 MAX_CONNECTIONS = 1024
 """Of one listener; whoever comes then is turned away, and reads by another plane."""
 PROOF_S = 5.0
+CONNECT_S = 10.0
+"""For a peer to be reached and to prove what it is. A dead maker's port may have gone to somebody who says nothing."""
 _HELLO = b"RLXLINK1"
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
@@ -38,6 +40,10 @@ class Deadline:
         if left <= 0:
             raise TimeoutError(f"not done in {self.seconds:g} s")
         return left
+
+    def at_most(self, seconds: float) -> Deadline:
+        """One that ends with this one, or earlier: in so many seconds."""
+        return Deadline(min(seconds, self.left()))
 
 
 def receive(connection: socket.socket, size: int, deadline: Deadline) -> bytes:

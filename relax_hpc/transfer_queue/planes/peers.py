@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator
 from typing import Generic, TypeVar
 
-from relax_hpc.transfer_queue.planes.links import CLOSE_S, Deadline
+from relax_hpc.transfer_queue.planes.links import CLOSE_S, CONNECT_S, Deadline
 
 
 class Link:
@@ -31,7 +31,7 @@ class Link:
             raise TimeoutError(f"other reads from the same peer took all of {deadline.seconds:g} s")
         try:
             if not self.gone and self._connection is None:
-                self._connection = self._connect(deadline)
+                self._connection = self._connect(deadline.at_most(CONNECT_S))
             if self.gone or self._connection is None:
                 raise ConnectionError("the connection was lost")
             yield self._connection
