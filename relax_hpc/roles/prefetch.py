@@ -67,26 +67,24 @@ class Prefetch:
             asked.set_exception(error)
 
     def _fetch(self, batch: int) -> Window:
-        while (message := self.channel.tell(self._claim(batch) if self.ranks.leader else None)) is None:
-            """Nobody is in want of it yet."""
+        message = None
+        while message is None:
+            message = self.channel.tell(self._claim(batch) if self.ranks.leader else None)
         claim = Claim.of(message)
         with self.context.spans("queue", step=claim.step):
             return Window(claim, self.ranks.rows(claim))
 
     def _claim(self, batch: int) -> dict[str, Any] | None:
-        """The leader's part: a claim all of whose rows are sound; None if it takes long, and may."""
+        """The leader's part: a claim all of whose rows are sound; None if there is none yet, and time left."""
         config, client, ranks = self.context.config, self.context.client, self.ranks.layout.data_size
         most, size = config.actor.max_tokens_per_micro_batch, config.groups_per_step // config.algorithm.mini_batches
-        about = {"ranks": ranks, "max_tokens": most, "batch": batch}
-        while True:
-            patience = min(config.queue.wait_timeout_s, max(0.0, self._until - time.monotonic()))
-            try:
-                claim = client.claim_later("actor", config.actor.balance_window * most * ranks, size, patience, **about)
-                claim = claim.result()
-            except DeadlineError:
-                if time.monotonic() < self._until:
-                    return None
-                raise
-            with self.context.spans("queue", step=claim.step):
-                if check_claim(client, claim, self.placeholders):
-                    return claim.message()
+        budget, about = config.actor.balance_window * most * ranks, {"ranks": ranks, "max_tokens": most, "batch": batch}
+        patience = min(config.queue.wait_timeout_s, max(0.0, self._until - time.monotonic()))
+        try:
+            claim = client.claim_later("actor", budget, size, patience, **about).result()
+        except DeadlineError:
+            if time.monotonic() < self._until:
+                return None
+            raise
+        with self.context.spans("queue", step=claim.step):
+            return claim.message() if check_claim(client, claim, self.placeholders) else None
