@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,16 +16,18 @@ import pytest
 from relax_hpc.config.schema import Config
 from relax_hpc.errors import DeadlineError, FencedError, RelaxError, StoppedError
 from relax_hpc.metrics.spans import OpenSpan
+from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.client import Claim
 from tests.requirements import requires
 
 requires("torch", "megatron")
 
 from relax_hpc.roles import actor as module  # noqa: E402
+from relax_hpc.roles import prefetch  # noqa: E402
 from relax_hpc.roles.actor import Actor, AtEdge, Clock, correction_report  # noqa: E402
 from relax_hpc.roles.prefetch import Prefetch, Window  # noqa: E402
 
-CLAIM = Claim(5, 0, (0, 1), (), 0, assignment=[[[0, 3], [1]], [[2]]])
+CLAIM = Claim(5, 3, (12, 13), (), 0, assignment=[[[0, 3], [1]], [[2]]])
 
 SPAN = OpenSpan("wait", None, "", ("", ""), 0.0, 0.0)
 
@@ -88,7 +91,8 @@ def waiting(deadline: float | None = None) -> Any:
     actor.config = Config(groups_per_step=4)
     actor.config.algorithm.mini_batches = 2
     spans = {"spans": lambda *_, **__: nullcontext(SPAN)}
-    actor.context = SimpleNamespace(config=actor.config, client=Queue(), stop=threading.Event(), **spans)
+    about = {"run": RunDir(Path("run")), "stop": threading.Event()}
+    actor.context = SimpleNamespace(config=actor.config, client=Queue(), **about, **spans)
     layout, alone = SimpleNamespace(data_size=1), SimpleNamespace(tell=lambda message: message)
     actor.ranks = SimpleNamespace(leader=True, layout=layout, tell=alone.tell, rows=lambda _: [], channel=lambda: alone)
     actor.clock = Clock(deadline)
@@ -123,8 +127,9 @@ def test_who_waits_until_the_limit_is_near_ends_too() -> None:
 def test_a_step_whose_weights_have_changed_is_brought_to_its_end() -> None:
     actor = waiting()
     actor.context.stop.set()
-    thread = later(actor, lambda: actor.context.client.claims[0].set_result(CLAIM))
-    assert list(actor.windows(3, 1)) == [Window(CLAIM, [])]
+    last = claim(5, 14, 15)
+    thread = later(actor, lambda: actor.context.client.claims[0].set_result(last))
+    assert list(actor.windows(3, 1)) == [Window(last, [])]
     thread.join()
 
 
@@ -162,7 +167,7 @@ def test_while_one_window_is_trained_on_the_next_is_asked_for() -> None:
     actor = giving(claim(1, 12), claim(2, 13), claim(3, 14, 15), claim(4, 16, 17))
     assert [window.claim.lease for window in actor.windows(3, 0)] == [1, 2]
     assert [window.claim.lease for window in actor.windows(3, 1)] == [3]
-    assert actor.prefetch.await_it().result().claim.lease == 4, "of the next step"
+    assert actor.prefetch.asked.result(10).claim.lease == 4, "of the next step"
     assert actor.context.client.dealt == [0, 1, 0, 0]
 
 
@@ -173,18 +178,28 @@ def test_behind_the_last_step_nothing_is_asked_for() -> None:
     assert actor.prefetch.asked is None
 
 
-def test_what_nobody_waits_for_yet_may_take_longer_than_a_wait() -> None:
-    actor = waiting()
+def test_a_claim_is_asked_for_once_however_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer that comes after nobody waited for it would be a lease that nobody knows of."""
+    monkeypatch.setattr(prefetch, "_TELL_S", 0.0)
+    actor, told = waiting(), threading.Event()
+    actor.prefetch.channel = SimpleNamespace(tell=lambda message: (message or told.set(), message)[1])
     actor.prefetch.ask(0)
-    queue = actor.context.client
-    for number in range(3):
-        assert queue.asked.wait(10)
-        queue.asked.clear()
-        queue.claims[number].set_exception(DeadlineError("600 s"))
-    assert queue.asked.wait(10)
-    asked = actor.prefetch.await_it()
-    queue.claims[3].set_result(CLAIM)
-    assert asked.result(10) == Window(CLAIM, [])
+    assert told.wait(10), "the other ranks hear that there is nothing yet"
+    (asked,) = actor.context.client.claims
+    asked.set_result(CLAIM)
+    assert actor.prefetch.asked.result(10) == Window(CLAIM, [])
+
+
+def test_rows_that_never_come_end_the_wait() -> None:
+    actor = waiting()
+    actor.config.queue.wait_timeout_s = 0.0
+    with pytest.raises(DeadlineError, match=r"no rows to train on came for 0 s; .* logs of the group"):
+        next(actor.windows(3, 0))
+
+
+def test_a_claim_of_other_tickets_is_not_trained_on() -> None:
+    with pytest.raises(RelaxError, match="found tickets 14 to 15, expected those of 12 to 13"):
+        next(giving(claim(1, 14, 15)).windows(3, 0))
 
 
 class Losing(Giving):
@@ -192,7 +207,7 @@ class Losing(Giving):
 
     def __init__(self, *claims: Claim) -> None:
         super().__init__(*claims)
-        self.held: list[list[int]] = [[0], [0, 1]]
+        self.held: list[list[int]] = [[12], [12, 13]]
         self.released: list[int] = []
 
     def call(self, op: str, **args: Any) -> dict:
@@ -205,7 +220,7 @@ class Losing(Giving):
 
 def test_rows_that_are_lost_with_their_maker_cost_a_gradient() -> None:
     actor, done, tally = waiting(), [], module.Tally()
-    lost, again = claim(6, 1), claim(7, 0, 1)
+    lost, again = claim(6, 13), claim(7, 12, 13)
     actor.context.client = queue = Losing(CLAIM, lost, again)
     actor.batches = lambda window: [window.claim.lease]
     actor.trainer = SimpleNamespace(accumulate=done.append, discard=lambda: done.append("discarded"))
@@ -217,9 +232,9 @@ def test_rows_that_are_lost_with_their_maker_cost_a_gradient() -> None:
 
 def test_a_ticket_that_comes_twice_does_not_count_for_another() -> None:
     actor, tally = waiting(), module.Tally()
-    first = claim(5, 0), claim(6, 0), claim(7, 1), claim(8, 2)
-    actor.context.client = queue = Losing(*first, claim(9, 0), claim(10, 1))
-    queue.held = [[0, 1], [0, 1]]
+    first = claim(5, 12), claim(6, 12), claim(7, 13), claim(8, 14)
+    actor.context.client = queue = Losing(*first, claim(9, 12), claim(10, 13))
+    queue.held = [[12, 13], [12, 13]]
     actor.batches = lambda window: []
     actor.trainer = SimpleNamespace(accumulate=lambda _: None, discard=lambda: None)
     claims, _ = actor.gradients(3, 0, tally)
@@ -238,12 +253,10 @@ def test_what_goes_wrong_beside_training_is_why_no_rows_come() -> None:
         next(actor.windows(3, 0))
 
 
-@pytest.mark.parametrize("error", [FencedError("epoch 1 is over"), DeadlineError("nothing came")])
-def test_a_claim_that_fails_says_so(error: Exception) -> None:
+def test_a_claim_that_fails_says_so() -> None:
     actor = waiting()
-    actor.config.queue.wait_timeout_s = 0.0
-    thread = later(actor, lambda: actor.context.client.claims[0].set_exception(error))
-    with pytest.raises(type(error)):
+    thread = later(actor, lambda: actor.context.client.claims[0].set_exception(FencedError("epoch 1 is over")))
+    with pytest.raises(FencedError):
         next(actor.windows(3, 0))
     thread.join()
 

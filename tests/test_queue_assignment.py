@@ -105,6 +105,18 @@ def test_a_window_that_shrinks_keeps_every_other_row_with_its_rank(restarted):
 
 
 @pytest.mark.parametrize("restarted", [after_journal, after_snapshot])
+def test_windows_come_in_order_however_they_were_given_back(restarted):
+    desk = desk_with([0, 1, 2, 3])
+    window = {**WINDOW, "budget": 1}
+    leases = [desk.ask("actor", 1, f"c{number}", "claim", **window)["lease"] for number in range(3)]
+    for lease in (leases[1], leases[2], leases[0]):
+        desk.ask("actor", 1, f"r{lease}", "release", lease=lease)
+    desk.state = restarted(desk)
+    again = [desk.ask("actor", 1, f"again{number}", "claim", **window)["tickets"] for number in range(4)]
+    assert again == [[0], [1], [2], [3]]
+
+
+@pytest.mark.parametrize("restarted", [after_journal, after_snapshot])
 def test_a_window_behind_the_boundary_waits_for_those_before_it(restarted):
     """It was claimed ahead, and both are given back; the rows of the first one were lost with their maker."""
     desk = desk_with([0, 1, 2, 3], saved=False)

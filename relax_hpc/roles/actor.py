@@ -15,7 +15,7 @@ from relax_hpc.algorithms.correction import effective_share
 from relax_hpc.checkpoint import store
 from relax_hpc.checkpoint.saver import Saver
 from relax_hpc.config.schema import CheckpointConfig, Config
-from relax_hpc.errors import StoppedError
+from relax_hpc.errors import DeadlineError, RelaxError, StoppedError
 from relax_hpc.roles.context import HUB, Context
 from relax_hpc.roles.inner import InnerRoles
 from relax_hpc.roles.prefetch import Prefetch, Window
@@ -255,6 +255,7 @@ class Actor:
         """
         minis = self.config.algorithm.mini_batches
         size = self.config.groups_per_step // minis
+        first = step * self.config.groups_per_step + number * size
         leases: list[int] = []
         tickets: set[int] = set()
         if not self.prefetch.asked:
@@ -263,6 +264,7 @@ class Actor:
             # Beyond the first update it is too late to leave the step out.
             window = self._take(step, may_end=number == 0)
             leases.append(window.claim.lease)
+            check_range(window.claim, first, size)
             # A ticket whose rows were lost since it was claimed may come again.
             tickets.update(window.claim.tickets)
             if len(tickets) < size:
@@ -276,7 +278,7 @@ class Actor:
 
     def _take(self, step: int, may_end: bool) -> Window:
         """The window that was asked for, in every rank; AtEdge if the actor has to end before, and ``may_end``."""
-        asked = self.prefetch.await_it()
+        asked = self.prefetch.asked
         with self.context.spans("wait", step=step, cause=HUB) as waiting:
             reason = self._wait(asked, may_end) if self.ranks.leader else ""
             if reason := self.ranks.tell({"reason": reason})["reason"]:
@@ -288,7 +290,14 @@ class Actor:
 
     def _wait(self, work: Future, may_end: bool) -> str:
         """Wait for an answer of the queue, in the leader; why the actor has to end before, if it ``may_end``."""
+        patience = self.config.queue.wait_timeout_s
+        until = time.monotonic() + patience
         while not wait([work], timeout=_LOOK_S).done:
+            if time.monotonic() > until:
+                text = (
+                    f"no rows to train on came for {patience:g} s; see relax-hpc status, and the logs of the group that"
+                )
+                raise DeadlineError(f"{text} is behind in {self.context.run.root / 'logs'}")
             # What goes wrong there may be why nothing comes.
             self.publisher.check()
             self.saver.check()
@@ -321,6 +330,15 @@ class Actor:
         assigned = window.claim.assignment[self.ranks.layout.data_rank]
         parts = [[window.rows[number] for number in part] for part in assigned]
         return [collate(part, PAD, self.model.device, self.model.length_multiple) for part in parts]
+
+
+def check_range(claim: Claim, first: int, size: int) -> None:
+    """RelaxError unless ``claim`` is of the ``size`` tickets from ``first`` on, which are trained on now."""
+    if claim.tickets[0] < first or claim.tickets[-1] >= first + size:
+        found = f"tickets {claim.tickets[0]} to {claim.tickets[-1]}"
+        raise RelaxError(
+            f"claim: found {found}, expected those of {first} to {first + size - 1}; the actor starts again"
+        )
 
 
 def trainer_of(model: PolicyModel, config: Config) -> Trainer:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
 from relax_hpc.background import Background
-from relax_hpc.errors import DeadlineError
 from relax_hpc.roles.context import Context
 from relax_hpc.roles.ranks import Ranks
 from relax_hpc.transfer_queue.claims import check_claim
 from relax_hpc.transfer_queue.client import Claim
 from relax_hpc.transfer_queue.schema import Row
+
+_AHEAD_S = 30 * 86400.0
+_TELL_S = 30.0
+"""After which the other ranks are told that there is nothing yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +39,13 @@ class Prefetch:
         self.channel = ranks.channel()
         self.asked: Future[Window] | None = None
         """What was last asked for; None once `taken`."""
-        self._until = math.inf
-        """When the actor has waited for too long."""
+        self._claiming: Future[Claim] | None = None
         self._work = Background("windows", self._answer)
 
     def ask(self, batch: int) -> None:
         """Have the next window fetched, as number ``batch`` of its mini-batch. One is asked for at a time."""
-        self.asked, self._until = Future(), math.inf
+        self.asked = Future()
         self._work.put((batch, self.asked))
-
-    def await_it(self) -> Future[Window]:
-        """What was asked for is needed now; from here on there is a deadline."""
-        assert self.asked is not None
-        self._until = time.monotonic() + self.context.config.queue.wait_timeout_s
-        return self.asked
 
     def taken(self) -> None:
         """The window that was asked for has its user."""
@@ -75,16 +69,17 @@ class Prefetch:
             return Window(claim, self.ranks.rows(claim))
 
     def _claim(self, batch: int) -> dict[str, Any] | None:
-        """The leader's part: a claim all of whose rows are sound; None if there is none yet, and time left."""
+        """The leader's part: a claim all of whose rows are sound; None if there is no such yet.
+
+        The request is never given up, as its answer, a lease, would come to nobody: who needs it has the deadline.
+        """
         config, client, ranks = self.context.config, self.context.client, self.ranks.layout.data_size
         most, size = config.actor.max_tokens_per_micro_batch, config.groups_per_step // config.algorithm.mini_batches
         budget, about = config.actor.balance_window * most * ranks, {"ranks": ranks, "max_tokens": most, "batch": batch}
-        patience = min(config.queue.wait_timeout_s, max(0.0, self._until - time.monotonic()))
-        try:
-            claim = client.claim_later("actor", budget, size, patience, **about).result()
-        except DeadlineError:
-            if time.monotonic() < self._until:
-                return None
-            raise
+        if self._claiming is None:
+            self._claiming = client.claim_later("actor", budget, size, _AHEAD_S, **about)
+        if not wait([self._claiming], _TELL_S).done:
+            return None
+        claim, self._claiming = self._claiming.result(), None
         with self.context.spans("queue", step=claim.step):
             return claim.message() if check_claim(client, claim, self.placeholders) else None

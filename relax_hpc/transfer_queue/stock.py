@@ -5,6 +5,7 @@ All of it is reached through the records that `QueueState` applies; every method
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -229,7 +230,7 @@ class Stock(Keeping):
         for ticket in held.tickets:
             self._reopen(held.task, ticket)
         if held.tickets and self.tasks[held.task].in_order:
-            self.tasks[held.task].returned.append(held.tickets)
+            bisect.insort(self.tasks[held.task].returned, held.tickets)
 
     def _ack(self, number: int) -> None:
         """Consumed are the tickets that have what the task gives; others (their rows were refused) are ready again."""

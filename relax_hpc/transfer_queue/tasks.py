@@ -22,7 +22,7 @@ class TaskQueue:
     position: int = 0
     """No lower ticket is left to take."""
     returned: list[tuple[int, ...]] = field(default_factory=list)
-    """Windows in order that were given back: they are offered again as they were."""
+    """Windows in order that were given back, ascending: they are offered again as they were."""
     low: int = field(default=0, compare=False)
     """No lower ticket is ready."""
 

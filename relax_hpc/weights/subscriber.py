@@ -171,10 +171,10 @@ class Subscriber:
         asked = {"timeout": _ASK_S, "after": str(self.serving), "multiple_of": self.every}
         try:
             newest = self.client.call("next_version", **asked)
+            if newest.get("version") in (None, failed.version) and not failed.files:
+                newest = self.client.call("filed_version", **asked) or newest
         except DeadlineError:
             return failed
-        if newest.get("version") in (None, failed.version) and not failed.files:
-            newest = self.client.call("filed_version", **asked) or newest
         return News(**newest) if "version" in newest else failed
 
     def _give_up(self, news: News, why: WeightsError) -> None:
