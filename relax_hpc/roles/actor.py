@@ -54,7 +54,6 @@ class Actor:
         model.load_hf(context.model)
         self.model = model
         self.inner = InnerRoles(model, self.config, context.model)
-        self.placeholders = placeholders_of(context.model)
         self.trainer = trainer_of(model, self.config)
         self.publisher = Publisher(
             context.run,
@@ -72,7 +71,7 @@ class Actor:
         patience = self.config.checkpoint.timeout_s
         self.saver = Saver(self.trainer, self.ranks.channel(patience), patience, self._note_unsaved)
         self.clock = Clock(context.deadline)
-        self.prefetch = Prefetch(context, self.ranks, self.placeholders)
+        self.prefetch = Prefetch(context, self.ranks, placeholders_of(context.model))
         self.settling: Future | None = None
         """Of the leader, about the rows of the last mini-batch."""
         self.told: Future | None = None
@@ -242,8 +241,8 @@ class Actor:
 
     def give_back(self, step: int, number: int, claims: list[Claim]) -> None:
         """Hold nothing of mini-batch ``number`` any more, nor what was asked for last: it may be of this one too."""
-        for lease in [claim.lease for claim in claims]:
-            self._ask("release", lease=lease)
+        for claim in claims:
+            self._ask("release", lease=claim.lease)
         if self.prefetch.asked:
             self._ask("release", lease=self._take(step, may_end=number == 0).claim.lease)
 

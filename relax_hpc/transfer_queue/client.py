@@ -193,7 +193,7 @@ class QueueClient:
 
     def claim(self, task: str, budget: int, boundary: int = 0, **dealt: int) -> Claim | None:
         """Wait for ``claim_later``."""
-        return self.claim_later(task, budget, boundary, None, **dealt).result()
+        return self.claim_later(task, budget, boundary, **dealt).result()
 
     def give_back(self, claim: Claim) -> None:
         """Hold ``claim`` no more: what is still wanted of it is offered again."""
