@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import random
 import shutil
 from collections.abc import Callable
@@ -179,18 +178,6 @@ def test_no_flipped_bit_of_a_part_passes(copy: Path, converted: Path, tmp_path: 
             refusals += 1
             assert PART in str(error)
     assert refusals > 30
-
-
-def test_metadata_that_would_run_something_is_refused(copy: Path, tmp_path: Path):
-    class Trap:
-        def __reduce__(self) -> tuple:
-            return Path.touch, (tmp_path / "sprung",)
-
-    (copy / MARKER).unlink()
-    (copy / METADATA).write_bytes(pickle.dumps(Trap()))
-    with pytest.raises(ConfigError, match="does not belong into it"):
-        to(copy, tmp_path / "hf")
-    assert not (tmp_path / "sprung").exists() and not (tmp_path / "hf").exists()
 
 
 def test_a_difference_found_at_the_end_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

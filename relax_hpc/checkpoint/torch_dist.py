@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import pickle
 import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -25,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from relax_hpc.checkpoint.metadata import UnknownEntryError, read_metadata
 from relax_hpc.checkpoint.store import MARKER, checksum
 from relax_hpc.errors import ConfigError
 
@@ -32,23 +32,10 @@ METADATA = ".metadata"
 CONFIG = "metadata.json"
 COMMON = "common.pt"
 _DAMAGED = "damaged; take another checkpoint, or copy it again"
-_KNOWN_MODULES = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")
-_KNOWN = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("collections", "OrderedDict"),
-    ("pathlib", "PosixPath"),
-    *(("torch", name) for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)),
-}
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Only what describes tensors: a checkpoint may come from somebody else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _KNOWN or (module.startswith(_KNOWN_MODULES) and "." not in name):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} does not belong into it")
+_UNKNOWN = (
+    f"is not among what torch {torch.__version__} and megatron-core write there; nothing of it was run. If you know "
+    "who wrote the checkpoint, save it again with this environment's versions; if you do not, leave it alone"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +59,11 @@ class StoredState:
             if METADATA in recorded and checksum(path) not in ("", recorded[METADATA]):
                 raise ValueError("its checksum differs from the marker's")
             with path.open("rb") as file:
-                self._metadata = _MetadataUnpickler(file).load()
-            self.tensors: dict[str, TensorStorageMetadata] = {
-                key: about
-                for key, about in self._metadata.state_dict_metadata.items()
-                if isinstance(about, TensorStorageMetadata)
-            }
+                self.tensors, self._stored = read_metadata(file)
         except FileNotFoundError as error:
             raise ConfigError(f"{path}: missing, so saving did not come to its end; take another checkpoint") from error
+        except UnknownEntryError as error:
+            raise ConfigError(f"{path}: unknown entry: {_brief(error)} {_UNKNOWN}") from error
         # A damaged pickle can fail in any way.
         except Exception as error:
             raise ConfigError(f"{path}: {_DAMAGED} ({_brief(error)})") from error
@@ -103,7 +87,7 @@ class StoredState:
     def _load(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
         path = self.directory / METADATA
         try:
-            about = self._metadata.storage_data[MetadataIndex(key, chunk.offsets)]
+            about = self._stored[key, tuple(chunk.offsets)]
             path = self.directory / Path(about.relative_path).name
             with path.open("rb") as file:
                 file.seek(about.offset)
