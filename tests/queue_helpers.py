@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -160,6 +161,15 @@ class Roles:
 
     def __getitem__(self, role: str) -> QueueClient:
         return self.clients[role]
+
+    def waits(self, text: str) -> bool:
+        """Whether status says, soon, that somebody waits for what ``text`` says: nothing orders what is asked on one
+        connection before what is asked on another."""
+        until = time.monotonic() + self.config.queue.wait_timeout_s
+        while not (found := any(text in why for why in self["advantages"].call("status")["waiting"])):
+            if time.monotonic() > until:
+                break
+        return found
 
     def start(self, step: int = 0) -> Version:
         """Resume at ``step`` and publish its weights."""

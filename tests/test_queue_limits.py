@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -72,39 +71,27 @@ def test_amounts_are_told_in_the_unit_of_the_bound(held, allowed, text):
     assert amounts(held, allowed) == text
 
 
-def waiting(roles: Roles) -> list[str]:
-    return roles["actor"].call("status")["waiting"]
-
-
-def waits(roles: Roles, text: str) -> bool:
-    """Whether status says, soon, that somebody waits for this."""
-    until = time.monotonic() + 5
-    while not any(text in why for why in waiting(roles)) and time.monotonic() < until:
-        pass
-    return any(text in why for why in waiting(roles))
-
-
 def test_status_says_why_nothing_is_generated(tmp_path):
     run, config = make_run(tmp_path / "run"), small(staleness=1, steps=9)
     config.queue.max_bytes = 1 << 10
     with in_thread(run, config) as hub, Roles(run, config) as roles:
         early = roles["rollout"].submit("admit", reader="rollout/0", count=2)
-        assert waits(roles, "rollout: admit: serves no version of this lineage yet")
+        assert roles.waits("rollout: admit: serves no version of this lineage yet")
         version = roles.start()
         roles["rollout"].call("serve", reader="rollout/0", version=str(version))
         tickets = early.result(timeout=5)["tickets"]
         roles["rollout"].generated(rows_of(tickets, version))
         assert hub.state.shelf.untrained_bytes >= 1 << 10
         full = roles["rollout"].submit("admit", reader="rollout/0", count=2)
-        assert waits(roles, f"rollout: admit: the queue holds {amounts(hub.state.shelf.untrained_bytes, 1 << 10)}")
+        assert roles.waits(f"rollout: admit: the queue holds {amounts(hub.state.shelf.untrained_bytes, 1 << 10)}")
         roles.learn(version)
         roles.train(0)
         assert full.result(timeout=5)["tickets"] == [2, 3], "there is room, and version 0 may begin step 1"
         stale = roles["rollout"].submit("admit", reader="rollout/0", count=2)
         roles["rollout"].generated(rows_of([2, 3], version))
-        assert waits(roles, "rollout: admit: waits for version 1, newest is 1")
+        assert roles.waits("rollout: admit: waits for version 1, newest is 1")
         roles["rollout"].call("serve", reader="rollout/0", version=str(Version(1, 1)))
-        assert waits(roles, "rollout: admit: the queue holds")
+        assert roles.waits("rollout: admit: the queue holds")
         for role, fields in GIVES.items():
             claim = roles[role].claim(role, 1 << 20)
             roles[role].put(learned(roles[role].rows(claim), version), fields, claim)

@@ -28,11 +28,6 @@ def take(client: QueueClient, side: str, step: int = 0) -> Future:
     return client.submit("take_turn", side=side, step=step)
 
 
-def waits(roles: Roles, text: str) -> bool:
-    """Whether somebody waits, for what `text` says."""
-    return any(text in why for why in roles["rollout"].call("status")["waiting"])
-
-
 def rest(roles: Roles, number: int, step: int) -> None:
     roles["rollout"].call("serve", reader=f"rollout/{number}", version=str(roles.version))
     roles["rollout"].call("rest", reader=f"rollout/{number}", step=step)
@@ -41,21 +36,21 @@ def rest(roles: Roles, number: int, step: int) -> None:
 def test_engines_wait_for_the_actor_and_the_actor_for_all_engines(world: SimpleNamespace) -> None:
     roles = world.roles
     engines = take(roles["rollout"], "engines")
-    assert waits(roles, "waits for the actor to make room")
+    assert roles.waits("waits for the actor to make room")
     roles.version = roles.start()
     roles["actor"].call("end_turn")
     engines.result(timeout=10)
     actor, generated = take(roles["actor"], "actor"), roles["rollout"].submit("step_generated", step=0)
-    assert waits(roles, "waits for engines to make room: 0 of 2 have")
-    assert waits(roles, "waits for the rows of step 0")
+    assert roles.waits("waits for engines to make room: 0 of 2 have")
+    assert roles.waits("waits for the rows of step 0")
     roles.generate(roles.version)
     generated.result(timeout=10)
     rest(roles, 0, 0)
-    assert waits(roles, "1 of 2 have") and not actor.done()
+    assert roles.waits("1 of 2 have") and not actor.done()
     rest(roles, 1, 0)
     actor.result(timeout=10)
     again = take(roles["rollout"], "engines")
-    assert waits(roles, "waits for the actor to make room") and not again.done()
+    assert roles.waits("waits for the actor to make room") and not again.done()
 
 
 def test_what_engines_did_in_a_former_step_or_lineage_is_no_rest(world: SimpleNamespace) -> None:
@@ -65,7 +60,7 @@ def test_what_engines_did_in_a_former_step_or_lineage_is_no_rest(world: SimpleNa
     for number in range(2):
         rest(roles, number, 0)
     later = take(roles["actor"], "actor", step=1)
-    assert waits(roles, "0 of 2 have") and not later.done()
+    assert roles.waits("0 of 2 have") and not later.done()
     for number in range(2):
         rest(roles, number, 1)
     later.result(timeout=10)

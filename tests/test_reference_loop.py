@@ -18,7 +18,7 @@ import pytest
 from relax_hpc.metrics.read_spans import read_spans
 from relax_hpc.transfer_queue import hdf5
 from relax_hpc.transfer_queue.schema import Row
-from tests import run_helpers
+from tests import late_news, run_helpers
 from tests.audit import audit
 from tests.requirements import requires
 from tests.run_helpers import Running
@@ -130,10 +130,17 @@ def different(one: Outcome, other: Outcome) -> list[str]:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, Outcome, Path]:
-    """An undisturbed run, the reference of the same configuration, and the model that both began with."""
+    """A run whose actor_fwd hears late of versions, its reference, and the model that both began with."""
     directory = tmp_path_factory.mktemp("plain")
-    with reference(directory, PLAIN) as expected, run_helpers.running(directory, PLAIN) as running:
-        return outcome_of(running), expected(), running.run.model
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in late_news.environment(directory / "hook").items():
+            patch.setenv(name, value)
+        with reference(directory, PLAIN) as expected, run_helpers.running(directory, PLAIN) as running:
+            found, should = outcome_of(running), expected()
+    (log,) = running.run.logs("actor_fwd", 1).glob("actor_fwd-rank-0.log")
+    late = [line for line in log.read_text().splitlines() if line.startswith(late_news.SAID)]
+    assert late == [f"{late_news.SAID} {step}" for step in (1, 2)], "wherever it could be"
+    return found, should, running.run.model
 
 
 def test_a_run_equals_the_synchronous_loop(plain):
