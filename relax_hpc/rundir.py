@@ -16,11 +16,12 @@ from relax_hpc.errors import ConfigError
 MIN_TOKEN_BYTES = 32
 
 
-def write_atomic(path: Path, data: bytes, sync: bool = False) -> None:
-    """Write ``data`` beside ``path`` and rename it into place, so that readers see all of it or nothing."""
+def write_atomic(path: Path, data: bytes | memoryview, sync: bool = False, tail: bytes = b"") -> None:
+    """Write ``data``, then ``tail``, beside ``path`` and rename it into place: readers see all of it or nothing."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     with temporary.open("wb") as file:
         file.write(data)
+        file.write(tail)
         if sync:
             file.flush()
             os.fsync(file.fileno())

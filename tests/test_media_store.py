@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relax_hpc.transfer_queue import media
 from relax_hpc.transfer_queue.media import (
     BadMedia,
     MediaError,
@@ -290,3 +291,65 @@ def test_placeholders_are_those_of_the_model(tmp_path, config, found):
     assert placeholders_of(tmp_path) == {}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert placeholders_of(tmp_path) == found
+
+
+@pytest.fixture
+def hashed(monkeypatch) -> dict[str, int]:
+    """Bytes that were hashed since, by what for."""
+    found = {"name": 0, "damage": 0}
+    name, checksum = media.blake2b, media.xxhash.xxh3_128_digest
+
+    def counted(what: str, real: Callable) -> Callable:
+        def count(blob: memoryview, **how: int) -> object:
+            found[what] += len(blob)
+            return real(blob, **how)
+
+        return count
+
+    monkeypatch.setattr(media, "blake2b", counted("name", name))
+    monkeypatch.setattr(media.xxhash, "xxh3_128_digest", counted("damage", checksum))
+    return found
+
+
+def test_bytes_are_hashed_once_by_who_stores_and_once_by_each_who_reads(store, hashed):
+    media_id = store.put(bytes(1000))
+    assert hashed == {"name": 1000, "damage": 1000}
+    reader = MediaStore(store.folder)
+    for _ in range(3):
+        reader.check(media_id)
+        reader.read(media_id)
+    assert hashed == {"name": 1000, "damage": 2000}
+    assert store.put(bytes(1000), media_id) == media_id, "it is there, and named already"
+    reader.read(media_id, verify=False)
+    assert hashed == {"name": 1000, "damage": 3000}
+
+
+@pytest.mark.parametrize("how", ["bytes", "tail", "shorter", "replaced", "gone"])
+def test_what_was_sound_and_has_changed_is_found(store, how):
+    media_id = store.put(bytes(1000))
+    store.check(media_id)
+    path = store.folder / media_id
+    os.utime(path, ns=(0, 0))
+    store.check(media_id)
+    whole = bytearray(path.read_bytes())
+    whole[{"bytes": 500, "tail": -1}.get(how, 0)] ^= 1
+    if how in ("bytes", "tail"):
+        path.write_bytes(whole)
+    elif how == "shorter":
+        os.truncate(path, 999)
+    elif how == "replaced":
+        path.with_name("other").write_bytes(whole)
+        path.with_name("other").replace(path)
+    else:
+        path.unlink()
+    for use in (store.check, store.read):
+        with pytest.raises(MediaError, match="No such file" if how == "gone" else "damaged, .* checksum behind them"):
+            use(media_id)
+
+
+def test_what_a_process_remembers_is_bounded(store, monkeypatch, hashed):
+    monkeypatch.setattr(media, "_MAX_KNOWN", 2)
+    ids = [store.put(bytes([number])) for number in range(3)]
+    for media_id in (*ids, ids[2], ids[0]):
+        store.check(media_id)
+    assert hashed["damage"] == 3 + 4 and len(store._known) == 2

@@ -217,13 +217,26 @@ def test_a_terminal_keeps_some_lines(monkeypatch):
 def test_figures_end_in_one_line_of_json(capsys):
     figures = figures_module()
     rows = [
-        figures.Figure("own share", 0.034567, "of a step", "<= 0.05", True),
+        figures.Figure("own share", 0.034567, "of a step", "<= 0.05", True, [0.03, 0.034567, 0.04]),
         figures.Figure("rows", 1234567.0, "rows/s", ">= 2e6", False),
         figures.Figure("loss", math.nan, "nats"),
     ]
     figures.print_figures(rows, {"seed": 0, "run": Path("runs/a")}, as_json=True)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split() == ["own", "share", "0.03457", "of", "a", "step", "<=", "0.05", "ok"]
+    assert lines[1].split() == [
+        "own",
+        "share",
+        "0.03457",
+        "[0.03",
+        "to",
+        "0.04]",
+        "of",
+        "a",
+        "step",
+        "<=",
+        "0.05",
+        "ok",
+    ]
     assert lines[2].endswith("MISSED") and "1,234,567" in lines[2]
     parsed = json.loads(lines[-1])
     assert parsed["figures"][1] == {
@@ -232,8 +245,28 @@ def test_figures_end_in_one_line_of_json(capsys):
         "unit": "rows/s",
         "target": ">= 2e6",
         "ok": False,
+        "rounds": [],
     }
-    assert parsed["figures"][2]["value"] is None and parsed["settings"] == {"seed": 0, "run": "runs/a"}
+    assert parsed["figures"][2]["value"] is None and parsed["settings"].keys() == {
+        "cores",
+        "load_before",
+        "seed",
+        "run",
+    }
+
+
+def test_figures_are_printed_as_they_come_and_kept_if_the_rest_fails(capsys):
+    figures = figures_module()
+
+    def measured():
+        yield figures.Figure("a", 1.0, "s")
+        assert "a   " in capsys.readouterr().out.splitlines()[-1]
+        yield figures.Figure("b", 2.0, "s")
+        raise RuntimeError("the engine died")
+
+    with pytest.raises(RuntimeError, match="the engine died"):
+        figures.print_figures(measured(), {}, as_json=True)
+    assert [one["name"] for one in json.loads(capsys.readouterr().out.splitlines()[-1])["figures"]] == ["a", "b"]
 
 
 def test_figures_without_json(capsys):

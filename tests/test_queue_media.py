@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from relax_hpc.errors import RefusedError
+from relax_hpc.transfer_queue import media
 from relax_hpc.transfer_queue.claims import check_claim, sound_claim
 from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transfer_queue.handing import MAX_MEDIA
@@ -141,6 +142,32 @@ def broken(rows: list[Row], how: str, store: Path) -> None:
         rows[-1]["spans"] = [{**spans[0], "media_id": spans[1]["media_id"]}, spans[1]]
     else:
         (store / spans[0]["media_id"]).unlink()
+
+
+def test_each_medium_is_named_once_and_looked_at_once_in_each_process(tmp_path, monkeypatch):
+    """Not once a sample, nor again for the next claim of the same prompt, nor for what reads it then."""
+    seen: dict[str, list[bytes]] = {"blake2b": [], "xxh3_128_digest": []}
+    for module, name in ((media, "blake2b"), (media.xxhash, "xxh3_128_digest")):
+        real = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda blob, real=real, n=name, **k: seen[n].append(bytes(blob)) or real(blob, **k)
+        )
+    run, config = make_run(tmp_path / "run"), small(keep_steps=0)
+    with in_thread(run, config), Roles(run, config) as roles:
+        tickets = roles.admit(roles.start())
+        rows = with_media(roles["rollout"], tickets)
+        assert len(rows) > len(tickets) and roles["rollout"].generated(rows) == {}
+        roles["rollout"].settle()
+        blobs = sorted([png(0), png(1), wav(7)])
+        assert sorted(seen["blake2b"]) == sorted([*blobs, wav(7)]), "the sound was handed over twice"
+        seen["xxh3_128_digest"].clear()
+        reader = roles["reference"]
+        for _ in range(2):
+            claim = reader.claim("reference", BUDGET)
+            assert check_claim(reader, claim, PADS)
+            assert {bytes(reader.media.read(id_of(blob))) for blob in blobs} == set(blobs)
+            assert sorted(seen["xxh3_128_digest"]) == blobs
+            reader.give_back(claim)
 
 
 @pytest.mark.parametrize(

@@ -84,10 +84,9 @@ def _missing(client: QueueClient, claim: Claim) -> Wrong:
 def _bad_media(client: QueueClient, claim: Claim, placeholders: Mapping[str, int] | None) -> Wrong:
     if not claim.with_media:
         return
-    store = MediaStore(client.run.media)
     for row in client.rows(claim):
         try:
-            _check(store, row, placeholders)
+            _check(client.media, row, placeholders)
         except BadMedia as bad:
             print(f"quarantined: {bad}", flush=True)
             yield bad.reason, int(row["sample_id"].partition(".")[0])
@@ -101,6 +100,6 @@ def _check(store: MediaStore, row: Row, placeholders: Mapping[str, int] | None) 
     check_media(row, placeholders)
     for media_id in sorted(media_ids([row])):
         try:
-            store.read(media_id)
+            store.check(media_id)
         except MediaError as error:
             raise BadMedia("media_missing", f"{row['sample_id']}: {error}") from error

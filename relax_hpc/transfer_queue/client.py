@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from relax_hpc.rendezvous.roster import Card, latest_card
 from relax_hpc.rundir import RunDir, write_json
 from relax_hpc.transfer_queue.hdf5 import Column, column_of
 from relax_hpc.transfer_queue.lengths import packed
-from relax_hpc.transfer_queue.media import media_by_ticket
+from relax_hpc.transfer_queue.media import MediaStore, media_by_ticket
 from relax_hpc.transfer_queue.plan import GENERATED
 from relax_hpc.transfer_queue.planes import SlabPool
 from relax_hpc.transfer_queue.records import OBSERVER_EPOCH
@@ -248,6 +249,11 @@ class QueueClient:
                 planes = planes_of(self.run, self.config, self.group, self.name, pool)
                 self._store = ShardStore(files, planes, pool, self.config.queue.memory_bytes, self._saved)
             return self._store
+
+    @cached_property
+    def media(self) -> MediaStore:
+        """Of this process, which remembers what it has found sound; see `store` for when it is made."""
+        return MediaStore(self.run.media, self.config.queue.durability == "commit", self.config.queue.max_medium_bytes)
 
     def _saved(self, names: list[str]) -> None:
         """The files of shards are written; the queue is told, and told again if its controller changes."""

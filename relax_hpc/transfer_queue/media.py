@@ -1,14 +1,16 @@
 """Media of prompts: stored once by content, named in the `spans` of samples, freed with the last row that names them.
 
 A blob lies in <run>/queue/media/ under the hash of its bytes, so all samples of a prompt group, and all groups of the
-same prompt, share it. The controller counts who needs it, and removes it when nobody does::
+same prompt, share it. That hash (blake2b) is made once, by who stores it; behind the bytes is a checksum (xxh3, ten
+times as fast) by which every process that reads them finds damage, once. The controller counts who needs a blob, and
+removes it when nobody does::
 
     (media_id,) = store_media(client, ticket, [pixels])          # in rollout, once a prompt group
     row["spans"] = [{"kind": "image", "start": 3, "length": 64, "media_id": media_id}]
     row["media_tokens"] = {media_id: 64}                         # as the engine's processor counted them
     client.generated(rows)
     claim = sound_claim(client, "actor", budget)                 # in the trainer: bad rows are quarantined
-    pixels = MediaStore(run.media).read(media_id)
+    pixels = client.media.read(media_id)
 """
 
 from __future__ import annotations
@@ -25,12 +27,17 @@ from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
 from relax_hpc.rundir import sync_directory, write_atomic
 from relax_hpc.transfer_queue.schema import BadRow, Row
 
 KINDS = ("image", "video", "audio")
 _ID = re.compile(r"[0-9a-f]{64}")
+_TAIL_BYTES = 16
+"""Of the checksum behind a blob."""
+_MAX_KNOWN = 1 << 16
+"""Blobs that a process remembers to be sound: 20 MB."""
 _GOING = ".going-"
 """Before the name of a blob that `keep` is about to remove."""
 
@@ -60,23 +67,24 @@ class MediaStore:
     def __init__(self, folder: Path, durable: bool = True, max_bytes: int = 1 << 30, grace_s: float = 3600.0) -> None:
         """``max_bytes``: of one blob. ``grace_s``: a blob stays so long after its last put, whoever names it."""
         self.folder, self.durable, self.max_bytes, self.grace_s = folder, durable, max_bytes, grace_s
+        self._known: dict[str, tuple[int, ...]] = {}
         if not folder.exists():
             folder.mkdir(parents=True, exist_ok=True)
             if durable:
                 sync_directory(folder.parent)
 
-    def put(self, data: bytes | memoryview | np.ndarray) -> str:
+    def put(self, data: bytes | memoryview | np.ndarray, media_id: str = "") -> str:
         """Store the bytes of ``data`` unless they are there, and say under which id; MediaError if they are too many.
 
-        The row that names the id must be accepted within ``grace_s``, or its media put again.
+        ``media_id``: what `id_of` has said, if it was asked; the bytes are not hashed again. The row that names the id
+        must be accepted within ``grace_s``, or its media put again.
         """
-        view = memoryview(data)
-        if not 0 < view.nbytes <= self.max_bytes:
-            raise MediaError(f"media of {view.nbytes} bytes, allowed 1 to {self.max_bytes}; shrink it before the run")
-        blob = (view if view.c_contiguous else memoryview(view.tobytes())).cast("B")
-        media_id = _hash(blob)
+        blob = _flat(data)
+        if not 0 < blob.nbytes <= self.max_bytes:
+            raise MediaError(f"media of {blob.nbytes} bytes, allowed 1 to {self.max_bytes}; shrink it before the run")
+        media_id = check_id(media_id) if media_id else id_of(blob)
         if not self._is_there(media_id):
-            write_atomic(self.folder / media_id, blob, sync=self.durable)
+            write_atomic(self.folder / media_id, blob, sync=self.durable, tail=_checksum(blob))
         return media_id
 
     def _is_there(self, media_id: str) -> bool:
@@ -93,17 +101,40 @@ class MediaStore:
             return False
         return True
 
+    def check(self, media_id: str) -> None:
+        """MediaError if the blob is missing, or not what was put; as cheap as a look at the file once that is known."""
+        path = self.folder / check_id(media_id)
+        try:
+            found = _identity(path.stat())
+        except OSError as error:
+            raise MediaError(f"{path}: {error}") from error
+        if self._known.get(media_id) != found:
+            self.read(media_id)
+
     def read(self, media_id: str, verify: bool = True) -> memoryview:
-        """The blob's bytes, mapped read-only; MediaError if it is missing or, with ``verify``, not what was put."""
+        """The blob's bytes, mapped read-only; MediaError if it is missing or, with ``verify``, not what was put.
+
+        This store compares the bytes of a file with their checksum once, and again when the file has changed.
+        """
         path = self.folder / check_id(media_id)
         try:
             with path.open("rb") as file:
-                blob = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+                found = _identity(os.fstat(file.fileno()))
+                whole = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         except (OSError, ValueError) as error:
             raise MediaError(f"{path}: {error}") from error
-        if verify and _hash(blob) != media_id:
-            raise MediaError(f"{path}: damaged, {len(blob)} bytes that do not have this hash")
+        blob = whole[:-_TAIL_BYTES]
+        if verify and self._known.get(media_id) != found:
+            if _checksum(blob) != whole[-_TAIL_BYTES:]:
+                raise MediaError(f"{path}: damaged, {len(blob)} bytes that do not have the checksum behind them")
+            self._remember(media_id, found)
         return blob
+
+    def _remember(self, media_id: str, found: tuple[int, ...]) -> None:
+        self._known.pop(media_id, None)
+        self._known[media_id] = found
+        if len(self._known) > _MAX_KNOWN:
+            self._known.pop(next(iter(self._known)), None)
 
     def keep(self, ids: Iterable[str]) -> list[str]:
         """Remove blobs that are not in ``ids``, the media of all rows that live, and whose grace is over.
@@ -159,7 +190,7 @@ class MediaStore:
         for path in self.folder.iterdir():
             with contextlib.suppress(FileNotFoundError):
                 if _ID.fullmatch(path.name):
-                    found[path.name] = path.stat().st_size
+                    found[path.name] = path.stat().st_size - _TAIL_BYTES
         return found
 
 
@@ -252,10 +283,19 @@ def _bad(row: Row, message: str, reason: str = "media_mismatch") -> BadMedia:
 
 
 def id_of(data: bytes | memoryview | np.ndarray) -> str:
-    """The id under which `MediaStore.put` would store ``data``."""
+    """The id under which `MediaStore.put` stores ``data``: the hash of its bytes, at about 1 GB/s."""
+    return blake2b(_flat(data), digest_size=32).hexdigest()
+
+
+def _flat(data: bytes | memoryview | np.ndarray) -> memoryview:
     view = memoryview(data)
-    return _hash((view if view.c_contiguous else memoryview(view.tobytes())).cast("B"))
+    return (view if view.c_contiguous else memoryview(view.tobytes())).cast("B")
 
 
-def _hash(blob: memoryview) -> str:
-    return blake2b(blob, digest_size=32).hexdigest()
+def _checksum(blob: memoryview) -> bytes:
+    return xxhash.xxh3_128_digest(blob)
+
+
+def _identity(found: os.stat_result) -> tuple[int, ...]:
+    """What changes with the bytes of a file: another file under its name, or a write to it."""
+    return found.st_ino, found.st_size, found.st_mtime_ns

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from relax_hpc.transfer_queue.media import BadMedia, MediaStore, id_of
+from relax_hpc.transfer_queue.media import BadMedia, id_of
 
 if TYPE_CHECKING:
     from relax_hpc.transfer_queue.client import QueueClient
@@ -33,7 +33,6 @@ def store_media(client: QueueClient, ticket: int, media: Sequence[bytes | memory
         raise BadMedia("bad_media", f"ticket {ticket}: a medium of 0 bytes, allowed 1 or more; mend the prompt's file")
     ids = [id_of(data) for data in media]
     if ids and client.call("media", ticket=ticket, ids=ids)["named"]:
-        store = MediaStore(client.run.media, limits.durability == "commit", limits.max_medium_bytes)
-        for data in media:
-            store.put(data)
+        for media_id, data in zip(ids, media, strict=True):
+            client.media.put(data, media_id)
     return ids

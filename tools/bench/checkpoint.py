@@ -75,12 +75,18 @@ def measure(trainer: Trainer, folder: Path, rounds: int) -> list[Figure]:
         times = {name: [*kept, *([found[name]] if turn else [])] for name, kept in times.items()}
     kept, copied, written, raw = map(median, times.values())
     stall, speed = kept / copied, raw / written
+    stalls = [one / other for one, other in zip(times["kept"], times["copied"], strict=True)]
+    speeds = [one / other for one, other in zip(times["raw"], times["written"], strict=True)]
+    writes = [size / one / 1e9 for one in times["written"]]
     return [
         Figure("checkpoint", size / 2**20, "MiB"),
-        Figure("trainer kept", kept * 1e3, "ms"),
-        Figure("trainer kept: of one memcpy", stall, "x", f"<= {STALL}", stall <= STALL),
-        Figure("written beside training", size / written / 1e9, "GB/s"),
-        Figure("written: of raw write and sync", speed, "x", f">= {WRITE}", speed >= WRITE),
+        Figure("trainer kept", kept * 1e3, "ms", rounds=[1e3 * one for one in times["kept"]]),
+        Figure(
+            "memcpy of as many bytes", size / copied / 1e9, "GB/s", rounds=[size / t / 1e9 for t in times["copied"]]
+        ),
+        Figure("trainer kept: of one memcpy", stall, "x", f"<= {STALL}", stall <= STALL, stalls),
+        Figure("written beside training", size / written / 1e9, "GB/s", rounds=writes),
+        Figure("written: of raw write and sync", speed, "x", f">= {WRITE}", speed >= WRITE, speeds),
     ]
 
 

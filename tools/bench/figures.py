@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+
+_WIDTHS = (46, 10, 22, 10, 10, 6)
+"""Known before, as figures are printed one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,22 +21,40 @@ class Figure:
     unit: str
     target: str | None = None
     ok: bool | None = None
+    rounds: Sequence[float] = ()
+    """What every round gave, in the same unit; `value` is their median."""
 
 
-def print_figures(figures: Sequence[Figure], settings: Mapping[str, object], as_json: bool) -> None:
-    """Print a table for people; with `as_json` also {"figures": [...], "settings": {...}} as the last line."""
-    verdicts = {True: "ok", False: "MISSED", None: ""}
-    head = ("figure", "value", "unit", "target", "")
-    rows = [head, *((f.name, _short(f.value), f.unit, f.target or "", verdicts[f.ok]) for f in figures)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for name, value, *rest in rows:
-        words = [name.ljust(widths[0]), value.rjust(widths[1])]
-        words += [word.ljust(width) for word, width in zip(rest, widths[2:], strict=True)]
-        print("  ".join(words).rstrip())
-    print("settings: " + ", ".join(f"{key}={value}" for key, value in settings.items()))
-    if as_json:
-        lines = [asdict(figure) | {"value": _finite(figure.value)} for figure in figures]
-        print(json.dumps({"figures": lines, "settings": dict(settings)}, allow_nan=False, default=str), flush=True)
+def print_figures(figures: Iterable[Figure], settings: Mapping[str, object], as_json: bool) -> list[Figure]:
+    """Print a table for people, each figure as soon as ``figures`` gives it, with the load of the machine before.
+
+    Returns them all. With ``as_json`` also {"figures": [...], "settings": {...}} as the last line: of all that were
+    measured, whatever ended the rest.
+    """
+    found: list[Figure] = []
+    about = {"cores": os.cpu_count(), "load_before": round(os.getloadavg()[0], 2)} | dict(settings)
+    print(_line("figure", "value", "[rounds]", "unit", "target", ""), flush=True)
+    try:
+        for figure in figures:
+            found.append(figure)
+            verdict = {True: "ok", False: "MISSED", None: ""}[figure.ok]
+            cells = (_short(figure.value), _spread(figure.rounds), figure.unit, figure.target or "", verdict)
+            print(_line(figure.name, *cells), flush=True)
+    finally:
+        print("settings: " + ", ".join(f"{key}={value}" for key, value in about.items()))
+        if as_json:
+            lines = [asdict(one) | {"value": _finite(one.value)} for one in found]
+            print(json.dumps({"figures": lines, "settings": about}, allow_nan=False, default=str), flush=True)
+    return found
+
+
+def _line(name: str, value: str, *rest: str) -> str:
+    words = [name.ljust(_WIDTHS[0]), value.rjust(_WIDTHS[1])]
+    return "  ".join(words + [word.ljust(width) for word, width in zip(rest, _WIDTHS[2:], strict=True)]).rstrip()
+
+
+def _spread(rounds: Sequence[float]) -> str:
+    return f"[{_short(min(rounds))} to {_short(max(rounds))}]" if len(rounds) > 1 else ""
 
 
 def _short(value: float) -> str:

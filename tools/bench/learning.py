@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import mean
 
@@ -36,16 +36,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as scratch:
         root = (args.keep or Path(scratch)).absolute()
-        runs = [run(root / f"seed-{seed}", seed, args.steps, False) for seed in args.seeds]
-        figures = [figure for directory, seconds in runs for figure in learned(directory, seconds)]
-        if args.control:
-            directory, _ = run(root / "control", args.seeds[0], args.steps, True)
-            figures += unlearned(directory)
-            runs.append((directory, 0.0))
-        if args.keep:
-            print(plot_runs([directory for directory, _ in runs], root / "learning.png", []))
-    print_figures(figures, vars(args) | {"keep": str(args.keep)}, args.json)
+        figures = print_figures(measure(args, root), vars(args) | {"keep": str(args.keep)}, args.json)
     return 0 if all(figure.ok for figure in figures) else 1
+
+
+def measure(args: argparse.Namespace, root: Path) -> Iterator[Figure]:
+    """As the runs end; the picture of those that are kept comes last."""
+    for seed in args.seeds:
+        yield from learned(*run(root / f"seed-{seed}", seed, args.steps, False))
+    if args.control:
+        yield from unlearned(run(root / "control", args.seeds[0], args.steps, True)[0])
+    if args.keep:
+        runs = [root / f"seed-{seed}" for seed in args.seeds] + [root / "control"] * args.control
+        print(plot_runs(runs, root / "learning.png", []))
 
 
 def run(directory: Path, seed: int, steps: int, control: bool) -> tuple[Path, float]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,20 +37,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--modes", nargs="+", default=["colocate", "0", "1", "4"], help="as in convergence.py")
     parser.add_argument("--steps", type=int, default=60, help=f"of each run; the first {WARM_UP_STEPS} are left out")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args()
+    print(f"{'mode':10s}    G, s    T, s  ideal, s  step, s  ideal/step  load", flush=True)
+    found = []
     with tempfile.TemporaryDirectory() as folder:
-        runs = {mode: run(Path(folder) / mode, mode, 0, args.steps) for mode in args.modes}
-        found = [measured(mode, report(RunDir(path), WARM_UP_STEPS)["pace"]) for mode, path in runs.items()]
+        for mode in args.modes:
+            load_before = os.getloadavg()[0]
+            path = run(Path(folder) / mode, mode, 0, args.steps)
+            line = measured(mode, report(RunDir(path), WARM_UP_STEPS)["pace"]) | {"load_before": load_before}
+            print(
+                f"{line['mode']:10s} {line['generate_s']:7.3f} {line['train_s']:7.3f} {line['ideal_s']:9.3f} "
+                f"{line['step_s']:8.3f} {line['ideal_share']:11.2f}  {load_before:4.1f}",
+                flush=True,
+            )
+            found.append(line)
     if args.json:
-        print(json.dumps(found, indent=2))
-        return
-    print(f"{'mode':10s}    G, s    T, s  ideal, s  step, s  ideal/step")
-    for line in found:
-        print(
-            f"{line['mode']:10s} {line['generate_s']:7.3f} {line['train_s']:7.3f} {line['ideal_s']:9.3f} "
-            f"{line['step_s']:8.3f} {line['ideal_share']:11.2f}"
-        )
+        print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

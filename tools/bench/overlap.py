@@ -16,6 +16,7 @@ import asyncio
 import heapq
 import json
 import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -186,19 +187,16 @@ def schedule(responses: Sequence[Sequence[float]], config: Config, streaming: bo
     return trained
 
 
-def print_table(results: Sequence[Result]) -> None:
-    """A line a case."""
-    print(
-        "   G/T  sigma  staleness  streaming    G, s    T, s  ideal, s  possible, s  step, s  ideal/step  possible/step"
+HEAD = "   G/T  sigma  staleness  streaming    G, s    T, s  ideal, s  possible, s  step, s  ideal/step  possible/step"
+
+
+def line_of(found: Result) -> str:
+    case = found.case
+    return (
+        f"{case.ratio:6.2f} {case.sigma:6.1f} {case.staleness:10d} {'yes' if case.streaming else 'no':>10s} "
+        f"{found.generate_s:7.3f} {found.train_s:7.3f} {found.ideal_s:9.3f} {found.possible_s:12.3f} "
+        f"{found.step_s:8.3f} {found.efficiency:11.3f} {found.possible_s / found.step_s:14.3f}"
     )
-    for found in results:
-        case = found.case
-        print(
-            f"{case.ratio:6.2f} {case.sigma:6.1f} {case.staleness:10d} {'yes' if case.streaming else 'no':>10s} "
-            f"{found.generate_s:7.3f} {found.train_s:7.3f} {found.ideal_s:9.3f} {found.possible_s:12.3f} "
-            f"{found.step_s:8.3f} {found.efficiency:11.3f} {found.possible_s / found.step_s:14.3f}",
-            flush=True,
-        )
 
 
 def main() -> None:
@@ -208,7 +206,7 @@ def main() -> None:
     parser.add_argument("--sigmas", type=float, nargs="+", default=[0.0, 1.0], help="of the times of responses")
     parser.add_argument("--step_s", type=float, default=1.0, help="G + T, seconds")
     parser.add_argument("--steps", type=int, default=40, help=f"of each run; the first {WARM_UP_STEPS} are left out")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args()
     cases = [
         Case(ratio, sigma, staleness, streaming=staleness > 0)
@@ -216,15 +214,16 @@ def main() -> None:
         for staleness in args.staleness
         for ratio in args.ratios
     ]
+    print(f"{HEAD}  load", flush=True)
+    results = []
     with tempfile.TemporaryDirectory() as folder:
-        results = []
         for number, case in enumerate(cases):
-            results.append(measure(case, args.step_s, args.steps, Path(folder) / str(number)))
-            print(f"{number + 1}/{len(cases)}", end="\r", file=sys.stderr, flush=True)
+            load_before = os.getloadavg()[0]
+            found = measure(case, args.step_s, args.steps, Path(folder) / str(number))
+            print(f"{line_of(found)}  {load_before:4.1f}", flush=True)
+            results.append(asdict(found) | {"efficiency": found.efficiency, "load_before": load_before})
     if args.json:
-        print(json.dumps([asdict(found) | {"efficiency": found.efficiency} for found in results], indent=2))
-    else:
-        print_table(results)
+        print(json.dumps(results), flush=True)
 
 
 if __name__ == "__main__":

@@ -243,12 +243,16 @@ def measure(planes: dict[str, Plane], descriptors: Descriptor, size: int, rounds
     ]
 
 
-def print_table(results: list[Result]) -> None:
-    """A line a size and plane."""
-    print(f"{'size':>8}  {'plane':<7} {'median us':>11} {'p99 us':>11} {'GB/s':>8} {'/ memcpy':>9} {'[best]':>8}")
-    for r in results:
-        times = f"{r.median_s * 1e6:11.1f} {r.p99_s * 1e6:11.1f} {r.bytes_per_s / 1e9:8.3f}"
-        print(f"{in_words(r.size):>8}  {r.plane:<7} {times} {r.ratio:9.3f} {f'[{r.best_ratio:.3f}]':>8}")
+HEAD = f"{'size':>8}  {'plane':<7} {'median us':>11} {'p99 us':>11} {'GB/s':>8} {'/ memcpy':>9} {'[best]':>8}"
+
+
+def line_of(r: Result) -> str:
+    times = f"{r.median_s * 1e6:11.1f} {r.p99_s * 1e6:11.1f} {r.bytes_per_s / 1e9:8.3f}"
+    return f"{in_words(r.size):>8}  {r.plane:<7} {times} {r.ratio:9.3f} {f'[{r.best_ratio:.3f}]':>8}"
+
+
+def print_ratios(results: list[Result]) -> None:
+    """Of our plane `rdma` to NIXL alone, where both were measured."""
     speeds = {(r.plane, r.size): r.bytes_per_s for r in results}
     if sizes := [size for plane, size in speeds if plane == "nixl" and ("rdma", size) in speeds]:
         ratios = (f"{in_words(size)}: {speeds['rdma', size] / speeds['nixl', size]:.2f}" for size in sizes)
@@ -280,12 +284,15 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     load, token, pool, results = os.getloadavg()[0], secrets.token_bytes(32), SlabPool(), []
     planes = {name: PLANES[name](token, pool) for name in args.plane}
+    print(HEAD, flush=True)
     with maker(token, args.plane) as publish:
         for size in args.size:
-            results += measure(planes, publish(size), size, args.rounds)
+            found = measure(planes, publish(size), size, args.rounds)
+            print("\n".join(map(line_of, found)), flush=True)
+            results += found
     for plane in planes.values():
         plane.close()
-    print_table(results)
+    print_ratios(results)
     settings = {"rounds": args.rounds, "cores": os.cpu_count(), "load_before": round(load, 2)}
     print("settings: " + ", ".join(f"{key}={value}" for key, value in settings.items()))
     if args.json:

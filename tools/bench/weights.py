@@ -132,20 +132,25 @@ def stall(actor: Actor, rounds: int) -> list[Figure]:
         copied.append(timed(lambda: np.copyto(room, source)))
         kept.append(actor.publish())
         actor.publisher.settle(WAIT_S)
+    ratios, times = quotients(kept, copied), [1e3 * one for one in kept]
     ratio = median(kept) / median(copied)
     return [
         Figure("weights of a rank", ring.bytes / 2**20, "MiB"),
-        Figure("publish: trainer kept", median(kept) * 1e3, "ms"),
-        Figure("publish: of one memcpy", ratio, "x", f"<= {STALL}", ratio <= STALL),
+        Figure("publish: trainer kept", median(times), "ms", rounds=times),
+        Figure("publish: of one memcpy", ratio, "x", f"<= {STALL}", ratio <= STALL, ratios),
     ]
 
 
-def differences(actor: Actor, steps: Sequence[int]) -> list[Figure]:
+def quotients(times: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Of each round."""
+    return [one / other for one, other in zip(times, others, strict=True)]
+
+
+def differences(actor: Actor, steps: Sequence[int]) -> Iterator[Figure]:
     """Bytes of a difference after so many steps of Adam with gradients of random signs, at LEARNING_RATE."""
     published = [one.view().contiguous() for one in actor.model.slices()]
     exact = [tensor.float().requires_grad_() for tensor in published]
     optimizer, generator = torch.optim.Adam(exact, lr=LEARNING_RATE), torch.Generator().manual_seed(0)
-    found = []
     for step in range(1, max(steps) + 1):
         for tensor in exact:
             tensor.grad = torch.randn(tensor.shape, generator=generator)
@@ -154,8 +159,7 @@ def differences(actor: Actor, steps: Sequence[int]) -> list[Figure]:
             pairs = [(flat(old), flat(new.detach().bfloat16())) for old, new in zip(published, exact, strict=True)]
             share = sum(len(delta.encode(*pair, 2)) for pair in pairs) / sum(len(old) for old, _ in pairs)
             name = f"difference after {step} steps at {LEARNING_RATE:g}"
-            found.append(Figure(name, share, "of full", f"<= {DELTA}", share <= DELTA))
-    return found
+            yield Figure(name, share, "of full", f"<= {DELTA}", share <= DELTA)
 
 
 def flat(tensor: torch.Tensor) -> memoryview:
@@ -232,21 +236,19 @@ def processes(kind: str, *arguments: Sequence[object]) -> Iterator[list[subproce
             process.communicate()
 
 
-def pulls(actor: Actor, folder: Path, rounds: int) -> list[Figure]:
-    figures = []
+def pulls(actor: Actor, folder: Path, rounds: int) -> Iterator[Figure]:
     for number, plane in enumerate(("shm", "tcp"), start=90):
         actor.publish()
         with processes("reader", (folder, number, plane, rounds)) as [process]:
-            found = {name: median(times) for name, times in json.loads(process.stdout.readline()).items()}
-        speed, ratio = actor.publisher.ring.bytes / found["pull"] / 1e9, found["raw"] / found["pull"]
-        figures.append(Figure(f"pull by {plane}", speed, "GB/s"))
-        figures.append(Figure(f"pull by {plane}: of its raw read", ratio, "x", f">= {PULL}", ratio >= PULL))
-    return figures
+            found = json.loads(process.stdout.readline())
+        speeds = [actor.publisher.ring.bytes / seconds / 1e9 for seconds in found["pull"]]
+        ratios, ratio = quotients(found["raw"], found["pull"]), median(found["raw"]) / median(found["pull"])
+        yield Figure(f"pull by {plane}", median(speeds), "GB/s", rounds=speeds)
+        yield Figure(f"pull by {plane}: of its raw read", ratio, "x", f">= {PULL}", ratio >= PULL, ratios)
 
 
-def until_served(actor: Actor, folder: Path, counts: Sequence[int], rounds: int) -> list[Figure]:
+def until_served(actor: Actor, folder: Path, counts: Sequence[int], rounds: int) -> Iterator[Figure]:
     """From the end of a step to the last reader, beside a broadcast of the same tensors to as many."""
-    figures = []
     for count in counts:
         with processes("reader", *((folder, number, "tcp", 0) for number in range(count))) as _:
             actor.served_after(count)
@@ -258,14 +260,11 @@ def until_served(actor: Actor, folder: Path, counts: Sequence[int], rounds: int)
                 actor.publisher.settle(WAIT_S)
         port = free_port("127.0.0.1")
         with processes("broadcast", *((folder, rank, count + 1, port, rounds) for rank in range(count + 1))) as ranks:
-            together = median(json.loads(ranks[0].stdout.readline()))
+            together = json.loads(ranks[0].stdout.readline())
         who = f"{count} reader{'s' * (count > 1)}"
-        figures += [
-            Figure(f"served by {who} after", median(served), "s"),
-            Figure(f"broadcast to {who} (gloo)", together, "s"),
-            Figure(f"{who}: trainer kept, of the broadcast's", median(kept) / together, "x"),
-        ]
-    return figures
+        yield Figure(f"served by {who} after", median(served), "s", rounds=served)
+        yield Figure(f"broadcast to {who} (gloo)", median(together), "s", rounds=together)
+        yield Figure(f"{who}: trainer kept, of the broadcast's", median(kept) / median(together), "x")
 
 
 def broadcast(folder: Path, rank: int, world: int, port: int, rounds: int) -> None:
@@ -333,8 +332,9 @@ def engine_pause(folder: Path, rounds: int) -> list[Figure]:
             await engine.close()
 
     pauses = asyncio.run(scene())
-    figures = [Figure("engine paused (SGLang, small model)", median(pauses) * 1e3, "ms")]
-    return figures + [Figure(f"  of it {name}", median(times) * 1e3, "ms") for name, times in parts.items()]
+    found = {"engine paused (SGLang, small model)": pauses} | {f"  of it {name}": one for name, one in parts.items()}
+    times = {name: [1e3 * seconds for seconds in one] for name, one in found.items()}
+    return [Figure(name, median(one), "ms", rounds=one) for name, one in times.items()]
 
 
 # -- the program -------------------------------------------------------------------------------------------------------
@@ -357,10 +357,12 @@ def main() -> None:
     elif args.broadcast:
         broadcast(Path(args.broadcast[0]), *map(int, args.broadcast[1:]))
     else:
-        measure(args)
+        settings = {"layers": args.layers, "hidden": args.hidden, "rounds": args.rounds}
+        print_figures(measure(args), settings, args.json)
 
 
-def measure(args: argparse.Namespace) -> None:
+def measure(args: argparse.Namespace) -> Iterator[Figure]:
+    """As they are measured."""
     shape = TinyModelConfig(
         hidden_size=args.hidden,
         num_layers=args.layers,
@@ -374,12 +376,11 @@ def measure(args: argparse.Namespace) -> None:
         actor = stack.enter_context(Actor(folder, shape).working())
         shapes = [one.shape for one in actor.model.tensors().values()]
         (folder / "shapes.json").write_text(json.dumps(shapes))
-        figures = stall(actor, args.rounds)
-        figures += pulls(actor, folder, args.rounds)
-        figures += until_served(actor, folder, args.readers, args.rounds)
-        figures += differences(actor, args.steps) if args.steps else []
-        figures += engine_pause(folder, args.rounds) if args.engine else []
-    print_figures(figures, {"layers": args.layers, "hidden": args.hidden, "rounds": args.rounds}, args.json)
+        yield from stall(actor, args.rounds)
+        yield from pulls(actor, folder, args.rounds)
+        yield from until_served(actor, folder, args.readers, args.rounds)
+        yield from differences(actor, args.steps) if args.steps else ()
+        yield from engine_pause(folder, args.rounds) if args.engine else ()
 
 
 def memory() -> str | None:

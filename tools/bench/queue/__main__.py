@@ -1,15 +1,17 @@
 """The queue beside its peer (TransferQueue 0.1.11 on Ray) and a memcpy: the same work in one run, sides taking turns.
 
-Every figure is a median of `--rounds`; memcpys are single-threaded, of the same bytes and in the same process. Without
-`--peer-python`, a Python with TransferQueue and ray, the peer's columns are empty. Rows:
+Every figure is a median of `--rounds`, with the least and the most of them, and the load of the machine is printed
+before each row: the peer's processes starve where other work is. Memcpys are single-threaded, of the same bytes and in
+the same process. Without `--peer-python`, a Python with TransferQueue and ray, the peer's columns are empty. Rows:
 
-  fixed     put and get of 512 x 8192 x 4 int32 between two processes; bytes are compared in a round before
+  fixed     put and get of 512 x 8192 x 4 int32 between two processes of a node; bytes are compared in a round before
   variable  the same with lengths of an eighth of that and more
   small     1024 samples of up to 256 tokens, 6 fields
   latency   one small sample, put and read by a consumer who waits for it
   claims    a claim of 128 rows, with more and more rows in the queue
   control   64 producers and 16 consumers, no rows' bytes: every sample is taken once, or it fails
   fields    the bytes of `fixed` in 1 to 32 fields
+  media     16 prompt groups of 8 samples, 2 pictures of 1024 x 1024 x 3 a group: stored, and checked by a reader
 
     python -m venv PEER && PEER/bin/pip install torch==2.13.0 TransferQueue==0.1.11 ray==2.60.0
     python tools/bench/queue --peer-python PEER/bin/python --json
@@ -27,10 +29,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from control import BATCH, CLAIM_ROWS, Crowd, crowd, deep_queue, timed_claims, without_sockets
+from control import BATCH, CLAIM_ROWS, GROUP, Crowd, crowd, deep_queue, timed_claims, without_sockets
 from data import HOW, Load, move_of
 from peer import Peer, peer_of
-from table import Line, median, quantile, table
+from pictures import Pictures, gallery
+from table import Line, head, median, quantile
 
 FIXED = Load(512, 8192, 4)
 ONE = Load(1, 256, 1)
@@ -40,6 +43,10 @@ PEER_DEPTH = 100_000
 """The deepest of the peer's: filling it costs minutes beyond."""
 DURABILITIES = ("flush", "commit")
 CONTROL_TARGETS = {"flush": 100_000.0, "commit": 20_000.0}
+QUICK_STEPS = 66
+"""More than engines may lag by default (weights.publish_lag), which no row may depend on."""
+Lines = Iterator[Line]
+"""As they are measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +79,7 @@ def moved(setting: Setting, load: Load) -> dict[str, list[float]]:
         setting.peer.ask("move", True)
     with setting.place() as folder, move_of(folder, load) as move:
         move.round(check=True)
-        for _ in range(setting.rounds):
+        for _ in range(QUICK_STEPS // 3 if setting.quick else setting.rounds):
             found = move.round()
             found["get while written"] = move.round(while_written=True)["get"]
             checked = move.round(check=True)
@@ -83,11 +90,23 @@ def moved(setting: Setting, load: Load) -> dict[str, list[float]]:
     return seconds
 
 
-def data_lines(setting: Setting, name: str, load: Load, targets: dict[str, dict[str, float]]) -> list[Line]:
+def speeds_of(setting: Setting, load: Load) -> dict[str, list[float]]:
+    """GB/s of each round, by what was timed."""
+    return {what: [load.bytes / one / 1e9 for one in found] for what, found in moved(setting, load).items()}
+
+
+def speed_line(speeds: dict[str, list[float]], name: str, what: str, targets: dict[str, float], limit: str) -> Line:
+    """Of ``what``, beside the peer's put or get, and a memcpy in the process that did ours."""
+    side = what.split()[0]
+    theirs, memcpy = speeds.get(f"peer {side}", []), median(speeds[f"{side} memcpy"])
+    peer, rounds = median(theirs) if theirs else None, {"rounds": speeds[what], "peer_rounds": theirs}
+    return Line(name, "GB/s", median(speeds[what]), peer, memcpy, targets, limit, **rounds)
+
+
+def data_lines(setting: Setting, name: str, load: Load, targets: dict[str, dict[str, float]]) -> Lines:
     """GB/s of a put, of a get, and of gets in other ways."""
     load = setting.load(load)
-    seconds = moved(setting, load)
-    speed = {what: load.bytes / median(values) / 1e9 for what, values in seconds.items()}
+    speeds = speeds_of(setting, load)
     limits = {
         "put": "1 memory copy, row by row and so through the cache (0.65 of one that is not), and a look at versions",
         "get": "1 memory copy, out of it: a memcpy",
@@ -97,62 +116,46 @@ def data_lines(setting: Setting, name: str, load: Load, targets: dict[str, dict[
         "get file": "1 copy and a checksum, of the file's pages in memory; checked",
     }
     if load.tokens <= 256:
-        each = {what: 1e6 * median(seconds[what]) / load.samples for what in ("put", "get")}
+        each = {what: 1e-3 * load.bytes / median(speeds[what]) / load.samples for what in ("put", "get")}
         about = f"Python objects of {load.samples} samples x {load.fields} fields; "
         limits |= {what: f"{about}{value:.1f} us a sample" for what, value in each.items()}
-    return [
-        Line(
-            f"{name}: {what}",
-            "GB/s",
-            speed[what],
-            speed.get(f"peer {what.split()[0]}"),
-            speed[f"{what.split()[0]} memcpy"],
-            targets.get(what, {}),
-            limits[what],
-        )
-        for what in ("put", *HOW)
-    ]
+    for what in ("put", *HOW):
+        yield speed_line(speeds, f"{name}: {what}", what, targets.get(what, {}), limits[what])
 
 
 TIMES_PEER = {"put": {"peer": 5.0, "memcpy": 0.4}, "get": {"peer": 15.0, "memcpy": 0.8}}
 
 
-def fixed(setting: Setting) -> list[Line]:
+def fixed(setting: Setting) -> Lines:
     return data_lines(setting, "512 x 8192 x 4", FIXED, TIMES_PEER)
 
 
-def variable(setting: Setting) -> list[Line]:
+def variable(setting: Setting) -> Lines:
     return data_lines(setting, "512 x <=8192 x 4", Load(512, 8192, 4, True), TIMES_PEER)
 
 
-def small(setting: Setting) -> list[Line]:
+def small(setting: Setting) -> Lines:
     targets = {"put": {"peer": 20.0}, "get": {"peer": 20.0}}
     return data_lines(setting, "1024 x <=256 x 6", Load(1024, 256, 6, True), targets)
 
 
-def fields(setting: Setting) -> list[Line]:
+def fields(setting: Setting) -> Lines:
     """GB/s at each number of fields, as a share of the most."""
-    total, lines = setting.load(FIXED).tokens * FIXED.fields, []
-    found = {}
+    total = setting.load(FIXED).tokens * FIXED.fields
+    first: dict[str, float] = {}
     for count in FIELDS[:3] if setting.quick else FIELDS:
         load = Load(setting.load(FIXED).samples, total // count, count, plain=True)
-        seconds = moved(setting, load)
-        found[count] = {what: load.bytes / median(values) / 1e9 for what, values in seconds.items()}
-    for what in ("put", "get"):
-        first = found[FIELDS[0]][what]
-        for count, speed in found.items():
-            targets = {} if count == FIELDS[0] else {"least": 0.8 * first}
-            about = f"fields: {what} of {count}"
-            limit = f"{speed[what] / first:.2f} of the speed with 1 field"
-            lines.append(
-                Line(about, "GB/s", speed[what], speed.get(f"peer {what}"), speed[f"{what} memcpy"], targets, limit)
-            )
-    return lines
+        speeds = speeds_of(setting, load)
+        for what in ("put", "get"):
+            one = first.setdefault(what, median(speeds[what]))
+            targets = {} if count == FIELDS[0] else {"least": 0.8 * one}
+            limit = f"{median(speeds[what]) / one:.2f} of the speed with 1 field"
+            yield speed_line(speeds, f"fields: {what} of {count}", what, targets, limit)
 
 
-def latency(setting: Setting) -> list[Line]:
+def latency(setting: Setting) -> Lines:
     """Milliseconds: medians over the rounds of the p50 and the p99 of each."""
-    count, lines = (5 if setting.quick else 200), []
+    count = QUICK_STEPS if setting.quick else 200
     theirs: list[list[float]] = []
     for durability in DURABILITIES:
         ours: list[dict[str, list[float]]] = []
@@ -165,47 +168,68 @@ def latency(setting: Setting) -> list[Line]:
                     theirs.append(setting.peer.ask("latency", count))
         request = 1e3 * median([median(one["request"]) for one in ours])
         for share, most in ((0.5, 1.0), (0.99, 5.0)):
-            value = 1e3 * median([quantile(one["put to read"], share) for one in ours])
-            peers = 1e3 * median([quantile(one, share) for one in theirs]) if theirs else None
+            rounds = [1e3 * quantile(one["put to read"], share) for one in ours]
+            peers = [1e3 * quantile(one, share) for one in theirs]
             targets = {"most": most} if durability == "flush" else {}
             limit = (
                 f"two requests, each through 2 processes and 3 threads: one that does nothing takes {request:.3f} ms"
             )
             limit += "; a put is journaled before it is told" + (", by fdatasync" if durability == "commit" else "")
             name = f"one sample, p{100 * share:.0f}, {durability}"
-            lines.append(Line(name, "ms", value, peers, None, targets, limit, less_is_better=True))
-    return lines
+            yield milliseconds(name, rounds, peers, targets, limit)
+
+
+def milliseconds(name: str, rounds: list[float], peers: list[float], targets: dict[str, float], limit: str) -> Line:
+    peer, each = median(peers) if peers else None, {"rounds": rounds, "peer_rounds": peers}
+    return Line(name, "ms", median(rounds), peer, None, targets, limit, less_is_better=True, **each)
+
+
+def media(setting: Setting) -> Lines:
+    """GB/s to store pictures, milliseconds to check a claim of samples that name them."""
+    about = Pictures(2, 2, 2, 16, 8) if setting.quick else Pictures()
+    found: dict[str, list[float]] = {}
+    with setting.place() as folder, gallery(folder, about) as both:
+        for _ in range(QUICK_STEPS if setting.quick else setting.rounds):
+            for name, seconds in both.round().items():
+                found.setdefault(name, []).append(seconds)
+    speeds = {name: [about.bytes / one / 1e9 for one in found[name]] for name in ("store", "memcpy")}
+    name = f"media, {about.bytes / 1e6:.0f} MB"
+    limit, rounds = "the hash that names them, a checksum, and a write", speeds["store"]
+    yield Line(f"{name}: store", "GB/s", median(rounds), None, median(speeds["memcpy"]), {}, limit, rounds=rounds)
+    samples = f"{about.groups * about.samples} samples"
+    limits = {"check": "a checksum of each medium", "check again": "a look at each medium's file"}
+    for what, limit in limits.items():
+        targets = {"most": 150.0} if what == "check" else {}
+        limit += f", and at the tokens of {samples}"
+        yield milliseconds(f"{name}: {what}", [1e3 * one for one in found[what]], [], targets, limit)
 
 
 # -- the control plane -------------------------------------------------------------------------------------------------
 
 
-def claims(setting: Setting) -> list[Line]:
+def claims(setting: Setting) -> Lines:
     """Milliseconds of a claim at each depth; the last line is how they grow."""
     depths = (1024, 2048) if setting.quick else DEPTHS
-    count, lines = (3 if setting.quick else 200), []
+    count, medians = (3 if setting.quick else 200), []
     for depth in depths:
         ours, theirs = [], []
         with setting.place() as folder, deep_queue(folder, depth) as found:
             for _ in range(setting.rounds):
-                ours.append(timed_claims(found.line, found.plan, count))
+                ours.append(1e3 * timed_claims(found.line, found.plan, count))
                 if setting.peer and depth <= PEER_DEPTH:
-                    theirs.append(median(setting.peer.ask("claims", depth, CLAIM_ROWS, 5)))
-        peers = 1e3 * median(theirs) if theirs else None
-        name, limit = f"claim of {CLAIM_ROWS} of {depth:,} rows", "a request, and the tickets that it gets"
-        lines.append(Line(name, "ms", 1e3 * median(ours), peers, None, {}, limit, less_is_better=True))
-    growth = max(line.ours for line in lines) / min(line.ours for line in lines)
-    lines.append(Line("claims: slowest / fastest", "", growth, None, None, {"most": 1.5}, less_is_better=True))
-    lines.append(
-        Line(f"controller's memory, {depths[-1]:,} rows", "MB a million", found.bytes_per_row, less_is_better=True)
-    )
-    return lines
+                    theirs.append(1e3 * median(setting.peer.ask("claims", depth, CLAIM_ROWS, 5)))
+        medians.append(median(ours))
+        limit = "a request, and the tickets that it gets"
+        yield milliseconds(f"claim of {CLAIM_ROWS} of {depth:,} rows", ours, theirs, {}, limit)
+    growth = max(medians) / min(medians)
+    yield Line("claims: slowest / fastest", "", growth, None, None, {"most": 1.5}, less_is_better=True)
+    name = f"controller's memory, {depths[-1]:,} rows"
+    yield Line(name, "MB/1e6", found.bytes_per_row, less_is_better=True)
 
 
-def control(setting: Setting) -> list[Line]:
+def control(setting: Setting) -> Lines:
     """Samples a second through the whole of a controller, and its memory at the first and the last fifth."""
-    about = Crowd(16_384, 2, 2) if setting.quick else Crowd()
-    lines = []
+    about = Crowd(16_384, 2, 2, 16_384 // GROUP // QUICK_STEPS) if setting.quick else Crowd()
     for durability in DURABILITIES:
         found, alone = [], []
         for _ in range(setting.rounds):
@@ -217,18 +241,15 @@ def control(setting: Setting) -> list[Line]:
         limit = f"{median(alone):,.0f} by one process without sockets; {os.cpu_count()} cores for CPU time of "
         limit += " and ".join(f"{value:.2f} us ({who})" for who, value in cost.items()) + " a sample"
         name = f"{about.producers} x {about.consumers}, {about.samples:,} samples, by {BATCH}, {durability}"
-        rate = median([one["samples_per_s"] for one in found])
-        lines.append(Line(name, "samples/s", rate, None, None, {"least": CONTROL_TARGETS[durability]}, limit))
+        rates, targets = [one["samples_per_s"] for one in found], {"least": CONTROL_TARGETS[durability]}
+        yield Line(name, "samples/s", median(rates), None, None, targets, limit, rounds=rates)
         memory = [(one["controller_mb"][0], one["controller_mb"][-1]) for one in found]
         first, last = (median(values) for values in zip(*memory, strict=True))
         limit = f"{first:.0f} MB at a fifth of the run, {last:.0f} MB at its end"
-        lines.append(
-            Line(f"memory of the controller, {durability}", "x", last / first, None, None, {"most": 1.2}, limit)
-        )
-    return lines
+        yield Line(f"memory of the controller, {durability}", "x", last / first, None, None, {"most": 1.2}, limit)
 
 
-ROWS: dict[str, Callable[[Setting], list[Line]]] = {
+ROWS: dict[str, Callable[[Setting], Lines]] = {
     "fixed": fixed,
     "variable": variable,
     "small": small,
@@ -236,6 +257,7 @@ ROWS: dict[str, Callable[[Setting], list[Line]]] = {
     "claims": claims,
     "control": control,
     "fields": fields,
+    "media": media,
 }
 
 
@@ -259,15 +281,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     about = {"rounds": options.rounds, "cores": os.cpu_count(), "load_before": round(os.getloadavg()[0], 2)}
     lines: list[Line] = []
-    with peer_of(options.peer_python) as peer:
-        setting = Setting(options.folder, peer, options.rounds, options.quick)
-        for name in options.rows or ROWS:
-            lines += ROWS[name](setting)
-            print(f"{name}: done", file=sys.stderr, flush=True)
-    print("\n".join(table(lines)))
-    print("settings: " + ", ".join(f"{key}={value}" for key, value in about.items()))
-    if options.json:
-        print(json.dumps({"lines": [line.record() for line in lines], "settings": about}), flush=True)
+    loads: dict[str, float] = {}
+    try:
+        with peer_of(options.peer_python) as peer:
+            setting = Setting(options.folder, peer, options.rounds, options.quick)
+            print(head(), flush=True)
+            for name in options.rows or ROWS:
+                loads[name] = round(os.getloadavg()[0], 2)
+                print(f"-- {name} (load {loads[name]:g})", flush=True)
+                for line in ROWS[name](setting):
+                    lines.append(line)
+                    print(line.text(), flush=True)
+    finally:
+        # What was measured is told, whatever ends the rest.
+        print("settings: " + ", ".join(f"{key}={value}" for key, value in about.items()))
+        if options.json:
+            found = {"lines": [line.record() for line in lines], "settings": about | {"loads": loads}}
+            print(json.dumps(found), flush=True)
     return int(not options.quick and any(line.met() is False for line in lines))
 
 

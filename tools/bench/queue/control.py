@@ -65,6 +65,7 @@ class Crowd:
     samples: int = 1_000_000
     producers: int = 64
     consumers: int = 16
+    step_groups: int = STEP_GROUPS
 
 
 class Table:
@@ -113,7 +114,7 @@ def without_sockets(folder: Path, samples: int, durable: bool) -> float:
 
 def crowd(folder: Path, about: Crowd, durability: str) -> Figures:
     """Samples a second through sockets, what they cost the controller, and its memory at each fifth of the run."""
-    plan = plan_of(about.samples, GROUP, STEP_GROUPS, AHEAD)
+    plan = plan_of(about.samples, GROUP, about.step_groups, AHEAD)
     kinds = [("train", "t")] + [("consume", f"c{number}") for number in range(about.consumers)]
     kinds += [("produce", f"p{number}") for number in range(about.producers)]
     with hub(folder, plan, durability) as server, ExitStack() as stack:

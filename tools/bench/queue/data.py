@@ -83,6 +83,8 @@ def config_of(load: Load, durability: str) -> Config:
     config.eval.every = config.queue.keep_steps = 0
     config.queue.durability, config.queue.wait_timeout_s = durability, WAIT_S
     config.liveness.beat_s = 0.05
+    # Nobody takes new weights here: readers serve the first version to the end.
+    config.weights.publish_lag = STEPS
     return config
 
 

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-HEAD = ("what", "unit", "queue", "peer", "memcpy", "/ peer", "/ memcpy", "target", "")
+HEAD = ("what", "unit", "queue", "[rounds]", "peer", "[rounds]", "memcpy", "/ peer", "/ memcpy", "target", "")
+_WIDTHS = (40, 9, 7, 20, 7, 20, 7, 6, 8, 30, 6)
+"""Known before, as lines are printed one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,9 @@ class Line:
     limit: str = ""
     """What the figure cannot be better than, and why."""
     less_is_better: bool = False
+    rounds: Sequence[float] = ()
+    """What every round gave, of which `ours` is the median; so `peer_rounds`."""
+    peer_rounds: Sequence[float] = ()
 
     def ratios(self) -> dict[str, float]:
         """How many times as good ours is as each of the others."""
@@ -44,13 +49,20 @@ class Line:
 
     def cells(self) -> list[str]:
         ratios, met = self.ratios(), self.met()
-        values = [number(value) for value in (self.ours, self.peer, self.memcpy, ratios.get("peer"))]
+        ours, theirs = (number(self.ours), spread(self.rounds)), (number(self.peer), spread(self.peer_rounds))
+        others = [number(value) for value in (self.memcpy, ratios.get("peer"), ratios.get("memcpy"))]
         word = {True: "met", False: "MISSED", None: ""}[met]
-        return [self.what, self.unit, *values, number(ratios.get("memcpy")), self.target() or "-", word]
+        return [self.what, self.unit, *ours, *theirs, *others, self.target() or "-", word]
 
     def record(self) -> dict[str, Any]:
-        about = {name: getattr(self, name) for name in ("what", "unit", "ours", "peer", "memcpy", "limit", "targets")}
-        return about | {"ratios": self.ratios(), "met": self.met()}
+        names = ("what", "unit", "ours", "peer", "memcpy", "limit", "targets")
+        about = {name: getattr(self, name) for name in names}
+        rounds = {"rounds": list(self.rounds), "peer_rounds": list(self.peer_rounds)}
+        return about | rounds | {"ratios": self.ratios(), "met": self.met()}
+
+    def text(self) -> str:
+        """The line, and under it what its limit is."""
+        return _text(self.cells()) + (f"\n    limit: {self.limit}" if self.limit else "")
 
 
 def number(value: float | None) -> str:
@@ -78,11 +90,19 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[max(0, -int(-share * len(ordered) // 1) - 1)]
 
 
-def table(lines: Sequence[Line]) -> list[str]:
-    """Head, lines, and under each what its limit is."""
-    rows = [list(HEAD), *(line.cells() for line in lines)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
-    texts = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    limits = [f"    limit: {line.limit}" if line.limit else "" for line in lines]
-    pairs = zip(texts[1:], limits, strict=True)
-    return [texts[0], *(text for pair in pairs for text in pair if text)]
+def spread(values: Sequence[float]) -> str:
+    """The least and the most of several rounds.
+
+    >>> spread([2.0, 1.0, 3.0]), spread([1.0])
+    ('[1 to 3]', '')
+    """
+    return f"[{number(min(values))} to {number(max(values))}]" if len(values) > 1 else ""
+
+
+def head() -> str:
+    """The names of the columns."""
+    return _text(HEAD)
+
+
+def _text(cells: Sequence[str]) -> str:
+    return "  ".join(cell.ljust(width) for cell, width in zip(cells, _WIDTHS, strict=True)).rstrip()

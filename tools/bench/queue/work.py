@@ -39,7 +39,9 @@ def plan_of(samples: int, group: int, step_groups: int, ahead: int) -> Plan:
     )
     config.eval.every = config.queue.keep_steps = 0
     shape = {"steps": -(-samples // (group * step_groups)), "groups_per_step": step_groups, "max_rows": ahead}
-    return replace(Plan.of(config), max_staleness=shape["steps"], max_bytes=1 << 60, **shape)
+    # Readers serve the first version to the end, so engines lag as far as the run is long.
+    endless = {"max_staleness": shape["steps"], "publish_lag": shape["steps"], "max_bytes": 1 << 60}
+    return replace(Plan.of(config), **endless, **shape)
 
 
 def samples_of(plan: Plan) -> int:

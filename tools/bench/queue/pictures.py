@@ -1,0 +1,121 @@
+"""Media from the process that stores them to one that checks a claim of the samples which name them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+from data import ALL, Load, Memcpy, config_of
+from work import VERSION, begin, hub, process, receive
+
+from relax_hpc.config.schema import Config
+from relax_hpc.rundir import RunDir
+from relax_hpc.transfer_queue import Claim, Plan, QueueClient
+from relax_hpc.transfer_queue.claims import check_claim
+from relax_hpc.transfer_queue.media_client import store_media
+from relax_hpc.transfer_queue.schema import Row, sample_id
+
+PLACEHOLDER = 99
+
+
+@dataclass(frozen=True, slots=True)
+class Pictures:
+    """Prompt groups whose samples all name the same pictures, of `side` x `side` x 3 bytes."""
+
+    groups: int = 16
+    samples: int = 8
+    pictures: int = 2
+    side: int = 1024
+    tokens: int = 256
+    """Of a picture, and of a response."""
+
+    @property
+    def bytes(self) -> int:
+        return self.groups * self.pictures * self.side**2 * 3
+
+    def config(self) -> Config:
+        config = config_of(Load(self.groups * self.samples, self.tokens, 1), "flush")
+        config.groups_per_step, config.samples_per_group = self.groups, self.samples
+        return config
+
+    def rows(self, ticket: int, ids: list[str]) -> list[Row]:
+        prompt = np.full(self.pictures * self.tokens, PLACEHOLDER, np.int32)
+        tokens = np.concatenate([prompt, np.arange(200, 200 + self.tokens, dtype=np.int32)])
+        versions = np.where(np.arange(len(tokens)) < len(prompt), 0, VERSION.encode()).astype(np.int32)
+        places = {"kind": "image", "length": self.tokens}
+        row = {
+            "prompt_id": "p",
+            "ticket": ticket,
+            "token_ids": tokens,
+            "prompt_len": len(prompt),
+            "loss_mask": (versions != 0).astype(np.uint8),
+            "rollout_logprobs": np.zeros(len(tokens), np.float32),
+            "token_versions": versions,
+            "reward": 1.0,
+            "finish_reason": "stop",
+            "spans": [{**places, "start": self.tokens * k, "media_id": name} for k, name in enumerate(ids)],
+            "media_tokens": dict.fromkeys(ids, self.tokens),
+        }
+        return [{"sample_id": sample_id(ticket, k), **row} for k in range(self.samples)]
+
+
+def make(run: RunDir, about: Pictures, pipe: Connection) -> None:
+    """Store pictures that nobody has seen, and put the rows that name them; tell the seconds of the first."""
+    random = np.random.default_rng(0)
+    shape = (about.side, about.side, 3)
+    with QueueClient(run, about.config(), "rollout", 1) as client:
+        client.call("serve", reader="r", version=str(VERSION))
+        pipe.send("ready")
+        while pipe.recv() != "end":
+            tickets = client.call("admit", reader="r", count=about.groups)["tickets"]
+            pictures = [[random.integers(0, 256, shape, np.uint8) for _ in range(about.pictures)] for _ in tickets]
+            started = time.perf_counter()
+            ids = [store_media(client, ticket, found) for ticket, found in zip(tickets, pictures, strict=True)]
+            seconds = time.perf_counter() - started
+            rows = [row for ticket, names in zip(tickets, ids, strict=True) for row in about.rows(ticket, names)]
+            assert client.generated(rows) == {}
+            client.settle()
+            pipe.send(seconds)
+    pipe.send("ended")
+
+
+class Gallery:
+    """A process that stores, and this one, which reads."""
+
+    def __init__(self, client: QueueClient, maker: Connection, about: Pictures) -> None:
+        self.client, self.maker, self.memcpy, self.step = client, maker, Memcpy(about.bytes), 0
+
+    def round(self) -> dict[str, float]:
+        """Seconds to store the pictures of a step, to check a claim of it, and to check it once more."""
+        self.maker.send("next")
+        seconds = {"store": receive(self.maker)}
+        claim = self.client.claim("actor", ALL)
+        assert claim is not None
+        seconds |= {"check": self._check(claim), "check again": self._check(claim), "memcpy": self.memcpy()}
+        self.client.call("trained", step=self.step, leases=[claim.lease])
+        self.step += 1
+        self.client.call("checkpoint", step=self.step, name=f"c{self.step}", digest="d")
+        return seconds
+
+    def _check(self, claim: Claim) -> float:
+        started = time.perf_counter()
+        assert check_claim(self.client, claim, {"image": PLACEHOLDER})
+        return time.perf_counter() - started
+
+
+@contextmanager
+def gallery(folder: Path, about: Pictures) -> Iterator[Gallery]:
+    config = about.config()
+    with hub(folder, Plan.of(config), "flush") as server:
+        with QueueClient(server.run, config, "actor", 1) as client, process(make, server.run, about) as maker:
+            begin(lambda _, op, **args: client.call(op, **args))
+            receive(maker)
+            yield Gallery(client, maker, about)
+            maker.send("end")
+            receive(maker)
+        server.end()
