@@ -23,12 +23,23 @@ from tests.requirements import requires
 
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests" / "golden"
-SIZES = sorted((ROOT / "configs" / "clusters").glob("*-nodes.yaml"), key=lambda path: int(path.stem.split("-")[0]))
+SIZES = sorted((ROOT / "configs" / "clusters").glob("*-nodes*.yaml"), key=lambda path: (len(path.stem), path.stem))
 SITES = sorted((ROOT / "configs" / "sites").glob("*.yaml"))
 UPDATE = os.environ.get("RELAX_UPDATE_GOLDEN") == "1"
 """Write the golden files anew instead of comparing; read the difference before it is committed."""
+
+
+def nodes_of(size: Path) -> int:
+    return int(size.stem.split("-")[0])
+
+
+def gpus_of(size: Path) -> int:
+    """Of each node: 8, unless the name says otherwise."""
+    return int(size.stem.partition("-of-")[2] or 8)
+
+
 CASES = [(size, layout, None) for size in SIZES for layout in ("het", "jobs", "local")]
-CASES = [case for case in CASES if (case[1] == "local") == (case[0].stem == "1-nodes")]
+CASES = [case for case in CASES if (case[1] == "local") == (nodes_of(case[0]) == 1)]
 CASES += [(ROOT / "configs/clusters/8-nodes.yaml", "het", site) for site in SITES]
 
 FAKE_PYTHON = r"""#!/bin/bash
@@ -119,14 +130,15 @@ def test_a_size_takes_the_nodes_of_its_name_and_a_run_on_it_has_no_findings(size
     run = {"run_dir": str(model / "run"), "model.path": str(model), "data.train": str(model / "train.jsonl")}
     config = resolve(load([size], run))
     assert check(config) == []
-    nodes = int(size.stem.split("-")[0])
+    nodes, gpus = nodes_of(size), gpus_of(size)
     with_gpus = [part for part in components(config) if part.gpus_per_node]
     assert sum(part.nodes for part in with_gpus) == nodes
-    assert gpu_hours(config) == nodes * 8 * 24
+    assert gpu_hours(config) == nodes * gpus * 24
+    assert all(part.memory for part in components(config)), "else the site's default rules"
     tp = config.rollout.engine.flags.get("tp_size", 1)
     rollout = config.groups["rollout"].resources
     assert config.rollout.replicas * tp == rollout.nodes * rollout.gpus_per_node
-    assert all(part.tasks_per_node * part.cpus_per_task <= 64 for part in components(config))
+    assert all(part.tasks_per_node * part.cpus_per_task <= 8 * gpus for part in components(config))
 
 
 @pytest.mark.parametrize("site", SITES, ids=lambda path: path.stem)
@@ -134,7 +146,7 @@ def test_example_sites_go_with_every_size_and_say_that_nobody_has_tried_them(sit
     text = site.read_text()
     assert "UNTESTED" in text and "placeholder" in text
     for size in SIZES:
-        config = compose(size, "local" if size.stem == "1-nodes" else "jobs", site)
+        config = compose(size, "local" if nodes_of(size) == 1 else "jobs", site)
         assert all(group.roles for group in config.groups.values()), "a site must not bring back a group"
         assert render(config)
 
@@ -197,7 +209,12 @@ def test_flags_memory_and_other_options() -> None:
     text = render_group(config, "actor")
     for line in ("--mem=64G", "--exclusive", "--mail-user=me@there", "--exclude=node[1-2],x3", "--mail-type=END"):
         assert f"#SBATCH {line}\n" in text
-    assert (lines(text, "mem"), lines(render_group(config, "hub"), "mem")) == (["--mem=64G"], ["--mem=0"])
+    config.groups["rollout"].resources.memory = ""
+    config.site.options |= {"mem-per-gpu": "9G"}
+    asked = {group: lines(render_group(config, group), "mem") for group in ("actor", "hub", "rollout")}
+    assert asked == {"actor": ["--mem=64G"], "hub": ["--mem=16G"], "rollout": ["--mem=0", "--mem-per-gpu=9G"]}
+    config.site.memory_request = "none"
+    assert lines(render_group(config, "hub"), "mem=") == ["--mem=0"], "what the site's options ask for is the site's"
 
 
 @pytest.mark.parametrize(

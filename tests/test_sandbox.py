@@ -187,7 +187,9 @@ def test_plain_user() -> None:
     [
         (["up", "/tmp/" + "x" * 80], "85 bytes, allowed 64"),
         (["up", "/tmp/a b"], "found '/tmp/a b', allowed letters"),
-        (["up", "/tmp/x", "--nodes", "0"], "nodes: found 0, allowed 1 to 60"),
+        (["up", "/tmp/x", "--nodes", "0"], "nodes: found 0, allowed 1 to 60, or 0 beside declared ones"),
+        (["up", "/tmp/x", "--declared", "big[1-2]; x"], "found 'big[1-2]; x', allowed: names and sizes"),
+        (["up", "/tmp/x", "--bind", "--cpus", "1024"], "cpus: found 1024 with bind, allowed: up to the "),
         (["up", "/tmp/x", "--extra", "no setting"], "allowed one line of slurm.conf"),
         (["up", "/tmp/x", "/tmp/y"], "allowed one DIR"),
         (["explode"], "explode: unknown verb, allowed: up, down"),

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def texts() -> dict[Path, str]:
     """Every shipped file with the text it should have."""
-    sizes = sorted((ROOT / "configs" / "clusters").glob("*-nodes.yaml"))
+    sizes = sorted((ROOT / "configs" / "clusters").glob("*-nodes*.yaml"))
     return {
         ROOT / "slurm" / f"{path.stem}.sbatch": render_size(load([path]), str(path.relative_to(ROOT))) for path in sizes
     }

@@ -449,12 +449,15 @@ class SiteConfig:
     hub_partition: str = ""
     """Partition of CPU nodes for the hub; empty: the same as the others'."""
     cpu_nodes: bool = True
-    """The hub gets two nodes of its own; false: it rides on the group with the most nodes."""
+    """There are nodes without GPUs, for the hub. False: in a `het` job it rides on the group with the most nodes; in
+    `jobs` its own job asks for one GPU, as every job must there."""
     account: str = ""
     qos: str = ""
     gpu_request: Literal["gpus_per_node", "gres", "none"] = "gpus_per_node"
     gpu_type: str = ""
     """As in `gres/gpu:TYPE`."""
+    memory_request: Literal["mem", "none"] = "mem"
+    """`none`: memory follows from the CPUs, and the site takes no option for it; groups' `memory` is not asked for."""
     options: dict[str, str] = field(default_factory=dict)
     """Further sbatch options of every job by their long names, such as `reservation` or `mail-user`."""
     modules: list[str] = field(default_factory=list)

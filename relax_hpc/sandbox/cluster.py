@@ -18,7 +18,7 @@ _START_S, _STOP_S, _COMMAND_S = 60.0, 10.0, 30.0
 
 
 def up(folder: Path | str, wanted: Options | None = None) -> Sandbox:
-    """Start what does not run of the sandbox in `folder`, and return when all its nodes serve.
+    """Start what does not run of the sandbox in `folder`, and return when all its nodes but declared ones serve.
 
     Without `wanted` it is as it was last time, or as Options' defaults. ConfigError: this machine cannot have one
     (programs, host name, folder, ports), or it runs already with other options. DeadlineError: a daemon does not come.
@@ -30,6 +30,7 @@ def up(folder: Path | str, wanted: Options | None = None) -> Sandbox:
     saved, running = options.load(folder / "options.json"), processes.daemons(folder)
     wanted = wanted or saved or Options()
     if not running:
+        machine.check_binding(wanted)
         wanted = machine.with_port(folder, wanted, saved)
         files.write(folder, wanted)
         options.save(wanted, folder / "options.json")
@@ -199,6 +200,8 @@ class Sandbox:
 
     def has_pmix(self) -> bool:
         """Whether srun can start the system's Open MPI through PMIx; on Debian that takes the package libpmix-dev."""
+        if not self.nodes:
+            return False
         command = ("srun", "--mpi=pmix", "--nodes=1", "--ntasks=1", "--immediate=5", "echo", "works")
         return bool(files.open_mpi()) and "works" in self.client(*command, check=False)
 
@@ -233,6 +236,8 @@ class Sandbox:
         )  # fmt: skip
 
     def _start_nodes(self, names: tuple[str, ...]) -> None:
+        if not names:
+            return
         running = processes.daemons(self.folder)
         for node in names:
             if f"slurmd-{node}" not in running:
@@ -263,7 +268,8 @@ class Sandbox:
 
     def _check_node(self, node: str) -> None:
         if node not in self.nodes:
-            raise ConfigError(f"sandbox: node: found {node!r}, allowed {self.nodes[0]} to {self.nodes[-1]}")
+            allowed = f"{self.nodes[0]} to {self.nodes[-1]}" if self.nodes else "none, as they are only declared"
+            raise ConfigError(f"sandbox: node: found {node!r}, allowed {allowed}")
 
 
 def _serves(state: str) -> bool:

@@ -24,7 +24,10 @@ VERBS = {
     "start-node": "power NODE on again",
     "restart": "kill slurmctld and every slurmd and start them again; running jobs go on",
 }
-USAGE = "VERB [NODE] [DIR] [--nodes N] [--cpus N] [--memory MB] [--gpus N] [--down] [--extra LINE]..."
+USAGE = (
+    "VERB [NODE] [DIR] [--nodes N] [--cpus N] [--memory MB] [--gpus N] [--bind] [--down] [--declared LINE]... "
+    "[--extra LINE]..."
+)
 DESCRIPTION = "A private, real Slurm of several nodes on this machine, without root. Verbs: " + "; ".join(
     f"{verb}: {what}" for verb, what in VERBS.items()
 )
@@ -55,6 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar = "MB" if name == "memory" else "N"
         default = getattr(Options(), name)
         parser.add_argument(f"--{name}", type=int, metavar=metavar, help=f"{text}; {default} unless it had another")
+    parser.add_argument("--bind", action="store_const", const=True, help="bind processes to their CPUs (up)")
+    parser.add_argument(
+        "--declared", action="append", metavar="LINE", help='nodes that run nothing: "big[1-9] CPUs=64 Gres=gpu:8" (up)'
+    )
     parser.add_argument("--extra", action="append", metavar="LINE", help="one more line of slurm.conf (up)")
     parser.add_argument("--down", action="store_true", help="tell slurmctld at once that NODE is down (kill-node)")
 
@@ -96,8 +103,7 @@ def _up(folder: Path, changes: dict[str, Any]) -> int:
     unknown = sorted(set(changes) - {item.name for item in fields(Options)})
     if unknown:
         raise ConfigError(f"sandbox: up: unknown option {unknown[0]}")
-    if "extra" in changes:
-        changes["extra"] = tuple(changes["extra"])
+    changes |= {name: tuple(changes[name]) for name in ("extra", "declared") if name in changes}
     saved = options.load(folder / "options.json") or Options()
     sandbox = cluster.up(folder, replace(saved, **changes))
     print(f"{len(sandbox.nodes)} nodes are up in {sandbox.folder}")

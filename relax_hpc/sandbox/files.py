@@ -52,7 +52,7 @@ def _link_null(path: Path) -> None:
 
 
 def _gres_conf(folder: Path, options: Options) -> str:
-    if not options.gpus:
+    if not options.gpus or not options.nodes:
         return ""
     return f"NodeName=node[1-{options.nodes}] Name=gpu File={folder}/dev/gpu[0-{options.gpus - 1}] AutoDetect=off\n"
 
@@ -75,8 +75,6 @@ def _replace(lines: Iterable[str], extra: Iterable[str]) -> list[str]:
 
 def _lines(folder: Path, options: Options) -> list[str]:
     me = pwd.getpwuid(os.getuid()).pw_name
-    gpus = f" Gres=gpu:{options.gpus}" if options.gpus else ""
-    ports = f"{options.port + 1}-{options.port + options.nodes}"
     return [
         "ClusterName=sandbox",
         f"SlurmctldHost={host()}(127.0.0.1)",
@@ -101,7 +99,7 @@ def _lines(folder: Path, options: Options) -> list[str]:
         "MailProg=/bin/true",
         # No cgroup is touched.
         "ProctrackType=proctrack/linuxproc",
-        "TaskPlugin=task/none",
+        f"TaskPlugin=task/{'affinity' if options.bind else 'none'}",
         "SwitchType=switch/none",
         "MpiDefault=none",
         # Believe slurm.conf about CPUs and memory, not the machine.
@@ -131,10 +129,28 @@ def _lines(folder: Path, options: Options) -> list[str]:
         "AccountingStorageType=accounting_storage/none",
         "JobCompType=jobcomp/filetxt",
         f"JobCompLoc={folder}/log/jobcomp.txt",
-        f"NodeName=node[1-{options.nodes}] NodeHostname={host()} NodeAddr=127.0.0.1 Port={ports} "
-        f"CPUs={options.cpus} RealMemory={options.memory}{gpus} State=UNKNOWN",
-        "PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE DefaultTime=10 State=UP OverSubscribe=NO",
+        *([_serving(options)] if options.nodes else []),
+        *(f"NodeName={line} NodeAddr=127.0.0.1 Port={options.dead_port} State=UNKNOWN" for line in options.declared),
+        *_partitions(options),
     ]
+
+
+def _serving(options: Options) -> str:
+    """The nodes that run jobs."""
+    gpus = f" Gres=gpu:{options.gpus}" if options.gpus else ""
+    ports = f"{options.port + 1}-{options.port + options.nodes}"
+    return (
+        f"NodeName=node[1-{options.nodes}] NodeHostname={host()} NodeAddr=127.0.0.1 Port={ports} "
+        f"CPUs={options.cpus} RealMemory={options.memory}{gpus} State=UNKNOWN"
+    )
+
+
+def _partitions(options: Options) -> list[str]:
+    serving, rest = f"node[1-{options.nodes}]", "MaxTime=INFINITE DefaultTime=10 State=UP OverSubscribe=NO"
+    declared = ",".join(line.split()[0] for line in options.declared)
+    first = [f"PartitionName=main Nodes={serving} Default=YES {rest}"] if options.nodes else []
+    default = "NO" if first else "YES"
+    return [*first, *([f"PartitionName=declared Nodes={declared} Default={default} {rest}"] if declared else [])]
 
 
 def open_mpi() -> str:
@@ -147,7 +163,7 @@ def write_site(folder: Path, options: Options, pmix: bool) -> None:
     mpi = {"launcher": "pmix", "library": open_mpi()} if pmix else {"launcher": "pmi2", "library": "wheel"}
     site: dict[str, Any] = {
         "name": "sandbox",
-        "partition": "main",
+        "partition": "main" if options.nodes else "declared",
         "interface": "lo",
         "gpu_request": "gpus_per_node" if options.gpus else "none",
         "sbatch_on_nodes": True,

@@ -57,6 +57,13 @@ def check_owner(folder: Path) -> None:
         raise ConfigError(f"sandbox: folder: {folder} is another user's, choose one of your own")
 
 
+def check_binding(wanted: Options) -> None:
+    """ConfigError if nodes claim CPUs to which nothing can be bound here."""
+    here = len(os.sched_getaffinity(0))
+    if wanted.bind and wanted.nodes and wanted.cpus > here:
+        raise ConfigError(f"sandbox: cpus: found {wanted.cpus} with bind, allowed: up to the {here} of this machine")
+
+
 def with_port(folder: Path, wanted: Options, saved: Options | None) -> Options:
     """`wanted` with its ports settled: those it names, those of last time, or a free block."""
     if wanted.port:

@@ -14,6 +14,8 @@ MAX_NODES = 60
 """More would not fit into a folder's block of ports."""
 _BLOCK, _FIRST, _BLOCKS = 64, 20000, 190
 """Ports a sandbox takes, the first block's first port, and blocks; all lie below the kernel's ephemeral ports."""
+_NOBODY = _BLOCK - 1
+"""Of these ports the one that nobody listens on."""
 _MAX_FOLDER = 64
 """Bytes of a folder's path, so that the sockets of munge and of the steps below it stay under the kernel's 107."""
 
@@ -30,7 +32,8 @@ class Options:
     ('node1', 'node2')
     """
 
-    nodes: int = _option(4, 1, MAX_NODES)
+    nodes: int = _option(4, 0, MAX_NODES)
+    """Nodes that run jobs; 0 only beside `declared` ones."""
     cpus: int = _option(8, 1, 1024)
     """CPUs that each node claims to have, whatever the machine has."""
     memory: int = _option(4000, 100, 10_000_000)
@@ -45,6 +48,13 @@ class Options:
     """Life of a job's credential in seconds; a requeued job starts about 2 s after it."""
     port: int = _option(0, 0, 65535 - _BLOCK)
     """First of 64 ports; 0: a free block, drawn from the folder's name."""
+    bind: bool = False
+    """Processes are bound to the CPUs that Slurm gave them (task/affinity), as on most clusters. All nodes share this
+    machine's CPUs, so it must have as many as a node claims."""
+    declared: tuple[str, ...] = ()
+    """Further nodes that slurmctld knows and that run nothing, as NodeName= of slurm.conf describes them: what a large
+    cluster makes of a request can be read off held jobs (`sbatch --hold`, `scontrol show job`), in partition
+    `declared`. An example: "big[1-128] Sockets=2 CoresPerSocket=32 RealMemory=1000000 Gres=gpu:8"."""
     extra: tuple[str, ...] = ()
     """Further lines of slurm.conf; one for a setting that is there already takes its place."""
 
@@ -53,9 +63,21 @@ class Options:
             value, low, high = getattr(self, item.name), item.metadata.get("low"), item.metadata.get("high")
             if low is not None and not low <= value <= high:
                 raise ConfigError(f"sandbox: {item.name}: found {value}, allowed {low} to {high}")
+        if not self.nodes and not self.declared:
+            raise ConfigError(f"sandbox: nodes: found 0, allowed 1 to {MAX_NODES}, or 0 beside declared ones")
+        for line in self.declared:
+            if not re.match(r"[\w-]+(\[[\d,-]+\])?( \w+=\S+)*$", line):
+                raise ConfigError(
+                    f"sandbox: declared: found {line!r}, allowed: names and sizes, as in 'big[1-9] CPUs=64 Gres=gpu:8'"
+                )
         for line in self.extra:
             if not re.match(r"\w+=", line) or "\n" in line:
                 raise ConfigError(f"sandbox: extra: found {line!r}, allowed one line of slurm.conf, as in 'KillWait=5'")
+
+    @property
+    def dead_port(self) -> int:
+        """Where declared nodes are said to be."""
+        return self.port + _NOBODY
 
     @property
     def node_names(self) -> tuple[str, ...]:
@@ -78,7 +100,8 @@ def load(path: Path) -> Options | None:
     known = {item.name for item in fields(Options)}
     if not isinstance(saved, dict) or not set(saved) <= known:
         raise ConfigError(f"{path}: found unknown options, remove the file and call up again")
-    return replace(Options(), **saved | {"extra": tuple(saved.get("extra", ()))})
+    lists = {name: tuple(saved.get(name, ())) for name in ("extra", "declared")}
+    return replace(Options(), **saved | lists)
 
 
 def check_folder(folder: Path) -> None:

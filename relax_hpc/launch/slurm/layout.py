@@ -162,7 +162,7 @@ def _local(config: Config) -> list[Component]:
             tasks_per_node(config, name) * group.resources.cpus_per_task for name, group in config.groups.items()
         ),
         gpus_per_node=sum(group.resources.gpus_per_node for group in config.groups.values()),
-        memory=next((group.memory for group in resources if group.memory), ""),
+        memory=_memory(config, *(group.memory for group in resources)),
         time=config.slurm.time,
         options=options,
     )
@@ -178,8 +178,8 @@ def _component(config: Config, name: str, nodes: int, time: str = "", riders: tu
         nodes=nodes,
         tasks_per_node=tasks_per_node(config, name),
         cpus_per_task=resources.cpus_per_task,
-        gpus_per_node=resources.gpus_per_node,
-        memory=resources.memory,
+        gpus_per_node=_gpus(config, name),
+        memory=_memory(config, resources.memory),
         time=time or config.slurm.time,
         options=_places(config, hub=name == HUB) | config.site.options | resources.options,
     )
@@ -190,6 +190,16 @@ def _places(config: Config, hub: bool = False) -> dict[str, str]:
     partition = (site.hub_partition if hub and site.cpu_nodes else "") or site.partition
     named = {"partition": partition, "account": site.account, "qos": site.qos}
     return {option: value for option, value in named.items() if value}
+
+
+def _gpus(config: Config, name: str) -> int:
+    """GPUs a node; where all nodes have some, a job without any is refused, or put where nobody wants it."""
+    asked = group_of(config, name).resources.gpus_per_node
+    return max(asked, 1) if name == HUB and not config.site.cpu_nodes and config.model.device == "cuda" else asked
+
+
+def _memory(config: Config, *wanted: str) -> str:
+    return next((memory for memory in wanted if memory), "") if config.site.memory_request == "mem" else ""
 
 
 def _uneven(config: Config, group: str, role: str) -> ConfigError:

@@ -14,6 +14,7 @@ from typing import Any
 
 from relax_hpc.config.schema import Config
 from relax_hpc.errors import ConfigError
+from relax_hpc.launch.slurm.inherited import undone
 from relax_hpc.launch.slurm.layout import Component, component, components
 
 OWN_OPTIONS = {
@@ -52,6 +53,8 @@ CACHES = {
 _PLAIN = re.compile(r"[A-Za-z0-9@%+=:,./_\[\]-]*")
 _LONG_NAME = re.compile(r"[a-z][a-z0-9-]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
+"""Ways to ask for memory, of which sbatch takes one."""
 _MEMORY = re.compile(r"\d+[KMGT]?", re.IGNORECASE)
 
 
@@ -118,7 +121,7 @@ def _render(config: Config, parts: list[Component], **variables: Any) -> str:
     site = config.site
     local = shlex.quote(site.local_dir) if site.local_dir else '"${TMPDIR:-/tmp}"'
     return environment.get_template("job.sbatch.j2").render(
-        parts=[_directives(config, part) for part in parts],
+        parts=_directives(config, parts),
         signal_s=config.slurm.signal_s,
         modules=" ".join(shlex.quote(name) for name in site.modules),
         local_dir=local,
@@ -145,9 +148,24 @@ def _of_run(config: Config, group: str = "") -> dict[str, str]:
     }
 
 
-def _directives(config: Config, part: Component) -> dict[str, Any]:
-    """A component as the template wants it: every value checked, the further options as whole words."""
-    options = dict(part.options)
+def _directives(config: Config, parts: list[Component]) -> list[dict[str, Any]]:
+    """The components as the template wants them: every value checked, the further options as whole words."""
+    options = [_options(config, part) for part in parts]
+    besides = undone([(part.name, own) for part, own in zip(parts, options, strict=True)])
+    found = []
+    for part, own, more in zip(parts, options, besides, strict=True):
+        words = [directive(name, value) for name, value in own.items()]
+        # An empty value is a word of its own here: a flag would mean something else.
+        words += [f"--{name}={value}" for name, value in more.items()]
+        name = config.name if config.layout == "local" else f"{config.name}-{part.name}"
+        texts = {"job_name": _quote(name, "name"), "options": words, "standby": _has_standby(part)}
+        found.append(asdict(part) | texts)
+    return found
+
+
+def _options(config: Config, part: Component) -> dict[str, str]:
+    """What a component states beside its size; a group's own memory replaces what the site's options ask for."""
+    options = {name: value for name, value in part.options.items() if name not in MEMORY or not part.memory}
     for name in options:
         if name in OWN_OPTIONS:
             instead = f"set {OWN_OPTIONS[name]} instead" if OWN_OPTIONS[name] else "it cannot be changed"
@@ -155,11 +173,7 @@ def _directives(config: Config, part: Component) -> dict[str, Any]:
     if part.memory and not _MEMORY.fullmatch(part.memory):
         raise ConfigError(f"groups.{part.name}.resources.memory: found {part.memory!r}, allowed: 64G, 500M, 0 (all)")
     gpus = _gpu_options(config, part, options.pop("gres", ""))
-    memory = {"mem": part.memory} if part.memory else {}
-    # A group's own memory replaces what the site's options ask for.
-    words = [directive(name, value) for name, value in (gpus | options | memory).items()]
-    name = config.name if config.layout == "local" else f"{config.name}-{part.name}"
-    return asdict(part) | {"job_name": _quote(name, "name"), "options": words, "standby": _has_standby(part)}
+    return gpus | options | ({"mem": part.memory} if part.memory else {})
 
 
 def _has_standby(part: Component) -> bool:
