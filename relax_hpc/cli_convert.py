@@ -33,6 +33,7 @@ def _arguments(parser: ArgumentParser) -> None:
         "--verify", nargs="?", const="all", metavar="WHAT", help="Read all tensors again; all: compare logits too"
     )
     parser.add_argument("--prompt", metavar="P", help="For logits: a text, or token ids with commas between")
+    parser.add_argument("--ignore-keys", nargs="+", metavar="KEY", help="Of config.json, as model.ignore_keys")
     parser.add_argument("--json", action="store_true", help="For programs")
     parser.add_argument("--slurm", action="store_true", help="As a job, by submitit")
     parser.add_argument("--partition", metavar="P", help="Of the job")
@@ -83,6 +84,7 @@ def _request(given: dict[str, Any]) -> Request:
         model=Path(given["model"]) if "model" in given else None,
         verify=given.get("verify", ""),
         prompt=given.get("prompt", ""),
+        ignore_keys=tuple(given.get("ignore_keys", ())),
     )
 
 
@@ -128,8 +130,9 @@ def _show(answer: dict[str, Any], as_json: bool) -> None:
 
 CONVERT = Command(
     "Convert a model between Hugging Face and megatron-core, or a run's checkpoint to Hugging Face.",
-    "SOURCE TARGET [--dtype T] [--shard-size SIZE] [--model DIR] [--verify [digests|all]] [--prompt P] [--json] "
-    "[--slurm [--partition P] [--account A] [--time MINUTES] [--mem GB] [--cpus N] [--wait]]",
+    "SOURCE TARGET [--dtype T] [--shard-size SIZE] [--model DIR] [--verify [digests|all]] [--prompt P] "
+    "[--ignore-keys KEY ...] [--json] [--slurm [--partition P] [--account A] [--time MINUTES] [--mem GB] [--cpus N] "
+    "[--wait]]",
     _arguments,
     _convert,
 )

@@ -385,8 +385,9 @@ def test_busy_port(tmp_path: Path) -> None:
 def model_dir(path: Path, **sizes: Any) -> Path:
     """A Hugging Face directory as far as the checks look into it."""
     config = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 64, "intermediate_size": 128}
+    config |= {"model_type": "qwen3", "head_dim": 8, "num_hidden_layers": 4, "vocab_size": 64, "rms_norm_eps": 1e-6}
     path.mkdir()
-    (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4} | sizes))
+    (path / "config.json").write_text(json.dumps(config | sizes))
     (path / "tokenizer.json").write_text("{}")
     (path / "model.safetensors").write_bytes(b"")
     return path
@@ -408,14 +409,12 @@ def test_model_directories(tmp_path: Path) -> None:
     assert "model.path: found no config.json in" in model_findings(good)[0]
 
 
-@pytest.mark.parametrize(
-    "text", ["{", "[]", "\xff", '{"num_attention_heads": "8"}', '{"num_attention_heads": -1}', "{}"]
-)
+@pytest.mark.parametrize("text", ["{", "[]", "\xff", "{}", '{"model_type": 5}'])
 def test_broken_model_config(tmp_path: Path, text: str) -> None:
     path = model_dir(tmp_path / "model")
     (path / "config.json").write_text(text, encoding="latin-1")
     findings = model_findings(path)
-    assert len(findings) == 1 and findings[0].startswith("model.path: found ")
+    assert len(findings) == 1 and findings[0].startswith("model.path: ") and "config.json" in findings[0]
 
 
 def test_index_that_names_a_missing_file(tmp_path: Path) -> None:
@@ -424,18 +423,14 @@ def test_index_that_names_a_missing_file(tmp_path: Path) -> None:
     assert "no model-2.safetensors" in model_findings(path)[0]
 
 
-def test_mixture_of_experts_with_tensor_parallelism_needs_sequence_parallelism(tmp_path: Path) -> None:
-    path = model_dir(tmp_path / "model", num_experts=4)
-    findings = model_findings(path, **{"actor.parallel.tensor": 2})
-    assert len(findings) == 1 and "4 experts" in findings[0] and "cannot be configured yet" in findings[0]
-    assert model_findings(path, **{"actor.parallel.tensor": 2, "actor.parallel.sequence_parallel": True}) == []
-
-
-def test_omni_modal_model_keeps_its_sizes_below(tmp_path: Path) -> None:
-    path = model_dir(tmp_path / "model")
-    sizes = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({"thinker_config": {"text_config": sizes}}))
-    assert "num_hidden_layers, 4" in model_findings(path, **{"actor.parallel.pipeline": 3})[0]
+def test_models_that_cannot_be_trained_are_named_with_every_reason(tmp_path: Path) -> None:
+    path = model_dir(tmp_path / "model", rope_scaling={"type": "yarn"}, logit_scale=0.5)
+    findings = model_findings(path)
+    assert len(findings) == 2 and all(f"model.path: {path}/config.json: " in finding for finding in findings)
+    assert "rope_scaling.type is 'yarn'" in findings[0] or "rope_scaling.type is 'yarn'" in findings[1]
+    assert model_findings(path, **{"model.ignore_keys": ["rope_scaling", "logit_scale"]}) == []
+    llama = model_dir(tmp_path / "llama", model_type="llama")
+    assert "model_type is 'llama', supported to train: qwen3" in model_findings(llama)[0]
 
 
 def write(directory: Path, name: str, text: str) -> Path:

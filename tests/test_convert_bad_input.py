@@ -85,7 +85,7 @@ HF = {
     "no config": (lambda at: (at / "config.json").unlink(), r"config\.json"),
     "config no JSON": (lambda at: (at / "config.json").write_text("{"), r"config\.json"),
     "config no object": (lambda at: (at / "config.json").write_text("[]"), r"config\.json"),
-    "config without sizes": (lambda at: (at / "config.json").write_text("{}"), r"config\.json: vocab_size is missing"),
+    "config without sizes": (lambda at: (at / "config.json").write_text("{}"), r"config\.json: model_type is missing"),
     "config with a wrong size": (with_config(hidden_size="32"), r"hidden_size is '32', supported is a positive"),
     "config with odd heads": (with_config(num_key_value_heads=3), r"num_key_value_heads is 3, .* divisor of 4 heads"),
     "another family": (with_config(model_type="llama"), r"model_type is 'llama'"),

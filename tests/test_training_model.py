@@ -78,7 +78,10 @@ def test_bfloat16_is_close_to_float32(tiny: Path):
     ("change", "says"),
     [
         ({"model_type": "llama"}, "model_type is 'llama'"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+            r"rope_scaling\.type is 'yarn'.*rope_scaling\.factor is 4\.0",
+        ),
         ({"attention_bias": True}, "attention_bias is True"),
     ],
 )
@@ -88,7 +91,7 @@ def test_other_models_are_refused(tiny: Path, change: dict, says: str):
 
 
 def test_rope_theta_is_found_where_transformers_5_puts_it(tiny: Path):
-    from relax_hpc.training.hf_config import rope_theta
+    from relax_hpc.models.families import rope_theta
 
     assert rope_theta({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}) == 5e5
     assert rope_theta(read_config(tiny)) == 1e6

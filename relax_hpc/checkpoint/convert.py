@@ -20,7 +20,7 @@ from relax_hpc.checkpoint.to_megatron import HEADERS, HUGGINGFACE, ToMegatron
 from relax_hpc.checkpoint.torch_dist import CONFIG, METADATA, StoredState
 from relax_hpc.checkpoint.workspace import Workspace, check_free
 from relax_hpc.errors import ConfigError, RelaxError
-from relax_hpc.training.hf_config import check_convertible
+from relax_hpc.models.families import understood
 from relax_hpc.training.hf_files import read_config
 from relax_hpc.training.hf_mapping import Qwen3Shape
 
@@ -47,6 +47,8 @@ class Request:
     """"digests", "all" (logits too) or empty."""
     prompt: str = ""
     """For logits: a text, or token ids with commas between."""
+    ignore_keys: tuple[str, ...] = ()
+    """Of config.json, as `model.ignore_keys`."""
 
 
 def convert(request: Request, progress: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
@@ -89,9 +91,8 @@ def is_megatron(directory: Path) -> bool:
 
 
 def _to_megatron(request: Request, progress: Callable[[str], None]) -> dict[str, Any]:
-    hf_config = read_config(request.source)
-    check_convertible(hf_config)
-    shape = Qwen3Shape.of(hf_config)
+    known = understood(read_config(request.source), request.ignore_keys, "convert")
+    shape = Qwen3Shape.of(known)
     source = HfTensors(request.source, shape)
     job = ToMegatron(source, shape, _dtype(request), request.shard_bytes or DEFAULT_SHARD_BYTES)
     job.parts()
@@ -100,7 +101,7 @@ def _to_megatron(request: Request, progress: Callable[[str], None]) -> dict[str,
 
     def check(path: Path) -> None:
         target = MegatronTensors(StoredState(path), shape)
-        found.update(_verify(request, source, target, (request.source, path), hf_config, ids, progress))
+        found.update(_verify(request, source, target, (request.source, path), known, ids, progress))
 
     job.write(work, progress, check)
     return {"direction": "megatron", "files_kept": work.kept} | found
@@ -110,8 +111,8 @@ def _to_hf(request: Request, progress: Callable[[str], None]) -> dict[str, Any]:
     _check_ended(request.source)
     model, headers = _model_of(request)
     hf_config = read_config(model)
-    check_convertible(hf_config)
-    shape = Qwen3Shape.of(hf_config)
+    known = understood(hf_config, request.ignore_keys, "convert")
+    shape = Qwen3Shape.of(known)
     source = MegatronTensors(StoredState(request.source), shape)
     check_types(source)
     job = ToHf(source, shape, hf_config, model, headers, _dtype(request), request.shard_bytes or DEFAULT_SHARD_BYTES)
@@ -121,7 +122,7 @@ def _to_hf(request: Request, progress: Callable[[str], None]) -> dict[str, Any]:
 
     def check(path: Path) -> None:
         target = HfTensors(path, shape)
-        found.update(_verify(request, source, target, (path, request.source), hf_config, ids, progress))
+        found.update(_verify(request, source, target, (path, request.source), known, ids, progress))
 
     job.write(work, progress, check)
     return {"direction": "hf", "files_kept": work.kept} | found
@@ -174,7 +175,7 @@ def _verify(
     source: verify.Pieces,
     target: verify.Pieces,
     places: tuple[Path, Path],
-    hf_config: dict[str, Any],
+    known: dict[str, Any],
     ids: list[int],
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
@@ -182,9 +183,9 @@ def _verify(
     if not request.verify:
         return {}
     progress("verify: all tensors are read again")
-    digests = verify.compare(source, target, Qwen3Shape.of(hf_config))
+    digests = verify.compare(source, target, Qwen3Shape.of(known))
     report: dict[str, Any] = {"tensors": len(digests), "digests": digests}
     if ids:
         progress("verify: logits")
-        report["logits"] = verify.compare_logits(*places, hf_config, ids)
+        report["logits"] = verify.compare_logits(*places, known, ids)
     return report

@@ -156,12 +156,6 @@ def _split(group: str, parallel: ParallelConfig, model: Model) -> Findings:
         )
     if parallel.sequence_parallel and tensor == 1:
         yield f"{key}.sequence_parallel: found true with {key}.tensor 1, allowed: false, or a larger tensor"
-    if model.experts and tensor > 1 and not parallel.sequence_parallel:
-        # megatron-core 0.16.1 refuses MoE with tensor parallelism unless the sequence is split too.
-        yield (
-            f"{key}.sequence_parallel: found false with {key}.tensor {tensor} and a model of {model.experts} experts, "
-            "allowed: true, or tensor 1 (expert parallelism cannot be configured yet)"
-        )
 
 
 def _groups(config: Config) -> Findings:

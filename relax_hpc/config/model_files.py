@@ -9,6 +9,7 @@ from typing import Any
 
 from relax_hpc.config.schema import ModelConfig
 from relax_hpc.errors import ConfigError
+from relax_hpc.models.families import problems, understood
 
 
 @dataclass(kw_only=True, slots=True)
@@ -23,7 +24,6 @@ class Model:
     hidden: int = 0
     inner: int = 0
     positions: int = 0
-    experts: int = 0
 
     def tensor_sizes(self) -> dict[str, int]:
         """Sizes that tensor parallelism divides, by their names in config.json."""
@@ -42,40 +42,29 @@ def find_model(config: ModelConfig, field_name: str = "path") -> Model:
         if not name:
             from relax_hpc.data.tiny_model import qwen3_config
 
-            return _sizes(qwen3_config(config.tiny), "model.tiny")
+            return _sizes(qwen3_config(config.tiny))
         path = Path(name)
         if not path.is_dir():
             return Model(problems=[f"{key}: found {name!r}, which is not a directory; name a Hugging Face directory"])
-        problems = [f"{key}: found {problem}" for problem in (*_weights(path), *_tokenizer(path))]
-        model = _sizes(_read_json(path / "config.json"), key)
-        model.problems += problems
+        files = [f"{key}: found {problem}" for problem in (*_weights(path), *_tokenizer(path))]
+        found = _read_json(path / "config.json")
+        unknown = [f"{key}: {path / 'config.json'}: {one}" for one in problems(found, config.ignore_keys)]
+        model = Model() if unknown else _sizes(understood(found, config.ignore_keys))
+        model.problems = [*unknown, *files]
         return model
     except ConfigError as error:
         message = str(error)
         return Model(problems=[message if message.startswith("model.") else f"{key}: {message}"])
 
 
-def _sizes(found: dict[str, Any], key: str) -> Model:
-    # Omni-modal models keep the language model's sizes one or two levels down.
-    for section in ("thinker_config", "text_config"):
-        if isinstance(found.get(section), dict):
-            found = found[section]
-
-    def size(*names: str, default: int | None = None) -> int:
-        value = next((found[name] for name in names if found.get(name) is not None), default)
-        if type(value) is not int or value < (1 if default is None else 0):
-            raise ConfigError(f"{key}: found {value!r} as {names[0]} in config.json, allowed: a positive integer")
-        return value
-
-    heads = size("num_attention_heads")
+def _sizes(known: dict[str, Any]) -> Model:
     return Model(
-        layers=size("num_hidden_layers"),
-        heads=heads,
-        kv_heads=size("num_key_value_heads", default=heads),
-        hidden=size("hidden_size"),
-        inner=size("intermediate_size", "moe_intermediate_size"),
-        positions=size("max_position_embeddings", default=0),
-        experts=size("num_experts", "num_local_experts", "n_routed_experts", default=0),
+        layers=known["num_hidden_layers"],
+        heads=known["num_attention_heads"],
+        kv_heads=known.get("num_key_value_heads", known["num_attention_heads"]),
+        hidden=known["hidden_size"],
+        inner=known["intermediate_size"],
+        positions=known.get("max_position_embeddings", 0),
     )
 
 

@@ -41,6 +41,9 @@ class ModelConfig:
     """Parameter type of training and inference."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where models run. Every rank of a `cuda` group takes the device of its local rank."""
+    ignore_keys: list[str] = field(default_factory=list)
+    """Keys of config.json to leave out of account, such as `rope_scaling.factor`. One that is not known is refused,
+    as the engine may compute something by it that the trainer does not; whoever knows better lists it here."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -7,10 +7,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.config.schema import Config
+from relax_hpc.config.schema import Config, ModelConfig
 from relax_hpc.errors import ConfigError
+from relax_hpc.models.families import rope_theta, understood
 from relax_hpc.training.batches import Batch
-from relax_hpc.training.hf_config import check_supported, rope_theta
 from relax_hpc.training.hf_files import read_config
 from relax_hpc.training.hf_mapping import Qwen3Shape
 from relax_hpc.training.model import PolicyModel
@@ -35,11 +35,12 @@ class InnerRoles:
         """Those that score anything."""
         self._weights = SwappedWeights(model.module)
         if "reference" in self.roles:
-            self._keep_reference(config.model.reference_path, policy)
+            self._keep_reference(config.model, policy)
 
-    def _keep_reference(self, path: str, policy: Path) -> None:
+    def _keep_reference(self, settings: ModelConfig, policy: Path) -> None:
+        path = settings.reference_path
         if path:
-            check_same(read_config(Path(path)), self.model.hf_config)
+            check_same(read_config(Path(path)), self.model.hf_config, settings.ignore_keys)
             self.model.load_hf(Path(path))
         self._weights.keep("reference")
         if path:
@@ -70,10 +71,9 @@ class InnerRoles:
             setattr(batch, field, values)
 
 
-def check_same(reference: dict[str, Any], policy: dict[str, Any]) -> None:
+def check_same(reference: dict[str, Any], policy: dict[str, Any], ignore_keys: Sequence[str] = ()) -> None:
     """ConfigError if config.json of the reference says another architecture than the policy's."""
-    check_supported(reference)
-    if _architecture(reference) != _architecture(policy):
+    if _architecture(understood(reference, ignore_keys)) != _architecture(understood(policy, ignore_keys)):
         raise ConfigError(
             "model.reference_path: found another architecture than the policy's, allowed with reference in "
             "actor.forward: the same; give it a group"

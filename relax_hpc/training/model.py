@@ -14,9 +14,9 @@ from torch import Tensor
 
 from relax_hpc.config.schema import ModelConfig, ParallelConfig
 from relax_hpc.errors import ConfigError
+from relax_hpc.models.families import understood
 from relax_hpc.training import parallel as ranks
 from relax_hpc.training.batches import Batch
-from relax_hpc.training.hf_config import check_supported
 from relax_hpc.training.hf_files import SafetensorFiles, write_directory
 from relax_hpc.training.hf_mapping import (
     Entry,
@@ -53,18 +53,18 @@ class PolicyModel:
         from relax_hpc.training import qwen3
         from relax_hpc.training.layer_spec import uses_transformer_engine
 
-        check_supported(hf_config)
+        known = understood(hf_config, model.ignore_keys)
         self.hf_config = hf_config
-        self.shape = Qwen3Shape.of(hf_config)
+        self.shape = Qwen3Shape.of(known)
         qwen3.check_split(self.shape, parallel)
         self.layout = ranks.layout()
         self.device = torch.device(model.device)
         self.dtype = qwen3.DTYPES[model.dtype]
-        self.config = qwen3.transformer_config(hf_config, model, parallel)
+        self.config = qwen3.transformer_config(known, model, parallel)
         self.length_multiple = parallel.tensor if self.config.sequence_parallel else 1
         """Padded sequence lengths must be multiples of this."""
         first, last = self.layout.first_stage, self.layout.last_stage
-        self.module = qwen3.build(hf_config, self.config, model.device, first, last)
+        self.module = qwen3.build(known, self.config, model.device, first, last)
         offset = get_transformer_layer_offset(self.config)
         self._entries = stage_entries(
             self.shape,

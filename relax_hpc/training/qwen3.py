@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from relax_hpc.config.schema import ModelConfig, ParallelConfig
 from relax_hpc.errors import ConfigError
-from relax_hpc.training.hf_config import rope_theta
+from relax_hpc.models.families import rope_theta
 from relax_hpc.training.hf_mapping import Qwen3Shape
 from relax_hpc.training.layer_spec import layer_spec
 
