@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from relax_hpc.config.load import compose, merge, print_config
 from relax_hpc.config.read import MAX_BYTES, dump_yaml, parse_yaml
 from relax_hpc.config.schema import GroupConfig
 from relax_hpc.errors import EXIT_CONFIG, ConfigError
+from tests.model_files import model_directory
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "runs" / "quickstart.yaml"
 
@@ -382,23 +382,12 @@ def test_busy_port(tmp_path: Path) -> None:
     assert findings == [f"rollout.engine.port: found {port}, but {port} is in use; name another, or 0 for free ones"]
 
 
-def model_dir(path: Path, **sizes: Any) -> Path:
-    """A Hugging Face directory as far as the checks look into it."""
-    config = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 64, "intermediate_size": 128}
-    config |= {"model_type": "qwen3", "head_dim": 8, "num_hidden_layers": 4, "vocab_size": 64, "rms_norm_eps": 1e-6}
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(config | sizes))
-    (path / "tokenizer.json").write_text("{}")
-    (path / "model.safetensors").write_bytes(b"")
-    return path
-
-
 def model_findings(path: Path, **overrides: Any) -> list[str]:
     return check(load([QUICKSTART], {"run_dir": str(path / "run"), "model.path": str(path)} | overrides))
 
 
 def test_model_directories(tmp_path: Path) -> None:
-    good = model_dir(tmp_path / "good")
+    good = model_directory(tmp_path / "good")
     layout = {"actor.parallel.tensor": 2, "actor.parallel.pipeline": 4}
     assert model_findings(good, **layout) == []
     (good / "tokenizer.json").unlink()
@@ -411,25 +400,25 @@ def test_model_directories(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["{", "[]", "\xff", "{}", '{"model_type": 5}'])
 def test_broken_model_config(tmp_path: Path, text: str) -> None:
-    path = model_dir(tmp_path / "model")
+    path = model_directory(tmp_path / "model")
     (path / "config.json").write_text(text, encoding="latin-1")
     findings = model_findings(path)
     assert len(findings) == 1 and findings[0].startswith("model.path: ") and "config.json" in findings[0]
 
 
 def test_index_that_names_a_missing_file(tmp_path: Path) -> None:
-    path = model_dir(tmp_path / "model")
+    path = model_directory(tmp_path / "model")
     (path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-2.safetensors"}}')
     assert "no model-2.safetensors" in model_findings(path)[0]
 
 
 def test_models_that_cannot_be_trained_are_named_with_every_reason(tmp_path: Path) -> None:
-    path = model_dir(tmp_path / "model", rope_scaling={"type": "yarn"}, logit_scale=0.5)
+    path = model_directory(tmp_path / "model", rope_scaling={"type": "yarn"}, logit_scale=0.5)
     findings = model_findings(path)
     assert len(findings) == 2 and all(f"model.path: {path}/config.json: " in finding for finding in findings)
     assert "rope_scaling.type is 'yarn'" in findings[0] or "rope_scaling.type is 'yarn'" in findings[1]
     assert model_findings(path, **{"model.ignore_keys": ["rope_scaling", "logit_scale"]}) == []
-    llama = model_dir(tmp_path / "llama", model_type="llama")
+    llama = model_directory(tmp_path / "llama", model_type="llama")
     assert "model_type is 'llama', supported to train: qwen3" in model_findings(llama)[0]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from relax_hpc.config.check import check
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch.slurm.layout import components, gpu_hours
 from relax_hpc.launch.slurm.render import directive, render, render_group, templates
+from tests.model_files import model_directory
 from tests.requirements import requires
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -115,12 +115,9 @@ def test_shellcheck_finds_nothing(scripts: list[Path]) -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `check` reads of a model with the sizes of an 8B one."""
-    path = tmp_path_factory.mktemp("model")
-    sizes = {"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
-    (path / "config.json").write_text(json.dumps(sizes | {"intermediate_size": 12288}))
-    for name in ("tokenizer.json", "model.safetensors"):
-        (path / name).touch()
+    """What `check` reads of a model with the layers and heads of an 8B one."""
+    sizes = {"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 12288}
+    path = model_directory(tmp_path_factory.mktemp("model"), **sizes)
     (path / "train.jsonl").touch()
     return path
 

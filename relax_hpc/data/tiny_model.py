@@ -38,7 +38,7 @@ def make_tiny_model(directory: Path, shape: TinyModelConfig, seed: int) -> None:
     ids = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
     _write_json(partial / "config.json", config)
     _write_json(partial / "generation_config.json", ids)
-    _write_tokenizer(partial)
+    write_tokenizer(partial)
     _write_weights(partial / "model.safetensors", shape, seed)
     partial.rename(directory)
 
@@ -116,7 +116,7 @@ def _write_weights(path: Path, shape: TinyModelConfig, seed: int) -> None:
     save_file(weights, path, metadata={"format": "pt"})
 
 
-def _write_tokenizer(directory: Path) -> None:
+def write_tokenizer(directory: Path) -> None:
     """One token a character, BOS in front; unknown characters become <pad>."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 

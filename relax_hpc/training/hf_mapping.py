@@ -1,19 +1,20 @@
 """Hugging Face Qwen3 tensors <-> megatron-core parameters: names, fusing, tensor-parallel slices, vocabulary padding.
 
-Pure bookkeeping on names and tensors, used by every load and every export. A megatron-core parameter is made of one or
-more *pieces* (Hugging Face tensors). A piece is sliced first and fused after, so that a rank reads only its slices.
+Pure bookkeeping on names and tensors, used by every load and every export; names alone need no torch. A megatron-core
+parameter is made of one or more *pieces* (Hugging Face tensors). A piece is sliced first and fused after, so that a
+rank reads only its slices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Literal
 
 from relax_hpc.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
@@ -204,6 +205,8 @@ def cut(piece: Piece, tensor: Any, parts: int, rank: int) -> Tensor:
 
     `tensor` is the whole tensor or anything that slices like it, such as a lazy safetensors slice.
     """
+    import torch
+
     if piece.axis is None:
         return tensor[:]
     start, stop, length = piece.bounds(parts, rank)
@@ -213,6 +216,8 @@ def cut(piece: Piece, tensor: Any, parts: int, rank: int) -> Tensor:
 
 def join(piece: Piece, parts: Sequence[Tensor]) -> Tensor:
     """Inverse of `cut`: the whole tensor from the slices of all tensor-parallel ranks."""
+    import torch
+
     if piece.axis is None:
         return parts[0]
     return torch.cat(list(parts), dim=piece.axis).narrow(piece.axis, 0, piece.shape[piece.axis]).contiguous()
@@ -220,6 +225,8 @@ def join(piece: Piece, parts: Sequence[Tensor]) -> Tensor:
 
 def fuse(entry: Entry, pieces: Sequence[Tensor], shape: Qwen3Shape) -> Tensor:
     """A parameter from its (sliced) pieces: rows of each key-value group as [its queries, key, value]."""
+    import torch
+
     if entry.fuse == "qkv":
         groups = pieces[1].shape[0] // shape.head_dim
         return torch.cat([piece.unflatten(0, (groups, -1)) for piece in pieces], dim=1).flatten(0, 1)
