@@ -65,6 +65,8 @@ def test_a_step_that_cannot_end_before_the_limit_is_not_started() -> None:
 class Queue:
     """Answers claims when it is told to."""
 
+    stood_s = 0.0
+
     def __init__(self) -> None:
         self.claims: list[Future] = []
         self.dealt: list[int] = []
@@ -93,13 +95,19 @@ def waiting(deadline: float | None = None) -> Any:
     spans = {"spans": lambda *_, **__: nullcontext(SPAN)}
     about = {"run": RunDir(Path("run")), "stop": threading.Event()}
     actor.context = SimpleNamespace(config=actor.config, client=Queue(), **about, **spans)
-    layout, alone = SimpleNamespace(data_size=1), SimpleNamespace(tell=lambda message: message)
-    actor.ranks = SimpleNamespace(leader=True, layout=layout, tell=alone.tell, rows=lambda _: [], channel=lambda: alone)
+    layout, alone = SimpleNamespace(data_size=1), SimpleNamespace(tell=told)
+    ways = {"tell": told, "still_waits": lambda: None, "rows": lambda _: [], "channel": lambda: alone}
+    actor.ranks = SimpleNamespace(leader=True, layout=layout, **ways)
     actor.clock = Clock(deadline)
     actor.inner = SimpleNamespace(roles=())
     actor.prefetch = Prefetch(actor.context, actor.ranks, {})
     actor.publisher = actor.saver = SimpleNamespace(check=lambda: None)
     return actor
+
+
+def told(message: Any) -> Any:
+    """What the leader says, or what that is to become."""
+    return message.result(10) if isinstance(message, Future) else message
 
 
 def later(actor: Any, act: Callable[[], None]) -> threading.Thread:

@@ -16,7 +16,7 @@ import pytest
 
 from relax_hpc.config.groups import roles_of
 from relax_hpc.config.schema import Config, GroupConfig
-from relax_hpc.errors import ConfigError, FencedError, NoProgressError, RelaxError
+from relax_hpc.errors import EXIT_DONE, EXIT_RETRY, ConfigError, FencedError, NoProgressError, RelaxError
 from relax_hpc.launch import requests, supervisor
 from relax_hpc.launch.group import Incarnation, Member, Unavailable
 from relax_hpc.launch.processes import Processes
@@ -205,6 +205,21 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 
 # -- ends of groups ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("since_s", "over"), [(59.0, False), (61.0, True)])
+def test_a_wait_for_a_group_ends_in_good_order_at_its_limit(world: World, since_s: float, over: bool) -> None:
+    world.config.liveness.longest_wait_s = 60.0
+
+    def wait() -> None:
+        world.supervisor.lookout.lacking = {"actor": {"why": "is not there", "since_s": since_s}}
+
+    stop = [wait, lambda: None, lambda: None, lambda: requests.ask_to_stop(world.run)]
+    assert world.supervise("hub", "rollout", then=world.once(*stop)) is Outcome.STOPPED
+    asked = requests.asked_to_stop(world.run)
+    assert asked["code"] == (EXIT_RETRY if over else EXIT_DONE)
+    assert ("actor: is not there, and the others have waited" in asked["reason"]) == over
+    assert not world.told("down") or world.asked, "in good order"
 
 
 @pytest.mark.parametrize(("fault", "words"), [("crashes", "ended with code 1"), ("killed", "ended by signal 9")])

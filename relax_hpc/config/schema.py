@@ -371,6 +371,9 @@ class LivenessConfig:
     """A role that is at one piece of work for so long, waiting not counted, is dead although it beats."""
     max_restarts: int = bounded(5, 0)
     """Restarts of one group with neither new samples, steps nor checkpoints before the run stops with exit 93."""
+    longest_wait_s: float = bounded(0.0, 0.0)
+    """How long others wait for a group that is queued, loads or is being replaced; then the run saves and ends with 75.
+    0: as long as their job lasts; 24 h where there is none."""
     stop_timeout_s: float = bounded(15.0, 0.1)
     """Between asking a process to end and killing it."""
 

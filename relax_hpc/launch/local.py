@@ -16,6 +16,7 @@ from relax_hpc.config.check import check
 from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, ConfigError, RelaxError
 from relax_hpc.launch import processes
 from relax_hpc.launch.processes import LocalLauncher
+from relax_hpc.launch.requests import asked_to_stop
 from relax_hpc.launch.status import status
 from relax_hpc.launch.supervisor import Outcome, Supervisor
 from relax_hpc.launch.terminal import Terminal
@@ -49,7 +50,7 @@ def run(config: Config, resume: bool) -> int:
             terminal.summary()
             return EXIT_DONE
         terminal.say(f"go on with: relax-hpc run --run_dir {directory.root} --resume")
-        return INTERRUPTED
+        return asked_to_stop(directory).get("code") or INTERRUPTED
 
 
 def start_order(config: Config) -> list[str]:

@@ -41,6 +41,8 @@ class Lookout:
         """When the hub was last asked in vain; None while it answers."""
         self.silent: set[tuple[str, int]] = set()
         """Groups (and their epochs) that are looked after elsewhere, of whom a member gives no sign."""
+        self.lacking: dict[str, dict[str, Any]] = {}
+        """Groups that the others wait for, as the hub said last; see `Presence.told`."""
         self._next = time.monotonic() + min(limits.beat_s, limits.lease_s / 3)
         self._answer: Future | None = None
         self._asked = 0
@@ -69,6 +71,7 @@ class Lookout:
             return self._judge_hub(groups, now) if isinstance(answer.exception(), DeadlineError) else []
         found = answer.result()
         self.progress = (found["trained_steps"], found["accepted"], len(found["checkpoints"]))
+        self.lacking = found.get("lacking", {})
         others = self._others(groups, found["beats"])
         suspects = self._judge(groups, done, found["beats"], now) | self._judge_others(others)
         dead, self._suspects = suspects & self._suspects, suspects

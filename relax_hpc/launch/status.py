@@ -14,6 +14,7 @@ from relax_hpc.launch.slurm.ledger import Ledger
 from relax_hpc.launch.slurm.preflight import excluded
 from relax_hpc.launch.slurm.whereabouts import known_jobs
 from relax_hpc.launch.status_groups import all_names, group_status
+from relax_hpc.launch.waits import waits
 from relax_hpc.metrics.read import read_metrics
 from relax_hpc.metrics.shares import shares_of_time
 from relax_hpc.rundir import RunDir
@@ -57,6 +58,7 @@ def status(run: RunDir, patience_s: float = 3.0, slurm: Slurm | None = None) -> 
         },
     }
     about |= _training(run, config, found) | found | {"weights": _weights(found)}
+    about["waits"] = waits(config, found.get("lacking", {}), about["groups"])
     return about | {"state": _state(about)}
 
 

@@ -60,6 +60,8 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
         yield f"weights: newest {weights['newest']}, slowest engine {weights['lag']} behind"
     saved = found["checkpoint"]
     yield f"checkpoint: step {saved['step']}, {duration(saved['age_s'])} ago" if saved else "checkpoint: none yet"
+    for wait in found["waits"]:
+        yield _wait(wait)
     if found["hub"]:
         yield from _queue(found)
     yield "dropped: " + (", ".join(f"{k} {v}" for k, v in sorted(found["dropped"].items())) or "nothing")
@@ -109,6 +111,11 @@ def _queue(found: dict[str, Any]) -> Iterator[str]:
         f"{depth['ready']} waiting for training{old.get('ready', '')}"
     )
     yield "waiting: " + (", ".join(sorted(set(found["waiting"]))) or "nobody")
+
+
+def _wait(wait: dict[str, Any]) -> str:
+    for_, spent = f"{wait['group']}, which {wait['why']}", f"{wait['spent']:.1f} {wait['unit']}-hours spent waiting"
+    return f"waits for {for_}: {duration(wait['since_s'])} so far, {spent}; gives up in {duration(wait['left_s'])}"
 
 
 def _shares(found: dict[str, Any]) -> Iterator[str]:

@@ -17,7 +17,15 @@ from enum import Enum
 
 from relax_hpc.config import Config
 from relax_hpc.config.groups import base_name, group_of, roles_of
-from relax_hpc.errors import EXIT_CONFIG, EXIT_NO_PROGRESS, ConfigError, FencedError, NoProgressError, RelaxError
+from relax_hpc.errors import (
+    EXIT_CONFIG,
+    EXIT_NO_PROGRESS,
+    EXIT_RETRY,
+    ConfigError,
+    FencedError,
+    NoProgressError,
+    RelaxError,
+)
 from relax_hpc.launch import requests
 from relax_hpc.launch.group import Incarnation, Launcher, Member, Unavailable
 from relax_hpc.launch.lookout import Lookout
@@ -25,6 +33,7 @@ from relax_hpc.launch.records import (
     UNKNOWN,
     Launch,
     Progress,
+    all_done,
     all_ended,
     fruitless,
     is_done,
@@ -38,6 +47,7 @@ from relax_hpc.rendezvous.process import STOP_SIGNALS
 from relax_hpc.rendezvous.roster import claim_epoch, latest_card, latest_epoch
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.client import QueueClient
+from relax_hpc.transfer_queue.presence import longest_wait_s
 
 _STOP_LOOK_S = 0.1
 _HOPELESS = (EXIT_CONFIG, EXIT_NO_PROGRESS)
@@ -152,6 +162,7 @@ class Supervisor:
             self.wait(self.config.liveness.beat_s)
             self.check_fenced()
             self.look_after_groups()
+            self.look_after_waits()
             self.try_again()
             self.serve_requests()
             if self.released.issuperset(self.names):
@@ -221,6 +232,15 @@ class Supervisor:
             self.hangs(name, role, epoch, reason)
         for name, epoch in self.lookout.silent:
             self.on_silence(name, epoch)
+
+    def look_after_waits(self) -> None:
+        """What waits for a group that is not there is not judged; but nobody waits for ever."""
+        limit = longest_wait_s(self.config)
+        for name, wait in self.lookout.lacking.items() if "hub" in self.names else ():
+            if wait["since_s"] > limit and not all_done(self.run, self.config, name):
+                text = f"{name}: {wait['why']}, and the others have waited for it for {wait['since_s']:.0f} s"
+                text = f"{text}, allowed liveness.longest_wait_s={limit:g}; see its logs, and its job in squeue"
+                requests.ask_to_stop(self.run, EXIT_RETRY, text)
 
     def ended(self, name: str, member: Member) -> None:
         """A process is gone: done if it left its mark, else its group goes and comes again."""

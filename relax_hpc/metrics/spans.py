@@ -157,6 +157,11 @@ class Spans:
             begun = [span.begun for span in self._open.values() if span.what != "wait"]
         return max((time.monotonic() - start for start in begun), default=0.0)
 
+    def loads(self) -> bool:
+        """Whether the process has begun neither to work nor to wait for work."""
+        with self._lock:
+            return not self._accounts
+
     def close(self) -> None:
         """Write that the process ends in good order, and close the file; a second call does nothing."""
         with self._lock:

@@ -76,7 +76,7 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: Flag) -> 
         run, config, args.group, args.role, args.epoch, world, client, spans, stop, deadline=args.deadline
     )
     if client:
-        client.busy = spans.busy
+        client.busy, client.loads = spans.busy, spans.loads
     try:
         import_module(MODULES[args.role]).run(context)
     finally:

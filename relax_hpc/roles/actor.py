@@ -98,7 +98,7 @@ class Actor:
 
     def _ask(self, op: str, **args: object) -> dict:
         """A request to the queue by the leader, its answer in every rank."""
-        return self.ranks.tell(self.context.client.call(op, **args) if self.ranks.leader else None)
+        return self.ranks.tell(self.context.client.submit(op, **args) if self.ranks.leader else None)
 
     def publish(self, number: int, due: bool = False) -> None:
         """Make the present weights version ``number`` of this epoch, if it is one that is published, or ``due``."""
@@ -236,7 +236,7 @@ class Actor:
     def settled(self, step: int, claims: list[Claim]) -> bool:
         """Whether all rows of ``claims``, which `windows` has asked about, are on disk; if not, some were lost."""
         with self.context.spans("wait", step=step, cause=_DISK):
-            held = self.ranks.tell(self.settling.result() if self.ranks.leader else None)["tickets"]
+            held = self.ranks.tell(self.settling if self.ranks.leader else None)["tickets"]
         return len(held) == sum(len(claim.tickets) for claim in claims)
 
     def give_back(self, step: int, number: int, claims: list[Claim]) -> None:
@@ -289,14 +289,16 @@ class Actor:
 
     def _wait(self, work: Future, may_end: bool) -> str:
         """Wait for an answer of the queue, in the leader; why the actor has to end before, if it ``may_end``."""
-        patience = self.config.queue.wait_timeout_s
-        until = time.monotonic() + patience
+        patience, client = self.config.queue.wait_timeout_s, self.context.client
+        until = time.monotonic() + patience - client.stood_s
         while not wait([work], timeout=_LOOK_S).done:
-            if time.monotonic() > until:
+            # While somebody is not there, the clock stands.
+            if time.monotonic() > until + client.stood_s:
                 text = (
                     f"no rows to train on came for {patience:g} s; see relax-hpc status, and the logs of the group that"
                 )
                 raise DeadlineError(f"{text} is behind in {self.context.run.root / 'logs'}")
+            self.ranks.still_waits()
             # What goes wrong there may be why nothing comes.
             self.publisher.check()
             self.saver.check()

@@ -35,7 +35,8 @@ def run(directory: RunDir, config: Config, epoch: int, stop: Flag) -> bool:
     durability = config.queue.durability
     if durable := durability == "commit":
         make_durable(directory)
-    controller = Controller(directory, Plan.of(config), epoch, own_address(config, "hub"), durability)
+    address, lease_s = own_address(config, "hub"), config.liveness.lease_s
+    controller = Controller(directory, Plan.of(config), epoch, address, durability, lease_s=lease_s)
     board = Board(directory.root, epoch, config.steps, controller.state)
     controller.on_report = board.report
     controller.on_resume = board.rolled_back

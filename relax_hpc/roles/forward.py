@@ -107,7 +107,8 @@ def _lead(context: Context, ranks: Ranks, scorer: Scorer, every: int) -> None:
     work: Future = client.claim_later(role, budget)
     while True:
         with context.spans("wait", cause=HUB) as waiting:
-            wait([work, *([weights.news] if weights else [])], return_when=FIRST_COMPLETED)
+            while not wait([work, *([weights.news] if weights else [])], _LOOK_S, FIRST_COMPLETED).done:
+                ranks.still_waits()
             waiting.because(_waited(work.result()) if work.done() else _FOR_NEWS)
         if weights and weights.news.done():
             weights.pull()
@@ -166,6 +167,8 @@ class _Weights:
 
     def _await_news(self) -> dict[str, str]:
         with self.context.spans("wait", cause=NEWS):
+            while not wait([self.news], _LOOK_S).done:
+                self.ranks.still_waits()
             return self.news.result()
 
     def pull(self) -> None:

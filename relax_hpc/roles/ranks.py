@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,9 @@ from relax_hpc.transfer_queue.planes import SlabPool
 from relax_hpc.transfer_queue.samplers import share
 from relax_hpc.transfer_queue.schema import Row
 from relax_hpc.transfer_queue.store import ShardReader, files_of, planes_of
+
+_LOOK_S, _TELL_S = 1.0, 30.0
+_YET = {"yet": True}
 
 
 class Ranks:
@@ -41,6 +46,7 @@ class Ranks:
         self._timeout_s = timeout
         # Commands wait on sockets, not in an MPI or NCCL call that would burn a core or a GPU.
         self.control = self.channel()
+        self._told = time.monotonic()
 
     def channel(self, patience_s: float = 0.0) -> Channel:
         """One more way for small messages between the ranks, for one thread of each, whose waits may take so long."""
@@ -51,9 +57,25 @@ class Ranks:
         planes = planes_of(context.run, context.config, context.group, owner, self.pool)
         return ShardReader(files_of(context.run, context.config), planes)
 
-    def tell(self, message: dict[str, Any] | None) -> dict[str, Any]:
-        """The leader's ``message``, in every rank."""
-        return self.control.tell(message)
+    def tell(self, message: dict[str, Any] | Future | None) -> dict[str, Any]:
+        """The leader's ``message``, or what it is to become, in every rank."""
+        if isinstance(message, Future):
+            while not wait([message], _LOOK_S).done:
+                self.still_waits()
+            message = message.result()
+        self._told = time.monotonic()
+        while (said := self.control.tell(message)) == _YET:
+            pass
+        return said
+
+    def still_waits(self) -> None:
+        """The leader has nothing to tell yet, and may not for hours: who waits for its word has a deadline of minutes.
+
+        For the leader, as often as it likes, while all others are in `tell`.
+        """
+        if self.size > 1 and time.monotonic() - self._told > _TELL_S:
+            self._told = time.monotonic()
+            self.control.tell(_YET)
 
     def rows(self, claim: Claim) -> list[Row]:
         """All rows of ``claim``, read by each rank for itself."""

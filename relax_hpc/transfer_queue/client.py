@@ -28,6 +28,7 @@ from relax_hpc.transfer_queue.lengths import packed
 from relax_hpc.transfer_queue.media import MediaStore, media_by_ticket
 from relax_hpc.transfer_queue.plan import GENERATED
 from relax_hpc.transfer_queue.planes import SlabPool
+from relax_hpc.transfer_queue.presence import longest_wait_s
 from relax_hpc.transfer_queue.records import OBSERVER_EPOCH
 from relax_hpc.transfer_queue.schema import BadRow, Row, sample_id
 from relax_hpc.transfer_queue.shard import ShardError, aligned
@@ -49,10 +50,23 @@ class _Call:
     message: dict[str, Any]
     until: float
     since: float
+    may_stand_s: float = 0.0
+    """By how much ``until`` may be put off while others are not there. The hub judges that, for each hub anew; who has
+    none, or a silent one, waits for as long."""
+
+    @property
+    def latest(self) -> float:
+        return self.until + self.may_stand_s
 
     def request(self) -> dict[str, Any]:
         """The message, with how long its answer is waited for yet."""
-        return {**self.message, "patience": max(0.0, self.until - time.monotonic())}
+        now = time.monotonic()
+        patience = self.until - (self.since if self.may_stand_s else now)
+        return {
+            **self.message,
+            "patience": max(0.0, patience),
+            "may_stand": max(0.0, min(self.may_stand_s, self.latest - now)),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +163,11 @@ class QueueClient:
         self.progress = 0
         self.busy: Callable[[], float] = lambda: 0.0
         """Seconds that this process has been at one piece of work."""
+        self.loads: Callable[[], bool] = lambda: False
+        """Whether it has yet to begin."""
+        self.stood_s = 0.0
+        """For how long, so far, there was no hub, or it let clocks stand."""
+        self._stands = True
         self._beaten = 0.0
         self._gap = 0.0
         self._token = run.token()
@@ -165,11 +184,15 @@ class QueueClient:
     # -- requests ----------------------------------------------------------------------------------------------
 
     def submit(self, op: str, timeout: float | None = None, **args: Any) -> Future:
-        """Send a request; the future has its result, or DeadlineError, FencedError, RefusedError."""
+        """Send a request; the future has its result, or DeadlineError, FencedError, RefusedError.
+
+        Without a ``timeout`` it is queue.wait_timeout_s, not counting time in which somebody is not there yet.
+        """
+        may_stand_s = longest_wait_s(self.config) if timeout is None else 0.0
         timeout = self.config.queue.wait_timeout_s if timeout is None else timeout
         number, now = next(self._ids), time.monotonic()
         message = {"id": number, "client": self.name, "group": self.group, "epoch": self.epoch, "op": op, "args": args}
-        call = _Call(_running(), message, now + timeout, now)
+        call = _Call(_running(), message, now + timeout, now, may_stand_s)
         with self._lock:
             if open_yet := not self._closing.is_set():
                 self._calls[number] = call
@@ -289,7 +312,7 @@ class QueueClient:
         """Calls that are waited for no more: all, or those whose time was over at ``late``."""
         with self._lock:
             since = float("inf") if late is None else late - self._line.grace_s
-            taken = [number for number, call in self._calls.items() if call.until < since]
+            taken = [number for number, call in self._calls.items() if call.latest < since]
             return [self._calls.pop(number) for number in taken]
 
     def _fail(self, calls: list[_Call], error: RelaxError) -> None:
@@ -331,12 +354,16 @@ class QueueClient:
             write_json(path, {"time": time.time(), "epoch": self.epoch, **self._about()})
 
     def _about(self) -> dict[str, Any]:
-        """What a beat says: work done, how long it is at one piece, and its longest gap between beats so far."""
-        return {"progress": self.progress, "busy_s": self.busy(), "gap_s": self._gap}
+        """What a beat says: work done, how long it is at one piece, its longest gap between beats so far, and whether
+        it is loading."""
+        return {"progress": self.progress, "busy_s": self.busy(), "gap_s": self._gap, "loads": self.loads()}
 
     def _beat_call(self, now: float, short: bool) -> _Call:
         message = {"id": 0, "client": self.name, "group": self.group, "epoch": self.epoch, "op": "beat"}
-        self._gap = max(self._gap, now - (self._beaten or now))
+        passed = now - (self._beaten or now)
+        self._gap = max(self._gap, passed)
+        # Until a hub says otherwise: who beats in vain has none.
+        self.stood_s, self._stands = self.stood_s + passed * self._stands, True
         self._beaten = now
         holds = self._store.holds() if self._store and not short else []
         message["args"] = {"member": self.member, "holds": holds, **self._about()}
@@ -345,7 +372,7 @@ class QueueClient:
     def _due(self) -> float:
         """When the next call is to be given up."""
         with self._lock:
-            return min((call.until for call in self._calls.values()), default=float("inf")) + self._line.grace_s
+            return min((call.latest for call in self._calls.values()), default=float("inf")) + self._line.grace_s
 
     def _expire(self, now: float) -> None:
         for call in self._take_calls(late=now):
@@ -375,7 +402,8 @@ class QueueClient:
         self._told.result(timeout)
 
     def _free(self, answer: dict[str, Any]) -> None:
-        """What a beat is answered: which shards nobody needs any more."""
+        """What a beat is answered: which shards nobody needs any more, and whether clocks stand."""
+        self._stands = answer.get("stands", self._stands)
         if self._store and (names := answer.get("free")):
             self._store.free(names)
 

@@ -16,7 +16,7 @@ from typing import Any
 from relax_hpc.config.schema import Durability
 from relax_hpc.errors import FencedError
 from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue.desk import Desk, Parked
+from relax_hpc.transfer_queue.desk import LEASE_S, Desk, Parked
 from relax_hpc.transfer_queue.eventlog import EventLog
 from relax_hpc.transfer_queue.journal import Journal
 from relax_hpc.transfer_queue.media import MediaStore
@@ -46,6 +46,7 @@ class Controller(Desk):
         host: str = "127.0.0.1",
         durability: Durability = "commit",
         snapshot_every: int = RECORDS,
+        lease_s: float = LEASE_S,
     ) -> None:
         self.run, self.token = run, run.token()
         durable, self.late_s = durability == "commit", _LATE_S if durability == "none" else 0.0
@@ -53,7 +54,7 @@ class Controller(Desk):
         journal = Journal(run.journal, epoch, durable)
         self.snapshots = Snapshots(run.journal.with_name("snapshots"), plan, durable, snapshot_every)
         self.event_log = EventLog(run.events, epoch)
-        super().__init__(plan, epoch, QueueState(plan), journal)
+        super().__init__(plan, epoch, QueueState(plan), journal, lease_s)
         self._replay()
         self._end_former_groups()
         self._sweep()
@@ -184,16 +185,29 @@ class Controller(Desk):
             except ValueError:
                 self.refused_frames += 1
                 continue
+            request.stood_s = self.presence.stood_s
             if not self._answer(request, replies):
                 self.parking.add(request)
         # Who waited is told first: its work is late, while who put something goes on to write its file.
         waited: list[tuple[int, Reply]] = []
         self.parking.wake(self.state.woken, lambda request: self._answer(request, waited))
         replies = waited + replies
+        self.presence.look(self.beats, self.state.over, time.monotonic())
         for request in self.parking.take_overdue():
-            if not self._answer(request, replies):
+            if self._answer(request, replies):
+                continue
+            if self._put_off(request):
+                self.parking.add(request)
+            else:
                 replies.append((request.peer, self._reply(request, error=self._overdue(request), kind="deadline")))
         return replies
+
+    def _put_off(self, request: Request) -> bool:
+        """Whether a request has more time, as clocks have stood since it came."""
+        stood_s = min(self.presence.stood_s - request.stood_s, request.may_stand_s)
+        request.deadline, request.stood_s = request.deadline + stood_s, self.presence.stood_s
+        request.may_stand_s -= stood_s
+        return stood_s > 0
 
     def _answer(self, request: Request, replies: list[tuple[int, Reply]]) -> bool:
         """Whether there is an answer, which is in ``replies`` then."""

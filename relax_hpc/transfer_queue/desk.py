@@ -17,6 +17,7 @@ from relax_hpc.transfer_queue.handing import HandingDesk, check_extras, kept_for
 from relax_hpc.transfer_queue.journal import Journal
 from relax_hpc.transfer_queue.parking import Parked, Parking
 from relax_hpc.transfer_queue.plan import NEEDED, Plan
+from relax_hpc.transfer_queue.presence import Presence
 from relax_hpc.transfer_queue.records import OBSERVER_EPOCH, Lease, Owner
 from relax_hpc.transfer_queue.requests import Refused, Request, Schema, check_size, rows_of
 from relax_hpc.transfer_queue.shard import SHARD_NAME, check_name
@@ -26,6 +27,7 @@ from relax_hpc.transfer_queue.turns_desk import TurnsDesk
 from relax_hpc.versions import Version
 
 _FOR_OBSERVERS = ("beat", "status", "checkpoints")
+LEASE_S = 30.0
 MAX_RANKS = 1 << 13
 """To which a claim may be dealt."""
 
@@ -37,9 +39,11 @@ class BrokenStateError(RelaxError):
 class Desk(HandingDesk, TurnsDesk):
     """`on_report(role, step, values, seconds)` receives what roles report (the hub writes metrics)."""
 
-    def __init__(self, plan: Plan, epoch: int, state: QueueState, journal: Journal) -> None:
+    def __init__(self, plan: Plan, epoch: int, state: QueueState, journal: Journal, lease_s: float = LEASE_S) -> None:
+        """``lease_s``: of groups; one without beats for so long is not there."""
         self.plan, self.epoch, self.state, self.journal = plan, epoch, state, journal
         self.parking = Parking()
+        self.presence = Presence(plan.groups, lease_s, time.monotonic())
         self.beats: dict[str, dict[str, Any]] = {}
         self.refused_frames = 0
         self.on_report: Callable[[str, int, dict[str, float], dict[str, float]], None] = lambda *_: None
@@ -76,13 +80,14 @@ class Desk(HandingDesk, TurnsDesk):
     # -- groups ------------------------------------------------------------------------------------------------
 
     def _do_beat(self, request: Request, member: str, holds: list[str] = (), **about: Any) -> Any:
-        """Of the shards that the client ``holds`` in memory, all of them put, those that nobody needs any more."""
+        """Of the shards that the client ``holds`` in memory, all of them put, those that nobody needs any more; and
+        whether clocks stand."""
         group, epoch = request.owner
         check_size("beat", about)
         if epoch:
             self.beats[f"{group}/{member}"] = {"group": group, "epoch": epoch, **about, "at": time.monotonic()}
         known = self.state.shelf.numbers
-        return {"free": [name for name in holds if name not in known]}
+        return {"free": [name for name in holds if name not in known], "stands": self.presence.stands}
 
     def _do_down(self, request: Request, group: str, epoch: int) -> Any:
         """The supervisor saw an incarnation end."""
@@ -396,6 +401,7 @@ class Desk(HandingDesk, TurnsDesk):
             "checkpoints": state.checkpoints,
             "epochs": state.epochs,
             "beats": beats,
+            "lacking": self.presence.told(now),
             "finished": state.finished(),
             "waiting": [": ".join(filter(None, (r.owner[0], r.op, r.why))) for r in self.parking],
         }

@@ -60,6 +60,10 @@ class Request:
     tried: float = 0.0
     waited: dict[Cause, float] = field(default_factory=dict)
     """Seconds by cause, those that came first at first."""
+    may_stand_s: float = 0.0
+    """By how much its deadline may be put off because others are not there."""
+    stood_s: float = 0.0
+    """For how long clocks had stood when it came; see `Presence`."""
 
     def put_down(self) -> None:
         """The time since it was last tried was for `cause`."""
@@ -79,15 +83,17 @@ def parse(peer: int, message: dict[str, Any]) -> Request:
     """The request in ``message``; BadMessage if it is none."""
     try:
         number, epoch, patience = message["id"], message["epoch"], float(message["patience"])
+        may_stand = float(message.get("may_stand", 0.0))
         client, group, op, args = message["client"], message["group"], message["op"], message["args"]
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise BadMessage(f"{type(error).__name__}: {error}") from error
     good = is_whole(number) and is_whole(epoch) and is_text(client) and is_text(group) and is_text(op)
-    if not good or min(number, epoch) < 0 or type(args) is not dict or not 0 <= patience < float("inf"):
+    finite = 0 <= patience < float("inf") and 0 <= may_stand < float("inf")
+    if not good or min(number, epoch) < 0 or type(args) is not dict or not finite:
         raise BadMessage("a part of the request has the wrong type")
     since = time.monotonic()
-    deadline = since + min(patience, _MAX_PATIENCE_S)
-    return Request(peer, number, f"{client}#{number}", (group, epoch), op, args, since, deadline)
+    deadline, key = since + min(patience, _MAX_PATIENCE_S), f"{client}#{number}"
+    return Request(peer, number, key, (group, epoch), op, args, since, deadline, may_stand_s=may_stand)
 
 
 def is_whole(value: Any) -> bool:

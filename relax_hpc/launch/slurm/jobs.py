@@ -22,6 +22,7 @@ from relax_hpc.launch.slurm.render import render_group
 from relax_hpc.launch.slurm.silence import Silence
 from relax_hpc.launch.slurm.standby import Standby
 from relax_hpc.launch.slurm.steps import StepLauncher
+from relax_hpc.launch.slurm.whereabouts import known_jobs
 from relax_hpc.launch.supervisor import RELEASED, Supervisor
 from relax_hpc.rendezvous.roster import latest_epoch
 from relax_hpc.rundir import RunDir, write_atomic
@@ -76,6 +77,15 @@ class _Job:
                 raise
             print(f"{name}: no job can be had: {error}", file=sys.stderr, flush=True)
             return ""
+
+    def withdraw(self) -> None:
+        """Cancel what is queued for this run: nothing of it is to begin any more."""
+        # What cannot be cancelled finds the run over, and ends.
+        with contextlib.suppress(SlurmError):
+            for job in known_jobs(self.run, self.config, self.slurm).values():
+                # This job may be one of the successors itself.
+                if job.state == "PENDING" and job.id != self.allocation.job:
+                    self.slurm.cancel(job.id)
 
     def end_without_batch(self) -> None:
         """End the job if this head is not the batch script's, which ends with the outcome if it still lives."""
@@ -132,7 +142,9 @@ class GroupJob(_Job):
             self.silence.tick(supervisor, set(members_of(self.run, self.config)) - set(supervisor.names))
 
     def end(self, code: int) -> None:
-        """Requeue the job if the group is to go on, else end it if its batch script is gone."""
+        """Requeue the job if the group is to go on, else end it if its batch script is gone; the run's others too."""
+        if self.run.finished.exists() or asked_to_stop(self.run):
+            self.withdraw()
         if code == EXIT_RETRY and not asked_to_stop(self.run) and not self.moved:
             insist(lambda: requeue(self.slurm, self.allocation.job))
         else:
@@ -272,12 +284,8 @@ class HetJob(_Job):
 
     def end(self, code: int) -> None:
         """Withdraw what was queued for this run unless it is to go on, and end the job if its batch script is gone."""
-        if code != EXIT_RETRY:
-            for entry in [*self.ledger.successors(self.attempt), *self.ledger.spares()]:
-                # This job may be one of the successors itself.
-                if entry.job != self.allocation.job:
-                    with contextlib.suppress(SlurmError):
-                        self.slurm.cancel(entry.job)
+        if code != EXIT_RETRY or asked_to_stop(self.run):
+            self.withdraw()
         self.end_without_batch()
 
 

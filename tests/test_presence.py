@@ -1,0 +1,89 @@
+"""Clocks stand while a group is not there, loads, or works; they run when all are there and nobody does anything."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relax_hpc.errors import DeadlineError
+from relax_hpc.transfer_queue import presence
+from relax_hpc.transfer_queue.client import QueueClient
+from relax_hpc.transfer_queue.presence import Presence
+from tests.queue_helpers import BUDGET, in_thread, make_run, small
+
+GROUPS = ("hub", "rollout", "actor")
+
+
+class World:
+    """Beats of the groups, and a clock."""
+
+    def __init__(self) -> None:
+        self.now, self.over = 1000.0, set[tuple[str, int]]()
+        self.presence = Presence(GROUPS, 30.0, self.now)
+
+    def look(self, *beats: dict[str, Any], seconds: float = 2.0) -> dict[str, str]:
+        """Whom the others wait for after some seconds, and why."""
+        self.now += seconds
+        found = {f"{number}": {"epoch": 1, "at": self.now} | beat for number, beat in enumerate(beats)}
+        self.presence.look(found, lambda owner: int(owner in self.over), self.now)
+        return {name: why for name, (why, _) in self.presence.lacking.items()}
+
+
+def test_a_group_is_waited_for_until_it_beats_and_has_loaded() -> None:
+    world = World()
+    actor, rollout = {"group": "actor"}, {"group": "rollout"}
+    assert world.look(actor) == {"rollout": "is not there"} and world.presence.stood_s == 2.0
+    assert world.look(actor, rollout | {"loads": True}) == {"rollout": "is loading"}
+    assert world.presence.told(world.now)["rollout"]["since_s"] == 2.0, "since it was first missed"
+    assert world.look(actor, rollout) == {} and world.presence.stood_s == 4.0
+
+
+def test_clocks_stand_while_anybody_works_and_run_when_all_wait() -> None:
+    world = World()
+    beats = [{"group": name} for name in ("actor", "rollout-2")]
+    assert world.look(*beats, {"group": "actor", "busy_s": 5.0}) == {} and world.presence.stands
+    assert world.look(*beats) == {} and not world.presence.stands
+
+
+def test_what_is_over_or_silent_is_not_there() -> None:
+    world = World()
+    both = [{"group": "actor"}, {"group": "rollout"}]
+    world.over.add(("actor", 1))
+    assert world.look(*both) == {"actor": "is not there"}
+    world.over.clear()
+    assert world.look(*both[1:], both[0] | {"at": world.now - 29.0}) == {"actor": "is not there"}
+
+
+def test_a_wait_outlasts_its_time_while_a_group_is_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The queue's own clock, and that of a client, stand together; then the error is the queue's."""
+    monkeypatch.setattr(presence, "LOOK_S", 0.05)
+    run, config = make_run(tmp_path / "run"), small()
+    config.queue.wait_timeout_s, config.liveness.beat_s = 0.3, 0.05
+    with in_thread(run, config) as controller, QueueClient(run, config, "actor", 1) as actor:
+        asked = actor.claim_later("actor", BUDGET)
+        deadline = time.monotonic() + 20.0
+        while actor.stood_s < 3 * config.queue.wait_timeout_s and time.monotonic() < deadline:
+            assert not asked.done()
+            # A look at the clock that stands; the deadline above ends it.
+            time.sleep(0.01)
+        assert controller.presence.lacking.keys() >= {"rollout"}
+        others = [QueueClient(run, config, name, 1) for name in config.groups if name not in ("hub", "actor")]
+        with pytest.raises(DeadlineError, match=r"claim actor: nothing came for .*waits for rows of rollout"):
+            asked.result(20.0)
+        assert not controller.presence.lacking
+        for client in others:
+            client.close()
+
+
+def test_nobody_is_waited_for_longer_than_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(presence, "LOOK_S", 0.05)
+    run, config = make_run(tmp_path / "run"), small()
+    config.queue.wait_timeout_s, config.liveness.longest_wait_s = 0.2, 0.5
+    with in_thread(run, config), QueueClient(run, config, "actor", 1) as actor:
+        began = time.monotonic()
+        with pytest.raises(DeadlineError, match="nothing came"):
+            actor.claim("actor", BUDGET)
+        assert time.monotonic() - began >= 0.6
