@@ -348,7 +348,7 @@ def killing(role: str, moment: str = "") -> str:
 
 def told(path: Path, lines: int = 25) -> str:
     """The last lines of a log."""
-    found = [line for line in path.read_text(errors="replace").splitlines() if not line.startswith("step ")]
+    found = [line for line in path.read_text(errors="replace").splitlines() if not line.startswith("eta ")]
     return "\n".join(line[:300] for line in found[-lines:])
 
 

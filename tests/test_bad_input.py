@@ -22,6 +22,7 @@ from relax_hpc.config.schema import Config, GroupConfig, TinyModelConfig
 from relax_hpc.data.tiny_model import EOS_ID, make_tiny_model
 from relax_hpc.errors import EXIT_CONFIG, EXIT_NO_PROGRESS, NoProgressError, RelaxError
 from relax_hpc.metrics.spans import Spans
+from relax_hpc.metrics.writer import GENERATED, GENERATED_SUM
 from relax_hpc.rendezvous.world import World
 from relax_hpc.rewards import RewardInput
 from relax_hpc.roles import replica, rollout
@@ -317,6 +318,20 @@ def test_a_reward_that_hangs_costs_its_request(world: SimpleNamespace, monkeypat
     assert state.finished() and state.dropped.keys() == {"reward_timeout"}
 
 
+def test_a_reward_that_would_end_the_process_costs_its_group(
+    world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    calls = iter([True])
+    monkeypatch.setattr(rollout, "get_reward", lambda _: lambda _: sys.exit(3) if next(calls, False) else 1.0)
+    trainer = threading.Thread(target=train_the_step, args=(world.actor, world.run))
+    trainer.start()
+    world.rollout([])
+    trainer.join(20.0)
+    state: Controller = world.controller.state
+    assert state.finished() and state.dropped == {"reward_exception": 2}
+    assert "reward_exception: SystemExit: 3 (prompt p" in capsys.readouterr().out
+
+
 def test_bad_lines_are_counted_once_a_run(world: SimpleNamespace) -> None:
     path = Path(world.config.data.train)
     path.write_text("\n".join([path.read_text().strip(), *BAD_LINES]))
@@ -340,6 +355,8 @@ def test_a_filter_that_drops_some_groups_has_them_replaced(
     """Prompts that are odd are dropped; tickets may be tried more often than they may fail."""
     world.config.rollout.filter, world.config.rollout.max_attempts = "tests.test_bad_input:never_equal", 1
     monkeypatch.setattr(rollout, "get_reward", lambda _: lambda sample: float(int(sample.prompt[:-1]) % 2))
+    reported: list[dict[str, float]] = []
+    world.controller.on_report = lambda role, step, values, seconds: reported.append(values)
     trainer = threading.Thread(target=train_the_step, args=(world.actor, world.run))
     trainer.start()
     world.rollout([])
@@ -348,6 +365,10 @@ def test_a_filter_that_drops_some_groups_has_them_replaced(
     assert state.finished() and state.dropped["filtered"] == 2 * sum(g.filtered for g in state.groups.values()) > 0
     dump(world.config, world.run.config)
     assert all(int(row["prompt_id"][1:]) % 2 == 0 for row in queue_rows(world.run).values())
+    drawn, rewards = (sum(values.get(tag, 0.0) for values in reported) for tag in (GENERATED, GENERATED_SUM))
+    assert (drawn, rewards) == (state.dropped["filtered"] + 8, state.dropped["filtered"]), (
+        "odd ones gave 1, even ones 0"
+    )
     assert {event["reason"] for event in read_events(world.run) if event["what"] == "failed"} == {"filtered"}
 
 

@@ -68,7 +68,7 @@ def test_ratio_is_stated_with_and_without_forward_passes(bench):
 
 def test_steps_are_found_in_progress_lines(bench):
     quickstart = bench("quickstart")
-    assert quickstart.step_of_run("step   7/300  reward 0.449") == 7
+    assert quickstart.step_of_run("eta  4m07s  step   7/300  reward 0.449") == 7
     assert quickstart.step_of_run("[   6.7s] actor: started epoch 1 (actor)") is None
     assert quickstart.step_of_plain('{"step": 3, "forward": false}') == 3
     assert quickstart.step_of_plain("without forward passes: median step 0.458 s") is None

@@ -6,6 +6,7 @@ import importlib.util
 import io
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,7 +35,7 @@ def rewards(run_dir: Path) -> list[tuple[int, float]]:
 def test_lines_of_a_step_add_up(tmp_path):
     with MetricsWriter(tmp_path, epoch=1) as metrics:
         metrics.write(0, {"reward/mean": 0.5, "loss/total": 1})
-        metrics.write(0, {"eval/digits/exact_match": 0.25, "loss/total": 2}, time=7.0)
+        metrics.write(0, {"eval/digits/answer_exact": 0.25, "loss/total": 2}, time=7.0)
     [row] = read_metrics(tmp_path)
     assert row == {
         "step": 0,
@@ -42,9 +43,9 @@ def test_lines_of_a_step_add_up(tmp_path):
         "epoch": 1,
         "reward/mean": 0.5,
         "loss/total": 2.0,
-        "eval/digits/exact_match": 0.25,
+        "eval/digits/answer_exact": 0.25,
     }
-    assert tags_of([row]) == ["eval/digits/exact_match", "loss/total", "reward/mean"]
+    assert tags_of([row]) == ["eval/digits/answer_exact", "loss/total", "reward/mean"]
 
 
 def test_each_line_is_on_disk_before_close(tmp_path):
@@ -116,12 +117,12 @@ def test_the_newest_epoch_wins_without_a_rollback(tmp_path):
 
 def test_an_evaluation_of_the_weights_resumed_from_stays(tmp_path):
     with MetricsWriter(tmp_path, epoch=1) as old:
-        old.write(2, {"reward/mean": 1, "eval/digits/exact_match": 0.5})
-        old.write(3, {"eval/digits/exact_match": 0.75})
+        old.write(2, {"reward/mean": 1, "eval/digits/answer_exact": 0.5})
+        old.write(3, {"eval/digits/answer_exact": 0.75})
     with MetricsWriter(tmp_path, epoch=2) as new:
         new.rolled_back(2)
     [row] = read_metrics(tmp_path)
-    assert row["step"] == 2 and row["eval/digits/exact_match"] == 0.5 and "reward/mean" not in row
+    assert row["step"] == 2 and row["eval/digits/answer_exact"] == 0.5 and "reward/mean" not in row
 
 
 def test_torn_lines_are_counted_and_the_next_is_not_glued_to_them(tmp_path):
@@ -166,21 +167,42 @@ VALUES = {"reward/mean": 0.4313, "staleness/mean": 1.0, "perf/rollout_tokens_per
 
 
 def test_progress_line():
-    more = {"eval/digits/exact_match": 0.61, "loss/total": 3, "idle/actor_for_rollout": 0.1}
+    more = {"eval/digits/answer_exact": 0.61, "loss/total": 3, "idle/actor_for_rollout": 0.1}
     line = progress_line(7, 300, VALUES | more, eta_s=247)
-    assert line == "step   7/300  reward 0.431  staleness 1.0    12k tok/s  idle actor 12%  eta  4m07s  digits 61.0%"
+    assert line == "eta  4m07s  step   7/300  reward 0.431  stale 1.0    12k tok/s  digits 0.610"
+
+
+IDLE = {f"idle/{role}": 1.0 for role in ("actor", "actor_fwd", "advantages", "reference", "rollout")}
+EXTREME = {"reward/mean": -123456.789, "staleness/mean": 12.0, "perf/rollout_tokens_per_s": 1e9}
+
+
+@pytest.mark.parametrize("width", [20, 40, 79, 120])
+@pytest.mark.parametrize("values", [VALUES | IDLE, VALUES | IDLE | {"eval/a_set_with_a_name/r": 0.5}, EXTREME | IDLE])
+def test_a_progress_line_fits_and_what_comes_last_is_left_out(values, width):
+    line = progress_line(12345, 1_000_000, values, 1e6, width)
+    assert len(line) <= width and line.startswith("eta 11d13h")
+    assert ("step   12345/1000000" in line) == (width > 20)
+    assert not re.search(r"idle$|idle \w+$|\w+ $", line), "no half a field"
+
+
+def test_of_idle_roles_the_dearest_are_shown_first():
+    line = progress_line(7, 300, VALUES | IDLE, eta_s=247)
+    assert line.endswith("tok/s  idle actor 100%") and len(line) == 79, "there is room for one"
+    wide = progress_line(7, 300, VALUES | IDLE, eta_s=247, width=200)
+    names = ("actor", "rollout", "actor_fwd", "advantages", "reference")
+    assert wide.endswith("idle " + " ".join(f"{role} 100%" for role in names))
 
 
 def test_progress_lines_are_aligned():
     lines = [progress_line(7, 300, {"idle/actor": math.nan}), progress_line(299, 300, VALUES, eta_s=0)]
-    assert len({len(line) for line in lines}) == 1 and " - tok/s" in lines[0]
+    assert len({line.index("  idle") for line in lines}) == 1 and " - tok/s" in lines[0]
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"), [(42, "42s"), (59.7, "1m00s"), (3700, "1h01m"), (100000, "1d03h"), (None, "-")]
 )
 def test_eta(seconds, text):
-    assert progress_line(0, 2, {}, seconds).endswith(f" {text}")
+    assert progress_line(0, 2, {}, seconds).startswith(f"eta {text:>6}  ")
 
 
 class Terminal(io.StringIO):
@@ -192,26 +214,36 @@ def test_a_log_has_one_plain_line_a_step():
     log = io.StringIO()
     progress = Progress(3, log)
     for step in range(3):
-        progress.update(step, VALUES)
+        progress.update(step, VALUES | IDLE)
+    progress.show("passing by")
     progress.close()
     lines = log.getvalue().splitlines()
-    assert [line[:8] for line in lines] == ["step 0/3", "step 1/3", "step 2/3"]
-    assert "\x1b" not in log.getvalue() and lines[0].endswith("-") and lines[2].endswith("0s")
+    assert [line.split()[3] for line in lines] == ["0/3", "1/3", "2/3"] and all(len(line) < 80 for line in lines)
+    assert "\x1b" not in log.getvalue() and lines[0].split()[1] == "-" and lines[2].split()[1] == "0s"
+
+
+def test_a_step_in_which_no_generation_ended_shows_the_last_pace():
+    log = io.StringIO()
+    progress = Progress(3, log)
+    for values in ({}, VALUES, {"reward/mean": 0.5}):
+        progress.update(0, values)
+    assert re.findall(r"(\S+) tok/s", log.getvalue()) == ["-", "12k", "12k"]
 
 
 def test_a_terminal_keeps_some_lines(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("COLUMNS", "80")
     screen = Terminal()
     progress = Progress(100, screen, keep_every=10)
     for step in range(8, 13):
-        progress.update(step, VALUES | ({"eval/digits/exact_match": 0.5} if step == 12 else {}))
+        progress.update(step, VALUES | IDLE | ({"eval/digits/answer_exact": 0.5} if step == 12 else {}))
     progress.update(13, VALUES)
+    progress.show("loading: " + 100 * "x")
     progress.close()
     kept = [line.split("\r")[-1] for line in screen.getvalue().split("\n")[:-1]]
-    assert [line.split("/")[0] for line in kept] == ["step  10", "step  12", "step  13"]
-    assert all(line.endswith("\x1b[K") for line in kept) and "digits 50.0%" in kept[1]
+    assert [line.split()[3] for line in kept[:2]] == ["10/100", "12/100"] and "xxx" in kept[2]
+    assert all(line.endswith("\x1b[K") for line in kept) and "digits 0.500" in kept[1]
     passing = [part.removesuffix("\x1b[K") for part in screen.getvalue().split("\r") if part.endswith("\x1b[K")]
-    assert passing and all(len(line) == 39 for line in passing)
+    assert len(passing) == 4 and all(len(line) <= 79 for line in passing)
 
 
 def test_figures_end_in_one_line_of_json(capsys):

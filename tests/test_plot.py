@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from relax_hpc.errors import ConfigError
-from relax_hpc.metrics.plot import main, plot_runs, run_labels, short_names, smooth, unit_of
+from relax_hpc.metrics import plot
+from relax_hpc.metrics.plot import HELD_OUT, Curve, main, plot_runs, run_labels, short_names, smooth, unit_of
+from relax_hpc.metrics.read import Metrics
 from relax_hpc.metrics.writer import MetricsWriter
 from tests.requirements import requires
 
@@ -31,7 +33,7 @@ def make_run(path: Path, steps: int = 60, **extra: float) -> Path:
         for step in range(steps // 2, steps):
             metrics.write(step, {"reward/mean": step / steps, "loss/total": math.nan, **extra})
             if step % 10 == 0:
-                metrics.write(step, {"eval/digits/exact_match": 0.5})
+                metrics.write(step, {"eval/digits/answer_exact": 0.5})
     return path
 
 
@@ -59,8 +61,27 @@ def test_each_tag_is_a_panel(tmp_path, capsys):
 def test_text_stays_text_in_svg(tmp_path):
     runs = [make_run(tmp_path / name, steps=20) for name in ("sync", "async")]
     text = plot_runs(runs, tmp_path / "plot.svg").read_text()
-    words = ("Training reward", "Held-out evaluation: eval/digits/exact_match", "training step", "sync", "restart")
+    words = ("Training reward", "Held-out evaluation: eval/digits/answer_exact", "training step", "sync", "restart")
     assert all(f">{word}<" in text for word in words)
+
+
+def drawn(tag: str, values: list[float]) -> tuple[float, float]:
+    """The lowest and the highest value that a panel of this curve has room for."""
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    curve = Curve(0, tag, np.arange(float(len(values))), np.array(values))
+    plot._panel(axes, HELD_OUT, [curve], [plot._Run(Path("a"), "a", Metrics())])
+    return axes.get_ylim()
+
+
+@pytest.mark.parametrize("values", [[-1.0, 0.95], [0.1, 40.0], [0.0, 1.0001], [-0.01, 0.5]])
+@pytest.mark.parametrize("tag", ["eval/digits/reward", "perf/lost_share"])
+def test_an_axis_has_room_for_every_value(tag, values):
+    low, high = drawn(tag, values)
+    assert low < min(values) and max(values) < high
+    assert drawn(tag, [0.25, 0.5]) == (-0.03, 1.03), "those of shares and scores within are alike"
+    assert drawn("reward/mean", [0.25, 0.5])[1] < 0.6
 
 
 def test_a_run_without_lines(tmp_path):
@@ -111,7 +132,7 @@ def test_short_names():
 
 
 def test_units():
-    assert unit_of("eval/digits/exact_match") == "exact match"
+    assert unit_of("eval/digits/answer_exact") == "answer_exact"
     assert unit_of("perf/step_s") == "seconds"
     assert unit_of("perf/rollout_tokens_per_s") == "tokens / s"
     assert unit_of("queue/rows") == "rows"

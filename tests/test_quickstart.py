@@ -77,7 +77,7 @@ def assert_learned(live: Running) -> None:
     rewards = [row["reward/mean"] for row in trained]
     assert mean(rewards[:5]) < 0.35 and mean(rewards[-5:]) > 0.45, rewards
     assert exact_match(rows[0]) < 0.1 and exact_match(rows[-1]) > 0.08
-    assert all(row["kl/train_rollout_logprob_abs_diff"] < 1e-3 for row in trained)
+    assert all(row["parity/logprob_abs_diff"] < 1e-3 for row in trained)
     assert all(row["staleness/max"] == 0 for row in trained)
 
 

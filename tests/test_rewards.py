@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import numpy as np
 import pytest
+import torch
 
 from relax_hpc.errors import ConfigError
 from relax_hpc.rewards import REWARDS, RewardError, RewardInput, get_reward, safe_reward
@@ -60,7 +62,11 @@ def test_reward_that_does_not_exist(tmp_path, monkeypatch):
         get_reward(":f")
 
 
-@pytest.mark.parametrize("value", [1, 0.5, True, np.float32(0.25), np.int64(3)])
+NUMBERS = [1, 0.5, True, np.float32(0.25), np.int64(3), np.array(0.5), np.array(2), np.bool_(True)]
+NUMBERS += [torch.tensor(0.5), torch.tensor(True), torch.tensor(1.5, dtype=torch.bfloat16, requires_grad=True)]
+
+
+@pytest.mark.parametrize("value", NUMBERS, ids=repr)
 def test_numbers_of_any_kind_are_rewards(value):
     found = safe_reward(lambda _: value, sample(""))
     assert type(found) is float
@@ -77,6 +83,12 @@ def test_numbers_of_any_kind_are_rewards(value):
         (-math.inf, "reward_not_finite"),
         (1e39, "reward_not_finite"),
         (10**400, "reward_not_finite"),
+        (np.array([0.5]), "reward_not_a_number"),
+        (torch.tensor([0.5, 1.0]), "reward_not_a_number"),
+        (torch.tensor(1j), "reward_not_a_number"),
+        (np.array("1"), "reward_not_a_number"),
+        (torch.tensor(math.nan), "reward_not_finite"),
+        (torch.empty((), device="meta"), "reward_exception"),
     ],
 )
 def test_other_values_become_a_named_reason(value, reason):
@@ -88,3 +100,15 @@ def test_other_values_become_a_named_reason(value, reason):
 def test_an_exception_becomes_a_named_reason():
     found = safe_reward(lambda s: s.metadata["weight"], sample(""))
     assert found == RewardError("reward_exception", "KeyError: 'weight'")
+
+
+@pytest.mark.parametrize("code", [3, None, "no grader on this node"])
+def test_a_reward_that_would_end_the_process_is_named_like_another_that_fails(code):
+    found = safe_reward(lambda _: sys.exit(code), sample(""))
+    assert isinstance(found, RewardError)
+    assert (found.reason, found.detail) == ("reward_exception", f"SystemExit: {code or ''}")
+
+
+def test_what_came_instead_of_a_number_is_said():
+    found = safe_reward(lambda _: torch.zeros(2, 1), sample(""))
+    assert found == RewardError("reward_not_a_number", "returned Tensor of shape (2, 1), expected one number")

@@ -24,6 +24,7 @@ from relax_hpc.roles.board import Board
 from relax_hpc.roles.rollout import first_error
 from relax_hpc.rollout.activity import Activity
 from relax_hpc.rollout.deadline import within
+from relax_hpc.rollout.outcomes import Failure, generated
 from relax_hpc.transfer_queue.plan import Plan
 from relax_hpc.transfer_queue.samplers import share
 from relax_hpc.transfer_queue.schema import sample_id
@@ -107,7 +108,7 @@ def test_the_actors_report_closes_a_step(tmp_path: Path) -> None:
     hub.report("rollout", 0, {"perf/rollout_tokens": 100.0}, {"generate": 2.0, "wait": 2.0})
     hub.report("rollout", 0, {"perf/rollout_tokens": 50.0}, {"generate": 1.0})
     hub.report("actor_fwd", 0, {"queue/by_shm_bytes": 7.0}, {})
-    hub.report("eval", 0, {"eval/test/exact_match": 0.25}, {})
+    hub.report("eval", 0, {"eval/test/answer_exact": 0.25}, {})
     assert all("reward/mean" not in row for row in read_metrics(tmp_path))
     hub.report(
         "actor",
@@ -117,10 +118,24 @@ def test_the_actors_report_closes_a_step(tmp_path: Path) -> None:
     )
     hub.close()
     (row,) = read_metrics(tmp_path)
-    assert row["step"] == 0 and row["reward/mean"] == 0.5 and row["eval/test/exact_match"] == 0.25
+    assert row["step"] == 0 and row["reward/mean"] == 0.5 and row["eval/test/answer_exact"] == 0.25
     assert row["perf/rollout_tokens"] == 150.0 and row["perf/rollout_tokens_per_s"] == 50.0
     assert row["queue/by_shm_bytes"] == 9.0
     assert row["idle/rollout"] == 0.4 and row["idle/actor"] == 0.25 and row["perf/train_tokens_per_s"] == 100.0
+
+
+def test_the_mean_of_all_that_was_generated_stands_beside_that_of_what_was_kept(tmp_path: Path) -> None:
+    hub = board(tmp_path)
+    kept, dropped = [{"reward": 1.0}, {"reward": 0.0}], Failure("filtered", "", (1.0, 1.0))
+    for groups in ([kept, dropped], [Failure("timeout", ""), dropped]):
+        hub.report("rollout", 0, generated(groups), {})
+    for step in range(2):
+        hub.report("actor", step, {"reward/mean": 0.5}, {})
+    hub.close()
+    first, second = read_metrics(tmp_path)
+    assert (first["reward/mean"], first["reward/mean_generated"], first["reward/generated"]) == (0.5, 5 / 6, 6)
+    assert "reward/generated_sum" not in first
+    assert "reward/mean_generated" not in second, "nothing was generated since"
 
 
 def test_overlapping_requests_count_once(tmp_path: Path) -> None:

@@ -355,7 +355,7 @@ class EvalConfig:
     samples: int = bounded(200, 1)
     """Prompts of each set."""
     reward: str = "answer_exact"
-    """Reward of evaluation; its mean is reported as eval/<set>/exact_match."""
+    """Reward of evaluation; its mean over a set is reported as eval/<set>/<name of the function>."""
 
 
 @dataclass(kw_only=True, slots=True)

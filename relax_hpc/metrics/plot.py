@@ -27,15 +27,17 @@ _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2)))
 _UNITS = (
     ("*_share", "share"),
     ("idle/*", "share of time"),
-    ("eval/*/exact_match", "exact match"),
     ("*_per_s", "tokens / s"),
     ("*_s", "seconds"),
     ("staleness/*", "versions"),
     ("kl/*", "nats"),
+    ("parity/*", "nats"),
     ("reward/*", "reward"),
     ("loss/*", "loss"),
 )
-_SHARES = ("share", "share of time", "exact match")
+_SHARES = ("share", "share of time")
+_EDGE = 0.03
+"""Beyond 0 and 1, for a curve that lies on one of them to be seen."""
 _GREY = "#555555"
 _RESTART: dict[str, Any] = {"linestyle": ":", "linewidth": 1.0, "zorder": 1}
 _SPARSE = 40
@@ -172,7 +174,7 @@ def _panel(axes: Axes, pattern: str, curves: list[Curve], runs: list[_Run]) -> N
         dash = _DASHES[tags.index(curve.tag) % len(_DASHES)] if len(runs) > 1 else "-"
         window = max(window, _line(axes, curve, colour, dash))
     restarted = [_mark_restarts(axes, number, runs) for number in shown]
-    _dress(axes, _title(pattern, tags, window), tags)
+    _dress(axes, _title(pattern, tags, window), curves)
     _legend(axes, [runs[number].label for number in shown] if len(runs) > 1 else [], shown, tags, any(restarted))
 
 
@@ -205,15 +207,22 @@ def _title(pattern: str, tags: list[str], window: int) -> str:
     return f"{title} (bold: mean over {window} steps)" if window > 1 else title
 
 
-def _dress(axes: Axes, title: str, tags: list[str]) -> None:
+def from_0_to_1(curves: Sequence[Curve]) -> bool:
+    """Whether these are shares or scores, all of whose values lie there: then all such axes are alike."""
+    known = all(unit_of(curve.tag) in _SHARES or fnmatchcase(curve.tag, HELD_OUT) for curve in curves)
+    return known and all(curve.y.min() >= 0.0 and curve.y.max() <= 1.0 for curve in curves)
+
+
+def _dress(axes: Axes, title: str, curves: Sequence[Curve]) -> None:
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
     axes.set_title(title, loc="left")
-    units = {unit_of(tag) for tag in tags}
-    axes.set_ylabel(units.pop() if len(units) == 1 else "value")
-    if all(unit_of(tag) in _SHARES for tag in tags):
+    units = {unit_of(curve.tag) for curve in curves}
+    if units <= set(_SHARES):
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-        axes.set_ylim(-0.03, 1.03)
+    axes.set_ylabel(units.pop() if len(units) == 1 else "value")
+    if from_0_to_1(curves):
+        axes.set_ylim(-_EDGE, 1.0 + _EDGE)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.margins(x=0.02)
     axes.grid(axis="y", color="#dddddd", linewidth=0.7)

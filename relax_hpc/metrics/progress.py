@@ -7,40 +7,54 @@ import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import TextIO
 
 from relax_hpc.metrics.shares import is_by_peer
 
+WIDTH = 79
+"""One less than a terminal's usual 80: a line as wide as it would wrap, and not be overwritten by the next."""
 _WINDOW = 20
+_SPEED = "perf/rollout_tokens_per_s"
 _TO_LINE_END = "\x1b[K"
 
 
-def progress_line(step: int, steps: int, values: Mapping[str, float], eta_s: float | None = None) -> str:
-    """One aligned line; what is missing from `values` shows as a dash.
+def progress_line(
+    step: int, steps: int, values: Mapping[str, float], eta_s: float | None = None, width: int = WIDTH
+) -> str:
+    """One aligned line of at most `width` characters; what is missing from `values` shows as a dash.
 
     Args:
         step: the step just finished, from 0, as in metrics.jsonl.
         steps: steps of the whole run.
-        values: reward/mean, staleness/mean, perf/rollout_tokens_per_s, idle/<role> (share of time, 0 to 1), and
-            eval/<set>/exact_match (share) where an evaluation has just come in; other tags are left alone.
+        values: reward/mean, staleness/mean, perf/rollout_tokens_per_s, eval/<set>/<reward> where an evaluation has
+            just come in, and idle/<role> (share of time, 0 to 1); other tags are left alone.
         eta_s: seconds to the end of the run, if known.
+        width: what comes last and does not fit is left out: of idle roles, of evaluations, and so on.
 
     >>> progress_line(7, 300, {"reward/mean": 0.5, "staleness/mean": 0, "idle/actor": 0.25}, eta_s=90)
-    'step   7/300  reward 0.500  staleness 0.0      - tok/s  idle actor 25%  eta  1m30s'
+    'eta  1m30s  step   7/300  reward 0.500  stale 0.0      - tok/s  idle actor 25%'
     """
     parts = [
+        f"eta {_duration(eta_s):>6}",
         f"step {step:{len(str(steps))}d}/{steps}",
         f"reward {_number(values.get('reward/mean'), '.3f'):>5}",
-        f"staleness {_number(values.get('staleness/mean'), '.1f'):>3}",
-        f"{_thousands(values.get('perf/rollout_tokens_per_s')):>5} tok/s",
+        f"stale {_number(values.get('staleness/mean'), '.1f'):>3}",
+        f"{_thousands(values.get(_SPEED)):>5} tok/s",
     ]
-    tags = sorted(tag for tag in values if tag.startswith("idle/") and not is_by_peer(tag))
+    parts += [f"{tag.split('/')[1]} {_number(values[tag], '.3f')}" for tag in sorted(values) if _is_score(tag)]
+    line = "  ".join(_fitting(parts, "  ", width))
+    tags = sorted((tag for tag in values if tag.startswith("idle/") and not is_by_peer(tag)), key=_place)
     idle = [f"{tag[5:]} {_percent(values[tag]):>3}" for tag in tags]
-    parts += ["idle " + " ".join(idle)] if idle else []
-    parts += [f"eta {_duration(eta_s):>6}"]
-    parts += [f"{tag.split('/')[1]} {values[tag]:.1%}" for tag in sorted(values) if _is_score(tag)]
-    return "  ".join(parts)
+    shown = _fitting(idle, " ", width - len(f"{line}  idle "))
+    return f"{line}  idle {' '.join(shown)}" if shown else line
+
+
+def _fitting(parts: Sequence[str], between: str, width: int) -> list[str]:
+    """The first of ``parts`` that fit in a line together."""
+    ends = accumulate(len(part) + len(between) for part in parts)
+    return [part for part, end in zip(parts, ends, strict=True) if end - len(between) <= width]
 
 
 class Progress:
@@ -54,27 +68,36 @@ class Progress:
         self._terminal = self._stream.isatty()
         self._open = False
         self._ends: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
+        self._speed = math.nan
 
     def update(self, step: int, values: Mapping[str, float], at: float | None = None) -> None:
         """Show a step that was finished at wall-clock time `at` (now, if left out)."""
-        line = progress_line(step, self._steps, values, self._eta(step, time.time() if at is None else at))
-        if not self._terminal:
-            self._stream.write(line + "\n")
-        elif self._stays(step, values):
-            self._stream.write(f"\r{line}{_TO_LINE_END}\n")
-            self._open = False
+        # Where generation is ahead of training, it may be that none of it ended within a step.
+        self._speed = values.get(_SPEED, self._speed)
+        width = shutil.get_terminal_size().columns - 1 if self._terminal else WIDTH
+        eta_s = self._eta(step, time.time() if at is None else at)
+        line = progress_line(step, self._steps, {**values, _SPEED: self._speed}, eta_s, width)
+        if self._terminal and not self._stays(step, values):
+            self.show(line)
         else:
-            # A line as wide as the terminal would wrap, and the next carriage return would not reach its start.
-            self._stream.write(f"\r{line[: shutil.get_terminal_size().columns - 1]}{_TO_LINE_END}")
+            self._write(f"\r{line}{_TO_LINE_END}\n" if self._terminal else f"{line}\n")
+            self._open = False
+
+    def show(self, text: str) -> None:
+        """On a terminal, a line that the next one overwrites; cut to its width."""
+        if self._terminal:
+            self._write(f"\r{text[: shutil.get_terminal_size().columns - 1]}{_TO_LINE_END}")
             self._open = True
-        self._stream.flush()
 
     def close(self) -> None:
         """Leave the cursor at the start of a fresh line."""
         if self._open:
-            self._stream.write("\n")
-            self._stream.flush()
+            self._write("\n")
             self._open = False
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()
 
     def _stays(self, step: int, values: Mapping[str, float]) -> bool:
         return step % self._keep_every == 0 or step >= self._steps - 1 or any(map(_is_score, values))
@@ -92,8 +115,14 @@ class Progress:
         return left * (until - since) / (last - first) if last > first else None
 
 
+def _place(tag: str) -> tuple[int, str]:
+    """The two roles whose idleness costs most come first."""
+    first = ("idle/actor", "idle/rollout")
+    return (first.index(tag) if tag in first else len(first)), tag
+
+
 def _is_score(tag: str) -> bool:
-    return tag.startswith("eval/") and tag.endswith("/exact_match")
+    return tag.startswith("eval/") and tag.count("/") == 2
 
 
 def _number(value: float | None, form: str) -> str:
@@ -106,7 +135,7 @@ def _percent(share: float) -> str:
 
 def _thousands(value: float | None) -> str:
     """At most five characters: 9500, 123k, 1.2M."""
-    if value is None or value < 1e4:
+    if value is None or not value >= 1e4:
         return _number(value, ".0f")
     return _number(value / 1e3, ".0f") + "k" if value < 1e6 else _number(value / 1e6, ".1f") + "M"
 

@@ -13,8 +13,12 @@ from typing import TYPE_CHECKING, Self
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
 
-TAG_GROUPS = ("reward", "loss", "kl", "correction", "staleness", "queue", "weights", "perf", "idle", "eval")
+TAG_GROUPS = ("reward", "loss", "kl", "parity", "correction", "staleness", "queue", "weights", "perf", "idle", "eval")
 """First part of a tag (`reward/mean`, `eval/digits/exact_match`); TensorBoard folds its charts by it."""
+
+GENERATED, GENERATED_SUM = "reward/generated", "reward/generated_sum"
+"""Samples that were drawn and given a reward since the last step, kept or not, and the sum of it: rollouts report
+both, and the hub makes `reward/mean_generated` of them."""
 
 RESERVED = frozenset({"step", "time", "epoch", "event"})
 METRICS_FILE = "metrics.jsonl"

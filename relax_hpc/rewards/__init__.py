@@ -51,13 +51,17 @@ def get_reward(name: str) -> Reward:
 
 
 def safe_reward(function: Reward, sample: RewardInput) -> float | RewardError:
-    """The reward as a float that fits float32, or why there is none; never raises an Exception."""
+    """The reward as a float that fits float32, or why there is none; never raises an Exception, nor SystemExit."""
     try:
         value = function(sample)
-    except Exception as error:  # a user's function may raise anything
+        # What numpy, torch and their like give for one number: an array without dimensions.
+        if getattr(value, "shape", None) == () and not isinstance(value, numbers.Real):
+            value = value.item()
+    except (Exception, SystemExit) as error:  # a user's function may raise anything, and end itself
         return RewardError("reward_exception", f"{type(error).__name__}: {error}")
     if not isinstance(value, numbers.Real):
-        return RewardError("reward_not_a_number", f"returned {type(value).__name__}")
+        shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+        return RewardError("reward_not_a_number", f"returned {type(value).__name__}{shape}, expected one number")
     if not abs(value) <= FLOAT32_MAX:
         return RewardError("reward_not_finite", f"returned {value}")
     return float(value)

@@ -387,7 +387,10 @@ def staleness_report(answer: dict[str, Any]) -> dict[str, float]:
 def report(
     first: dict[str, float], last: dict[str, float], tally: Tally, lr: float, seconds: float
 ) -> dict[str, float]:
-    """Scalars of a step. The comparison of rollout and old log-probs is the first pass's, before any update."""
+    """Scalars of a step. The comparison of rollout and old log-probs is the first pass's, before any update.
+
+    `parity/*` is how far the two engines that computed the same log-probs are apart, in nats: no KL.
+    """
     count = len(tally.rewards)
     renamed = {
         "ratio": "loss/ratio",
@@ -403,8 +406,8 @@ def report(
         "reward/std": (sum((reward - mean) ** 2 for reward in tally.rewards) / count) ** 0.5,
         "reward/response_tokens": sum(tally.lengths) / count,
         "reward/stopped_share": tally.stopped / count,
-        "kl/train_rollout_logprob_abs_diff": first.get("train_rollout_logprob_abs_diff", 0.0),
-        "kl/train_rollout_logprob_max": first.get("train_rollout_logprob_max", 0.0),
+        "parity/logprob_abs_diff": first.get("train_rollout_logprob_abs_diff", 0.0),
+        "parity/logprob_max": first.get("train_rollout_logprob_max", 0.0),
         "kl/rollout": first.get("rollout_kl", 0.0),
         **correction_report(first),
         "loss/lr": lr,

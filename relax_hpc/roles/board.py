@@ -8,10 +8,10 @@ from pathlib import Path
 from relax_hpc.metrics.progress import Progress
 from relax_hpc.metrics.read import read_metrics
 from relax_hpc.metrics.shares import tags_of_time
-from relax_hpc.metrics.writer import MetricsWriter
+from relax_hpc.metrics.writer import GENERATED, GENERATED_SUM, MetricsWriter
 from relax_hpc.transfer_queue.state import QueueState
 
-_ADDED_UP = ("perf/rollout_tokens", "queue/by_")
+_ADDED_UP = ("perf/rollout_tokens", "queue/by_", GENERATED)
 """Beginnings of tags."""
 
 
@@ -49,6 +49,10 @@ class Board:
         training = self._seconds["actor"].get("train", 0.0)
         if training:
             values["perf/train_tokens_per_s"] = values["perf/trained_tokens"] / training
+        total = values.pop(GENERATED_SUM, 0.0)
+        if count := values.get(GENERATED):
+            # Beside reward/mean, of what was kept and trained on: a filter leaves of easy prompts the worst.
+            values["reward/mean_generated"] = total / count
         self.writer.write(step, values)
         self._next = step + 1
         self.progress.update(step, values | self._scores)

@@ -160,6 +160,7 @@ class Replica:
     async def evaluate(self, version: Version) -> None:
         """Greedy responses to the evaluation sets; the weights stay as they are meanwhile."""
         values: dict[str, float] = {}
+        metric = self.config.eval.reward.rpartition(":")[2]
         size = self.config.rollout.groups_per_request * self.config.samples_per_group
         for name, prompts in self.rollout.eval_sets.items():
             scores = 0.0
@@ -167,7 +168,7 @@ class Replica:
                 part = prompts[start : start + size]
                 with self.activity("eval", version.number):
                     scores += await self.scores(part)
-            values[f"eval/{name}/exact_match"] = scores / max(1, len(prompts))
+            values[f"eval/{name}/{metric}"] = scores / max(1, len(prompts))
         await self.rollout.ask("evaluated", version=version.number, values=values)
 
     async def scores(self, prompts: list[Prompt]) -> float:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from relax_hpc.errors import RelaxError
 from relax_hpc.roles.context import END
 from relax_hpc.rollout.engine import Draft, EngineFault, Generation
-from relax_hpc.rollout.outcomes import Failure
+from relax_hpc.rollout.outcomes import Failure, generated
 from relax_hpc.rollout.saving import saving
 from relax_hpc.rollout.spares import Spare, abort, has_spare
 from relax_hpc.rollout.unfinished import Unfinished, Work
@@ -106,7 +106,8 @@ class TicketWorker:
             if rows:
                 here = {ticket: reused[ticket] for ticket, _ in good if ticket in reused}
                 await asyncio.to_thread(self.client.generated, rows, here)
-        self.replica.context.report(step, {"perf/rollout_tokens": groups.tokens() - known})
+        drawn = {"perf/rollout_tokens": groups.tokens() - known}
+        self.replica.context.report(step, drawn | generated(judged.values()))
         await self.drop(unneeded)
         answered = {one[0]: await self.failed(*one, group) for one, group in judged.items() if one not in good}
         again = [(ticket, answer["attempt"]) for ticket, answer in answered.items()]
@@ -174,6 +175,8 @@ class TicketWorker:
             whole = {one: spare.group.drafts for one, spare in spares.items() if await spare.drawing}
             groups = self.groups_of(list(whole), {}, {ticket: drafts for (ticket, _), drafts in whole.items()})
             judged = dict(zip(whole, await self.rollout.judge(groups, groups.complete([], [])), strict=True))
+            if judged:
+                self.replica.context.report(self.step_of(list(judged)), generated(judged.values()))
             good = {one: group for one, group in judged.items() if not isinstance(group, Failure)}
             rows = [row for group in good.values() for row in group]
             if rows:

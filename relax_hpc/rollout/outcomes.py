@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from relax_hpc.config.schema import RolloutConfig
 from relax_hpc.errors import NoProgressError
+from relax_hpc.metrics.writer import GENERATED, GENERATED_SUM
 from relax_hpc.transfer_queue.records import FILTERED
+from relax_hpc.transfer_queue.schema import Row
 
 _FAILURE_WINDOW = 64
 _FILTER_WINDOW = 256
@@ -19,6 +22,18 @@ class Failure:
 
     reason: str
     detail: str
+    rewards: tuple[float, ...] = ()
+    """Of all samples, where there are any: of a group that the filter dropped."""
+
+
+def generated(groups: Iterable[list[Row] | Failure]) -> dict[str, float]:
+    """How many samples with a reward there are in ``groups``, those included that are not kept, and their sum."""
+    rewards = [
+        reward
+        for group in groups
+        for reward in (group.rewards if isinstance(group, Failure) else [row["reward"] for row in group])
+    ]
+    return {GENERATED: float(len(rewards)), GENERATED_SUM: float(sum(rewards))}
 
 
 class Outcomes:

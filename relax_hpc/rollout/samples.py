@@ -78,8 +78,9 @@ def group_rows(
         if newest_only:
             row["loss_mask"] *= row["token_versions"] == row["token_versions"][-1]
         rows.append(row)
-    if not keeps([row["reward"] for row in rows]):
-        return Failure(FILTERED, f"rewards {sorted({row['reward'] for row in rows})} (prompt {prompt.prompt_id})")
+    rewards = tuple(row["reward"] for row in rows)
+    if not keeps(list(rewards)):
+        return Failure(FILTERED, f"rewards {sorted(set(rewards))} (prompt {prompt.prompt_id})", rewards)
     return rows
 
 

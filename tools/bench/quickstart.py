@@ -43,7 +43,7 @@ PARTS = {
 WAITING = "messages and wake-ups"
 TURN_STEPS = 8
 _TURN_TIMEOUT_S = 900.0
-_STEP = re.compile(r"^step +(\d+)/")
+_STEP = re.compile(r"^eta +\S+ +step +(\d+)/")
 
 Interval = tuple[float, float]
 
