@@ -22,6 +22,7 @@ from relax_hpc.config.load import build, compose, load_resolved, print_config, r
 from relax_hpc.config.options import explain, split_groups
 from relax_hpc.config.schema import Config
 from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, ConfigError, RelaxError
+from relax_hpc.rendezvous.process import PRIVATE_UMASK
 from relax_hpc.rundir import RunDir
 
 EXIT_INTERRUPTED = 130
@@ -62,7 +63,7 @@ def _dispatch(argv: list[str]) -> int:
     if argv and argv[0] in COMMANDS:
         command = COMMANDS[argv[0]]
         rest, groups = split_groups(argv[1:]) if command.takes_config else (argv[1:], {})
-        return command.handle(parser_of(argv[0]).parse_args(rest, defaults=False).as_dict() | groups)
+        return _handle(command, parser_of(argv[0]).parse_args(rest, defaults=False).as_dict() | groups)
     if argv and not argv[0].startswith("-"):
         raise ConfigError(
             f"{COMMAND_LINE}: {argv[0]}: unknown command, allowed: {', '.join(COMMANDS)}{near(argv[0], list(COMMANDS))}"
@@ -71,6 +72,16 @@ def _dispatch(argv: list[str]) -> int:
     parser.parse_args(argv)
     parser.print_help()
     return EXIT_DONE
+
+
+def _handle(command: Command, given: dict[str, Any]) -> int:
+    if command.for_others:
+        return command.handle(given)
+    before = os.umask(PRIVATE_UMASK)
+    try:
+        return command.handle(given)
+    finally:
+        os.umask(before)
 
 
 def _top_parser() -> ArgumentParser:
@@ -239,7 +250,11 @@ COMMANDS = {
     ),
     **LIVING,
     "plot": Command(
-        "Draw the metrics of one or more runs.", "RUN [RUN ...] [--output F] [--tags T ...]", _plot_arguments, _plot
+        "Draw the metrics of one or more runs.",
+        "RUN [RUN ...] [--output F] [--tags T ...]",
+        _plot_arguments,
+        _plot,
+        for_others=True,
     ),
     "queue": QUEUE,
     "convert": CONVERT,

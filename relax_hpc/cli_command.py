@@ -23,6 +23,8 @@ class Command:
     """From the arguments that were given, nested, to the exit code."""
     takes_config: bool = False
     """Whether every field of the configuration is an option."""
+    for_others: bool = False
+    """Whether it writes what its user may want to share, by the user's own umask, and nothing into a run."""
 
 
 CONFIG_USAGE = "[--config F]... [--KEY VALUE]... [--print_config]"

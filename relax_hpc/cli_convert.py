@@ -135,4 +135,5 @@ CONVERT = Command(
     "[--wait]]",
     _arguments,
     _convert,
+    for_others=True,
 )

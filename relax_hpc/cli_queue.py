@@ -206,4 +206,5 @@ QUEUE = Command(
     "audit RUN [--json] | export RUN (--step N | --steps A-B) [--format jsonl|parquet] --output FILE",
     _arguments,
     _queue,
+    for_others=True,
 )

@@ -1,7 +1,7 @@
 """`python -m tests.engine_fake_server ARGS.json`: to a client, `relax_hpc.rollout.sglang_server` without a model.
 
 The first token of a prompt, one of the constants, says how its answer is wrong. A child is started that would outlive
-the server.
+the server, and a part that it cannot do without. If its model has a pipe `hold`, it serves when that is closed.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import subprocess
 import sys
 from itertools import zip_longest
@@ -108,7 +109,9 @@ def application(token: str) -> web.Application:
 
     @web.middleware
     async def guard(request: web.Request, handler: Any) -> web.StreamResponse:
-        if request.path != "/health" and request.headers.get("Authorization") != f"Bearer {token}":
+        if request.path == "/health":
+            return web.Response(status=400 if "Authorization" in request.headers else 200)
+        if request.headers.get("Authorization") != f"Bearer {token}":
             return web.Response(status=401)
         if request.path in ("/pause_generation", "/continue_generation", "/freeze_gc"):
             request.app[CALLS].append(request.path)
@@ -140,7 +143,9 @@ def application(token: str) -> web.Application:
 
 if __name__ == "__main__":
     settings = json.loads(Path(sys.argv[1]).read_bytes())
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    server = settings["server"]
-    token = Path(settings["token_file"]).read_text().strip()
-    web.run_app(application(token), host=server["host"], port=server["port"], reuse_address=True, print=None)
+    for title in ("helper", "sglang::part"):
+        subprocess.Popen([title, "-c", "import time; time.sleep(600)"], executable=sys.executable)
+    if (hold := Path(settings["server"]["model_path"], "hold")).exists():
+        hold.read_bytes()
+    key = Path(settings["key_file"]).read_text()
+    web.run_app(application(key), sock=socket.socket(fileno=settings["socket"]), print=None)

@@ -109,7 +109,7 @@ class Loop:
         self.trainer = Trainer(
             policy(config, run.model), config.algorithm, config.actor.optimizer, config.rollout.temperature
         )
-        self.engine = make_engine(config, 0, run.model, Version(0, 0), run.root, run.token_file)
+        self.engine = make_engine(config, 0, run.model, Version(0, 0), run.root)
         asyncio.run(self.engine.start())
         self.copies = run.weights
 

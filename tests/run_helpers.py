@@ -178,7 +178,10 @@ def running(
     root, output = directory / "run", directory / "output.txt"
     command = [sys.executable, "-m", "relax_hpc", "run", "--config", str(config), "--run_dir", str(root), *words]
     with output.open("ab") as file:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=os.environ.copy())
+        # The worst mask that a site may hand on.
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=os.environ.copy(), umask=0
+        )
     try:
         yield Running(process, RunDir(root), output)
     finally:
@@ -195,6 +198,12 @@ def end(process: subprocess.Popen) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait(STOP_S)
+
+
+def open_to_others(folder: Path) -> list[Path]:
+    """Files and folders in ``folder``, itself included, that anybody but their user may read or write."""
+    found = [folder, *folder.rglob("*")]
+    return [path for path in found if not path.is_symlink() and path.stat().st_mode & 0o077]
 
 
 # -- what a run left ---------------------------------------------------------------------------------------------------

@@ -191,7 +191,7 @@ class FaultyEngine:
     async def close(self) -> None:
         self.closed = True
 
-    async def wait_dead(self) -> int:
+    async def wait_dead(self) -> str:
         return await asyncio.get_running_loop().create_future()
 
     async def update_weights(self, directory: Path, version: Version) -> None:

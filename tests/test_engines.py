@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +30,6 @@ from relax_hpc.rollout.sglang_client import SglangClient  # noqa: E402
 from relax_hpc.rollout.transformers_engine import keyed_uniform, load_weights, sample_token  # noqa: E402
 from relax_hpc.versions import Version  # noqa: E402
 from tests.engine_helpers import (  # noqa: E402
-    TOKEN,
     error_against,
     make_config,
     make_model,
@@ -81,10 +80,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def serve(kind: str, models: list[Path], folder: Path, **settings: object) -> Iterator[Served]:
-    token_file = folder / "token"
-    token_file.write_text(TOKEN + "\n")
     with asyncio.Runner() as runner:
-        engine = make_engine(make_config(kind, **settings), 0, models[0], Version(3, 0), folder / "logs", token_file)
+        engine = make_engine(make_config(kind, **settings), 0, models[0], Version(3, 0), folder / "logs")
         runner.run(engine.start())
         try:
             yield Served(engine, runner, models, folder / "logs", Version(3, 0))
@@ -330,7 +327,7 @@ def test_an_update_may_wait_for_the_end_of_what_is_drawn(served: Served, monkeyp
     assert set(after.token_versions) == {served.version.encode()} and served.version > before
 
 
-def test_the_token_guards_every_endpoint_and_is_shown_nowhere(sglang: Served) -> None:
+def test_the_key_guards_every_endpoint_and_is_shown_nowhere(sglang: Served) -> None:
     async def refused(path: str) -> EngineFault:
         url = str(sglang.engine._client._session._base_url)
         stranger = SglangClient(url, "wrong", make_config("sglang").rollout.engine, sglang.version)
@@ -343,15 +340,16 @@ def test_the_token_guards_every_endpoint_and_is_shown_nowhere(sglang: Served) ->
 
     for path in ("/generate", "/pause_generation", "/update_weights_from_disk", "/freeze_gc", "/v1/completions"):
         assert "401" in str(sglang.runner.run(refused(path)))
-    for process in session_of(sglang.engine._process.pid):
-        assert TOKEN not in " ".join(process.cmdline()) + str(process.environ())
+    key = sglang.engine._key_file.read_text()
+    for process in session_of(sglang.engine._session.leader.pid):
+        assert key not in " ".join(process.cmdline()) + str(process.environ())
     logs = "".join(path.read_text() for path in sglang.logs.iterdir())
-    assert TOKEN not in logs
+    assert key not in logs
     assert "'api_key': '***'" in logs
 
 
 def test_the_server_listens_on_the_loopback_interface_alone(sglang: Served) -> None:
-    session = session_of(sglang.engine._process.pid)
+    session = session_of(sglang.engine._session.leader.pid)
     sockets = [socket for process in session for socket in process.net_connections("inet")]
     listening = {socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN}
     assert listening == {"127.0.0.1"}
@@ -404,15 +402,38 @@ def test_sampled_tokens_follow_the_distribution_and_top_p() -> None:
     assert sample_token(logits, 1.0, 1.0, 0.999)[1] == pytest.approx(np.log(0.15), abs=1e-6)
 
 
-def test_closing_ends_every_process_of_the_server(sglang: Served) -> None:
-    """Last in this file: it ends the server that the tests above share."""
-    leader = sglang.engine._process.pid
-    members = session_of(leader)
-    assert len(members) >= 3
-    sglang.runner.run(sglang.engine.close())
-    assert isinstance(sglang.runner.run(sglang.engine.wait_dead()), int)
+def test_what_the_server_keeps_is_its_users_alone(sglang: Served) -> None:
+    """Whoever can write to its sockets, on which it unpickles, runs code as that user."""
+    scratch = sglang.engine._scratch.path
+    kept = [scratch, *scratch.rglob("*"), *sglang.engine._session.shared_memory()]
+    assert sum(path.is_socket() for path in kept) >= 3 and any(path.parent == Path("/dev/shm") for path in kept)
+    assert not [path for path in kept if path.stat().st_mode & 0o077]
+
+
+async def in_time(call: Awaitable[str]) -> str:
+    async with asyncio.timeout(10.0):
+        return await call
+
+
+@pytest.mark.parametrize(("fixture", "ends"), [("sglang", "close"), ("sglang_without_cache", "detokenizer")])
+def test_every_process_of_the_server_ends_with_it_and_nothing_is_left(
+    fixture: str, ends: str, request: pytest.FixtureRequest
+) -> None:
+    """Last in this file: it ends the servers that the tests above share."""
+    served = request.getfixturevalue(fixture)
+    session, scratch = served.engine._session, served.engine._scratch.path
+    members, memory = session_of(session.leader.pid), session.shared_memory()
+    assert len(members) >= 3 and memory and scratch.exists()
+    if ends == "detokenizer":
+        [part] = [member for member in members if "sglang::detokenizer" in " ".join(member.cmdline())]
+        part.kill()
+        said = served.runner.run(in_time(served.engine.wait_dead()))
+        assert "sglang::detokenizer" in said
+        with pytest.raises(EngineFault, match="dead: sglang::detokenizer"):
+            served.generate(REQUESTS)
+    served.runner.run(served.engine.close())
     _, alive = psutil.wait_procs(members, timeout=0)
-    assert not alive
-    assert not session_of(leader)
+    assert not alive and not session_of(session.leader.pid)
+    assert not scratch.exists() and not [path for path in memory if path.exists()]
     names = [path.name for path in Path("/dev/shm").iterdir()]
     assert not [name for name in names if any(f"-{member.pid}-" in name for member in members)]

@@ -10,7 +10,7 @@ from relax_hpc.errors import EXIT_NO_PROGRESS
 from relax_hpc.weights.staging import staging_root
 from tests.audit import audit
 from tests.requirements import requires
-from tests.run_helpers import Running, rollbacks, running, trained_steps
+from tests.run_helpers import Running, open_to_others, rollbacks, running, trained_steps
 
 requires("mpi", "torch", "megatron", "transformers")
 
@@ -58,8 +58,9 @@ def kill_and_recover(live: Running, role: str, rank: int = 0) -> None:
 
 
 def assert_clean_end(live: Running, family: list[psutil.Process]) -> None:
-    """The run succeeded and left no process, no staged weights."""
+    """The run succeeded and left no process, no staged weights, and nothing that others could read or write."""
     live.finish(START_S)
+    assert not open_to_others(live.run.root)
     assert not [process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
     assert not staging_root(live.run).exists()
 

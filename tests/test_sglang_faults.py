@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from aiohttp.test_utils import TestServer  # noqa: E402
 
 import tests.engine_fake_server as fake  # noqa: E402
 from relax_hpc.errors import ConfigError  # noqa: E402
+from relax_hpc.local_dir import LOCAL_DIR, Scratch  # noqa: E402
 from relax_hpc.rollout import sglang_engine  # noqa: E402
 from relax_hpc.rollout.engine import Draft, EngineFault, GenerateRequest, Generation, Sampling  # noqa: E402
 from relax_hpc.rollout.sglang_client import SglangClient  # noqa: E402
@@ -235,8 +237,7 @@ def test_a_server_that_is_not_there_is_a_connection_fault() -> None:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """A directory with a token and what `start` takes for a model."""
-    (tmp_path / "token").write_text(TOKEN)
+    """A directory with what `start` takes for a model."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     return tmp_path
@@ -251,7 +252,7 @@ def faked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make_engine(place: Path, **settings: object) -> SglangEngine:
     config = make_config("sglang", **settings)
-    return SglangEngine(config, 2, place / "model", Version(1, 0), place / "logs", place / "token")
+    return SglangEngine(config, 2, place / "model", Version(1, 0), place / "logs")
 
 
 def start(engine: SglangEngine) -> None:
@@ -265,22 +266,22 @@ def start(engine: SglangEngine) -> None:
 
 
 def test_a_dead_server_is_told_from_a_broken_connection_and_leaves_no_children(place: Path, faked: None) -> None:
-    async def die() -> tuple[EngineFault, int, int]:
+    async def die() -> tuple[EngineFault, str, int]:
         engine = make_engine(place)
         await engine.start()
-        leader = engine._process.pid
-        assert len(session_of(leader)) == 2
+        leader = engine._session.leader.pid
+        assert len(session_of(leader)) == 3
         with pytest.raises(EngineFault) as caught:
             await engine.generate([GenerateRequest((fake.EXIT,), "p", 0)], SAMPLING)
-        code = await engine.wait_dead()
+        what = await engine.wait_dead()
         await engine.close()
         await engine.close()
-        return caught.value, code, leader
+        return caught.value, what, leader
 
-    fault, code, leader = asyncio.run(die())
+    fault, what, leader = asyncio.run(die())
     assert fault.reason == "dead"
     assert "engine-2.log" in str(fault)
-    assert code == 3
+    assert what == "the server ended with code 3"
     assert not session_of(leader)
 
 
@@ -291,7 +292,7 @@ def test_who_waits_for_a_dying_server_can_be_cancelled_at_that_moment(place: Pat
         engine = make_engine(place)
         await engine.start()
         asked = asyncio.create_task(engine.generate([GenerateRequest((fake.HANG,), "p", 0)], SAMPLING))
-        engine._process.kill()
+        engine._session.leader.kill()
         await engine.wait_dead()
         in_time = asked.cancel()
         await asyncio.wait([asked], timeout=10)
@@ -302,25 +303,25 @@ def test_who_waits_for_a_dying_server_can_be_cancelled_at_that_moment(place: Pat
     assert cancelled or not in_time
 
 
-def test_the_server_is_nobodys_rank_and_does_not_see_the_token(
+def test_the_server_is_nobodys_rank_and_does_not_see_its_key(
     place: Path, faked: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PMI_RANK", "PMIX_ID", "OMPI_COMM_WORLD")
     for name in ranks:
         monkeypatch.setenv(name, "1")
 
-    async def environment() -> dict[str, str]:
+    async def environment() -> tuple[str, dict[str, str]]:
         engine = make_engine(place)
         await engine.start()
         try:
-            return await engine._client._call("/environment", None, 5.0)
+            return engine._key_file.read_text(), await engine._client._call("/environment", None, 5.0)
         finally:
             await engine.close()
 
-    found = asyncio.run(environment())
+    key, found = asyncio.run(environment())
     assert not found.keys() & set(ranks)
     assert found["OMP_NUM_THREADS"] == "1"
-    assert TOKEN not in str(found)
+    assert len(key) == 64 and key not in str(found)
     assert found["PATH"] == os.environ["PATH"]
 
 
@@ -336,6 +337,106 @@ def test_a_server_dies_with_the_role_that_started_it() -> None:
         child.wait(timeout=5)
 
 
+def test_a_part_that_dies_is_the_end_of_the_server(place: Path, faked: None) -> None:
+    """At once, and for those that wait for an answer; what comes and goes beside the parts is nobody's end."""
+
+    async def scene() -> tuple[str, str]:
+        engine = make_engine(place)
+        await engine.start()
+        parts = {process.cmdline()[0]: process for process in session_of(engine._session.leader.pid)}
+        helper = os.pidfd_open(parts["helper"].pid)
+        parts["helper"].kill()
+        assert select.select([helper], [], [], 5.0)[0]
+        os.close(helper)
+        await engine.generate([GenerateRequest((fake.GOOD,), "p", 0)], SAMPLING)
+        asked = asyncio.create_task(engine.generate([GenerateRequest((fake.HANG,), "p", 0)], SAMPLING))
+        parts["sglang::part"].kill()
+        async with asyncio.timeout(5.0):
+            said = await engine.wait_dead()
+            with pytest.raises(EngineFault) as caught:
+                await asked
+        await engine.close()
+        assert caught.value.reason == "dead" and not session_of(engine._session.leader.pid)
+        return said, str(caught.value)
+
+    said, fault = asyncio.run(scene())
+    assert "sglang::part" in said and said in fault
+
+
+SQUATTER = """
+import socket, sys
+with socket.socket() as taken:
+    taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        taken.bind(("127.0.0.1", int(sys.argv[1])))
+        taken.listen()
+    except OSError:
+        sys.exit("refused")
+"""
+
+
+def test_nobody_can_take_the_port_of_a_server_that_starts(place: Path, faked: None) -> None:
+    """As any user could who sets SO_REUSEADDR, while it was bound and did not listen; then he was sent the key.
+
+    The real attack needs another user: root makes one up, others try it as themselves, which is easier for them.
+    """
+    os.mkfifo(place / "model" / "hold")
+    who = {"user": 65534, "group": 65534, "extra_groups": []} if os.getuid() == 0 else {}
+
+    async def scene() -> subprocess.CompletedProcess:
+        engine = make_engine(place)
+        starting = asyncio.create_task(engine.start())
+        writer = await asyncio.to_thread(os.open, place / "model" / "hold", os.O_WRONLY)
+        words = ["/usr/bin/python3", "-c", SQUATTER, str(engine._arguments["port"])]
+        tried = await asyncio.to_thread(subprocess.run, words, **who, capture_output=True, text=True, timeout=30)
+        assert not starting.done()
+        os.close(writer)
+        await starting
+        await engine.generate([GenerateRequest((fake.GOOD,), "p", 0)], SAMPLING)
+        await engine.close()
+        return tried
+
+    tried = asyncio.run(scene())
+    assert tried.returncode == 1 and tried.stderr == "refused\n"
+
+
+def test_nothing_is_asked_of_a_dead_servers_port(place: Path, faked: None) -> None:
+    """Anybody may listen there then, and answer."""
+
+    async def scene() -> str:
+        engine = make_engine(place)
+        await engine.start()
+        engine._session.leader.kill()
+        await engine.wait_dead()
+        accepted: list[object] = []
+        address = ("127.0.0.1", engine._arguments["port"])
+        async with await asyncio.start_server(lambda *both: accepted.append(both), *address):
+            with pytest.raises(EngineFault) as caught:
+                await engine.generate([GenerateRequest((fake.GOOD,), "p", 0)], SAMPLING)
+        await engine.close()
+        assert not accepted
+        return str(caught.value)
+
+    assert "dead: the server ended with code -9" in asyncio.run(scene())
+
+
+def test_scratch_of_a_killed_process_goes_with_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the site's folder has too long a name for sockets in it."""
+    monkeypatch.setenv(LOCAL_DIR, str(tmp_path / ("disk" * 16)))
+    outside = tmp_path / "in-memory"
+    outside.touch()
+    script = "import os, sys; from pathlib import Path; from relax_hpc.local_dir import Scratch; one = Scratch()\n"
+    script += "print(one.path, flush=True); one.outside(Path(sys.argv[1])); os.kill(os.getpid(), 9)"
+    killed = subprocess.run([sys.executable, "-c", script, outside], capture_output=True, text=True, timeout=60)
+    left = Path(killed.stdout.strip())
+    assert left.exists() and outside.exists() and len(str(left / "tmpabcdefgh")) < 107
+    with Scratch() as scratch:
+        assert not left.exists() and not outside.exists()
+        with Scratch() as other:
+            assert scratch.path.exists() and other.path != scratch.path
+    assert not scratch.path.exists() and not other.path.exists()
+
+
 def test_a_busy_port_is_the_users_to_change(place: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -343,10 +444,7 @@ def test_a_busy_port_is_the_users_to_change(place: Path) -> None:
             start(make_engine(place, port=port - 2))
 
 
-def test_a_missing_model_or_token_is_named(place: Path) -> None:
-    (place / "token").write_text("\n")
-    with pytest.raises(ConfigError, match=r"token: no token"):
-        start(make_engine(place))
+def test_a_missing_model_is_named(place: Path) -> None:
     (place / "model" / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"model\.path: .*model has no config\.json"):
         start(make_engine(place))
@@ -355,6 +453,8 @@ def test_a_missing_model_or_token_is_named(place: Path) -> None:
 def test_flags_that_are_the_engines_are_refused(place: Path) -> None:
     with pytest.raises(ConfigError, match=r"flags\.port: not allowed; set rollout\.engine\.port"):
         make_engine(place, flags={"port": 30000})
+    with pytest.raises(ConfigError, match=r"flags\.grpc_port: not allowed; it cannot be changed"):
+        make_engine(place, flags={"grpc_port": 30001})
 
 
 def test_flags_override_what_the_device_sets(place: Path) -> None:
@@ -384,7 +484,7 @@ def test_an_unknown_flag_is_refused_with_the_nearest(place: Path) -> None:
 
 def test_a_server_that_cannot_start_is_dead_and_its_log_named(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang_engine, "_SERVER", "tests.no_such_module")
-    with pytest.raises(EngineFault, match=r"ended with 1 while starting; see .*engine-2\.log") as caught:
+    with pytest.raises(EngineFault, match=r"ended with code 1 while starting; see .*engine-2\.log") as caught:
         start(make_engine(place))
     assert caught.value.reason == "dead"
     assert "no_such_module" in (place / "logs" / "engine-2.log").read_text()
@@ -395,4 +495,4 @@ def test_a_server_that_never_gets_healthy_is_dead_and_gone(place: Path, faked: N
     with pytest.raises(EngineFault, match=r"start_timeout_s = 0\.01") as caught:
         start(engine)
     assert caught.value.reason == "dead"
-    assert not session_of(engine._process.pid)
+    assert not session_of(engine._session.leader.pid)

@@ -38,7 +38,7 @@ async def started(model: Path, timeout_s: float = 120.0, **settings: float) -> S
     config.rollout.engine.kind, config.rollout.engine.request_timeout_s = "simulated", timeout_s
     for name, value in settings.items():
         setattr(config.rollout.engine.simulated, name, value)
-    engine = make_engine(config, 0, model, OLD, model, model / "token")
+    engine = make_engine(config, 0, model, OLD, model)
     await engine.start()
     return engine
 

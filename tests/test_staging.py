@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from relax_hpc import local_dir
 from relax_hpc.config import Config
 from relax_hpc.errors import ConfigError, DeadlineError
 from relax_hpc.roles import staging
@@ -62,14 +63,14 @@ def test_the_model_is_staged_where_the_site_says_so(tmp_path: Path, monkeypatch:
     run, config = RunDir(tmp_path / "run"), Config()
     run.create()
     model(run.model)
-    monkeypatch.setenv(staging.LOCAL_DIR, str(tmp_path / "disk"))
+    monkeypatch.setenv(local_dir.LOCAL_DIR, str(tmp_path / "disk"))
     assert staging.model_directory(run, config) == run.model
     config.site.stage = ["model"]
     found = staging.model_directory(run, config)
     assert found.parent == tmp_path / "disk" and (found / "config.json").exists()
     (tmp_path / "disk").chmod(0o777)
     with pytest.raises(ConfigError, match="not a folder of this user alone"):
-        staging.local_folder()
+        local_dir.local_folder()
 
 
 def test_a_process_goes_on_in_a_copy_of_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +80,7 @@ def test_a_process_goes_on_in_a_copy_of_its_environment(tmp_path: Path, monkeypa
     packages = next(venv.glob("lib/python3.*/site-packages"))
     (packages / "ours.pth").write_text(f"{ROOT}\n{sysconfig.get_path('purelib')}\n")
     (packages / "where.py").write_text(WHERE)
-    monkeypatch.setenv(staging.LOCAL_DIR, str(disk))
+    monkeypatch.setenv(local_dir.LOCAL_DIR, str(disk))
     words = [venv / "bin" / "python", "-m", "where", "word"]
     said = [subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout for _ in range(2)]
     (copy,) = disk.glob("environment-*")

@@ -30,6 +30,9 @@ OWN_FLAGS = {
     "api_key": "",
     "admin_api_key": "",
     "weight_version": "",
+    # Other ways to serve: these open sockets of their own, and some of them ask nobody for a key.
+    **dict.fromkeys(("enable_http2", "grpc_mode", "grpc_port", "smg_grpc_mode", "encoder_only", "use_ray"), ""),
+    **dict.fromkeys(("tokenizer_worker_num", "sidecar", "ssl_certfile", "ssl_keyfile"), ""),
 }
 """Engine arguments that the rollout role sets itself -> our key for them, empty if there is none."""
 

@@ -1,4 +1,5 @@
-"""What every process of a run does first: die with its parent, and turn signals into an orderly end."""
+"""What every process of a run does first: keep its files private, die with its parent, turn signals into an orderly
+end."""
 
 from __future__ import annotations
 
@@ -20,6 +21,9 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 """Slurm sends TERM at preemption and at the end; srun passes USR2 on to its tasks, and TERM it takes for itself."""
 EXIT_BUG = 1
 """Of a watched child whose work raised something."""
+PRIVATE_UMASK = 0o077
+"""Of every process of a run: many sites hand on a mask that lets a whole project write. SGLang unpickles what comes in
+by its sockets, and checkpoints hold pickled metadata: whoever can write there runs code as the run's user."""
 _LAUNCHER = re.compile(
     r"(LOCAL_|GROUP_|NODE_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)"
     r"|(PMI|PMIX|HYDRA|MPIR?_|OMPI_|TORCHELASTIC|SLURM_(?!CONF$)|SBATCH_|SRUN_).*"
@@ -35,6 +39,11 @@ def die_with_parent() -> None:
     parent = os.environ.pop(PARENT, "")
     if parent and int(parent) != os.getppid():
         sys.exit(f"process {parent}, which started this one, has ended")
+
+
+def stay_private() -> None:
+    """What this process and its children write is their user's alone."""
+    os.umask(PRIVATE_UMASK)
 
 
 def clean_environment() -> dict[str, str]:

@@ -13,9 +13,10 @@ from relax_hpc.config import Config, load_resolved
 from relax_hpc.config.groups import RANKED as WITH_RANKS
 from relax_hpc.config.groups import ranks_of
 from relax_hpc.errors import EXIT_DONE, EXIT_RETRY, RelaxError, StoppedError
+from relax_hpc.local_dir import LOCAL_DIR, local_folder
 from relax_hpc.rendezvous.exit_mark import leave_mark
-from relax_hpc.rendezvous.process import Flag, die_with_parent, on_terminate, watched
-from relax_hpc.roles.staging import LOCAL_DIR, go_on_in_local_environment, local_folder
+from relax_hpc.rendezvous.process import Flag, die_with_parent, on_terminate, stay_private, watched
+from relax_hpc.roles.staging import go_on_in_local_environment
 from relax_hpc.rundir import RunDir
 from relax_hpc.weights.staging import clear_staging
 
@@ -118,6 +119,7 @@ def work(args: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one role, watched if asked to: Slurm tells nobody at once how one of its tasks ended."""
+    stay_private()
     args = parse(argv)
     mark = RunDir(args.run_dir).exit_mark(args.group, args.epoch, args.role)
     try:

@@ -65,9 +65,9 @@ class Replica:
         while True:
             await self.ready.wait()
             engine = self.engine
-            code = await engine.wait_dead()
+            what = await engine.wait_dead()
             if self.ready.is_set() and engine is self.engine:
-                raise RelaxError(f"{engine.name} ended with code {code}; open its log in {self.context.logs}")
+                raise RelaxError(f"{engine.name}: {what}; open its log in {self.context.logs}")
 
     async def follow(self) -> None:
         """Swap to each newest version as it is announced; evaluate where that is due."""
@@ -153,9 +153,7 @@ class Replica:
     def new_engine(self) -> Engine:
         """It serves no version of the run yet."""
         context = self.context
-        return make_engine(
-            self.config, self.number, context.model, NOTHING, context.logs, context.run.token_file, self.place
-        )
+        return make_engine(self.config, self.number, context.model, NOTHING, context.logs, self.place)
 
     async def evaluate(self, version: Version) -> None:
         """Greedy responses to the evaluation sets; the weights stay as they are meanwhile."""

@@ -16,16 +16,10 @@ import psutil
 
 from relax_hpc.config.schema import Config
 from relax_hpc.errors import DeadlineError
-from relax_hpc.rundir import RunDir, private_folder
+from relax_hpc.local_dir import local_folder
+from relax_hpc.rundir import RunDir
 
-LOCAL_DIR = "RELAX_LOCAL_DIR"
-"""Environment variable: the user's folder on this node's own disk, for caches and copies."""
 _LOOK_S = 0.2
-
-
-def local_folder() -> Path:
-    """The folder of LOCAL_DIR, or one below the temporary folder; ConfigError unless it is this user's alone."""
-    return private_folder(Path(os.environ.get(LOCAL_DIR) or f"{tempfile.gettempdir()}/relax-{os.getuid()}"))
 
 
 def model_directory(run: RunDir, config: Config) -> Path:

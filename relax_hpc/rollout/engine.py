@@ -133,8 +133,8 @@ class Engine(Protocol):
     async def release(self) -> None:
         """Give its memory on the device back until the next `update_weights`; nothing is being generated."""
 
-    async def wait_dead(self) -> int:
-        """The exit status of the engine's process when it has ended; does not return where there is no process."""
+    async def wait_dead(self) -> str:
+        """Which of the engine's processes has ended and how, when one has; does not return where there is none."""
 
     async def close(self) -> None:
         """End the engine and every process of it; safe to call twice."""
@@ -146,7 +146,6 @@ def make_engine(
     model_dir: Path,
     version: Version,
     log_dir: Path,
-    token_file: Path,
     place: int | None = None,
 ) -> Engine:
     """The engine that `config.rollout.engine.kind` names, not started. `model_dir` holds the weights of `version`.
@@ -156,7 +155,7 @@ def make_engine(
     if config.rollout.engine.kind == "sglang":
         from relax_hpc.rollout.sglang_engine import SglangEngine
 
-        return SglangEngine(config, replica, model_dir, version, log_dir, token_file, place)
+        return SglangEngine(config, replica, model_dir, version, log_dir, place)
     if config.rollout.engine.kind == "simulated":
         from relax_hpc.rollout.simulated_engine import SimulatedEngine
 

@@ -19,6 +19,7 @@ from relax_hpc.rollout.engine import EngineFault, GenerateRequest, Generation, S
 from relax_hpc.rollout.sglang_stream import Events, Response, answers_of
 from relax_hpc.versions import Version
 
+_HEALTH = "/health"
 _HEALTH_TIMEOUT_S = 5.0
 _GIVE_UP_S = 1.0
 """For a server to end requests that nobody waits for any more."""
@@ -29,12 +30,13 @@ class SglangClient:
     """Requests to one server; make it inside a running event loop. Every call has a deadline from `settings`."""
 
     def __init__(
-        self, url: str, token: str, settings: EngineConfig, version: Version, partial: PartialRollout = "keep"
+        self, url: str, key: str, settings: EngineConfig, version: Version, partial: PartialRollout = "keep"
     ) -> None:
         """``version``: what the server serves. ``partial``: what an update does to running requests."""
-        headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json"}
+        self._key = {"Authorization": f"Bearer {key}"}
         # A new connection a request: the server closes idle ones, and a request on its way there would be lost.
-        # No limit: the role decides how many are in flight. No proxies: the token stays between the two.
+        # No limit: the role decides how many are in flight. No proxies: the key stays between the two.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         self._session = aiohttp.ClientSession(url, headers=headers, connector=connector, trust_env=False)
         self._settings, self._version, self._partial = settings, version, partial
@@ -49,9 +51,9 @@ class SglangClient:
         """How long the last update kept requests from going on, or new ones from beginning."""
 
     async def healthy(self) -> bool:
-        """Whether the server answers and serves; a paused one does not."""
+        """Whether the server answers and serves; a paused one does not. It answers anybody, and gets no key."""
         try:
-            await self._call("/health", None, _HEALTH_TIMEOUT_S)
+            await self._call(_HEALTH, None, _HEALTH_TIMEOUT_S)
         except EngineFault:
             return False
         return True
@@ -210,8 +212,9 @@ class SglangClient:
         """A request whose answer is good so far; what goes wrong, in the body of the block too, is a fault."""
         method, data = ("GET", None) if body is None else ("POST", orjson.dumps(body))
         timeout = aiohttp.ClientTimeout(total=timeout_s)
+        key = {} if path == _HEALTH else self._key
         try:
-            async with self._session.request(method, path, data=data, timeout=timeout) as reply:
+            async with self._session.request(method, path, data=data, timeout=timeout, headers=key) as reply:
                 if reply.status != 200:
                     content = await reply.read()
                     raise EngineFault("http_error", f"{path}: {reply.status} {content[:300].decode(errors='replace')}")

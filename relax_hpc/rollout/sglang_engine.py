@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import json
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -14,21 +16,22 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from relax_hpc.config.check import OWN_FLAGS, own_flag
 from relax_hpc.config.schema import Config
 from relax_hpc.errors import EXIT_CONFIG, ConfigError
+from relax_hpc.local_dir import Scratch, compile_caches
 from relax_hpc.rendezvous.process import PARENT, clean_environment
 from relax_hpc.rollout.engine import EngineFault, GenerateRequest, Generation, Sampling, require_model
+from relax_hpc.rollout.session import Session
 from relax_hpc.rollout.sglang_client import SglangClient
-from relax_hpc.rollout.sglang_server import read_token
 from relax_hpc.versions import Version
 
 _SERVER = "relax_hpc.rollout.sglang_server"
 _POLL_S = 0.1
 _EXIT_GRACE_S = 1.0
 _HOST = "127.0.0.1"
+_BACKLOG = 2048
+"""As uvicorn's."""
 _TOLD_TOKENS = 64
 """Of a response between two pieces that the server tells of."""
 _NEVER = 1 << 30
@@ -46,7 +49,11 @@ _CPU_ARGUMENTS = {
 
 
 class SglangEngine:
-    """`Engine` by a server process with its own session, which dies with this process and with `close`."""
+    """`Engine` by a server process with its own session, which dies with this process and with `close`.
+
+    Nobody else can take its port: the socket listens from the first moment, and stays open here for as long as requests
+    are sent to it. Its key is made for this server alone.
+    """
 
     name = "sglang"
 
@@ -57,11 +64,10 @@ class SglangEngine:
         model_dir: Path,
         version: Version,
         log_dir: Path,
-        token_file: Path,
         place: int | None = None,
     ) -> None:
         self._config, self._settings = config, config.rollout.engine
-        self._model_dir, self._version, self._token_file = model_dir, version, token_file
+        self._model_dir, self._version = model_dir, version
         self._arguments = server_arguments(config, replica, model_dir, version, place)
         self._log, self._launch_file = log_dir / f"engine-{replica}.log", log_dir / f"engine-{replica}.json"
         self._open = contextlib.AsyncExitStack()
@@ -69,16 +75,19 @@ class SglangEngine:
     async def start(self) -> None:
         """See `Engine.start`."""
         require_model(self._model_dir)
-        token = read_token(self._token_file)
-        reserved = self._open.enter_context(reserve_port(self._arguments["port"]))
-        self._arguments["port"] = port = reserved.getsockname()[1]
         try:
-            self._process = await self._launch()
-            self._open.push_async_callback(end_session, self._process, self._config.liveness.stop_timeout_s)
+            self._listening = self._open.enter_context(listen(self._arguments["port"]))
+            self._arguments["port"] = port = self._listening.getsockname()[1]
+            self._scratch = self._open.enter_context(Scratch())
+            self._key_file = self._scratch.write("key", key := secrets.token_hex(32))
+            await self._launch()
             url, partial = f"http://{_HOST}:{port}", self._config.rollout.partial_rollout
-            self._client = SglangClient(url, token, self._settings, self._version, partial)
+            self._client = SglangClient(url, key, self._settings, self._version, partial)
             self._open.push_async_callback(self._client.close)
             await self._wait_healthy()
+            self._session.watch_parts()
+            for path in self._session.shared_memory():
+                self._scratch.outside(path)
         except BaseException:
             await self.close()
             raise
@@ -103,60 +112,74 @@ class SglangEngine:
         """See `Engine.pause_s`."""
         return self._client.pause_s
 
-    async def wait_dead(self) -> int:
-        """See `Engine.wait_dead`; negative after a signal."""
-        return await self._process.wait()
+    async def wait_dead(self) -> str:
+        """See `Engine.wait_dead`."""
+        return await asyncio.shield(self._session.ended)
 
     async def close(self) -> None:
         """See `Engine.close`."""
         await self._open.aclose()
 
-    async def _launch(self) -> asyncio.subprocess.Process:
+    async def _launch(self) -> None:
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        launch = {"server": self._arguments, "token_file": str(self._token_file.resolve())}
+        socket_number = self._listening.fileno()
+        launch = {"server": self._arguments, "key_file": str(self._key_file), "socket": socket_number}
         self._launch_file.write_text(json.dumps(launch, indent=2) + "\n")
         command = (sys.executable, "-m", _SERVER, str(self._launch_file))
         with self._log.open("ab") as log:
-            return await asyncio.create_subprocess_exec(
+            leader = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=server_environment(self._config.threads),
+                env=server_environment(self._config.threads, self._scratch.path),
+                pass_fds=(socket_number,),
                 start_new_session=True,
             )
+        self._session = Session(leader)
+        # Who waits to be let in is turned away, and not kept waiting by the socket here.
+        self._session.ended.add_done_callback(lambda _: self._listening.close())
+        # SGLang waits 5 s after a TERM, to finish requests that nobody waits for here, and not after an interrupt.
+        interrupt = functools.partial(leader.send_signal, signal.SIGINT)
+        self._open.push_async_callback(self._session.end, interrupt, self._config.liveness.stop_timeout_s)
 
     async def _wait_healthy(self) -> None:
         limit = self._settings.start_timeout_s
         try:
             async with asyncio.timeout(limit):
                 while not await self._client.healthy():
-                    if await self._exited(_POLL_S):
+                    if await self._ended(_POLL_S):
                         self._raise_start_failure()
         except TimeoutError as error:
             raise EngineFault("dead", f"not healthy in start_timeout_s = {limit}; see {self._log}") from error
 
     def _raise_start_failure(self) -> None:
-        code = self._process.returncode
-        if code == EXIT_CONFIG:
-            raise ConfigError(self._log.read_text(errors="replace").strip().rpartition("\n")[2])
-        raise EngineFault("dead", f"the server ended with {code} while starting; see {self._log}")
+        last = self._log.read_text(errors="replace").strip().rpartition("\n")[2]
+        if self._session.ended.result().endswith(f"code {EXIT_CONFIG}"):
+            raise ConfigError(last)
+        raise EngineFault("dead", f"{self._session.ended.result()} while starting; see {self._log}")
 
-    async def _exited(self, within_s: float) -> bool:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(within_s):
-                await self._process.wait()
-        return self._process.returncode is not None
+    async def _ended(self, within_s: float) -> bool:
+        await asyncio.wait([self._session.ended], timeout=within_s)
+        return self._session.ended.done()
 
     @contextlib.asynccontextmanager
     async def _name_the_dead(self) -> AsyncIterator[None]:
-        """Turn the faults that a dead server causes into "dead"; its sockets close just before it has ended."""
-        try:
-            yield
-        except EngineFault as fault:
-            if not await self._exited(_EXIT_GRACE_S):
-                raise
-            raise EngineFault("dead", f"ended with {self._process.returncode} ({fault}); see {self._log}") from fault
+        """Turn the faults that a dead server causes into "dead"; its sockets close just before it has ended.
+
+        Of a server that has ended nothing is asked, and nothing believed: its port may be somebody else's.
+        """
+        fault: EngineFault | None = None
+        if not self._session.ended.done():
+            try:
+                yield
+            except EngineFault as error:
+                fault = error
+                if not await self._ended(_EXIT_GRACE_S):
+                    raise
+        if self._session.ended.done():
+            why = f" ({fault})" if fault else ""
+            raise EngineFault("dead", f"{self._session.ended.result()}{why}; see {self._log}") from fault
 
 
 def server_arguments(
@@ -190,50 +213,24 @@ def server_arguments(
     }
 
 
-def server_environment(threads: int) -> dict[str, str]:
-    """This process's environment without what a launcher said about its ranks: the server is not one of them."""
-    own = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", PARENT: str(os.getpid())}
-    return clean_environment() | own
+def server_environment(threads: int, scratch: Path) -> dict[str, str]:
+    """This process's environment without what a launcher said about its ranks: the server is not one of them.
 
-
-def reserve_port(port: int) -> socket.socket:
-    """A socket bound to `port` (0: a free one) that never listens: nobody else is given the port, but a server that
-    sets SO_REUSEADDR, as uvicorn does, can still listen on it (Linux). ConfigError if the port is taken.
+    ``scratch`` gets its temporary files, among them sockets on which it unpickles what comes. What it compiles others
+    of this user find again.
     """
-    reserved = socket.socket()
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    own = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", PARENT: str(os.getpid())}
+    return clean_environment() | compile_caches() | own | {"TMPDIR": str(scratch)}
+
+
+def listen(port: int) -> socket.socket:
+    """A socket that listens on `port` (0: a free one). ConfigError if the port is taken.
+
+    One that is bound and does not listen could be taken over by any user of the node, who only has to set SO_REUSEADDR.
+    """
     try:
-        reserved.bind((_HOST, port))
+        return socket.create_server((_HOST, port), backlog=_BACKLOG)
     except OSError as error:
-        reserved.close()
         if error.errno != errno.EADDRINUSE:
             raise ConfigError(f"rollout.engine.port: cannot listen on {port}: {error}") from error
         raise ConfigError(f"rollout.engine.port: {port} is in use; choose another, or 0") from error
-    return reserved
-
-
-async def end_session(leader: asyncio.subprocess.Process, grace_s: float) -> None:
-    """End every process of the session that `leader` began; what is left after `grace_s` is killed."""
-    members = _session(leader.pid)
-    with contextlib.suppress(ProcessLookupError):
-        # SGLang waits 5 s after a TERM, to finish requests that nobody waits for here, and not after an interrupt.
-        leader.send_signal(signal.SIGINT)
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(grace_s):
-            await leader.wait()
-    for process in _session(leader.pid):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    async with asyncio.timeout(grace_s):
-        await leader.wait()
-    # The event loop alone may reap the leader.
-    await asyncio.to_thread(psutil.wait_procs, [one for one in members if one.pid != leader.pid], timeout=grace_s)
-
-
-def _session(leader: int) -> list[psutil.Process]:
-    def belongs(process: psutil.Process) -> bool:
-        with contextlib.suppress(ProcessLookupError):
-            return os.getsid(process.pid) == leader
-        return False
-
-    return [process for process in psutil.process_iter() if belongs(process)]

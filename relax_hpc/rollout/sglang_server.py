@@ -1,8 +1,9 @@
 """`python -m relax_hpc.rollout.sglang_server ARGS.json`: an SGLang server that suits a run.
 
-ARGS.json: {"server": {ServerArgs field: value}, "token_file": path}. The token is read here, so that it is in no
-command line, environment or log. SGLang's child interpreters import this module again before anything else
-(multiprocessing's spawn), which is how they get the CPU hooks, the redaction and the tie to their parent as well.
+ARGS.json: {"server": {ServerArgs field: value}, "key_file": path, "socket": number of a descriptor}. The key is read
+here, so that it is in no command line, environment or log. The socket listens already, and is inherited. SGLang's child
+interpreters import this module again before anything else (multiprocessing's spawn), which is how they get the CPU
+hooks, the redaction and the tie to their parent as well.
 """
 
 from __future__ import annotations
@@ -13,19 +14,20 @@ import json
 import logging
 import multiprocessing
 import os
+import socket
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from relax_hpc.errors import EXIT_CONFIG, ConfigError
-from relax_hpc.rendezvous.process import die_with_parent
+from relax_hpc.errors import EXIT_CONFIG
+from relax_hpc.rendezvous.process import die_with_parent, stay_private
 from relax_hpc.rollout import sglang_cpu
 
 _SPREADING = {"dist_init_addr", "nnodes", "dp_size"}
 """Arguments of servers with several groups of ranks, or on several nodes; they meet SGLang's way."""
 
 
-def main(settings: dict[str, Any], token: str) -> None:
+def main(settings: dict[str, Any], key: str) -> None:
     """Serve until interrupted. Exits 78 with one line on stderr if a flag is unknown."""
     from sglang.srt.server_args import ServerArgs
 
@@ -36,13 +38,25 @@ def main(settings: dict[str, Any], token: str) -> None:
 
     if sglang_cpu.installed():
         _fork_children()
+    _serve_on(socket.socket(fileno=settings["socket"]))
     try:
         # One key for all endpoints: with an admin key alone, those that generate would be open.
-        run_server(ServerArgs(**settings["server"], api_key=token, admin_api_key=token))
+        run_server(ServerArgs(**settings["server"], api_key=key, admin_api_key=key))
     except KeyboardInterrupt:
         print("interrupted: the engine was closed", file=sys.stderr)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+def _serve_on(listening: socket.socket) -> None:
+    """Have uvicorn serve on a socket that listens already; SGLang would have it open one of its own."""
+    from sglang.srt.entrypoints.http_server import uvicorn
+
+    # Non-inheritable again, and closed in copies of this process: no child of it answers requests.
+    listening.set_inheritable(False)
+    os.register_at_fork(after_in_child=listening.close)
+    run = uvicorn.Server.run
+    uvicorn.Server.run = lambda server: run(server, [listening])
 
 
 def _fork_children() -> None:
@@ -78,25 +92,17 @@ def _stay_private(server: dict[str, Any]) -> None:
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
-def _redact(token: str) -> None:
-    """Keep the token out of log messages: SGLang logs its server arguments, keys and all."""
+def _redact(key: str) -> None:
+    """Keep the key out of log messages: SGLang logs its server arguments, keys and all."""
     make = logging.getLogRecordFactory()
 
     def factory(*args: Any, **kwargs: Any) -> logging.LogRecord:
         record = make(*args, **kwargs)
-        if token in (message := record.getMessage()):
-            record.msg, record.args = message.replace(token, "***"), ()
+        if key in (message := record.getMessage()):
+            record.msg, record.args = message.replace(key, "***"), ()
         return record
 
     logging.setLogRecordFactory(factory)
-
-
-def read_token(path: Path) -> str:
-    """The run's token. ConfigError if there is none: a server without one would obey anybody."""
-    token = path.read_text().strip() if path.is_file() else ""
-    if not token:
-        raise ConfigError(f"{path}: no token; the launcher writes it into the run directory")
-    return token
 
 
 def _leave_no_semaphore() -> None:
@@ -110,11 +116,12 @@ def _prepare() -> tuple[dict[str, Any], str]:
     """What must be in place in the server and its children before they import SGLang."""
     settings = json.loads(Path(sys.argv[1]).read_bytes())
     die_with_parent()
-    token = read_token(Path(settings["token_file"]))
-    _redact(token)
+    stay_private()
+    key = Path(settings["key_file"]).read_text()
+    _redact(key)
     _leave_no_semaphore()
     sglang_cpu.install()
-    return settings, token
+    return settings, key
 
 
 if __name__ in ("__main__", "__mp_main__"):

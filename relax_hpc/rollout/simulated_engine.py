@@ -70,7 +70,7 @@ class SimulatedEngine:
     async def release(self) -> None:
         """There is nothing to give back."""
 
-    async def wait_dead(self) -> int:
+    async def wait_dead(self) -> str:
         """Never returns: there is no process but this one."""
         return await asyncio.get_running_loop().create_future()
 

@@ -118,7 +118,7 @@ class TransformersEngine:
     async def release(self) -> None:
         """See `Engine.release`: it is on the host."""
 
-    async def wait_dead(self) -> int:
+    async def wait_dead(self) -> str:
         """Never returns: there is no process but this one."""
         return await asyncio.get_running_loop().create_future()
 

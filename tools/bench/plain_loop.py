@@ -156,7 +156,7 @@ async def loop(run: RunDir, config: Config, steps: int, forward: str) -> list[di
     lines = []
     with tempfile.TemporaryDirectory(prefix="plain-loop-", dir=_memory()) as folder:
         plain = PlainLoop(run, config, Path(folder))
-        engine = make_engine(config, 0, run.model, Version(0, 0), Path(folder), run.token_file)
+        engine = make_engine(config, 0, run.model, Version(0, 0), Path(folder))
         await engine.start()
         try:
             for step in range(WARM_UP_STEPS + steps):

@@ -294,12 +294,11 @@ def engine_pause(folder: Path, rounds: int) -> list[Figure]:
     from relax_hpc.rollout.sglang_engine import SglangEngine
 
     model = make_tiny_model(folder / "served", TinyModelConfig(), 0) or folder / "served"
-    config, token = Config(), folder / "token"
-    token.write_text("a-token-of-this-benchmark-alone-0123456789\n")
+    config = Config()
     parts: dict[str, list[float]] = {"pause_generation": [], "update_weights_from_disk": [], "continue_generation": []}
 
     async def scene() -> list[float]:
-        engine = SglangEngine(config, 0, model, Version(1, 0), folder, token)
+        engine = SglangEngine(config, 0, model, Version(1, 0), folder)
         await engine.start()
         try:
             call = engine._client._call

@@ -28,7 +28,7 @@ from relax_hpc.launch.slurm.jobs import GroupJob, HetJob
 from relax_hpc.launch.slurm.ledger import Ledger
 from relax_hpc.launch.supervisor import Outcome, Supervisor
 from relax_hpc.launch.terminal import Terminal
-from relax_hpc.rendezvous.process import EXIT_BUG, watched
+from relax_hpc.rendezvous.process import EXIT_BUG, stay_private, watched
 from relax_hpc.rendezvous.roster import latest_card, latest_epoch
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.plan import SUPERVISOR
@@ -226,6 +226,7 @@ def _run_of(args: argparse.Namespace) -> tuple[RunDir, Config]:
 
 def main(argv: list[str] | None = None) -> int:
     """A head that is killed, or fails on what nobody has thought of, is started again at once, as a candidate."""
+    stay_private()
     args = parse(argv)
     deaths: deque[float] = deque(maxlen=_DEATHS)
 

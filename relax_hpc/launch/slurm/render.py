@@ -16,6 +16,7 @@ from relax_hpc.config.schema import Config
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch.slurm.inherited import undone
 from relax_hpc.launch.slurm.layout import Component, component, components
+from relax_hpc.local_dir import CACHES
 
 OWN_OPTIONS = {
     "job-name": "name",
@@ -40,16 +41,6 @@ OWN_OPTIONS = {
     "wrap": "",
 }
 """sbatch options that are made from other settings -> what to set instead, empty if there is nothing."""
-CACHES = {
-    "XDG_CACHE_HOME": "cache",
-    "HF_HOME": "huggingface",
-    "TRITON_CACHE_DIR": "triton",
-    "TORCHINDUCTOR_CACHE_DIR": "inductor",
-    "CUDA_CACHE_PATH": "cuda",
-    "NUMBA_CACHE_DIR": "numba",
-    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
-}
-"""Environment variables of libraries that cache -> folders under RELAX_LOCAL_DIR."""
 _PLAIN = re.compile(r"[A-Za-z0-9@%+=:,./_\[\]-]*")
 _LONG_NAME = re.compile(r"[a-z][a-z0-9-]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

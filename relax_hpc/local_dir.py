@@ -1,0 +1,96 @@
+"""Folders on a node's own disk, for this user alone: caches that its processes share, and scratch of one process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+import psutil
+
+from relax_hpc.rundir import private_folder
+
+LOCAL_DIR = "RELAX_LOCAL_DIR"
+"""Environment variable: the user's folder on this node's own disk, for caches and copies."""
+COMPILED = {
+    "XDG_CACHE_HOME": "cache",
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "CUDA_CACHE_PATH": "cuda",
+    "NUMBA_CACHE_DIR": "numba",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+    "TVM_FFI_CACHE_DIR": "tvm-ffi",
+    "CUTE_DSL_CACHE_DIR": "cute",
+    "SGLANG_CACHE_DIR": "sglang",
+}
+"""Environment variables of libraries that compile for minutes -> folders below LOCAL_DIR where they find that again."""
+CACHES = COMPILED | {"HF_HOME": "huggingface"}
+_SCRATCH = re.compile(r"scratch-(\d+)-.+")
+_OUTSIDE = ".outside"
+_SHORT = 64
+"""Longest path of the folder that scratch lies in: the path of a unix socket in it may have 107 bytes."""
+
+
+def local_folder() -> Path:
+    """The folder of LOCAL_DIR, or one below the temporary folder; ConfigError unless it is this user's alone."""
+    return private_folder(Path(os.environ.get(LOCAL_DIR) or f"{tempfile.gettempdir()}/relax-{os.getuid()}"))
+
+
+def compile_caches() -> dict[str, str]:
+    """Those of COMPILED that nobody has chosen: a folder in a shared /tmp could be given code by others."""
+    folder = local_folder()
+    return {name: str(private_folder(folder / cache)) for name, cache in COMPILED.items() if name not in os.environ}
+
+
+class Scratch:
+    """A folder of this process, gone with `close`; one whose process was killed goes when the next one is made.
+
+    >>> with Scratch() as scratch:
+    ...     (scratch.path / "key").write_text("...")
+    """
+
+    def __init__(self) -> None:
+        folder = local_folder()
+        if len(str(folder)) > _SHORT:
+            folder = private_folder(Path("/tmp") / f"relax-{os.getuid()}")
+        sweep(folder)
+        self.path = Path(tempfile.mkdtemp(dir=folder, prefix=f"scratch-{os.getpid()}-"))
+
+    def outside(self, path: Path) -> None:
+        """Have ``path``, a file elsewhere, removed with the folder."""
+        self.write(_OUTSIDE, f"{path}\n")
+
+    def write(self, name: str, text: str) -> Path:
+        """Add ``text`` to file ``name`` of the folder."""
+        path = self.path / name
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w") as file:
+            file.write(text)
+        return path
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        _remove(self.path)
+
+    def __enter__(self) -> Scratch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def sweep(folder: Path) -> None:
+    """Remove scratch in ``folder`` whose process has ended."""
+    for path in folder.iterdir():
+        if (match := _SCRATCH.fullmatch(path.name)) and not psutil.pid_exists(int(match[1])):
+            _remove(path)
+
+
+def _remove(scratch: Path) -> None:
+    # Another process may be at it as well, and what was killed may be writing its last.
+    with contextlib.suppress(OSError):
+        for path in (scratch / _OUTSIDE).read_text().splitlines():
+            Path(path).unlink(missing_ok=True)
+    shutil.rmtree(scratch, ignore_errors=True)
