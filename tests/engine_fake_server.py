@@ -19,7 +19,9 @@ from typing import Any
 from aiohttp import web
 
 GOOD, SPANS, STATUS_500, HANG, MISSING, NOT_JSON, FEW_LOGPROBS, TOO_MANY, EMPTY, NULL, POSITIVE = range(11)
-NO_VERSION, BAD_VERSION, GAP, MALFORMED, EXIT, ABORTED, NO_INDEX, ERROR, NUMBER = range(11, 20)
+NO_VERSION, BAD_VERSION, GAP, MALFORMED, EXIT, ABORTED, NO_INDEX, ERROR, NUMBER, SLOW = range(11, 21)
+PAUSE_S = 0.8
+"""Of a slow answer, before each of its three parts."""
 CALLS = web.AppKey("calls", list[str])
 HANGING = web.AppKey("hanging", asyncio.Event)
 """Set once a request hangs."""
@@ -88,6 +90,8 @@ async def generate(request: web.Request) -> web.StreamResponse:
         if HANG in kinds and part == sent[-1]:
             request.app[HANGING].set()
             await asyncio.Event().wait()
+        if SLOW in kinds:
+            await asyncio.sleep(PAUSE_S)
         # Networks cut anywhere.
         await reply.write(part[:9])
         await reply.write(part[9:])

@@ -79,6 +79,11 @@ def test_a_broken_exchange_fails_the_whole_call(kind: int, reason: str) -> None:
     assert caught.value.reason == reason
 
 
+def test_an_answer_may_take_longer_than_the_engine_may_be_silent() -> None:
+    (answer,) = ask(fake.SLOW, request_timeout_s=2.5 * fake.PAUSE_S)
+    assert isinstance(answer, Generation) and len(answer.token_ids) == 4
+
+
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [

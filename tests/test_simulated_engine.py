@@ -17,6 +17,7 @@ from relax_hpc.rollout.engine import Draft, EngineFault, GenerateRequest, Genera
 from relax_hpc.rollout.simulated_engine import SimulatedEngine
 from relax_hpc.versions import Version
 from tests.requirements import requires
+from tests.virtual_clock import run_on_a_clock
 
 requires("torch")
 
@@ -131,5 +132,14 @@ def test_what_takes_too_long_is_a_fault(model: Path) -> None:
     async def hurried() -> None:
         await (await started(model, timeout_s=0.05, response_s=60.0)).generate(REQUESTS, sampling())
 
-    with pytest.raises(EngineFault, match="timeout: 200 answers"):
+    with pytest.raises(EngineFault, match=r"timeout: no token for 0\.05 s"):
         asyncio.run(hurried())
+
+
+def test_a_long_response_is_no_silence(model: Path) -> None:
+    async def long() -> list[Generation | EngineFault]:
+        engine = await started(model, timeout_s=120.0, response_s=3200.0, concurrency=2)
+        # The last of them wait for the others for an hour.
+        return await engine.generate(REQUESTS[:4], sampling())
+
+    assert all(isinstance(made, Generation) for made in run_on_a_clock(long()))

@@ -139,9 +139,11 @@ class EngineConfig:
     """SGLang server arguments by name (`max_total_tokens: 16384`), passed through as they are."""
     port: int = bounded(0, 0, 65535)
     """First port; replica r takes port + r. 0: a free one."""
-    start_timeout_s: float = bounded(300.0, 1.0)
+    start_timeout_s: float = bounded(0.0, 0.0)
+    """Between its start and its first answer. 0: five minutes, and a second for every 100 MB of the model's weights."""
     request_timeout_s: float = bounded(120.0, 0.1)
-    """Deadline of one generation request."""
+    """A generation request fails when its engine has given no token, of this request or another, for so long; how long
+    a whole response takes is not bounded. The time of an update of weights does not count."""
     update_timeout_s: float = bounded(60.0, 0.1)
     max_failures: int = bounded(3, 1)
     """Consecutive failures after which the engine is restarted (with its group)."""

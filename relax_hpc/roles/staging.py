@@ -17,6 +17,7 @@ import psutil
 from relax_hpc.config.schema import Config
 from relax_hpc.errors import DeadlineError
 from relax_hpc.local_dir import local_folder
+from relax_hpc.models.sizes import read_seconds
 from relax_hpc.rundir import RunDir
 
 _LOOK_S = 0.2
@@ -27,7 +28,8 @@ def model_directory(run: RunDir, config: Config) -> Path:
     if "model" not in config.site.stage:
         return run.model
     name = hashlib.sha256(f"{run.root}:{run.model.resolve()}".encode()).hexdigest()[:16]
-    return copy_once(run.model, local_folder() / f"model-{name}", config.liveness.start_timeout_s)
+    patience_s = config.liveness.start_timeout_s + read_seconds(run.model)
+    return copy_once(run.model, local_folder() / f"model-{name}", patience_s)
 
 
 def go_on_in_local_environment(config: Config, module: str, arguments: list[str]) -> None:

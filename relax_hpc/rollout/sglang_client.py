@@ -14,6 +14,7 @@ import aiohttp
 import orjson
 
 from relax_hpc.config.schema import EngineConfig, PartialRollout
+from relax_hpc.rollout.deadline import Silence
 from relax_hpc.rollout.door import Door
 from relax_hpc.rollout.engine import EngineFault, GenerateRequest, Generation, Sampling
 from relax_hpc.rollout.sglang_stream import Events, Response, answers_of
@@ -40,6 +41,7 @@ class SglangClient:
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         self._session = aiohttp.ClientSession(url, headers=headers, connector=connector, trust_env=False)
         self._settings, self._version, self._partial = settings, version, partial
+        self._silence = Silence(settings.request_timeout_s)
         self._numbers = itertools.count()
         self._froze_gc = False
         self._unknown_weights = False
@@ -96,13 +98,13 @@ class SglangClient:
             raise
 
     async def _read(self, asked: list[tuple[GenerateRequest, Response]], body: dict[str, Any]) -> None:
-        async for piece in self._stream("/generate", body, self._settings.request_timeout_s):
-            try:
-                if "error" in piece:
-                    raise EngineFault("http_error", f"/generate: {str(piece['error'])[:300]}")
-                asked[piece["index"]][1].add(piece)
-            except (LookupError, TypeError) as error:
-                raise EngineFault("http_error", f"/generate: {error!r} in {str(piece)[:300]}") from error
+        try:
+            async with self._silence.limited():
+                async for piece in self._stream("/generate", body):
+                    self._silence.heard()
+                    _take(piece, asked)
+        except TimeoutError as error:
+            raise EngineFault("timeout", f"/generate: no token for {self._silence.seconds} s") from error
 
     async def _give_up(self, names: list[str], reading: asyncio.Task[None]) -> None:
         """The server would go on with requests for 2 s after nobody waits for them, and have no room to update."""
@@ -142,7 +144,8 @@ class SglangClient:
             # The cache cannot be flushed while requests stand in it.
             weights = {"model_path": str(directory), "weight_version": str(version), "flush_cache": not busy}
             try:
-                info = await self._swap(weights, busy, limit)
+                with self._silence.excused():
+                    info = await self._swap(weights, busy, limit)
                 self.pause_s += waited
             except EngineFault as fault:
                 raise EngineFault("update_failed", f"{version} from {directory}: {fault}") from fault
@@ -182,7 +185,7 @@ class SglangClient:
         if not self._froze_gc:
             self._froze_gc = True
             with contextlib.suppress(EngineFault):
-                await self._call("/freeze_gc", {}, self._settings.request_timeout_s)
+                await self._call("/freeze_gc", {}, self._settings.update_timeout_s)
 
     async def _call(self, path: str, body: dict[str, Any] | None, timeout_s: float) -> Any:
         """POST `body`, or GET if it is None; the JSON answer, or None where the answer is text."""
@@ -193,10 +196,10 @@ class SglangClient:
             except ValueError as error:
                 raise EngineFault("http_error", f"{path}: {error} in {content[:300]!r}") from error
 
-    async def _stream(self, path: str, body: dict[str, Any], timeout_s: float) -> AsyncIterator[dict[str, Any]]:
-        """The events that answer a POST of `body`; `timeout_s` is for all of them."""
+    async def _stream(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """The events that answer a POST of `body`, which may take any time."""
         events = Events()
-        async with self._exchange(path, body, timeout_s) as reply:
+        async with self._exchange(path, body, None) as reply:
             async for part in reply.content.iter_any():
                 try:
                     found = events.of(part)
@@ -207,7 +210,7 @@ class SglangClient:
 
     @contextlib.asynccontextmanager
     async def _exchange(
-        self, path: str, body: dict[str, Any] | None, timeout_s: float
+        self, path: str, body: dict[str, Any] | None, timeout_s: float | None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """A request whose answer is good so far; what goes wrong, in the body of the block too, is a fault."""
         method, data = ("GET", None) if body is None else ("POST", orjson.dumps(body))
@@ -223,3 +226,13 @@ class SglangClient:
             raise EngineFault("timeout", f"{path}: no answer within {timeout_s} s") from error
         except aiohttp.ClientError as error:
             raise EngineFault("connection", f"{path}: {error!r}") from error
+
+
+def _take(piece: dict[str, Any], asked: Sequence[tuple[GenerateRequest, Response]]) -> None:
+    """Give a piece of the answer to the response that it is of. EngineFault: it is of none."""
+    try:
+        if "error" in piece:
+            raise EngineFault("http_error", f"/generate: {str(piece['error'])[:300]}")
+        asked[piece["index"]][1].add(piece)
+    except (LookupError, TypeError) as error:
+        raise EngineFault("http_error", f"/generate: {error!r} in {str(piece)[:300]}") from error

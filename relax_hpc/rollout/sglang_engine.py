@@ -20,6 +20,7 @@ from relax_hpc.config.check import OWN_FLAGS, own_flag
 from relax_hpc.config.schema import Config
 from relax_hpc.errors import EXIT_CONFIG, ConfigError
 from relax_hpc.local_dir import Scratch, compile_caches
+from relax_hpc.models.sizes import read_seconds
 from relax_hpc.rendezvous.process import PARENT, clean_environment
 from relax_hpc.rollout.engine import EngineFault, GenerateRequest, Generation, Sampling, require_model
 from relax_hpc.rollout.session import Session
@@ -32,9 +33,13 @@ _EXIT_GRACE_S = 1.0
 _HOST = "127.0.0.1"
 _BACKLOG = 2048
 """As uvicorn's."""
+_START_FLOOR_S = 300.0
+"""Imports and compilation, before and after weights are read."""
 _TOLD_TOKENS = 64
 """Of a response between two pieces that the server tells of."""
-_NEVER = 1 << 30
+_HEARD_TOKENS = 256
+"""Where nobody needs what is unfinished: a piece is a sign of life then, and 120 s of silence is far below what any
+engine draws."""
 _CPU_ARGUMENTS = {
     "device": "cpu",
     "attention_backend": "torch_native",
@@ -144,7 +149,7 @@ class SglangEngine:
         self._open.push_async_callback(self._session.end, interrupt, self._config.liveness.stop_timeout_s)
 
     async def _wait_healthy(self) -> None:
-        limit = self._settings.start_timeout_s
+        limit = self._settings.start_timeout_s or _START_FLOOR_S + read_seconds(self._model_dir)
         try:
             async with asyncio.timeout(limit):
                 while not await self._client.healthy():
@@ -206,7 +211,7 @@ def server_arguments(
         "disable_radix_cache": True,
         "skip_server_warmup": True,
         "incremental_streaming_output": True,
-        "stream_interval": _TOLD_TOKENS if config.rollout.save_partial == "tokens" else _NEVER,
+        "stream_interval": _TOLD_TOKENS if config.rollout.save_partial == "tokens" else _HEARD_TOKENS,
         **({"enable_memory_saver": True} if config.colocate and config.model.device == "cuda" else {}),
         **(_CPU_ARGUMENTS if config.model.device == "cpu" else {"base_gpu_id": first_gpu}),
         **flags,

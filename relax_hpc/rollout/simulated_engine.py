@@ -15,6 +15,7 @@ from statistics import NormalDist
 
 from relax_hpc.config.schema import Config
 from relax_hpc.data.prompts import load_tokenizer
+from relax_hpc.rollout.deadline import Silence
 from relax_hpc.rollout.door import Door
 from relax_hpc.rollout.engine import (
     Draft,
@@ -39,7 +40,10 @@ class SimulatedEngine:
     pause_s = 0.0
 
     def __init__(self, config: Config, replica: int, model_dir: Path, version: Version) -> None:
-        self._settings, self._timeout_s = config.rollout.engine.simulated, config.rollout.engine.request_timeout_s
+        self._settings, self._silence = (
+            config.rollout.engine.simulated,
+            Silence(config.rollout.engine.request_timeout_s),
+        )
         self._model_dir, self._version = model_dir, version
         self._places, self._door = asyncio.Semaphore(self._settings.concurrency), Door()
         self._free = [0.0] * self._settings.concurrency
@@ -54,10 +58,10 @@ class SimulatedEngine:
     async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Generation | EngineFault]:
         """See `Engine.generate`."""
         try:
-            async with asyncio.timeout(self._timeout_s), self._door.request():
+            async with self._door.request(), self._silence.limited():
                 answers = await asyncio.gather(*(self._draw(request, sampling) for request in requests))
         except TimeoutError as error:
-            raise EngineFault("timeout", f"{len(requests)} answers take more than {self._timeout_s} s") from error
+            raise EngineFault("timeout", f"no token for {self._silence.seconds} s") from error
         return [check_generation(answer, sampling.max_new_tokens) for answer in answers]
 
     async def update_weights(self, directory: Path, version: Version) -> None:
@@ -88,6 +92,7 @@ class SimulatedEngine:
                 for position in range(len(drawn.token_ids), len(tokens)):
                     due += pause_s
                     await asyncio.sleep(due - clock())
+                    self._silence.heard()
                     made = [tokens[position]], [logprob], [self._version.encode()]
                     drawn.add(*made)
                     if position + 1 < len(tokens):

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,7 @@ import numpy as np
 
 from relax_hpc.config.schema import Config
 from relax_hpc.errors import ConfigError
+from relax_hpc.rollout.deadline import Silence
 from relax_hpc.rollout.engine import (
     Draft,
     EngineFault,
@@ -81,7 +82,7 @@ class TransformersEngine:
     pause_s = 0.0
 
     def __init__(self, config: Config, replica: int, model_dir: Path, version: Version) -> None:
-        self._dtype, self._timeout_s = config.model.dtype, config.rollout.engine.request_timeout_s
+        self._dtype, self._silence = config.model.dtype, Silence(config.rollout.engine.request_timeout_s)
         self._model_dir, self._version = model_dir, version
         self._partial = config.rollout.partial_rollout
         self._lock = threading.Lock()
@@ -98,13 +99,17 @@ class TransformersEngine:
 
     async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Generation | EngineFault]:
         """See `Engine.generate`."""
-        answers = []
+        answers, loop = [], asyncio.get_running_loop()
+
+        def told() -> None:
+            loop.call_soon_threadsafe(self._silence.heard)
+
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with self._silence.limited():
                 for request in requests:
-                    answers.append(await asyncio.to_thread(self._generate, request, sampling))
+                    answers.append(await asyncio.to_thread(self._generate, request, sampling, told))
         except TimeoutError as error:
-            detail = f"{len(answers)} of {len(requests)} answers within {self._timeout_s} s"
+            detail = f"no token for {self._silence.seconds} s, after {len(answers)} of {len(requests)} answers"
             raise EngineFault("timeout", detail) from error
         return [check_generation(answer, sampling.max_new_tokens) for answer in answers]
 
@@ -131,13 +136,16 @@ class TransformersEngine:
             load_weights(self._model, directory)
             self._version, self.pause_s = version, time.monotonic() - started
 
-    def _generate(self, request: GenerateRequest, sampling: Sampling) -> Generation:
+    def _generate(self, request: GenerateRequest, sampling: Sampling, told: Callable[[], None]) -> Generation:
         if self._partial != "off":
-            return self._draw(request, sampling, self._lock)
+            return self._draw(request, sampling, self._lock, told)
         with self._lock:
-            return self._draw(request, sampling, nullcontext())
+            return self._draw(request, sampling, nullcontext(), told)
 
-    def _draw(self, request: GenerateRequest, sampling: Sampling, lock: AbstractContextManager) -> Generation:
+    def _draw(
+        self, request: GenerateRequest, sampling: Sampling, lock: AbstractContextManager, told: Callable[[], None]
+    ) -> Generation:
+        """``told`` is called for every token."""
         import torch
 
         stops = self._stops | set(sampling.stop_token_ids)
@@ -154,6 +162,7 @@ class TransformersEngine:
             uniform = keyed_uniform(sampling.seed, request.prompt_id, request.sample, position)
             token, logprob = sample_token(output.logits[0, -1], sampling.temperature, sampling.top_p, uniform)
             drawn.add([token], [logprob], [version])
+            told()
             if token in stops:
                 reason = "stop"
                 break
