@@ -22,7 +22,8 @@ from relax_hpc.transfer_queue.controller import Controller
 from relax_hpc.transfer_queue.plan import Plan
 from relax_hpc.transfer_queue.schema import Row, sample_id
 from relax_hpc.transfer_queue.snapshots import RECORDS
-from relax_hpc.transfer_queue.sockets import Connection, wake
+from relax_hpc.transfer_queue.sockets import Connection, connect, wake
+from relax_hpc.transfer_queue.wire import purpose_of
 from relax_hpc.versions import Version
 
 BUDGET = 1 << 30
@@ -77,12 +78,17 @@ def in_thread(run: RunDir, config: Config, snapshot_every: int = RECORDS) -> Ite
         controller.close()
 
 
-def next_frame(connection: Connection, seconds: float = 5.0) -> bytearray:
+def dial(run: RunDir, endpoint: str, epoch: int) -> Connection:
+    """A connection of who holds the run's token to the controller of this hub epoch."""
+    return connect(endpoint, run.token(), purpose_of(epoch), 10.0)
+
+
+def next_payload(connection: Connection, seconds: float = 5.0) -> memoryview:
     """What comes first. TimeoutError: nothing does."""
     connection.socket.settimeout(seconds)
-    while not (frames := connection.receive()):
-        pass
-    return frames[0]
+    while not (payloads := connection.payloads(1)):
+        connection.receive()
+    return payloads[0]
 
 
 class HubProcess:

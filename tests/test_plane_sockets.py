@@ -9,7 +9,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 from hypothesis import given, settings
@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from relax_hpc.transfer_queue.planes import Descriptor, Plane, PlaneError, TcpPlane, tcp
 from relax_hpc.transfer_queue.planes.links import Deadline, demand_proof, prove, receive
+from relax_hpc.transfer_queue.proof import GREETING_BYTES
 from tests.plane_helpers import NAMES, READ_S, TOKEN, Peer, digest, open_files, pattern, plane_here
 
 OTHER_TOKEN = b"fedcba9876543210" * 4
@@ -116,7 +117,7 @@ def hang_up(connection: socket.socket, _: bytes) -> None:
 @pytest.mark.parametrize("answer", [accept_any_proof, reflect_the_proof, talk_nonsense, hang_up])
 def test_a_maker_without_the_token_is_refused(kind, maker, reader, answer):
     record = maker.publish(next(NAMES), 1000)
-    with impostor(kind, answer) as leads, pytest.raises(PlaneError, match=r"token|no plane|closed"):
+    with impostor(kind, answer) as leads, pytest.raises(PlaneError, match=r"token|no listener|closed"):
         reader.read(record | leads, READ_S)
     assert digest(reader.read(record, READ_S)) == digest(pattern(1000, 0))
 
@@ -208,6 +209,19 @@ def test_a_listener_serves_so_many_and_no_more(kind, monkeypatch):
             if thread.name == f"plane-{kind}-reader":
                 thread.join(READ_S)
         assert bytes(other.read(record, READ_S)) == b"bytes"
+
+
+def test_so_many_have_proven_nothing_and_whoever_holds_the_token_gets_in(kind, monkeypatch):
+    """Each has a thread; those that came first make room."""
+    monkeypatch.setattr("relax_hpc.transfer_queue.planes.links.MAX_UNPROVEN", 3)
+    with plane_here(kind) as plane, plane_here(kind) as other, ExitStack() as held:
+        record = plane.publish("r", memoryview(b"bytes"))
+        many = [held.enter_context(stranger(record))[0] for _ in range(10)]
+        for one in many[:-3]:
+            until_it_hangs_up(one)
+        assert len(plane._listener._unproven) <= 3
+        assert bytes(other.read(record, READ_S)) == b"bytes"
+        assert len(plane._listener._unproven) == 2 and len(many[-1].recv(100)) == GREETING_BYTES
 
 
 # -- tcp ---------------------------------------------------------------------------------------------------------------

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from relax_hpc.transfer_queue.client import QueueClient
+from relax_hpc.transfer_queue.controller import Controller
 from relax_hpc.transfer_queue.lengths import packed
-from relax_hpc.transfer_queue.sockets import connect
-from relax_hpc.transfer_queue.wire import seal, unseal
+from relax_hpc.transfer_queue.wire import pack, unpack
 from relax_hpc.versions import Version
-from tests.queue_helpers import BUDGET, Roles, in_thread, make_run, next_frame, rows_of, small
+from tests.queue_helpers import BUDGET, Roles, dial, in_thread, make_run, next_payload, rows_of, small
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
@@ -76,7 +76,6 @@ def test_a_waiting_consumer_is_told_by_the_put_itself(tmp_path):
 
 
 def test_who_holds_many_shards_finds_the_next_controller_too(tmp_path):
-    """Their names are longer than what a controller takes from strangers."""
     run, config = make_run(tmp_path / "run"), small()
     config.liveness.beat_s = 0.1
     names = [f"rollout-e000001-{number:060d}.h5" for number in range(2000)]
@@ -97,13 +96,13 @@ def test_who_holds_many_shards_finds_the_next_controller_too(tmp_path):
 class Wire:
     """Speaks the protocol by hand, so that a request can be repeated with its key."""
 
-    def __init__(self, run, endpoint: str) -> None:
-        self.token, self.connection = run.token(), connect(endpoint, 5.0)
+    def __init__(self, controller: Controller) -> None:
+        self.connection = dial(controller.run, controller.endpoint, controller.epoch)
 
     def ask(self, group: str, number: int, op: str, **args):
         message = {"id": number, "client": f"{group}-wire", "group": group, "epoch": 1, "op": op, "args": args}
-        self.connection.send(seal(self.token, {**message, "patience": 5.0}))
-        reply = unseal(self.token, next_frame(self.connection))
+        self.connection.send(pack({**message, "patience": 5.0}))
+        reply = unpack(next_payload(self.connection))
         assert "error" not in reply, reply
         return reply["result"]
 
@@ -155,12 +154,12 @@ def test_every_request_asked_twice_has_the_effect_of_one(tmp_path, restart):
     for name in ("gen", "actor_fwd", "reference", "adv"):
         (run.shards / name).touch()
     for number in itertools.count(1):
-        with in_thread(run, config) as controller, Wire(run, controller.endpoint) as wire:
+        with in_thread(run, config) as controller, Wire(controller) as wire:
             answer = wire.ask(group, number, op, **args)
             if not restart:
                 assert wire.ask(group, number, op, **args) == answer
         if restart:
-            with in_thread(run, config) as controller, Wire(run, controller.endpoint) as wire:
+            with in_thread(run, config) as controller, Wire(controller) as wire:
                 before = len(controller.state.told)
                 assert wire.ask(group, number, op, **args) == answer
                 assert len(controller.state.told) == before == 0, op

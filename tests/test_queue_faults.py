@@ -15,10 +15,21 @@ from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transfer_queue.controller import Controller
 from relax_hpc.transfer_queue.journal import Journal, JournalError, Position
 from relax_hpc.transfer_queue.plan import Plan
-from relax_hpc.transfer_queue.sockets import connect
-from relax_hpc.transfer_queue.wire import seal
+from relax_hpc.transfer_queue.wire import pack
 from relax_hpc.versions import Version
-from tests.queue_helpers import BUDGET, GIVES, HubProcess, Roles, in_thread, learned, make_run, rows_of, small
+from tests.queue_helpers import (
+    BUDGET,
+    GIVES,
+    HubProcess,
+    Roles,
+    dial,
+    in_thread,
+    learned,
+    make_run,
+    next_payload,
+    rows_of,
+    small,
+)
 
 
 def test_a_killed_controller_comes_back_and_clients_go_on(tmp_path):
@@ -218,23 +229,20 @@ def test_a_zombie_that_opens_late_is_not_replayed(tmp_path):
     assert records == []
 
 
-def test_bad_frames_and_a_wrong_token_change_nothing(tmp_path):
+def test_what_is_no_request_ends_its_connection_and_changes_nothing(tmp_path):
     run, config = make_run(tmp_path / "run"), small()
     good = {"id": 1, "client": "c", "group": "actor", "epoch": 9, "op": "beat", "args": {}, "patience": 1.0}
+    odd = [{"epoch": float("inf")}, {"patience": "x"}, {"args": 3}, {"op": None}]
+    payloads = [b"x" * 100, b"\x01", pack({}), pack(good)[:-1], *(pack(good | change) for change in odd)]
     with in_thread(run, config) as controller, Roles(run, config) as roles:
-        connection = connect(controller.endpoint, 5.0)
-        frames = [b"", b"x" * 100, seal(b"0" * 64, good), seal(run.token(), good)[:-1], seal(run.token(), {})]
-        odd = [{"epoch": float("inf")}, {"patience": "x"}, {"args": 3}, {"op": None}]
-        frames += [seal(run.token(), {**good, **change}) for change in odd]
-        for frame in frames:
-            connection.send(frame)
         roles.start()
-        deadline = time.monotonic() + 5
-        while controller.refused_frames < len(frames) and time.monotonic() < deadline:
-            roles["actor"].call("status")
-        assert all(b"refused" in frame for frame in connection.receive())
-        assert controller.state.epochs["actor"] == 1 and controller.refused_frames >= len(frames) - 1
-        connection.close()
+        for number, payload in enumerate(payloads, 1):
+            connection = dial(run, controller.endpoint, controller.epoch)
+            connection.send(payload)
+            with pytest.raises(ConnectionResetError):
+                next_payload(connection)
+            assert roles["actor"].call("status")["refused_connections"] == number
+        assert controller.state.epochs["actor"] == 1
 
 
 def test_requests_with_bad_arguments_are_refused_and_not_journaled(tmp_path):

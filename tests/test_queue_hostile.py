@@ -25,15 +25,14 @@ from relax_hpc.transfer_queue.journal import Journal, JournalError
 from relax_hpc.transfer_queue.plan import GENERATED, Plan
 from relax_hpc.transfer_queue.requests import Refused, parse
 from relax_hpc.transfer_queue.shard import MAX_NAME_BYTES, ShardError, check_name, pack
-from relax_hpc.transfer_queue.sockets import connect
+from relax_hpc.transfer_queue.sockets import framed
 from relax_hpc.transfer_queue.store import ShardReader
-from relax_hpc.transfer_queue.wire import MAX_MESSAGE_BYTES, BadMessage, seal, unseal
+from relax_hpc.transfer_queue.wire import MAX_MESSAGE_BYTES, BadMessage, unpack
 from relax_hpc.versions import Version
 from tests.plane_helpers import plane_here
-from tests.queue_helpers import BUDGET, HubProcess, Roles, make_run, rows_of, small
+from tests.queue_helpers import BUDGET, HubProcess, Roles, dial, make_run, rows_of, small
 from tests.queue_world import World, contents
 
-TOKEN = b"0123456789abcdef" * 4
 ORIGIN = {"group": "rollout", "epoch": 1}
 MARK = "@@ deep @@"
 OUTSIDE = ["../../token", "/etc/passwd", "a/../../b", "..", ".hidden", "a\0b", "", "x" * (MAX_NAME_BYTES + 1)]
@@ -46,16 +45,11 @@ def deep(levels: int) -> bytes:
     return b"\x91" * levels + b"\xc0"
 
 
-def mac(token: bytes, payload: bytes) -> bytes:
-    """A frame of whatever bytes, with a right checksum."""
-    return wire._mac(token, payload) + payload
-
-
-def frame_of(token: bytes, op: str, args: Any, levels: int = 0, /, **over: Any) -> bytes:
+def payload_of(op: str, args: Any, levels: int = 0, /, **over: Any) -> bytes:
     """A request; where `MARK` stands in it are that many lists."""
     message = {"id": 1, "client": "stranger", "group": "stranger", "epoch": 1, "op": op, "args": args, "patience": 0.0}
     payload = msgpack.packb(message | over)
-    return mac(token, payload.replace(msgpack.packb(MARK), deep(levels)) if levels else payload)
+    return payload.replace(msgpack.packb(MARK), deep(levels)) if levels else payload
 
 
 # -- messages, to a desk without sockets -------------------------------------------------------------------------------
@@ -105,17 +99,17 @@ def requests(draw: Callable, ops: list[str]) -> bytes:
     over = draw(
         st.just({}) | st.fixed_dictionaries({}, optional=dict.fromkeys(("id", "epoch", "patience", "op"), leaves))
     )
-    return frame_of(TOKEN, op, args, levels, **over)
+    return payload_of(op, args, levels, **over)
 
 
-def ask(it: World, frame: bytes) -> None:
-    """What the controller does with a frame; whatever it answers can be sent."""
+def ask(it: World, payload: bytes) -> None:
+    """What the controller does with what a frame brings; whatever it answers can be sent."""
     try:
-        request = parse(b"", unseal(TOKEN, frame))
+        request = parse(b"", unpack(payload))
         answer = it.desk.handle(request)
     except (BadMessage, Refused, Parked) as refusal:
         answer = str(refusal)
-    seal(TOKEN, {"id": 1, "hub_epoch": 1, "result": answer})
+    wire.pack({"id": 1, "hub_epoch": 1, "result": answer})
 
 
 def world() -> World:
@@ -137,8 +131,10 @@ def end_stranger(it: World) -> None:
 @given(data=st.data())
 def test_a_run_goes_to_its_end_whatever_a_stranger_sends(data):
     it = world()
-    for frame in data.draw(st.lists(requests([op for op in SCHEMAS if op not in OF_OTHERS]), min_size=1, max_size=10)):
-        ask(it, frame)
+    for payload in data.draw(
+        st.lists(requests([op for op in SCHEMAS if op not in OF_OTHERS]), min_size=1, max_size=10)
+    ):
+        ask(it, payload)
         it.audit()
     assert contents(it.desk.replayed()) == contents(it.desk.state)
     end_stranger(it)
@@ -149,16 +145,15 @@ def test_a_run_goes_to_its_end_whatever_a_stranger_sends(data):
 @given(data=st.data())
 def test_nothing_that_is_asked_for_breaks_the_controller_or_its_journal(data):
     it = world()
-    for frame in data.draw(st.lists(requests(list(SCHEMAS)), min_size=1, max_size=10)):
-        ask(it, frame)
+    for payload in data.draw(st.lists(requests(list(SCHEMAS)), min_size=1, max_size=10)):
+        ask(it, payload)
     assert contents(it.desk.replayed()) == contents(it.desk.state)
 
 
-@given(payload=st.binary(max_size=200) | anything.map(lambda value: msgpack.packb(value)), right=st.booleans())
-def test_frames_of_anything_are_messages_or_refused(payload, right):
-    for frame in (payload, mac(TOKEN if right else TOKEN[::-1], payload)):
-        with contextlib.suppress(BadMessage):
-            assert isinstance(unseal(TOKEN, frame), dict) and right
+@given(payload=st.binary(max_size=200) | anything.map(lambda value: msgpack.packb(value)))
+def test_payloads_of_anything_are_messages_or_refused(payload):
+    with contextlib.suppress(BadMessage):
+        assert isinstance(unpack(payload), dict)
 
 
 @pytest.mark.parametrize("levels", [400, 511, 990, 1100, 100_000])
@@ -170,7 +165,7 @@ def test_deeply_nested_values_are_refused(op, levels):
         "put": {"shard": {"name": "s", "planes": MARK}, "rows": [], "fields": ["token_ids", "reward"]},
         "beat": {"member": "m", "more": MARK},
     }
-    ask(it, frame_of(TOKEN, op, args.get(op, {"step": MARK, "task": MARK, "what": MARK}), levels))
+    ask(it, payload_of(op, args.get(op, {"step": MARK, "task": MARK, "what": MARK}), levels))
     assert len(it.desk.journal) <= before + 1, "the stranger is registered, and that is all"
 
 
@@ -185,7 +180,7 @@ def test_no_name_leads_out_of_the_run(name, tmp_path):
         ("checkpoint", {"step": 0, "name": name, "digest": "d"}),
     ):
         with pytest.raises(Refused, match=r"no path|allowed 200"):
-            it.desk.handle(parse(b"", unseal(TOKEN, frame_of(TOKEN, op, args))))
+            it.desk.handle(parse(b"", unpack(payload_of(op, args))))
     assert it.desk.state.shelf.garbage == kept
     with pytest.raises(ShardError):
         check_name(name)
@@ -204,35 +199,29 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Roles, Hu
         yield roles, hub, card.endpoint
 
 
-def strangers_bytes(token: bytes) -> list[bytes]:
-    """Frames that have been trouble somewhere."""
+def odd_payloads() -> list[bytes]:
+    """What has been trouble somewhere, from who holds the token."""
     descriptor = {"name": "x-e000001-1.h5", "bytes": (1 << 64) - 1, "planes": {"shm": [], "tcp": "x"}}
     put = {"shard": descriptor, "rows": [], "fields": ["token_ids", "reward"]}
     long = {"names": ["stranger-e000001-" + "x" * 4000]}
     return [
-        b"",
         os.urandom(64),
-        mac(b"another run's" * 4, msgpack.packb({"id": 1})),
-        mac(token, os.urandom(64)),
-        mac(token, deep(500_000)),
-        mac(token, b"\xdd\xff\xff\xff\xff" + bytes(100)),
-        frame_of(token, "saved", long),
-        frame_of(token, "saved", {"names": ["../../token"]}),
-        *(
-            frame_of(token, "put", {**put, "shard": {**descriptor, "planes": MARK}}, levels)
-            for levels in (400, 505, 900)
-        ),
-        *(frame_of(token, "beat", {"member": "m", "more": MARK}, levels) for levels in (400, 505, 900)),
-        *(frame_of(token, "put", {**put, "shard": {**descriptor, "name": f"s{n}"}}, id=n) for n in range(3)),
-        frame_of(token, "resume", {"step": MARK}, 990),
-        frame_of(token, "status", {}),
+        deep(500_000),
+        b"\xdd\xff\xff\xff\xff" + bytes(100),
+        payload_of("saved", long),
+        payload_of("saved", {"names": ["../../token"]}),
+        *(payload_of("put", {**put, "shard": {**descriptor, "planes": MARK}}, levels) for levels in (400, 505, 900)),
+        *(payload_of("beat", {"member": "m", "more": MARK}, levels) for levels in (400, 505, 900)),
+        *(payload_of("put", {**put, "shard": {**descriptor, "name": f"s{n}"}}, id=n) for n in range(3)),
+        payload_of("resume", {"step": MARK}, 990),
+        payload_of("status", {}),
         bytes(MAX_MESSAGE_BYTES + 1),
     ]
 
 
 def test_a_real_controller_outlives_them_all(served):
     roles, hub, endpoint = served
-    token, step = roles["actor"].run.token(), 0
+    run, step = roles["actor"].run, 0
     host, port = endpoint.removeprefix("tcp://").split(":")
     version = Version(1, 0)
     tickets = roles.admit(version)
@@ -242,30 +231,32 @@ def test_a_real_controller_outlives_them_all(served):
     for raw in (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), endless, cut, cut[:3], struct.pack("<I", 0) * 99):
         sockets.append(socket.create_connection((host, int(port)), 10.0))
         sockets[-1].sendall(raw)
-    for frame in strangers_bytes(token):
-        connection = connect(endpoint, 10.0)
+    for payload in odd_payloads():
+        connection = dial(run, endpoint, hub.epoch)
         with contextlib.suppress(OSError):
-            connection.send(frame)
-            connection.send(frame)
+            connection.send(payload)
+            connection.send(payload)
         connection.close()
     roles.learn(version)
     rows = roles.train(step)
     assert [row["sample_id"] for row in rows] == [row["sample_id"] for row in rows_of(tickets, version)]
-    assert hub.process.poll() is None and roles["actor"].call("status")["refused_frames"] >= 5
+    assert hub.process.poll() is None and roles["actor"].call("status")["refused_connections"] >= 5
     for one in sockets:
         one.close()
-    assert roles["actor"].run.token_file.exists()
+    assert run.token_file.exists()
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(frames=st.lists(st.binary(max_size=300), max_size=5), sealed=st.booleans())
-def test_a_real_controller_answers_after_any_bytes(served, frames, sealed):
+@given(frames=st.lists(st.binary(max_size=300), max_size=5), proven=st.booleans())
+def test_a_real_controller_answers_after_any_bytes(served, frames, proven):
     roles, hub, endpoint = served
-    connection = connect(endpoint, 10.0)
-    for frame in frames:
-        connection.send(mac(roles["actor"].run.token(), frame) if sealed else frame)
-    assert roles["actor"].call("status")["trained_steps"] <= 1 and hub.process.poll() is None
-    connection.close()
+    host, port = endpoint.removeprefix("tcp://").split(":")
+    connection = dial(roles["actor"].run, endpoint, hub.epoch) if proven else None
+    with connection.socket if connection else socket.create_connection((host, int(port)), 10.0) as made:
+        with contextlib.suppress(OSError):
+            for frame in frames:
+                connection.send(frame) if connection else made.sendall(framed(frame))
+        assert roles["actor"].call("status")["trained_steps"] <= 1 and hub.process.poll() is None
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

@@ -9,89 +9,79 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relax_hpc.transfer_queue import listener as listening
 from relax_hpc.transfer_queue import sockets
-from relax_hpc.transfer_queue.sockets import (
-    MAX_STRANGE_BYTES,
-    Bell,
-    Connection,
-    Cutter,
-    Listener,
-    connect,
-    framed,
-)
-from relax_hpc.transfer_queue.wire import MAX_MESSAGE_BYTES, BadMessage
-from tests.queue_helpers import next_frame
+from relax_hpc.transfer_queue.listener import Listener
+from relax_hpc.transfer_queue.sockets import Bell, Connection, Cutter, Knock, connect, framed
+from relax_hpc.transfer_queue.wire import MAC_BYTES, MAX_MESSAGE_BYTES, BadMessage
+from tests.queue_helpers import next_payload
+
+TOKEN, PURPOSE = b"0123456789abcdef" * 4, b"test"
 
 
 @pytest.fixture
 def listener():
-    made = Listener("127.0.0.1")
+    made = Listener("127.0.0.1", TOKEN, PURPOSE)
     yield made
     made.close()
 
 
-def come(listener: Listener, count: int) -> list[tuple[int, bytes]]:
-    """The next ``count`` frames."""
-    frames: list[tuple[int, bytes]] = []
+def meet(listener: Listener) -> Connection:
+    """A connection to a listener of this thread."""
+    knock = Knock(listener.endpoint, TOKEN, PURPOSE, 5.0)
     for _ in range(100_000):
-        frames += [(peer, bytes(frame)) for peer, frame in listener.receive(5.0)]
-        if len(frames) >= count:
-            return frames
-    raise AssertionError(f"{len(frames)} frames came, expected {count}")
+        assert listener.receive(0.0) == []
+        if made := knock.proceed(0.001):
+            return made
+    raise AssertionError("no connection came about")
 
 
-@given(st.lists(st.binary(max_size=40), max_size=8), st.data())
+def come(listener: Listener, count: int) -> list[tuple[int, bytes]]:
+    """The next ``count`` payloads."""
+    found: list[tuple[int, bytes]] = []
+    for _ in range(100_000):
+        found += [(peer, bytes(payload)) for peer, payload in listener.receive(5.0)]
+        if len(found) >= count:
+            return found
+    raise AssertionError(f"{len(found)} came, expected {count}")
+
+
+@given(st.lists(st.binary(min_size=MAC_BYTES + 1, max_size=60), max_size=8), st.data())
 def test_frames_are_what_was_framed_however_it_is_cut(contents, data):
     stream, cutter, found = b"".join(map(framed, contents)), Cutter(), []
     while stream:
         size = data.draw(st.integers(1, len(stream)))
-        found += cutter.of(stream[:size])
+        cutter.add(stream[:size])
         stream = stream[size:]
+        while (frame := cutter.next()) is not None:
+            found.append(frame)
     assert found == contents
 
 
-def test_a_length_that_no_message_has_ends_it():
+@pytest.mark.parametrize("size", [0, MAC_BYTES, MAX_MESSAGE_BYTES + 1, (1 << 32) - 1])
+def test_a_length_that_no_frame_has_ends_it(size):
     cutter = Cutter()
-    assert cutter.of((MAX_MESSAGE_BYTES).to_bytes(4, "little")) == []
+    cutter.add((MAC_BYTES + 1).to_bytes(4, "little"))
+    assert cutter.next() is None
+    cutter = Cutter()
+    cutter.add(size.to_bytes(4, "little"))
     with pytest.raises(BadMessage, match="frame of"):
-        Cutter().of((MAX_MESSAGE_BYTES + 1).to_bytes(4, "little"))
+        cutter.next()
 
 
 def test_everyone_gets_their_own_answers(listener):
-    peers = [connect(listener.endpoint, 5.0) for _ in range(20)]
+    peers = [meet(listener) for _ in range(20)]
     for number, peer in enumerate(peers):
         peer.send(b"%d" % number)
     for number, frame in come(listener, len(peers)):
         listener.send(number, b"to " + frame)
     for number, peer in enumerate(peers):
-        assert next_frame(peer) == b"to %d" % number
+        assert next_payload(peer) == b"to %d" % number
         peer.close()
 
 
-def test_who_sends_no_frames_is_left_and_counted_by_an_empty_one(listener):
-    bad, good = connect(listener.endpoint, 5.0), connect(listener.endpoint, 5.0)
-    bad.socket.send(b"\xff" * 8)
-    good.send(b"good")
-    assert sorted(frame for _, frame in come(listener, 2)) == [b"", b"good"]
-    assert bad.socket.fileno() >= 0
-    bad.socket.settimeout(5.0)
-    with pytest.raises(ConnectionResetError):
-        bad.receive()
-    bad.close()
-    good.close()
-
-
-def test_only_who_is_vouched_for_sends_what_is_long():
-    long = bytes(MAX_STRANGE_BYTES + 1)
-    friend, stranger = Cutter(lambda frame: frame == b"secret"), Cutter(lambda frame: frame == b"secret")
-    assert friend.of(framed(b"secret") + framed(long)) == [b"secret", long]
-    assert stranger.of(framed(b"what") + framed(long)[:3]) == [b"what"]
-    with pytest.raises(BadMessage, match="allowed 65536"):
-        stranger.of(framed(long)[3:])
-
-
 def test_answers_to_who_has_gone_go_nowhere(listener):
-    peer = connect(listener.endpoint, 5.0)
+    peer = meet(listener)
     peer.send(b"hello")
     [(number, _)] = come(listener, 1)
     peer.close()
@@ -105,7 +95,7 @@ def test_answers_to_who_has_gone_go_nowhere(listener):
 
 def test_what_does_not_fit_is_sent_as_it_is_read(listener):
     """Frames that no buffer of the system holds, to one who reads late; another one is served meanwhile."""
-    slow, other = connect(listener.endpoint, 5.0), connect(listener.endpoint, 5.0)
+    slow, other = meet(listener), meet(listener)
     slow.send(b"slow")
     [(number, _)] = come(listener, 1)
     sizes = [1 << 20] * 12
@@ -114,13 +104,14 @@ def test_what_does_not_fit_is_sent_as_it_is_read(listener):
     other.send(b"other")
     [(second, _)] = come(listener, 1)
     listener.send(second, b"answer")
-    assert next_frame(other) == b"answer"
+    assert next_payload(other) == b"answer"
     got: list[int] = []
     slow.socket.settimeout(10.0)
 
     def read() -> None:
         while len(got) < len(sizes):
-            got.extend(map(len, slow.receive()))
+            slow.receive()
+            got.extend(map(len, slow.payloads()))
 
     reader = threading.Thread(target=read)
     reader.start()
@@ -134,7 +125,7 @@ def test_what_does_not_fit_is_sent_as_it_is_read(listener):
 
 def test_who_never_reads_is_left(listener, monkeypatch):
     monkeypatch.setattr(sockets, "_MAX_BACKLOG_BYTES", 1 << 20)
-    peer = connect(listener.endpoint, 5.0)
+    peer = meet(listener)
     peer.send(b"hello")
     [(number, _)] = come(listener, 1)
     for _ in range(40):
@@ -144,25 +135,25 @@ def test_who_never_reads_is_left(listener, monkeypatch):
 
 
 def test_a_connection_keeps_what_it_cannot_send():
-    ours, theirs = socket.socketpair(socket.AF_UNIX)
-    made = Connection.__new__(Connection)
-    made.socket, made._backlog, made._cutter = ours, bytearray(), Cutter()
-    ours.setblocking(False)
-    sent = [bytes([number]) * (1 << 18) for number in range(8)]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname())
+        ours, theirs = Connection(near, bytes(32), False), Connection(server.accept()[0], bytes(32), True)
+    sent = [bytes([number]) * (1 << 20) for number in range(12)]
     for content in sent:
-        made.send(content)
-    assert made.waits
-    cutter, got = Cutter(), []
+        ours.send(content)
+    assert ours.waits
+    got: list[bytes] = []
     while len(got) < len(sent):
-        made.flush()
-        got += cutter.of(theirs.recv(1 << 16))
-    assert got == sent and not made.waits
-    made.close()
+        ours.flush()
+        theirs.receive()
+        got += map(bytes, theirs.payloads())
+    assert got == sent and not ours.waits
+    ours.close()
     theirs.close()
 
 
 def test_a_bell_ends_a_wait_and_so_does_a_frame(listener):
-    bell, peer = Bell(), connect(listener.endpoint, 5.0)
+    bell, peer = Bell(), meet(listener)
     peer.send(b"hello")
     [(number, _)] = come(listener, 1)
     for wake in (bell.ring, lambda: listener.send(number, b"frame")):
@@ -179,13 +170,11 @@ def test_nobody_there_is_an_error_at_once():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     with pytest.raises(OSError):
-        connect(f"tcp://127.0.0.1:{port}", 5.0)
+        connect(f"tcp://127.0.0.1:{port}", TOKEN, PURPOSE, 5.0)
 
 
 def test_without_room_for_connections_the_others_are_served(listener, monkeypatch):
-    peer = connect(listener.endpoint, 5.0)
-    peer.send(b"first")
-    [(number, _)] = come(listener, 1)
+    peer = meet(listener)
     refused, real = [], listener._socket
 
     class Full:
@@ -199,14 +188,14 @@ def test_without_room_for_connections_the_others_are_served(listener, monkeypatc
         def fileno(self):
             return real.fileno()
 
-    monkeypatch.setattr(sockets, "_REST_S", 0.2)
+    monkeypatch.setattr(listening, "_REST_S", 0.2)
     listener._socket = Full()
-    late = connect(listener.endpoint, 5.0)
-    late.send(b"late")
+    late = Knock(listener.endpoint, TOKEN, PURPOSE, 5.0)
     listener.receive(1.0)
     peer.send(b"second")
-    assert come(listener, 1) == [(number, b"second")] and len(refused) < 3
+    assert [payload for _, payload in come(listener, 1)] == [b"second"] and len(refused) < 3
     listener._socket = real
-    assert come(listener, 1)[0][1] == b"late"
+    while not (made := late.proceed(0.001)):
+        assert listener.receive(0.1) == []
     peer.close()
-    late.close()
+    made.close()

@@ -32,9 +32,9 @@ from relax_hpc.transfer_queue.presence import longest_wait_s
 from relax_hpc.transfer_queue.records import OBSERVER_EPOCH
 from relax_hpc.transfer_queue.schema import BadRow, Row, sample_id
 from relax_hpc.transfer_queue.shard import ShardError, aligned
-from relax_hpc.transfer_queue.sockets import Bell, Connection, connect
+from relax_hpc.transfer_queue.sockets import Bell, Connection, Knock
 from relax_hpc.transfer_queue.store import ShardReader, ShardStore, files_of, planes_of
-from relax_hpc.transfer_queue.wire import BadMessage, seal, unseal
+from relax_hpc.transfer_queue.wire import BadMessage, pack, purpose_of, unpack
 
 BEAT_FILE_S = 5.0
 _LONG = 4096
@@ -326,8 +326,7 @@ class QueueClient:
             now = time.monotonic()
             if now >= beat_at:
                 connection = self._line.found(now, 2 * beat_s, beat_s)
-                # Of strangers the controller takes nothing long.
-                beat = self._beat_call(now, short=connection is not None)
+                beat = self._beat_call(now)
                 with self._lock:
                     if connection:
                         self._line.take(connection)
@@ -358,14 +357,14 @@ class QueueClient:
         it is loading."""
         return {"progress": self.progress, "busy_s": self.busy(), "gap_s": self._gap, "loads": self.loads()}
 
-    def _beat_call(self, now: float, short: bool) -> _Call:
+    def _beat_call(self, now: float) -> _Call:
         message = {"id": 0, "client": self.name, "group": self.group, "epoch": self.epoch, "op": "beat"}
         passed = now - (self._beaten or now)
         self._gap = max(self._gap, passed)
         # Until a hub says otherwise: who beats in vain has none.
         self.stood_s, self._stands = self.stood_s + passed * self._stands, True
         self._beaten = now
-        holds = self._store.holds() if self._store and not short else []
+        holds = self._store.holds() if self._store else []
         message["args"] = {"member": self.member, "holds": holds, **self._about()}
         return _Call(_running(), message, now + 1.0, now)
 
@@ -382,14 +381,19 @@ class QueueClient:
             call.future.set_exception(DeadlineError(text))
 
     def _settle(self, reply: dict[str, Any]) -> None:
-        if reply.get("kind") == "fenced":
-            self._fail(self._take_calls(), FencedError(reply["error"]))
+        """Hand an answer to who waits for it. One that no controller would give is none, and ends nothing."""
+        number, kind, error = reply.get("id"), reply.get("kind"), reply.get("error")
+        refused = type(kind) is type(error) is str
+        if type(number) is not int or not (refused or "result" in reply):
+            return
+        if refused and kind == "fenced":
+            self._fail(self._take_calls(), FencedError(error))
         with self._lock:
-            call = self._calls.pop(reply["id"], None)
+            call = self._calls.pop(number, None)
         if call is None:
-            self._free(reply.get("result") or {})
-        elif "error" in reply:
-            call.future.set_exception(_ERRORS.get(reply["kind"], RefusedError)(reply["error"]))
+            self._free(reply.get("result"))
+        elif refused:
+            call.future.set_exception(_ERRORS.get(kind, RefusedError)(error))
         else:
             call.future.set_result(reply["result"])
 
@@ -401,11 +405,13 @@ class QueueClient:
             raise DeadlineError(f"settle: what was put is not saved after {timeout:.0f} s: {why}")
         self._told.result(timeout)
 
-    def _free(self, answer: dict[str, Any]) -> None:
+    def _free(self, answer: Any) -> None:
         """What a beat is answered: which shards nobody needs any more, and whether clocks stand."""
-        self._stands = answer.get("stands", self._stands)
-        if self._store and (names := answer.get("free")):
-            self._store.free(names)
+        if not isinstance(answer, dict):
+            return
+        self._stands = bool(answer.get("stands", self._stands))
+        if self._store and isinstance(names := answer.get("free"), list) and names:
+            self._store.free([name for name in names if isinstance(name, str)])
 
     def close(self) -> None:
         """Save what was put, and stop talking; what was not answered fails."""
@@ -431,6 +437,8 @@ class _Line:
     def __init__(self, run: RunDir, token: bytes) -> None:
         self.run, self.token, self.bell = run, token, Bell()
         self._card: Card | None = None
+        self._knock: tuple[int, Knock] | None = None
+        """A connection in the making, to the controller of this epoch."""
         self._connection: Connection | None = None
         self._heard = 0.0
         self._broken = False
@@ -438,7 +446,7 @@ class _Line:
     def found(self, now: float, patience: float, seconds: float) -> Connection | None:
         """A new connection, if there is none, or this one is silent for ``patience`` and there is a newer controller.
 
-        It takes ``seconds`` at most.
+        It takes ``seconds`` at most, and goes on where it was when it is called again.
         """
         if self._connection and now - self._heard < patience:
             return None
@@ -446,11 +454,21 @@ class _Line:
         if card is None or (self._connection and self._card and card.epoch <= self._card.epoch):
             return None
         try:
-            connection = connect(card.endpoint, seconds)
+            connection = self._knock_at(card, seconds).proceed(seconds)
         except OSError:
+            self._knock = None
             return None
-        self._card = card
+        if connection:
+            self._card, self._knock = card, None
         return connection
+
+    def _knock_at(self, card: Card, seconds: float) -> Knock:
+        if self._knock and self._knock[0] != card.epoch:
+            self._knock[1].close()
+            self._knock = None
+        if not self._knock:
+            self._knock = card.epoch, Knock(card.endpoint, self.token, purpose_of(card.epoch), seconds)
+        return self._knock[1]
 
     @property
     def grace_s(self) -> float:
@@ -466,7 +484,7 @@ class _Line:
         """Now, or with whatever connection is found next."""
         if self._connection and not self._broken:
             try:
-                self._connection.send(seal(self.token, call.request()))
+                self._connection.send(pack(call.request()))
             except OSError:
                 self._broken = True
             if self._broken or self._connection.waits:
@@ -483,13 +501,13 @@ class _Line:
             return replies, False
         try:
             self._connection.flush()
-            frames = [] if self._broken else self._connection.receive()
+            if not self._broken:
+                self._connection.receive()
+                replies = [unpack(payload) for payload in self._connection.payloads()]
         except (OSError, BadMessage):
-            frames, self._broken = [], True
-        for frame in frames:
-            with contextlib.suppress(BadMessage):
-                replies.append(unseal(self.token, frame))
-                self._heard = time.monotonic()
+            self._broken = True
+        if replies:
+            self._heard = time.monotonic()
         if broken := self._broken:
             self.close()
         return replies, broken
@@ -498,6 +516,9 @@ class _Line:
         if self._connection:
             self._connection.close()
             self._connection = None
+        if self._knock:
+            self._knock[1].close()
+            self._knock = None
 
 
 def _summarise(rows: Sequence[Row], fields: Sequence[str]) -> list[dict[str, Any]]:

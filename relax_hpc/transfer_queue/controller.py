@@ -10,7 +10,6 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from relax_hpc.config.schema import Durability
@@ -19,14 +18,14 @@ from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.desk import LEASE_S, Desk, Parked
 from relax_hpc.transfer_queue.eventlog import EventLog
 from relax_hpc.transfer_queue.journal import Journal
+from relax_hpc.transfer_queue.listener import Listener
 from relax_hpc.transfer_queue.media import MediaStore
 from relax_hpc.transfer_queue.plan import SUPERVISOR, Plan
 from relax_hpc.transfer_queue.requests import Refused, Request, parse
 from relax_hpc.transfer_queue.shard import SHARD_NAME
 from relax_hpc.transfer_queue.snapshots import RECORDS, Snapshot, SnapshotError, Snapshots
-from relax_hpc.transfer_queue.sockets import Listener
 from relax_hpc.transfer_queue.state import QueueState
-from relax_hpc.transfer_queue.wire import is_sealed, seal, unseal
+from relax_hpc.transfer_queue.wire import Bytes, pack, purpose_of, unpack
 
 Reply = dict[str, Any]
 _LOOK_S = 0.05
@@ -48,7 +47,7 @@ class Controller(Desk):
         snapshot_every: int = RECORDS,
         lease_s: float = LEASE_S,
     ) -> None:
-        self.run, self.token = run, run.token()
+        self.run = run
         durable, self.late_s = durability == "commit", _LATE_S if durability == "none" else 0.0
         self._journal_at, self._shards = 0.0, str(run.shards)
         journal = Journal(run.journal, epoch, durable)
@@ -58,7 +57,7 @@ class Controller(Desk):
         self._replay()
         self._end_former_groups()
         self._sweep()
-        self.listener = Listener(host, partial(is_sealed, self.token))
+        self.listener = Listener(host, run.token(), purpose_of(epoch))
         self.endpoint = self.listener.endpoint
 
     # -- start -------------------------------------------------------------------------------------------------
@@ -123,6 +122,7 @@ class Controller(Desk):
         look_at = 0.0
         while not until():
             replies = self._take(self.listener.receive(self._patience()))
+            self.refused_connections = self.listener.refused
             wrote = self._commit()
             # A change counts only if a successor replays it, so look before telling of it; other answers may be late.
             if wrote or time.monotonic() >= look_at:
@@ -130,7 +130,7 @@ class Controller(Desk):
                 self._check_successor()
                 self.event_log.check()
             for peer, reply in replies:
-                self.listener.send(peer, seal(self.token, reply))
+                self.listener.send(peer, pack(reply))
             if not self.late_s or wrote:
                 self._after_replies()
 
@@ -176,14 +176,14 @@ class Controller(Desk):
 
     # -- messages ----------------------------------------------------------------------------------------------
 
-    def _take(self, frames: list[tuple[int, bytearray]]) -> list[tuple[int, Reply]]:
+    def _take(self, payloads: list[tuple[int, Bytes]]) -> list[tuple[int, Reply]]:
         """Take what has come; the answers that there are now. What it does is committed together."""
         replies: list[tuple[int, Reply]] = []
-        for peer, frame in frames:
+        for peer, payload in payloads:
             try:
-                request = parse(peer, unseal(self.token, frame))
+                request = parse(peer, unpack(payload))
             except ValueError:
-                self.refused_frames += 1
+                self.listener.refuse(peer)
                 continue
             request.stood_s = self.presence.stood_s
             if not self._answer(request, replies):

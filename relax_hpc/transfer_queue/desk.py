@@ -45,7 +45,7 @@ class Desk(HandingDesk, TurnsDesk):
         self.parking = Parking()
         self.presence = Presence(plan.groups, lease_s, time.monotonic())
         self.beats: dict[str, dict[str, Any]] = {}
-        self.refused_frames = 0
+        self.refused_connections = 0
         self.on_report: Callable[[str, int, dict[str, float], dict[str, float]], None] = lambda *_: None
         self.on_resume: Callable[[int], None] = lambda _: None
 
@@ -397,7 +397,7 @@ class Desk(HandingDesk, TurnsDesk):
             "dropped": dict(state.dropped),
             "noted": dict(state.noted),
             "kept": state.kept.counts(),
-            "refused_frames": self.refused_frames,
+            "refused_connections": self.refused_connections,
             "checkpoints": state.checkpoints,
             "epochs": state.epochs,
             "beats": beats,

@@ -1,41 +1,30 @@
-"""Frames over TCP: a length and as many bytes. One side listens to many, in one thread; the other has one connection.
+"""Frames over TCP: a length and as many bytes, which the other end has sealed for this place of this connection.
 
 Plain sockets, without the threads that a messaging library has at each end: `tools/bench/queue`, rows `latency` and
-`control`, shows what a request costs.
+`control`, shows what a request costs. `listener` has the end of those who listen.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import select
-import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable
 from urllib.parse import urlsplit
 
-from relax_hpc.transfer_queue.wire import MAX_MESSAGE_BYTES, BadMessage
+from relax_hpc.transfer_queue.proof import GREETING_BYTES, PROOF_BYTES, PROOF_S, Response
+from relax_hpc.transfer_queue.wire import MAC_BYTES, MAX_MESSAGE_BYTES, BadMessage, Bytes, Seal
 
 _SIZE = struct.Struct("<I")
 _RECEIVE_BYTES = 1 << 18
-MAX_STRANGE_BYTES = 64 << 10
-"""Of a frame from a peer that has not shown yet that it holds the run's token."""
 _MAX_BACKLOG_BYTES = 8 * MAX_MESSAGE_BYTES
 """Of a peer that does not read what it is sent: it is not spoken to any more."""
 _SILENT_S = 60
 """After which the system asks whether the other end is still there."""
-_WAITING = 1024
-"""Connections that have not been accepted yet."""
-_REST_S = 1.0
-"""Between two tries to accept a connection when there is no room for one."""
-_IN, _OUT = selectors.EVENT_READ, selectors.EVENT_WRITE
-Frame = bytes | bytearray
-Vouch = Callable[[Frame], bool]
 
 
-def framed(content: Frame) -> bytes:
+def framed(content: Bytes) -> bytes:
     """``content`` as it is sent."""
     return _SIZE.pack(len(content)) + content
 
@@ -44,53 +33,62 @@ class Cutter:
     """Cuts what comes into frames.
 
     >>> cutter = Cutter()
-    >>> cutter.of(framed(b"one") + framed(b"two")[:5]), cutter.of(framed(b"two")[5:])
-    ([bytearray(b'one')], [bytearray(b'two')])
+    >>> cutter.add(framed(b"the first frame of two") + framed(b"and the second one")[:5])
+    >>> cutter.next(), cutter.next()
+    (bytearray(b'the first frame of two'), None)
     """
 
-    __slots__ = ("_rest", "_vouch")
+    __slots__ = ("_rest",)
 
-    def __init__(self, vouch: Vouch | None = None) -> None:
-        """With ``vouch`` frames are short until it says of one that who sent it may send longer ones."""
-        self._rest, self._vouch = bytearray(), vouch
+    def __init__(self) -> None:
+        self._rest = bytearray()
 
-    def of(self, data: bytes) -> list[bytearray]:
-        """The frames that ``data`` completes. BadMessage: one is longer than allowed, and nothing can follow."""
-        rest, frames, at = self._rest, [], 0
-        rest += data
-        while len(rest) >= (begin := at + _SIZE.size):
-            (size,) = _SIZE.unpack_from(rest, at)
-            if size > (limit := MAX_STRANGE_BYTES if self._vouch else MAX_MESSAGE_BYTES):
-                raise BadMessage(f"frame of {size} bytes, allowed {limit}")
-            if len(rest) < begin + size:
-                break
-            at = begin + size
-            frames.append(rest[begin:at])
-            if self._vouch and self._vouch(frames[-1]):
-                self._vouch = None
-        del rest[:at]
-        return frames
+    def add(self, data: bytes) -> None:
+        self._rest += data
+
+    @property
+    def complete(self) -> bool:
+        """Whether there is a next frame. BadMessage: it has a length that no frame has, and nothing can follow."""
+        rest = self._rest
+        if len(rest) < _SIZE.size:
+            return False
+        (size,) = _SIZE.unpack_from(rest)
+        if not MAC_BYTES < size <= MAX_MESSAGE_BYTES:
+            raise BadMessage(f"frame of {size} bytes, allowed {MAC_BYTES + 1} to {MAX_MESSAGE_BYTES}")
+        return len(rest) >= _SIZE.size + size
+
+    def next(self) -> bytearray | None:
+        """The next frame, if it has come whole. BadMessage: see `complete`."""
+        if not self.complete:
+            return None
+        rest = self._rest
+        end = _SIZE.size + _SIZE.unpack_from(rest)[0]
+        frame = rest[_SIZE.size : end]
+        del rest[:end]
+        return frame
 
 
 class Connection:
-    """A stream socket that nobody waits for: what cannot be sent at once is kept."""
+    """A stream socket whose ends know each other, and that nobody waits for: what cannot be sent at once is kept."""
 
-    __slots__ = ("_backlog", "_cutter", "socket")
+    __slots__ = ("_backlog", "_cutter", "_opens", "_seals", "socket")
 
-    def __init__(self, made: socket.socket, vouch: Vouch | None = None) -> None:
-        """``vouch``: see `Cutter`."""
+    def __init__(self, made: socket.socket, key: bytes, listens: bool) -> None:
+        """``key``: what both ends came to, see `proof`; ``listens``: this is the end that was connected to."""
         made.setblocking(False)
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENT_S)
-        self.socket, self._backlog, self._cutter = made, bytearray(), Cutter(vouch)
+        self.socket, self._backlog, self._cutter = made, bytearray(), Cutter()
+        self._seals, self._opens = Seal(key, to_listener=not listens), Seal(key, to_listener=listens)
 
-    def send(self, content: Frame) -> None:
+    def send(self, payload: Bytes) -> None:
         """OSError: it is broken, or its other end does not read."""
+        data = framed(self._seals.frame(payload))
         if self._backlog:
-            self._backlog += framed(content)
+            self._backlog += data
             self.flush()
-        elif (sent := self._sent(data := framed(content))) < len(data):
+        elif (sent := self._sent(data)) < len(data):
             self._backlog += memoryview(data)[sent:]
         if len(self._backlog) > _MAX_BACKLOG_BYTES:
             raise BlockingIOError(f"{len(self._backlog)} bytes were sent and not read")
@@ -105,17 +103,30 @@ class Connection:
         """Whether something is kept that could not be sent yet."""
         return bool(self._backlog)
 
-    def receive(self) -> list[bytearray]:
-        """The frames that are there now. OSError: it is broken, or has ended; BadMessage: no frames come."""
-        try:
+    def receive(self) -> None:
+        """Take what is there now, for `payloads`. OSError: it is broken, or has ended."""
+        with contextlib.suppress(BlockingIOError, InterruptedError):
             data = self.socket.recv(_RECEIVE_BYTES)
-        except (BlockingIOError, InterruptedError):
-            return []
-        if not data:
-            raise ConnectionResetError("the other end has closed the connection")
-        return self._cutter.of(data)
+            if not data:
+                raise ConnectionResetError("the other end has closed the connection")
+            self._cutter.add(data)
 
-    def _sent(self, data: Frame) -> int:
+    def payloads(self, most: int | None = None) -> list[memoryview]:
+        """What frames have brought, in order; with ``most``, no more of them. BadMessage: nothing can follow.
+
+        The frames before a bad one are lost with it.
+        """
+        found: list[memoryview] = []
+        while (most is None or len(found) < most) and (frame := self._cutter.next()) is not None:
+            found.append(self._opens.payload(frame))
+        return found
+
+    @property
+    def has_more(self) -> bool:
+        """Whether `payloads` has something to give. BadMessage as there."""
+        return self._cutter.complete
+
+    def _sent(self, data: Bytes) -> int:
         try:
             return self.socket.send(data)
         except (BlockingIOError, InterruptedError):
@@ -125,108 +136,74 @@ class Connection:
         self.socket.close()
 
 
-class Listener:
-    """Connections of many clients, told apart by numbers; nothing here waits for one of them."""
+class Knock:
+    """A connection in the making, from the connecting end: nothing is said to who has not proven what it is.
 
-    def __init__(self, host: str, vouch: Vouch | None = None) -> None:
-        """``vouch``: see `Cutter`."""
-        self._vouch = vouch
-        self._socket = socket.create_server((host, 0), family=_family(host), backlog=_WAITING)
-        self._socket.setblocking(False)
-        self.endpoint = f"tcp://{_bracketed(host)}:{self._socket.getsockname()[1]}"
-        self._numbers = itertools.count(1)
-        self._peers: dict[int, Connection] = {}
-        self._unsent: set[int] = set()
-        """Peers that have not taken all that they were sent."""
-        self._rests_until = 0.0
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._socket, _IN)
+    Whoever has the port of a controller that has died may listen there, and say nothing.
+    """
 
-    def receive(self, seconds: float) -> list[tuple[int, bytearray]]:
-        """What has come, by peer, or comes within ``seconds``; a new connection ends the wait too.
+    def __init__(self, endpoint: str, token: bytes, purpose: bytes, seconds: float) -> None:
+        """To ``endpoint`` (tcp://host:port). OSError: nobody listens there, or accepts within ``seconds``."""
+        place = urlsplit(endpoint)
+        self._socket = socket.create_connection((place.hostname, place.port), seconds)
+        self._response, self._greeted, self._heard = Response(token, purpose), False, bytearray()
+        self._end = time.monotonic() + PROOF_S
 
-        Where something else than frames came the connection is ended, and an empty frame stands for it.
+    def proceed(self, seconds: float) -> Connection | None:
+        """The connection, once both ends have proven themselves; None if that takes longer than ``seconds`` more.
+
+        OSError: it will never be one. It is closed then.
         """
-        frames: list[tuple[int, bytearray]] = []
-        if self._rests_until and time.monotonic() >= self._rests_until:
-            self._rests_until = 0.0
-            self._selector.register(self._socket, _IN)
-        for key, events in self._selector.select(min(seconds, _REST_S) if self._rests_until else seconds):
-            if key.data is None:
-                self._accept()
-                continue
-            try:
-                if events & _OUT:
-                    self._flush(key.data)
-                if events & _IN:
-                    frames += [(key.data, frame) for frame in self._peers[key.data].receive()]
-            except BadMessage:
-                frames.append((key.data, bytearray()))
-                self._drop(key.data)
-            except OSError:
-                self._drop(key.data)
-        return frames
-
-    def send(self, number: int, content: Frame) -> None:
-        """To a peer; nothing if it has gone."""
-        peer = self._peers.get(number)
-        if peer is None:
-            return
+        until = min(time.monotonic() + seconds, self._end)
         try:
-            peer.send(content)
+            while (left := until - time.monotonic()) > 0:
+                self._socket.settimeout(left)
+                try:
+                    if key := self._hear():
+                        return Connection(self._socket, key, listens=False)
+                except TimeoutError:
+                    break
+            if time.monotonic() >= self._end:
+                raise TimeoutError(f"who listens has not proved in {PROOF_S:g} s that it holds the run's token")
         except OSError:
-            self._drop(number)
-            return
-        if peer.waits and number not in self._unsent:
-            self._unsent.add(number)
-            self._selector.modify(peer.socket, _IN | _OUT, number)
+            self.close()
+            raise
+        return None
 
-    def _flush(self, number: int) -> None:
-        peer = self._peers[number]
-        peer.flush()
-        if not peer.waits:
-            self._unsent.discard(number)
-            self._selector.modify(peer.socket, _IN, number)
-
-    def _accept(self) -> None:
-        try:
-            made, _ = self._socket.accept()
-        except (BlockingIOError, InterruptedError, ConnectionError):
-            return
-        except OSError:
-            # Too many files are open: who wants in waits, and so does this loop.
-            self._selector.unregister(self._socket)
-            self._rests_until = time.monotonic() + _REST_S
-            return
-        number = next(self._numbers)
-        self._peers[number] = Connection(made, self._vouch)
-        self._selector.register(made, _IN, number)
-
-    def _drop(self, number: int) -> None:
-        peer = self._peers.pop(number, None)
-        self._unsent.discard(number)
-        if peer is not None:
-            self._selector.unregister(peer.socket)
-            peer.close()
+    def _hear(self) -> bytes | None:
+        """The key, if the next bytes bring the proof."""
+        wanted = PROOF_BYTES if self._greeted else GREETING_BYTES
+        data = self._socket.recv(wanted - len(self._heard))
+        if not data:
+            raise ConnectionResetError("who listens has closed the connection")
+        self._heard += data
+        if len(self._heard) < wanted:
+            return None
+        heard, self._heard = bytes(self._heard), bytearray()
+        if self._greeted:
+            return self._response.check(heard)
+        self._socket.sendall(self._response.answer(heard))
+        self._greeted = True
+        return None
 
     def close(self) -> None:
-        """End all connections."""
-        for number in list(self._peers):
-            self._drop(number)
-        self._selector.close()
         self._socket.close()
 
 
-def connect(endpoint: str, seconds: float) -> Connection:
-    """A connection to ``endpoint`` (tcp://host:port). OSError: nobody listens there, or accepts within ``seconds``."""
-    place = urlsplit(endpoint)
-    return Connection(socket.create_connection((place.hostname, place.port), seconds))
+def connect(endpoint: str, token: bytes, purpose: bytes, seconds: float) -> Connection:
+    """A connection to ``endpoint``, whose ends know each other. OSError: there is none within ``seconds``."""
+    knock = Knock(endpoint, token, purpose, seconds)
+    if made := knock.proceed(seconds):
+        return made
+    knock.close()
+    raise TimeoutError(f"{endpoint}: no proof of the run's token in {seconds:g} s")
 
 
 def wake(endpoint: str, seconds: float) -> None:
     """Have who listens there look up from waiting, if anybody does."""
+    place = urlsplit(endpoint)
     with contextlib.suppress(OSError):
-        connect(endpoint, seconds).close()
+        socket.create_connection((place.hostname, place.port), seconds).close()
 
 
 class Bell:
@@ -254,11 +231,3 @@ class Bell:
     def close(self) -> None:
         self._hammer.close()
         self._ear.close()
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

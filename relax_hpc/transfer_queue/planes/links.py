@@ -1,28 +1,25 @@
-"""Connections between processes of one run: both ends prove that they hold its token, and every wait has an end.
-
-The token itself is never sent: each end answers the other's random challenge with an HMAC over both challenges.
-"""
+"""Connections between processes of one run: both ends prove that they hold its token, and every wait has an end."""
 
 from __future__ import annotations
 
 import contextlib
-import hmac
-import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable
 
+from relax_hpc.rendezvous.open_files import connection_limit
+from relax_hpc.transfer_queue.proof import ANSWER_BYTES, GREETING_BYTES, PROOF_BYTES, PROOF_S, Challenge, Response
+
 MAX_CONNECTIONS = 1024
 """Of one listener; whoever comes then is turned away, and reads by another plane."""
-PROOF_S = 5.0
+MAX_UNPROVEN = 64
+"""Of those, each of which has a thread."""
 CONNECT_S = 10.0
 """For a peer to be reached and to prove what it is. A dead maker's port may have gone to somebody who says nothing."""
-_HELLO = b"RLXLINK1"
-_NONCE_BYTES = 32
-_PROOF_BYTES = 32
 _PIECE_BYTES = 1 << 20
 _PAUSE_S = 0.1
+_REST_S = 0.01
 CLOSE_S = 5.0
 
 
@@ -75,53 +72,57 @@ def wait_for_request(connection: socket.socket) -> bool:
     return bool(connection.recv(1, socket.MSG_PEEK))
 
 
-def _proof(token: bytes, role: bytes, purpose: bytes, nonces: bytes) -> bytes:
-    return hmac.digest(token, role + nonces + purpose, "sha256")
-
-
 def prove(connection: socket.socket, token: bytes, purpose: bytes, deadline: Deadline) -> None:
     """As the end that connected: show that we hold ``token``, and have the other end show it.
 
     ``purpose`` names the listener that is meant. ConnectionError if the other end is another, or has another token.
     """
-    hello = receive(connection, len(_HELLO) + _NONCE_BYTES, deadline)
-    if not hello.startswith(_HELLO):
-        raise ConnectionError("what listens there is no plane of a run")
-    nonces = hello[len(_HELLO) :] + secrets.token_bytes(_NONCE_BYTES)
+    response = Response(token, purpose)
+    answer = response.answer(receive(connection, GREETING_BYTES, deadline))
     connection.settimeout(deadline.left())
-    connection.sendall(nonces[_NONCE_BYTES:] + _proof(token, b"reader", purpose, nonces))
+    connection.sendall(answer)
     try:
-        answer = receive(connection, _PROOF_BYTES, deadline)
+        proof = receive(connection, PROOF_BYTES, deadline)
     except ConnectionError as error:
         raise ConnectionError("the peer refused the proof of the run's token") from error
-    if not hmac.compare_digest(answer, _proof(token, b"maker", purpose, nonces)):
-        raise ConnectionError("the peer has not proved that it holds the run's token")
+    response.check(proof)
 
 
 def demand_proof(connection: socket.socket, token: bytes, purpose: bytes) -> None:
     """The listening end's part of `prove`, within PROOF_S."""
-    deadline, nonce = Deadline(PROOF_S), secrets.token_bytes(_NONCE_BYTES)
+    deadline, challenge = Deadline(PROOF_S), Challenge(token, purpose)
     connection.settimeout(deadline.left())
-    connection.sendall(_HELLO + nonce)
-    answer = receive(connection, _NONCE_BYTES + _PROOF_BYTES, deadline)
-    nonces, proof = nonce + answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
-    if not hmac.compare_digest(proof, _proof(token, b"reader", purpose, nonces)):
-        raise ConnectionError("the peer has not proved that it holds the run's token")
+    connection.sendall(challenge.greeting)
+    proof, _ = challenge.check(receive(connection, ANSWER_BYTES, deadline))
     connection.settimeout(deadline.left())
-    connection.sendall(_proof(token, b"maker", purpose, nonces))
+    connection.sendall(proof)
 
 
 class Listener:
     """Serves each connection in a thread of its own: a slow, broken or hostile peer harms its own connection alone.
 
-    ``serve`` returns, or raises an OSError, when the connection is to be closed.
+    ``serve`` gets those that have proven that they hold ``token``; it returns, or raises an OSError, when the
+    connection is to be closed.
     """
 
-    def __init__(self, listening: socket.socket, serve: Callable[[socket.socket], None], name: str) -> None:
-        self._listening, self._serve, self._name = listening, serve, name
+    def __init__(
+        self,
+        listening: socket.socket,
+        token: bytes,
+        purpose: bytes,
+        serve: Callable[[socket.socket], None],
+        name: str,
+        check: Callable[[socket.socket], None] = lambda _: None,
+    ) -> None:
+        """``purpose``: what readers must mean, see `prove`; ``check``: OSError for who need not even be asked."""
+        self._listening, self._token, self._purpose, self._serve, self._name = listening, token, purpose, serve, name
+        self._check = check
+        self._limit = connection_limit()
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._open: dict[socket.socket, threading.Thread] = {}
+        self._unproven: dict[socket.socket, None] = {}
+        """Those that came first at first."""
         self._thread = threading.Thread(target=self._accept, name=name, daemon=True)
         self._thread.start()
 
@@ -135,21 +136,47 @@ class Listener:
 
     def _start(self, connection: socket.socket) -> None:
         self._open = {one: thread for one, thread in self._open.items() if thread.is_alive()}
-        if len(self._open) >= MAX_CONNECTIONS:
+        crowded = len(self._open) >= MAX_CONNECTIONS or connection.fileno() >= self._limit
+        if crowded or len(self._unproven) >= MAX_UNPROVEN:
+            self._end_oldest_unproven()
+        if crowded:
             connection.close()
             return
+        with self._lock:
+            self._unproven[connection] = None
         thread = threading.Thread(target=self._run, args=(connection,), name=f"{self._name}-reader", daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:
+            self._forget(connection)
+            raise
         self._open[connection] = thread
+
+    def _end_oldest_unproven(self) -> None:
+        """It has had its time; and who floods this process with connections does not get all of its own."""
+        with self._lock:
+            oldest = next(iter(self._unproven), None)
+            self._unproven.pop(oldest, None)
+        if oldest is not None:
+            self._hang_up(oldest)
+        self._closing.wait(_REST_S)
 
     def _run(self, connection: socket.socket) -> None:
         try:
             with contextlib.suppress(OSError):
+                self._check(connection)
+                demand_proof(connection, self._token, self._purpose)
+                with self._lock:
+                    self._unproven.pop(connection, None)
                 self._serve(connection)
         finally:
-            # Not while `close` has its number in hand, which the next file could get.
-            with self._lock:
-                connection.close()
+            self._forget(connection)
+
+    def _forget(self, connection: socket.socket) -> None:
+        # Not while `close` has its number in hand, which the next file could get.
+        with self._lock:
+            self._unproven.pop(connection, None)
+            connection.close()
 
     def close(self) -> None:
         """Turn everybody away and end the threads."""

@@ -14,7 +14,6 @@ from pathlib import Path
 from relax_hpc.transfer_queue.planes.links import (
     Deadline,
     Listener,
-    demand_proof,
     prove,
     receive,
     wait_for_request,
@@ -175,7 +174,7 @@ class ShmPlane(Plane):
 
     def __init__(self, token: bytes, pool: SlabPool) -> None:
         """``pool``: where the records lie that are published without a copy. It is not closed with the plane."""
-        self._token, self._pool = token, pool
+        self._pool = pool
         self._node, self._address = node_identity(), f"relax-shm-{secrets.token_hex(8)}"
         self._lock = threading.Lock()
         self._board = _Board()
@@ -184,7 +183,7 @@ class ShmPlane(Plane):
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listening.bind(f"\0{self._address}")
         listening.listen()
-        self._listener = Listener(listening, self._serve, "plane-shm")
+        self._listener = Listener(listening, token, self._address.encode(), self._serve, "plane-shm", _check_user)
 
     def publish(self, name: str, record: memoryview) -> Descriptor:
         """See `Plane`. Nothing is copied if ``record`` lies in a slab of the pool. PlaneError if ``name`` is taken."""
@@ -251,8 +250,6 @@ class ShmPlane(Plane):
         self._board.close()
 
     def _serve(self, connection: socket.socket) -> None:
-        _check_user(connection)
-        demand_proof(connection, self._token, self._address.encode())
         while wait_for_request(connection):
             (number,) = _REQUEST.unpack(receive(connection, _REQUEST.size, Deadline(_ANSWER_S)))
             self._answer(connection, number)

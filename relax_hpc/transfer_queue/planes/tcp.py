@@ -14,7 +14,6 @@ import xxhash
 from relax_hpc.transfer_queue.planes.links import (
     Deadline,
     Listener,
-    demand_proof,
     prove,
     receive,
     receive_into,
@@ -121,7 +120,7 @@ class TcpPlane(Plane):
         """``host``: the address of this node at which others reach it. ValueError if it stands for all addresses."""
         if host in _ANYWHERE:
             raise ValueError(f"tcp: found host {host!r}, allowed one address of this node, such as 127.0.0.1")
-        self._token, self._host, self._maker = token, host, secrets.token_hex(8)
+        self._host, self._maker = host, secrets.token_hex(8)
         self._lock = threading.Lock()
         self._records: dict[bytes, _Record] = {}
         self._peers: Peers[tuple[str, int, str], Link] = Peers(
@@ -130,7 +129,7 @@ class TcpPlane(Plane):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = socket.create_server((host, 0), family=family)
         self._port = listening.getsockname()[1]
-        self._listener = Listener(listening, self._serve, "plane-tcp")
+        self._listener = Listener(listening, token, self._maker.encode(), self._serve, "plane-tcp")
 
     def publish(self, name: str, record: memoryview) -> Descriptor:
         """See `Plane`. Nothing is copied. PlaneError if ``name`` is taken or too long."""
@@ -167,7 +166,6 @@ class TcpPlane(Plane):
 
     def _serve(self, connection: socket.socket) -> None:
         _tune(connection)
-        demand_proof(connection, self._token, self._maker.encode())
         while wait_for_request(connection):
             patience, size = _REQUEST.unpack(receive(connection, _REQUEST.size, Deadline(_REQUEST_S)))
             if size > MAX_NAME_BYTES or not 0 < patience <= MAX_TIMEOUT_S:

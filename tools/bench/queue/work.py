@@ -21,12 +21,14 @@ from relax_hpc.transfer_queue.controller import Controller
 from relax_hpc.transfer_queue.lengths import packed
 from relax_hpc.transfer_queue.plan import GENERATED, Plan
 from relax_hpc.transfer_queue.sockets import connect, wake
-from relax_hpc.transfer_queue.wire import seal, unseal
+from relax_hpc.transfer_queue.wire import pack, purpose_of, unpack
 from relax_hpc.versions import Version
 
 VERSION = Version(1, 0)
 WIDTH = 512
 """Tokens that every row is said to have."""
+_EPOCH = 1
+"""Of the hub."""
 WAIT_S = 600.0
 Ask = Callable[..., dict[str, Any]]
 
@@ -117,19 +119,18 @@ class Line:
     """A client's side of the protocol; `ask` waits for one answer at a time."""
 
     def __init__(self, token: bytes, endpoint: str, name: str) -> None:
-        self.token, self.name = token, name
-        self.connection, self.numbers = connect(endpoint, WAIT_S), itertools.count(1)
+        self.name, self.numbers = name, itertools.count(1)
+        self.connection = connect(endpoint, token, purpose_of(_EPOCH), WAIT_S)
         self.connection.socket.settimeout(WAIT_S)
 
     def send(self, group: str, op: str, **args: Any) -> None:
         message = {"id": next(self.numbers), "client": self.name, "group": group, "epoch": 1, "op": op, "args": args}
-        self.connection.send(seal(self.token, {**message, "patience": WAIT_S}))
+        self.connection.send(pack({**message, "patience": WAIT_S}))
 
     def receive(self) -> dict[str, Any]:
-        frames: list[bytearray] = []
-        while not frames:
-            frames = self.connection.receive()
-        reply = unseal(self.token, frames[0])
+        while not (payloads := self.connection.payloads()):
+            self.connection.receive()
+        reply = unpack(payloads[0])
         assert "error" not in reply, reply["error"]
         return reply["result"]
 
@@ -195,7 +196,7 @@ def hub(folder: Path, plan: Plan, durability: str) -> Iterator[Hub]:
 
 
 def _serve(run: RunDir, plan: Plan, durability: str, pipe: Connection) -> None:
-    controller = Controller(run, plan, 1, durability=durability)
+    controller = Controller(run, plan, _EPOCH, durability=durability)
     publish_card(run, Card("hub", claim_epoch(run, "hub"), [], controller.endpoint))
     pipe.send((controller.endpoint, os.getpid()))
     controller.serve(pipe.poll)
