@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from relax_hpc.config.schema import Config
+from relax_hpc.config.schema import Config, optional_groups
 from relax_hpc.rendezvous.roster import Card, claim_epoch, publish_card
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.client import QueueClient
@@ -37,8 +37,9 @@ serve_here(Path(sys.argv[2]), int(sys.argv[3]), snapshot_every=int(sys.argv[4]))
 
 
 def small(groups: int = 2, samples: int = 2, steps: int = 4, staleness: int = 0, **more: int) -> Config:
-    """A run of few samples, without evaluation and with quick beats."""
+    """A run of few samples with every role, without evaluation and with quick beats."""
     config = Config(steps=steps, groups_per_step=groups, samples_per_group=samples, max_staleness=staleness)
+    config.groups |= optional_groups()
     config.eval.every = more.get("eval_every", 0)
     config.queue.keep_steps = more.get("keep_steps", 2)
     config.queue.wait_timeout_s = 20.0

@@ -140,6 +140,20 @@ def test_two_layers_may_remove_the_same_group(tmp_path: Path) -> None:
     assert "reference" not in load([path, path]).groups
 
 
+def test_a_reference_is_there_for_a_kl_or_if_asked_for(tmp_path: Path) -> None:
+    kl = {"algorithm.kl_coefficient": 0.1}
+    asked = write(tmp_path, "a.yaml", "groups: {reference: {env: {A: '1'}, resources: {nodes: 2}}}")
+    assert "reference" not in load([]).groups
+    assert load([], kl).groups["reference"] == GroupConfig(roles=["reference"])
+    assert load([asked]).groups["reference"].roles == ["reference"]
+    assert load([asked], kl).groups["reference"].resources.nodes == 2
+    for elsewhere in ({"actor.forward": ["reference"]}, {"groups.actor_fwd.roles": ["actor_fwd", "reference"]}):
+        assert "reference" not in load([], kl | elsewhere).groups
+    for config in (load([], kl), load([asked]), load([], kl | {"groups.reference": None}), load([])):
+        dump(config, tmp_path / "config.yaml")
+        assert load([tmp_path / "config.yaml"]) == config
+
+
 def test_empty_files_and_sections_change_nothing(tmp_path: Path) -> None:
     assert load([write(tmp_path, "a.yaml", "# nothing"), write(tmp_path, "b.yaml", "rollout:\ndata: {}")]) == Config()
 
@@ -287,7 +301,10 @@ FINDINGS = [
         ["model.tiny.num_attention_heads: found"],
     ),
     ({"actor_fwd.parallel.pipeline": 3}, ["actor_fwd.parallel.pipeline: found 3", "num_hidden_layers, 2"]),
-    ({"reference.parallel.sequence_parallel": True}, ["reference.parallel.sequence_parallel: found true with"]),
+    (
+        {"groups.reference": {}, "reference.parallel.sequence_parallel": True},
+        ["reference.parallel.sequence_parallel: found true with"],
+    ),
     ({"algorithm.mini_batches": 5}, ["algorithm.mini_batches: found 5", "groups_per_step, 32"]),
     ({"algorithm.mini_batches": 16, "actor.parallel.data": 17}, ["actor.parallel.data: found 17, allowed: at most 16"]),
     (
@@ -317,11 +334,11 @@ FINDINGS = [
         ["algorithm.passes: found 2 without role actor_fwd", "algorithm.mini_batches: found 2 without role actor_fwd"],
     ),
     (
-        {"actor.forward": ["reference", "actor_fwd"]},
+        {"actor.forward": ["reference", "actor_fwd"], "groups.reference": {}},
         ["actor.forward: found actor_fwd, which is in a group too", "actor.forward: found reference, which is in a"],
     ),
     (
-        {"actor.forward": ["reference"], "groups.reference": None, "algorithm.refresh_reference_every": 5},
+        {"actor.forward": ["reference"], "algorithm.refresh_reference_every": 5},
         ["algorithm.refresh_reference_every: found 5 with reference in actor.forward"],
     ),
     ({"groups.hub": None}, ["but no hub", "role advantages in no group"]),
@@ -362,14 +379,15 @@ def test_findings(tmp_path: Path, overrides: dict[str, Any], parts: list[str]) -
 @pytest.mark.parametrize(
     "overrides",
     [
-        {"groups.reference": None},
+        {"groups.reference": {}},
+        {"algorithm.kl_coefficient": 0.1},
         {"groups.actor_fwd": None, "algorithm.passes": 1},
         {"groups.actor_fwd": None, "actor.forward": ["actor_fwd"]},
-        {"groups.reference": None, "actor.forward": ["reference"], "algorithm.kl_coefficient": 0.1},
+        {"actor.forward": ["reference"], "algorithm.kl_coefficient": 0.1},
     ],
     ids=str,
 )
-def test_runs_without_a_forward_group_that_are_good(tmp_path: Path, overrides: dict[str, Any]) -> None:
+def test_runs_with_and_without_forward_groups_that_are_good(tmp_path: Path, overrides: dict[str, Any]) -> None:
     assert check(load([QUICKSTART], {"run_dir": str(tmp_path / "run")} | overrides)) == []
 
 

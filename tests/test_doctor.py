@@ -206,11 +206,11 @@ ACCOUNT_MISTAKES = [
         "a|normal,long||\n",
         "error: site.qos: found 'fast', allowed for you: long, normal",
     ),
-    ({"layout": "jobs"}, "a|normal|2|100\n", r"error: layout: found jobs with 5 jobs at once, allowed for you: 2"),
+    ({"layout": "jobs"}, "a|normal|2|100\n", r"error: layout: found jobs with 4 jobs at once, allowed for you: 2"),
     (
         site(account="a", sbatch_on_nodes=False) | {"slurm": {"successors": 2}},
-        "a|normal|10|12\n",
-        "error: layout: found het with 15 jobs submitted, .* allowed for account a: 12",
+        "a|normal|10|11\n",
+        "error: layout: found het with 12 jobs submitted, .* allowed for account a: 11",
     ),
 ]
 

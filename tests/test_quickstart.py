@@ -42,7 +42,7 @@ def test_the_quickstart_learns_and_survives_its_engine(tmp_path: Path) -> None:
         family += psutil.Process(live.process.pid).children(recursive=True)
         live.finish(RUN_S)
         epochs = {path.name: live.epochs(path.name) for path in (live.run.root / "logs").iterdir() if path.is_dir()}
-    assert epochs == {"hub": 1, "rollout": 2, "actor": 1, "actor_fwd": 1, "reference": 1}
+    assert epochs == {"hub": 1, "rollout": 2, "actor": 1, "actor_fwd": 1}
     psutil.wait_procs(family, timeout=10.0)
     assert not [process for process in family if process.is_running()]
     assert not staging_root(live.run).exists()

@@ -37,6 +37,7 @@ PLAIN = {
     "actor": {"max_tokens_per_micro_batch": 30},
     "actor_fwd": {"max_tokens_per_micro_batch": 130},
     "reference": {"max_tokens_per_micro_batch": 30},
+    "groups": {"reference": {}},
 }
 # Two mini-batches of two windows each.
 REGULARISED = run_helpers.merged(

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from relax_hpc.config import Config, load, resolve
 from relax_hpc.config.check import check
+from relax_hpc.config.read import dump_yaml, parse_yaml
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch.slurm.layout import components, gpu_hours
 from relax_hpc.launch.slurm.render import directive, render, render_group, templates
@@ -138,6 +139,20 @@ def test_a_size_takes_the_nodes_of_its_name_and_a_run_on_it_has_no_findings(size
     assert all(part.tasks_per_node * part.cpus_per_task <= 8 * gpus for part in components(config))
 
 
+@pytest.mark.parametrize("size", SIZES, ids=lambda path: path.stem)
+def test_a_size_has_a_place_for_the_reference_of_a_kl(size: Path, model: Path) -> None:
+    """As the comment in its file says."""
+    (said,) = (line for line in size.read_text().splitlines() if line.startswith("# With a KL in the loss: "))
+    run = {"run_dir": str(model / "run"), "model.path": str(model), "data.train": str(model / "train.jsonl")}
+    layer = parse_yaml(said.partition("loss: ")[2], "comment") | {"algorithm": {"kl_coefficient": 0.1}}
+    with_kl = model / f"{size.stem}.yaml"
+    with_kl.write_text(dump_yaml(layer))
+    config = resolve(load([size, with_kl], run))
+    assert check(config) == []
+    assert gpu_hours(config) == nodes_of(size) * gpus_of(size) * 24
+    assert all(part.tasks_per_node * part.cpus_per_task <= 8 * gpus_of(size) for part in components(config))
+
+
 @pytest.mark.parametrize("site", SITES, ids=lambda path: path.stem)
 def test_example_sites_go_with_every_size_and_say_that_nobody_has_tried_them(site: Path) -> None:
     text = site.read_text()
@@ -165,7 +180,7 @@ def test_het_components_are_neither_killed_nor_requeued_and_jobs_are_requeued() 
     assert lines(het, "requeue") == []
     assert lines(het, "signal") == ["--signal=B:USR2@300"], "once: Slurm signals the batch script alone"
     jobs = render(compose(FOUR, "jobs"))
-    assert list(jobs) == ["hub.sbatch", "rollout.sbatch", "actor.sbatch", "forward.sbatch"]
+    assert list(jobs) == ["hub.sbatch", "rollout.sbatch", "actor.sbatch", "actor_fwd.sbatch"]
     for group, text in ((name.removesuffix(".sbatch"), text) for name, text in jobs.items()):
         assert (len(lines(text, "requeue")), lines(text, "no-")) == (1, [])
         assert text.endswith(f"relax_hpc.launch.slurm.head --run_dir /scratch/demo --group {group}\n")

@@ -15,7 +15,7 @@ from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from relax_hpc.config.clean import COMMAND_LINE, clean, near
 from relax_hpc.config.read import dump_yaml, key_lines, read_yaml
-from relax_hpc.config.schema import Config, default_groups
+from relax_hpc.config.schema import Config, default_groups, optional_groups
 from relax_hpc.errors import ConfigError
 from relax_hpc.rundir import RunDir, write_atomic
 
@@ -90,13 +90,15 @@ def compose(files: Sequence[Path | str], overrides: Mapping[str, Any] | None = N
     layers.append((COMMAND_LINE, _nest(overrides or {})))
     tree = to_dict(Config())
     sources: dict[str, str] = {}
-    known_groups = set(tree["groups"])
+    known_groups = {*tree["groups"], *optional_groups()}
     for source, raw in layers:
         layer = clean(Config, raw, source)
         _check_removals(layer.get("groups", {}), known_groups, source)
         known_groups |= set(layer.get("groups", {}))
-        tree = merge(Config, tree, layer)
+        tree = merge(Config, _with_optional(tree, layer.get("groups", {})), layer)
         sources |= dict.fromkeys(_leaves(layer), source)
+    if _needs_reference(tree) and "groups.reference" not in sources:
+        tree = _with_optional(tree, {"reference": {}})
     return Layers(tree, sources)
 
 
@@ -125,6 +127,22 @@ def build(hint: Any, tree: Any) -> Any:
     return list(tree) if isinstance(tree, list) else tree
 
 
+def _with_optional(tree: dict[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
+    """``tree`` with the defaults of those optional groups that a layer speaks of."""
+    made = {
+        name: dataclasses.asdict(group)
+        for name, group in optional_groups().items()
+        if asked.get(name) is not None and name not in tree["groups"]
+    }
+    return tree | {"groups": tree["groups"] | made}
+
+
+def _needs_reference(tree: Mapping[str, Any]) -> bool:
+    """Whether the loss has a KL to a reference, and nobody is there to score with it."""
+    placed = [group.get("roles", ()) for group in tree["groups"].values()] + [tree["actor"]["forward"]]
+    return tree["algorithm"]["kl_coefficient"] > 0 and not any("reference" in roles for roles in placed)
+
+
 def _check_removals(groups: Mapping[str, Any], known: set[str], source: str) -> None:
     for name, value in groups.items():
         if value is None and name not in known:
@@ -150,8 +168,9 @@ def _nest(overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _complete(tree: dict[str, Any]) -> dict[str, Any]:
-    """`tree` with null for every default group that it lacks: without it, reading would bring the group back."""
-    return tree | {"groups": tree["groups"] | {name: None for name in default_groups() if name not in tree["groups"]}}
+    """`tree` with null for every group that it lacks and that reading it would bring back."""
+    back = [*default_groups(), *(["reference"] if _needs_reference(tree) else [])]
+    return tree | {"groups": tree["groups"] | {name: None for name in back if name not in tree["groups"]}}
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

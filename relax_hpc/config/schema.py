@@ -494,8 +494,12 @@ def default_groups() -> dict[str, GroupConfig]:
         "rollout": GroupConfig(roles=["rollout"]),
         "actor": GroupConfig(roles=["actor"]),
         "actor_fwd": GroupConfig(roles=["actor_fwd"]),
-        "reference": GroupConfig(roles=["reference"]),
     }
+
+
+def optional_groups() -> dict[str, GroupConfig]:
+    """Groups that a run has if a layer speaks of them, or if its loss needs them: the reference, with a KL."""
+    return {"reference": GroupConfig(roles=["reference"])}
 
 
 @dataclass(kw_only=True, slots=True)
