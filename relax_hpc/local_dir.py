@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import MutableMapping
 from pathlib import Path
 
 import psutil
@@ -15,6 +16,8 @@ from relax_hpc.rundir import private_folder
 
 LOCAL_DIR = "RELAX_LOCAL_DIR"
 """Environment variable: the user's folder on this node's own disk, for caches and copies."""
+BATCH_TMPDIR = "RELAX_TMPDIR"
+"""Environment variable: what TMPDIR was where the batch script ran, which LOCAL_DIR and the caches were made from."""
 COMPILED = {
     "XDG_CACHE_HOME": "cache",
     "TRITON_CACHE_DIR": "triton",
@@ -32,6 +35,23 @@ _SCRATCH = re.compile(r"scratch-(\d+)-.+")
 _OUTSIDE = ".outside"
 _SHORT = 64
 """Longest path of the folder that scratch lies in: the path of a unix socket in it may have 107 bytes."""
+
+
+def settle_on_this_node(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Put this node's TMPDIR in the place of the batch node's, in LOCAL_DIR and all that lies below it.
+
+    Where each job has a folder of its own, the other components' nodes have others, and what was inherited is not
+    there: then /tmp is taken.
+    """
+    former, local = environment.pop(BATCH_TMPDIR, ""), environment.get(LOCAL_DIR, "")
+    if not former:
+        return
+    here = environment.get("TMPDIR", "")
+    if not os.access(here, os.W_OK | os.X_OK):
+        here = environment["TMPDIR"] = "/tmp"
+    for name, value in environment.items():
+        if value == local or value.startswith(f"{local}/"):
+            environment[name] = here + value.removeprefix(former)
 
 
 def local_folder() -> Path:

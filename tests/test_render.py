@@ -87,7 +87,7 @@ def test_shipped_files_are_what_the_tool_writes() -> None:
 
 
 def test_templates_are_short() -> None:
-    files = list(templates().glob("*.sbatch.j2"))
+    files = list(templates().glob("*.j2"))
     assert files and all(len(file.read_text().splitlines()) <= 60 for file in files)
 
 
@@ -380,8 +380,31 @@ def test_libraries_cache_on_the_nodes_own_disk_unless_the_site_says_otherwise(tm
     python = str(fake_python(tmp_path / "python"))
     config = compose(FOUR, "het", **{"site.python": python, "site.env": {"HF_HOME": "/shared/hf"}})
     env = run_script(tmp_path, render(config)["run.sbatch"], TMPDIR="/nvme/job 1", PYTHONPATH="/mine").env
+    assert env["RELAX_TMPDIR"] == "/nvme/job 1", "for roles on nodes with another"
     assert env["TRITON_CACHE_DIR"] == "/nvme/job 1/me-relax/triton" and env["HF_HOME"] == "/shared/hf"
     assert (env["PYTHONPATH"], env["PYTHONSAFEPATH"]) == ("/scratch/demo/code:/mine", "1")
+
+
+def test_lines_of_the_site_come_first_and_reach_what_runs(tmp_path: Path) -> None:
+    config = compose(FOUR, "jobs", **{"site.python": str(fake_python(tmp_path / "python")), "site.modules": ["b"]})
+    (tmp_path / "profile").write_text("export FROM_PROFILE='a b'\n")
+    config.site.setup = ["module purge", f"source {tmp_path}/profile", "ulimit -n 321", "false # is no end"]
+    config.site.env = {"FILES": "$(ulimit -n)"}
+    text = render_group(config, "actor").replace("'$(ulimit -n)'", "$(ulimit -n)")
+    ran = run_script(tmp_path, text, **module('printf "%s|" "$@" >>modules'))
+    assert (ran.env["FROM_PROFILE"], ran.env["FILES"]) == ("a b", "321")
+    assert (tmp_path / "modules").read_text() == "purge|load|b|"
+    assert "/etc/profile" not in render_group(compose(FOUR, "jobs"), "actor")
+    config.site.srun_options = {"mpi": "none"}
+    with pytest.raises(ConfigError, match=r"site.srun_options.mpi: .*set site.mpi.launcher"):
+        render(config)
+
+
+def test_files_of_a_job_are_its_users_alone(tmp_path: Path) -> None:
+    text = render(compose(FOUR, "het", **{"site.python": str(fake_python(tmp_path / "python"))}))["run.sbatch"]
+    assert text.index("umask 077\n") < text.index("RELAX_LOCAL_DIR")
+    run_script(tmp_path, text)
+    assert (tmp_path / "out").stat().st_mode & 0o77 == 0
 
 
 def test_a_missing_module_ends_the_job_as_a_mistake_of_the_configuration(tmp_path: Path) -> None:

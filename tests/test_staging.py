@@ -85,3 +85,21 @@ def test_a_process_goes_on_in_a_copy_of_its_environment(tmp_path: Path, monkeypa
     said = [subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout for _ in range(2)]
     (copy,) = disk.glob("environment-*")
     assert said == [f"in {copy} with ['word']\n"] * 2
+
+
+def test_each_node_takes_its_own_temporary_folder(tmp_path: Path) -> None:
+    """TMPDIR of the batch node is inherited by roles of other jobs and nodes, where it may not be, or another is."""
+    batch = {"RELAX_TMPDIR": "/local/job1", "RELAX_LOCAL_DIR": "/local/job1/me-relax", "HF_HOME": "/shared/hf"}
+    batch["TRITON_CACHE_DIR"] = "/local/job1/me-relax/triton"
+    for here, expected in ((str(tmp_path), str(tmp_path)), ("/local/job1", "/tmp"), ("", "/tmp")):
+        environment = batch | {"TMPDIR": here}
+        local_dir.settle_on_this_node(environment)
+        assert environment == {
+            "TMPDIR": expected,
+            "RELAX_LOCAL_DIR": f"{expected}/me-relax",
+            "TRITON_CACHE_DIR": f"{expected}/me-relax/triton",
+            "HF_HOME": "/shared/hf",
+        }
+    chosen = {"RELAX_LOCAL_DIR": "/nvme/me-relax", "TMPDIR": "/nowhere"}
+    local_dir.settle_on_this_node(environment := dict(chosen))
+    assert environment == chosen, "the site's own folder is the same on each node"

@@ -441,6 +441,8 @@ class ContainerConfig:
     """A container around every role; supervision stays outside of it."""
 
     runtime: Literal["none", "apptainer", "pyxis"] = "none"
+    program: str = "apptainer"
+    """What starts a container with runtime `apptainer`: a name on PATH, such as `singularity`, or a path."""
     image: str = ""
     mounts: list[str] = field(default_factory=list)
     """`/path` or `/path:/inside`; the run directory is always mounted."""
@@ -468,6 +470,12 @@ class SiteConfig:
     """`none`: memory follows from the CPUs, and the site takes no option for it; groups' `memory` is not asked for."""
     options: dict[str, str] = field(default_factory=dict)
     """Further sbatch options of every job by their long names, such as `reservation` or `mail-user`."""
+    srun_options: dict[str, str] = field(default_factory=dict)
+    """Further srun options of every role by their long names, such as `{hint: nomultithread, cpu-freq: high}`. With
+    `cpu-bind` Slurm places the ranks on cores; else each takes cores of its own near its GPU."""
+    setup: list[str] = field(default_factory=list)
+    """Lines of bash that every batch script runs first: `module purge`, `source /site/profile`, `ulimit -n 65536`.
+    Roles inherit variables and limits."""
     modules: list[str] = field(default_factory=list)
     """Environment modules to load."""
     env: dict[str, str] = field(default_factory=dict)

@@ -13,7 +13,8 @@ from relax_hpc.config import Config, load_resolved
 from relax_hpc.config.groups import RANKED as WITH_RANKS
 from relax_hpc.config.groups import ranks_of
 from relax_hpc.errors import EXIT_DONE, EXIT_RETRY, RelaxError, StoppedError
-from relax_hpc.local_dir import LOCAL_DIR, local_folder
+from relax_hpc.local_dir import LOCAL_DIR, local_folder, settle_on_this_node
+from relax_hpc.rendezvous.affinity import take_share
 from relax_hpc.rendezvous.exit_mark import leave_mark
 from relax_hpc.rendezvous.process import Flag, die_with_parent, on_terminate, stay_private, watched
 from relax_hpc.roles.staging import go_on_in_local_environment
@@ -122,11 +123,14 @@ def main(argv: list[str] | None = None) -> int:
     stay_private()
     args = parse(argv)
     mark = RunDir(args.run_dir).exit_mark(args.group, args.epoch, args.role)
+    settle_on_this_node()
     try:
-        go_on_in_local_environment(load_resolved(args.run_dir, args.group), "relax_hpc.roles", argv or sys.argv[1:])
+        config = load_resolved(args.run_dir, args.group)
+        go_on_in_local_environment(config, "relax_hpc.roles", argv or sys.argv[1:])
     except (RelaxError, OSError) as error:
         leave_mark(mark, EXIT_RETRY, f"copying the environment to this node: {error}")
         return EXIT_RETRY
+    take_share(config, args.group, args.role)
     if not args.watch:
         return work(args)
     rank = os.environ.get("SLURM_PROCID", "0")

@@ -21,6 +21,7 @@ from relax_hpc.config.schema import Config
 from relax_hpc.errors import EXIT_CONFIG, ConfigError
 from relax_hpc.local_dir import Scratch, compile_caches
 from relax_hpc.models.sizes import read_seconds
+from relax_hpc.rendezvous.affinity import numa_of_gpus
 from relax_hpc.rendezvous.process import PARENT, clean_environment
 from relax_hpc.rollout.engine import EngineFault, GenerateRequest, Generation, Sampling, require_model
 from relax_hpc.rollout.session import Session
@@ -213,9 +214,15 @@ def server_arguments(
         "incremental_streaming_output": True,
         "stream_interval": _TOLD_TOKENS if config.rollout.save_partial == "tokens" else _HEARD_TOKENS,
         **({"enable_memory_saver": True} if config.colocate and config.model.device == "cuda" else {}),
-        **(_CPU_ARGUMENTS if config.model.device == "cpu" else {"base_gpu_id": first_gpu}),
+        **(_CPU_ARGUMENTS if config.model.device == "cpu" else {"base_gpu_id": first_gpu} | _numa()),
         **flags,
     }
+
+
+def _numa() -> dict[str, list[int]]:
+    """The NUMA domain of each GPU, where all are known: SGLang binds its processes there, within what this one has."""
+    found = numa_of_gpus()
+    return {"numa_node": found} if found and min(found) >= 0 else {}
 
 
 def server_environment(threads: int, scratch: Path) -> dict[str, str]:

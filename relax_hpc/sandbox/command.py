@@ -34,6 +34,7 @@ DESCRIPTION = "A private, real Slurm of several nodes on this machine, without r
 _HELP = {
     "nodes": "nodes (up)",
     "cpus": "CPUs a node claims to have (up)",
+    "sockets": "sockets that these are in (up)",
     "memory": "MB a node claims to have (up)",
     "gpus": "GPUs a node claims to have; they are /dev/null (up)",
     "slurmd_timeout": "seconds of silence after which a node is down (up)",

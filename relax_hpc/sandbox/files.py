@@ -138,10 +138,11 @@ def _lines(folder: Path, options: Options) -> list[str]:
 def _serving(options: Options) -> str:
     """The nodes that run jobs."""
     gpus = f" Gres=gpu:{options.gpus}" if options.gpus else ""
+    cores = f" Sockets={options.sockets} CoresPerSocket={options.cpus // options.sockets} ThreadsPerCore=1"
     ports = f"{options.port + 1}-{options.port + options.nodes}"
     return (
         f"NodeName=node[1-{options.nodes}] NodeHostname={host()} NodeAddr=127.0.0.1 Port={ports} "
-        f"CPUs={options.cpus} RealMemory={options.memory}{gpus} State=UNKNOWN"
+        f"CPUs={options.cpus}{cores if options.sockets > 1 else ''} RealMemory={options.memory}{gpus} State=UNKNOWN"
     )
 
 
@@ -166,6 +167,8 @@ def write_site(folder: Path, options: Options, pmix: bool) -> None:
         "partition": "main" if options.nodes else "declared",
         "interface": "lo",
         "gpu_request": "gpus_per_node" if options.gpus else "none",
+        # All nodes share this machine's cores: their first ranks would sit on the same one.
+        "srun_options": {} if options.bind else {"cpu-bind": "none"},
         "sbatch_on_nodes": True,
         "mpi": mpi,
     }

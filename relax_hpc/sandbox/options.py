@@ -36,6 +36,8 @@ class Options:
     """Nodes that run jobs; 0 only beside `declared` ones."""
     cpus: int = _option(8, 1, 1024)
     """CPUs that each node claims to have, whatever the machine has."""
+    sockets: int = _option(1, 1, 64)
+    """Sockets that these are in."""
     memory: int = _option(4000, 100, 10_000_000)
     """MB that each node claims to have."""
     gpus: int = _option(2, 0, 64)
@@ -63,6 +65,8 @@ class Options:
             value, low, high = getattr(self, item.name), item.metadata.get("low"), item.metadata.get("high")
             if low is not None and not low <= value <= high:
                 raise ConfigError(f"sandbox: {item.name}: found {value}, allowed {low} to {high}")
+        if self.cpus % self.sockets:
+            raise ConfigError(f"sandbox: sockets: found {self.sockets}, allowed: a divisor of the {self.cpus} cpus")
         if not self.nodes and not self.declared:
             raise ConfigError(f"sandbox: nodes: found 0, allowed 1 to {MAX_NODES}, or 0 beside declared ones")
         for line in self.declared:

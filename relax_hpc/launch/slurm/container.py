@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -38,7 +37,8 @@ def container_srun_options(config: Config, run_dir: Path) -> list[str]:
 
 def local_dir(config: Config) -> str:
     """The folder on each node's own disk that caches and staged files lie under."""
-    return config.site.local_dir or os.environ.get("TMPDIR") or "/tmp"
+    # TMPDIR may be another one on each node: what is not mounted is not there, and a role then takes this one.
+    return config.site.local_dir or "/tmp"
 
 
 def mounts(config: Config, run_dir: Path) -> list[str]:

@@ -16,6 +16,7 @@ from relax_hpc.config.schema import Config
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch.slurm.inherited import undone
 from relax_hpc.launch.slurm.layout import Component, component, components
+from relax_hpc.launch.slurm.srun import srun_options
 from relax_hpc.local_dir import CACHES
 
 OWN_OPTIONS = {
@@ -110,12 +111,14 @@ def _render(config: Config, parts: list[Component], **variables: Any) -> str:
         autoescape=False,
     )
     site = config.site
-    local = shlex.quote(site.local_dir) if site.local_dir else '"${TMPDIR:-/tmp}"'
+    srun_options(config)
     return environment.get_template("job.sbatch.j2").render(
         parts=_directives(config, parts),
         signal_s=config.slurm.signal_s,
         modules=" ".join(shlex.quote(name) for name in site.modules),
-        local_dir=local,
+        setup=site.setup,
+        module_function=site.modules or any("module" in line for line in site.setup),
+        local_dir=shlex.quote(site.local_dir) if site.local_dir else "",
         caches=list(CACHES.items()),
         env=[(_variable(name), shlex.quote(value)) for name, value in site.env.items()],
         **variables,

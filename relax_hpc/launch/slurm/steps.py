@@ -21,6 +21,7 @@ from relax_hpc.launch.records import Launch, read_launch, record
 from relax_hpc.launch.slurm.allocation import Allocation, Place
 from relax_hpc.launch.slurm.commands import Slurm, SlurmError
 from relax_hpc.launch.slurm.container import container_command, container_srun_options, role_python
+from relax_hpc.launch.slurm.srun import srun_options
 from relax_hpc.rendezvous.network import library_environment
 from relax_hpc.rendezvous.process import PARENT
 from relax_hpc.rundir import RunDir
@@ -177,11 +178,12 @@ class StepLauncher:
 
     def _srun(self, config: Config, name: str, role: str, epoch: int) -> list[str]:
         place, resources = self.allocation.places[name], group_of(config, name).resources
+        # Not --cpus-per-task: it gives a step as few cores as it names, and overlapping steps the same ones.
         ranks = ranks_of(config, name, role)
         nodes = min(place.nodes, ranks)
         place = Place(place.job, nodes, place.het)
         words = [*self.place_words(place), f"--ntasks={ranks}", f"--ntasks-per-node={ranks // nodes}"]
-        words += [f"--cpus-per-task={resources.cpus_per_task}", "--export=ALL", "--kill-on-bad-exit=1"]
+        words += [*srun_options(config), "--export=ALL", "--kill-on-bad-exit=1"]
         # A rank that is done must not have the others ended, whatever the site's WaitTime.
         words.append("--wait=0")
         if resources.gpus_per_node and config.site.gpu_request != "none":
