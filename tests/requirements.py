@@ -33,6 +33,7 @@ CHECKS: dict[str, tuple[Callable[[], bool], str]] = {
     "sglang": (lambda: _has_module("sglang"), "package sglang (env/setup.sh)"),
     "mpi": (lambda: _has_module("mpi4py") and mpiexec().exists(), "packages mpi4py and mpich (env/setup.sh)"),
     "slurm": (lambda: shutil.which("sinfo") is not None, "a Slurm cluster: sinfo on PATH"),
+    "bubblewrap": (lambda: shutil.which("bwrap") is not None, "bubblewrap: bwrap on PATH"),
     "shellcheck": (lambda: shutil.which("shellcheck") is not None, "shellcheck on PATH"),
     "torch": (lambda: _has_module("torch"), "package torch (env/setup.sh)"),
     "megatron": (lambda: _has_module("megatron.core"), "package megatron-core (env/setup.sh)"),

@@ -206,6 +206,14 @@ def test_a_moved_run_directory_counts_from_where_it_is(tmp_path: Path) -> None:
     assert (resolved.steps, resolved.run_dir) == (7, str(tmp_path / "new"))
 
 
+def test_a_path_with_dots_is_where_they_lead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "disk" / "mine").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "mine")
+    monkeypatch.chdir(tmp_path / "link")
+    assert resolve(load([], {"run_dir": "../runs/a"})).run_dir == str(tmp_path.resolve() / "disk" / "runs" / "a")
+    assert resolve(load([], {"run_dir": f"{tmp_path}/link/a"})).run_dir == f"{tmp_path}/link/a", "as the user named it"
+
+
 def test_resolve_makes_paths_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = resolve(load([], {"name": "a", "data.train": "t.jsonl", "data.eval.x": "e.jsonl"}))

@@ -12,6 +12,7 @@ from relax_hpc.config import Config, load
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch.slurm.container import container_command, container_srun_options, mounts, role_python
 from relax_hpc.launch.slurm.layout import component, components, gpu_hours, node_hours, seconds
+from relax_hpc.launch.slurm.render import render
 from relax_hpc.rundir import RunDir
 
 RUN = RunDir("/scratch/run").root
@@ -145,6 +146,8 @@ def test_container_prefix_of_apptainer_and_options_of_pyxis() -> None:
     config.site.container.runtime = "apptainer"
     binds = [f"--bind={path}" for path in ("/scratch/run", "/models/m", "/nvme", "/opt/x:/x", "/data")]
     assert container_command(config, RUN) == ["apptainer", "exec", "--no-home", *binds, "/i.sif"]
+    config.site.container.program = "/opt/bin/singularity"
+    assert container_command(config, RUN)[:2] == ["/opt/bin/singularity", "exec"]
     config.model.device = "cuda"
     assert "--nv" in container_command(config, RUN) and role_python(config) == "python3"
     config.site.container.runtime = "pyxis"
@@ -154,6 +157,16 @@ def test_container_prefix_of_apptainer_and_options_of_pyxis() -> None:
         "--container-mounts=/scratch/run:/scratch/run,/models/m:/models/m,/nvme:/nvme,/opt/x:/x,/data:/data",
         "--no-container-mount-home",
     ]
+
+
+def test_a_container_of_apptainer_has_no_pmix() -> None:
+    config = make(**{"site.container.runtime": "apptainer", "site.container.image": "/i.sif"})
+    config.site.mpi.launcher = "pmix"
+    config.run_dir = "/scratch/demo"
+    with pytest.raises(ConfigError, match=r"site.mpi.launcher: found pmix with container runtime apptainer.* pmi2"):
+        render(config)
+    config.site.container.runtime = "pyxis"
+    assert render(config)
 
 
 def test_container_mistakes_are_named() -> None:

@@ -182,4 +182,8 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _absolute(path: str) -> str:
-    return str(Path(path).expanduser().absolute()) if path else ""
+    if not path:
+        return ""
+    whole = Path(path).expanduser().absolute()
+    # Links stay as they were named, unless `..` stands behind one: only the filesystem knows where that leads.
+    return str(whole.resolve() if ".." in whole.parts else whole)

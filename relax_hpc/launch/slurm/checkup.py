@@ -6,25 +6,42 @@ import json
 import subprocess
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from relax_hpc.config import load_resolved
-from relax_hpc.config.groups import group_of
-from relax_hpc.launch.slurm.container import role_python
+from relax_hpc.config import Config, load_resolved
+from relax_hpc.config.groups import RANKED, group_of, ranks_of, roles_of
+from relax_hpc.launch.slurm.container import container_command, container_srun_options, role_python
 from relax_hpc.launch.slurm.preflight import BadNodes, excluded
-from relax_hpc.launch.slurm.steps import StepLauncher, step_environment
+from relax_hpc.launch.slurm.srun import srun_options
+from relax_hpc.launch.slurm.steps import StepLauncher, mpi_plugin, step_environment
 from relax_hpc.rundir import RunDir
 
 _DEADLINE_S, _END_S = 60.0, 5.0
+_CONTAINER_S = 300.0
+"""More, for an image that has to be fetched first."""
+_NOT_STARTED = ("Unable to create step", "Unable to confirm allocation", "Unable to contact slurm controller")
+"""What srun says where Slurm started nothing, which is no fault of the nodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkup:
+    """A pre-flight that runs on the nodes of a group."""
+
+    name: str
+    config: Config
+    step: subprocess.Popen[str]
+    deadline: float
 
 
 def check_nodes(launcher: StepLauncher, names: Sequence[str]) -> dict[str, str]:
     """Run the pre-flight on all nodes of the groups ``names`` at once; of each group that must not start there, why.
 
-    Failing nodes are written to the run's list of bad nodes.
+    It runs where the roles will: on their nodes, in their container, by their interpreter, and with their MPI if any
+    has ranks. One that could not run is a reason too. Failing nodes are written to the run's list of bad nodes.
     """
-    steps = {name: _start(launcher, name) for name in names}
-    deadline = time.monotonic() + _DEADLINE_S
-    return {name: reason for name, step in steps.items() if (reason := _judge(launcher, name, step, deadline))}
+    checkups = [_start(launcher, name) for name in names]
+    return {checkup.name: reason for checkup in checkups if (reason := _judge(launcher, checkup))}
 
 
 def exclude_option(run: RunDir, chosen: str = "", avoid: str = "") -> list[str]:
@@ -34,41 +51,81 @@ def exclude_option(run: RunDir, chosen: str = "", avoid: str = "") -> list[str]:
     return [f"--exclude={','.join([chosen, *names] if chosen else names)}"] if names else []
 
 
-def _start(launcher: StepLauncher, name: str) -> subprocess.Popen:
+def with_ranks(config: Config, group: str) -> bool:
+    """Whether any role of the group has ranks that MPI has to introduce to each other."""
+    return any(ranks_of(config, group, role) > 1 for role in roles_of(config, group) if role in RANKED)
+
+
+def _start(launcher: StepLauncher, name: str) -> Checkup:
     config, run, place = load_resolved(launcher.run.root, name), launcher.run, launcher.allocation.places[name]
-    group = group_of(config, name)
+    group, mpi = group_of(config, name), with_ranks(config, name)
     words = [role_python(config), "-m", "relax_hpc.launch.slurm.preflight", "--run_dir", str(run.root)]
+    srun = [*launcher.place_words(place), f"--mpi={mpi_plugin(config) if mpi else 'none'}"]
+    srun += ["--ntasks-per-node=1", f"--ntasks={place.nodes}", *srun_options(config), "--export=ALL"]
     if config.model.device == "cuda" and group.resources.gpus_per_node:
         words += ["--gpus", str(group.resources.gpus_per_node)]
+        srun += [] if config.site.gpu_request == "none" else [f"--gpus-per-node={group.resources.gpus_per_node}"]
     if interface := group.interface or config.site.interface:
         words += ["--interface", interface]
-    srun = [*launcher.place_words(place), "--mpi=none", "--ntasks-per-node=1", f"--ntasks={place.nodes}"]
-    return subprocess.Popen(
-        [*srun, "--export=ALL", "--job-name=preflight", *words],
+    if mpi and mpi_plugin(config) != "none":
+        words.append("--mpi")
+    inside = config.site.container.runtime != "none"
+    step = subprocess.Popen(
+        [*srun, "--job-name=preflight", *container_srun_options(config, run.root),
+         *container_command(config, run.root), *words],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env=step_environment(config, name),
         start_new_session=True,
-    )
+    )  # fmt: skip
+    return Checkup(name, config, step, time.monotonic() + (_CONTAINER_S if inside else _DEADLINE_S))
 
 
-def _judge(launcher: StepLauncher, name: str, step: subprocess.Popen, deadline: float) -> str:
-    """Why ``name`` must not start on its nodes; empty if all of them are well."""
-    try:
-        output, _ = step.communicate(timeout=max(0.1, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        step.kill()
-        output, _ = step.communicate(timeout=_END_S)
-    reports = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-    if not reports:
-        # Slurm did not start it, which says nothing about the nodes; the group's own start will show.
-        print(f"{name}: no pre-flight: {' '.join(output.split())[-200:]}", flush=True)
+def _judge(launcher: StepLauncher, checkup: Checkup) -> str:
+    """Why the group must not start on its nodes; empty if all of them are well."""
+    output, name = _output(checkup), checkup.name
+    found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    words = [word for line in output.splitlines() if not line.startswith("{") for word in line.split()]
+    last = " ".join(words)[-300:] or "it said nothing"
+    reports = {report["node"]: report for report in found if "problems" in report}
+    if not reports and any(text in output for text in _NOT_STARTED):
+        print(f"{name}: no pre-flight, as Slurm did not start it: {last}", flush=True)
         return ""
-    bad = {report["node"]: report["problems"] for report in reports if not report["ok"]}
-    silent = [node for node in launcher.nodes_of(name) if node not in {report["node"] for report in reports}]
-    bad |= {node: ["no answer to the pre-flight"] for node in silent}
+    if not reports:
+        # The same everywhere: no node is to blame.
+        return f"the pre-flight could not run ({last}); see {_where(checkup.config)}"
+    bad = {node: report["problems"] for node, report in reports.items() if not report["ok"]}
+    bad |= {node: ["no answer to the pre-flight"] for node in launcher.nodes_of(name) if node not in reports}
     for node, problems in bad.items():
         BadNodes(launcher.run).add(node, "preflight", problems)
-    return "; ".join(f"{node}: {', '.join(problems)}" for node, problems in bad.items())
+    reason = "; ".join(f"{node}: {', '.join(problems)}" for node, problems in bad.items())
+    return reason or _mpi_problem(checkup, [report["mpi"] for report in found if "mpi" in report], len(reports), last)
+
+
+def _output(checkup: Checkup) -> str:
+    try:
+        return checkup.step.communicate(timeout=max(0.1, checkup.deadline - time.monotonic()))[0]
+    except subprocess.TimeoutExpired:
+        checkup.step.kill()
+        return checkup.step.communicate(timeout=_END_S)[0]
+
+
+def _mpi_problem(checkup: Checkup, worlds: list[dict[str, Any]], nodes: int, last: str) -> str:
+    """What is wrong with MPI where the ranks need it; it has been tried on nodes that are well."""
+    if not with_ranks(checkup.config, checkup.name) or mpi_plugin(checkup.config) == "none":
+        return ""
+    mpi = checkup.config.site.mpi
+    settings = f"see site.mpi.launcher (found {mpi.launcher}) and site.mpi.library (found {mpi.library})"
+    if len(worlds) < nodes:
+        return f"MPI_Init did not succeed ({last}); {settings}"
+    if any(world["ranks"] != nodes for world in worlds):
+        alone = f"MPI: {worlds[0]['library']} found {worlds[0]['ranks']} of {nodes} ranks"
+        return f"{alone}, so it does not speak with srun --mpi={mpi_plugin(checkup.config)}; {settings}"
+    return ""
+
+
+def _where(config: Config) -> str:
+    inside = config.site.container.runtime != "none"
+    return "site.container (image, python, mounts)" if inside else "site.python and the modules of the nodes"

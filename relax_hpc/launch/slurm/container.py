@@ -1,4 +1,8 @@
-"""What stands before a role's command where the site runs roles in containers; supervision stays outside."""
+"""What stands before a role's command where the site runs roles in containers; supervision stays outside.
+
+The words of Apptainer and Pyxis are from their documentation: neither has been tried. Tests run those of Apptainer with
+a program of their own that makes real containers.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +20,19 @@ def role_python(config: Config) -> str:
 
 
 def container_command(config: Config, run_dir: Path) -> list[str]:
-    """Words before a role's command: those of apptainer, or none."""
-    if config.site.container.runtime != "apptainer":
+    """Words before a role's command: those of apptainer, or none.
+
+    ConfigError for pmix: slurmd's folder of it is not seen inside, nor is a libmpi.so of the host.
+    """
+    container, launcher = config.site.container, config.site.mpi.launcher
+    if container.runtime != "apptainer":
         return []
-    words = ["apptainer", "exec", "--no-home"]
+    if launcher == "pmix":
+        raise ConfigError(
+            "site.mpi.launcher: found pmix with container runtime apptainer, where slurmd's PMIx is out of reach; "
+            "allowed: pmi2, with library: wheel (the mpich wheel in the image)"
+        )
+    words = [container.program, "exec", "--no-home"]
     if config.model.device == "cuda":
         words.append("--nv")
     for mount in mounts(config, run_dir):

@@ -1,7 +1,8 @@
 """What a node finds out about itself in a second, before a group is started on it; and which nodes keep failing.
 
-`python -m relax_hpc.launch.slurm.preflight --run_dir RUN [--gpus N] [--min_memory_gib M] [--interface I]` prints one
-JSON line. It is run under a deadline: on a filesystem that hangs it hangs too.
+`python -m relax_hpc.launch.slurm.preflight --run_dir RUN [--gpus N] [--min_memory_gib M] [--interface I] [--mpi]`
+prints one JSON line, and with --mpi a second one once MPI has told all nodes of each other: where MPI is broken it
+ends the process, or waits for ever. It is run under a deadline: on a filesystem that hangs it hangs too.
 """
 
 from __future__ import annotations
@@ -197,6 +198,16 @@ def excluded(run: RunDir, threshold: int = 2, now: float | None = None) -> list[
     return sorted(node for node, count in counts.items() if count >= threshold)
 
 
+def try_mpi() -> dict[str, object]:
+    """Begin and end MPI as ranks do; how many there are, and whose library it is."""
+    from mpi4py import MPI
+
+    found = {"ranks": MPI.COMM_WORLD.Get_size(), "library": MPI.Get_library_version().splitlines()[0][:80]}
+    MPI.COMM_WORLD.Barrier()
+    MPI.Finalize()
+    return found
+
+
 def main(argv: list[str] | None = None) -> int:
     """0, or 75 if the node has problems."""
     parser = argparse.ArgumentParser(prog="preflight", description="Check this node before a group starts on it.")
@@ -204,9 +215,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--gpus", type=int, default=0)
     parser.add_argument("--min_memory_gib", type=float, default=0.0)
     parser.add_argument("--interface", default="")
+    parser.add_argument("--mpi", action="store_true", help="try MPI between the nodes")
     given = parser.parse_args(argv)
     report = check_node(RunDir(given.run_dir), given.gpus, given.min_memory_gib, given.interface)
     print(report.line(), flush=True)
+    if given.mpi:
+        print(json.dumps({"node": report.node, "mpi": try_mpi()}), flush=True)
     return EXIT_DONE if report.ok else EXIT_RETRY
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from relax_hpc.config.schema import Config
 from relax_hpc.errors import ConfigError
+from relax_hpc.launch.slurm.container import container_command
 from relax_hpc.launch.slurm.inherited import undone
 from relax_hpc.launch.slurm.layout import Component, component, components
 from relax_hpc.launch.slurm.srun import srun_options
@@ -111,7 +112,9 @@ def _render(config: Config, parts: list[Component], **variables: Any) -> str:
         autoescape=False,
     )
     site = config.site
+    # What no role could be started with is an error now, not when the job has waited for its nodes.
     srun_options(config)
+    container_command(config, Path(config.run_dir))
     return environment.get_template("job.sbatch.j2").render(
         parts=_directives(config, parts),
         signal_s=config.slurm.signal_s,

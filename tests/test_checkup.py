@@ -1,0 +1,104 @@
+"""Pre-flights where the roles will run: on nodes of a real Slurm, with their MPI, and inside of real containers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relax_hpc.config import load
+from relax_hpc.config.load import dump
+from relax_hpc.launch.slurm.allocation import Allocation, Place
+from relax_hpc.launch.slurm.checkup import check_nodes
+from relax_hpc.launch.slurm.commands import Slurm
+from relax_hpc.launch.slurm.preflight import BadNodes
+from relax_hpc.launch.slurm.snapshot import take_snapshot
+from relax_hpc.launch.slurm.steps import StepLauncher
+from relax_hpc.rundir import RunDir
+from relax_hpc.sandbox import Sandbox
+from relax_hpc.sandbox.files import open_mpi
+from relax_hpc.sandbox.processes import until
+from tests.containers import PYTHON, install, make_image
+from tests.requirements import requires
+
+requires("mpi")
+WHEEL = {"launcher": "pmi2", "library": "wheel"}
+
+
+@pytest.fixture
+def job(sandbox: Sandbox) -> Iterator[str]:
+    """Two nodes for a while."""
+    found = sandbox.client("sbatch", "--parsable", "--nodes=2", "--output=/dev/null", "--wrap=sleep 120").strip()
+    words = ("squeue", "--noheader", "--format=%T", f"--jobs={found}")
+    until(lambda: "RUNNING" in sandbox.client(*words), 30.0, "the job does not start")
+    yield found
+    sandbox.client("scancel", found)
+    until(lambda: not sandbox.client("squeue", "--noheader").strip(), 30.0, "the job does not end")
+
+
+def look(
+    sandbox: Sandbox, job: str, folder: Path, monkeypatch: pytest.MonkeyPatch, site: dict[str, Any]
+) -> tuple[str, RunDir]:
+    """Why a group of two ranks on two nodes must not start there; empty: it may."""
+    folder.mkdir()
+    groups = {"actor": {"resources": {"nodes": 2}}}
+    config = load([sandbox.site], {"layout": "jobs", "groups": groups, "actor.parallel.data": 2})
+    for name, value in site.items():
+        if isinstance(value, dict):
+            for key, one in value.items():
+                setattr(getattr(config.site, name), key, one)
+        else:
+            setattr(config.site, name, value)
+    run = RunDir(folder)
+    dump(config, run.config)
+    take_snapshot(run)
+    # As the head has it, which the batch script starts.
+    monkeypatch.setenv("SLURM_CONF", str(sandbox.conf))
+    monkeypatch.setenv("PYTHONPATH", str(run.code))
+    launcher = StepLauncher(run, config, Slurm(), Allocation(job, 0, "node1", {"actor": Place(job, 2)}), lambda: None)
+    return check_nodes(launcher, ["actor"]).get("actor", ""), run
+
+
+def test_nodes_that_are_well_and_programs_that_are_not(
+    sandbox: Sandbox, job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert look(sandbox, job, tmp_path / "well", monkeypatch, {})[0] == ""
+    said, run = look(sandbox, job, tmp_path / "python", monkeypatch, {"python": "/usr/bin/false-python"})
+    assert said.startswith("the pre-flight could not run (") and "see site.python" in said
+    assert "false-python" in said and BadNodes(run).records() == [], "no node is to blame"
+
+
+def test_mpi_that_the_launcher_does_not_speak_names_the_settings(
+    sandbox: Sandbox, job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert look(sandbox, job, tmp_path / "pmi2", monkeypatch, {"mpi": WHEEL})[0] == ""
+    missing = {"launcher": "pmi2", "library": "/nowhere/libmpi.so"}
+    said, _ = look(sandbox, job, tmp_path / "missing", monkeypatch, {"mpi": missing})
+    assert "MPI_Init did not succeed" in said and "site.mpi.library (found /nowhere/libmpi.so)" in said
+    if open_mpi():
+        mixed = {"launcher": "pmi2", "library": open_mpi()}
+        said, _ = look(sandbox, job, tmp_path / "mixed", monkeypatch, {"mpi": mixed})
+        assert "MPI" in said and "site.mpi.launcher (found pmi2)" in said and open_mpi() in said
+
+
+def test_a_pre_flight_runs_in_the_container_of_the_roles(
+    sandbox: Sandbox, job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requires("bubblewrap")
+    program = install(tmp_path / "bin")
+    (tmp_path / "local").mkdir()
+    container = {"runtime": "apptainer", "program": str(program), "python": PYTHON}
+    site = {"mpi": WHEEL, "local_dir": str(tmp_path / "local"), "env": {}, "python": sys.executable}
+    good = site | {"container": container | {"image": str(make_image(tmp_path / "image"))}}
+    said, run = look(sandbox, job, tmp_path / "inside", monkeypatch, good)
+    assert said == ""
+    calls = [json.loads(line) for line in (tmp_path / "bin" / "calls").read_text().splitlines()]
+    assert len(calls) == 2 and all(f"--bind={run.root}" in call and PYTHON in call for call in calls)
+    empty = site | {"container": container | {"image": str(make_image(tmp_path / "empty", python=False))}}
+    said, run = look(sandbox, job, tmp_path / "without", monkeypatch, empty)
+    assert said.startswith("the pre-flight could not run (") and "site.container (image, python, mounts)" in said
+    assert PYTHON in said
