@@ -402,7 +402,7 @@ def test_lines_of_the_site_come_first_and_reach_what_runs(tmp_path: Path) -> Non
 
 def test_files_of_a_job_are_its_users_alone(tmp_path: Path) -> None:
     text = render(compose(FOUR, "het", **{"site.python": str(fake_python(tmp_path / "python"))}))["run.sbatch"]
-    assert text.index("umask 077\n") < text.index("RELAX_LOCAL_DIR")
+    assert text.index("umask 077 ") < text.index("RELAX_LOCAL_DIR")
     run_script(tmp_path, text)
     assert (tmp_path / "out").stat().st_mode & 0o77 == 0
 
