@@ -311,7 +311,7 @@ def test_hostile_values_stay_values(tmp_path: Path, value: str, folder: str) -> 
     assert ran.argv == ["-m", "relax_hpc.launch.slurm.head", "--run_dir", run_dir, "--group", "actor"]
     assert ran.env["VALUE"] == value
     assert ran.env["RELAX_LOCAL_DIR"] == f"/local/{folder}/me-relax"
-    assert ran.env["PYTHONPATH"] == f"{run_dir}/code"
+    assert ran.env["PYTHONPATH"] == str(Path(run_dir) / "code")
     assert (tmp_path / "modules").read_bytes().decode() == f"load|{value}|b c|"
     assert not list(tmp_path.rglob("pwned"))
 
