@@ -1,6 +1,6 @@
 """A cluster without a node to spare: groups wait in the queue, jobs end in pieces, users cancel what they have.
 
-The engine is `simulated`, also in env/test.sh --all: nothing here depends on it.
+The engine is `simulated`: a rollout stub in SGLang's place, which env/test.sh --all puts in.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from relax_hpc.errors import EXIT_NO_PROGRESS
 from relax_hpc.launch.requests import asked_to_stop
 from relax_hpc.sandbox import Sandbox
 from tests.requirements import requires
+from tests.run_helpers import ALL
 from tests.slurm_runs import ENDLESS, START_S, SlurmRun, submitted
 from tests.slurm_sandbox import private_sandbox, requires_sandbox
+from tests.test_slurm_ends import hub_nodes, succeeded
 
 requires("torch", "megatron", "transformers", "mpi")
 requires_sandbox()
 
-WAIT_S = 3.0
+WAIT_S = 2.0
+LOST = "power loss of a node of the hub, then of actor_fwd's, where no node is to spare"
 SMALLER: dict[str, Any] = {
     "steps": ENDLESS,
     "rollout": {"replicas": 1},
@@ -43,7 +46,7 @@ def sandbox() -> Iterator[Sandbox]:
 
 def test_who_waits_for_a_queued_group_is_not_judged(sandbox: Sandbox, tmp_path: Path) -> None:
     with submitted(sandbox, tmp_path, "jobs", SMALLER) as live:
-        wait = live.wait_until(lambda: waits_for(live, "actor", 4 * WAIT_S), "the others wait", START_S)
+        wait = live.wait_until(lambda: waits_for(live, "actor", 3 * WAIT_S), "the others wait", START_S)
         assert "is queued (JobHeld" in wait["why"] and wait["spent"] > 0 and 3000.0 < wait["left_s"] < 3600.0
         assert "waits for actor, which is queued (JobHeld" in live.call("status")
         sandbox.client("scontrol", "release", live.job("actor"))
@@ -51,7 +54,8 @@ def test_who_waits_for_a_queued_group_is_not_judged(sandbox: Sandbox, tmp_path: 
         assert {name: live.epochs(name) for name in ("hub", "rollout", "actor_fwd")} == dict.fromkeys(
             ("hub", "rollout", "actor_fwd"), 1
         ), live.story()
-        live.stop()
+        # The hub is what all others need: who cancels its job wants an end.
+        cancelled_means_stopped(live)
 
 
 def test_a_group_that_fails_itself_ends_what_is_queued_too(sandbox: Sandbox, tmp_path: Path) -> None:
@@ -62,6 +66,51 @@ def test_a_group_that_fails_itself_ends_what_is_queued_too(sandbox: Sandbox, tmp
         assert asked["code"] == EXIT_NO_PROGRESS and asked["reason"].startswith("rollout: ended 2 times")
         live.assert_nothing_left()
         assert (live.epochs("rollout"), live.epochs("actor")) == (2, 0)
+
+
+def test_a_successor_gets_the_nodes_of_what_slurm_leaves_behind(sandbox: Sandbox, tmp_path: Path) -> None:
+    with submitted(sandbox, tmp_path, "het", {"steps": ENDLESS}) as live:
+        live.wait_for_step(2)
+        node, holder = live.nodes_of("actor_fwd")[0], live.lease_holder()
+        lose_and_bring_back(live, holder["node"])
+        live.supervised_anew(holder["epoch"])
+        with succeeded(live, LOST):
+            # With one node left, component 0 ends when any node is lost; those of two nodes live on.
+            lose_and_bring_back(live, node)
+        if ALL:
+            with succeeded(live, "power loss of both nodes of the hub, where no node is to spare"):
+                # No head is left to give anything back.
+                lose_and_bring_back(live, *hub_nodes(live))
+        component = live.job("actor_fwd")
+        with live.only("actor_fwd", "scancel of a component, where no node is to spare"):
+            sandbox.client("scancel", component)
+        if ALL:
+            slurmctld_is_spared(live)
+        cancelled_means_stopped(live)
+
+
+def lose_and_bring_back(live: SlurmRun, *nodes: str) -> None:
+    for node in nodes:
+        live.sandbox.kill_node(node, down=True)
+    for node in nodes:
+        live.sandbox.start_node(node)
+
+
+def slurmctld_is_spared(live: SlurmRun) -> None:
+    """Restarted after a component has gone, that of 22.05.8 dies of each further step of the job: there is none."""
+    live.restart_slurm()
+    slurmctld, component = live.sandbox.daemons()["slurmctld"], live.job("rollout")
+    with live.only("rollout", "kill -9 of a rank of rollout, after a component had gone and slurmctld was restarted"):
+        live.kill("rollout", 0)
+    assert live.job("rollout") != component and live.sandbox.daemons()["slurmctld"] == slurmctld
+
+
+def cancelled_means_stopped(live: SlurmRun) -> None:
+    """What a user of Slurm expects of scancel: nothing comes after it."""
+    live.sandbox.client("scancel", live.job("hub"))
+    asked = live.wait_until(lambda: asked_to_stop(live.run), "it stops", START_S)
+    assert asked == {"code": 0, "reason": f"job {live.job('hub')} was cancelled"}
+    live.assert_nothing_left()
 
 
 def waits_for(live: SlurmRun, group: str, seconds: float) -> dict[str, Any]:

@@ -125,6 +125,14 @@ class Lease:
             file.write(text.ljust(_WIDTH))
 
 
+def holder_of(run: RunDir, name: str) -> dict:
+    """Who supervises, as the file says: epoch, beat, node, allocation, pid; empty while it cannot be read."""
+    try:
+        return json.loads((run.rendezvous(name) / "lease").read_text())
+    except (OSError, ValueError):
+        return {}
+
+
 def leave_outcome(run: RunDir, name: str, allocation: str, code: int) -> None:
     """Tell the candidates of an allocation that supervision is over, and how."""
     write_json(run.rendezvous(name) / f"outcome-{allocation}.json", {"code": code})

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,10 +42,13 @@ class Processes(Incarnation):
 
 
 class LocalLauncher:
-    """Groups as process trees of this machine; they die with this process. ``job``: the Slurm job around it, if any."""
+    """Groups as process trees of this machine; they die with this process.
 
-    def __init__(self, run: RunDir, job: str = "") -> None:
-        self.run, self.job = run, job
+    ``job``: the Slurm job around it, if any, and ``ending``: whether that is about to end.
+    """
+
+    def __init__(self, run: RunDir, job: str = "", ending: Callable[[], bool] = lambda: False) -> None:
+        self.run, self.job, self._ending = run, job, ending
 
     def start(self, name: str, epoch: int, launch: Launch) -> Processes:
         """Every role of ``name`` (the controller first in the hub), output to its log directory."""
@@ -73,7 +77,7 @@ class LocalLauncher:
         return False
 
     def ending(self) -> bool:
-        return False
+        return self._ending()
 
     def hand_over(self, name: str, reason: str) -> str:
         return ""
@@ -103,10 +107,10 @@ def mpiexec() -> str:
     return str(path)
 
 
-def role_words(run: RunDir, group: str, role: str, epoch: int) -> list[str]:
-    """What a Python interpreter is given to become a rank of ``role``."""
+def role_words(run: RunDir, group: str, role: str, epoch: int, module: str = "relax_hpc.roles") -> list[str]:
+    """What a Python interpreter is given to become a rank of ``role``, by ``module``."""
     args = ["--run_dir", str(run.root), "--group", group, "--role", role, "--epoch", str(epoch)]
-    return ["-m", "relax_hpc.roles", *args]
+    return ["-m", module, *args]
 
 
 def command(run: RunDir, config: Config, group: str, role: str, epoch: int) -> list[str]:

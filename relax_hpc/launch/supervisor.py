@@ -109,6 +109,8 @@ class Supervisor:
         """Called once a round; for what a layout has to look after besides."""
         self.each_wait: Callable[[], None] = lambda: None
         """Called before whatever may take long, such as waiting, ending groups, and asking Slurm."""
+        self.on_interrupt: Callable[[], None] = lambda: None
+        """Told of a signal before anything is ended; it may find that the run was asked to stop."""
         self.on_silence: Callable[[str, int], None] = lambda _name, _epoch: None
         """Told of a group (and its epoch) that is supervised elsewhere, when a member gives no sign for a lease."""
         self.epoch = claim_epoch(run, name, former)
@@ -181,7 +183,13 @@ class Supervisor:
             self.terminal.say(f"{name}: taken over at epoch {epoch}")
         elif name == "hub" or not self._all_done(name):
             # Whoever is not done needs the controller, whatever became of the roles beside it.
-            self.start(name)
+            try:
+                self.start(name)
+            except Unavailable as error:
+                if not error.later:
+                    raise
+                now = time.monotonic()
+                self.again[name] = (str(error), now, now)
 
     def turn_away(self, name: str, reason: str) -> None:
         """Not to be started on the nodes that it has; counts as a start, so that this does not go on for ever."""
@@ -438,6 +446,8 @@ class Supervisor:
     def stop(self) -> Outcome:
         """Asked to end early: the actor saves at its next step's edge, then everything goes."""
         self.check_fenced()
+        if self.interrupted:
+            self.on_interrupt()
         asked = requests.asked_to_stop(self.run)
         self.terminal.say(f"stopping: {asked['reason']}" if asked else "stopping; a second signal stops at once")
         names = [*self.groups, *(self._others() if asked else [])]

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 
@@ -80,11 +81,14 @@ def on_terminate(at_once: bool) -> Flag:
     return flag
 
 
-def watched(work: Callable[[], int], ended: Callable[[int], int | None]) -> int:
+def watched(
+    work: Callable[[], int], ended: Callable[[int], int | None], beside: Callable[[], None] | None = None
+) -> int:
     """Do ``work`` in a child that is watched, so that its end is known however it comes; the exit code.
 
     Call it before there are threads. Stop signals are passed on. ``ended`` is told how each child ended (an exit code,
-    or minus a signal's number) and gives the exit code of this process, or None to do the work again.
+    or minus a signal's number) and gives the exit code of this process, or None to do the work again. ``beside`` runs
+    in a thread of the watcher; the work is not to be done again then.
     """
     child = 0
 
@@ -103,6 +107,8 @@ def watched(work: Callable[[], int], ended: Callable[[int], int | None]) -> int:
         for number in STOP_SIGNALS:
             signal.signal(number, forward)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        if beside:
+            threading.Thread(target=beside, name="beside", daemon=True).start()
         _, status = os.waitpid(child, 0)
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         code = ended(os.waitstatus_to_exitcode(status))

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
@@ -118,15 +119,20 @@ def work(args: argparse.Namespace) -> int:
     return code
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run one role, watched if asked to: Slurm tells nobody at once how one of its tasks ended."""
+def main(
+    argv: list[str] | None = None, module: str = "relax_hpc.roles", beside: Callable[[], None] | None = None
+) -> int:
+    """Run one role, watched if asked to: Slurm tells nobody at once how one of its tasks ended.
+
+    ``module``: the program that this is; ``beside``: see `watched`.
+    """
     stay_private()
     args = parse(argv)
     mark = RunDir(args.run_dir).exit_mark(args.group, args.epoch, args.role)
     settle_on_this_node()
     try:
         config = load_resolved(args.run_dir, args.group)
-        go_on_in_local_environment(config, "relax_hpc.roles", argv or sys.argv[1:])
+        go_on_in_local_environment(config, module, argv or sys.argv[1:])
     except (RelaxError, OSError) as error:
         leave_mark(mark, EXIT_RETRY, f"copying the environment to this node: {error}")
         return EXIT_RETRY
@@ -142,7 +148,7 @@ def main(argv: list[str] | None = None) -> int:
         clear_staging(RunDir(args.run_dir))
         return EXIT_RETRY if code < 0 else code
 
-    return watched(lambda: work(args), ended)
+    return watched(lambda: work(args), ended, beside)
 
 
 if __name__ == "__main__":

@@ -97,6 +97,16 @@ class Slurm:
         # The id of component 0 brings the other components along.
         return {job.id: job for job in found if job.id in ids}
 
+    def describe(self, job: str) -> dict[str, str]:
+        """What `scontrol show job` says of a job or component (a plain number): JobState, Reason, PreemptTime, ...
+
+        Empty once slurmctld has forgotten it: MinJobAge after its end.
+        """
+        lines = self._run(["scontrol", "--oneliner", "show", "job", job], forgive=GONE).splitlines()
+        # Words of a comment come last, and may look like anything.
+        tables = [dict(reversed([w.split("=", 1) for w in line.split() if "=" in w])) for line in lines]
+        return next((table for table in tables if table.get("JobId") == job), {})
+
     def own_jobs(self) -> dict[str, Job]:
         """All jobs of this user that squeue knows, by id."""
         command = ["squeue", "--noheader", "--me", f"--format={JOB_FORMAT}"]

@@ -24,6 +24,7 @@ from relax_hpc.launch.processes import LocalLauncher
 from relax_hpc.launch.requests import ask_to_stop, asked_to_stop
 from relax_hpc.launch.slurm.allocation import Allocation, node_name
 from relax_hpc.launch.slurm.commands import Slurm, SlurmError
+from relax_hpc.launch.slurm.endings import heed_user
 from relax_hpc.launch.slurm.jobs import GroupJob, HetJob
 from relax_hpc.launch.slurm.ledger import Ledger
 from relax_hpc.launch.supervisor import Outcome, Supervisor
@@ -97,6 +98,11 @@ class Head:
         code = EXIT_RETRY
         kind = HetJob if self.config.layout == "het" and not self.group else GroupJob
         job = kind(self.run, self.config, self.slurm, self.allocation, self.node)
+        # Whose user has cancelled it may have been killed before it could say so.
+        if (former := Ledger(self.run).predecessor(self.allocation.job)) and heed_user(self.run, self.slurm, former):
+            print(f"head: job {former} was cancelled, so the run stops", flush=True)
+            job.end(EXIT_DONE)
+            return EXIT_DONE
         try:
             code = self._supervise(lease, job)
         except FencedError:
@@ -117,7 +123,8 @@ class Head:
     def _supervise(self, lease: Lease, job: GroupJob | HetJob) -> int:
         with contextlib.ExitStack() as stack:
             terminal = stack.enter_context(contextlib.closing(Terminal(self.run, self.config, "hub" in self.names)))
-            local, steps = LocalLauncher(self.run, self.allocation.job), job.launcher()
+            steps = job.launcher()
+            local = LocalLauncher(self.run, self.allocation.job, steps.ending)
             supervisor = Supervisor(
                 self.run,
                 self.config,
@@ -142,7 +149,12 @@ class Head:
                 lease.tick()
                 job.tick(supervisor)
 
-            supervisor.each_tick, supervisor.each_wait = each_tick, lease.tick
+            def each_wait() -> None:
+                lease.tick()
+                job.waiting()
+
+            supervisor.each_tick, supervisor.each_wait = each_tick, each_wait
+            supervisor.on_interrupt = job.interrupted
             if "hub" in self.names:
                 supervisor.on_silence = job.silence.suspect
             outcome = supervisor.supervise()

@@ -12,16 +12,17 @@ from relax_hpc.config import Config, load_resolved
 from relax_hpc.config.groups import group_of
 from relax_hpc.errors import EXIT_NO_PROGRESS, EXIT_RETRY
 from relax_hpc.launch.local import latest_attempt
-from relax_hpc.launch.records import all_done, all_ended, members_of, read_launch
+from relax_hpc.launch.records import Launch, all_done, all_ended, members_of, read_launch
 from relax_hpc.launch.requests import asked_to_stop
 from relax_hpc.launch.slurm.allocation import Allocation
 from relax_hpc.launch.slurm.checkup import check_nodes, exclude_option
 from relax_hpc.launch.slurm.commands import Slurm, SlurmError
+from relax_hpc.launch.slurm.endings import give_back, heed_user
 from relax_hpc.launch.slurm.ledger import Entry, Ledger
 from relax_hpc.launch.slurm.render import render_group
 from relax_hpc.launch.slurm.silence import Silence
 from relax_hpc.launch.slurm.standby import Standby
-from relax_hpc.launch.slurm.steps import StepLauncher
+from relax_hpc.launch.slurm.steps import StepLauncher, Steps
 from relax_hpc.launch.slurm.whereabouts import known_jobs
 from relax_hpc.launch.supervisor import RELEASED, Supervisor
 from relax_hpc.rendezvous.roster import latest_epoch
@@ -32,6 +33,8 @@ _ASK_SLURM_S, _ASK_SOON_S = 10.0, 2.0
 _AGAIN_S, _SELDOM_S = 10.0, 600.0
 """Between tries to ask for the last that is wanted of Slurm, and for a successor."""
 _LEAVE_S, _INSIST_S = 5.0, 1800.0
+_KILL_WAIT_S = 30.0
+"""Slurm's default between TERM and KILL."""
 _DEADLINE_MARGIN_S = 30.0
 
 
@@ -43,6 +46,14 @@ class _Job:
         self.ledger = Ledger(run)
         self.attempt = latest_attempt(run)
         self.silence = Silence(run, config, slurm, self.submit_group)
+
+    def interrupted(self) -> None:
+        """A signal has come. Of the hub's job, which all others need, scancel means that the run is to stop."""
+        if "hub" in self.allocation.places:
+            heed_user(self.run, self.slurm, self.allocation.job, self.allocation.restarts)
+
+    def waiting(self) -> None:
+        """Called before whatever may take long."""
 
     def check(self, supervisor: Supervisor) -> None:
         """Look at the nodes of all groups, unless something runs there already."""
@@ -92,7 +103,7 @@ class _Job:
         if self.node != self.allocation.batch_node:
             time.sleep(_LEAVE_S)
             # This process dies with the job.
-            insist(lambda: self.slurm.cancel(self.allocation.job))
+            insist(lambda: give_back(self.run, self.slurm, self.allocation.job))
 
     def _has_begun(self, name: str) -> bool:
         launch = read_launch(self.run, name, latest_epoch(self.run, name))
@@ -198,9 +209,12 @@ class HetJob(_Job):
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
-        self.standby = Standby(self.run, self.slurm, self.allocation, self.node)
+        self.standby = Standby(self.run, self.slurm, self.allocation, self.node, safe=self.takes_steps)
         self._asked = time.monotonic()
         self._successor_at = 0.0
+        self._kill_wait_s = _KILL_WAIT_S
+        self._leave_at = math.inf
+        """When the other components are given back at the latest: Slurm has ended this one, and only this one."""
 
     def launcher(self) -> StepLauncher:
         return ReplaceLauncher(self)
@@ -208,6 +222,8 @@ class HetJob(_Job):
     def begin(self, supervisor: Supervisor) -> None:
         """See to the successor, to what is left of predecessors, and to groups that went elsewhere before."""
         self._end_predecessors()
+        with contextlib.suppress(SlurmError, ValueError):
+            self._kill_wait_s = float(self.slurm.config()["KillWait"].split()[0])
         for name in supervisor.names:
             entry = self.ledger.newest(name)
             if entry and not all_done(self.run, self.config, name):
@@ -222,7 +238,7 @@ class HetJob(_Job):
         with contextlib.suppress(SlurmError):
             for job in self.slurm.own_jobs().values():
                 if (job.het_leader or job.id) in former and job.state == "RUNNING":
-                    self.slurm.cancel(job.id)
+                    give_back(self.run, self.slurm, job.id)
 
     def _see_to_successor(self) -> None:
         """Queue it once; seldom tried again, for Slurm to answer or the user's limits to allow it."""
@@ -239,6 +255,42 @@ class HetJob(_Job):
         if len(past) < self.config.slurm.successors:
             job = self.slurm.submit(script, f"--dependency=afternotok:{self.allocation.job}")
             self.ledger.add(Entry(job, "successor", after=self.allocation.job, attempt=self.attempt))
+
+    def interrupted(self) -> None:
+        """See why, and how long there is: once Slurm ends component 0, what supervises is killed after KillWait."""
+        super().interrupted()
+        with contextlib.suppress(SlurmError):
+            if not self._runs():
+                self._leave_at = time.monotonic() + self._kill_wait_s / 2
+
+    def waiting(self) -> None:
+        """Who saves may not get to its end; the nodes of its component are needed by the successor."""
+        if time.monotonic() >= self._leave_at:
+            self._give_components_back()
+
+    def takes_steps(self) -> bool:
+        """False once slurmctld has been restarted and a component is gone: it would die of the next step's request.
+
+        So does that of Slurm 22.05.8, each time that it is tried. SlurmError if Slurm does not say.
+        """
+        places = {place.job for place in self.allocation.places.values() if place.het}
+        jobs = self.slurm.jobs(self.allocation.job, *places)
+        if all(job in jobs and jobs[job].state == "RUNNING" for job in places):
+            return True
+        # Both are local times of this node, and sort as texts.
+        began = self.slurm.describe(self.allocation.job).get("StartTime", "")
+        return self.slurm.config().get("BOOT_TIME", "") <= began
+
+    def _runs(self) -> bool:
+        job = self.slurm.jobs(self.allocation.job).get(self.allocation.job)
+        return job is not None and job.state == "RUNNING"
+
+    def _give_components_back(self) -> None:
+        """Slurm ends them with component 0, but not if it lost its nodes: then they would idle to their time limit."""
+        self._leave_at = math.inf
+        for job in sorted({place.job for place in self.allocation.places.values() if place.het}):
+            with contextlib.suppress(SlurmError):
+                give_back(self.run, self.slurm, job)
 
     def tick(self, supervisor: Supervisor) -> None:
         """Keep a standby on the hub's other node, and an eye on groups that run elsewhere."""
@@ -286,6 +338,8 @@ class HetJob(_Job):
         """Withdraw what was queued for this run unless it is to go on, and end the job if its batch script is gone."""
         if code != EXIT_RETRY or asked_to_stop(self.run):
             self.withdraw()
+        if self._leave_at < math.inf:
+            self._give_components_back()
         self.end_without_batch()
 
 
@@ -296,6 +350,15 @@ class ReplaceLauncher(StepLauncher):
         super().__init__(job.run, job.config, job.slurm, job.allocation, job.deadline)
         self.het_job = job
 
+    def start(self, name: str, epoch: int, launch: Launch) -> Steps:
+        if not self.het_job.takes_steps():
+            text = f"{name}: a component is gone and slurmctld was restarted, which would die of a new step of this job"
+            raise SlurmError(text, transient=True)
+        return super().start(name, epoch, launch)
+
+    def lost(self, name: str) -> bool:
+        return super().lost(name) or not self.het_job.takes_steps()
+
     def hand_over(self, name: str, reason: str) -> str:
         place = self.allocation.places[name]
         if not place.het:
@@ -304,7 +367,7 @@ class ReplaceLauncher(StepLauncher):
         if job or reason == RELEASED:
             # The group is another's by now, whether the nodes can be given back or not.
             with contextlib.suppress(SlurmError):
-                self.slurm.cancel(place.job)
+                give_back(self.run, self.slurm, place.job)
         return job
 
 

@@ -34,6 +34,19 @@ class Ledger:
     def add(self, entry: Entry) -> None:
         write_numbered(self.folder, ".json", json.dumps(asdict(entry)).encode())
 
+    def give_way(self, job: str) -> None:
+        """To be called before we cancel ``job`` ourselves: its end is not the user's wish."""
+        folder = self.folder.with_name("given_way")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / job).touch()
+
+    def gave_way(self, job: str) -> bool:
+        return (self.folder.with_name("given_way") / job).exists()
+
+    def predecessor(self, job: str) -> str:
+        """The job that a successor waited for; empty: it is none."""
+        return next((entry.after for entry in self.entries() if entry.job == job and entry.kind == "successor"), "")
+
     def entries(self) -> list[Entry]:
         """Oldest first."""
         return [Entry(**json.loads(path.read_text())) for path in sorted(self.folder.glob("[0-9]*.json"))]

@@ -102,6 +102,8 @@ def replace_job(run: RunDir, config: Config, slurm: Slurm, group: str) -> str:
     ledger.add(Entry(job, "group", group, attempt=attempt))
     slurm.release(job)
     if after:
+        # One that stays although its group has left is ended, which of the hub's would be taken for the user's wish.
+        ledger.give_way(after)
         see_off(slurm, after)
     return job
 

@@ -6,6 +6,7 @@ import contextlib
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 from relax_hpc.launch.slurm.allocation import Allocation
 from relax_hpc.launch.slurm.commands import Slurm, SlurmError
@@ -20,8 +21,18 @@ _AGAIN_S, _SELDOM_S = 10.0, 600.0
 class Standby:
     """Of the head on ``node``, which supervises ``group`` (empty: all of a heterogeneous job)."""
 
-    def __init__(self, run: RunDir, slurm: Slurm, allocation: Allocation, node: str, group: str = "") -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        slurm: Slurm,
+        allocation: Allocation,
+        node: str,
+        group: str = "",
+        safe: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """``safe``: whether the job may be asked for a step."""
         self.run, self.slurm, self.allocation, self.node, self.group = run, slurm, allocation, node, group
+        self.safe = safe
         self._process: subprocess.Popen | None = None
         self._at, self._pause = 0.0, _AGAIN_S
         self._others: list[str] | None = None
@@ -39,7 +50,7 @@ class Standby:
         place = self.allocation.places["hub"]
         if self._others is None and (job := self.slurm.jobs(place.job).get(place.job)):
             self._others = [name for name in self.slurm.hostnames(job.node_list) if name != self.node]
-        if not self._others:
+        if not self._others or not self.safe():
             return
         words = ["srun", f"--jobid={self.allocation.job}"]
         words += [] if place.het is None else [f"--het-group={place.het}"]

@@ -26,6 +26,7 @@ from relax_hpc.rendezvous.network import library_environment
 from relax_hpc.rendezvous.process import PARENT
 from relax_hpc.rundir import RunDir
 
+RANK = "relax_hpc.launch.slurm.rank"
 _END_S = 1.0
 """How long a killed step may take before the next one is started anyway; on living nodes it takes 0.1 s."""
 _END_OF_JOB_S = 120.0
@@ -139,11 +140,13 @@ class StepLauncher:
         if self.lost(name):
             return False
         words = [*self.place_words(place), "--mpi=none", "--ntasks-per-node=1", f"--ntasks={place.nodes}", "true"]
-        try:
-            quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-            return not subprocess.run(words, env=step_environment(None, name), timeout=self.probe_s, **quiet).returncode
-        except subprocess.TimeoutExpired:
-            return False
+        quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if not subprocess.run(words, env=step_environment(None, name), timeout=self.probe_s, **quiet).returncode:
+                return True
+        # Where slurmctld has gone meanwhile, that is what there is to say, and not that nodes are lost.
+        self.lost(name)
+        return False
 
     def lost(self, name: str) -> bool:
         """Whether the group's component has ended, or lost nodes."""
@@ -196,7 +199,7 @@ class StepLauncher:
     def _role(self, config: Config, name: str, role: str, epoch: int) -> list[str]:
         end = self.deadline()
         deadline = [f"--deadline={end:.0f}"] if end else []
-        words = [role_python(config), *role_words(self.run, name, role, epoch), "--watch", *deadline]
+        words = [role_python(config), *role_words(self.run, name, role, epoch, RANK), "--watch", *deadline]
         return [*container_command(config, self.run.root), *words]
 
 

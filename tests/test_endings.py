@@ -1,0 +1,126 @@
+"""Who ended a job, by what Slurm 22.05.8 said of jobs that ended in every way, while they did and afterwards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from relax_hpc.config import Config
+from relax_hpc.launch.records import Launch, record
+from relax_hpc.launch.requests import asked_to_stop
+from relax_hpc.launch.slurm.commands import Slurm
+from relax_hpc.launch.slurm.endings import give_back, heed_user, is_cancelled
+from relax_hpc.launch.slurm.ledger import Entry, Ledger
+from relax_hpc.launch.slurm.orphans import Orphan
+from relax_hpc.rendezvous.roster import claim_epoch
+from relax_hpc.rundir import RunDir, write_json
+from tests.fake_slurm import FakeSlurm
+
+ENDING = "JobState=COMPLETING Reason=None Restarts=0 ExitCode=0:0"
+SAID = {
+    "scancel": (ENDING, True),
+    "scancel where jobs can be preempted": (f"{ENDING} PreemptTime=None", True),
+    "scancel, at its end": ("JobState=COMPLETING Reason=None Restarts=0 ExitCode=0:9", True),
+    "scancel, afterwards": ("JobState=CANCELLED Reason=None Restarts=0 ExitCode=0:9", True),
+    "scontrol requeue": ("JobState=COMPLETING Reason=None Restarts=1 ExitCode=0:0", False),
+    "preemption": (f"{ENDING} PreemptTime=2026-11-23T08:26:00", False),
+    "preemption, afterwards": ("JobState=PREEMPTED Reason=None Restarts=0 ExitCode=0:9", False),
+    "time limit": ("JobState=COMPLETING Reason=TimeLimit Restarts=0 ExitCode=0:0 PreemptTime=None", False),
+    "time limit, afterwards": ("JobState=TIMEOUT Reason=TimeLimit Restarts=0 ExitCode=0:9", False),
+    "loss of a node": ("JobState=COMPLETING Reason=NodeDown Restarts=0 ExitCode=0:0", False),
+    "loss of a node, afterwards": ("JobState=NODE_FAIL Reason=NodeDown Restarts=0 ExitCode=0:9", False),
+    "exit 75": ("JobState=COMPLETING Reason=NonZeroExitCode Restarts=0 ExitCode=75:0", False),
+    "exit 75, afterwards": ("JobState=FAILED Reason=NonZeroExitCode Restarts=0 ExitCode=75:0", False),
+    "nothing": ("JobState=RUNNING Reason=None Restarts=0 ExitCode=0:0", False),
+    "it is forgotten": ("", False),
+}
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    return FakeSlurm(tmp_path / "slurm", monkeypatch)
+
+
+@pytest.mark.parametrize(("said", "cancelled"), SAID.values(), ids=SAID)
+def test_scancel_leaves_no_trace_and_everything_else_does(said: str, cancelled: bool) -> None:
+    assert is_cancelled(dict(word.split("=") for word in said.split()), restarts=0) == cancelled
+
+
+def test_the_user_is_heeded_and_what_we_cancel_ourselves_is_not(run_dir: Path, slurm: FakeSlurm) -> None:
+    run = RunDir(run_dir)
+    comment = "Comment=JobState=RUNNING JobId=9"
+    lines = [f"JobId={job} HetJobId=7 {ENDING} {comment}" for job in ("7", "8")]
+    slurm.answer("scontrol", "\n".join(lines) + "\n", match="show job")
+    give_back(run, Slurm(), "8")
+    assert not heed_user(run, Slurm(), "8", 0) and not asked_to_stop(run)
+    assert heed_user(run, Slurm(), "7", 0)
+    assert asked_to_stop(run) == {"code": 0, "reason": "job 7 was cancelled"}
+
+
+def test_slurm_that_does_not_answer_says_nothing(run_dir: Path, slurm: FakeSlurm) -> None:
+    run = RunDir(run_dir)
+    slurm.answer("scontrol", err="Unable to contact slurm controller", code=1)
+    assert not heed_user(run, Slurm(tries=1), "7", 0) and not asked_to_stop(run)
+
+
+def test_a_successor_knows_whom_it_follows(run_dir: Path) -> None:
+    ledger = Ledger(RunDir(run_dir))
+    for entry in (Entry("7", "run"), Entry("8", "successor", after="7"), Entry("9", "successor", after="8")):
+        ledger.add(entry)
+    assert [ledger.predecessor(job) for job in ("7", "8", "9")] == ["", "7", "8"]
+
+
+# -- components that nobody needs any more -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def orphan(run_dir: Path) -> Orphan:
+    """Component 9 of job 7, whose head beat at 0 s; the lease is 30 s."""
+    run = RunDir(run_dir)
+    record(run, "actor", claim_epoch(run, "actor"), Launch(1, (0, 0, 0), job="9", allocation="7-0"))
+    beats(run, 0)
+    return Orphan(run, Config(), Slurm(), "actor", 1)
+
+
+def beats(run: RunDir, number: int, job: str = "7") -> None:
+    run.rendezvous("supervisor").mkdir(parents=True, exist_ok=True)
+    write_json(run.rendezvous("supervisor") / "lease", {"beat": number, "allocation": f"{job}-0"})
+
+
+def given_back(slurm: FakeSlurm) -> list[str]:
+    return [call["argv"][-1] for call in slurm.calls("scancel")]
+
+
+def looked(orphan: Orphan, *seconds: float) -> list[bool]:
+    began = orphan._seen[1]
+    return [orphan.look(began + second) for second in seconds]
+
+
+def test_an_orphan_gives_its_nodes_back(orphan: Orphan, slurm: FakeSlurm) -> None:
+    slurm.set(jobs={"9": {"state": "RUNNING", "het": "7+2"}})
+    assert looked(orphan, 1.0, 59.0) == [False, False] and not slurm.calls("squeue")
+    assert looked(orphan, 63.0) == [True] and given_back(slurm) == ["9"]
+    assert Ledger(orphan.run).gave_way("9")
+
+
+def test_headless_groups_live_on_as_long_as_their_job_does(orphan: Orphan, slurm: FakeSlurm) -> None:
+    slurm.set(jobs={"7": {"state": "RUNNING"}, "9": {"state": "RUNNING", "het": "7+2"}})
+    assert not any(looked(orphan, 1.0, 63.0, 64.0, 70.0, 200.0)) and not given_back(slurm)
+    assert len(slurm.calls("squeue")) == 2, "not at every look"
+
+
+def test_a_head_that_beats_looks_after_its_components(orphan: Orphan, slurm: FakeSlurm) -> None:
+    for number, second in enumerate((50.0, 100.0, 150.0)):
+        beats(orphan.run, number + 1)
+        assert looked(orphan, second) == [False]
+        orphan._seen = (orphan._seen[0], orphan._seen[1] - second)
+    beats(orphan.run, 9, job="11")
+    looked(orphan, 1.0)
+    assert looked(orphan, 400.0) == [True], "a successor that leads does not speak for it"
+
+
+def test_what_cannot_outlive_its_job_is_none(run_dir: Path) -> None:
+    run = RunDir(run_dir)
+    record(run, "actor", claim_epoch(run, "actor"), Launch(1, (0, 0, 0), job="7", allocation="7-0"))
+    assert not Orphan(run, Config(), Slurm(), "actor", 1).possible()

@@ -1,0 +1,122 @@
+"""What the job of a whole run does at its end, and when Slurm itself must be spared; see test_slurm_waits.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from relax_hpc.config import Config
+from relax_hpc.errors import EXIT_DONE, EXIT_NO_PROGRESS, EXIT_RETRY
+from relax_hpc.launch.records import UNKNOWN, Launch
+from relax_hpc.launch.requests import ask_to_stop
+from relax_hpc.launch.slurm import jobs
+from relax_hpc.launch.slurm.allocation import Allocation, Place
+from relax_hpc.launch.slurm.commands import Slurm, SlurmError
+from relax_hpc.launch.slurm.jobs import HetJob
+from relax_hpc.launch.slurm.ledger import Entry, Ledger
+from relax_hpc.rundir import RunDir
+from tests.fake_slurm import FakeSlurm
+
+ALL = {"7": {"state": "RUNNING", "het": "7+0", "nodes": 2}, "8": {"state": "RUNNING", "het": "7+1"}}
+ALL |= {"9": {"state": "RUNNING", "het": "7+2"}}
+STARTED = "2026-11-23T08:00:00"
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    fake = FakeSlurm(tmp_path / "slurm", monkeypatch)
+    fake.set(jobs=ALL, config={"BOOT_TIME": "2026-11-22T08:00:00", "KillWait": "20 sec"})
+    fake.answer("scontrol", f"JobId=7 JobState=RUNNING StartTime={STARTED}\n", match="show job")
+    return fake
+
+
+@pytest.fixture
+def job(run_dir: Path, slurm: FakeSlurm) -> HetJob:
+    run = RunDir(run_dir)
+    Ledger(run).add(Entry("7", "run"))
+    places = {"hub": Place("7", 2, 0), "rollout": Place("8", 1, 1), "actor": Place("9", 1, 2)}
+    return HetJob(run, Config(layout="het"), Slurm(tries=1), Allocation("7", 0, "node1", places), "node1")
+
+
+def lose(slurm: FakeSlurm, *ended: str, restarted: str = "") -> None:
+    slurm.set(jobs={name: about for name, about in ALL.items() if name not in ended})
+    if restarted:
+        slurm.set(config={"BOOT_TIME": restarted})
+
+
+def cancelled(slurm: FakeSlurm) -> list[str]:
+    return [call["argv"][-1] for call in slurm.calls("scancel")]
+
+
+@pytest.mark.parametrize(
+    ("ended", "restarted", "safe"),
+    [
+        ((), "", True),
+        (("9",), "", True),
+        ((), "2026-11-23T09:00:00", True),
+        (("9",), "2026-11-23T09:00:00", False),
+    ],
+)
+def test_no_step_is_asked_of_a_slurmctld_that_would_die_of_it(
+    job: HetJob, slurm: FakeSlurm, ended: tuple[str, ...], restarted: str, safe: bool
+) -> None:
+    lose(slurm, *ended, restarted=restarted)
+    launcher = job.launcher()
+    assert job.takes_steps() == safe
+    assert launcher.lost("rollout") == (not safe) and launcher.whole("rollout") == safe
+    assert bool(slurm.calls("srun")) == safe
+    if not safe:
+        with pytest.raises(SlurmError, match="slurmctld was restarted") as raised:
+            launcher.start("rollout", 1, Launch(1, UNKNOWN))
+        assert raised.value.later and not slurm.calls("srun")
+        job.standby.tick()
+        assert not slurm.calls("srun"), "no standby either"
+
+
+def test_what_slurm_leaves_of_the_job_is_given_back_before_the_head_is_killed(
+    job: HetJob, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(monotonic=lambda: 1000.0, time=lambda: 0.0, sleep=lambda _: None)
+    monkeypatch.setattr(jobs, "time", clock)
+    job.begin(SimpleNamespace(names=[], elsewhere={}))
+    job.interrupted()
+    clock.monotonic = lambda: 2000.0
+    job.waiting()
+    assert not cancelled(slurm), "the job lives: it makes way, and Slurm ends all of it"
+    clock.monotonic = lambda: 3000.0
+    lose(slurm, "7")
+    job.interrupted()
+    clock.monotonic = lambda: 3009.0
+    job.waiting()
+    assert not cancelled(slurm), "there is time to save"
+    clock.monotonic = lambda: 3010.0
+    job.waiting()
+    job.waiting()
+    assert cancelled(slurm) == ["8", "9"] and Ledger(job.run).gave_way("9")
+    job.end(EXIT_RETRY)
+    assert cancelled(slurm) == ["8", "9"]
+
+
+def test_what_is_saved_in_time_is_given_back_at_once(job: HetJob, slurm: FakeSlurm) -> None:
+    lose(slurm, "7")
+    job.interrupted()
+    job.end(EXIT_RETRY)
+    assert cancelled(slurm) == ["8", "9"]
+
+
+@pytest.mark.parametrize(
+    ("code", "stopped", "left"),
+    [(EXIT_RETRY, False, True), (EXIT_RETRY, True, False), (EXIT_NO_PROGRESS, True, False), (EXIT_DONE, False, False)],
+)
+def test_what_is_queued_goes_unless_the_run_is_to_go_on(
+    job: HetJob, slurm: FakeSlurm, code: int, stopped: bool, left: bool
+) -> None:
+    for number, kind in (("20", "successor"), ("21", "spare"), ("22", "group")):
+        job.ledger.add(Entry(number, kind, "actor" if kind != "successor" else ""))
+    slurm.set(jobs=ALL | {number: {"state": "PENDING"} for number in ("20", "21", "22")})
+    if stopped:
+        ask_to_stop(job.run, code, "it says so")
+    job.end(code)
+    assert cancelled(slurm) == ([] if left else ["20", "21", "22"])
