@@ -1,4 +1,4 @@
-"""One rank of the test of layouts: `python -m tests.convert_rank MASTER WORLD RANK FOLDER`.
+"""One rank of the test of layouts: `python -m tests.convert_rank FILE WORLD RANK FOLDER`.
 
 Under each split, loads <FOLDER>/<model>-megatron, compares its logits with the expected ones, and saves it again as
 <FOLDER>/<model>-<split>.
@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from safetensors.torch import load_file
 
@@ -34,10 +35,10 @@ CASES = [
 
 
 def main() -> None:
-    master, world, rank, folder = sys.argv[1:]
-    host, port = master.split(":")
+    file, world, rank, folder = sys.argv[1:]
     torch.set_num_threads(1)
-    parallel.initialize(ParallelConfig(data=2), int(rank), int(world), int(rank), (host, int(port)), "cpu", 0, 60.0)
+    store = dist.FileStore(file, int(world))
+    parallel.initialize(ParallelConfig(data=2), int(rank), int(world), int(rank), store, "cpu", 0, 60.0)
     for name, split in CASES:
         check(Path(folder), name, split)
     parallel.destroy()

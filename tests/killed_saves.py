@@ -21,7 +21,6 @@ import torch
 
 from relax_hpc import copies
 from relax_hpc.checkpoint import saver, store, strategy
-from relax_hpc.config.schema import ParallelConfig
 from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.training import parallel
 from tests.training_helpers import LR, batch, rows, trainer
@@ -60,7 +59,7 @@ def die_at(point: str) -> None:
 def train(model: Path, folder: Path, point: str) -> dict[str, Any]:
     """From the newest whole checkpoint to the last step; dying while step 2 is saved, if a ``point`` is named."""
     torch.set_num_threads(1)
-    parallel.initialize(ParallelConfig(), 0, 1, 0, ("127.0.0.1", 0), "cpu", 0, 60.0)
+    parallel.initialize_alone("cpu", 0, 60.0)
     ours, channel = trainer(model), Channel(60.0)
     keeper, journal = saver.Saver(ours, Channel(60.0), 60.0), folder / "journal"
     begun = first = resume(folder, ours, channel)

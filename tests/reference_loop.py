@@ -86,7 +86,7 @@ def reference_run(config: Config, directory: Path, steps: int | None = None) -> 
     run.create()
     prepare(run, config)
     torch.set_num_threads(config.threads)
-    parallel.initialize(ParallelConfig(), 0, 1, 0, ("127.0.0.1", 0), config.model.device, config.seed, 60.0)
+    parallel.initialize_alone(config.model.device, config.seed, 60.0)
     try:
         loop = Loop(config, run)
         records = [loop.step(number) for number in range(config.steps if steps is None else steps)]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+import psutil
 
 from tests.audit import audit
 from tests.requirements import requires
@@ -24,9 +27,18 @@ def call(live: Running, verb: str, *words: str) -> str:
     return done.stdout
 
 
+def listens_at(process: psutil.Process) -> list[str]:
+    return [one.laddr.ip for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN]
+
+
 def test_commands_on_a_living_run(tmp_path: Path) -> None:
-    with running(tmp_path, SETTINGS) as live:
+    """Whose groups of one rank ask neither for MPI, which ends every process here, nor for sockets beyond a plane's."""
+    (tmp_path / "mpi4py.py").write_text("import os\nos._exit(7)\n")
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with running(tmp_path, SETTINGS | {"site": {"env": {"PYTHONPATH": paths}}}) as live:
         live.wait_for_step(1, 120)
+        for role in ("actor", "actor_fwd", "rollout", "advantages", "controller"):
+            assert set(found := listens_at(live.processes(role)[0])) == {"127.0.0.1"} and len(found) == 1, role
         others = [p.pid for role in ("actor", "actor_fwd", "controller") for p in live.processes(role)]
         call(live, "resubmit", "--group", "rollout", "--rollout.top_p", "0.9")
         assert live.epochs("rollout") == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 
 from relax_hpc.config import dump, load
 from relax_hpc.config.schema import Config, GroupConfig
-from relax_hpc.errors import ConfigError
+from relax_hpc.errors import ConfigError, DeadlineError, RelaxError
 from relax_hpc.launch.prepare import prepare
 from relax_hpc.launch.processes import family, kill, role_words
 from relax_hpc.launch.records import read_mark
@@ -97,7 +98,8 @@ def test_libraries_are_kept_on_the_interface_unless_the_user_chose() -> None:
 def test_ranks_are_counted_by_slurms_name_of_their_node(tmp_path: Path) -> None:
     """Nodes may share a host name; a rank takes the GPU of its number on its own node."""
     requires("mpi")
-    script = "import sys; from relax_hpc.rendezvous.world import join; world = join()\n"
+    script = "import sys; from relax_hpc.config.schema import MpiConfig; from relax_hpc.rendezvous.world import join\n"
+    script += "world = join('127.0.0.1', 3, MpiConfig(), 60.0)\n"
     script += "open(f'{sys.argv[1]}/{world.rank}', 'w').write(str(world.local_rank))"
     words = [str(mpiexec())]
     for node in ("n1", "n1", "n2"):
@@ -105,6 +107,41 @@ def test_ranks_are_counted_by_slurms_name_of_their_node(tmp_path: Path) -> None:
         words += ["-n", "1", "-env", "SLURMD_NODENAME", node, sys.executable, "-c", script, str(tmp_path)]
     subprocess.run(words, timeout=60, check=True)
     assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == ["0", "1", "0"]
+
+
+@pytest.mark.parametrize(
+    ("library", "error", "words"),
+    [
+        ("import os; os._exit(1)", RelaxError, "MPI_Init ended the process with code 1"),
+        ("import os; os.kill(os.getpid(), 6)", RelaxError, "MPI_Init was ended by signal 6"),
+        ("raise RuntimeError('cannot load MPI library')", RelaxError, "MPI_Init ended the process with code 1"),
+        ("import time; time.sleep(600)", DeadlineError, "the ranks of the group have not met within 0 s"),
+        # Of another MPI than the launcher's each rank takes itself for all.
+        ("", ConfigError, "MPI_Init found 1 ranks, allowed: the 2 that were started"),
+    ],
+)
+def test_an_mpi_that_fails_ends_in_one_line_that_names_the_setting(
+    library: str, error: type[RelaxError], words: str, tmp_path: Path
+) -> None:
+    """It ends its process, as MPI_Init does where it finds no launcher that it knows."""
+    if not library:
+        requires("mpi")
+    (tmp_path / "mpi4py.py").write_text(library)
+    script = "from relax_hpc.config.schema import MpiConfig; from relax_hpc.errors import RelaxError\n"
+    script += "from relax_hpc.rendezvous.world import join\n"
+    script += f"try: join('127.0.0.1', 2, MpiConfig(), {0.3 if error is DeadlineError else 60.0})\n"
+    script += "except RelaxError as error: print(type(error).__name__, error)"
+    paths = [str(tmp_path)] * bool(library) + [str(Path(__file__).parents[1])]
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    said = done.stdout.strip()
+    assert said.startswith(f"{error.__name__} site.mpi: with library wheel and launcher pmi2: {words}"), done.stderr
+    assert error is DeadlineError or ("site.mpi.library and site.mpi.launcher" in said and "\n" not in said)
 
 
 def test_each_rank_hosts_its_share_of_the_replicas() -> None:

@@ -75,7 +75,7 @@ def test_a_checkpoint_of_one_rank_goes_on_in_two(tmp_path: Path):
 
 def test_a_split_that_does_not_fit_the_processes_is_refused():
     with pytest.raises(ConfigError, match="= 4 ranks, found 2 processes"):
-        parallel.initialize(ParallelConfig(tensor=2, data=2), 0, 2, 0, ("127.0.0.1", 1), "cpu", 0, 1.0)
+        parallel.initialize(ParallelConfig(tensor=2, data=2), 0, 2, 0, None, "cpu", 0, 1.0)
 
 
 def test_a_split_that_does_not_fit_the_model_is_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,6 @@ from relax_hpc.config.schema import (
 )
 from relax_hpc.data.tiny_model import make_tiny_model
 from relax_hpc.rendezvous.channel import Channel
-from relax_hpc.rendezvous.world import free_port
 from relax_hpc.roles.inner import InnerRoles
 from relax_hpc.training import parallel
 from relax_hpc.training.batches import Batch, collate
@@ -53,7 +53,7 @@ ARRIVAL = (2, 0, 3, 1)
 def one_rank_fixture() -> Iterator[None]:
     """A group of one rank for a whole test file."""
     torch.set_num_threads(1)
-    parallel.initialize(ParallelConfig(), 0, 1, 0, ("127.0.0.1", 0), "cpu", 0, 60.0)
+    parallel.initialize_alone("cpu", 0, 60.0)
     yield
     parallel.destroy()
 
@@ -154,8 +154,9 @@ def inner_roles(model: PolicyModel, **settings: Any) -> InnerRoles:
 
 def launch(world: int, *args: object, timeout_s: float = 120.0, module: str = "tests.training_rank") -> None:
     """Run `module` in `world` processes; AssertionError with their output if one fails."""
-    master = f"127.0.0.1:{free_port('127.0.0.1')}"
-    command = [sys.executable, "-W", "ignore", "-m", module, master, str(world)]
+    meeting = os.memfd_create("meeting")
+    file = f"/proc/{os.getpid()}/fd/{meeting}"
+    command = [sys.executable, "-W", "ignore", "-m", module, file, str(world)]
     ranks = [
         subprocess.Popen(
             [*command, str(rank), *map(str, args)],
@@ -163,12 +164,14 @@ def launch(world: int, *args: object, timeout_s: float = 120.0, module: str = "t
             stderr=subprocess.STDOUT,
             text=True,
             cwd=Path(__file__).parent.parent,
+            env=os.environ | {"GLOO_SOCKET_IFNAME": "lo"},
         )
         for rank in range(world)
     ]
     try:
         outputs = [process.communicate(timeout=timeout_s)[0] for process in ranks]
     finally:
+        os.close(meeting)
         for process in ranks:
             process.kill()
     assert [process.returncode for process in ranks] == [0] * world, "\n".join(outputs)

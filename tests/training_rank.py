@@ -1,7 +1,8 @@
 """One rank of a multi-rank training test.
 
-`python -m tests.training_rank MASTER WORLD RANK LAYOUT MODEL OUT [CHECKPOINT]`, where LAYOUT is tensor, pipeline, data,
-sequence_parallel and distributed as numbers with commas between. Rank 0 writes what it found to OUT.
+`python -m tests.training_rank FILE WORLD RANK LAYOUT MODEL OUT [CHECKPOINT]`, where the ranks meet in FILE, and LAYOUT
+is tensor, pipeline, data, sequence_parallel and distributed as numbers with commas between. Rank 0 writes what it found
+to OUT.
 """
 
 from __future__ import annotations
@@ -34,12 +35,11 @@ from tests import training_helpers as helpers
 
 
 def main() -> None:
-    master, world, rank, layout, model, out, *checkpoint = sys.argv[1:]
-    host, port = master.split(":")
+    file, world, rank, layout, model, out, *checkpoint = sys.argv[1:]
     tensor, pipeline, data, sequence, distributed = map(int, layout.split(","))
     split = ParallelConfig(tensor=tensor, pipeline=pipeline, data=data, sequence_parallel=bool(sequence))
     torch.set_num_threads(1)
-    parallel.initialize(split, int(rank), int(world), int(rank), (host, int(port)), "cpu", 0, 60.0)
+    parallel.initialize(split, int(rank), int(world), int(rank), dist.FileStore(file, int(world)), "cpu", 0, 60.0)
     trainer = helpers.trainer(Path(model), split, distributed=bool(distributed))
     check_slices(trainer.model, Path(model))
     for path in checkpoint:

@@ -107,7 +107,7 @@ def megatron_logits(directory: Path, hf_config: dict[str, Any], ids: list[int]) 
     """[tokens, vocabulary] float32 of megatron-core's model in float32, loaded as megatron-core loads."""
     ours = not dist.is_initialized()
     if ours:
-        parallel.initialize(ParallelConfig(), 0, 1, 0, ("127.0.0.1", 0), _device(), 0, START_TIMEOUT_S)
+        parallel.initialize_alone(_device(), 0, START_TIMEOUT_S)
     try:
         from relax_hpc.training import qwen3
 

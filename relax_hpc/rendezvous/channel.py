@@ -17,9 +17,11 @@ class Channel:
     def __init__(self, timeout_s: float) -> None:
         import torch.distributed as dist
 
-        alone = not dist.is_initialized()
-        self.rank, self.size = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
-        self.group = None if alone else dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        met = dist.is_initialized()
+        self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if met else (0, 1)
+        # A rank alone has one kind of groups, without sockets; gloo would listen.
+        backend = "gloo" if self.size > 1 else None
+        self.group = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s)) if met else None
         """For what else the same thread has to agree on; None in a process that has no ranks."""
 
     def tell(self, message: Any) -> Any:

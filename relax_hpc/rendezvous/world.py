@@ -1,25 +1,43 @@
 """Inside a group: MPI tells the ranks of each other, once, at start. Everything later goes other ways.
 
-One MPI world never spans groups: a killed peer would leave its survivors hanging without an error.
+One MPI world never spans groups: a killed peer would leave its survivors hanging without an error. MPI runs in a child
+of each rank that ends with the meeting: its memory and its sockets go then, and where it fails, which it does by ending
+its process, the rank lives to say what to set.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import select
+import signal
 import socket
+import sys
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
+
+from relax_hpc.config.schema import MpiConfig
+from relax_hpc.errors import ConfigError, DeadlineError, RelaxError
+from relax_hpc.rendezvous.process import PARENT, STOP_SIGNALS, die_with_parent
+
+_CURE = (
+    "let site.mpi.library and site.mpi.launcher name an MPI library and a launcher that belong together: library wheel "
+    "(the mpich package beside mpi4py) with pmi2 or mpiexec, the path of an Open MPI's libmpi.so with pmix"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The ranks of a group. `cards` are in rank order; `master` is where rank 0 listens for torch.distributed."""
+    """The ranks of a group. `cards` are in rank order."""
 
     rank: int
     size: int
     local_rank: int
     cards: list[dict[str, Any]]
+    listening: socket.socket | None = None
+    """Where rank 0 lets the others in; it listens since before they were told of it. None in others."""
 
     @property
     def leader(self) -> bool:
@@ -27,22 +45,85 @@ class World:
         return self.rank == 0
 
     @property
-    def master(self) -> tuple[str, int]:
-        return self.cards[0]["address"], self.cards[0]["port"]
+    def on_one_node(self) -> bool:
+        return len({card["node"] for card in self.cards}) == 1
 
 
-def free_port(host: str) -> int:
-    """A port of ``host`` that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
+def alone(address: str) -> World:
+    """A group of one rank, which needs no MPI, and no launcher."""
+    return World(0, 1, 0, [_card(address)])
 
 
-def join(address: str = "127.0.0.1") -> World:
-    """Meet the other ranks that the MPI launcher started (alone without one); they reach this one at ``address``."""
+def join(address: str, ranks: int, mpi: MpiConfig, patience_s: float) -> World:
+    """Meet the other ``ranks`` that the MPI launcher started; they reach this one at ``address``.
+
+    RelaxError, ConfigError, DeadlineError: MPI failed, gave another number of ranks, or took over ``patience_s``.
+    """
+    listening = socket.create_server((address, 0))
+    # For ranks of one node, by its path in /proc: nothing to remove, however this process ends.
+    memory = os.memfd_create("meeting")
+    card = _card(address) | {"port": listening.getsockname()[1], "memory": memory}
+    what = f"site.mpi: with library {mpi.library} and launcher {mpi.launcher}"
+    rank, cards = _in_child(lambda: _meet(card), what, patience_s)
+    if len(cards) != ranks:
+        raise ConfigError(f"{what}: MPI_Init found {len(cards)} ranks, allowed: the {ranks} that were started; {_CURE}")
+    if rank != 0:
+        os.close(memory)
+        listening.close()
+    local_rank = sum(other["node"] == card["node"] for other in cards[:rank])
+    return World(rank, ranks, local_rank, cards, listening if rank == 0 else None)
+
+
+def _card(address: str) -> dict[str, Any]:
     # Slurm may give nodes of one host name; its own name of the node tells them apart.
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    card = {"node": node, "address": address, "port": free_port(address), "pid": os.getpid()}
+    return {"node": node, "address": address, "pid": os.getpid()}
+
+
+def _in_child(work: Callable[[], Any], what: str, patience_s: float) -> Any:
+    """What ``work`` returns in a child that ends with it. Call it while there is one thread."""
+    reader, writer = os.pipe()
+    parent, child = os.getpid(), os.fork()
+    if not child:
+        _work(work, parent, writer)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as answer:
+        late = not select.select([answer], [], [], patience_s)[0]
+        if late:
+            os.kill(child, signal.SIGKILL)
+        found = answer.read()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if late:
+        raise DeadlineError(f"{what}: the ranks of the group have not met within {patience_s:.0f} s; open their logs")
+    if not found:
+        raise RelaxError(f"{what}: MPI_Init {_ended(code)} (its own words are in this log); {_CURE}")
+    return json.loads(found)
+
+
+def _ended(code: int) -> str:
+    return f"was ended by signal {-code}" if code < 0 else f"ended the process with code {code}"
+
+
+def _work(work: Callable[[], Any], parent: int, writer: int) -> NoReturn:
+    """The child's life."""
+    try:
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        os.environ[PARENT] = str(parent)
+        die_with_parent()
+        answer = json.dumps(work()).encode()
+        with os.fdopen(writer, "wb") as file:
+            file.write(answer)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _meet(card: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
+    """The own rank, and the cards of all."""
     import mpi4py
 
     mpi4py.rc.thread_level = "funneled"
@@ -50,10 +131,9 @@ def join(address: str = "127.0.0.1") -> World:
 
     cards = [json.loads(text) for text in _allgather(MPI.COMM_WORLD, json.dumps(card).encode())]
     rank = MPI.COMM_WORLD.Get_rank()
-    # Its shared memory goes now, not never when this process is killed; the launcher still ends all ranks with one.
+    # From here on the launcher minds that the ranks' processes end well, and ends all with one that does not.
     MPI.Finalize()
-    local_rank = sum(other["node"] == node for other in cards[:rank])
-    return World(rank, len(cards), local_rank, cards)
+    return rank, cards
 
 
 def _allgather(comm: Any, data: bytes) -> list[bytes]:

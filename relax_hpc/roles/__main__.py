@@ -55,18 +55,19 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: Flag) -> 
     from relax_hpc.metrics.spans import Spans, process_began
     from relax_hpc.rendezvous.network import own_address
     from relax_hpc.rendezvous.roster import Card, publish_card
-    from relax_hpc.rendezvous.world import World, join
+    from relax_hpc.rendezvous.world import alone, join
     from relax_hpc.roles.context import Context
     from relax_hpc.transfer_queue.client import QueueClient
     from relax_hpc.transfer_queue.planes.choice import check_required
 
     check_required(config)
-    alone = ranks_of(config, args.group, args.role) == 1
+    ranks = ranks_of(config, args.group, args.role)
     if LOCAL_DIR in os.environ:
         # Before any library puts compiled code there.
         local_folder()
     address = own_address(config, args.group)
-    world = World(0, 1, 0, [{"pid": os.getpid()}]) if alone and args.role not in WITH_RANKS else join(address)
+    patience_s = config.liveness.start_timeout_s
+    world = alone(address) if ranks == 1 else join(address, ranks, config.site.mpi, patience_s)
     logs = run.logs(args.group, args.epoch)
     redirect_output(logs / f"{args.role}-rank-{world.rank}.log")
     talks = world.leader or args.role == "rollout"

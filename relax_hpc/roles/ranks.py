@@ -15,6 +15,7 @@ from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.rendezvous.exit_mark import leave_mark
 from relax_hpc.roles.context import Context
 from relax_hpc.training import parallel
+from relax_hpc.training.meeting import store_of
 from relax_hpc.transfer_queue.client import Claim, read_rows
 from relax_hpc.transfer_queue.planes import SlabPool
 from relax_hpc.transfer_queue.samplers import share
@@ -32,8 +33,9 @@ class Ranks:
         config, world = context.config, context.world
         torch.set_num_threads(config.threads)
         timeout = config.queue.wait_timeout_s + 60.0
+        store = store_of(world, context.run.token(), timeout)
         parallel.initialize(
-            shape, world.rank, world.size, world.local_rank, world.master, config.model.device, config.seed, timeout
+            shape, world.rank, world.size, world.local_rank, store, config.model.device, config.seed, timeout
         )
         self.layout = parallel.layout()
         self.samples = config.samples_per_group

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import socket
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,6 +12,10 @@ import torch.distributed as dist
 
 from relax_hpc.config.schema import ParallelConfig
 from relax_hpc.errors import ConfigError
+from relax_hpc.training import alone
+
+_stores: list[dist.Store | None] = []
+"""torch keeps the C++ half of a store, which is of no use once the Python half is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +50,15 @@ def initialize(
     rank: int,
     world: int,
     local_rank: int,
-    master: tuple[str, int],
+    store: dist.Store | None,
     device: str,
     seed: int,
     timeout_s: float,
 ) -> None:
-    """Join the group's `world` ranks over the store at `master` and split them as `parallel` says.
+    """Join the group's `world` ranks over `store` and split them as `parallel` says.
 
-    The store listens on `master`'s address alone; a group of one rank has none and ignores it. `timeout_s` bounds the
-    meeting and every collective. ConfigError if `parallel` does not describe `world` ranks.
+    A group of one rank needs no store and opens no socket. `timeout_s` bounds the meeting and every collective.
+    ConfigError if `parallel` does not describe `world` ranks.
     """
     if parallel.ranks != world:
         raise ConfigError(
@@ -66,25 +68,18 @@ def initialize(
     if device == "cuda":
         torch.cuda.set_device(local_rank)
     timeout = timedelta(seconds=timeout_s)
-    store = _store(rank, world, master, timeout)
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=world, timeout=timeout
-    )
+    if world == 1:
+        alone.initialize(timeout)
+    else:
+        _stores.append(store)
+        backend = "nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     _split(parallel, device, seed, timeout_s)
 
 
-def _store(rank: int, world: int, master: tuple[str, int], timeout: timedelta) -> dist.Store:
-    host, port = master
-    if world == 1 or socket.gethostbyname(host).startswith("127."):
-        # Gloo takes the address of the host name otherwise, which other machines can reach.
-        loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    if world == 1:
-        return dist.HashStore()
-    if rank != 0:
-        return dist.TCPStore(host, port, world, False, timeout)
-    listener = socket.create_server((host, port), backlog=2 * world)
-    return dist.TCPStore(host, port, world, True, timeout, master_listen_fd=listener.detach())
+def initialize_alone(device: str, seed: int, timeout_s: float) -> None:
+    """`initialize` for a process that is a group by itself."""
+    initialize(ParallelConfig(), 0, 1, 0, None, device, seed, timeout_s)
 
 
 def _split(parallel: ParallelConfig, device: str, seed: int, timeout_s: float) -> None:
@@ -97,6 +92,7 @@ def _split(parallel: ParallelConfig, device: str, seed: int, timeout_s: float) -
     upstream_fixes.install()
     from megatron.core import parallel_state, tensor_parallel
 
+    alone.keep_groups_alike()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
@@ -127,3 +123,4 @@ def destroy() -> None:
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+        _stores.clear()

@@ -49,7 +49,7 @@ def warm_start(config: Config, source: Path, demonstrations: Path, target: Path)
     settings = config.warm_start
     rows = read_demonstrations(demonstrations)
     torch.set_num_threads(config.threads)
-    parallel.initialize(ParallelConfig(), 0, 1, 0, ("127.0.0.1", 0), config.model.device, config.seed, START_TIMEOUT_S)
+    parallel.initialize_alone(config.model.device, config.seed, START_TIMEOUT_S)
     try:
         return _train(config, settings.steps, rows, source, target)
     finally:

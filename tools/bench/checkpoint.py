@@ -51,7 +51,7 @@ def trainer_of(folder: Path, layers: int, hidden: int) -> Trainer:
     )
     make_tiny_model(folder / "model", shape, 0)
     torch.set_num_threads(1)
-    parallel.initialize(ParallelConfig(), 0, 1, 0, ("127.0.0.1", 0), "cpu", 0, WAIT_S)
+    parallel.initialize_alone("cpu", 0, WAIT_S)
     model = PolicyModel(read_config(folder / "model"), ModelConfig(), ParallelConfig())
     model.load_hf(folder / "model")
     return Trainer(model, AlgorithmConfig(), OptimizerConfig(), 1.0)

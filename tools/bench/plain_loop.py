@@ -191,7 +191,7 @@ def main(argv: list[str] | None = None) -> int:
     run = RunDir(args.run_dir)
     config = load_resolved(run.root)
     torch.set_num_threads(config.threads)
-    parallel.initialize(ParallelConfig(), 0, 1, 0, ("127.0.0.1", 0), config.model.device, config.seed, _START_TIMEOUT_S)
+    parallel.initialize_alone(config.model.device, config.seed, _START_TIMEOUT_S)
     lines = asyncio.run(loop(run, config, args.steps, args.forward))
     parallel.destroy()
     for forward in (False, True):

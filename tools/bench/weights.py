@@ -34,7 +34,6 @@ from relax_hpc.data.tiny_model import make_tiny_model
 from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.rendezvous.process import die_with_parent
 from relax_hpc.rendezvous.roster import Card, claim_epoch, publish_card
-from relax_hpc.rendezvous.world import free_port
 from relax_hpc.rundir import RunDir
 from relax_hpc.training import parallel
 from relax_hpc.training.hf_files import read_config
@@ -70,7 +69,7 @@ class Actor:
         self.config.weights.file_every = 0
         make_tiny_model(self.run.model, shape, 0)
         torch.set_num_threads(1)
-        parallel.initialize(ParallelConfig(), 0, 1, 0, ("127.0.0.1", 0), "cpu", 0, WAIT_S)
+        parallel.initialize_alone("cpu", 0, WAIT_S)
         self.model = PolicyModel(read_config(self.run.model), ModelConfig(dtype="bfloat16"), ParallelConfig())
         self.model.load_hf(self.run.model)
 
@@ -258,8 +257,7 @@ def until_served(actor: Actor, folder: Path, counts: Sequence[int], rounds: int)
                 actor.publisher.settle(WAIT_S)
                 kept.append(actor.publish())
                 actor.publisher.settle(WAIT_S)
-        port = free_port("127.0.0.1")
-        with processes("broadcast", *((folder, rank, count + 1, port, rounds) for rank in range(count + 1))) as ranks:
+        with processes("broadcast", *((folder, rank, count + 1, rounds) for rank in range(count + 1))) as ranks:
             together = json.loads(ranks[0].stdout.readline())
         who = f"{count} reader{'s' * (count > 1)}"
         yield Figure(f"served by {who} after", median(served), "s", rounds=served)
@@ -267,11 +265,11 @@ def until_served(actor: Actor, folder: Path, counts: Sequence[int], rounds: int)
         yield Figure(f"{who}: trainer kept, of the broadcast's", median(kept) / median(together), "x")
 
 
-def broadcast(folder: Path, rank: int, world: int, port: int, rounds: int) -> None:
+def broadcast(folder: Path, rank: int, world: int, rounds: int) -> None:
     """A rank of a group in which rank 0 sends every tensor to all others; it prints the seconds of each round."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting-{world}", rank=rank, world_size=world)
     with (folder / "shapes.json").open() as file:
         tensors = [torch.ones(shape, dtype=torch.bfloat16) for shape in json.load(file)]
     times = []

@@ -191,7 +191,9 @@ class StepLauncher:
         words.append("--wait=0")
         if resources.gpus_per_node and config.site.gpu_request != "none":
             words.append(f"--gpus-per-node={resources.gpus_per_node}")
-        words += [f"--mpi={mpi_plugin(config)}", f"--job-name={step_name(name, role, epoch)}", "--open-mode=append"]
+        # A rank alone needs no MPI, and the plugin may be the one thing that is wrong with a site.
+        words.append(f"--mpi={mpi_plugin(config) if ranks > 1 else 'none'}")
+        words += [f"--job-name={step_name(name, role, epoch)}", "--open-mode=append"]
         # By rank, so that the nodes write them: what srun writes is lost with the node of srun.
         words.append(f"--output={escaped(self.run.logs(name, epoch))}/{role}-rank-%t.log")
         return [*words, *container_srun_options(config, self.run.root)]

@@ -1,0 +1,157 @@
+"""How torch's ranks meet: alone without a socket, over several nodes by connections that prove themselves."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from tests.requirements import requires
+
+requires("torch", "megatron")
+
+import psutil  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from relax_hpc.rendezvous.world import World  # noqa: E402
+from relax_hpc.training.meeting import MeetingStore, Remote, Table, serve, store_of  # noqa: E402
+
+TOKEN = b"t" * 32
+ALONE = """
+import os, psutil
+from relax_hpc.rendezvous.channel import Channel
+from relax_hpc.training import alone, parallel
+parallel.initialize_alone("cpu", 0, 60.0)
+channel = Channel(60.0)
+import torch.distributed as dist
+from megatron.core import parallel_state
+assert channel.gather({"a": 1}) == [{"a": 1}] and alone.wrong_collectives() == []
+box = [None]
+dist.all_gather_object(box, {"b": 2}, group=channel.group)
+assert box == [{"b": 2}] and parallel_state.get_data_parallel_group_gloo().size() == 1
+found = [one for one in psutil.Process().net_connections("all") if one.status == "LISTEN" or one.family == 1]
+assert not found, found
+parallel.destroy()
+"""
+
+
+def test_a_rank_alone_opens_no_socket_and_its_collectives_are_copies() -> None:
+    subprocess.run([sys.executable, "-W", "ignore", "-c", ALONE], timeout=120, check=True)
+
+
+@pytest.fixture(name="served")
+def served_fixture() -> tuple[Table, tuple[str, int]]:
+    """A table, and where others reach it."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    address = listening.getsockname()
+    return serve(listening, TOKEN), address
+
+
+def test_a_store_over_the_network_does_what_torchs_own_do(served: tuple[Table, tuple[str, int]]) -> None:
+    """Through torch's own prefix too, which calls it from C++."""
+    table, address = served
+    here, there = MeetingStore(table, 5.0), MeetingStore(Remote(address, TOKEN), 5.0)
+    for ours, theirs in ((here, there), (there, here), (here, dist.PrefixStore("p", there))):
+        name = f"{id(ours)}{id(theirs)}"
+        theirs.set(f"{name}a", "1\0\xff".encode())
+        assert theirs.get(f"{name}a") == "1\0\xff".encode() and theirs.check([f"{name}a"])
+        assert [theirs.add(f"{name}n", 2), theirs.add(f"{name}n", -5)] == [2, -3]
+        assert theirs.compare_set(f"{name}c", "", "first") == b"first"
+        assert theirs.compare_set(f"{name}c", "other", "second") == b"first"
+        assert theirs.compare_set(f"{name}c", "first", "second") == b"second"
+        assert theirs.delete_key(f"{name}c") and not theirs.delete_key(f"{name}c") and not theirs.check([f"{name}c"])
+        before = theirs.num_keys()
+        theirs.multi_set([f"{name}x", f"{name}y"], ["x", "y"])
+        assert theirs.multi_get([f"{name}x", f"{name}y"]) == [b"x", b"y"] and theirs.num_keys() == before + 2
+        theirs.append(f"{name}x", "z")
+        assert theirs.get(f"{name}x") == b"xz"
+    there.set("seen", "by all")
+    assert here.get("seen") == b"by all" and dist.PrefixStore("q", here).num_keys() == table.count()
+
+
+def test_who_waits_is_woken_and_nobody_waits_for_ever(served: tuple[Table, tuple[str, int]]) -> None:
+    """While one thread of a rank waits, another of it can do what it waits for."""
+    _, address = served
+    store = MeetingStore(Remote(address, TOKEN), 30.0)
+    found: list[bytes] = []
+    waiting = threading.Thread(target=lambda: found.append(store.get("late")))
+    waiting.start()
+    store.set("late", "here")
+    waiting.join(10.0)
+    assert found == [b"here"]
+    with pytest.raises(Exception, match=r"no rank has left 'never' here within 0\.05 s"):
+        store.wait(["late", "never"], timedelta(seconds=0.05))
+    store.set_timeout(timedelta(seconds=0.05))
+    with pytest.raises(Exception, match="never"):
+        dist.PrefixStore("p", store).get("never")
+    assert store.get("late") == b"here", "the connection is of use after that"
+
+
+def test_a_stranger_reads_and_writes_nothing(served: tuple[Table, tuple[str, int]]) -> None:
+    table, address = served
+    table.set("key", b"value")
+    with pytest.raises(ConnectionError, match="refused the proof"):
+        Remote(address, b"w" * 32).get("key", 1.0)
+    with socket.create_connection(address) as stranger:
+        stranger.sendall(b"\x00" * 4096)
+        stranger.settimeout(10.0)
+        hello = stranger.recv(4096)
+        assert hello.startswith(b"RLXLINK1") and b"value" not in hello
+    with pytest.raises(RuntimeError, match="no operation '_values'"):
+        Remote(address, TOKEN)._ask("_values", ())
+    assert table.count() == 1
+
+
+RANK = """
+import os, sys, torch
+import torch.distributed as dist
+from relax_hpc.config.schema import ParallelConfig
+from relax_hpc.rendezvous.channel import Channel
+from relax_hpc.rendezvous.world import World
+from relax_hpc.training import parallel
+from relax_hpc.training.meeting import store_of
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+import socket
+listening = socket.socket(fileno=int(sys.argv[3])) if rank == 0 else None
+cards = [{"node": f"n{k}", "address": "127.0.0.1", "port": port} for k in range(2)]
+world = World(rank, 2, 0, cards, listening)
+parallel.initialize(ParallelConfig(data=2), rank, 2, 0, store_of(world, b"t" * 32, 60.0), "cpu", 0, 60.0)
+values = torch.full((4,), rank + 1.0)
+dist.all_reduce(values)
+assert values.tolist() == [3.0] * 4
+assert Channel(60.0).gather(rank) == ([0, 1] if rank == 0 else None)
+dist.barrier()
+parallel.destroy()
+"""
+
+
+def test_ranks_of_several_nodes_meet_by_it() -> None:
+    """As torch's gloo groups do all of their meeting, with megatron-core's dozens of groups."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port, number = listening.getsockname()[1], listening.fileno()
+        words = [sys.executable, "-W", "ignore", "-c", RANK]
+        env = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+        first = subprocess.Popen([*words, "0", str(port), str(number)], env=env, pass_fds=(number,))
+    ranks = [first, subprocess.Popen([*words, "1", str(port), "-1"], env=env)]
+    try:
+        assert [rank.wait(120) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def test_on_one_node_the_store_is_a_file_in_memory() -> None:
+    memory = os.memfd_create("meeting")
+    world = World(0, 2, 0, [{"node": "n", "pid": os.getpid(), "memory": memory}] * 2)
+    before = psutil.Process().net_connections("all")
+    store = store_of(world, TOKEN, 5.0)
+    store.set("a", "b")
+    assert Path(f"/proc/self/fd/{memory}").stat().st_size > 0
+    assert psutil.Process().net_connections("all") == before
+    os.close(memory)
