@@ -4,8 +4,10 @@
 #
 #   env/setup.sh [cpu|gpu] [dev] [rdma]     (default: cpu, or gpu where gpu was installed before)
 #
-# RELAX_VENV: the environment's folder (default .venv).  RELAX_PYTHON: the Python 3.11 to make it from.
+# RELAX_VENV: the environment's folder (default .venv).  RELAX_PYTHON: the Python 3.11 or 3.12 to make it from.
+# RELAX_UNHASHED=1: take builds that no lock lists, such as a site's own wheels.
 # RELAX_SETUP_WAIT_S: how long to wait for another call in progress (default 1800).
+# RELAX_SETUP_SAY_S: how often a step that goes on says so in a log (default 20; in a terminal, every second).
 set -euo pipefail
 unset PYTHONPATH PYTHONHOME
 export PIP_NO_INPUT=1 PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -15,27 +17,71 @@ VENV=$(realpath -m "${RELAX_VENV:-$ROOT/.venv}")
 LOG=$VENV/install.log
 LOCK=$VENV.lock
 ME=$(uname -n):$$
+TICKER=
+STEP=1  # where the step in progress begins in the log
 
 say() { echo "setup: $*" >&2; }
 die() { say "$*"; exit 1; }
 
-is_311() { "$1" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; }
+supported() { "$1" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; }
 has_venv() { "$1" -c 'import ensurepip, venv' 2>/dev/null; }
 
-find_python() {  # prints the first Python 3.11 that can make environments
-    local candidate
-    for candidate in ${RELAX_PYTHON:-python3.11 /usr/bin/python3.11 python3}; do
-        if is_311 "$candidate" && has_venv "$candidate"; then echo "$candidate"; return; fi
+find_python() {  # prints the first Python that can make environments; the system's own stays when others come and go
+    local candidate known="/usr/bin/python3.11 /usr/bin/python3.12 /usr/bin/python3 python3.11 python3.12 python3"
+    for candidate in ${RELAX_PYTHON:-$known}; do
+        if supported "$candidate" && has_venv "$candidate"; then command -v "$candidate"; return; fi
     done
     return 1
+}
+
+stop_ticker() {
+    [[ -n $TICKER ]] || return 0
+    kill "$TICKER" 2>/dev/null || true
+    wait "$TICKER" 2>/dev/null || true
+    TICKER=
+    [[ ! -t 2 ]] || printf '\r\033[K' >&2
+}
+
+tick() {  # shows that step $1 moves: every second on a terminal, seldom in a log
+    local started=$SECONDS every=${RELAX_SETUP_SAY_S:-20} seconds next
+    next=$every
+    while sleep 1 && kill -0 $$ 2>/dev/null; do
+        seconds=$((SECONDS - started))
+        if [[ -t 2 ]]; then
+            printf '\r\033[Ksetup: %s: %s' "$1" "$(progress "$seconds")" >&2
+        elif ((seconds >= next)); then
+            say "$1: $(progress "$seconds")"
+            next=$((seconds + every))
+        fi
+    done
+}
+
+step_log() { tail -c "+$STEP" "$LOG"; }
+
+progress() {  # how far pip has come in $1 seconds, as far as one can see
+    local found installed
+    found=$(step_log | grep -cE '^(Collecting|Processing) ') || true
+    installed=$(find "$VENV"/lib -maxdepth 3 -name '*.dist-info' -newermt "-$1 seconds" 2>/dev/null | wc -l)
+    ((found == 0)) || echo -n "$found found, $installed installed, "
+    echo "$1 s"
+}
+
+shown() {  # runs a command with its words in the log: shown TEXT COMMAND...
+    local status=0
+    STEP=$(($(stat -c %s "$LOG" 2>/dev/null || echo 0) + 1))
+    say "$1"
+    tick "$1" &
+    TICKER=$!
+    "${@:2}" >>"$LOG" 2>&1 || status=$?
+    stop_ticker
+    return "$status"
 }
 
 may_apt() { [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null && command -v dpkg-query >/dev/null; }
 
 apt_install() {
-    say "installing system packages: $*"
     mkdir -p "$VENV"
-    apt_quietly "$@" >>"$LOG" 2>&1
+    shown "installing system packages: $*" apt_quietly "$@"
 }
 
 apt_quietly() (  # a subshell, whose end removes the policy that keeps new packages from starting daemons
@@ -50,7 +96,7 @@ apt_quietly() (  # a subshell, whose end removes the policy that keeps new packa
 )
 
 apt_python() {  # the one system package without which nothing works, and only where root may install it
-    [[ -z ${RELAX_PYTHON:-} ]] && may_apt && apt_install python3.11-venv
+    [[ -z ${RELAX_PYTHON:-} ]] && may_apt && { apt_install python3.11-venv || apt_install python3.12-venv; }
 }
 
 slurm_packages() {  # prints what the Slurm tests lack, unless Slurm is there and is not Debian's: a cluster's own
@@ -73,29 +119,55 @@ install_slurm() {  # a convenience: without it the Slurm tests skip; a failure i
 make_venv() {
     local python
     if ! python=$(find_python); then
-        apt_python && python=$(find_python) || die "no Python 3.11 with its venv module (tried \
-${RELAX_PYTHON:-python3.11, python3}): install python3.11-venv, load a module, or set RELAX_PYTHON=/path/to/python3.11"
+        { apt_python && python=$(find_python); } || die "no Python 3.11 or 3.12 with its venv module (tried \
+${RELAX_PYTHON:-python3.11, python3.12, python3}): install python3.11-venv, load a module, or set \
+RELAX_PYTHON=/path/to/python3.11"
     fi
-    say "making $VENV"
+    say "making $VENV with $python, $("$python" -V) (RELAX_PYTHON names another)"
     rm -f "$VENV"/bin/python*  # links to an interpreter that is gone would stay
     "$python" -m venv "$VENV"
 }
 
 check_venv() {  # makes the environment, or remakes its interpreter when that is broken
-    if ! is_311 "$VENV/bin/python" || ! "$VENV/bin/python" -I -m pip --version >/dev/null 2>&1; then make_venv; fi
+    if ! supported "$VENV/bin/python" || ! "$VENV/bin/python" -I -m pip --version >/dev/null 2>&1; then make_venv; fi
     head -n 3 "$VENV/bin/pip" | grep -qF "$VENV/bin/" || die "$VENV was made at another place: remove it and call again"
 }
 
-pip_install() {
-    say "$1"
-    shift
-    "$VENV/bin/python" -I -m pip install --progress-bar off "$@" >>"$LOG" 2>&1 && return
+pip_quietly() {  # pip_quietly TEXT WORD...
+    shown "$1" "$VENV/bin/python" -I -m pip install --progress-bar off "${@:2}"
+}
+
+mismatch() { step_log | grep 'DO NOT MATCH THE HASHES' >/dev/null; }
+
+pip_install() {  # pip_install TEXT WORD...
+    pip_quietly "$@" && return
     tail -n 20 "$LOG" >&2
+    ! mismatch || say "a build that the lock does not list was refused; where it is your site's own and you trust it, \
+RELAX_UNHASHED=1 takes it (env/README.md)"
     die "pip failed; the end of $LOG is above. Calling again goes on from here"
+}
+
+pip_lock() {  # installs the pins in file $2, one a line with their hashes: pip_lock TEXT FILE WORD...
+    local hashed=(--require-hashes)
+    if [[ ${RELAX_UNHASHED:-} == 1 ]]; then
+        say "RELAX_UNHASHED=1: builds are not compared with the lock"
+        sed -i 's/ --hash=.*//' "$2"
+        hashed=()
+    fi
+    pip_install "$1" --no-deps --force-reinstall "${hashed[@]}" -r "$2" "${@:3}"
+}
+
+cpu_torch() {  # installs the torch of file $1 as a CPU build, if there is one; in a whole lock pip would prefer others
+    local pin=$VENV/install-torch.txt words=(--no-deps --force-reinstall --require-hashes)
+    grep '^torch==' "$1" | sed 's/ /+cpu /' >"$pin" || return 0
+    [[ ${RELAX_UNHASHED:-} != 1 ]] || return 0
+    pip_quietly "looking for a CPU build of torch" "${words[@]}" -r "$pin" "${@:2}" && return
+    ! mismatch || say "the lock does not list this site's CPU build of torch: left out (RELAX_UNHASHED=1 takes it)"
 }
 
 stamp_of() {  # what installed lock $1 is a function of
     local files=("$ROOT/env/requirements-$1.txt")
+    [[ $1 != cpu ]] || files+=("$ROOT/env/requirements-cuda.txt")
     [[ $1 != package ]] || files=("$ROOT/setup.py" "$ROOT/pyproject.toml")
     { cat "${files[@]}"; echo "$VENV $ROOT"; "$VENV/bin/python" -V; } 2>/dev/null | sha256sum
 }
@@ -104,30 +176,35 @@ current() { [[ -x $VENV/bin/python && -f $VENV/.stamp-$1 && $(<"$VENV/.stamp-$1"
 all_current() { local part; for part in "$@"; do current "$part" || return 1; done; }
 
 compile_all() {  # to bytecode, on all cores, which pip does not; some packages hold files meant not to compile
-    say "compiling to bytecode"
-    "$VENV/bin/python" -I -m compileall -q -j 0 "$VENV"/lib/python3.11/site-packages >>"$LOG" 2>&1 || true
+    local folders=("$VENV"/lib/python3.*/site-packages)
+    shown "compiling to bytecode" "$VENV/bin/python" -I -m compileall -q -j 0 "${folders[@]}" || true
 }
 
+missing() { "$VENV/bin/python" -I "$ROOT/env/verify.py" "$1"; }
+
 install_lock() {
-    local file=$ROOT/env/requirements-$1.txt todo=$VENV/install-$1.txt count
+    local file=$ROOT/env/requirements-$1.txt todo=$VENV/install-$1.txt count options=()
     rm -f "$VENV/.stamp-$1"
-    "$VENV/bin/python" -I "$ROOT/env/verify.py" "$file" >"$todo"
+    missing "$file" >"$todo"
+    (($(wc -l <"$todo") <= 20)) || options=(--no-compile)
+    if [[ $1 == cpu ]]; then
+        cpu_torch "$todo" "${options[@]}"
+        missing "$file" >"$todo"
+    fi
     count=$(wc -l <"$todo")
-    if ((count > 20)); then
-        pip_install "installing $count packages of ${file##*/}" --no-deps --force-reinstall --no-compile -r "$todo"
-        compile_all
-    elif ((count > 0)); then
-        pip_install "installing $count packages of ${file##*/}" --no-deps --force-reinstall -r "$todo"
-    fi
-    if grep -q '^torch==' "$file" && ! "$VENV/bin/python" -I -c 'import torch' >>"$LOG" 2>&1; then
-        # Only the CUDA build of torch was to be had: it runs on the CPU too, once its own libraries are there.
-        pip_install "installing the libraries of torch's CUDA build" -c "$file" "$(grep '^torch==' "$file")"
-        "$VENV/bin/python" -I -c 'import torch' || die "torch cannot be imported (see above)"
-    fi
-    "$VENV/bin/python" -I "$ROOT/env/verify.py" "$file" >"$todo"
-    [[ ! -s $todo ]] || die "still not as ${file##*/} says: $(tr '\n' ' ' <"$todo")"
-    rm "$todo"
+    ((count == 0)) || pip_lock "installing $count packages of ${file##*/}" "$todo" "${options[@]}"
+    ((${#options[@]} == 0)) || compile_all
+    missing "$file" >"$todo"
+    [[ ! -s $todo ]] || die "still not as ${file##*/} says: $(sed 's/ .*//' "$todo" | tr '\n' ' ')"
+    rm -f "$todo" "$VENV/install-torch.txt"
+    # Where only the CUDA build of torch is to be had, it runs on the CPU too, once its own libraries are there.
+    if [[ $1 == cpu ]] && cuda_torch; then install_lock cuda; fi
     stamp_of "$1" >"$VENV/.stamp-$1"
+}
+
+cuda_torch() {
+    "$VENV/bin/python" -I -c 'from importlib.metadata import requires
+raise SystemExit(not any("cuda" in line for line in requires("torch") or ()))'
 }
 
 install_package() {
@@ -146,7 +223,7 @@ take_lock() {  # a symbolic link names the holder and is made or refused in one 
         ((SECONDS < deadline)) || die "$holder (host:pid) still holds $LOCK; if it is gone, remove that link"
         sleep 1
     done
-    trap 'rm -f "$LOCK"' EXIT
+    trap 'stop_ticker; rm -f "$LOCK"' EXIT
     trap 'exit 130' INT TERM HUP
 }
 
@@ -165,7 +242,7 @@ main() {
     take_lock
     check_venv
     [[ $base != cpu ]] || rm -f "$VENV/.stamp-gpu"
-    [[ $base != gpu ]] || rm -f "$VENV/.stamp-cpu"
+    [[ $base != gpu ]] || rm -f "$VENV/.stamp-cpu" "$VENV/.stamp-cuda"
     for arg in "${parts[@]}"; do
         if current "$arg"; then continue; fi
         if [[ $arg == package ]]; then install_package; else install_lock "$arg"; fi

@@ -1,7 +1,8 @@
-"""Prints the lines of lock files that this Python does not have, or has only in part; nothing means all is well.
+"""Prints the pins of lock files that this Python does not have, or has only in part; nothing means all is well.
 
-Usage: verify.py LOCK... . A package counts when its version is the pinned one (a local tag such as +cpu is accepted)
-and every file of its RECORD is there. Standard library only: it runs before anything is installed.
+Usage: verify.py LOCK... . A pin is printed on one line, with its hashes, as pip takes it. A package counts when its
+version is the pinned one (a local tag such as +cpu is accepted) and every file of its RECORD is there. Standard library
+only: it runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def pins(lock: Path) -> list[tuple[str, str]]:
-    """(name, version) of every ``name==version`` line of a lock, in its order."""
-    lines = (line.split("#")[0].strip() for line in lock.read_text(encoding="utf-8").splitlines())
-    return [(name, version) for name, _, version in (line.partition("==") for line in lines if line)]
+def entries(lock: Path) -> list[tuple[str, str, list[str]]]:
+    """(name, version, pip's options such as ``--hash=sha256:...``) of every pin of a lock, in its order."""
+    lines = lock.read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
+    pinned = (line.split() for line in lines if line.strip() and not line.startswith("#"))
+    return [(*pin.split("=="), rest) for pin, *rest in pinned]
 
 
 def whole(dist: Distribution) -> bool:
@@ -49,10 +51,10 @@ def installed() -> dict[str, Distribution]:
 def main(locks: list[str]) -> None:
     """Print what has to be installed to make this environment match `locks`."""
     present = installed()
-    for name, version in (pin for lock in locks for pin in pins(Path(lock))):
+    for name, version, options in (pin for lock in locks for pin in entries(Path(lock))):
         dist = present.get(canonical(name))
         if dist is None or dist.version.split("+")[0] != version or not whole(dist):
-            print(f"{name}=={version}")
+            print(f"{name}=={version}", *options)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Settings of every test session: offline, one thread a process, and no process may outlive the session."""
+"""Settings of every test session: offline, no GPU, one thread a process, and no process may outlive the session."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from tests.slurm_sandbox import sandbox, small_sandbox  # noqa: F401
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Here, before any test imports torch: tests are for the CPU, on a workstation with a GPU too.
+if os.environ.get("RELAX_TEST_DEVICE") != "cuda":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 settings.register_profile("default", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)

@@ -1,7 +1,7 @@
-"""Lets megatron-core run on a machine without CUDA: device calls that it makes unconditionally are redirected.
+"""Lets megatron-core run on the CPU: device calls that it makes unconditionally are redirected.
 
-Only where torch finds no CUDA device; a GPU process is never touched. `install` comes before anything else imports
-megatron-core, and once is enough.
+For processes that were asked to compute on the CPU, whatever GPUs they could see; one that computes on a GPU is never
+touched. `install` comes before anything else imports megatron-core, and once is enough.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ _installed = False
 
 
 def install() -> None:
-    """Apply every redirection once. Nothing happens where CUDA is available."""
+    """Apply every redirection once."""
     global _installed
-    if _installed or torch.cuda.is_available():
+    if _installed:
         return
+    _hide_devices()
     _import_without_compiler()
     _redirect_current_device()
     _redirect_random_state()
@@ -45,6 +46,12 @@ def install() -> None:
     _redirect_type_names()
     _redirect_device_literals()
     _installed = True
+
+
+def _hide_devices() -> None:
+    # Without it: where a GPU can be seen, megatron-core and whatever asks "is there one?" put tensors on it.
+    torch.cuda.is_available = lambda: False
+    torch.cuda.device_count = lambda: 0
 
 
 def _import_without_compiler() -> None:

@@ -1,0 +1,192 @@
+"""env/setup.sh: which Python it takes, which builds, what it shows meanwhile, and what a second call changes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pty
+import re
+import select
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from tests.requirements import requires
+
+ROOT = Path(__file__).resolve().parent.parent
+BACKEND = """
+import os, shutil
+
+def build_editable(directory, *_):
+    open(os.environ.get("GATE", os.devnull)).read()
+    return os.path.basename(shutil.copy(os.environ["PACKAGE"], directory))
+"""
+"""Builds the scratch checkout's package, when somebody has opened the gate."""
+
+
+def environment(**env: str) -> dict[str, str]:
+    return {**os.environ, "PIP_NO_INDEX": "1", "PIP_NO_CACHE_DIR": "1", "PIP_CONFIG_FILE": os.devnull, **env}
+
+
+def setup(*arguments: str, root: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", str(root / "env/setup.sh"), *arguments]
+    return subprocess.run(command, env=environment(**env), capture_output=True, text=True, timeout=120)
+
+
+def wheel(folder: Path, name: str, version: str, needs: str = "") -> str:
+    """An empty package; returns the pin of a lock that lists it."""
+    path, info = folder / f"{name}-{version}-py3-none-any.whl", f"{name}-{version}.dist-info"
+    about = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n" + f"Requires-Dist: {needs}\n" * bool(needs)
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr(f"{name}.py", f"version = {version!r}\n")
+        file.writestr(f"{info}/METADATA", about)
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", f"{name}.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
+    return f"{name}=={version} --hash=sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}\n"
+
+
+class Checkout:
+    """A checkout whose locks have one small package each, in a folder of wheels in place of an index."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.wheels = root / "checkout", root / "wheels"
+        (self.root / "env").mkdir(parents=True)
+        self.wheels.mkdir()
+        for name in ("setup.sh", "verify.py"):
+            shutil.copy(ROOT / "env" / name, self.root / "env")
+        (self.root / "backend.py").write_text(BACKEND)
+        system = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+        (self.root / "pyproject.toml").write_text(system)
+        (self.root / "setup.py").touch()
+        wheel(root, "relax_hpc", "1")
+        self.lock("cpu", wheel(self.wheels, "torch", "1"))
+        self.lock("cuda", wheel(self.wheels, "cuda_toolkit", "1"))
+        package = root / "relax_hpc-1-py3-none-any.whl"
+        self.env = {"PIP_FIND_LINKS": str(self.wheels), "PACKAGE": str(package), "PATH": f"{root}:{os.environ['PATH']}"}
+        # What a version manager puts first: it would do, and is not the system's own.
+        (root / "python3.11").symlink_to(sys.executable)
+
+    def lock(self, name: str, pins: str) -> None:
+        (self.root / f"env/requirements-{name}.txt").write_text(pins)
+
+    def setup(self, **env: str) -> subprocess.CompletedProcess[str]:
+        return setup(root=self.root, **self.env, **env)
+
+    def installed(self) -> dict[str, str]:
+        """Name -> version."""
+        listing = [self.root / ".venv/bin/python", "-m", "pip", "list", "--format=json"]
+        found = json.loads(subprocess.check_output(listing, env=environment()))
+        return {one["name"].replace("_", "-"): one["version"] for one in found}
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+    """Installed already."""
+    made = Checkout(tmp_path_factory.mktemp("setup"))
+    done = made.setup()
+    assert done.returncode == 0, done.stderr
+    made.first = done.stderr
+    return made
+
+
+def test_it_prefers_the_systems_python_and_says_which_it_took(checkout: Checkout) -> None:
+    system = next((path for path in map(Path, ("/usr/bin/python3.11", "/usr/bin/python3.12")) if path.exists()), None)
+    if system is None or subprocess.run([system, "-c", "import ensurepip, venv"], check=False).returncode:
+        pytest.skip("the system has no Python 3.11 or 3.12 that makes environments")
+    assert f"with {system}, Python 3.1" in checkout.first
+    assert f"executable = {system}" in (checkout.root / ".venv/pyvenv.cfg").read_text()
+    assert checkout.installed().items() >= {"torch": "1", "relax-hpc": "1"}.items()
+
+
+def test_a_build_that_the_lock_does_not_list_is_refused_unless_asked_for(checkout: Checkout) -> None:
+    listed = wheel(checkout.wheels, "torch", "2")
+    other = wheel(checkout.wheels, "torch", "2", needs="cuda-toolkit; python_version > '2'")
+    checkout.lock("cpu", listed)
+    done = checkout.setup()
+    assert done.returncode == 1 and "DO NOT MATCH THE HASHES" in done.stderr
+    assert "setup: a build that the lock does not list was refused" in done.stderr and "RELAX_UNHASHED=1" in done.stderr
+    assert checkout.installed()["torch"] == "1"
+    done = checkout.setup(RELAX_UNHASHED="1")
+    assert done.returncode == 0 and "RELAX_UNHASHED=1: builds are not compared with the lock" in done.stderr
+    assert checkout.installed()["torch"] == "2" and checkout.installed()["cuda-toolkit"] == "1"
+    # What is there stays: a lock's hashes are for what is still to be installed.
+    checkout.lock("cpu", other)
+    assert checkout.setup().returncode == 0
+    assert checkout.setup().stderr == ""
+
+
+@pytest.mark.parametrize("version", ["3", "4"])
+def test_a_cpu_build_of_torch_is_preferred_if_it_is_listed(checkout: Checkout, tmp_path: Path, version: str) -> None:
+    """An index tells the hashes of its files, a folder does not, and pip prefers what it knows to be listed."""
+    (tmp_path / "torch").mkdir()
+    public, own = wheel(tmp_path, "torch", version), wheel(checkout.wheels, "torch", f"{version}+cpu")
+    sha256 = public.split("sha256:")[1].strip()
+    page = f'<a href="../torch-{version}-py3-none-any.whl#sha256={sha256}">torch</a>'
+    (tmp_path / "torch/index.html").write_text(page)
+    checkout.lock("cpu", public if version == "3" else f"{public.strip()} {own.split()[1]}\n")
+    done = checkout.setup(PIP_NO_INDEX="0", PIP_INDEX_URL=tmp_path.as_uri(), PIP_EXTRA_INDEX_URL="")
+    assert done.returncode == 0, done.stderr
+    assert ("does not list this site's CPU build of torch" in done.stderr) == (version == "3")
+    assert checkout.installed()["torch"] == {"3": "3", "4": "4+cpu"}[version]
+
+
+@pytest.mark.parametrize("terminal", [False, True], ids=["log", "terminal"])
+def test_a_long_step_shows_that_it_moves(checkout: Checkout, terminal: bool) -> None:
+    """The package's build waits until the step has been shown to go on."""
+    gate = checkout.root / "gate"
+    gate.unlink(missing_ok=True)
+    os.mkfifo(gate)
+    (checkout.root / ".venv/.stamp-package").unlink()
+    reading, writing = pty.openpty() if terminal else os.pipe()
+    env = environment(**checkout.env, GATE=str(gate), RELAX_SETUP_SAY_S="1")
+    started = subprocess.Popen(["bash", str(checkout.root / "env/setup.sh")], env=env, stderr=writing)
+    os.close(writing)
+    step, seen = f"setup: installing relax_hpc from {checkout.root}", b""
+    while not re.search(rf"{step}: \d+ s".encode(), seen):
+        assert select.select([reading], [], [], 60)[0] and started.poll() is None and len(seen) < 1000, seen
+        seen += os.read(reading, 4096)
+    gate.write_text("go on")
+    assert started.wait(timeout=60) == 0
+    os.close(reading)
+    assert (b"\r\x1b[K" in seen) == terminal
+
+
+def test_it_names_the_python_it_wants(tmp_path: Path) -> None:
+    done = setup(RELAX_VENV=str(tmp_path / "venv"), RELAX_PYTHON="/bin/false")
+    assert done.returncode == 1 and "no Python 3.11 or 3.12" in done.stderr and "/bin/false" in done.stderr
+    assert not (tmp_path / "venv.lock").is_symlink(), "a failed call must not leave its lock"
+
+
+def test_it_refuses_an_unknown_argument(tmp_path: Path) -> None:
+    done = setup("cuda", RELAX_VENV=str(tmp_path / "venv"))
+    assert done.returncode == 1 and "cuda" in done.stderr and "gpu" in done.stderr
+
+
+def test_it_waits_for_a_living_call_and_takes_over_from_a_dead_one(tmp_path: Path) -> None:
+    lock, host = tmp_path / "venv.lock", os.uname().nodename
+    env = {"RELAX_VENV": str(tmp_path / "venv"), "RELAX_PYTHON": "/bin/false", "RELAX_SETUP_WAIT_S": "1"}
+    lock.symlink_to(f"{host}:{os.getpid()}")
+    waited = setup(**env)
+    assert waited.returncode == 1 and f"{host}:{os.getpid()}" in waited.stderr and "still holds" in waited.stderr
+    lock.unlink()
+    gone = subprocess.Popen(["/bin/true"])
+    gone.wait(timeout=10)
+    lock.symlink_to(f"{host}:{gone.pid}")
+    assert "no Python 3.11 or 3.12" in setup(**env).stderr
+
+
+def test_second_setup_changes_nothing_and_is_silent() -> None:
+    requires("sglang")
+    source = metadata.distribution("relax_hpc").read_text("direct_url.json") or "{}"
+    if not (Path(sys.prefix) / ".stamp-dev").exists() or json.loads(source).get("url") != ROOT.as_uri():
+        pytest.skip("this environment was not made by env/setup.sh dev of this checkout")
+    stamps = {path: path.stat().st_mtime_ns for path in Path(sys.prefix).glob(".stamp-*")}
+    done = setup("dev", RELAX_VENV=sys.prefix)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert {path: path.stat().st_mtime_ns for path in Path(sys.prefix).glob(".stamp-*")} == stamps
