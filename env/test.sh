@@ -27,6 +27,7 @@ if [[ ${1:-} == --all ]]; then
     if [[ $(id -u) == 0 ]]; then
         "$VENV/bin/python" -m tests.plain_user "${options[@]}" || failed=1
     fi
+    "$VENV/bin/python" -m pytest -p no:cacheprovider -q tests/test_packaging.py || failed=1
     "$VENV/bin/python" -m tests.fault_table "$RELAX_FAULT_TABLE"
     exit "$failed"
 fi

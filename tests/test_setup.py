@@ -80,9 +80,9 @@ class Checkout:
 
     def installed(self) -> dict[str, str]:
         """Name -> version."""
-        listing = [self.root / ".venv/bin/python", "-m", "pip", "list", "--format=json"]
-        found = json.loads(subprocess.check_output(listing, env=environment()))
-        return {one["name"].replace("_", "-"): one["version"] for one in found}
+        site = next((self.root / ".venv/lib").glob("python3*/site-packages"))
+        found = metadata.distributions(path=[str(site)])
+        return {one.metadata["Name"].replace("_", "-"): one.version for one in found}
 
 
 @pytest.fixture(scope="module")
