@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import stat
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from typing import Any
 from relax_hpc.errors import ConfigError
 
 MIN_TOKEN_BYTES = 32
+_NUMBERED = re.compile(r"(\d{6})\b", re.ASCII)
+_CHECKPOINT = re.compile(r"e\d{6}-step-(\d{6})", re.ASCII)
 
 
 def write_atomic(path: Path, data: bytes | memoryview, sync: bool = False, tail: bytes = b"") -> None:
@@ -35,10 +38,23 @@ def write_json(path: Path, value: Any, sync: bool = False) -> None:
     write_atomic(path, json.dumps(value, indent=1, sort_keys=True).encode() + b"\n", sync)
 
 
+def read_map(path: Path, **kinds: type | tuple[type, ...]) -> dict[str, Any]:
+    """The JSON object in ``path``, whose entries of these names are of these kinds; empty if it holds no such.
+
+    A run directory is its user's: an editor's copy or a file that is half written ends no run.
+    """
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    sound = isinstance(value, dict) and all(isinstance(value.get(name), kind) for name, kind in kinds.items())
+    return value if sound else {}
+
+
 def write_numbered(folder: Path, suffix: str, data: bytes = b"") -> Path:
     """Write ``data`` to ``folder``/NNNNNN``suffix`` under the next free number; the file appears whole and once."""
     folder.mkdir(parents=True, exist_ok=True)
-    numbers = [int(path.name[:6]) for path in folder.iterdir() if path.name[:6].isdigit()]
+    numbers = [int(match[1]) for path in folder.iterdir() if (match := _NUMBERED.match(path.name))]
     number = 1 + max(numbers, default=0)
     temporary = folder / f".{os.getpid()}.{secrets.token_hex(4)}"
     write_atomic(temporary, data, sync=True)
@@ -127,6 +143,11 @@ class RunDir:
     @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
+
+    def saved(self) -> list[tuple[int, Path]]:
+        """(step, folder) of each checkpoint, whole or not, in the order of their names."""
+        paths = sorted(self.checkpoints.glob("e*-step-*"))
+        return [(int(match[1]), path) for path in paths if (match := _CHECKPOINT.fullmatch(path.name))]
 
     @property
     def tensorboard(self) -> Path:

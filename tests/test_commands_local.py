@@ -1,4 +1,7 @@
-"""The user's commands on a run of this machine: one group started again with another setting, scaled, stopped."""
+"""The user's commands on a run of this machine: one group started again with another setting, scaled, stopped.
+
+All of it among files that nobody of ours wrote, which supervisor, hub, roles and commands meet.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,11 @@ from pathlib import Path
 
 import psutil
 
+from relax_hpc.metrics.read import read_metrics
 from tests.audit import audit
 from tests.requirements import requires
 from tests.run_helpers import Running, running
+from tests.stray_files import scatter
 
 requires("mpi", "torch", "megatron", "transformers")
 
@@ -40,6 +45,7 @@ def test_commands_on_a_living_run(tmp_path: Path) -> None:
         for role in ("actor", "actor_fwd", "rollout", "advantages", "controller"):
             assert set(found := listens_at(live.processes(role)[0])) == {"127.0.0.1"} and len(found) == 1, role
         others = [p.pid for role in ("actor", "actor_fwd", "controller") for p in live.processes(role)]
+        no_requests = scatter(live.run.root)
         call(live, "resubmit", "--group", "rollout", "--rollout.top_p", "0.9")
         assert live.epochs("rollout") == 2
         call(live, "scale", "--replicas", "2")
@@ -49,9 +55,11 @@ def test_commands_on_a_living_run(tmp_path: Path) -> None:
         groups = json.loads(call(live, "status", "--json"))["groups"]
         assert "rollout-2" not in groups and groups["rollout"]["state"] in ("running", "suspect")
         assert [p.pid for role in ("actor", "actor_fwd", "controller") for p in live.processes(role)] == others
+        answers = [path.read_text() for path in sorted((live.run.root / "requests").glob("*.answer.json"))]
+        assert all("no request" in text for text in answers[:no_requests]) and len(answers) == no_requests + 3
         assert "is saved in" in call(live, "stop")
         assert live.wait(10) == 130
-    steps = max(row["step"] for row in map(json.loads, live.run.metrics.read_text().splitlines()))
+    steps = max(row["step"] for row in read_metrics(live.run.root))
     with running(
         tmp_path, SETTINGS | {"rollout": {"top_p": 0.9}}, None, "--resume", "--steps", str(steps + 20)
     ) as live:

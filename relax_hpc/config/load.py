@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast, get_args, get_origin, get_type_hints
@@ -43,12 +44,20 @@ def load(files: Sequence[Path | str], overrides: Mapping[str, Any] | None = None
 def load_resolved(run_dir: Path | str, group: str = "") -> Config:
     """The configuration of an existing run, with what was changed since for `group`.
 
-    Its `run_dir` is the directory given, even if it was moved.
+    Its `run_dir` is the directory given, even if it was moved. A change that is none is left out, and said: those that
+    commands keep were judged before, so nobody of ours wrote it.
     """
     from relax_hpc.config.changes import change_files
 
     run = RunDir(Path(run_dir))
-    config = load([run.config, *(change_files(run, group) if group else [])])
+    files = [run.config]
+    config = load(files)
+    for path in change_files(run, group) if group else []:
+        try:
+            config = load([*files, path])
+            files.append(path)
+        except ConfigError as error:
+            print(f"left out: {error}", file=sys.stderr, flush=True)
     config.run_dir = str(run.root)
     return config
 

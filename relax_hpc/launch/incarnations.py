@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from relax_hpc.launch.records import last_beat_s, read_launch, read_mark
 from relax_hpc.metrics.accounting import Interval
 from relax_hpc.metrics.read_spans import Process, read_processes
 from relax_hpc.metrics.timeline import Worker, workers_of
-from relax_hpc.rendezvous.roster import latest_epoch
+from relax_hpc.rendezvous.roster import card_of, latest_epoch
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.client import BEAT_FILE_S
 
@@ -136,11 +135,8 @@ def _units(run: RunDir, config: Config, group: str, epoch: int, workers: int) ->
 
 
 def _nodes(run: RunDir, group: str, epoch: int) -> int:
-    try:
-        card = json.loads((run.rendezvous(group) / f"epoch-{epoch:06d}.json").read_text())
-    except (OSError, ValueError):
-        return 0
-    return len({rank.get("node", "") for rank in card["ranks"]} - {""})
+    card = card_of(run, group, epoch)
+    return len({rank.get("node", "") for rank in card.ranks} - {""}) if card else 0
 
 
 def _gap(before: Incarnation, after: Incarnation) -> Interval:

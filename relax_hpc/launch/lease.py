@@ -13,7 +13,7 @@ import psutil
 
 from relax_hpc.config.schema import LivenessConfig
 from relax_hpc.rendezvous.roster import latest_epoch
-from relax_hpc.rundir import RunDir, write_json
+from relax_hpc.rundir import RunDir, read_map, write_json
 
 _WIDTH = 512
 _NOBODY = 0
@@ -56,7 +56,7 @@ class Lease:
         """
         self.former = latest_epoch(self.run, self.name)
         try:
-            text = self.path.read_text()
+            text = self.path.read_text(errors="replace")
         except FileNotFoundError:
             text = ""
         if (seen := (text, self.former)) != self._seen:
@@ -67,7 +67,7 @@ class Lease:
             holder = json.loads(text)
             # Else somebody has taken the next epoch, and is about to beat.
             return holder["epoch"] == self.former and self._left(holder)
-        except (ValueError, LookupError, TypeError):
+        except (ValueError, LookupError, TypeError, RecursionError):
             # Read in the middle of a beat, or of the making of the file; if it is not, it stands still.
             return False
 
@@ -140,7 +140,4 @@ def leave_outcome(run: RunDir, name: str, allocation: str, code: int) -> None:
 
 def outcome_of(run: RunDir, name: str, allocation: str) -> int | None:
     """The exit code that supervision in an allocation ended with; None while it goes on."""
-    try:
-        return json.loads((run.rendezvous(name) / f"outcome-{allocation}.json").read_text())["code"]
-    except (FileNotFoundError, ValueError):
-        return None
+    return read_map(run.rendezvous(name) / f"outcome-{allocation}.json", code=int).get("code")

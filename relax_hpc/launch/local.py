@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 import signal
 import subprocess
@@ -21,7 +20,7 @@ from relax_hpc.launch.status import status
 from relax_hpc.launch.supervisor import Outcome, Supervisor
 from relax_hpc.launch.terminal import Terminal
 from relax_hpc.rendezvous.process import STOP_SIGNALS
-from relax_hpc.rundir import RunDir, write_json, write_numbered
+from relax_hpc.rundir import RunDir, read_map, write_json, write_numbered
 from relax_hpc.transfer_queue.plan import SUPERVISOR
 from relax_hpc.weights.staging import staging_root
 
@@ -85,7 +84,7 @@ def check_resumable(directory: RunDir, config: Config) -> None:
     for key in FIXED:
         if (found := getattr(config, key)) != (kept := getattr(before, key)):
             raise ConfigError(f"{directory.config}: {key}: found {found}, a run keeps {kept}; start a new run_dir")
-    saved = max((int(path.name[-6:]) for path in directory.checkpoints.glob("e*-step-*")), default=0)
+    saved = max((step for step, _ in directory.saved()), default=0)
     if config.steps < saved:
         raise ConfigError(f"steps: found {config.steps}, but step {saved} is checkpointed; allowed: at least {saved}")
     if not directory.finished.exists():
@@ -99,9 +98,8 @@ def reopen(directory: RunDir) -> None:
     """A finished run is to go on: no role has come to its good end any more."""
     for mark in directory.root.glob("logs/*/epoch-*/exit-*.json"):
         # What a power loss has emptied says nothing.
-        with contextlib.suppress(ValueError):
-            if json.loads(mark.read_bytes())["status"] == "done":
-                write_json(mark, {"status": "stopped", "code": EXIT_DONE, "reason": "the run goes on with more steps"})
+        if read_map(mark).get("status") == "done":
+            write_json(mark, {"status": "stopped", "code": EXIT_DONE, "reason": "the run goes on with more steps"})
     directory.finished.unlink()
 
 
@@ -112,7 +110,8 @@ def new_attempt(directory: RunDir) -> int:
 
 def latest_attempt(directory: RunDir) -> int:
     """0 before the first."""
-    return max((int(path.name) for path in (directory.root / "attempts").glob("[0-9]*")), default=0)
+    names = [path.name for path in (directory.root / "attempts").glob("[0-9]*")]
+    return max((int(name) for name in names if name.isdecimal()), default=0)
 
 
 def prepare(directory: RunDir, config: Config, terminal: Terminal) -> bool:

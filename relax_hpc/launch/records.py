@@ -5,8 +5,6 @@ Together with the exit marks of the roles this says what became of every incarna
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 import time
 from collections.abc import Iterator
@@ -16,7 +14,7 @@ from pathlib import Path
 from relax_hpc.config.groups import base_name, roles_of
 from relax_hpc.config.schema import Config
 from relax_hpc.rendezvous.roster import latest_epoch
-from relax_hpc.rundir import RunDir, write_json
+from relax_hpc.rundir import RunDir, read_map, write_json
 
 Progress = tuple[int, int, int]
 """Trained steps, accepted samples, checkpoints: a crash loop leaves all three as they are."""
@@ -46,12 +44,10 @@ def record(run: RunDir, group: str, epoch: int, launch: Launch) -> None:
 
 def read_launch(run: RunDir, group: str, epoch: int) -> Launch | None:
     """None if the incarnation was claimed but never started."""
-    try:
-        value = json.loads(_path(run, group, epoch).read_text())
-    except (FileNotFoundError, ValueError):
-        # Empty after a power loss.
-        return None
-    return Launch(**value | {"progress": tuple(value["progress"])})
+    kinds = {"attempt": int, "progress": list, "job": str, "allocation": str, "steps": dict}
+    # Empty after a power loss.
+    value = read_map(_path(run, group, epoch), **kinds)
+    return Launch(**{name: value[name] for name in kinds} | {"progress": tuple(value["progress"])}) if value else None
 
 
 def fruitless(run: RunDir, group: str, attempt: int, progress: Progress) -> int:
@@ -71,10 +67,7 @@ def fruitless(run: RunDir, group: str, attempt: int, progress: Progress) -> int:
 
 def read_mark(run: RunDir, group: str, epoch: int, role: str) -> dict:
     """How a role says it ended; empty while it has said nothing."""
-    try:
-        return json.loads(run.exit_mark(group, epoch, role).read_text())
-    except (OSError, ValueError):
-        return {}
+    return read_map(run.exit_mark(group, epoch, role), status=str, code=int, reason=str)
 
 
 def is_done(run: RunDir, group: str, role: str) -> bool:
@@ -96,11 +89,8 @@ def all_ended(run: RunDir, config: Config, group: str) -> bool:
 
 def last_beat_s(run: RunDir, group: str) -> float:
     """Seconds since the last sign that a group left in its files; infinite if there is none."""
-    times = []
-    for path in run.rendezvous(group).glob("beat-*.json"):
-        with contextlib.suppress(OSError, ValueError):
-            times.append(json.loads(path.read_text())["time"])
-    return time.time() - max(times) if times else math.inf
+    beats = (read_map(path, time=(int, float)) for path in run.rendezvous(group).glob("beat-*.json"))
+    return time.time() - max((beat["time"] for beat in beats if beat), default=-math.inf)
 
 
 def members_of(run: RunDir, config: Config) -> list[str]:

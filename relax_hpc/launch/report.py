@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from relax_hpc.metrics.accounting import Interval, Label, added, even_split
 from relax_hpc.metrics.read import load_metrics
 from relax_hpc.metrics.read_spans import union_length
 from relax_hpc.metrics.timeline import Pace, Worker, pace, step_ends
-from relax_hpc.rundir import RunDir
+from relax_hpc.rundir import RunDir, read_map
 
 ENOUGH_STEPS = 5
 """With fewer, medians say little."""
@@ -186,7 +185,7 @@ def _dropped(run: RunDir, rows: Sequence[dict[str, Any]], first: int, last: int)
     before = [row for row in counted if row["step"] < first]
     until = [row for row in counted if row["step"] <= last]
     ended = bool(until) and until[-1] is counted[-1] and run.finished.exists()
-    then = json.loads(run.finished.read_text())["dropped"] if ended else _counts(until)
+    then = (read_map(run.finished, dropped=dict) if ended else {}).get("dropped", _counts(until))
     return {
         reason: int(n) for reason, count in sorted(then.items()) if (n := count - _counts(before).get(reason, 0)) > 0
     }

@@ -9,6 +9,7 @@ stop      of the whole run (`<run>/stop.json`, which stays until the run is resu
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,9 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from relax_hpc.errors import DeadlineError
-from relax_hpc.rundir import RunDir, write_json, write_numbered
+from relax_hpc.rundir import RunDir, read_map, write_json, write_numbered
 
 LOOK_S = 0.2
+
+
+OPS = ("release", "restart", "start")
+_NAME = re.compile(r"(\d{6})\.json", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +40,21 @@ def ask(run: RunDir, op: str, group: str) -> Request:
 
 
 def pending(run: RunDir, serves: Callable[[str], bool]) -> list[Request]:
-    """Requests about groups that ``serves`` takes and that nobody has answered, oldest first."""
+    """Requests about groups that ``serves`` takes and that nobody has answered, oldest first.
+
+    What is no request is answered here; files of other names are left alone.
+    """
     found = []
     for path in sorted(_folder(run).glob("*.json")):
-        if not path.name.endswith(".answer.json") and not _answer(run, int(path.name[:6])).exists():
-            value = json.loads(path.read_text())
-            found.append(Request(int(path.name[:6]), value["op"], value["group"]))
+        match = _NAME.fullmatch(path.name)
+        if match is None or _answer(run, int(match[1])).exists():
+            continue
+        value = read_map(path, op=str, group=str)
+        request = Request(int(match[1]), value.get("op", ""), value.get("group", ""))
+        if request.op in OPS:
+            found.append(request)
+        else:
+            answer(run, request, error=f"{path}: no request: op is one of {', '.join(OPS)}, group the name of one")
     return [request for request in found if serves(request.group)]
 
 
@@ -53,8 +67,8 @@ def wait_for_answer(run: RunDir, request: Request, seconds: float) -> dict[str, 
     """The answer; DeadlineError if no supervisor gives one, and the request is withdrawn."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if (path := _answer(run, request.number)).exists():
-            return json.loads(path.read_text())
+        if found := read_map(_answer(run, request.number)):
+            return found
         time.sleep(LOOK_S)
     answer(run, request, error="withdrawn")
     raise DeadlineError(
@@ -65,16 +79,13 @@ def wait_for_answer(run: RunDir, request: Request, seconds: float) -> dict[str, 
 
 def ask_to_stop(run: RunDir, code: int = 0, reason: str = "asked to stop") -> None:
     """Have every supervisor of the run end its groups in good order; the first reason stays."""
-    if not run.stop.exists():
+    if not asked_to_stop(run):
         write_json(run.stop, {"code": code, "reason": reason}, sync=True)
 
 
 def asked_to_stop(run: RunDir) -> dict[str, Any]:
     """{code, reason} of a stop that was asked for; empty while there is none."""
-    try:
-        return json.loads(run.stop.read_text())
-    except FileNotFoundError:
-        return {}
+    return read_map(run.stop, code=int, reason=str)
 
 
 def _folder(run: RunDir) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import Any
 
@@ -17,7 +16,7 @@ from relax_hpc.launch.status_groups import all_names, group_status
 from relax_hpc.launch.waits import waits
 from relax_hpc.metrics.read import read_metrics
 from relax_hpc.metrics.shares import shares_of_time
-from relax_hpc.rundir import RunDir
+from relax_hpc.rundir import RunDir, read_map
 from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transfer_queue.records import OBSERVER_EPOCH
 from relax_hpc.versions import Version
@@ -64,11 +63,11 @@ def status(run: RunDir, patience_s: float = 3.0, slurm: Slurm | None = None) -> 
 
 def last_checkpoint(run: RunDir) -> dict[str, Any] | None:
     """{"step", "path", "age_s"} of the newest whole checkpoint."""
-    whole = [path for path in run.checkpoints.glob("e*-step-*") if (path / _MARKER).exists()]
+    whole = [(step, path) for step, path in run.saved() if (path / _MARKER).exists()]
     if not whole:
         return None
-    path = max(whole, key=lambda path: (path / _MARKER).stat().st_mtime)
-    return {"step": int(path.name[-6:]), "path": str(path), "age_s": time.time() - (path / _MARKER).stat().st_mtime}
+    step, path = max(whole, key=lambda found: (found[1] / _MARKER).stat().st_mtime)
+    return {"step": step, "path": str(path), "age_s": time.time() - (path / _MARKER).stat().st_mtime}
 
 
 def _state(about: dict[str, Any]) -> str:
@@ -93,8 +92,7 @@ def _training(run: RunDir, config: Config, found: dict[str, Any]) -> dict[str, A
     pace = (last[-1]["time"] - last[0]["time"]) / (len(last) - 1) if len(last) > 1 else None
     end = rows[-1] if rows else {}
     dropped = {tag[14:]: int(value) for tag, value in end.items() if tag.startswith("queue/dropped_")}
-    if run.finished.exists():
-        dropped = json.loads(run.finished.read_text())["dropped"]
+    dropped = read_map(run.finished, dropped=dict).get("dropped", dropped)
     return {
         "trained_steps": trained,
         "steps": config.steps,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import time
 from typing import Any
 
@@ -15,10 +13,11 @@ from relax_hpc.launch.slurm.commands import Job
 from relax_hpc.launch.slurm.ledger import Ledger
 from relax_hpc.launch.slurm.whereabouts import job_of
 from relax_hpc.rendezvous.roster import latest_card, latest_epoch
-from relax_hpc.rundir import RunDir
+from relax_hpc.rundir import RunDir, read_map
 from relax_hpc.transfer_queue.client import BEAT_FILE_S
 
 _SUSPECT_BEATS = 2
+_BEAT = dict.fromkeys(("time", "gap_s", "busy_s", "progress"), (int, float))
 
 
 def all_names(run: RunDir, config: Config, jobs: dict[str, Job]) -> list[str]:
@@ -94,12 +93,8 @@ def _beats(run: RunDir, name: str, epoch: int, hub: dict[str, Any]) -> list[dict
     """Newest beat of each process of an incarnation: as the hub has them, else as the processes leave them."""
     if found := [b for b in hub.get("beats", {}).values() if (b["group"], b["epoch"]) == (name, epoch)]:
         return found
-    beats = []
-    for path in run.rendezvous(name).glob("beat-*.json"):
-        with contextlib.suppress(OSError, ValueError):
-            beat = json.loads(path.read_text())
-            beats.append(beat | {"age_s": time.time() - beat["time"]})
-    return [beat for beat in beats if beat["epoch"] == epoch]
+    beats = (read_map(path, epoch=int, **_BEAT) for path in run.rendezvous(name).glob("beat-*.json"))
+    return [beat | {"age_s": time.time() - beat["time"]} for beat in beats if beat and beat["epoch"] == epoch]
 
 
 def _age_s(run: RunDir, name: str, epoch: int) -> float | None:

@@ -408,7 +408,7 @@ class Supervisor:
             self.names += [name] if name not in self.names else []
             self.start(name)
         elif request.op == "release" and self.elastic:
-            self.names.remove(name)
+            self.names = [other for other in self.names if other != name]
         elif request.op == "release":
             self.launcher(name).hand_over(name, RELEASED)
             self.elsewhere[name] = ""

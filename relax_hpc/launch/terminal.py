@@ -44,8 +44,8 @@ class Terminal:
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
         for text in whole.splitlines():
-            # A line that a killed hub left half written is nothing to show.
-            with contextlib.suppress(ValueError):
+            # A line that a killed hub left half written, or nobody of ours wrote, is nothing to show.
+            with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):
                 self._show(json.loads(text))
 
     def _show(self, line: dict) -> None:
@@ -63,7 +63,7 @@ class Terminal:
         """Where the run's results are; draws the reward plot."""
         from relax_hpc.metrics.plot import plot_runs
 
-        checkpoints = sorted(self.run.checkpoints.glob("e*-step-*"))
+        checkpoints = [path for _, path in self.run.saved()]
         picture = plot_runs([self.run.root], self.run.root / "rewards.png", [])
         self.progress.close()
         print(f"finished in {time.monotonic() - self.started:.1f} s")

@@ -7,7 +7,6 @@ that the queue knows must not be taken twice.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_hpc.errors import FencedError
-from relax_hpc.rundir import RunDir, sync_directory, write_json
+from relax_hpc.rundir import RunDir, read_map, sync_directory, write_json
 
 _CARD = re.compile(r"epoch-(\d{6})\.json")
 _CLAIM = re.compile(r"epoch-(\d{6})\.claim")
@@ -67,14 +66,20 @@ def publish_card(run: RunDir, card: Card) -> None:
 def latest_card(run: RunDir, group: str) -> Card | None:
     """The newest published incarnation of ``group``, or None."""
     epochs = _numbers(run.rendezvous(group), _CARD)
-    if not epochs:
+    return next((card for epoch in sorted(epochs, reverse=True) if (card := card_of(run, group, epoch))), None)
+
+
+def card_of(run: RunDir, group: str, epoch: int) -> Card | None:
+    """What an incarnation of ``group`` has published, or None."""
+    path = run.rendezvous(group) / f"epoch-{epoch:06d}.json"
+    value = read_map(path, group=str, epoch=int, ranks=list, endpoint=str)
+    if not value or (value["group"], value["epoch"]) != (group, epoch):
         return None
-    value = json.loads((run.rendezvous(group) / f"epoch-{max(epochs):06d}.json").read_text())
-    return Card(value["group"], value["epoch"], value["ranks"], value["endpoint"])
+    return Card(group, epoch, [rank for rank in value["ranks"] if isinstance(rank, dict)], value["endpoint"])
 
 
 def _numbers(folder: Path, name: re.Pattern) -> list[int]:
     try:
         return [int(match[1]) for path in folder.iterdir() if (match := name.fullmatch(path.name))]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []

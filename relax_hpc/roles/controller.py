@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -24,8 +25,10 @@ def make_durable(directory: RunDir) -> None:
         if Path(top) == directory.root:
             folders[:] = [name for name in folders if name not in _ELSEWHERE]
         for path in [Path(top, name) for name in files if not name.startswith(".")]:
-            if path.is_file():
-                sync_directory(path)
+            # What it may not read is not its own.
+            with contextlib.suppress(PermissionError):
+                if path.is_file():
+                    sync_directory(path)
         sync_directory(Path(top))
     sync_directory(directory.journal.parent)
 

@@ -182,7 +182,8 @@ class MediaStore:
         with os.scandir(self.folder) as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):
-                    yield entry.name, entry.stat().st_mtime
+                    if entry.is_file():
+                        yield entry.name, entry.stat().st_mtime
 
     def sizes(self) -> dict[str, int]:
         """Bytes by id of all blobs, for whoever bounds their sum."""

@@ -144,8 +144,7 @@ class Knock:
 
     def __init__(self, endpoint: str, token: bytes, purpose: bytes, seconds: float) -> None:
         """To ``endpoint`` (tcp://host:port). OSError: nobody listens there, or accepts within ``seconds``."""
-        place = urlsplit(endpoint)
-        self._socket = socket.create_connection((place.hostname, place.port), seconds)
+        self._socket = _dial(endpoint, seconds)
         self._response, self._greeted, self._heard = Response(token, purpose), False, bytearray()
         self._end = time.monotonic() + PROOF_S
 
@@ -201,9 +200,16 @@ def connect(endpoint: str, token: bytes, purpose: bytes, seconds: float) -> Conn
 
 def wake(endpoint: str, seconds: float) -> None:
     """Have who listens there look up from waiting, if anybody does."""
-    place = urlsplit(endpoint)
     with contextlib.suppress(OSError):
-        socket.create_connection((place.hostname, place.port), seconds).close()
+        _dial(endpoint, seconds).close()
+
+
+def _dial(endpoint: str, seconds: float) -> socket.socket:
+    try:
+        place = urlsplit(endpoint)
+        return socket.create_connection((place.hostname or "", place.port or 0), seconds)
+    except ValueError as error:
+        raise ConnectionError(f"{endpoint}: no endpoint: {error}") from error
 
 
 class Bell:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
-from relax_hpc.rundir import RunDir, write_numbered
+from relax_hpc.rundir import RunDir, read_map, write_numbered
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,10 @@ class Entry:
     options: list[str] = field(default_factory=list)
     """Of sbatch, for this job alone."""
     time: float = field(default_factory=time.time)
+
+
+_NAME = re.compile(r"\d{6}\.json", re.ASCII)
+_KINDS = {"job": str, "kind": str, "group": str, "after": str, "attempt": int, "options": list, "time": (int, float)}
 
 
 class Ledger:
@@ -49,7 +54,9 @@ class Ledger:
 
     def entries(self) -> list[Entry]:
         """Oldest first."""
-        return [Entry(**json.loads(path.read_text())) for path in sorted(self.folder.glob("[0-9]*.json"))]
+        paths = [path for path in sorted(self.folder.glob("[0-9]*.json")) if _NAME.fullmatch(path.name)]
+        found = (read_map(path, **_KINDS) for path in paths)
+        return [Entry(**{name: value[name] for name in _KINDS}) for value in found if value.get("job", "").isdecimal()]
 
     def newest(self, group: str) -> Entry | None:
         """The job that was last submitted for a group alone."""

@@ -67,7 +67,7 @@ class Silence:
 
     def _look(self, name: str, now: float) -> None:
         try:
-            beat = (self.run.rendezvous(f"{SUPERVISOR}-{name}") / "lease").read_text()
+            beat = (self.run.rendezvous(f"{SUPERVISOR}-{name}") / "lease").read_text(errors="replace")
         except OSError:
             return
         # Who was asleep itself, or could not read, has not seen anybody stand still.
