@@ -1,4 +1,4 @@
-"""Which roles hang: they live, but beat no more, never began to, or are at one piece of work for too long."""
+"""What the hub knows of who beats, asked again and again, and what that says of who is dead: see `verdict`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from relax_hpc.config.schema import LivenessConfig
 from relax_hpc.errors import DeadlineError
 from relax_hpc.launch.group import Incarnation
 from relax_hpc.launch.records import UNKNOWN, Progress
+from relax_hpc.launch.verdict import LIVES, Evidence, Fate, Verdict, verdict
 from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transfer_queue.plan import SUPERVISOR
 
 _FIND_BEATS = 4
 """In so many beats every client has found the card of a new hub."""
+Who = tuple[str, str, int]
+"""Group, role (empty: all of a group that is looked after elsewhere), epoch."""
 Dead = tuple[str, str, int, str]
 """Group, role (empty: all of a group that is looked after elsewhere), epoch (0: any), and why it is taken for dead."""
 
@@ -72,61 +75,49 @@ class Lookout:
         found = answer.result()
         self.progress = (found["trained_steps"], found["accepted"], len(found["checkpoints"]))
         self.lacking = found.get("lacking", {})
-        others = self._others(groups, found["beats"])
-        suspects = self._judge(groups, done, found["beats"], now) | self._judge_others(others)
+        verdicts = {**self._of_roles(groups, done, found["beats"], now), **self._of_others(groups, found["beats"])}
+        suspects = {(*who, said.reason) for who, said in verdicts.items() if said.fate is Fate.DEAD}
         dead, self._suspects = suspects & self._suspects, suspects
-        silent = {key for key, ages in others.items() if max(ages) > self.limits.lease_s}
+        silent = {(name, epoch) for (name, role, epoch), said in verdicts.items() if not role and said is not LIVES}
         self.silent, self._quiet = silent & self._quiet, silent
         return sorted(dead)
 
     def _judge_hub(self, groups: Mapping[str, Incarnation], now: float) -> list[Dead]:
         """It has not answered. One that was not there yet when it was asked has as long as others to start."""
-        epoch, patience_s = groups["hub"].epoch if "hub" in groups else 0, self.limits.lease_s
+        limits, epoch = self.limits, groups["hub"].epoch if "hub" in groups else 0
+        found = Evidence(unanswered_s=limits.lease_s, patience_s=limits.lease_s)
         if epoch != self._asked:
-            patience_s = self.limits.start_timeout_s
-            if now - self._began.setdefault(epoch, now - self.limits.lease_s) <= patience_s:
-                return []
-        return [("hub", "controller", epoch, f"has not answered for {patience_s:.0f} s")]
+            since_s = now - self._began.setdefault(epoch, now - limits.lease_s)
+            found = Evidence(unanswered_s=since_s, patience_s=limits.start_timeout_s)
+        said = verdict(found, limits)
+        return [("hub", "controller", epoch, said.reason)] if said.fate is Fate.DEAD else []
 
-    def _judge(
+    def _of_roles(
         self, groups: Mapping[str, Incarnation], done: Set[str], beats: Mapping[str, Mapping[str, Any]], now: float
-    ) -> set[Dead]:
-        suspects: set[Dead] = set()
+    ) -> dict[Who, Verdict]:
+        """Of roles that this supervisor looks after."""
+        found = {}
         for name, group in groups.items():
             first = self._seen.setdefault((name, group.epoch), now)
             for role in {member.role for member in group.members} - {"controller"}:
-                beating = [b for key, b in beats.items() if _is_of(key, b, name, role, group.epoch)]
-                if f"{name}/{role}" not in done and (reason := self._reason(beating, group, now - first)):
-                    suspects.add((name, role, group.epoch, reason))
-        return suspects
+                if f"{name}/{role}" not in done:
+                    mine = [beat for key, beat in beats.items() if _is_of(key, beat, name, role, group.epoch)]
+                    evidence = Evidence(beats=mine, known_s=now - first, patience_s=self._patience_s(group))
+                    found[name, role, group.epoch] = verdict(evidence, self.limits)
+        return found
 
-    @staticmethod
-    def _others(groups: Collection[str], beats: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, int], list[float]]:
-        """Ages of the last beats of each group, and epoch, that somebody else looks after."""
-        ages: dict[tuple[str, int], list[float]] = {}
+    def _of_others(self, groups: Collection[str], beats: Mapping[str, Mapping[str, Any]]) -> dict[Who, Verdict]:
+        """Of groups that somebody else looks after, who may be as dead."""
+        theirs: dict[Who, list[Mapping[str, Any]]] = {}
         for beat in beats.values():
             if beat["group"] not in groups and not beat["group"].startswith(SUPERVISOR):
-                ages.setdefault((beat["group"], beat["epoch"]), []).append(beat["age_s"])
-        return ages
+                theirs.setdefault((beat["group"], "", beat["epoch"]), []).append(beat)
+        return {who: verdict(Evidence(beats=found, others=True), self.limits) for who, found in theirs.items()}
 
-    def _judge_others(self, others: Mapping[tuple[str, int], list[float]]) -> set[Dead]:
-        """Groups that somebody else looks after, and who may be as dead: no member has given a sign."""
-        reason = f"has given no sign for {self.limits.lease_s:.0f} s"
-        return {(name, "", epoch, reason) for (name, epoch), ages in others.items() if min(ages) > self.limits.lease_s}
-
-    def _reason(self, beats: list[Mapping[str, Any]], group: Incarnation, known_s: float) -> str:
-        """Why a role that beats so (each rank that talks) is taken for dead; empty: it is not."""
-        limits = self.limits
-        # One that was just started has to begin; an adopted one beats, but has to find a hub that was started anew.
-        adopted = limits.lease_s + _FIND_BEATS * limits.beat_s
-        patience = limits.start_timeout_s if any(m.process for m in group.members) else adopted
-        if not beats:
-            return f"has not begun to beat within {patience:.0f} s" if known_s > patience else ""
-        if max(beat["age_s"] for beat in beats) > limits.lease_s:
-            return f"has given no sign for {limits.lease_s:.0f} s"
-        if max(beat["busy_s"] for beat in beats) > limits.hang_s:
-            return f"has been at one piece of work for over {limits.hang_s:.0f} s"
-        return ""
+    def _patience_s(self, group: Incarnation) -> float:
+        """One that was just started has to begin; an adopted one beats, but has to find a hub that was started anew."""
+        adopted = self.limits.lease_s + _FIND_BEATS * self.limits.beat_s
+        return self.limits.start_timeout_s if any(member.process for member in group.members) else adopted
 
 
 def _is_of(key: str, beat: Mapping[str, Any], name: str, role: str, epoch: int) -> bool:

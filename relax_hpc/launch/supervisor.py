@@ -43,6 +43,7 @@ from relax_hpc.launch.records import (
 )
 from relax_hpc.launch.requests import Request
 from relax_hpc.launch.terminal import Terminal
+from relax_hpc.launch.verdict import Evidence, Fate, verdict
 from relax_hpc.rendezvous.process import STOP_SIGNALS
 from relax_hpc.rendezvous.roster import claim_epoch, latest_card, latest_epoch
 from relax_hpc.rundir import RunDir
@@ -50,7 +51,6 @@ from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transfer_queue.presence import longest_wait_s
 
 _STOP_LOOK_S = 0.1
-_HOPELESS = (EXIT_CONFIG, EXIT_NO_PROGRESS)
 _AGAIN_S, _OUTAGE_S = 10.0, 3600.0
 """A group that cannot be brought back now is tried again so often, for so long."""
 RELEASED = "released"
@@ -254,22 +254,26 @@ class Supervisor:
         """A process is gone: done if it left its mark, else its group goes and comes again."""
         self.each_wait()
         self._unwatch(member)
-        mark = self.groups[name].mark(member)
-        if mark.get("status") == "done":
+        found = Evidence(
+            mark=self.groups[name].mark(member),
+            exit=lambda: self._unmarked(name, member),
+            ends=lambda: not requests.asked_to_stop(self.run) and self.launcher(name).ending(),
+        )
+        said = verdict(found, self.config.liveness)
+        if said.fate is Fate.DONE:
             self.done.add(f"{name}/{member.role}")
             return
-        reason = mark.get("reason") or self._unmarked(name, member)
-        self.terminal.say(f"{name}: {reason}" if member.role == name else f"{name}: {member.role}: {reason}")
+        self.terminal.say(f"{name}: {said.reason}" if member.role == name else f"{name}: {member.role}: {said.reason}")
         if requests.asked_to_stop(self.run):
             # The others end it too; this one does at its next round.
             return
-        if mark.get("code") not in _HOPELESS and self.launcher(name).ending():
-            # Slurm has told the tasks before it tells us, or the actor saw the time limit come.
+        if said.fate is Fate.LEAVES:
+            # Or the actor has seen the time limit come.
             self.interrupted += 1
-        elif mark.get("code") in _HOPELESS:
-            self.give_up(name, reason, mark["code"])
+        elif said.fate is Fate.HOPELESS:
+            self.give_up(name, said.reason, said.code)
         else:
-            self.failed(name, reason)
+            self.failed(name, said.reason)
 
     def _unmarked(self, name: str, member: Member) -> str:
         """The end of a member that could not say anything itself."""

@@ -25,6 +25,7 @@ from relax_hpc.launch.slurm.standby import Standby
 from relax_hpc.launch.slurm.steps import StepLauncher, Steps
 from relax_hpc.launch.slurm.whereabouts import known_jobs
 from relax_hpc.launch.supervisor import RELEASED, Supervisor
+from relax_hpc.launch.verdict import GONE, Evidence, Fate, verdict
 from relax_hpc.rendezvous.roster import latest_epoch
 from relax_hpc.rundir import RunDir, write_atomic
 
@@ -319,7 +320,10 @@ class HetJob(_Job):
             if entry is None or all_done(self.run, self.config, name):
                 continue
             supervisor.elsewhere[name] = entry.job
-            if entry.job not in jobs and time.time() - entry.time > _ASK_SLURM_S:
+            state = jobs[entry.job].state if entry.job in jobs else GONE
+            dead = verdict(Evidence(job=state), self.config.liveness).fate is Fate.DEAD
+            # One asked for just now may take a moment to show.
+            if dead and time.time() - entry.time > _ASK_SLURM_S:
                 self._check_jobs(supervisor, name)
                 supervisor.replace_elsewhere(name, f"job {entry.job} is gone")
 

@@ -13,7 +13,7 @@ from relax_hpc.launch.lease import holder_of
 from relax_hpc.launch.records import read_launch
 from relax_hpc.launch.slurm.commands import Slurm, SlurmError
 from relax_hpc.launch.slurm.endings import give_back
-from relax_hpc.launch.slurm.whereabouts import ENDED
+from relax_hpc.launch.verdict import GONE, Evidence, Fate, verdict
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.plan import SUPERVISOR
 
@@ -26,7 +26,7 @@ class Orphan:
 
     def __init__(self, run: RunDir, config: Config, slurm: Slurm, group: str, epoch: int) -> None:
         launch = read_launch(run, group, epoch)
-        self.run, self.slurm, self.lease_s = run, slurm, config.liveness.lease_s
+        self.run, self.slurm, self.limits = run, slurm, config.liveness
         self.component = launch.job if launch else ""
         self.leader = launch.allocation.rpartition("-")[0] if launch else ""
         self._seen: tuple[object, float] = (None, time.monotonic())
@@ -46,12 +46,13 @@ class Orphan:
         beat = holder.get("beat") if holder.get("allocation", "").rpartition("-")[0] == self.leader else None
         if beat is not None and beat != self._seen[0]:
             self._seen = beat, now
-        if now - self._seen[1] < 2 * self.lease_s or now < self._ask_at:
+        if now - self._seen[1] < 2 * self.limits.lease_s or now < self._ask_at:
             return False
         self._ask_at = now + _ASK_S
         try:
             job = self.slurm.jobs(self.leader).get(self.leader)
-            if job is not None and job.state not in ENDED:
+            said = verdict(Evidence(job=job.state if job else GONE), self.limits)
+            if said.fate not in (Fate.DEAD, Fate.LEAVES):
                 return False
             give_back(self.run, self.slurm, self.component)
         except (SlurmError, OSError):

@@ -12,6 +12,7 @@ from relax_hpc.launch.records import read_mark
 from relax_hpc.launch.slurm.commands import Slurm, SlurmError
 from relax_hpc.launch.slurm.whereabouts import own_job
 from relax_hpc.launch.supervisor import Supervisor
+from relax_hpc.launch.verdict import Evidence, Fate, ended_in_order, verdict
 from relax_hpc.rendezvous.roster import latest_epoch
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.plan import SUPERVISOR
@@ -77,8 +78,7 @@ class Silence:
 
     def _is_over(self, name: str, epoch: int) -> bool:
         marks = [read_mark(self.run, name, epoch, role) for role in roles_of(self.config, name)]
-        ended_in_order = all(mark.get("status") in ("done", "stopped") for mark in marks)
-        return latest_epoch(self.run, name) > epoch or ended_in_order
+        return latest_epoch(self.run, name) > epoch or ended_in_order(marks)
 
     def _stands_still(self, name: str, now: float) -> bool:
         return name in self._seen and now - self._seen[name][1] > self.lease_s
@@ -87,10 +87,15 @@ class Silence:
         job = own_job(self.run, name)
         found = self.slurm.jobs(job).get(job) if job else None
         self._judged[name] = self._suspects.pop(name)
-        if found is None or found.state != "RUNNING" or found.used_s < still_s:
-            # Slurm has missed it by now, and may have brought it back already; or somebody has ended it.
+        if found is None:
+            # Somebody has ended it.
             return
-        supervisor.judge(name, f"job {job} has given no sign for {self.lease_s:.0f} s")
+        evidence = Evidence(job=found.state, job_used_s=found.used_s, supervisor_still_s=still_s)
+        said = verdict(evidence, self.config.liveness)
+        if said.fate is not Fate.DEAD:
+            # Slurm has missed it by now, and may have brought it back already.
+            return
+        supervisor.judge(name, f"job {job} {said.reason}")
         batch_node = self.slurm.hostnames(found.node_list)[0]
         if new := self.submit(name, batch_node):
             supervisor.terminal.say(f"{name}: no sign of its supervisor on {batch_node} either: goes on in job {new}")
