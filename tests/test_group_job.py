@@ -10,6 +10,7 @@ import pytest
 
 from relax_hpc.config import Config
 from relax_hpc.errors import EXIT_DONE, EXIT_RETRY
+from relax_hpc.launch.requests import asked_to_stop
 from relax_hpc.launch.slurm import jobs
 from relax_hpc.launch.slurm.allocation import Allocation, Place
 from relax_hpc.launch.slurm.commands import SlurmError
@@ -93,6 +94,19 @@ def test_at_its_end_it_goes_back_to_the_queue_unless_it_is_done(job: GroupJob) -
     assert job.slurm.requeued == []
     job.end(EXIT_RETRY)
     assert job.slurm.requeued == ["7"]
+
+
+@pytest.mark.parametrize(("group", "stops"), [("hub", True), ("actor", False)])
+def test_scancel_of_the_hubs_job_is_an_end_and_of_another_group_it_is_not(
+    run_dir: Path, group: str, stops: bool
+) -> None:
+    run = RunDir(run_dir)
+    slurm = SimpleNamespace(
+        describe=lambda job: {"JobState": "COMPLETING", "Reason": "None", "Restarts": "0", "ExitCode": "0:0"}
+    )
+    allocation = Allocation("7", 0, "node1", {group: Place("7", 1, None)})
+    GroupJob(run, Config(layout="jobs"), slurm, allocation, "node1").interrupted()
+    assert bool(asked_to_stop(run)) == stops
 
 
 def test_a_job_whose_group_was_given_to_another_one_gives_way(job: GroupJob, monkeypatch: pytest.MonkeyPatch) -> None:
