@@ -66,7 +66,7 @@ def assert_clean_end(live: Running, family: list[psutil.Process]) -> None:
 
 
 def test_every_role_can_die(tmp_path: Path) -> None:
-    """Of an asynchronous run, whose actor has two tensor-parallel ranks under mpiexec."""
+    """Of an asynchronous run, whose actor has two tensor-parallel ranks."""
     steps, parallel = 40, {"parallel": {"tensor": 2}, "optimizer": {"lr": 1e-3}}
     over = {"steps": steps, "max_staleness": 2, "checkpoint": {"every": 4}, "actor": parallel}
     with running(tmp_path, over | {"model": {"tiny": {"num_key_value_heads": 2}}}) as live:
@@ -102,7 +102,7 @@ def test_a_crash_loop_ends_the_run(tmp_path: Path) -> None:
 
 
 def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
-    """Ranks under an MPI launcher, whose parent is not ours, included."""
+    """Ranks, whose parent is not ours, included."""
     over = {"actor": {"parallel": {"tensor": 2}}, "model": {"tiny": {"num_key_value_heads": 2}}}
     with running(tmp_path, over) as live:
         live.wait_until(lambda: len(live.processes("actor")) == 2, "both ranks have started", START_S)

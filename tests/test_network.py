@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from relax_hpc.config import dump, load
@@ -93,6 +95,48 @@ def test_libraries_are_kept_on_the_interface_unless_the_user_chose() -> None:
     left = library_environment(config, "actor")
     assert found.keys() - left.keys() == {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
     assert library_environment(het(), "actor") == {}
+
+
+RANK = """
+import os, signal, sys
+from relax_hpc.config.schema import MpiConfig
+from relax_hpc.rendezvous.process import die_with_parent
+from relax_hpc.rendezvous.world import join
+die_with_parent()
+world = join("127.0.0.1", 3, MpiConfig(), 60.0)
+assert "mpi4py" not in sys.modules and "RELAX_MEETING" not in os.environ
+assert [card["node"] for card in world.cards] == [world.cards[0]["node"]] * 3
+assert world.cards[world.rank]["pid"] == os.getpid() and world.local_rank == world.rank
+os.write(1, str(world.rank).encode())
+if world.rank == 1:
+    exec(sys.argv[1])
+elif "pass" not in sys.argv[1]:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [("pass", 0, ""), ("sys.exit(78)", 78, "rank 1 ended with code 78"), ("os.abort()", 75, "rank 1 was ended by")],
+)
+def test_ranks_of_one_node_meet_without_mpi_and_end_together(end: str, code: int, said: str) -> None:
+    words = [sys.executable, "-m", "relax_hpc.launch.ranks", "3", "-c", RANK, end]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code and said in done.stderr, done.stderr
+    assert code or sorted(done.stdout) == ["0", "1", "2"]
+
+
+def test_ranks_of_one_node_are_told_signals_and_die_with_their_launcher() -> None:
+    script = "import signal, sys; signal.signal(signal.SIGUSR2, lambda *_: sys.exit(0)); print(1, flush=True)\n"
+    words = [sys.executable, "-m", "relax_hpc.launch.ranks", "2", "-c", RANK.partition("world =")[0] + script]
+    for number, code in ((signal.SIGUSR2, 0), (signal.SIGKILL, -9)):
+        launcher = subprocess.Popen([*words[:-1], words[-1] + "signal.pause()"], stdout=subprocess.PIPE, text=True)
+        assert [launcher.stdout.readline() for _ in range(2)] == ["1\n"] * 2
+        ranks = psutil.Process(launcher.pid).children()
+        launcher.send_signal(number)
+        assert launcher.wait(30) == code
+        launcher.stdout.close()
+        assert not psutil.wait_procs(ranks, timeout=10.0)[1]
 
 
 def test_ranks_are_counted_by_slurms_name_of_their_node(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A group as local processes: one an MPI launcher or role, started together and killed together."""
+"""A group as local processes: one a role, or the parent of its ranks, started together and killed together."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import psutil
 
 from relax_hpc.config import Config, load_resolved
 from relax_hpc.config.groups import group_of, ranks_of, roles_of
-from relax_hpc.errors import ConfigError
 from relax_hpc.launch.group import Incarnation, Member
 from relax_hpc.launch.records import Launch, record
 from relax_hpc.rendezvous.process import PARENT, clean_environment
@@ -99,14 +97,6 @@ def kill(processes: list[psutil.Process]) -> None:
             process.kill()
 
 
-def mpiexec() -> str:
-    """The MPI launcher that belongs to this environment's mpi4py."""
-    path = Path(sys.executable).parent / "mpiexec"
-    if not path.exists():
-        raise ConfigError(f"{path}: no MPI launcher; install the mpich wheel (env/setup.sh does)")
-    return str(path)
-
-
 def role_words(run: RunDir, group: str, role: str, epoch: int, module: str = "relax_hpc.roles") -> list[str]:
     """What a Python interpreter is given to become a rank of ``role``, by ``module``."""
     args = ["--run_dir", str(run.root), "--group", group, "--role", role, "--epoch", str(epoch)]
@@ -114,11 +104,10 @@ def role_words(run: RunDir, group: str, role: str, epoch: int, module: str = "re
 
 
 def command(run: RunDir, config: Config, group: str, role: str, epoch: int) -> list[str]:
-    """What starts ``role`` here: Python itself, or an MPI launcher for a role of several ranks."""
-    words = [sys.executable, *role_words(run, group, role, epoch)]
+    """What starts ``role`` here."""
     ranks = ranks_of(config, group, role)
-    tied = [sys.executable, "-m", "relax_hpc.launch.tied"]
-    return words if ranks == 1 else [*tied, mpiexec(), "-n", str(ranks), *words]
+    together = ["-m", "relax_hpc.launch.ranks", str(ranks)] if ranks > 1 else []
+    return [sys.executable, *together, *role_words(run, group, role, epoch)]
 
 
 def environment(config: Config, extra: dict[str, str] | None = None) -> dict[str, str]:

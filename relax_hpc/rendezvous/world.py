@@ -1,8 +1,9 @@
-"""Inside a group: MPI tells the ranks of each other, once, at start. Everything later goes other ways.
+"""Inside a group: the ranks are told of each other, once, at start. Everything later goes other ways.
 
-One MPI world never spans groups: a killed peer would leave its survivors hanging without an error. MPI runs in a child
-of each rank that ends with the meeting: its memory and its sockets go then, and where it fails, which it does by ending
-its process, the rank lives to say what to set.
+Within a node whoever started them tells them (`relax_hpc.launch.ranks`), over several nodes MPI does. One MPI world
+never spans groups: a killed peer would leave its survivors hanging without an error. MPI runs in a child of each rank
+that ends with the meeting: its memory and its sockets go then, and where it fails, which it does by ending its process,
+the rank lives to say what to set.
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from relax_hpc.config.schema import MpiConfig
 from relax_hpc.errors import ConfigError, DeadlineError, RelaxError
 from relax_hpc.rendezvous.process import PARENT, STOP_SIGNALS, die_with_parent
 
+MEETING = "RELAX_MEETING"
+"""Environment variable of ranks that whoever started them tells of each other: number, how many, their own socket."""
 _CURE = (
     "let site.mpi.library and site.mpi.launcher name an MPI library and a launcher that belong together: library wheel "
-    "(the mpich package beside mpi4py) with pmi2 or mpiexec, the path of an Open MPI's libmpi.so with pmix"
+    "(the mpich package beside mpi4py) with pmi2, the path of an Open MPI's libmpi.so with pmix"
 )
 
 
@@ -37,7 +40,7 @@ class World:
     local_rank: int
     cards: list[dict[str, Any]]
     listening: socket.socket | None = None
-    """Where rank 0 lets the others in; it listens since before they were told of it. None in others."""
+    """Where rank 0 lets ranks of other nodes in; it listens since before they were told of it. None in others."""
 
     @property
     def leader(self) -> bool:
@@ -55,7 +58,7 @@ def alone(address: str) -> World:
 
 
 def join(address: str, ranks: int, mpi: MpiConfig, patience_s: float) -> World:
-    """Meet the other ``ranks`` that the MPI launcher started; they reach this one at ``address``.
+    """Meet the others of all ``ranks``; they reach this one at ``address``.
 
     RelaxError, ConfigError, DeadlineError: MPI failed, gave another number of ranks, or took over ``patience_s``.
     """
@@ -64,20 +67,36 @@ def join(address: str, ranks: int, mpi: MpiConfig, patience_s: float) -> World:
     memory = os.memfd_create("meeting")
     card = _card(address) | {"port": listening.getsockname()[1], "memory": memory}
     what = f"site.mpi: with library {mpi.library} and launcher {mpi.launcher}"
-    rank, cards = _in_child(lambda: _meet(card), what, patience_s)
+    told = os.environ.pop(MEETING, "")
+    rank, cards = _be_told(told, card, patience_s) if told else _in_child(lambda: _meet(card), what, patience_s)
     if len(cards) != ranks:
         raise ConfigError(f"{what}: MPI_Init found {len(cards)} ranks, allowed: the {ranks} that were started; {_CURE}")
-    if rank != 0:
-        os.close(memory)
-        listening.close()
     local_rank = sum(other["node"] == card["node"] for other in cards[:rank])
-    return World(rank, ranks, local_rank, cards, listening if rank == 0 else None)
+    world = World(rank, ranks, local_rank, cards)
+    if not world.leader:
+        os.close(memory)
+    if world.leader and not world.on_one_node:
+        return replace(world, listening=listening)
+    listening.close()
+    return world
 
 
 def _card(address: str) -> dict[str, Any]:
     # Slurm may give nodes of one host name; its own name of the node tells them apart.
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     return {"node": node, "address": address, "pid": os.getpid()}
+
+
+def _be_told(told: str, card: dict[str, Any], patience_s: float) -> tuple[int, list[dict[str, Any]]]:
+    """The own rank, and the cards of all, by the socket that the launcher left us."""
+    rank, _, number = map(int, told.split())
+    with socket.socket(fileno=number) as line, line.makefile("rb") as cards:
+        line.settimeout(patience_s)
+        line.sendall(json.dumps(card).encode() + b"\n")
+        try:
+            return rank, [json.loads(text) for text in cards]
+        except TimeoutError as error:
+            raise DeadlineError(f"rank {rank} has not heard of all the others within {patience_s:.0f} s") from error
 
 
 def _in_child(work: Callable[[], Any], what: str, patience_s: float) -> Any:
