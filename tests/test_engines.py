@@ -15,8 +15,10 @@ from tests.requirements import requires
 requires("sglang", "torch", "transformers")
 
 import psutil  # noqa: E402
+import torch  # noqa: E402
 
 from relax_hpc.config.schema import PartialRollout  # noqa: E402
+from relax_hpc.errors import ConfigError  # noqa: E402
 from relax_hpc.rollout.engine import (  # noqa: E402
     Draft,
     Engine,
@@ -360,6 +362,31 @@ def test_samples_of_the_seeded_engine_do_not_depend_on_what_is_generated_beside_
     alone = [transformers.generate([request])[0] for request in reversed(REQUESTS)][::-1]
     assert [answer.token_ids for answer in together] == [answer.token_ids for answer in alone]
     assert [answer.logprobs for answer in together] == [answer.logprobs for answer in alone]
+
+
+def test_the_seeded_engine_runs_on_its_device_or_refuses(models: list[Path]) -> None:
+    """It ran on a CPU in silence, whatever it was given."""
+    config = make_config("transformers")
+    config.model.device = "cuda"
+    engine = make_engine(config, 1, models[0], Version(3, 0), models[0], place=0)
+
+    async def scene() -> str:
+        try:
+            await engine.start()
+        except ConfigError as error:
+            return str(error)
+        [answer] = await engine.generate(REQUESTS[:1], draw())
+        assert error_against(models[0], REQUESTS[0].prompt_ids, answer) < 1e-3
+        found = str(engine._model.device)
+        await engine.release()
+        assert str(engine._model.device) == "cpu"
+        await engine.update_weights(models[1], Version(3, 1))
+        assert str(engine._model.device) == found
+        return found
+
+    said = asyncio.run(scene())
+    here = "cuda:0" if torch.cuda.is_available() else "model.device: the transformers engine cannot run on cuda:0: "
+    assert said.startswith(here)
 
 
 def test_the_seeded_engine_keeps_its_deadline(transformers: Served, models: list[Path], tmp_path: Path) -> None:

@@ -127,11 +127,11 @@ def test_ranks_of_one_node_meet_without_mpi_and_end_together(end: str, code: int
 
 
 def test_ranks_of_one_node_are_told_signals_and_die_with_their_launcher() -> None:
-    script = "import signal, sys; signal.signal(signal.SIGUSR2, lambda *_: sys.exit(0)); print(1, flush=True)\n"
+    script = "import signal, sys; signal.signal(signal.SIGUSR2, lambda *_: sys.exit(0)); os.write(1, b'1')\n"
     words = [sys.executable, "-m", "relax_hpc.launch.ranks", "2", "-c", RANK.partition("world =")[0] + script]
     for number, code in ((signal.SIGUSR2, 0), (signal.SIGKILL, -9)):
-        launcher = subprocess.Popen([*words[:-1], words[-1] + "signal.pause()"], stdout=subprocess.PIPE, text=True)
-        assert [launcher.stdout.readline() for _ in range(2)] == ["1\n"] * 2
+        launcher = subprocess.Popen([*words[:-1], words[-1] + "signal.pause()"], stdout=subprocess.PIPE)
+        assert launcher.stdout.read(2) == b"11"
         ranks = psutil.Process(launcher.pid).children()
         launcher.send_signal(number)
         assert launcher.wait(30) == code

@@ -162,7 +162,7 @@ def make_engine(
         return SimulatedEngine(config, replica, model_dir, version)
     from relax_hpc.rollout.transformers_engine import TransformersEngine
 
-    return TransformersEngine(config, replica, model_dir, version)
+    return TransformersEngine(config, replica, model_dir, version, place)
 
 
 def require_model(model_dir: Path) -> None:

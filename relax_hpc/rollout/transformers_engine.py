@@ -1,4 +1,4 @@
-"""A small engine in this process: slow, and reproducible bit for bit whatever else is generated beside a sample."""
+"""A small engine in this process: slow, and on a CPU reproducible bit for bit whatever is generated beside a sample."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def sample_token(logits: torch.Tensor, temperature: float, top_p: float, uniform
     the most probable tokens up to that mass. The log-probability is float32 log_softmax(logits / temperature), before
     top_p. Temperature 0 takes the most probable token, with its log-probability at temperature 1.
     """
-    logprobs = (logits.float() / (temperature or 1.0)).log_softmax(-1)
+    logprobs = (logits.float() / (temperature or 1.0)).log_softmax(-1).cpu()
     if temperature == 0:
         token = int(logprobs.argmax())
     else:
@@ -81,7 +81,11 @@ class TransformersEngine:
     name = "transformers"
     pause_s = 0.0
 
-    def __init__(self, config: Config, replica: int, model_dir: Path, version: Version) -> None:
+    def __init__(
+        self, config: Config, replica: int, model_dir: Path, version: Version, place: int | None = None
+    ) -> None:
+        number = replica if place is None else place
+        self._device = f"cuda:{number}" if config.model.device == "cuda" else config.model.device
         self._dtype, self._silence = config.model.dtype, Silence(config.rollout.engine.request_timeout_s)
         self._model_dir, self._version = model_dir, version
         self._partial = config.rollout.partial_rollout
@@ -93,6 +97,7 @@ class TransformersEngine:
         require_model(self._model_dir)
         self._model, self._stops = await asyncio.to_thread(_build, self._model_dir, self._dtype)
         try:
+            await asyncio.to_thread(move, self._model, self._device)
             await asyncio.to_thread(load_weights, self._model, self._model_dir)
         except (OSError, ValueError) as error:
             raise ConfigError(f"model.path: {error}") from error
@@ -121,7 +126,8 @@ class TransformersEngine:
             raise EngineFault("update_failed", f"{version} from {directory}: {error}") from error
 
     async def release(self) -> None:
-        """See `Engine.release`: it is on the host."""
+        """See `Engine.release`."""
+        await asyncio.to_thread(move, self._model, "cpu")
 
     async def wait_dead(self) -> str:
         """Never returns: there is no process but this one."""
@@ -133,6 +139,7 @@ class TransformersEngine:
     def _swap(self, directory: Path, version: Version) -> None:
         with self._lock:
             started = time.monotonic()
+            move(self._model, self._device)
             load_weights(self._model, directory)
             self._version, self.pause_s = version, time.monotonic() - started
 
@@ -158,7 +165,8 @@ class TransformersEngine:
                 if self._partial == "recompute" and version != before:
                     cache = None
                 inputs = drawn.token_ids[-1:] if cache is not None else [*request.prompt_ids, *drawn.token_ids]
-                output = self._model(torch.tensor([inputs]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+                ids = torch.tensor([inputs], device=self._model.device)
+                output = self._model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
             uniform = keyed_uniform(sampling.seed, request.prompt_id, request.sample, position)
             token, logprob = sample_token(output.logits[0, -1], sampling.temperature, sampling.top_p, uniform)
             drawn.add([token], [logprob], [version])
@@ -189,6 +197,16 @@ def _build(directory: Path, dtype: str) -> tuple[Any, set[int]]:
     ends = config.eos_token_id
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
     return model, set(ends if isinstance(ends, list) else [ends]) - {None}
+
+
+def move(model: Any, device: str) -> None:
+    """Have ``model`` on ``device``. ConfigError: there is no such device here, or no room on it."""
+    try:
+        model.to(device)
+    except (AssertionError, RuntimeError) as error:
+        # Of a build without CUDA; of a GPU that is not there, or is full.
+        first = str(error).partition("\n")[0]
+        raise ConfigError(f"model.device: the transformers engine cannot run on {device}: {first}") from error
 
 
 def load_weights(model: Any, directory: Path) -> None:
