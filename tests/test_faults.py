@@ -69,7 +69,8 @@ def test_every_role_can_die(tmp_path: Path) -> None:
     """Of an asynchronous run, whose actor has two tensor-parallel ranks."""
     steps, parallel = 40, {"parallel": {"tensor": 2}, "optimizer": {"lr": 1e-3}}
     over = {"steps": steps, "max_staleness": 2, "checkpoint": {"every": 4}, "actor": parallel}
-    with running(tmp_path, over | {"model": {"tiny": {"num_key_value_heads": 2}}}) as live:
+    over |= {"model": {"tiny": {"num_key_value_heads": 2}}, "groups": {"reference": {"roles": ["reference"]}}}
+    with running(tmp_path, over) as live:
         live.wait_for_step(1, START_S)
         assert len(live.processes("actor")) == 2
         for role in ("rollout", "reference", "actor_fwd", "advantages", "controller"):
