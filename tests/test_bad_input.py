@@ -191,6 +191,8 @@ class FaultyEngine:
     async def close(self) -> None:
         self.closed = True
 
+    phase = ""
+
     async def wait_dead(self) -> str:
         return await asyncio.get_running_loop().create_future()
 

@@ -429,6 +429,13 @@ def test_sampled_tokens_follow_the_distribution_and_top_p() -> None:
     assert sample_token(logits, 1.0, 1.0, 0.999)[1] == pytest.approx(np.log(0.15), abs=1e-6)
 
 
+def test_a_server_has_told_what_it_was_at_while_it_started(sglang: Served) -> None:
+    """In words that are still those of this SGLang's log."""
+    assert sglang.engine.phase == "SGLang is about to serve"
+    log = (sglang.logs / "engine-0.log").read_text()
+    assert log.index("Load weight begin") < log.index("Load weight end")
+
+
 def test_what_the_server_keeps_is_its_users_alone(sglang: Served) -> None:
     """Whoever can write to its sockets, on which it unpickles, runs code as that user."""
     scratch = sglang.engine._scratch.path

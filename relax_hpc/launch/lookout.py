@@ -46,6 +46,8 @@ class Lookout:
         """Groups (and their epochs) that are looked after elsewhere, of whom a member gives no sign."""
         self.lacking: dict[str, dict[str, Any]] = {}
         """Groups that the others wait for, as the hub said last; see `Presence.told`."""
+        self.doing: dict[str, str] = {}
+        """What groups say that they are at, where people should know: an engine's start takes minutes."""
         self._next = time.monotonic() + min(limits.beat_s, limits.lease_s / 3)
         self._answer: Future | None = None
         self._asked = 0
@@ -75,6 +77,7 @@ class Lookout:
         found = answer.result()
         self.progress = (found["trained_steps"], found["accepted"], len(found["checkpoints"]))
         self.lacking = found.get("lacking", {})
+        self.doing = {beat["group"]: beat["doing"] for beat in found["beats"].values() if beat.get("doing")}
         verdicts = {**self._of_roles(groups, done, found["beats"], now), **self._of_others(groups, found["beats"])}
         suspects = {(*who, said.reason) for who, said in verdicts.items() if said.fate is Fate.DEAD}
         dead, self._suspects = suspects & self._suspects, suspects

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from relax_hpc.config import Config
@@ -51,6 +52,7 @@ def group_status(
         "last_beat_s": min(ages, default=None),
         "longest_gap_s": max((beat["gap_s"] for beat in beats), default=None),
         "busy_s": max((beat["busy_s"] for beat in beats), default=None),
+        "doing": doing(beats),
         "puts": sum(beat["progress"] for beat in beats),
     }
     if "actor" in group_of(config, name).roles and hub:
@@ -59,6 +61,12 @@ def group_status(
     over = over or not lives or name not in config.groups or (squeue and bool(about["job"]) and job is None)
     state, reason = _state(run, config, name, about, job, lives, over)
     return {"state": state, "reason": reason} | about
+
+
+def doing(beats: Iterable[Mapping[str, Any]]) -> str:
+    """What processes that gave these ``beats`` say that they are at: the one that is at it for the longest."""
+    told = max((beat for beat in beats if beat.get("doing")), key=lambda beat: beat["doing_s"], default=None)
+    return f"{told['doing']} ({told['doing_s']:.0f} s)" if told else ""
 
 
 def _state(

@@ -152,7 +152,7 @@ def _cells(group: dict[str, Any]) -> list[str]:
         duration(group["time_left_s"]),
         duration(group["last_beat_s"]),
         duration(group["longest_gap_s"]),
-        "; ".join(part for part in (work, reason[:80] if long else "") if part),
+        "; ".join(part for part in (work, group["doing"], reason[:80] if long else "") if part),
     ]
 
 

@@ -103,6 +103,8 @@ class Supervisor:
         self.again: dict[str, tuple[str, float, float]] = {}
         """Groups that could not be brought back yet: why they ended, when, and when they are tried again."""
         self.done: set[str] = set()
+        self.said: dict[str, str] = {}
+        """What groups are at, as the terminal was last told."""
         self.interrupted = 0
         self.fenced = False
         self.each_tick: Callable[[], None] = lambda: None
@@ -165,6 +167,7 @@ class Supervisor:
             self.check_fenced()
             self.look_after_groups()
             self.look_after_waits()
+            self.say_what_groups_do()
             self.try_again()
             self.serve_requests()
             if self.released.issuperset(self.names):
@@ -249,6 +252,14 @@ class Supervisor:
                 text = f"{name}: {wait['why']}, and the others have waited for it for {wait['since_s']:.0f} s"
                 text = f"{text}, allowed liveness.longest_wait_s={limit:g}; see its logs, and its job in squeue"
                 requests.ask_to_stop(self.run, EXIT_RETRY, text)
+
+    def say_what_groups_do(self) -> None:
+        """On the terminal, where a start of minutes would pass without a word."""
+        doing = {name: words for name, words in self.lookout.doing.items() if name in self.groups}
+        for name, words in doing.items():
+            if self.said.get(name) != words:
+                self.terminal.say(f"{name}: {words}")
+        self.said = doing
 
     def ended(self, name: str, member: Member) -> None:
         """A process is gone: done if it left its mark, else its group goes and comes again."""

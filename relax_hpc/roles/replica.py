@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from relax_hpc.roles.rollout import Rollout
 
 
+_TELL_S = 0.5
+"""Between two looks at what an engine that starts is at."""
+
+
 class Replica:
     """One engine: its process, the weights it serves, the prompt groups it works on."""
 
@@ -49,7 +53,7 @@ class Replica:
     async def serve(self) -> None:
         """Start the engine, then follow weights and generate until the run is finished."""
         await self.take_turn()
-        await self.engine.start()
+        await self.start()
         self.activity = Activity(self.context.spans, str(self.number))
         jobs = [self.follow(), *(TicketWorker(self).serve() for _ in range(self.config.rollout.requests_in_flight))]
         try:
@@ -148,7 +152,21 @@ class Replica:
         with self.activity("start", None):
             await self.engine.close()
             self.engine = self.new_engine()
+            await self.start()
+
+    async def start(self) -> None:
+        """Start the engine, and say what it is at meanwhile: that takes minutes on a GPU."""
+        telling = asyncio.create_task(self.tell())
+        try:
             await self.engine.start()
+        finally:
+            telling.cancel()
+            self.rollout.tell(self.number, "")
+
+    async def tell(self) -> None:
+        while True:
+            self.rollout.tell(self.number, self.engine.phase)
+            await asyncio.sleep(_TELL_S)
 
     def new_engine(self) -> Engine:
         """It serves no version of the run yet."""

@@ -46,8 +46,17 @@ class Rollout:
         self.filter = get_filter(shape.filter)
         self.outcomes = Outcomes(shape)
         self.numbers = replica_numbers(shape.replicas, context.world.rank, context.world.size)
+        self.phases: dict[int, str] = {}
+        """What engines that start are at, by number."""
         if context.world.leader:
             self._note_bad_lines()
+
+    def tell(self, number: int, phase: str) -> None:
+        """Have beats say what an engine is at, or of several the first one that is at anything."""
+        if phase and phase != self.phases.get(number):
+            print(f"engine {number}: {phase}", flush=True)
+        self.phases[number] = phase
+        self.client.at_work(next((phase for _, phase in sorted(self.phases.items()) if phase), ""))
 
     def _note_bad_lines(self) -> None:
         """Count them, once a run: an earlier incarnation of the group may have done so."""

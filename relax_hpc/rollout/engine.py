@@ -112,6 +112,8 @@ class Engine(Protocol):
     """An inference engine that serves one version of the policy at a time."""
 
     name: str
+    phase: str
+    """What it is at while it starts, for people."""
     pause_s: float
     """How long the last update kept it from generating."""
 

@@ -26,6 +26,7 @@ from relax_hpc.rendezvous.process import PARENT, clean_environment
 from relax_hpc.rollout.engine import EngineFault, GenerateRequest, Generation, Sampling, require_model
 from relax_hpc.rollout.session import Session
 from relax_hpc.rollout.sglang_client import SglangClient
+from relax_hpc.rollout.sglang_phases import Phases
 from relax_hpc.versions import Version
 
 _SERVER = "relax_hpc.rollout.sglang_server"
@@ -77,6 +78,12 @@ class SglangEngine:
         self._arguments = server_arguments(config, replica, model_dir, version, place)
         self._log, self._launch_file = log_dir / f"engine-{replica}.log", log_dir / f"engine-{replica}.json"
         self._open = contextlib.AsyncExitStack()
+        self._phases: Phases | None = None
+
+    @property
+    def phase(self) -> str:
+        """See `Engine.phase`."""
+        return self._phases.now() if self._phases else ""
 
     async def start(self) -> None:
         """See `Engine.start`."""
@@ -133,6 +140,7 @@ class SglangEngine:
         self._launch_file.write_text(json.dumps(launch, indent=2) + "\n")
         command = (sys.executable, "-m", _SERVER, str(self._launch_file))
         with self._log.open("ab") as log:
+            self._phases = Phases(self._log)
             leader = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.DEVNULL,

@@ -37,6 +37,7 @@ class SimulatedEngine:
     """`Engine` without a model: tokens and times depend on (seed, prompt_id, sample) alone."""
 
     name = "simulated"
+    phase = "the engine is starting"
     pause_s = 0.0
 
     def __init__(self, config: Config, replica: int, model_dir: Path, version: Version) -> None:

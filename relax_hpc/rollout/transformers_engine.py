@@ -79,6 +79,7 @@ class TransformersEngine:
     """`Engine` by Hugging Face's model, one sample at a time with its cache of keys and values."""
 
     name = "transformers"
+    phase = "transformers is loading weights"
     pause_s = 0.0
 
     def __init__(

@@ -165,6 +165,7 @@ class QueueClient:
         """Seconds that this process has been at one piece of work."""
         self.loads: Callable[[], bool] = lambda: False
         """Whether it has yet to begin."""
+        self._doing, self._doing_since = "", 0.0
         self.stood_s = 0.0
         """For how long, so far, there was no hub, or it let clocks stand."""
         self._stands = True
@@ -352,10 +353,18 @@ class QueueClient:
         with contextlib.suppress(OSError):
             write_json(path, {"time": time.time(), "epoch": self.epoch, **self._about()})
 
+    def at_work(self, doing: str) -> None:
+        """Have beats tell people what this process is at, and since when; empty: nothing that they need to know."""
+        if doing != self._doing:
+            self._doing, self._doing_since = doing, time.monotonic()
+
     def _about(self) -> dict[str, Any]:
-        """What a beat says: work done, how long it is at one piece, its longest gap between beats so far, and whether
-        it is loading."""
-        return {"progress": self.progress, "busy_s": self.busy(), "gap_s": self._gap, "loads": self.loads()}
+        """What a beat says: work done, how long it is at one piece, its longest gap between beats so far, whether it is
+        loading, and what it is at."""
+        about = {"progress": self.progress, "busy_s": self.busy(), "gap_s": self._gap, "loads": self.loads()}
+        if self._doing:
+            about |= {"doing": self._doing, "doing_s": time.monotonic() - self._doing_since}
+        return about
 
     def _beat_call(self, now: float) -> _Call:
         message = {"id": 0, "client": self.name, "group": self.group, "epoch": self.epoch, "op": "beat"}
