@@ -277,9 +277,8 @@ PLAIN_MISTAKES = [
     (site(mpi={"launcher": "pmix", "library": "wheel"}), "error: site.mpi.library: found wheel with launcher pmix"),
     (site(mpi={"library": "/nowhere/libmpi.so"}), "error: site.mpi.library: found '/nowhere/libmpi.so', which is not"),
     (
-        site(mpi={"launcher": "mpiexec"})
-        | {"actor": {"parallel": {"data": 2}}, "groups": {"actor": {"resources": {"nodes": 2}}}},
-        "error: site.mpi.launcher: found mpiexec, but actor of groups.actor is on 2 nodes",
+        site(mpi={"launcher": "mpiexec"}) | {"actor": {"parallel": {"data": 2}}},
+        "error: site.mpi.launcher: found mpiexec, but actor of groups.actor has 2 ranks, allowed: 1; take pmix or pmi2",
     ),
     (site(container={"image": "/x.sif"}), "warning: site.container.image: found '/x.sif' with runtime none"),
     (site(container={"runtime": "apptainer"}), "error: site.container.image: found nothing with runtime apptainer"),

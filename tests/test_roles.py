@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from relax_hpc.config.schema import AlgorithmConfig, Config
 from relax_hpc.launch.processes import environment
+from relax_hpc.local_dir import LOCAL_DIR
 from relax_hpc.metrics.read import read_metrics
 from relax_hpc.metrics.spans import Spans
 from relax_hpc.rendezvous.exit_mark import leave_mark
@@ -97,6 +98,17 @@ def test_a_cpu_run_sees_no_gpu() -> None:
     assert environment(config, {"A": "b", "CUDA_VISIBLE_DEVICES": "1"})["CUDA_VISIBLE_DEVICES"] == ""
     config.model.device = "cuda"
     assert environment(config, {"CUDA_VISIBLE_DEVICES": "1"})["CUDA_VISIBLE_DEVICES"] == "1"
+
+
+def test_a_local_run_keeps_its_caches_where_the_site_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("USER", "me")
+    monkeypatch.delenv(LOCAL_DIR, raising=False)
+    config = Config()
+    assert LOCAL_DIR not in environment(config)
+    config.site.local_dir = "/nvme"
+    assert environment(config)[LOCAL_DIR] == "/nvme/me-relax"
+    monkeypatch.setenv(LOCAL_DIR, "/by/a/batch/script")
+    assert environment(config)[LOCAL_DIR] == "/by/a/batch/script"
 
 
 def board(tmp_path: Path) -> Board:

@@ -431,9 +431,9 @@ class MpiConfig:
     """How the ranks of a group find each other."""
 
     launcher: Literal["pmix", "pmi2", "mpiexec"] = "pmi2"
-    """`srun --mpi` plugin; `mpiexec`: the launcher of the mpich wheel, for groups of one node."""
+    """`srun --mpi` plugin; `mpiexec`: none, where every group has one rank. The local layout needs none either."""
     library: str = "wheel"
-    """`wheel`: the mpich wheel beside mpi4py (pairs with pmi2 and mpiexec); else the path of a libmpi.so."""
+    """`wheel`: the mpich wheel beside mpi4py (pairs with pmi2); else the path of a libmpi.so."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -16,6 +16,7 @@ from relax_hpc.config import Config, load_resolved
 from relax_hpc.config.groups import group_of, ranks_of, roles_of
 from relax_hpc.launch.group import Incarnation, Member
 from relax_hpc.launch.records import Launch, record
+from relax_hpc.local_dir import LOCAL_DIR
 from relax_hpc.rendezvous.process import PARENT, clean_environment
 from relax_hpc.rundir import RunDir
 
@@ -115,4 +116,7 @@ def environment(config: Config, extra: dict[str, str] | None = None) -> dict[str
     own = {"OMP_NUM_THREADS": str(config.threads), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
     # Libraries would pick a GPU that they can see, whatever the configuration says.
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if config.model.device == "cpu" else {}
+    if config.site.local_dir and LOCAL_DIR not in os.environ:
+        # As batch scripts do.
+        own[LOCAL_DIR] = f"{config.site.local_dir}/{os.environ.get('USER') or os.getuid()}-relax"
     return clean_environment() | own | config.site.env | (extra or {}) | hidden | {PARENT: str(os.getpid())}

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from relax_hpc.config.check import check
-from relax_hpc.config.groups import RANKED, ranks_of
+from relax_hpc.config.groups import ranks_of
 from relax_hpc.config.schema import Config
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch.slurm.finding import Finding, error, warning
@@ -137,11 +137,12 @@ def _mpi(config: Config) -> Iterator[Finding]:
         if launcher == "pmix" and ".so.12" in name:
             yield warning(f"site.mpi.launcher: found pmix with {library}, an MPICH; untried, pmi2 is what it speaks")
     for name, group in config.groups.items():
-        ranked = [role for role in group.roles if role in RANKED and ranks_of(config, name, role) > 1]
-        if launcher == "mpiexec" and ranked and group.resources.nodes > 1 and config.layout != "local":
+        ranked = [role for role in group.roles if ranks_of(config, name, role) > 1]
+        if launcher == "mpiexec" and ranked and config.layout != "local":
+            ranks = ranks_of(config, name, ranked[0])
             yield error(
-                f"site.mpi.launcher: found mpiexec, but {ranked[0]} of groups.{name} is on {group.resources.nodes} "
-                "nodes, allowed: 1; take pmix or pmi2"
+                f"site.mpi.launcher: found mpiexec, but {ranked[0]} of groups.{name} has {ranks} ranks, allowed: 1; "
+                "take pmix or pmi2"
             )
 
 
