@@ -21,7 +21,6 @@ from relax_hpc.transfer_queue.planes.links import (
     CONNECT_S,
     Deadline,
     Listener,
-    demand_proof,
     prove,
     receive,
     wait_for_request,
@@ -119,7 +118,6 @@ def serve(listening: socket.socket, token: bytes) -> Table:
     table = Table()
 
     def answer(connection: socket.socket) -> None:
-        demand_proof(connection, token, _purpose(listening.getsockname()))
         while wait_for_request(connection):
             name, arguments = _receive(connection, CONNECT_S)
             try:
@@ -130,7 +128,7 @@ def serve(listening: socket.socket, token: bytes) -> Table:
                 reply = {"error": str(error), "late": isinstance(error, TimeoutError)}
             _send(connection, reply, CONNECT_S)
 
-    Listener(listening, answer, "meeting")
+    Listener(listening, token, _purpose(listening.getsockname()), answer, "meeting")
     return table
 
 
