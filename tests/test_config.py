@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ from hypothesis import strategies as st
 
 from relax_hpc.config import Config, dump, load, load_resolved, resolve, to_dict
 from relax_hpc.config.check import check
+from relax_hpc.config.check_files import prompts_problem, special_tokens_note
 from relax_hpc.config.clean import clean
 from relax_hpc.config.load import compose, merge, print_config
 from relax_hpc.config.read import MAX_BYTES, dump_yaml, parse_yaml
-from relax_hpc.config.schema import GroupConfig
+from relax_hpc.config.schema import DataConfig, GroupConfig
 from relax_hpc.errors import EXIT_CONFIG, ConfigError
 from tests.model_files import model_directory
 
@@ -357,6 +359,10 @@ FINDINGS = [
         ["algorithm.kl_coefficient: found 0.1, but role ref"],
     ),
     ({"rollout.max_new_tokens": 300}, ["rollout.max_new_tokens: found 300", "together 332", "of the model, 256"]),
+    (
+        {"rollout.top_p": 0.9},
+        ["rollout.top_p: found 0.9, allowed: 1.0; log-probabilities of rollouts are those before"],
+    ),
     ({"rollout.temperature": 0}, ["rollout.temperature: found 0.0"]),
     ({"rollout.reward": "answer_exct"}, ["rollout.reward: found 'answer_exct'", "did you mean"]),
     ({"eval.reward": "no.such:reward"}, ["eval.reward: 'no.such:reward': importing"]),
@@ -406,6 +412,102 @@ def test_busy_port(tmp_path: Path) -> None:
         port = listener.getsockname()[1]
         findings = check(load([QUICKSTART], {"run_dir": str(tmp_path / "run"), "rollout.engine.port": port}))
     assert findings == [f"rollout.engine.port: found {port}, but {port} is in use; name another, or 0 for free ones"]
+
+
+def test_flags_that_sglang_does_not_have(tmp_path: Path) -> None:
+    over = {"run_dir": str(tmp_path / "run"), "rollout.engine.flags": {"nonsense": 1, "max_total_token": 5}}
+    findings = check(load([QUICKSTART], over))
+    assert len(findings) == 2 and "rollout.engine.flags.nonsense: SGLang has no such server argument" in findings[0]
+    assert "did you mean max_total_tokens?" in findings[1]
+    assert check(load([QUICKSTART], over | {"site.python": "/opt/other/python"})) == [], "another environment's SGLang"
+
+
+def test_a_device_is_looked_for_where_the_run_will_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    over = {"run_dir": str(tmp_path / "run"), "model.device": "cuda"}
+    monkeypatch.setattr(Path, "glob", lambda *_: iter(()))
+    monkeypatch.setattr(Path, "exists", lambda path, exists=Path.exists: path != Path("/dev/dxg") and exists(path))
+    assert check(load([QUICKSTART], over)) == [
+        "model.device: found cuda, but this machine has no NVIDIA device (/dev/nvidia0); set cpu"
+    ]
+    assert check(load([QUICKSTART], over | {"site.name": "cluster"})) == [], "a job's node, not this one"
+    without = check(load([QUICKSTART], over | {"layout": "het", "groups.actor.resources.gpus_per_node": 1}))
+    assert [line.split(":")[0] for line in without] == [
+        f"groups.{name}.resources.gpus_per_node" for name in ("rollout", "actor_fwd")
+    ]
+
+
+PROMPT = {"id": 1, "prompt": "12", "answer": "12"}
+PROMPTS = [
+    (b"", "no prompts; write one"),
+    (json.dumps({"id": 1, "prompt": "12"}).encode(), "1 of 1 lines are bad: 1 missing_field (first line 1: no answer)"),
+    (json.dumps(PROMPT).encode("utf-16"), "UTF-16"),
+    (json.dumps([PROMPT]).encode(), "one JSON list"),
+    (json.dumps(PROMPT | {"prompt": "1" * 500}).encode(), "over_long (first line 1: 501 tokens"),
+    (json.dumps(PROMPT | {"prompt": [{"role": "user", "content": "12"}]}).encode(), "a list of chat messages"),
+]
+
+
+@pytest.mark.parametrize(("content", "says"), PROMPTS, ids=[says for _, says in PROMPTS])
+def test_prompts_are_read(tmp_path: Path, content: bytes, says: str) -> None:
+    path = model_directory(tmp_path / "model")
+    (tmp_path / "p.jsonl").write_bytes(content)
+    over = {
+        "data.task": "",
+        "warm_start.steps": 0,
+        "data.max_prompt_tokens": 200,
+        "data.train": str(tmp_path / "p.jsonl"),
+    }
+    (finding,) = model_findings(path, **over)
+    assert finding.startswith(f"data.train: {tmp_path / 'p.jsonl'}: ") and says in finding
+    assert not (path / "run").exists()
+
+
+def test_a_sample_of_the_prompts_is_read_and_all_of_them_if_it_looks_bad(tmp_path: Path) -> None:
+    good, bad = [json.dumps(PROMPT | {"id": number}) for number in range(40)], ["{"] * 3
+    path, data = tmp_path / "p.jsonl", DataConfig()
+    for lines, sample, wrong in ((good + bad, 10, False), (bad + good, 10, True), (bad[:2] + good, 10, False)):
+        path.write_text("\n".join(lines))
+        assert bool(prompts_problem(str(path), None, data, sample)) == wrong
+
+
+def test_names_of_special_tokens_in_prompts_are_said(tmp_path: Path) -> None:
+    path, prompts = model_directory(tmp_path / "model"), tmp_path / "p.jsonl"
+    prompts.write_text(json.dumps(PROMPT | {"prompt": "<s>1"}) + "\n" + json.dumps(PROMPT | {"id": 2}))
+    over = {"model.path": str(path), "data.train": str(prompts)}
+    (note,) = special_tokens_note(load([], over))
+    assert "data.train: 1 of 2 prompts have names of special tokens, such as <s>" in note
+    assert not list(special_tokens_note(load([], over | {"data.special_tokens": ["prompt"]})))
+
+
+BROKEN = [
+    ("model.safetensors", b"", "model.safetensors: not a whole safetensors file"),
+    ("model.safetensors", lambda data: data[: len(data) // 2], "model.safetensors: not a whole safetensors file"),
+    ("tokenizer.json", b"", "tokenizer.json: not a tokenizer"),
+    ("tokenizer.json", b"{}", "tokenizer.json: not a tokenizer"),
+    ("tokenizer_config.json", b"{", "tokenizer_config.json: not JSON"),
+    (
+        "config.json",
+        lambda data: data.replace(b'"vocab_size": 64', b'"vocab_size": 32'),
+        "64 tokens, but vocab_size of",
+    ),
+    (
+        "config.json",
+        lambda data: data.replace(b'_layers": 4', b'_layers": 5'),
+        "model.layers.4.input_layernorm.weight is missing",
+    ),
+    ("config.json", lambda data: data.replace(b'_layers": 4', b'_layers": 3'), "unknown tensor model.layers.3."),
+    ("model.safetensors.index.json", b"{", "found an unreadable"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "says"), BROKEN, ids=[f"{one[0]} {one[2][-20:]}" for one in BROKEN])
+def test_files_of_a_model_are_read(tmp_path: Path, name: str, content: Any, says: str) -> None:
+    path = model_directory(tmp_path / "model")
+    file = path / name
+    file.write_bytes(content if isinstance(content, bytes) else content(file.read_bytes()))
+    findings = model_findings(path)
+    assert findings and all(line.startswith("model.path: ") and "\n" not in line for line in findings)
+    assert any(says in line for line in findings)
 
 
 def model_findings(path: Path, **overrides: Any) -> list[str]:

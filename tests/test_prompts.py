@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_hpc.config.schema import TinyModelConfig
-from relax_hpc.data.prompts import BadLine, Tokenizer, load_prompts, load_tokenizer, prompt_at
+from relax_hpc.data.prompts import BadLine, Tokenizer, load_prompts, load_tokenizer, prompt_at, prompts_of
 from relax_hpc.data.sort_digits import make_sort_digits, sort_answer, split
 from relax_hpc.data.tiny_model import make_tiny_model
 from relax_hpc.errors import ConfigError
@@ -71,9 +72,66 @@ def test_a_bad_line_is_skipped_with_its_reason(tmp_path, tokenizer, line, reason
 
 def test_too_many_bad_lines(tmp_path, tokenizer):
     path = write(tmp_path / "p.jsonl", GOOD, b"{", GOOD)
-    with pytest.raises(ConfigError, match=r"p\.jsonl: 2 of 3 lines are bad, first line 2: broken_json.*max_bad_share"):
+    with pytest.raises(
+        ConfigError, match=r"p\.jsonl: 2 of 3 lines are bad: 1 broken_json \(first line 2.*max_bad_share"
+    ):
         load_prompts(path, tokenizer, 8, 0.5)
     assert len(load_prompts(path, tokenizer, 8, 0.67)[1]) == 2
+
+
+def test_every_reason_is_told_with_its_first_line(tmp_path, tokenizer):
+    messages = {"id": "m", "prompt": [{"role": "user", "content": "1?"}], "answer": "1"}
+    rest = [{"id": "b", "prompt": "1?"}, {"id": "c", "prompt": "1?"}, GOOD | {"id": "d", "prompt": "12345678"}]
+    with pytest.raises(ConfigError) as caught:
+        load_prompts(write(tmp_path / "p.jsonl", messages, *rest), tokenizer, 8, 0.5)
+    for part in (
+        "4 of 4 lines are bad: 2 missing_field (first line 2: no answer)",
+        "1 wrong_type (first line 1: prompt is a list of chat messages; write the text",
+        "1 over_long (first line 4: 9 tokens, data.max_prompt_tokens is 8)",
+        "raise data.max_prompt_tokens, or mend the file",
+    ):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (json.dumps(GOOD).encode("utf-16"), "found UTF-16 text; iconv"),
+        (json.dumps(GOOD).encode("utf-16-be"), "NUL bytes"),
+        (json.dumps([GOOD], indent=1).encode(), "found one JSON list; jq"),
+        (b"PAR1" + bytes(60), "found a parquet file"),
+        (b"\x1f\x8b\x08" + bytes(60), "found compressed by gzip; gunzip"),
+    ],
+)
+def test_files_that_are_no_lines_are_named(tmp_path, tokenizer, content, says):
+    (tmp_path / "p.jsonl").write_bytes(content)
+    with pytest.raises(ConfigError, match=f"p.jsonl: .*{says}.*allowed: jsonl"):
+        load_prompts(tmp_path / "p.jsonl", tokenizer, 8, 1.0)
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path, tokenizer):
+    (tmp_path / "p.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps(GOOD).encode())
+    assert len(load_prompts(tmp_path / "p.jsonl", tokenizer, 8, 0.0)[0]) == 1
+
+
+def test_rows_may_come_from_anywhere(tokenizer):
+    rows = ((number, GOOD | {"id": number}) for number in range(1, 10**9))
+    first = list(islice(prompts_of(rows, tokenizer, 8), 3))
+    assert [one.prompt_id for one in first] == ["1", "2", "3"]
+    (unread,) = prompts_of([(1, GOOD)], None, 1)
+    assert (unread.text, unread.token_ids) == ("12?", ())
+
+
+def test_special_tokens_in_a_text_are_text_unless_the_column_says_otherwise(tmp_path, tokenizer):
+    assert set(tokenizer.special_names) == {"<pad>", "<s>", "</s>"}
+    hostile, plain = "12</s>34<s>", tokenizer.encode("12")
+    ended = [*plain, 2, 6, 7, 1]
+    assert tokenizer.encode(hostile, special_tokens=True) == ended
+    assert tokenizer.encode(hostile)[: len(plain)] == plain and 2 not in tokenizer.encode(hostile)
+    path = write(tmp_path / "p.jsonl", GOOD | {"prompt": hostile})
+    (as_text,), (as_tokens,) = (load_prompts(path, tokenizer, 32, 0.0, columns)[0] for columns in ([], ["prompt"]))
+    assert list(as_text.token_ids) == tokenizer.encode(hostile) and list(as_tokens.token_ids) == ended
+    assert 2 not in tokenizer.encode(hostile), "whatever was asked before"
 
 
 def test_nothing_to_load(tmp_path, tokenizer):

@@ -119,13 +119,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `check` reads of a model with the layers and heads of an 8B one."""
     sizes = {"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 12288}
     path = model_directory(tmp_path_factory.mktemp("model"), **sizes)
-    (path / "train.jsonl").touch()
+    (path / "train.jsonl").write_text('{"id": 1, "prompt": "12", "answer": "12"}\n')
     return path
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda path: path.stem)
 def test_a_size_takes_the_nodes_of_its_name_and_a_run_on_it_has_no_findings(size: Path, model: Path) -> None:
+    # A site, so that one node is a job's and not this machine.
     run = {"run_dir": str(model / "run"), "model.path": str(model), "data.train": str(model / "train.jsonl")}
+    run["site.name"] = "cluster"
     config = resolve(load([size], run))
     assert check(config) == []
     nodes, gpus = nodes_of(size), gpus_of(size)
@@ -143,7 +145,9 @@ def test_a_size_takes_the_nodes_of_its_name_and_a_run_on_it_has_no_findings(size
 def test_a_size_has_a_place_for_the_reference_of_a_kl(size: Path, model: Path) -> None:
     """As the comment in its file says."""
     (said,) = (line for line in size.read_text().splitlines() if line.startswith("# With a KL in the loss: "))
+    # A site, so that one node is a job's and not this machine.
     run = {"run_dir": str(model / "run"), "model.path": str(model), "data.train": str(model / "train.jsonl")}
+    run["site.name"] = "cluster"
     layer = parse_yaml(said.partition("loss: ")[2], "comment") | {"algorithm": {"kl_coefficient": 0.1}}
     with_kl = model / f"{size.stem}.yaml"
     with_kl.write_text(dump_yaml(layer))

@@ -13,9 +13,10 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from relax_hpc.config.model_files import Model, find_model
-from relax_hpc.config.schema import Config, ParallelConfig, SimulatedConfig
+from relax_hpc.config.clean import near
+from relax_hpc.config.schema import Config, SimulatedConfig
 from relax_hpc.errors import ConfigError
+from relax_hpc.rollout.sglang_flags import server_flags
 
 ALWAYS_NEEDED = ("rollout", "actor", "advantages")
 """Roles that every run has; `reference` is needed when its KL is in the loss, `actor_fwd` when a step has more than
@@ -44,11 +45,13 @@ def check(config: Config) -> list[str]:
     checks = (
         _run,
         _data,
-        _model,
+        _files,
         _groups,
         _colocate,
         _algorithm,
         _rollout,
+        _top_p,
+        _devices,
         _queue,
         _engine,
         _rewards,
@@ -110,55 +113,13 @@ def _data(config: Config) -> Findings:
             f"warm_start.steps: found {config.warm_start.steps} without data.task, allowed: 0; "
             "only built-in tasks have demonstrations"
         )
-    named = {"data.train": data.train} | {f"data.eval.{name}": path for name, path in data.eval.items()}
-    for key, path in named.items():
-        if (path or key != "data.train") and not Path(path).is_file():
-            yield f"{key}: found {path!r}, which is not a file; name a jsonl file"
 
 
-def _model(config: Config) -> Findings:
-    model = config.model
-    if not model.path and not config.data.task:
-        yield "model.path: found nothing, and no data.task; name a Hugging Face directory (only tasks get a tiny model)"
-        return
-    policy = find_model(model)
-    yield from policy.problems
-    if model.reference_path:
-        yield from find_model(model, "reference_path").problems
-    if not policy.problems:
-        yield from _lengths(config, policy)
-        for group, parallel in _parallels(config):
-            yield from _split(group, parallel, policy)
+def _files(config: Config) -> Findings:
+    # It imports what reads them, which other commands need not wait for.
+    from relax_hpc.config.check_files import check_files
 
-
-def _lengths(config: Config, model: Model) -> Findings:
-    prompt, response = config.data.max_prompt_tokens, config.rollout.max_new_tokens
-    if model.positions and prompt + response > model.positions:
-        yield (
-            f"rollout.max_new_tokens: found {response}, with data.max_prompt_tokens {prompt} together "
-            f"{prompt + response}; allowed: max_position_embeddings of the model, {model.positions}; lower one of them"
-        )
-
-
-def _parallels(config: Config) -> Iterator[tuple[str, ParallelConfig]]:
-    roles = {role for group in config.groups.values() for role in group.roles}
-    for name in ("actor", "actor_fwd", "reference"):
-        if name in roles:
-            yield name, getattr(config, name).parallel
-
-
-def _split(group: str, parallel: ParallelConfig, model: Model) -> Findings:
-    key, tensor = f"{group}.parallel", parallel.tensor
-    for name, size in model.tensor_sizes().items():
-        if size % tensor:
-            yield f"{key}.tensor: found {tensor}, allowed: a divisor of the model's {name}, {size}"
-    if model.layers % parallel.pipeline:
-        yield (
-            f"{key}.pipeline: found {parallel.pipeline}, allowed: a divisor of the model's num_hidden_layers, "
-            f"{model.layers}"
-        )
-    if parallel.sequence_parallel and tensor == 1:
-        yield f"{key}.sequence_parallel: found true with {key}.tensor 1, allowed: false, or a larger tensor"
+    return check_files(config)
 
 
 def _groups(config: Config) -> Findings:
@@ -236,6 +197,32 @@ def _rollout(config: Config) -> Findings:
             yield f"rollout.{key}: found 0.0, allowed: more; equal responses to a prompt teach nothing"
 
 
+def _top_p(config: Config) -> Findings:
+    # The engine's log-probs are those before top_p; of the truncated distribution, which the tokens are drawn from,
+    # the ratio old / rollout would be wrong by a factor that differs from token to token.
+    if 0 < config.rollout.top_p < 1:
+        yield (
+            f"rollout.top_p: found {config.rollout.top_p}, allowed: 1.0; log-probabilities of rollouts are those "
+            "before it, so that ratios of the loss and its correction would be of another distribution"
+        )
+
+
+def _devices(config: Config) -> Findings:
+    if config.model.device != "cuda":
+        return
+    if config.layout == "local":
+        # With a site, `local` is the layout of one job: what counts is its node, and not the one that submits.
+        if not config.site.name and not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/dxg").exists():
+            yield "model.device: found cuda, but this machine has no NVIDIA device (/dev/nvidia0); set cpu"
+        return
+    for name, group in config.groups.items():
+        if {*group.roles} - {"advantages"} and not group.resources.gpus_per_node:
+            yield (
+                f"groups.{name}.resources.gpus_per_node: found 0 with model.device cuda; ask for GPUs, or add its "
+                "roles to a group that has some"
+            )
+
+
 def _queue(config: Config) -> Findings:
     most, step = config.queue.max_rows, config.groups_per_step * config.samples_per_group
     if most < step * (config.max_staleness + 1):
@@ -248,6 +235,7 @@ def _queue(config: Config) -> Findings:
 
 def _engine(config: Config) -> Findings:
     engine, replicas = config.rollout.engine, config.rollout.replicas
+    known = server_flags() if engine.kind == "sglang" and _is_here(config) else frozenset()
     for flag in engine.flags:
         name = flag.lstrip("-").replace("-", "_")
         key = f"rollout.engine.flags.{flag}"
@@ -255,6 +243,8 @@ def _engine(config: Config) -> Findings:
             yield f"{key}: found {engine.flags[flag]!r}, but this argument is set by the rollout role; {own_flag(name)}"
         elif name != flag:
             yield f"{key}: found a flag with dashes, allowed: underscores ({name})"
+        elif known and name not in known:
+            yield f"{key}: SGLang has no such server argument{near(name, sorted(known))}"
     if config.rollout.partial_rollout == "recompute" and not engine.flags.get("disable_radix_cache", True):
         # SGLang 0.5.21 finds the keys and values of older weights there again for the request that left them.
         yield (
@@ -275,6 +265,11 @@ def _engine(config: Config) -> Findings:
     for port in range(engine.port, last + 1):
         if reason := _cannot_bind(port):
             yield f"rollout.engine.port: found {engine.port}, but {port} is {reason}; name another, or 0 for free ones"
+
+
+def _is_here(config: Config) -> bool:
+    """Whether roles run with the environment of this process."""
+    return not config.site.python and config.site.container.runtime == "none"
 
 
 def own_flag(name: str) -> str:

@@ -1,15 +1,22 @@
-"""What a Hugging Face directory says about its model, without importing torch or transformers."""
+"""What a Hugging Face directory says about its model, read without torch or transformers: headers, not weights."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from relax_hpc.config.schema import ModelConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.families import problems, understood
+
+if TYPE_CHECKING:
+    from relax_hpc.data.prompts import Tokenizer
+
+_INDEX = "model.safetensors.index.json"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -18,12 +25,15 @@ class Model:
 
     problems: list[str] = field(default_factory=list)
     """Findings about its files; with any of them the sizes mean nothing."""
+    tokenizer: Tokenizer | None = None
+    """None: there is none, or it is broken, which is among the problems."""
     layers: int = 0
     heads: int = 0
     kv_heads: int = 0
     hidden: int = 0
     inner: int = 0
     positions: int = 0
+    vocab: int = 0
 
     def tensor_sizes(self) -> dict[str, int]:
         """Sizes that tensor parallelism divides, by their names in config.json."""
@@ -43,18 +53,39 @@ def find_model(config: ModelConfig, field_name: str = "path") -> Model:
             from relax_hpc.data.tiny_model import qwen3_config
 
             return _sizes(qwen3_config(config.tiny))
-        path = Path(name)
-        if not path.is_dir():
-            return Model(problems=[f"{key}: found {name!r}, which is not a directory; name a Hugging Face directory"])
-        files = [f"{key}: found {problem}" for problem in (*_weights(path), *_tokenizer(path))]
-        found = _read_json(path / "config.json")
-        unknown = [f"{key}: {path / 'config.json'}: {one}" for one in problems(found, config.ignore_keys)]
-        model = Model() if unknown else _sizes(understood(found, config.ignore_keys))
-        model.problems = [*unknown, *files]
-        return model
     except ConfigError as error:
-        message = str(error)
-        return Model(problems=[message if message.startswith("model.") else f"{key}: {message}"])
+        return Model(problems=[str(error)])
+    path = Path(name)
+    if not path.is_dir():
+        return Model(problems=[f"{key}: found {name!r}, which is not a directory; name a Hugging Face directory"])
+    found = _look(path, config)
+    found.problems = [f"{key}: {problem}" for problem in found.problems]
+    return found
+
+
+def unread() -> list[str]:
+    """Packages that are not installed here, without which tokenizers and headers of weights are not looked at."""
+    return [name for name in ("safetensors", "tokenizers") if find_spec(name) is None]
+
+
+def _look(path: Path, config: ModelConfig) -> Model:
+    """Everything that is wrong with the files, and the sizes if config.json is in order."""
+    about, known = path / "config.json", None
+    try:
+        found = _read_json(about)
+        wrong = [f"{about}: {one}" for one in problems(found, config.ignore_keys)]
+        known = None if wrong else understood(found, config.ignore_keys)
+    except ConfigError as error:
+        wrong = [str(error)]
+    model = _sizes(known) if known else Model()
+    wrong += _weights(path, known)
+    try:
+        model.tokenizer = _tokenizer(path, model.vocab)
+    except ConfigError as error:
+        # End tokens are looked for in config.json too.
+        wrong += [] if any(str(about) in one for one in wrong) and str(about) in str(error) else [str(error)]
+    model.problems = wrong
+    return model
 
 
 def _sizes(known: dict[str, Any]) -> Model:
@@ -65,25 +96,65 @@ def _sizes(known: dict[str, Any]) -> Model:
         hidden=known["hidden_size"],
         inner=known["intermediate_size"],
         positions=known.get("max_position_embeddings", 0),
+        vocab=known["vocab_size"],
     )
 
 
-def _weights(path: Path) -> list[str]:
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        names = _read_json(index).get("weight_map")
-        files = sorted({str(name) for name in names.values()}) if isinstance(names, dict) else []
-        missing = [name for name in files if not (path / name).is_file()]
-        return [f"no {missing[0]} in {path}, which its index names; download it again"] if missing else []
-    if any(path.glob("*.safetensors")):
-        return []
-    return [f"no *.safetensors in {path}; convert the weights, pickled ones are not read"]
+def _tokenizer(path: Path, vocab: int) -> Tokenizer | None:
+    if not (path / "tokenizer.json").is_file():
+        raise ConfigError(f"found no tokenizer.json in {path}; save the fast tokenizer there")
+    if "tokenizers" in unread():
+        return None
+    from relax_hpc.data.prompts import load_tokenizer
+
+    found = load_tokenizer(path)
+    if vocab and found.vocab_size > vocab:
+        raise ConfigError(
+            f"{path / 'tokenizer.json'}: {found.vocab_size} tokens, but vocab_size of config.json is {vocab}; they are "
+            "of different models"
+        )
+    return found
 
 
-def _tokenizer(path: Path) -> list[str]:
-    if (path / "tokenizer.json").is_file():
-        return []
-    return [f"no tokenizer.json in {path}; save the fast tokenizer there"]
+def _weights(path: Path, known: dict[str, Any] | None) -> Iterator[str]:
+    """What is wrong with the weights, by their names and headers; with the tensors if config.json is ``known``."""
+    files = sorted(path.glob("*.safetensors"))
+    if (path / _INDEX).is_file():
+        try:
+            named = _read_json(path / _INDEX).get("weight_map")
+        except ConfigError as error:
+            yield str(error)
+            return
+        names = sorted({str(name) for name in named.values()}) if isinstance(named, dict) else []
+        missing = [name for name in names if not (path / name).is_file()]
+        if missing:
+            yield f"found no {', '.join(missing[:4])} in {path}, which its index names; download it again"
+            return
+    if not files:
+        yield f"found no *.safetensors in {path}; convert the weights, pickled ones are not read"
+    elif "safetensors" not in unread():
+        yield from _headers(path, files, known)
+
+
+def _headers(path: Path, files: list[Path], known: dict[str, Any] | None) -> Iterator[str]:
+    from safetensors import SafetensorError, safe_open
+
+    shapes: dict[str, tuple[int, ...]] = {}
+    whole = True
+    for file in files:
+        try:
+            with safe_open(file, framework="np") as opened:
+                shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError, ValueError) as error:
+            whole = False
+            yield f"{file}: not a whole safetensors file ({error}); download it again"
+    if known and whole:
+        from relax_hpc.training.hf_mapping import Qwen3Shape, check_names
+
+        try:
+            check_names(Qwen3Shape.of(known), shapes, str(path))
+        except ConfigError as error:
+            yield str(error)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -60,6 +60,9 @@ class DataConfig:
     """Name of an evaluation set -> jsonl file."""
     shuffle: bool = True
     """Visit prompts in an order drawn from the run's seed, anew each epoch."""
+    special_tokens: list[Literal["prompt"]] = field(default_factory=list)
+    """Columns in which the name of a special token, such as `<|im_end|>`, means that token, as in prompts that a chat
+    template has made. In all others it is text like any other."""
     max_prompt_tokens: int = bounded(1024, 1)
     """Longer prompts are quarantined, counted and skipped."""
     max_bad_share: float = bounded(0.05, 0.0, 1.0)

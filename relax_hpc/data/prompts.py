@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from relax_hpc.data.rows import BadLine, Record, read_rows
 from relax_hpc.errors import ConfigError
 
 
@@ -19,19 +22,33 @@ class Tokenizer:
 
     def __init__(self, backend: Any, bos_id: int | None, add_bos: bool, eos_ids: tuple[int, ...], pad_id: int) -> None:
         self._backend = backend
+        self._backend.encode_special_tokens = True
         self._add_bos = add_bos
         self.bos_id = bos_id
         self.eos_ids = eos_ids
         """Tokens that end a response, the tokenizer's own one first."""
         self.pad_id = pad_id
         self.vocab_size: int = backend.get_vocab_size()
+        added = backend.get_added_tokens_decoder().values()
+        self.special_names = tuple(sorted(token.content for token in added if token.special))
+        """What special tokens look like in a text."""
 
-    def encode(self, text: str, special: bool = True) -> list[int]:
-        """Token ids of `text`; `special` adds what the tokenizer puts around a text, such as BOS."""
-        ids = self._backend.encode(text, add_special_tokens=special).ids
+    def encode(self, text: str, special: bool = True, special_tokens: bool = False) -> list[int]:
+        """Token ids of `text`; `special` adds what the tokenizer puts around a text, such as BOS.
+
+        What looks like a special token in the text, such as `<|im_end|>`, is text like any other unless
+        `special_tokens`: whoever writes a line of data should not end a turn by it, or hold the place of an image.
+        """
+        backend = self._reading_special if special_tokens else self._backend
+        ids = backend.encode(text, add_special_tokens=special).ids
         if special and self._add_bos and ids[:1] != [self.bos_id]:
             return [self.bos_id, *ids]
         return ids
+
+    @functools.cached_property
+    def _reading_special(self) -> Any:
+        """A second backend: the choice is a state of the whole object, which threads share."""
+        return type(self._backend).from_str(self._backend.to_str())
 
     def decode(self, ids: list[int]) -> str:
         """Text of `ids` without special tokens."""
@@ -71,11 +88,14 @@ def load_tokenizer(model_dir: Path | str) -> Tokenizer:
 def _read_json(path: Path) -> dict[str, Any]:
     """The object in `path`; {} if there is no such file."""
     try:
-        return json.loads(path.read_bytes())
+        found = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not JSON: {error}; download it again") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: no JSON object; download it again")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,86 +110,111 @@ class Prompt:
     """The other fields of the line."""
 
 
-@dataclass(frozen=True, slots=True)
-class BadLine:
-    """A line that is skipped."""
-
-    line: int
-    """Counted from 1."""
-    reason: str
-    """broken_json | missing_field | wrong_type | duplicate_id | empty_prompt | over_long"""
-
-
 def load_prompts(
-    path: Path | str, tokenizer: Tokenizer, max_tokens: int, max_bad_share: float
+    path: Path | str, tokenizer: Tokenizer, max_tokens: int, max_bad_share: float, special_tokens: Collection[str] = ()
 ) -> tuple[list[Prompt], list[BadLine]]:
     """Prompts of a jsonl file in its order, and the lines that are none. Blank lines do not count.
 
-    A line is {"id", "prompt" (text) or "token_ids", "answer", ...}; the rest becomes metadata.
-    ConfigError: no such file, no usable line, or a larger share of bad lines than `max_bad_share`.
+    A line is {"id", "prompt" (text) or "token_ids", "answer", ...}; the rest becomes metadata. ``special_tokens`` names
+    columns as `data.special_tokens`. ConfigError: no such file, no usable line, or a larger share of bad lines than
+    `max_bad_share`.
     """
-    try:
-        lines = Path(path).read_bytes().split(b"\n")
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be read: {error.strerror}; data.train and data.eval name jsonl files"
-        ) from error
-    prompts: list[Prompt] = []
-    bad: list[BadLine] = []
+    found = list(prompts_of(read_rows(path), tokenizer, max_tokens, special_tokens))
+    if problem := share_problem(found, max_bad_share):
+        raise ConfigError(f"{path}: {problem}")
+    good = [one for one in found if isinstance(one, Prompt)]
+    return good, [one for one in found if isinstance(one, BadLine)]
+
+
+def prompts_of(
+    rows: Iterable[tuple[int, Record] | BadLine],
+    tokenizer: Tokenizer | None,
+    max_tokens: int,
+    special_tokens: Collection[str] = (),
+) -> Iterator[Prompt | BadLine]:
+    """The prompt of each row, or why it has none. Without a tokenizer texts get no tokens, and no length is judged."""
     seen: set[str] = set()
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
+    for row in rows:
+        if isinstance(row, BadLine):
+            yield row
             continue
-        prompt = _parse(line, tokenizer, max_tokens)
-        if isinstance(prompt, Prompt) and prompt.prompt_id in seen:
-            prompt = "duplicate_id"
-        if isinstance(prompt, str):
-            bad.append(BadLine(number, prompt))
-        else:
-            prompts.append(prompt)
-            seen.add(prompt.prompt_id)
-    _check_share(path, len(prompts), bad, max_bad_share)
-    return prompts, bad
+        number, record = row
+        try:
+            prompt = _prompt(record, tokenizer, max_tokens, "prompt" in special_tokens)
+            if prompt.prompt_id in seen:
+                raise _Bad("duplicate_id", f"id {prompt.prompt_id}")
+        except _Bad as bad:
+            yield BadLine(number, *bad.args)
+            continue
+        seen.add(prompt.prompt_id)
+        yield prompt
 
 
-def _check_share(path: Path | str, good: int, bad: list[BadLine], max_bad_share: float) -> None:
-    total = good + len(bad)
-    if total == 0:
-        raise ConfigError(f'{path}: no prompts; write one {{"id", "prompt", "answer"}} a line')
-    if good == 0 or len(bad) > max_bad_share * total:
-        raise ConfigError(
-            f"{path}: {len(bad)} of {total} lines are bad, first line {bad[0].line}: {bad[0].reason}; "
-            f"allowed share {max_bad_share}; mend the file or raise data.max_bad_share"
-        )
+def share_problem(found: Sequence[Prompt | BadLine], max_bad_share: float) -> str:
+    """What is wrong with rows of which too many are bad; empty if they will do."""
+    bad = [one for one in found if isinstance(one, BadLine)]
+    if not found:
+        return 'no prompts; write one {"id", "prompt", "answer"} a line'
+    if len(bad) < len(found) and len(bad) <= max_bad_share * len(found):
+        return ""
+    first: dict[str, BadLine] = {}
+    for one in bad:
+        first.setdefault(one.reason, one)
+    counts = Counter(one.reason for one in bad)
+    reasons = "; ".join(
+        f"{count} {reason} (first line {first[reason].line}: {first[reason].detail})"
+        for reason, count in counts.most_common()
+    )
+    cure = "raise data.max_prompt_tokens, or " if "over_long" in counts else ""
+    return (
+        f"{len(bad)} of {len(found)} lines are bad: {reasons}; allowed share {max_bad_share}; {cure}mend the file, or "
+        "raise data.max_bad_share"
+    )
 
 
-def _parse(line: bytes, tokenizer: Tokenizer, max_tokens: int) -> Prompt | str:
-    """The prompt in `line`, or the reason why there is none."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return "broken_json"
-    if not isinstance(record, dict):
-        return "broken_json"
+class _Bad(Exception):
+    """(reason, detail) of a row that is no prompt."""
+
+
+def _prompt(record: Record, tokenizer: Tokenizer | None, max_tokens: int, special_tokens: bool) -> Prompt:
     source = "token_ids" if "token_ids" in record else "prompt"
-    if not {"id", "answer", source} <= record.keys():
-        return "missing_field"
-    prompt_id, answer, given = record.pop("id"), record.pop("answer"), record.pop(source)
-    if not isinstance(prompt_id, str | int) or not isinstance(answer, str | int | float):
-        return "wrong_type"
+    if missing := [name for name in ("id", source, "answer") if name not in record]:
+        raise _Bad("missing_field", f"no {', no '.join(missing)}")
+    rest = dict(record)
+    prompt_id, answer, given = rest.pop("id"), rest.pop("answer"), rest.pop(source)
+    for name, value, kinds in (("id", prompt_id, str | int), ("answer", answer, str | int | float)):
+        if not isinstance(value, kinds):
+            raise _Bad("wrong_type", f"{name} is {_kind(value)}")
     if source == "prompt":
-        if not isinstance(given, str):
-            return "wrong_type"
-        text, ids = given, tokenizer.encode(given) if given.strip() else []
+        text, ids = given, _encoded(given, tokenizer, special_tokens)
     else:
-        if not isinstance(given, list) or not all(type(i) is int and 0 <= i < tokenizer.vocab_size for i in given):
-            return "wrong_type"
-        text, ids = str(record.pop("prompt", "") or tokenizer.decode(given)), given
-    if not ids:
-        return "empty_prompt"
+        _check_ids(given, tokenizer.vocab_size if tokenizer else None)
+        text = str(rest.pop("prompt", "") or (tokenizer.decode(given) if tokenizer else ""))
+        ids = given
+    if not (ids if tokenizer or source == "token_ids" else text.strip()):
+        raise _Bad("empty_prompt", f"{source} is empty")
     if len(ids) > max_tokens:
-        return "over_long"
-    return Prompt(str(prompt_id), tuple(ids), text, str(answer), record)
+        raise _Bad("over_long", f"{len(ids)} tokens, data.max_prompt_tokens is {max_tokens}")
+    return Prompt(str(prompt_id), tuple(ids), text, str(answer), rest)
+
+
+def _encoded(given: Any, tokenizer: Tokenizer | None, special_tokens: bool) -> list[int]:
+    if isinstance(given, list) and given and all(isinstance(one, dict) and "role" in one for one in given):
+        raise _Bad("wrong_type", "prompt is a list of chat messages; write the text that a chat template makes of them")
+    if not isinstance(given, str):
+        raise _Bad("wrong_type", f"prompt is {_kind(given)}")
+    return tokenizer.encode(given, special_tokens=special_tokens) if tokenizer and given.strip() else []
+
+
+def _check_ids(given: Any, vocab: int | None) -> None:
+    if not isinstance(given, list) or not all(type(one) is int for one in given):
+        raise _Bad("wrong_type", "token_ids is no list of integers")
+    if vocab and (wrong := [one for one in given if not 0 <= one < vocab]):
+        raise _Bad("wrong_type", f"token_ids has {wrong[0]}, the tokenizer {vocab} tokens")
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else f"{type(value).__name__} {str(value)[:40]!r}"
 
 
 def prompt_at(ticket: int, attempt: int, count: int, seed: int, shuffle: bool) -> int:

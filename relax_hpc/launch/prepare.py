@@ -53,7 +53,7 @@ def _check_prompts(config: Config, model: Path) -> None:
 
     data, tokenizer = config.data, load_tokenizer(model)
     for path in (data.train, *data.eval.values()):
-        load_prompts(path, tokenizer, data.max_prompt_tokens, data.max_bad_share)
+        load_prompts(path, tokenizer, data.max_prompt_tokens, data.max_bad_share, data.special_tokens)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -30,7 +30,8 @@ class PromptSource:
     def load(cls, path: Path, tokenizer: Tokenizer, config: Config) -> PromptSource:
         """Read the file; ConfigError if too much of it is unusable."""
         data = config.data
-        return cls(config, *load_prompts(path, tokenizer, data.max_prompt_tokens, data.max_bad_share))
+        limits = data.max_prompt_tokens, data.max_bad_share
+        return cls(config, *load_prompts(path, tokenizer, *limits, data.special_tokens))
 
     def prompt(self, ticket: int, attempt: int) -> Prompt:
         config = self.config

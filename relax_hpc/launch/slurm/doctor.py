@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from textwrap import indent
 
+from relax_hpc.config.check_files import notes
 from relax_hpc.config.load import resolve
 from relax_hpc.config.schema import Config
 from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, ConfigError
@@ -47,7 +48,7 @@ def diagnose(config: Config, slurm: Slurm | None, deep: bool = False) -> list[Fi
     """
     config = resolve(config)
     findings = [
-        *_area("settings", check_settings(config)),
+        *_area("settings", [*check_settings(config), *map(warning, notes(config))]),
         *_area("layout", check_layout(config)),
         *_area("interpreter, MPI and container", check_programs(config)),
     ]
