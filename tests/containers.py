@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -64,4 +65,7 @@ if __name__ == "__main__":
     with (Path(globals()["FOLDER"]) / "calls").open("a") as calls:
         calls.write(json.dumps(sys.argv[1:]) + "\n")
     command = bubblewrap(sys.argv[1:])
+    for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
+        # bubblewrap stays the parent, and a signal to the group is the program's, which sets its own handlers.
+        signal.signal(number, signal.SIG_IGN)
     os.execvp(command[0], command)

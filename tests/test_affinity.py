@@ -38,7 +38,6 @@ from relax_hpc.sandbox.processes import until
 from tests.slurm_sandbox import private_sandbox
 from tests.test_render import SIZES, gpus_of, nodes_of
 
-ROOT = Path(__file__).resolve().parent.parent
 RANKS = st.lists(st.tuples(st.integers(1, 8), st.none() | st.integers(0, 3)), min_size=1, max_size=24)
 
 
@@ -81,6 +80,17 @@ def test_ranks_of_each_size_sit_on_the_socket_of_their_gpu(size: Path) -> None:
             assert len(share) >= config.groups[group].resources.cpus_per_task
             if role != "rollout":
                 assert {cpu // (4 * gpus) for cpu in share} == {rank // (gpus // 2)}, "local rank r has GPU r"
+
+
+def test_fewer_ranks_than_gpus_take_the_first_ones() -> None:
+    groups = {"actor": {"resources": {"gpus_per_node": 8}}}
+    config = load([], {"layout": "jobs", "model.device": "cuda", "groups": groups, "actor.parallel.data": 2})
+    machine = node(2, 32)
+    ranks = ranks_on_a_node(config, "actor", domains_of_gpus(config, "actor", machine))
+    assert [rank.domain for rank in ranks] == [0, 0]
+    config.model.device = "cpu"
+    ranks = ranks_on_a_node(config, "actor", domains_of_gpus(config, "actor", machine))
+    assert [rank.domain for rank in ranks] == [0, 1]
 
 
 def test_a_rollout_beside_ranks_has_a_share_for_each_engine_on_every_socket() -> None:
@@ -230,8 +240,8 @@ def test_slurmctld_gives_each_step_all_64_cores_and_the_plan_divides_them(
     """Read off its own choice, as this machine has not so many."""
     with private_sandbox(nodes=1, cpus=64, sockets=2, memory=9000, gpus=0, extra=("DebugFlags=Steps",)) as own:
         environ(own)
-        config = load([ROOT / "configs/clusters/4-nodes.yaml"], {"site.gpu_request": "none", "layout": "jobs"})
-        config.model.device = "cpu"
+        config = forward(8)
+        config.groups["forward"].resources.cpus_per_task = 4
         run = Forward(own, tmp_path, config, 4, "--ntasks-per-node=16")
         run.start()
         until(lambda: len(picked(own)) == 2, 10.0, "slurmctld says nothing of two steps")

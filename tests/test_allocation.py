@@ -56,6 +56,16 @@ def test_a_job_of_other_parts_than_configured_is_refused() -> None:
         Allocation.here(config_of(), "", HET | {"SLURM_HET_SIZE": "2"})
 
 
+def test_a_job_by_hand_may_have_a_hub_of_its_own_where_the_site_has_no_nodes_for_it() -> None:
+    config = config_of()
+    config.site.cpu_nodes = False
+    assert Allocation.here(config, "", dict(HET)).places["hub"] == Place("8", 2, 0)
+    two = {"SLURM_JOB_ID": "8", "SLURM_HET_SIZE": "2"} | {f"SLURM_JOB_ID_HET_GROUP_{n}": str(8 + n) for n in (0, 1)}
+    assert Allocation.here(config, "", two).places["hub"] == Place("8", 2, 0), "it rides"
+    with pytest.raises(ConfigError, match=r"SLURM_HET_SIZE: found 4 components"):
+        Allocation.here(config, "", HET | {"SLURM_HET_SIZE": "4"})
+
+
 def test_outside_of_a_job_there_is_no_allocation() -> None:
     with pytest.raises(ConfigError, match="SLURM_JOB_ID: not set"):
         Allocation.here(config_of(), "", {})

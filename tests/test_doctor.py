@@ -20,6 +20,7 @@ from relax_hpc.launch.slurm.doctor_planes import judge_planes
 from relax_hpc.transfer_queue.planes.preflight import Trial
 from tests.fake_slurm import CONFIG, PARTITION, PROGRAMS, FakeSlurm
 from tests.requirements import requires
+from tests.slurm_sandbox import private_sandbox
 
 requires("mpi")
 QUICKSTART = Path(__file__).parents[1] / "configs" / "runs" / "quickstart.yaml"
@@ -160,6 +161,45 @@ def test_preemption_that_announces_itself(fake: FakeSlurm, tmp_path: Path) -> No
     assert not [line for line in bad(diagnose(make(tmp_path, {}), Slurm())) if "Preempt" in line]
 
 
+@pytest.mark.parametrize(
+    ("resources", "expected"),
+    [
+        ({}, r"found 'none', .* gives 0.8 GiB a node \(DefMemPerCPU 100 MiB x 8 CPUs\); .* need 46 GiB and more"),
+        ({"memory": "20G"}, r"found '20G', .* gives 20.0 GiB a node \(as asked\)"),
+        ({"memory": "0"}, ""),
+        ({"memory": "50G"}, ""),
+    ],
+)
+def test_memory_is_weighed_against_the_model(
+    fake: FakeSlurm, tmp_path: Path, resources: dict[str, str], expected: str
+) -> None:
+    fake.set(config=CONFIG | {"SelectTypeParameters": "CR_CPU_MEMORY", "DefMemPerCPU": "100"})
+    with (tmp_path / "model.safetensors").open("wb") as weights:
+        weights.truncate(30 << 30)
+    config = make(
+        tmp_path, {"layout": "jobs", "rollout": {"replicas": 8}} | group("rollout", cpus_per_task=8, **resources)
+    )
+    config.model.device, config.model.path = "cuda", str(tmp_path)
+    for settings in config.groups.values():
+        settings.resources.gpus_per_node = 4
+    found = [
+        line for line in bad(diagnose(config, Slurm())) if line.startswith("warning: groups.rollout.resources.memory")
+    ]
+    assert len(found) == bool(expected) and all(re.search(expected, line) for line in found), found
+
+
+def test_mpi_is_tried_where_ranks_need_it(tmp_path: Path) -> None:
+    ranks = {"layout": "jobs", "actor": {"parallel": {"data": 2}}}
+    assert not [line for line in bad(list(doctor_host.check_programs(make(tmp_path, ranks)))) if "MPI" in line]
+    broken = merged(ranks, site(mpi={"library": __file__}))
+    says = (
+        "error: site.mpi.library: found .*: ranks cannot begin MPI with it .*; name the libmpi.so of an MPI, or wheel"
+    )
+    expect(list(doctor_host.check_programs(make(tmp_path, broken))), says)
+    alone = merged(broken, {"actor": {"parallel": {"data": 1}}})
+    assert not [line for line in bad(list(doctor_host.check_programs(make(tmp_path, alone)))) if "begin MPI" in line]
+
+
 def test_an_untried_version(fake: FakeSlurm, tmp_path: Path) -> None:
     fake.answer("sinfo", "slurm 25.11.0\n", match="--version")
     expect(diagnose(make(tmp_path, {}), Slurm()), "warning: Slurm 25.11.0: untried, tried are 22.05")
@@ -218,14 +258,37 @@ ACCOUNT_MISTAKES = [
 @pytest.mark.parametrize(("changes", "rows", "expected"), ACCOUNT_MISTAKES)
 def test_accounts_and_limits(fake: FakeSlurm, tmp_path: Path, changes: dict, rows: str, expected: str) -> None:
     fake.answer("sacctmgr", rows, match="associations")
-    fake.answer("sacctmgr", "normal||\n", match="show qos")
+    fake.answer("sacctmgr", "normal||||||\n", match="show qos")
     expect(diagnose(make(tmp_path, changes), Slurm()), expected)
 
 
 def test_limits_of_a_qos(fake: FakeSlurm, tmp_path: Path) -> None:
     fake.answer("sacctmgr", "a|debug||\n", match="associations")
-    fake.answer("sacctmgr", "debug|1|1\n", match="show qos")
+    fake.answer("sacctmgr", "debug|1|1||||\n", match="show qos")
     expect(diagnose(make(tmp_path, site(qos="debug")), Slurm()), "error: layout: .* allowed for qos debug: 1")
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ("debug|||2:00:00|||", "error: slurm.time: found 24:00:00, allowed by qos debug: 2:00:00"),
+        ("debug|||1-00:00:00|||", ""),
+        ("debug||||cpu=9,gres/gpu=1||", r"error: site.qos: found debug, which allows a job 1 of gres/gpu \(MaxTRES\)"),
+        ("debug|||||gres/gpu=7|", r"error: site.qos: .* allows a user 7 of gres/gpu \(MaxTRESPU\), but 8 are asked"),
+        ("debug||||||node=5", r"error: site.qos: .* allows all users 5 of node \(GrpTRES\), but 6 are asked for"),
+        ("debug||||gres/gpu=2|gres/gpu=8|node=6", ""),
+    ],
+)
+def test_what_a_qos_allows(fake: FakeSlurm, tmp_path: Path, row: str, expected: str) -> None:
+    fake.answer("sacctmgr", "a|debug||\n", match="associations")
+    fake.answer("sacctmgr", f"{row}\n", match="show qos")
+    groups = {name: {"resources": {"gpus_per_node": 2}} for name in ("rollout", "actor", "actor_fwd", "reference")}
+    config = make(tmp_path, site(qos="debug", gpu_request="gres") | {"groups": groups})
+    found = diagnose(config, Slurm())
+    if expected:
+        expect(found, expected)
+    else:
+        assert not [line for line in bad(found) if "qos" in line]
 
 
 def test_sbatchs_own_opinion(fake: FakeSlurm, tmp_path: Path) -> None:
@@ -256,6 +319,18 @@ def test_what_slurm_cannot_say_is_listed(fake: FakeSlurm, tmp_path: Path) -> Non
 
 PLAIN_MISTAKES = [
     (site(account="YOUR-gpu"), "error: site.account: found the placeholder 'YOUR-gpu'"),
+    (
+        group("hub", options={"account": "YOUR-cpu"}),
+        "error: groups.hub.resources.options.account: found the placeholder 'YOUR-cpu'",
+    ),
+    (
+        group("hub", memory="16G"),
+        "error: groups.rollout.resources.memory: found none, but groups.hub states one, which sbatch passes on",
+    ),
+    (
+        site(container={"runtime": "apptainer", "image": "/"}, mpi={"launcher": "pmix"}),
+        "error: site.mpi.launcher: found pmix with container runtime apptainer",
+    ),
     ({"rollout": {"groups_per_request": 64}}, "warning: rollout.groups_per_request: found 64, .* raise max_staleness"),
     ({"actor": {"parallel": {"data": 64}}, "algorithm": {"mini_batches": 32}}, "error: actor.parallel.data: found 64"),
     ({"model": {"path": "/nowhere"}}, "error: model.path: found '/nowhere', which is not a directory"),
@@ -285,7 +360,7 @@ PLAIN_MISTAKES = [
     (site(container={"runtime": "apptainer", "image": "/no/x.sif"}), "error: site.container.image: .*cannot read"),
     (
         site(container={"runtime": "apptainer", "image": "/no/x.sif"}),
-        "warning: site.container.runtime: apptainer is not",
+        "warning: site.container.program: apptainer is not",
     ),
     (site(container={"runtime": "apptainer", "image": "docker://x"}), "warning: site.container.image: .* not checked"),
     ({"run_dir": "/tmp/" + "/".join(["x" * 100] * 12)}, "error: run_dir: found a path of 1216 bytes"),
@@ -376,8 +451,8 @@ def probe(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("reports", "state", "expected"),
     [
-        ({}, "PENDING", "warning: nodes: not checked, as 2 nodes were not free"),
-        ({}, "", "error: run_dir: nothing that a node wrote"),
+        ({}, "PENDING", "warning: nodes of all groups: not checked, as 2 nodes were not free"),
+        ({}, "", "error: nodes of all groups: the probe left no log .*no report in .*see site.modules"),
         ({"a": probe(seen=["a"]), "b": probe()}, "", "error: run_dir: node a does not see what b renamed"),
         ({"a": probe()}, "", "error: run_dir: 2 nodes were probed, a reported"),
         ({"a": probe(skew_s={"b": 7.0}), "b": probe()}, "", r"warning: clock: b is \+7.0 s off a"),
@@ -442,7 +517,7 @@ def test_a_good_run_on_a_real_slurm(real: Slurm, tmp_path: Path) -> None:
     """From its nodes too, which run for this by themselves."""
     found = diagnose(make(tmp_path, site(interface="lo", sbatch_on_nodes=True)), real, deep=True)
     assert [finding.text for finding in found if finding.severity == "error"] == []
-    assert any(finding.text.startswith("nodes node1, node2: see each other's") for finding in found), found
+    assert any(finding.text.startswith("nodes node1, node2 (hub") for finding in found), found
     (table,) = [finding.detail.splitlines() for finding in found if finding.text.startswith("planes: ")]
     assert {tuple(line.split()[:2]) for line in table[1:]} == {("node1", "node2"), ("node2", "node1")}
     assert not list(tmp_path.glob(".relax-doctor*"))
@@ -465,6 +540,26 @@ def test_a_good_run_on_a_real_slurm(real: Slurm, tmp_path: Path) -> None:
 )
 def test_a_bad_run_on_a_real_slurm(real: Slurm, tmp_path: Path, changes: dict, expected: str) -> None:
     expect(diagnose(make(tmp_path, merged(site(interface="lo"), changes)), real), expected)
+
+
+def test_a_node_of_every_kind_is_looked_at(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """Of two partitions; and MPI between nodes whose groups have ranks."""
+    lines = ("PartitionName=thin Nodes=node[1-2]", "PartitionName=main Nodes=node[3-4] Default=YES")
+    with private_sandbox(nodes=4, gpus=0, extra=lines) as own, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_CONF", str(own.conf))
+        changes = site(interface="lo", hub_partition="thin") | {"actor": {"parallel": {"data": 2}}}
+        found = diagnose(make(tmp_path, changes), Slurm(), deep=True)
+        assert [finding.text for finding in found if finding.severity == "error"] == []
+        texts = [finding.text for finding in found]
+        assert any(re.match(r"nodes node1, node2 \(hub\): see each other's", text) for text in texts), texts
+        assert any(re.match(r"nodes node3 \(rollout, actor.*\): see each other's", text) for text in texts), texts
+        broken = merged(changes, site(mpi={"library": __file__}))
+        expect(list(doctor_deep.check_nodes(make(tmp_path, broken), Slurm())),
+               rf"error: MPI_Init did not succeed \(.*site.mpi.library \(found {__file__}\)")  # fmt: skip
+        broken = merged(changes, site(setup=["echo a line of the site fails; exit 3"]))
+        expect(list(doctor_deep.check_nodes(make(tmp_path, broken), Slurm())),
+               "error: nodes of hub: the probe said: a line of the site fails")  # fmt: skip
+        assert not own.client("squeue", "--noheader", "--states=PD,R") and not list(tmp_path.glob(".relax*"))
 
 
 def test_nodes_without_the_interface(real: Slurm, tmp_path: Path) -> None:

@@ -372,6 +372,25 @@ def test_a_size_by_hand_takes_its_files_from_the_environment(tmp_path: Path) -> 
     assert not list(tmp_path.rglob("pwned"))
 
 
+@pytest.mark.parametrize("site", SITES, ids=lambda path: path.stem)
+def test_sizes_by_hand_are_written_for_a_site(tmp_path: Path, site: Path) -> None:
+    tool = [sys.executable, ROOT / "tools" / "render_templates.py", "--site", site, "--folder", tmp_path / "mine"]
+    done = subprocess.run(tool, capture_output=True, text=True, timeout=60, check=True)
+    text = (tmp_path / "mine" / "4-nodes.sbatch").read_text()
+    config = load([FOUR, site])
+    assert text.count("#SBATCH hetjob") == len(components(config)) - 1
+    for part in components(config):
+        assert all(f"#SBATCH --{name}={value}\n" in text for name, value in part.options.items())
+    out = tmp_path / "out"
+    python = str(fake_python(tmp_path / "python"))
+    ran = run_script(tmp_path, text, RELAX_CONFIG="run.yaml", RELAX_PYTHON=python, FAKE_OUT=str(out), **module("true"))
+    assert ran.argv[-1] == f"--config={site}" and ran.argv[-2].endswith("configs/clusters/4-nodes.yaml")
+    if not config.site.cpu_nodes:
+        assert "left out: 2-nodes: groups." in done.stderr, "a hub of one node"
+    again = subprocess.run([*tool, "--check"], capture_output=True, text=True, timeout=60)
+    assert (again.returncode, again.stdout) == (0, "")
+
+
 def test_a_size_by_hand_says_what_it_lacks(tmp_path: Path) -> None:
     script = ROOT / "slurm" / "1-nodes.sbatch"
     done = subprocess.run(

@@ -93,7 +93,9 @@ def ranks_on_a_node(config: Config, group: str, domains: Sequence[int]) -> list[
         count = -(-ranks_of(config, group, role) // nodes)
         for number in range(count):
             if role in RANKED:
-                found.append(Rank(role, number, domain=domains[number * len(domains) // count]))
+                # On GPUs local rank r takes GPU r; else ranks are spread evenly.
+                own = number if config.model.device == "cuda" else number * len(domains) // count
+                found.append(Rank(role, number, domain=domains[min(own, len(domains) - 1)]))
             else:
                 engines = -(-config.rollout.replicas // nodes) if role == "rollout" else 1
                 devices = config.rollout.engine.flags.get("tp_size", 1)

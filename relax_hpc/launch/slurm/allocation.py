@@ -6,12 +6,12 @@ import json
 import os
 import socket
 from collections.abc import Mapping, MutableMapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from relax_hpc.config import Config
 from relax_hpc.config.groups import group_of
 from relax_hpc.errors import ConfigError
-from relax_hpc.launch.slurm.layout import components
+from relax_hpc.launch.slurm.layout import Component, components
 
 VARIABLE = "RELAX_ALLOCATION"
 """Carries an allocation to a step: Slurm tells a step neither its het number nor the job of its component."""
@@ -73,13 +73,24 @@ def node_name() -> str:
 def _places(config: Config, group: str, job: str, environment: Mapping[str, str]) -> dict[str, Place]:
     if group:
         return {group: Place(job, group_of(config, group).resources.nodes)}
-    parts = components(config)
+    parts = _parts(config, int(environment.get("SLURM_HET_SIZE", "1")))
     if environment.get("SLURM_HET_SIZE", "1") == "1":
         return {name: Place(job, parts[0].nodes) for part in parts for name in part.groups}
-    if (size := int(environment["SLURM_HET_SIZE"])) != len(parts):
-        raise ConfigError(
-            f"SLURM_HET_SIZE: found {size} components, but the configuration has {len(parts)} "
-            f"({', '.join(part.name for part in parts)}); submit the script that was rendered for it"
-        )
-    jobs = [environment[f"SLURM_JOB_ID_HET_GROUP_{number}"] for number in range(size)]
+    jobs = [environment[f"SLURM_JOB_ID_HET_GROUP_{number}"] for number in range(len(parts))]
     return {name: Place(jobs[number], part.nodes, number) for number, part in enumerate(parts) for name in part.groups}
+
+
+def _parts(config: Config, size: int) -> list[Component]:
+    """The components of this job. That of a script by hand may have a hub of its own although the site has no nodes
+    for it: what was waited for is used."""
+    parts = components(config)
+    if size in (1, len(parts)):
+        return parts
+    if not config.site.cpu_nodes:
+        own = components(replace(config, site=replace(config.site, cpu_nodes=True)))
+        if size == len(own):
+            return own
+    raise ConfigError(
+        f"SLURM_HET_SIZE: found {size} components, but the configuration has {len(parts)} "
+        f"({', '.join(part.name for part in parts)}); submit the script that was rendered for it"
+    )

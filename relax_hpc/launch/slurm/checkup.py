@@ -7,14 +7,14 @@ import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from relax_hpc.config import Config, load_resolved
-from relax_hpc.config.groups import RANKED, group_of, ranks_of, roles_of
+from relax_hpc.config.groups import group_of
 from relax_hpc.launch.slurm.container import container_command, container_srun_options, role_python
+from relax_hpc.launch.slurm.mpi import mpi_plugin, mpi_problem, with_ranks
 from relax_hpc.launch.slurm.preflight import BadNodes, excluded
 from relax_hpc.launch.slurm.srun import srun_options
-from relax_hpc.launch.slurm.steps import StepLauncher, mpi_plugin, step_environment
+from relax_hpc.launch.slurm.steps import StepLauncher, step_environment
 from relax_hpc.rundir import RunDir
 
 _DEADLINE_S, _END_S = 60.0, 5.0
@@ -32,6 +32,8 @@ class Checkup:
     config: Config
     step: subprocess.Popen[str]
     deadline: float
+    mpi: bool
+    """Whether it tries MPI between the nodes."""
 
 
 def check_nodes(launcher: StepLauncher, names: Sequence[str]) -> dict[str, str]:
@@ -51,14 +53,9 @@ def exclude_option(run: RunDir, chosen: str = "", avoid: str = "") -> list[str]:
     return [f"--exclude={','.join([chosen, *names] if chosen else names)}"] if names else []
 
 
-def with_ranks(config: Config, group: str) -> bool:
-    """Whether any role of the group has ranks that MPI has to introduce to each other."""
-    return any(ranks_of(config, group, role) > 1 for role in roles_of(config, group) if role in RANKED)
-
-
 def _start(launcher: StepLauncher, name: str) -> Checkup:
     config, run, place = load_resolved(launcher.run.root, name), launcher.run, launcher.allocation.places[name]
-    group, mpi = group_of(config, name), with_ranks(config, name)
+    group, mpi = group_of(config, name), with_ranks(config, name) and mpi_plugin(config) != "none"
     words = [role_python(config), "-m", "relax_hpc.launch.slurm.preflight", "--run_dir", str(run.root)]
     srun = [*launcher.place_words(place), f"--mpi={mpi_plugin(config) if mpi else 'none'}"]
     srun += ["--ntasks-per-node=1", f"--ntasks={place.nodes}", *srun_options(config), "--export=ALL"]
@@ -67,7 +64,7 @@ def _start(launcher: StepLauncher, name: str) -> Checkup:
         srun += [] if config.site.gpu_request == "none" else [f"--gpus-per-node={group.resources.gpus_per_node}"]
     if interface := group.interface or config.site.interface:
         words += ["--interface", interface]
-    if mpi and mpi_plugin(config) != "none":
+    if mpi:
         words.append("--mpi")
     inside = config.site.container.runtime != "none"
     step = subprocess.Popen(
@@ -80,7 +77,7 @@ def _start(launcher: StepLauncher, name: str) -> Checkup:
         env=step_environment(config, name),
         start_new_session=True,
     )  # fmt: skip
-    return Checkup(name, config, step, time.monotonic() + (_CONTAINER_S if inside else _DEADLINE_S))
+    return Checkup(name, config, step, time.monotonic() + (_CONTAINER_S if inside else _DEADLINE_S), mpi)
 
 
 def _judge(launcher: StepLauncher, checkup: Checkup) -> str:
@@ -101,7 +98,9 @@ def _judge(launcher: StepLauncher, checkup: Checkup) -> str:
     for node, problems in bad.items():
         BadNodes(launcher.run).add(node, "preflight", problems)
     reason = "; ".join(f"{node}: {', '.join(problems)}" for node, problems in bad.items())
-    return reason or _mpi_problem(checkup, [report["mpi"] for report in found if "mpi" in report], len(reports), last)
+    if reason or not checkup.mpi:
+        return reason
+    return mpi_problem(checkup.config, [report["mpi"] for report in found if "mpi" in report], len(reports), last)
 
 
 def _output(checkup: Checkup) -> str:
@@ -110,20 +109,6 @@ def _output(checkup: Checkup) -> str:
     except subprocess.TimeoutExpired:
         checkup.step.kill()
         return checkup.step.communicate(timeout=_END_S)[0]
-
-
-def _mpi_problem(checkup: Checkup, worlds: list[dict[str, Any]], nodes: int, last: str) -> str:
-    """What is wrong with MPI where the ranks need it; it has been tried on nodes that are well."""
-    if not with_ranks(checkup.config, checkup.name) or mpi_plugin(checkup.config) == "none":
-        return ""
-    mpi = checkup.config.site.mpi
-    settings = f"see site.mpi.launcher (found {mpi.launcher}) and site.mpi.library (found {mpi.library})"
-    if len(worlds) < nodes:
-        return f"MPI_Init did not succeed ({last}); {settings}"
-    if any(world["ranks"] != nodes for world in worlds):
-        alone = f"MPI: {worlds[0]['library']} found {worlds[0]['ranks']} of {nodes} ranks"
-        return f"{alone}, so it does not speak with srun --mpi={mpi_plugin(checkup.config)}; {settings}"
-    return ""
 
 
 def _where(config: Config) -> str:

@@ -194,8 +194,11 @@ class Slurm:
         return self._accounting("associations", ("Account", "QOS", "MaxJobs", "MaxSubmit"), f"user={user}")
 
     def qualities(self) -> list[dict[str, str]]:
-        """Every qos: Name, and its limits a user, MaxJobsPU and MaxSubmitPU; empty without accounting."""
-        return self._accounting("qos", ("Name", "MaxJobsPU", "MaxSubmitPU"))
+        """Every qos: Name, its limits a user, MaxJobsPU, MaxSubmitPU and MaxTRESPU, a job, MaxWall and MaxTRES, and of
+        all together, GrpTRES; empty without accounting."""
+        return self._accounting(
+            "qos", ("Name", "MaxJobsPU", "MaxSubmitPU", "MaxWall", "MaxTRES", "MaxTRESPU", "GrpTRES")
+        )
 
     def _accounting(self, what: str, names: tuple[str, ...], *filters: str) -> list[dict[str, str]]:
         if shutil.which("sacctmgr") is None:

@@ -48,7 +48,7 @@ def container_srun_options(config: Config, run_dir: Path) -> list[str]:
     return [f"--container-image={_image(config)}", f"--container-mounts={bound}", "--no-container-mount-home"]
 
 
-def local_dir(config: Config) -> str:
+def _local_dir(config: Config) -> str:
     """The folder on each node's own disk that caches and staged files lie under."""
     # TMPDIR may be another one on each node: what is not mounted is not there, and a role then takes this one.
     return config.site.local_dir or "/tmp"
@@ -61,7 +61,7 @@ def mounts(config: Config, run_dir: Path) -> list[str]:
     """
     data = [Path(path).parent for path in (config.data.train, *config.data.eval.values()) if path]
     models = [Path(path) for path in (config.model.path, config.model.reference_path) if path]
-    named = [str(path.absolute()) for path in (run_dir, *models, *data, Path(local_dir(config)))]
+    named = [str(path.absolute()) for path in (run_dir, *models, *data, Path(_local_dir(config)))]
     for path in named:
         if ":" in path or "," in path:
             raise ConfigError(

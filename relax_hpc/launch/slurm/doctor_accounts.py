@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from relax_hpc.config.schema import Config
-from relax_hpc.launch.slurm.commands import Slurm
+from relax_hpc.launch.slurm.commands import Slurm, parse_time
 from relax_hpc.launch.slurm.finding import Finding, error, warning
 from relax_hpc.launch.slurm.layout import Component
 
@@ -27,7 +27,10 @@ def check_accounts(config: Config, parts: list[Component], slurm: Slurm) -> Iter
     limits = [
         (row["MaxJobs"], row["MaxSubmit"], f"account {row['Account']}") for row in rows if row["Account"] == account
     ]
-    quality = [row for row in slurm.qualities() if row["Name"] == qos]
+    qualities = {row["Name"]: row for row in slurm.qualities()}
+    for name in sorted({part.options.get("qos", "") for part in parts} & qualities.keys()):
+        yield from _resources(qualities[name], [part for part in parts if part.options.get("qos") == name], config)
+    quality = [qualities[qos]] if qos in qualities else []
     limits += [(row["MaxJobsPU"], row["MaxSubmitPU"], f"qos {qos}") for row in quality]
     yield from _limits(config, parts, limits or [(row["MaxJobs"], row["MaxSubmit"], "you") for row in rows[:1]])
 
@@ -49,6 +52,24 @@ def _limits(config: Config, parts: list[Component], limits: list[tuple[str, str,
                 f"layout: found {config.layout} with {len(parts) + ahead} jobs submitted, successors and spares "
                 f"included, allowed for {who}: {most_queued} (MaxSubmitJobs); lower slurm.successors, or merge groups"
             )
+
+
+def _resources(row: dict[str, str], parts: list[Component], config: Config) -> Iterator[Finding]:
+    """Time, nodes and GPUs against a qos: beyond its limits jobs wait for ever."""
+    most = parse_time(row["MaxWall"])
+    for part in parts:
+        if most is not None and part.hours * 3600 > most:
+            yield error(f"slurm.time: found {part.time}, allowed by qos {row['Name']}: {row['MaxWall']} (MaxWall)")
+    gpus = [0 if config.site.gpu_request == "none" else part.nodes * part.gpus_per_node for part in parts]
+    nodes = [part.nodes for part in parts]
+    for limit, whose, of in (("MaxTRES", "a job", max), ("MaxTRESPU", "a user", sum), ("GrpTRES", "all users", sum)):
+        allowed = dict(word.split("=", 1) for word in row[limit].split(",") if "=" in word)
+        for what, wanted in (("gres/gpu", of(gpus)), ("node", of(nodes))):
+            if wanted > number(allowed.get(what, ""), wanted):
+                yield error(
+                    f"site.qos: found {row['Name']}, which allows {whose} {allowed[what]} of {what} ({limit}), but "
+                    f"{wanted} are asked for; take a smaller size, or another qos"
+                )
 
 
 def number(text: str, otherwise: Any) -> Any:

@@ -15,6 +15,7 @@ from relax_hpc.config.schema import Config
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch.slurm.commands import Node, Slurm, SlurmError, parse_time
 from relax_hpc.launch.slurm.doctor_accounts import check_accounts, number
+from relax_hpc.launch.slurm.doctor_memory import check_memory
 from relax_hpc.launch.slurm.finding import Finding, error, ok, warning
 from relax_hpc.launch.slurm.layout import Component, seconds
 from relax_hpc.launch.slurm.render import render
@@ -112,6 +113,9 @@ def _component(config: Config, part: Component, cluster: Cluster) -> Iterator[Fi
     if tables:
         nodes = {node.name: node for node in cluster.nodes if node.partition in names}
         yield from _size(config, part, list(nodes.values()), tables)
+        limits = cluster.config | {name: value for name, value in tables[0].items() if name.startswith("DefMem")}
+        asked = mebibytes(part.memory or part.options.get("mem", ""))
+        yield from check_memory(config, part, asked, list(nodes.values()), limits)
 
 
 def _partition(config: Config, part: Component, table: dict[str, str], key: str) -> Iterator[Finding]:
@@ -161,7 +165,7 @@ def _size(config: Config, part: Component, nodes: list[Node], tables: list[dict[
     wants = [
         ("gpus_per_node", 0 if config.site.gpu_request == "none" else part.gpus_per_node, _gpus(config)),
         ("cpus_per_task", part.tasks_per_node * part.cpus_per_task, lambda node: node.cpus),
-        ("memory", _mebibytes(part.memory), lambda node: node.memory_mib),
+        ("memory", mebibytes(part.memory), lambda node: node.memory_mib),
     ]
     for name, wanted, has in wants:
         best = max(map(has, nodes), default=0)
@@ -205,7 +209,7 @@ def _gpus(config: Config) -> Callable[[Node], int]:
     return count
 
 
-def _mebibytes(memory: str) -> int:
+def mebibytes(memory: str) -> int:
     """Of `64G`; 0, which asks for all, and nothing fit everywhere."""
     found = re.fullmatch(r"(\d+)([KMGT]?)", memory.upper())
     return int(int(found[1]) * _UNITS[found[2] or "M"]) if found else 0

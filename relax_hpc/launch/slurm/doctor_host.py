@@ -18,7 +18,9 @@ from relax_hpc.config.groups import ranks_of
 from relax_hpc.config.schema import Config
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch.slurm.finding import Finding, error, warning
+from relax_hpc.launch.slurm.mpi import mpi_variables, with_ranks
 from relax_hpc.launch.slurm.render import render
+from relax_hpc.rendezvous.process import clean_environment
 
 SHARED = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "panfs", "wekafs", "glusterfs", "afs", "cifs", "smb", "9p", "pvfs")
 """Beginnings of the names of filesystems that several hosts see."""
@@ -30,6 +32,7 @@ MAX_PATH = 1000
 MIN_FREE = 2 << 30
 MIN_FILES = 20_000
 IMPORT_TIMEOUT_S = 60.0
+_LOAD_MPI = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
 _FIND_MODULES = (
     "import importlib.util, json, sys; "
     "print(json.dumps([m for m in sys.argv[1:] if importlib.util.find_spec(m) is None]))"
@@ -40,9 +43,14 @@ def check_settings(config: Config) -> Iterator[Finding]:
     """What `relax-hpc check` finds, and settings that defeat each other."""
     yield from map(error, check(config))
     site = config.site
-    for key, value in {"account": site.account, "partition": site.partition, "qos": site.qos}.items():
+    named = {f"site.{key}": getattr(site, key) for key in ("account", "partition", "hub_partition", "qos")}
+    named |= {f"site.options.{name}": value for name, value in site.options.items()}
+    for group, settings in config.groups.items():
+        options = settings.resources.options.items()
+        named |= {f"groups.{group}.resources.options.{name}": value for name, value in options}
+    for key, value in named.items():
         if value.startswith("YOUR"):
-            yield error(f"site.{key}: found the placeholder {value!r}; set it to yours")
+            yield error(f"{key}: found the placeholder {value!r}; set it to yours")
     tickets = (config.max_staleness + 1) * config.groups_per_step
     wanted = config.rollout.replicas * config.rollout.groups_per_request
     if wanted > tickets:
@@ -94,8 +102,11 @@ def check_layout(config: Config) -> Iterator[Finding]:
 def check_programs(config: Config) -> Iterator[Finding]:
     """The interpreter, the MPI library and the container."""
     yield from _interpreter(config)
+    inside = config.site.container.runtime != "none"
     if config.layout != "local":
-        yield from _mpi(config)
+        yield from _mpi(config, inside)
+        if not inside and with_ranks(config, *config.groups):
+            yield from _mpi_here(config)
     yield from _container(config)
 
 
@@ -120,14 +131,36 @@ def _interpreter(config: Config) -> Iterator[Finding]:
         yield error(f"site.python: {python} has no {', '.join(missing)}; install relax-hpc in its environment")
 
 
-def _mpi(config: Config) -> Iterator[Finding]:
+def _mpi_here(config: Config) -> Iterator[Finding]:
+    """Whether mpi4py can load its library on this host; MPI itself is tried on the nodes (--deep, and pre-flight)."""
+    mpi, python = config.site.mpi, config.site.python or sys.executable
+    key, environment = f"site.mpi.library: found {mpi.library}", clean_environment() | mpi_variables(config)
+    try:
+        done = subprocess.run(
+            [python, "-c", _LOAD_MPI],
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, env=environment,
+        )  # fmt: skip
+    except (subprocess.TimeoutExpired, OSError):
+        # What is wrong with the interpreter has been said.
+        return
+    if done.returncode:
+        last = " ".join((done.stderr or done.stdout).split())[-200:]
+        advice = "install mpich beside mpi4py" if mpi.library == "wheel" else "name the libmpi.so of an MPI, or wheel"
+        yield error(f"{key}: ranks cannot begin MPI with it ({last}); {advice}")
+    elif "Open MPI" in done.stdout and mpi.launcher == "pmi2":
+        yield error(f"{key}, which is an Open MPI, with launcher pmi2; set site.mpi.launcher: pmix, or library: wheel")
+
+
+def _mpi(config: Config, inside: bool) -> Iterator[Finding]:
     launcher, library = config.site.mpi.launcher, config.site.mpi.library
     if library == "wheel" and launcher == "pmix":
         yield error(
             "site.mpi.library: found wheel with launcher pmix, which mpich does not speak; take launcher pmi2, or name "
             "the libmpi.so of an Open MPI"
         )
-    if library != "wheel" and not Path(library).is_file():
+    if library != "wheel" and inside:
+        yield warning(f"site.mpi.library: {library!r} is in the image, where it was not looked for")
+    elif library != "wheel" and not Path(library).is_file():
         yield error(f"site.mpi.library: found {library!r}, which is not a file; name a libmpi.so, or wheel")
     elif library != "wheel":
         # Open MPI's library has been libmpi.so.40 since its version 3, the ABI that MPICH's kin share is .so.12.
@@ -158,8 +191,10 @@ def _container(config: Config) -> Iterator[Finding]:
         yield error(f"site.container.image: found {image!r}, which you cannot read; check its path and permissions")
     elif not image.startswith(("/", ".")):
         yield warning(f"site.container.image: {image!r} is no path here, so whether it can be pulled was not checked")
-    if runtime == "apptainer" and shutil.which("apptainer") is None:
-        yield warning("site.container.runtime: apptainer is not on PATH here; load its module in site.modules")
+    yield warning(f"site.container.runtime: {runtime} is untried, its words are from its documentation; try --deep")
+    program = config.site.container.program
+    if runtime == "apptainer" and shutil.which(program) is None:
+        yield warning(f"site.container.program: {program} is not on PATH here; load its module in site.modules")
 
 
 def check_disk(config: Config, several_hosts: bool) -> Iterator[Finding]:

@@ -20,6 +20,7 @@ from typing import Any
 from relax_hpc.config.schema import Config
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch.slurm.doctor_planes import PlaneProbe
+from relax_hpc.launch.slurm.mpi import try_mpi
 from relax_hpc.rendezvous.network import LOOPBACK, interface_address, own_address
 from relax_hpc.rundir import write_json
 
@@ -27,6 +28,9 @@ DEADLINE_S = 20.0
 """For the others' reports to appear, and again for their calls to end."""
 CALL_TIMEOUT_S = 3.0
 POLL_S = 0.05
+MIN_LOCAL = 1 << 30
+MPI_DONE = ".mpi.json"
+"""End of the name of the file in the folder that says what MPI found."""
 TOKEN = "token"
 """In the folder: the secret by which the probes know each other."""
 
@@ -36,14 +40,17 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--interfaces", nargs="*", default=[])
-    parser.add_argument("--local_dir", default="/tmp")
+    parser.add_argument("--local_dir", default="", help="empty: this node's TMPDIR, or /tmp")
+    parser.add_argument("--local_bytes", type=int, default=0, help="that will be copied there")
+    parser.add_argument("--mpi", action="store_true", help="try it between the nodes, last")
     parser.add_argument("--paths", nargs="*", default=[], metavar="KEY=PATH")
     parser.add_argument("--planes", nargs="*", default=[], metavar="PLANE=MODE")
     parser.add_argument("--name", default=os.environ.get("SLURMD_NODENAME") or socket.gethostname())
     given = parser.parse_args()
     node = given.name
     host, problems = _address(given.interfaces)
-    problems += [*_local(Path(given.local_dir)), *_missing(given.paths)]
+    local = given.local_dir or os.environ.get("TMPDIR") or "/tmp"
+    problems += [*_local(Path(local), max(MIN_LOCAL, given.local_bytes)), *_missing(given.paths)]
     report: dict[str, Any] = {"node": node, "problems": problems}
     modes, token = dict(text.split("=", 1) for text in given.planes), (given.folder / TOKEN).read_bytes()
     planes = PlaneProbe(node, modes, token, host)
@@ -59,16 +66,21 @@ def main() -> None:
         write_json(given.folder / f"{node}.done.json", report)
         _wait(given.folder, "*.done.json", given.nodes)
     planes.close()
+    if given.mpi:
+        # Last, as a broken one ends this process.
+        write_json(given.folder / f"{node}{MPI_DONE}", try_mpi())
 
 
-def _local(folder: Path) -> list[str]:
-    """Whether the node's own disk can be written."""
+def _local(folder: Path, needed: int) -> list[str]:
+    """Whether the node's own disk can be written, and has room."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder):
             free = shutil.disk_usage(folder).free
     except OSError as problem:
         return [f"site.local_dir: cannot write in {folder}: {problem.strerror}; name a folder on the node's own disk"]
-    return [] if free > 1 << 30 else [f"site.local_dir: {folder} has {free >> 20} MiB free, allowed: at least 1 GiB"]
+    if free > needed:
+        return []
+    return [f"site.local_dir: {folder} has {free / 2**30:.1f} GiB free, allowed: at least {needed / 2**30:.1f}"]
 
 
 def _address(interfaces: list[str]) -> tuple[str, list[str]]:

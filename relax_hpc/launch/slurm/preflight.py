@@ -24,6 +24,7 @@ from pathlib import Path
 import psutil
 
 from relax_hpc.errors import EXIT_DONE, EXIT_RETRY, ConfigError
+from relax_hpc.launch.slurm.mpi import try_mpi
 from relax_hpc.rendezvous.network import interface_address
 from relax_hpc.rundir import RunDir
 
@@ -196,16 +197,6 @@ def excluded(run: RunDir, threshold: int = 2, now: float | None = None) -> list[
     oldest = (time.time() if now is None else now) - FORGET_S
     counts = Counter(record["node"] for record in BadNodes(run).records() if record["time"] >= oldest)
     return sorted(node for node, count in counts.items() if count >= threshold)
-
-
-def try_mpi() -> dict[str, object]:
-    """Begin and end MPI as ranks do; how many there are, and whose library it is."""
-    from mpi4py import MPI
-
-    found = {"ranks": MPI.COMM_WORLD.Get_size(), "library": MPI.Get_library_version().splitlines()[0][:80]}
-    MPI.COMM_WORLD.Barrier()
-    MPI.Finalize()
-    return found
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -71,14 +71,18 @@ def render_group(config: Config, group: str) -> str:
     return _render(config, [part], title=title, het=False, **_of_run(config, f" --group {shlex.quote(group)}"))
 
 
-def render_size(config: Config, size: str) -> str:
-    """A file to submit by hand: ``size``, relative to the repository, is the cluster file that ``config`` is made of.
+def render_size(config: Config, size: str, site: Path | None = None) -> str:
+    """A file to submit by hand: ``size``, relative to the repository, is the cluster file that ``config`` is made of,
+    and ``site`` the site file, if it is made for one.
 
-    The run and the site are named by environment variables; the batch script makes the run directory.
+    The run is named by an environment variable, and so is a site that needs nothing in #SBATCH lines. The batch script
+    makes the run directory.
     """
-    title = f"{size}, layout {config.layout}; in the repository: RELAX_CONFIG=run.yaml RELAX_SITE=site.yaml sbatch THIS"
-    het = config.layout == "het"
-    return _render(config, components(config), title=title, het=het, by_hand=size, output="relax-%j.log")
+    on = f" on {site.stem}" if site else ""
+    words = "RELAX_CONFIG=run.yaml sbatch THIS" if site else "RELAX_CONFIG=run.yaml RELAX_SITE=site.yaml sbatch THIS"
+    title = _one_line(f"{size}{on}, layout {config.layout}; in the repository: {words}")
+    named = {"by_hand": size, "site": shlex.quote(str(site)) if site else "", "output": "relax-%j.log"}
+    return _render(config, components(config), title=title, het=config.layout == "het", **named)
 
 
 def templates() -> Path:
@@ -99,7 +103,20 @@ def directive(name: str, value: str) -> str:
     return f"--{name}={_quote(value, name)}" if value else f"--{name}"
 
 
+def render_environment(config: Config) -> str:
+    """The lines of every batch script before its program: the site's own, modules, caches, variables."""
+    return _template("environment.sh.j2").render(**_environment(config))
+
+
 def _render(config: Config, parts: list[Component], **variables: Any) -> str:
+    # What no role could be started with is an error now, not when the job has waited for its nodes.
+    srun_options(config)
+    container_command(config, Path(config.run_dir))
+    parted = {"parts": _directives(config, parts), "signal_s": config.slurm.signal_s}
+    return _template("job.sbatch.j2").render(**parted, **_environment(config), **variables)
+
+
+def _template(name: str) -> Any:
     # Only submission needs jinja2; reading this package's other functions must not.
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -111,21 +128,19 @@ def _render(config: Config, parts: list[Component], **variables: Any) -> str:
         keep_trailing_newline=True,
         autoescape=False,
     )
+    return environment.get_template(name)
+
+
+def _environment(config: Config) -> dict[str, Any]:
     site = config.site
-    # What no role could be started with is an error now, not when the job has waited for its nodes.
-    srun_options(config)
-    container_command(config, Path(config.run_dir))
-    return environment.get_template("job.sbatch.j2").render(
-        parts=_directives(config, parts),
-        signal_s=config.slurm.signal_s,
-        modules=" ".join(shlex.quote(name) for name in site.modules),
-        setup=site.setup,
-        module_function=site.modules or any("module" in line for line in site.setup),
-        local_dir=shlex.quote(site.local_dir) if site.local_dir else "",
-        caches=list(CACHES.items()),
-        env=[(_variable(name), shlex.quote(value)) for name, value in site.env.items()],
-        **variables,
-    )
+    return {
+        "setup": site.setup,
+        "modules": " ".join(shlex.quote(name) for name in site.modules),
+        "module_function": site.modules or any("module" in line for line in site.setup),
+        "local_dir": shlex.quote(site.local_dir) if site.local_dir else "",
+        "caches": list(CACHES.items()),
+        "env": [(_variable(name), shlex.quote(value)) for name, value in site.env.items()],
+    }
 
 
 def _of_run(config: Config, group: str = "") -> dict[str, str]:
@@ -137,6 +152,7 @@ def _of_run(config: Config, group: str = "") -> dict[str, str]:
         raise ConfigError(f"run_dir: found {config.run_dir!r}, allowed: no % and no \\, which sbatch would replace")
     return {
         "by_hand": "",
+        "site": "",
         "output": _quote(str(run_dir / "logs" / "slurm-%j.log"), "run_dir"),
         "run_dir": shlex.quote(config.run_dir),
         "code": shlex.quote(str(run_dir / "code")),
@@ -169,7 +185,7 @@ def _options(config: Config, part: Component) -> dict[str, str]:
             raise ConfigError(f"options.{name}: found {options[name]!r}, but it is set by relax_hpc; {instead}")
     if part.memory and not _MEMORY.fullmatch(part.memory):
         raise ConfigError(f"groups.{part.name}.resources.memory: found {part.memory!r}, allowed: 64G, 500M, 0 (all)")
-    gpus = _gpu_options(config, part, options.pop("gres", ""))
+    gpus = gpu_options(config, part.gpus_per_node, options.pop("gres", ""))
     return gpus | options | ({"mem": part.memory} if part.memory else {})
 
 
@@ -178,9 +194,9 @@ def _has_standby(part: Component) -> bool:
     return part.name == "hub" and part.nodes > 1
 
 
-def _gpu_options(config: Config, part: Component, gres: str) -> dict[str, str]:
-    """How the site wants to be asked for GPUs, beside other generic resources that the options name."""
-    style, kind, count = config.site.gpu_request, config.site.gpu_type, part.gpus_per_node
+def gpu_options(config: Config, count: int, gres: str) -> dict[str, str]:
+    """How the site wants to be asked for ``count`` GPUs a node, beside other generic resources, ``gres``."""
+    style, kind = config.site.gpu_request, config.site.gpu_type
     kind = f"{kind}:" if kind else ""
     if count and style == "gpus_per_node":
         return {"gpus-per-node": f"{kind}{count}"} | ({"gres": gres} if gres else {})

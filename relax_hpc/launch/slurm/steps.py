@@ -21,6 +21,7 @@ from relax_hpc.launch.records import Launch, read_launch, record
 from relax_hpc.launch.slurm.allocation import Allocation, Place
 from relax_hpc.launch.slurm.commands import Slurm, SlurmError
 from relax_hpc.launch.slurm.container import container_command, container_srun_options, role_python
+from relax_hpc.launch.slurm.mpi import mpi_plugin, mpi_variables
 from relax_hpc.launch.slurm.srun import srun_options
 from relax_hpc.rendezvous.network import library_environment
 from relax_hpc.rendezvous.process import PARENT
@@ -215,20 +216,12 @@ def escaped(path: Path) -> str:
     return str(path).replace("%", "%%")
 
 
-def mpi_plugin(config: Config) -> str:
-    """What `srun --mpi` is given."""
-    return "none" if config.site.mpi.launcher == "mpiexec" else config.site.mpi.launcher
-
-
 def step_environment(config: Config | None, name: str) -> dict[str, str]:
     """Environment of srun, which its tasks inherit."""
     if config is None:
         from relax_hpc.rendezvous.process import clean_environment
 
         return clean_environment()
-    library = config.site.mpi.library
-    # An empty value would be taken for a path.
-    mpi = {"MPI4PY_LIBMPI": library} if library != "wheel" else {}
     variables = environment(config, group_of(config, name).env)
     del variables[PARENT]
-    return library_environment(config, name) | variables | mpi
+    return library_environment(config, name) | variables | mpi_variables(config)

@@ -1,0 +1,40 @@
+"""A whole run whose roles are in containers: real ones, made by a program that takes Apptainer's words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from relax_hpc.sandbox import Sandbox
+from tests.containers import PYTHON, install, make_image
+from tests.effort import effort
+from tests.requirements import requires
+from tests.slurm_runs import submitted
+from tests.slurm_sandbox import requires_sandbox
+
+requires("torch", "megatron", "transformers", "mpi", "bubblewrap")
+requires_sandbox()
+
+
+@pytest.mark.skipif(not effort(0, 1), reason="two more whole runs: env/test.sh --all, or RELAX_WHOLE=1")
+@pytest.mark.parametrize("layout", ["het", "jobs"])
+def test_a_run_inside_of_containers_survives_a_kill(layout: str, sandbox: Sandbox, tmp_path: Path) -> None:
+    program, image = install(tmp_path / "bin"), make_image(tmp_path / "image")
+    (tmp_path / "local").mkdir()
+    container = {"runtime": "apptainer", "program": str(program), "image": str(image), "python": PYTHON}
+    site = {
+        "container": container,
+        "local_dir": str(tmp_path / "local"),
+        "mpi": {"launcher": "pmi2", "library": "wheel"},
+    }
+    with submitted(sandbox, tmp_path, layout, {"steps": 14, "site": site}) as live:
+        live.wait_for_step(3)
+        assert all(PYTHON in process.cmdline() for process in live.processes("actor"))
+        live.kill("actor")
+        live.finish()
+        live.assert_nothing_left()
+    calls = [json.loads(line) for line in (tmp_path / "bin" / "calls").read_text().splitlines()]
+    assert any("relax_hpc.launch.slurm.preflight" in call for call in calls)
+    assert any("relax_hpc.roles" in call for call in calls)
