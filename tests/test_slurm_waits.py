@@ -83,16 +83,24 @@ def test_a_successor_gets_the_nodes_of_what_slurm_leaves_behind(sandbox: Sandbox
             with succeeded(live, "power loss of both nodes of the hub, where no node is to spare"):
                 # No head is left to give anything back.
                 lose_and_bring_back(live, *hub_nodes(live))
-        component = live.job("actor_fwd")
+            # Killed before it could say that its job was cancelled: its successor asks Slurm about it.
+            for head in live.supervisors():
+                head.suspend()
+        cancelled_means_stopped(live)
+
+
+@pytest.mark.skipif(not ALL, reason="a component is cancelled in test_slurm_het.py too; whole: env/test.sh --all")
+def test_slurmctld_is_spared(sandbox: Sandbox, tmp_path: Path) -> None:
+    """Restarted after a component has gone, that of 22.05.8 dies of each further step of the job: there is none."""
+    with submitted(sandbox, tmp_path, "het", {"steps": ENDLESS}) as live:
+        live.wait_for_step(2)
         with live.only("actor_fwd", "scancel of a component, where no node is to spare"):
-            sandbox.client("scancel", component)
-        if not ALL:
-            cancelled_means_stopped(live)
-            return
-        slurmctld_is_spared(live)
-        # Killed before it could say so: its successor asks Slurm about it.
-        for head in live.supervisors():
-            head.suspend()
+            sandbox.client("scancel", live.job("actor_fwd"))
+        live.restart_slurm()
+        slurmctld, component = sandbox.daemons()["slurmctld"], live.job("rollout")
+        with live.only("rollout", "kill -9 of a rank of rollout, when a component is gone and slurmctld was restarted"):
+            live.kill("rollout", 0)
+        assert live.job("rollout") != component and sandbox.daemons()["slurmctld"] == slurmctld
         cancelled_means_stopped(live)
 
 
@@ -103,20 +111,12 @@ def lose_and_bring_back(live: SlurmRun, *nodes: str) -> None:
         live.sandbox.start_node(node)
 
 
-def slurmctld_is_spared(live: SlurmRun) -> None:
-    """Restarted after a component has gone, that of 22.05.8 dies of each further step of the job: there is none."""
-    live.restart_slurm()
-    slurmctld, component = live.sandbox.daemons()["slurmctld"], live.job("rollout")
-    with live.only("rollout", "kill -9 of a rank of rollout, after a component had gone and slurmctld was restarted"):
-        live.kill("rollout", 0)
-    assert live.job("rollout") != component and live.sandbox.daemons()["slurmctld"] == slurmctld
-
-
 def cancelled_means_stopped(live: SlurmRun) -> None:
     """What a user of Slurm expects of scancel: nothing comes after it."""
-    live.sandbox.client("scancel", live.job("hub"))
+    job = live.job("hub")
+    live.sandbox.client("scancel", job)
     asked = live.wait_until(lambda: asked_to_stop(live.run), "it stops", START_S)
-    assert asked == {"code": 0, "reason": f"job {live.job('hub')} was cancelled"}
+    assert asked == {"code": 0, "reason": f"job {job} was cancelled"}
     live.assert_nothing_left()
 
 
