@@ -75,6 +75,22 @@ def test_no_step_is_asked_of_a_slurmctld_that_would_die_of_it(
         assert not slurm.calls("srun"), "no standby either"
 
 
+def test_an_slurmctld_that_goes_away_is_not_taken_for_lost_nodes(job: HetJob, slurm: FakeSlurm) -> None:
+    slurm.answer("srun", err="srun: error: Unable to allocate resources: Unable to contact slurm controller", code=1)
+    launcher = job.launcher()
+    assert not launcher.whole("rollout"), "Slurm answers, the nodes do not"
+    answers = [False, SlurmError("squeue: no answer", transient=True)]
+
+    def lost(_: str) -> bool:
+        if isinstance(answer := answers.pop(0), SlurmError):
+            raise answer
+        return answer
+
+    launcher.lost = lost
+    with pytest.raises(SlurmError):
+        launcher.whole("rollout")
+
+
 def test_what_slurm_leaves_of_the_job_is_given_back_before_the_head_is_killed(
     job: HetJob, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -207,6 +207,19 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 # -- ends of groups ----------------------------------------------------------------------------------------------------
 
 
+def test_what_cannot_be_started_at_the_beginning_is_tried_again(world: World) -> None:
+    start, fails = world.start, [Unavailable("no answer")]
+
+    def at_first_in_vain(*about: Any) -> Incarnation:
+        if fails:
+            raise fails.pop()
+        return start(*about)
+
+    world.start, world.plans = at_first_in_vain, {"rollout": ["done:0"]}
+    assert world.supervise("rollout") is Outcome.FINISHED
+    assert world.started == [("rollout", 2)]
+
+
 @pytest.mark.parametrize(("since_s", "over"), [(59.0, False), (61.0, True)])
 def test_a_wait_for_a_group_ends_in_good_order_at_its_limit(world: World, since_s: float, over: bool) -> None:
     world.config.liveness.longest_wait_s = 60.0

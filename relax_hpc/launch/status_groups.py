@@ -13,6 +13,7 @@ from relax_hpc.launch.records import all_done, last_beat_s, members_of, read_lau
 from relax_hpc.launch.slurm.commands import Job
 from relax_hpc.launch.slurm.ledger import Ledger
 from relax_hpc.launch.slurm.whereabouts import job_of
+from relax_hpc.launch.verdict import Evidence, Fate, verdict
 from relax_hpc.rendezvous.roster import latest_card, latest_epoch
 from relax_hpc.rundir import RunDir, read_map
 from relax_hpc.transfer_queue.client import BEAT_FILE_S
@@ -90,7 +91,9 @@ def _state(
 
 def _by_beat(age_s: float, limits: LivenessConfig, lives: bool) -> tuple[str, str]:
     said = f"no sign for {age_s:.0f} s"
-    if age_s > limits.lease_s + BEAT_FILE_S:
+    # It may be in the files alone, which are written more seldom than the hub is told.
+    found = Evidence(beats=[{"age_s": age_s - BEAT_FILE_S, "busy_s": 0.0}])
+    if verdict(found, limits).fate is Fate.DEAD:
         return ("dead", said) if lives else ("ended", "left no mark")
     # Without the hub only the files are seen, which are written more seldom.
     allowed = (_SUSPECT_BEATS * limits.beat_s) + (0.0 if lives else BEAT_FILE_S)
