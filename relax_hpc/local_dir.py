@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import shutil
@@ -31,9 +32,9 @@ COMPILED = {
 }
 """Environment variables of libraries that compile for minutes -> folders below LOCAL_DIR where they find that again."""
 CACHES = COMPILED | {"HF_HOME": "huggingface"}
-_SCRATCH = re.compile(r"scratch-(\d+)-.+")
+_SCRATCH = re.compile(r"scratch-([0-9a-f]+)-(\d+)-.+")
 _OUTSIDE = ".outside"
-_SHORT = 64
+_SHORT = 60
 """Longest path of the folder that scratch lies in: the path of a unix socket in it may have 107 bytes."""
 
 
@@ -77,7 +78,7 @@ class Scratch:
         if len(str(folder)) > _SHORT:
             folder = private_folder(Path("/tmp") / f"relax-{os.getuid()}")
         sweep(folder)
-        self.path = Path(tempfile.mkdtemp(dir=folder, prefix=f"scratch-{os.getpid()}-"))
+        self.path = Path(tempfile.mkdtemp(dir=folder, prefix=f"scratch-{_pids()}-{os.getpid()}-"))
 
     def outside(self, path: Path) -> None:
         """Have ``path``, a file elsewhere, removed with the folder."""
@@ -104,8 +105,15 @@ class Scratch:
 def sweep(folder: Path) -> None:
     """Remove scratch in ``folder`` whose process has ended."""
     for path in folder.iterdir():
-        if (match := _SCRATCH.fullmatch(path.name)) and not psutil.pid_exists(int(match[1])):
+        match = _SCRATCH.fullmatch(path.name)
+        if match and match[1] == _pids() and not psutil.pid_exists(int(match[2])):
             _remove(path)
+
+
+def _pids() -> str:
+    """What the ids of processes are unique in: a boot of a machine, or a container on it that numbers its own."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    return hashlib.sha256(f"{boot}{Path('/proc/self/ns/pid').readlink()}".encode()).hexdigest()[:8]
 
 
 def _remove(scratch: Path) -> None:

@@ -106,7 +106,7 @@ class Ranks:
     def close(self) -> None:
         """The role is done: the leader, whose work is over, marks that, and all leave together.
 
-        The MPI launcher kills the other ranks as soon as one has ended.
+        Some launchers kill the other ranks as soon as one has ended.
         """
         if self.leader:
             leave_mark(self._mark)

@@ -199,7 +199,7 @@ class SglangEngine:
 def server_arguments(
     config: Config, replica: int, model_dir: Path, version: Version, place: int | None = None
 ) -> dict[str, Any]:
-    """ServerArgs fields of a replica, without the token; the user's flags win. Port 0 stands for a free one.
+    """ServerArgs fields of a replica, without the key; the user's flags win. Port 0 stands for a free one.
 
     `place` as in `make_engine`. ConfigError if a flag names what the engine itself must set.
     """

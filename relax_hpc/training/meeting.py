@@ -17,14 +17,7 @@ import msgpack
 import torch.distributed as dist
 
 from relax_hpc.rendezvous.world import World
-from relax_hpc.transfer_queue.planes.links import (
-    CONNECT_S,
-    Deadline,
-    Listener,
-    prove,
-    receive,
-    wait_for_request,
-)
+from relax_hpc.transfer_queue.planes.links import CONNECT_S, Deadline, Listener, prove, receive, wait_for_request
 
 _LENGTH_BYTES = 8
 _MOST_BYTES = 1 << 30
