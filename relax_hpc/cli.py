@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,9 +18,9 @@ from relax_hpc.cli_living import LIVING
 from relax_hpc.cli_queue import QUEUE
 from relax_hpc.config.changes import change_files
 from relax_hpc.config.check import check
-from relax_hpc.config.clean import COMMAND_LINE, near
-from relax_hpc.config.load import build, compose, load_resolved, print_config, resolve
-from relax_hpc.config.options import explain, split_groups
+from relax_hpc.config.clean import COMMAND_LINE, Mistake, near
+from relax_hpc.config.load import Layers, build, compose, gather, load_resolved, print_config, resolve
+from relax_hpc.config.options import OptionError, explain, split_groups, without
 from relax_hpc.config.schema import Config
 from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, ConfigError, RelaxError
 from relax_hpc.rendezvous.process import PRIVATE_UMASK
@@ -39,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code: 0 done, 75 try again, 78 configuration, 93 no progress."""
     try:
         return _dispatch(list(sys.argv[1:] if argv is None else argv))
+    except ConfigError as error:
+        complain(*error.mistakes)
+        return error.exit_code
     except RelaxError as error:
         complain(str(error))
         return error.exit_code
@@ -63,7 +67,10 @@ def _dispatch(argv: list[str]) -> int:
     if argv and argv[0] in COMMANDS:
         command = COMMANDS[argv[0]]
         rest, groups = split_groups(argv[1:]) if command.takes_config else (argv[1:], {})
-        return _handle(command, parser_of(argv[0]).parse_args(rest, defaults=False).as_dict() | groups)
+        given, wrong = _parse(argv[0], rest)
+        if wrong:
+            raise ConfigError(*_with_other_mistakes(wrong, given | groups, command))
+        return _handle(command, given | groups)
     if argv and not argv[0].startswith("-"):
         raise ConfigError(
             f"{COMMAND_LINE}: {argv[0]}: unknown command, allowed: {', '.join(COMMANDS)}{near(argv[0], list(COMMANDS))}"
@@ -72,6 +79,39 @@ def _dispatch(argv: list[str]) -> int:
     parser.parse_args(argv)
     parser.print_help()
     return EXIT_DONE
+
+
+def _parse(name: str, argv: list[str]) -> tuple[dict[str, Any], list[OptionError]]:
+    """The arguments that were given, and what is wrong with the others."""
+    wrong: list[OptionError] = []
+    while True:
+        try:
+            return parser_of(name).parse_args(argv, defaults=False).as_dict(), wrong
+        except OptionError as error:
+            left = without(argv, error.option)
+            if len(left) == len(argv):
+                raise
+            argv = left
+            wrong.append(error)
+
+
+def _with_other_mistakes(wrong: list[OptionError], given: dict[str, Any], command: Command) -> list[str]:
+    """What is wrong with options, and with the configuration that all others make."""
+    found = [text for error in wrong for text in error.mistakes]
+    if not command.is_whole:
+        return found
+    settings = {key: value for key, value in given.items() if key in Config.__dataclass_fields__ or "." in key}
+    layers = gather(given.get("config") or [], settings)
+    layers.mistakes += [Mistake(error.option.lstrip("-"), "") for error in wrong]
+    return found + findings_of(resolve(build(Config, layers.tree)), layers)
+
+
+def findings_of(config: Config, layers: Layers) -> list[str]:
+    """Everything that is wrong with a configuration: mistakes of its layers, and what `check` finds about the rest."""
+    wrong = [mistake.key for mistake in layers.mistakes if mistake.key]
+    about_wrong = re.compile("|".join(rf"(?<![\w.]){re.escape(key)}(?![\w])" for key in wrong) or "(?!)")
+    rest = [layers.placed(finding) for finding in check(config) if not about_wrong.search(finding)]
+    return [mistake.text for mistake in layers.mistakes if mistake.text] + rest
 
 
 def _handle(command: Command, given: dict[str, Any]) -> int:
@@ -113,15 +153,10 @@ def _run(given: dict[str, Any]) -> int:
     resume = given.pop("resume", False)
     if resume and not given.get("config"):
         given["config"] = _files_of(_run_dir(given))
-    config = _configure(given)
-    if config is None:
+    layers = _layers(given)
+    if layers is None:
         return EXIT_DONE
-    config = resolve(config)
-    _check_run_dir(RunDir(Path(config.run_dir)), resume)
-    if findings := check(config):
-        for finding in findings:
-            complain(finding)
-        return EXIT_CONFIG
+    config = _sound(layers, resume)
     from relax_hpc.launch import local
 
     return local.run(config, resume)
@@ -140,17 +175,12 @@ def _submit(given: dict[str, Any]) -> int:
     form = "json" if given.pop("json", False) else "parsable" if given.pop("parsable", False) else ""
     if resume and not given.get("config"):
         given["config"] = _files_of(_run_dir(given))
-    config = _configure(given)
-    if config is None:
+    layers = _layers(given)
+    if layers is None:
         return EXIT_DONE
-    config = resolve(config)
-    if config.layout == "local" and config.site.name == "":
+    if build(Config, layers.tree).layout == "local" and build(Config, layers.tree).site.name == "":
         raise ConfigError("layout: found 'local', allowed with submit: het or jobs, or local with a site; see run")
-    _check_run_dir(RunDir(Path(config.run_dir)), resume)
-    if findings := check(config):
-        for finding in findings:
-            complain(finding)
-        return EXIT_CONFIG
+    config = _sound(layers, resume)
     from relax_hpc.launch.slurm.commands import Slurm
     from relax_hpc.launch.slurm.submit import submit
     from relax_hpc.launch.slurm.whereabouts import check_gone
@@ -161,11 +191,12 @@ def _submit(given: dict[str, Any]) -> int:
 
 
 def _check(given: dict[str, Any]) -> int:
-    config = _configure(given)
-    if config is None:
+    layers = _layers(given)
+    if layers is None:
         return EXIT_DONE
-    findings = check(resolve(config))
-    print("\n".join(findings) or "no findings")
+    config = resolve(build(Config, layers.tree))
+    findings = findings_of(config, layers)
+    print("\n".join([*findings, *(f"note: {note}" for note in notes_of(config))] or ["no findings"]))
     return EXIT_CONFIG if findings else EXIT_DONE
 
 
@@ -183,22 +214,42 @@ def _doctor_arguments(parser: ArgumentParser) -> None:
 
 def _doctor(given: dict[str, Any]) -> int:
     deep, as_json = given.pop("deep", False), given.pop("json", False)
-    config = _configure(given)
-    if config is None:
+    layers = _layers(given)
+    if layers is None:
         return EXIT_DONE
     from relax_hpc.launch.slurm import doctor
 
-    return doctor.main(resolve(config), deep, as_json)
+    return doctor.main(resolve(build(Config, layers.tree)), deep, as_json, layers)
 
 
-def _configure(given: dict[str, Any]) -> Config | None:
-    """The configuration asked for; None if it was only to be printed."""
+def _layers(given: dict[str, Any]) -> Layers | None:
+    """The configuration asked for, with what is wrong with it; None if it was only to be printed."""
     files, only_print = given.pop("config", None) or [], given.pop("print_config", None) is not None
-    layers = compose(files, given)
-    if only_print:
-        print(print_config(layers), end="")
-        return None
-    return build(Config, layers.tree)
+    if not only_print:
+        return gather(files, given)
+    print(print_config(compose(files, given)), end="")
+    return None
+
+
+def notes_of(config: Config) -> list[str]:
+    """What is no mistake, but may not be meant."""
+    from relax_hpc.config.check_files import notes
+
+    return list(notes(config))
+
+
+def _sound(layers: Layers, resume: bool) -> Config:
+    """The whole configuration of a run that may begin, or go on. ConfigError: everything that is wrong with it."""
+    config, wrong = resolve(build(Config, layers.tree)), []
+    try:
+        _check_run_dir(RunDir(Path(config.run_dir)), resume)
+    except ConfigError as error:
+        wrong += error.mistakes
+    if wrong := [*wrong, *findings_of(config, layers)]:
+        raise ConfigError(*wrong)
+    for note in notes_of(config):
+        print(f"relax-hpc: note: {note}", file=sys.stderr)
+    return config
 
 
 def _run_dir(given: dict[str, Any]) -> RunDir:
@@ -232,6 +283,7 @@ COMMANDS = {
         _run_arguments,
         _run,
         takes_config=True,
+        is_whole=True,
     ),
     "submit": Command(
         "Hand a run to Slurm.",
@@ -239,14 +291,18 @@ COMMANDS = {
         _submit_arguments,
         _submit,
         takes_config=True,
+        is_whole=True,
     ),
-    "check": Command("Look for mistakes without starting anything.", CONFIG_USAGE, config_arguments, _check, True),
+    "check": Command(
+        "Look for mistakes without starting anything.", CONFIG_USAGE, config_arguments, _check, True, True
+    ),
     "doctor": Command(
         "Look for what would go wrong on this cluster, before anything is submitted.",
         f"[--deep] [--json] {CONFIG_USAGE}",
         _doctor_arguments,
         _doctor,
         takes_config=True,
+        is_whole=True,
     ),
     **LIVING,
     "plot": Command(

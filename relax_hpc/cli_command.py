@@ -23,6 +23,8 @@ class Command:
     """From the arguments that were given, nested, to the exit code."""
     takes_config: bool = False
     """Whether every field of the configuration is an option."""
+    is_whole: bool = False
+    """Whether they make the configuration of a run, and no layer for a living one."""
     for_others: bool = False
     """Whether it writes what its user may want to share, by the user's own umask, and nothing into a run."""
 
@@ -48,6 +50,7 @@ def run_argument(parser: ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="Run directory")
 
 
-def complain(message: str) -> None:
-    """An error, as one line."""
-    print(f"relax-hpc: error: {' '.join(message.split())}", file=sys.stderr)
+def complain(*messages: str) -> None:
+    """Errors, one line each."""
+    for message in messages:
+        print(f"relax-hpc: error: {' '.join(message.split())}", file=sys.stderr)

@@ -15,9 +15,13 @@ class RelaxError(Exception):
 
 
 class ConfigError(RelaxError):
-    """The user asked for something impossible; trying again cannot help."""
+    """The user asked for something impossible; trying again cannot help. One line a mistake."""
 
     exit_code = EXIT_CONFIG
+
+    def __init__(self, *mistakes: str) -> None:
+        super().__init__("\n".join(mistakes))
+        self.mistakes = mistakes
 
 
 class NoProgressError(RelaxError):

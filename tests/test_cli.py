@@ -68,7 +68,9 @@ WRONG = [
 
 @pytest.mark.parametrize(("argv", "parts"), WRONG, ids=[" ".join(argv) for argv, _ in WRONG])
 def test_wrong_command_lines(argv: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(argv) == EXIT_CONFIG
+    # Of a run that is otherwise in order.
+    base = ["--config", QUICKSTART] if argv[0] == "run" and "--resume" not in argv else []
+    assert main([argv[0], *base, *argv[1:]]) == EXIT_CONFIG
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
     assert captured.err.startswith("relax-hpc: error: command line: ")
@@ -80,7 +82,7 @@ def test_wrong_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     path = tmp_path / "a.yaml"
     path.write_text("rollout: {temprature: 1}")
     assert main(["run", "--config", QUICKSTART, "--config", str(path)]) == EXIT_CONFIG
-    assert capsys.readouterr().err.startswith(f"relax-hpc: error: {path}: rollout.temprature: unknown key")
+    assert capsys.readouterr().err.startswith(f"relax-hpc: error: {path}:1: rollout.temprature: unknown key")
 
 
 @pytest.fixture
@@ -142,7 +144,10 @@ def test_run_lists_every_finding_and_starts_nothing(
     argv = ["--config", QUICKSTART, "--run_dir", str(tmp_path / "r"), "--groups.rollout=null", "--rollout.reward=x"]
     assert main(["run", *argv]) == EXIT_CONFIG
     lines = capsys.readouterr().err.splitlines()
-    assert [line.split(": ")[2] for line in lines] == ["groups", "rollout.reward"]
+    assert [line.split(": ")[2:4][-1 if "command line" in line else 0] for line in lines] == [
+        "groups",
+        "rollout.reward",
+    ]
     assert main(["check", *argv]) == EXIT_CONFIG
     assert capsys.readouterr().out.splitlines() == [line.removeprefix("relax-hpc: error: ") for line in lines]
     assert not started and not (tmp_path / "r").exists()
@@ -194,7 +199,7 @@ def test_commands_pass_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
         assert main(argv) == 3
     assert seen == [expected for _, expected in calls]
     assert main(["doctor", "--config", QUICKSTART, "--deep"]) == 3
-    config, deep, as_json = seen[-1]
+    config, deep, as_json, _ = seen[-1]
     assert (config.name, deep, as_json) == ("quickstart", True, False)
 
 
@@ -267,10 +272,40 @@ def test_the_command_line_loads_nothing_heavy(argv: list[str], tmp_path: Path) -
 
 
 def test_module_is_the_command() -> None:
-    command = [sys.executable, "-m", "relax_hpc", "run", "--steps", "0"]
+    command = [sys.executable, "-m", "relax_hpc", "run", "--config", QUICKSTART, "--steps", "0"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == EXIT_CONFIG
     assert result.stderr == "relax-hpc: error: command line: steps: found 0 (int), allowed: at least 1\n"
+
+
+def test_mistakes_of_all_kinds_are_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("steps: 0\nstepz: 4\nrollout: {temperature: 0}\ndata: {train: /nowhere.jsonl}\n")
+    words = ["--config", str(file), "--run_dir", str(tmp_path / "run")]
+    words += ["--eval.every", "ten", "--max_stalness", "4", "--seed=-1"]
+    for command in ("check", "run", "doctor"):
+        assert main([command, *words]) == EXIT_CONFIG
+        said = capsys.readouterr().err.splitlines()
+        parts = [
+            "command line: eval.every: found 'ten'",
+            "command line: --max_stalness: unknown option; did you mean max_staleness?",
+            f"{file}:1: steps: found 0",
+            f"{file}:2: stepz: unknown key",
+            "command line: seed: found -1",
+            f"{file}:4: data.train: found '/nowhere.jsonl', which is not a file",
+            f"{file}:3: rollout.temperature: found 0.0",
+        ]
+        for part in parts:
+            assert sum(f"error: {part}" in line for line in said) == 1, part
+    assert not (tmp_path / "run").exists()
+    assert main(["check", "--config", str(file), "--steps", "1"]) == EXIT_CONFIG
+    assert f"{file}:3: rollout.temperature: found 0.0" in capsys.readouterr().out
+
+
+def test_a_mistake_hides_what_would_follow_from_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its default would be judged in its place."""
+    assert main(["check", "--config", QUICKSTART, "--queue.max_rows", "5", "--groups_per_step", "0"]) == EXIT_CONFIG
+    assert capsys.readouterr().out.splitlines() == ["command line: groups_per_step: found 0 (int), allowed: at least 1"]
 
 
 def test_options_are_frozen() -> None:

@@ -15,7 +15,7 @@ from relax_hpc.config import Config, dump, load, load_resolved, resolve, to_dict
 from relax_hpc.config.check import check
 from relax_hpc.config.check_files import prompts_problem, special_tokens_note
 from relax_hpc.config.clean import clean
-from relax_hpc.config.load import compose, merge, print_config
+from relax_hpc.config.load import compose, gather, merge, print_config
 from relax_hpc.config.read import MAX_BYTES, dump_yaml, parse_yaml
 from relax_hpc.config.schema import DataConfig, GroupConfig
 from relax_hpc.errors import EXIT_CONFIG, ConfigError
@@ -90,6 +90,32 @@ def test_wrong_file(tmp_path: Path, text: str, parts: list[str]) -> None:
         assert part in message
 
 
+def test_every_mistake_of_every_layer_is_told_with_its_line(tmp_path: Path) -> None:
+    first = write(
+        tmp_path,
+        "a.yaml",
+        "steps: 0\n\nrollout:\n  temprature: 1\n  engine: {port: -1}\ngroups:\n  hub:\n    roles: [x]",
+    )
+    second = write(tmp_path, "b.yaml", "name: 5\nseed: 3")
+    broken = write(tmp_path, "c.yaml", "name: [\n")
+    with pytest.raises(ConfigError) as caught:
+        load([first, broken, second], {"seed": -1})
+    places = [mistake.split(": ")[:2] for mistake in caught.value.mistakes]
+    assert places == [
+        [f"{first}:1", "steps"],
+        [f"{first}:4", "rollout.temprature"],
+        [f"{first}:5", "rollout.engine.port"],
+        [f"{first}:8", "groups.hub.roles[0]"],
+        [f"{broken}:2", "not valid YAML"],
+        [f"{second}:1", "name"],
+        ["command line", "seed"],
+    ]
+    layers = gather([first, second])
+    assert (layers.tree["seed"], layers.tree["steps"]) == (3, Config().steps)
+    assert layers.placed("seed: found 3, allowed: none") == f"{second}:2: seed: found 3, allowed: none"
+    assert layers.placed("threads: found 1") == "threads: found 1"
+
+
 def test_unreadable_files(tmp_path: Path) -> None:
     write(tmp_path, "base.yaml", "")
     with pytest.raises(ConfigError, match=r"bse\.yaml: cannot be read: No such file.*did you mean .*base\.yaml"):
@@ -107,7 +133,7 @@ def test_error_names_the_right_one_of_three_files(tmp_path: Path) -> None:
         write(tmp_path, "b.yaml", "steps: 0"),
         write(tmp_path, "c.yaml", "steps: 7"),
     ]
-    with pytest.raises(ConfigError, match=r"b\.yaml: steps: found 0"):
+    with pytest.raises(ConfigError, match=r"b\.yaml:1: steps: found 0"):
         load(files)
     with pytest.raises(ConfigError, match=r"^command line: steps: found -1"):
         load([files[0]], {"steps": -1})

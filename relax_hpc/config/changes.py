@@ -57,11 +57,11 @@ def add_change(
     """
     sources = compose(files, overrides).sources
     for key, source in sources.items():
-        _check_own(key, source, config, group)
+        _check_own(key, source.at(key), config, group)
     if not sources:
         return None
     layer: dict[str, Any] = {}
-    for source, raw in [*((str(path), read_yaml(Path(path))) for path in files), (COMMAND_LINE, _nested(overrides))]:
+    for raw, source in [*(read_yaml(Path(path)) for path in files), (_nested(overrides), COMMAND_LINE)]:
         layer = _overlay(layer, clean(Config, raw, source))
     judge(build(Config, merge(Config, dataclasses.asdict(config), layer)))
     return write_numbered(_folder(run), f"-{group}.yaml", dump_yaml(layer).encode())
@@ -73,15 +73,15 @@ def retire_changes(run: RunDir) -> None:
         path.rename(path.with_name(path.name + RETIRED))
 
 
-def _check_own(key: str, source: str, config: Config, group: str) -> None:
+def _check_own(key: str, place: str, config: Config, group: str) -> None:
     base = base_name(group, config.groups)
     entry = f"groups.{base}"
     if key in (entry, f"{entry}.roles"):
-        raise ConfigError(f"{source}: {key}: the roles of a group are for the run's life; start a new run")
+        raise ConfigError(f"{place}: {key}: the roles of a group are for the run's life; start a new run")
     allowed = [entry, *(section for role in config.groups[base].roles for section in OWN_SECTIONS[role])]
     if not any(key == section or key.startswith(f"{section}.") for section in allowed):
         raise ConfigError(
-            f"{source}: {key}: not of group {group} alone, allowed: {', '.join(sorted(allowed))}; "
+            f"{place}: {key}: not of group {group} alone, allowed: {', '.join(sorted(allowed))}; "
             "other settings are the whole run's: stop it, and submit --resume with them"
         )
 

@@ -1,4 +1,4 @@
-"""One layer of configuration against the schema: types, ranges and names, each error one line that teaches."""
+"""One layer of configuration against the schema: types, ranges and names, each mistake one line that teaches."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import difflib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from relax_hpc.config.read import Source
 from relax_hpc.config.schema import Config
 from relax_hpc.errors import ConfigError
 
@@ -23,29 +25,136 @@ _KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "tex
 _NO_BOUNDS: Mapping[str, Any] = MappingProxyType({})
 
 
-def clean(hint: Any, value: Any, source: str, key: str = "", metadata: Mapping[str, Any] = _NO_BOUNDS) -> Any:
-    """`value` checked against the type `hint` and the bounds in `metadata`; ConfigError names `source` and `key`."""
-    if dataclasses.is_dataclass(hint):
-        return _clean_section(hint, value, source, key)
-    origin = get_origin(hint)
-    if origin is dict:
-        return _clean_map(get_args(hint)[1], value, source, key)
-    if origin is list:
-        if not isinstance(value, list):
-            raise wrong(source, key, value, "a list")
-        return [clean(get_args(hint)[0], item, source, f"{key}[{index}]") for index, item in enumerate(value)]
-    if origin is Literal:
-        if type(value) is not str or value not in get_args(hint):
-            raise wrong(source, key, value, ", ".join(map(repr, get_args(hint))), near(str(value), get_args(hint)))
+DROPPED: Any = object()
+"""In the place of a value that is not allowed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mistake:
+    """One thing that is wrong with a layer."""
+
+    key: str
+    text: str
+
+
+class Cleaner:
+    """Checks layers against the schema: what is not allowed is left out and kept in `mistakes`."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.mistakes: list[Mistake] = []
+
+    def clean(self, hint: Any, value: Any, key: str = "", metadata: Mapping[str, Any] = _NO_BOUNDS) -> Any:
+        """`value` of the type `hint` within the bounds of `metadata`, without what is wrong in it; or `DROPPED`."""
+        if dataclasses.is_dataclass(hint):
+            return self._section(hint, value, key)
+        origin = get_origin(hint)
+        if origin is dict:
+            return self._map(get_args(hint)[1], value, key)
+        if origin is list:
+            if not isinstance(value, list):
+                return self._wrong(key, value, "a list")
+            items = [self.clean(get_args(hint)[0], item, f"{key}[{index}]") for index, item in enumerate(value)]
+            return DROPPED if any(item is DROPPED for item in items) else items
+        if origin is Literal:
+            if type(value) is not str or value not in get_args(hint):
+                allowed = get_args(hint)
+                return self._wrong(key, value, ", ".join(map(repr, allowed)), near(str(value), allowed))
+            return value
+        return self._plain(value, key) if hint is Any else self._scalar(hint, value, key, metadata)
+
+    def mistake(self, key: str, text: str) -> Any:
+        """Keep what is wrong with the value of ``key``; `DROPPED`."""
+        self.mistakes.append(Mistake(key, f"{self.source.at(key)}: {key or 'the file'}: {text}"))
+        return DROPPED
+
+    def _wrong(self, key: str, found: Any, allowed: str, hint: str = "") -> Any:
+        return self.mistake(key, found_and_allowed(found, allowed, hint))
+
+    def _section(self, hint: Any, value: Any, key: str) -> Any:
+        # A section with all its lines commented out reads as null.
+        value = {} if value is None else value
+        if not isinstance(value, Mapping):
+            return self._wrong(key, value, f"a mapping of {', '.join(get_type_hints(hint))}")
+        fields = {field.name: field for field in dataclasses.fields(hint)}
+        hints = get_type_hints(hint)
+        found = {}
+        for name, item in value.items():
+            dotted = f"{key}.{name}".lstrip(".")
+            if name in fields:
+                found[name] = self.clean(hints[name], item, dotted, fields[name].metadata)
+            else:
+                self._unknown(dotted, str(name), list(fields))
+        return _kept(found)
+
+    def _unknown(self, dotted: str, name: str, siblings: list[str]) -> None:
+        hint = near(name, siblings) or near(dotted, list(keys()))
+        self.mistake(dotted, f"unknown key, allowed: {', '.join(siblings)}{hint}")
+
+    def _map(self, item: Any, value: Any, key: str) -> Any:
+        if not isinstance(value, Mapping):
+            return self._wrong(key, value, "a mapping of names to values")
+        found = {}
+        for name, entry in value.items():
+            if type(name) is not str or not name:
+                self._wrong(key, name, "names that are text (quote it)")
+            elif dataclasses.is_dataclass(item) and not _NAME.fullmatch(name):
+                self._wrong(key, name, "names of letters, digits, _ and - (they name directories)")
+            elif entry is None and item is not Any:
+                found[name] = None
+            else:
+                found[name] = self.clean(item, entry, f"{key}.{name}")
+        return _kept(found)
+
+    def _scalar(self, hint: Any, value: Any, key: str, metadata: Mapping[str, Any]) -> Any:
+        if hint is float and type(value) is int:
+            value = float(value) if abs(value) < 2**1023 else math.inf
+        if type(value) is not hint:
+            quote = f"; quote it: '{value}'" if hint is str and isinstance(value, bool | int | float) else ""
+            return self._wrong(key, value, " ".join([_KINDS[hint], bounds(metadata)]).strip(), quote)
+        low, high = metadata.get("low"), metadata.get("high")
+        if isinstance(value, float) and not math.isfinite(value):
+            return self._wrong(key, value, "a finite number " + bounds(metadata))
+        if (low is not None and value < low) or (high is not None and value > high):
+            return self._wrong(key, value, bounds(metadata))
+        if hint is str and "\0" in value:
+            return self._wrong(key, value, "text without NUL")
         return value
-    return _plain(value, source, key) if hint is Any else _clean_scalar(hint, value, source, key, metadata)
+
+    def _plain(self, value: Any, key: str, depth: int = 0) -> Any:
+        """A free-form value: scalars, and lists and mappings of them."""
+        if depth > MAX_DEPTH:
+            return self.mistake(key, f"nested deeper than {MAX_DEPTH} levels")
+        if isinstance(value, list):
+            items = [self._plain(item, f"{key}[{index}]", depth + 1) for index, item in enumerate(value)]
+            return DROPPED if any(item is DROPPED for item in items) else items
+        if isinstance(value, Mapping):
+            if bad := [name for name in value if type(name) is not str]:
+                return self._wrong(key, bad[0], "names that are text (quote it)")
+            return _kept({name: self._plain(item, f"{key}.{name}", depth + 1) for name, item in value.items()})
+        if not (value is None or type(value) in _KINDS) or (type(value) is float and not math.isfinite(value)):
+            return self._wrong(key, value, "text, finite numbers, true, false, null, lists and mappings")
+        return value
 
 
-def wrong(source: str, key: str, found: Any, allowed: str, hint: str = "") -> ConfigError:
-    """The error for a value that is not allowed."""
+def clean(hint: Any, value: Any, source: Source | str, key: str = "", metadata: Mapping[str, Any] = _NO_BOUNDS) -> Any:
+    """`value` checked against the type `hint` and the bounds in `metadata`; ConfigError with every mistake."""
+    cleaner = Cleaner(Source(source) if isinstance(source, str) else source)
+    found = cleaner.clean(hint, value, key, metadata)
+    if cleaner.mistakes:
+        raise ConfigError(*(mistake.text for mistake in cleaner.mistakes))
+    return found
+
+
+def found_and_allowed(found: Any, allowed: str, hint: str = "") -> str:
+    """What is said of a value that is not allowed."""
     shown = repr(found) if len(repr(found)) <= 60 else repr(found)[:57] + "..."
     kind = "" if found is None else f" ({type(found).__name__})"
-    return ConfigError(f"{source}: {key or 'the file'}: found {shown}{kind}, allowed: {allowed}{hint}")
+    return f"found {shown}{kind}, allowed: {allowed}{hint}"
+
+
+def _kept(found: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in found.items() if value is not DROPPED}
 
 
 def near(word: str, allowed: Sequence[str]) -> str:
@@ -70,69 +179,3 @@ def bounds(metadata: Mapping[str, Any]) -> str:
     if low is not None and high is not None:
         return f"{low} to {high}"
     return f"at least {low}" if low is not None else f"at most {high}" if high is not None else ""
-
-
-def _clean_section(hint: Any, value: Any, source: str, key: str) -> dict[str, Any]:
-    # A section with all its lines commented out reads as null.
-    value = {} if value is None else value
-    if not isinstance(value, Mapping):
-        raise wrong(source, key, value, f"a mapping of {', '.join(get_type_hints(hint))}")
-    fields = {field.name: field for field in dataclasses.fields(hint)}
-    hints = get_type_hints(hint)
-    result = {}
-    for name, item in value.items():
-        dotted = f"{key}.{name}".lstrip(".")
-        if name not in fields:
-            raise _unknown(source, dotted, str(name), list(fields))
-        result[name] = clean(hints[name], item, source, dotted, fields[name].metadata)
-    return result
-
-
-def _unknown(source: str, dotted: str, name: str, siblings: list[str]) -> ConfigError:
-    hint = near(name, siblings) or near(dotted, list(keys()))
-    return ConfigError(f"{source}: {dotted}: unknown key, allowed: {', '.join(siblings)}{hint}")
-
-
-def _clean_map(item: Any, value: Any, source: str, key: str) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise wrong(source, key, value, "a mapping of names to values")
-    for name in value:
-        if type(name) is not str or not name:
-            raise wrong(source, key, name, "names that are text (quote it)")
-        if dataclasses.is_dataclass(item) and not _NAME.fullmatch(name):
-            raise wrong(source, key, name, "names of letters, digits, _ and - (they name directories)")
-    return {
-        name: None if entry is None and item is not Any else clean(item, entry, source, f"{key}.{name}")
-        for name, entry in value.items()
-    }
-
-
-def _clean_scalar(hint: Any, value: Any, source: str, key: str, metadata: Mapping[str, Any]) -> Any:
-    if hint is float and type(value) is int:
-        value = float(value) if abs(value) < 2**1023 else math.inf
-    if type(value) is not hint:
-        quote = f"; quote it: '{value}'" if hint is str and isinstance(value, bool | int | float) else ""
-        raise wrong(source, key, value, " ".join([_KINDS[hint], bounds(metadata)]).strip(), quote)
-    low, high = metadata.get("low"), metadata.get("high")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise wrong(source, key, value, "a finite number " + bounds(metadata))
-    if (low is not None and value < low) or (high is not None and value > high):
-        raise wrong(source, key, value, bounds(metadata))
-    if hint is str and "\0" in value:
-        raise wrong(source, key, value, "text without NUL")
-    return value
-
-
-def _plain(value: Any, source: str, key: str, depth: int = 0) -> Any:
-    """A free-form value: scalars, and lists and mappings of them."""
-    if depth > MAX_DEPTH:
-        raise ConfigError(f"{source}: {key}: nested deeper than {MAX_DEPTH} levels")
-    if isinstance(value, list):
-        return [_plain(item, source, f"{key}[{index}]", depth + 1) for index, item in enumerate(value)]
-    if isinstance(value, Mapping):
-        if bad := [name for name in value if type(name) is not str]:
-            raise wrong(source, key, bad[0], "names that are text (quote it)")
-        return {name: _plain(item, source, f"{key}.{name}", depth + 1) for name, item in value.items()}
-    if not (value is None or type(value) in _KINDS) or (type(value) is float and not math.isfinite(value)):
-        raise wrong(source, key, value, "text, finite numbers, true, false, null, lists and mappings")
-    return value

@@ -10,12 +10,12 @@ import copy
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
-from relax_hpc.config.clean import COMMAND_LINE, clean, near
-from relax_hpc.config.read import dump_yaml, key_lines, read_yaml
+from relax_hpc.config.clean import COMMAND_LINE, DROPPED, Cleaner, Mistake, near
+from relax_hpc.config.read import Source, dump_yaml, key_lines, read_yaml
 from relax_hpc.config.schema import Config, default_groups, optional_groups
 from relax_hpc.errors import ConfigError
 from relax_hpc.rundir import RunDir, write_atomic
@@ -28,8 +28,17 @@ class Layers:
     """A configuration before it becomes a `Config`, and where each value came from."""
 
     tree: dict[str, Any]
-    sources: dict[str, str]
+    sources: dict[str, Source]
     """Dotted key of every leaf that a layer set -> file or `command line`."""
+    mistakes: list[Mistake] = dataclasses.field(default_factory=list)
+    """What of the layers is not allowed, and was left out."""
+
+    def placed(self, finding: str) -> str:
+        """``finding``, which begins with its key, after the file and line that set it, if one did."""
+        key = finding.partition(":")[0]
+        while key and key not in self.sources:
+            key = key.rpartition(".")[0]
+        return f"{self.sources[key].at(key)}: {finding}" if key else finding
 
 
 def load(files: Sequence[Path | str], overrides: Mapping[str, Any] | None = None) -> Config:
@@ -95,20 +104,37 @@ def resolve(config: Config) -> Config:
 
 def compose(files: Sequence[Path | str], overrides: Mapping[str, Any] | None = None) -> Layers:
     """As `load`, before the dataclasses are made."""
-    layers = [(str(path), read_yaml(Path(path))) for path in files]
-    layers.append((COMMAND_LINE, _nest(overrides or {})))
-    tree = to_dict(Config())
-    sources: dict[str, str] = {}
-    known_groups = {*tree["groups"], *optional_groups()}
-    for source, raw in layers:
-        layer = clean(Config, raw, source)
-        _check_removals(layer.get("groups", {}), known_groups, source)
-        known_groups |= set(layer.get("groups", {}))
-        tree = merge(Config, _with_optional(tree, layer.get("groups", {})), layer)
-        sources |= dict.fromkeys(_leaves(layer), source)
-    if _needs_reference(tree) and "groups.reference" not in sources:
-        tree = _with_optional(tree, {"reference": {}})
-    return Layers(tree, sources)
+    layers = gather(files, overrides)
+    if layers.mistakes:
+        raise ConfigError(*(mistake.text for mistake in layers.mistakes))
+    return layers
+
+
+def gather(files: Sequence[Path | str], overrides: Mapping[str, Any] | None = None) -> Layers:
+    """As `compose`, for whoever wants to know of all that is wrong: mistakes are kept, what they are about is not."""
+    found = Layers(to_dict(Config()), {})
+    for file in files:
+        try:
+            _lay(found, *read_yaml(Path(file)))
+        except ConfigError as error:
+            found.mistakes += [Mistake("", text) for text in error.mistakes]
+    _lay(found, _nest(overrides or {}), Source(COMMAND_LINE))
+    if _needs_reference(found.tree) and "groups.reference" not in found.sources:
+        found.tree = _with_optional(found.tree, {"reference": {}})
+    return found
+
+
+def _lay(found: Layers, raw: Any, source: Source) -> None:
+    """Lay one more layer over those that were found."""
+    cleaner = Cleaner(source)
+    layer = cleaner.clean(Config, raw)
+    if layer is not DROPPED:
+        named = (key.split(".")[1] for key in found.sources if key.startswith("groups."))
+        known = {*found.tree["groups"], *optional_groups(), *named}
+        _check_removals(layer.get("groups", {}), known, cleaner)
+        found.tree = merge(Config, _with_optional(found.tree, layer.get("groups", {})), layer)
+        found.sources |= dict.fromkeys(_leaves(layer), source)
+    found.mistakes += cleaner.mistakes
 
 
 def merge(hint: Any, base: Any, layer: Any) -> Any:
@@ -152,12 +178,13 @@ def _needs_reference(tree: Mapping[str, Any]) -> bool:
     return tree["algorithm"]["kl_coefficient"] > 0 and not any("reference" in roles for roles in placed)
 
 
-def _check_removals(groups: Mapping[str, Any], known: set[str], source: str) -> None:
+def _check_removals(groups: Mapping[str, Any], known: Collection[str], cleaner: Cleaner) -> None:
     for name, value in groups.items():
         if value is None and name not in known:
-            raise ConfigError(
-                f"{source}: groups.{name}: null removes a group, but there is none of that name, "
-                f"allowed: {', '.join(sorted(known))}{near(name, sorted(known))}"
+            cleaner.mistake(
+                f"groups.{name}",
+                f"null removes a group, but there is none of that name, allowed: {', '.join(sorted(known))}"
+                f"{near(name, sorted(known))}",
             )
 
 

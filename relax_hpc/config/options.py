@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, get_origin, get_type_hints
 
-from relax_hpc.config.clean import COMMAND_LINE, bounds, clean, keys, near, wrong
-from relax_hpc.config.read import parse_yaml
+from relax_hpc.config.clean import COMMAND_LINE, DROPPED, Cleaner, bounds, found_and_allowed, keys, near
+from relax_hpc.config.read import Source, parse_yaml
 from relax_hpc.config.schema import Config
 from relax_hpc.errors import ConfigError
 
@@ -87,33 +87,54 @@ def split_groups(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     return rest, found
 
 
+class OptionError(ConfigError):
+    """A mistake in one option, so that others may be looked for without it."""
+
+    def __init__(self, option: str, text: str) -> None:
+        super().__init__(f"{COMMAND_LINE}: {text}")
+        self.option = option
+        """As it was written, without a value."""
+
+
 def explain(message: str) -> NoReturn:
     """Raise the parser's complaint as a ConfigError of one line like those about files."""
     if bad_value := re.search(r'Parser key "([^"]+)":.*Got value: (.*)', message, re.DOTALL):
-        raise _bad_value(bad_value[1], bad_value[2].strip())
+        raise OptionError(f"--{bad_value[1]}", _bad_value(bad_value[1], bad_value[2].strip()))
     if unknown := re.search(r"unrecognized arguments: (.*)", message, re.DOTALL):
         word = next((part for part in unknown[1].split() if part.startswith("-")), unknown[1].split()[0])
-        key = word.lstrip("-").partition("=")[0]
-        raise _unknown(word, key)
+        option = word.partition("=")[0]
+        raise OptionError(option, _unknown(word, option.lstrip("-")))
     raise ConfigError(f"{COMMAND_LINE}: {' '.join(message.split())}")
 
 
-def _unknown(word: str, key: str) -> ConfigError:
+def without(argv: Sequence[str], option: str) -> list[str]:
+    """``argv`` without ``option`` and its values.
+
+    >>> without(["--steps", "5", "--lr=1", "--seed", "x", "y", "--resume"], "--seed")
+    ['--steps', '5', '--lr=1', '--resume']
+    """
+    left, inside = [], False
+    for word in argv:
+        inside = word.partition("=")[0] == option or (inside and not word.startswith("--"))
+        if not inside:
+            left.append(word)
+    return left
+
+
+def _unknown(word: str, key: str) -> str:
     leaves = [option.key for option in options()]
     if key in keys():
         inside = [leaf for leaf in leaves if leaf.startswith(f"{key}.")]
-        return ConfigError(f"{COMMAND_LINE}: {word}: a section, allowed: its fields, like --{inside[0]}")
-    return ConfigError(f"{COMMAND_LINE}: {word}: unknown option{near(key, leaves)}; see --help")
+        return f"{word}: a section, allowed: its fields, like --{inside[0]}"
+    return f"{word}: unknown option{near(key, leaves)}; see --help"
 
 
-def _bad_value(key: str, found: str) -> ConfigError:
+def _bad_value(key: str, found: str) -> str:
     option = next((item for item in options() if item.key == key), None)
-    if option is None:
-        return ConfigError(f"{COMMAND_LINE}: {key}: found {found!r}, which is not allowed; see --help")
-    if get_origin(option.hint) is dict:
-        return wrong(COMMAND_LINE, key, found, f"--{key}.NAME VALUE or --{key} '{{NAME: VALUE}}'")
-    try:
-        clean(option.hint, found, COMMAND_LINE, key, option.metadata)
-    except ConfigError as error:
-        return error
-    return ConfigError(f"{COMMAND_LINE}: {key}: found {found!r}, which is not allowed; see --help")
+    if option is not None and get_origin(option.hint) is dict:
+        allowed = f"--{key}.NAME VALUE or --{key} '{{NAME: VALUE}}'"
+        return f"{key}: {found_and_allowed(found, allowed)}"
+    cleaner = Cleaner(Source(COMMAND_LINE))
+    if option is not None and cleaner.clean(option.hint, found, key, option.metadata) is DROPPED:
+        return cleaner.mistakes[0].text.removeprefix(f"{COMMAND_LINE}: ")
+    return f"{key}: found {found!r}, which is not allowed; see --help"

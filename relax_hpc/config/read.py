@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,6 +24,27 @@ _RESOLVERS = [
     ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", list("-+.")),
 ]
 _TYPES = ("null", "bool", "int", "float", "str", "seq", "map")
+
+
+class Source:
+    """Where a layer comes from, for messages about it: a file, whose keys have lines, or the command line."""
+
+    def __init__(self, name: str, text: str | bytes = b"") -> None:
+        self.name = name
+        self._text = text
+
+    def __str__(self) -> str:
+        return self.name
+
+    def at(self, key: str) -> str:
+        """Where ``key``, or what it lies in, stands: `run.yaml:12`."""
+        while key and key not in self._lines:
+            key = key.rpartition("[" if key.endswith("]") else ".")[0]
+        return f"{self.name}:{self._lines[key] + 1}" if key else self.name
+
+    @cached_property
+    def _lines(self) -> dict[str, int]:
+        return key_lines(self._text) if self._text else {}
 
 
 class _Loader(yaml.SafeLoader):
@@ -95,7 +117,7 @@ def parse_yaml(text: str | bytes, source: str) -> Any:
         raise ConfigError(f"{source}: nested too deeply for a configuration") from error
 
 
-def key_lines(text: str) -> dict[str, int]:
+def key_lines(text: str | bytes) -> dict[str, int]:
     """Dotted key -> line (from 0) on which it stands, for the mappings of the document `text`."""
     lines: dict[str, int] = {}
 
@@ -108,7 +130,7 @@ def key_lines(text: str) -> dict[str, int]:
     return lines
 
 
-def read_yaml(path: Path) -> Any:
+def read_yaml(path: Path) -> tuple[Any, Source]:
     """The document in the file `path`. ConfigError if it cannot be read, is too large or is not plain YAML."""
     try:
         with path.open("rb") as file:
@@ -117,7 +139,7 @@ def read_yaml(path: Path) -> Any:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}{_near_file(path)}") from error
     if len(data) > MAX_BYTES:
         raise ConfigError(f"{path}: larger than {MAX_BYTES} bytes, allowed at most that; is it a configuration?")
-    return parse_yaml(data, str(path))
+    return parse_yaml(data, str(path)), Source(str(path), data)
 
 
 def _near_file(path: Path) -> str:

@@ -8,27 +8,30 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from textwrap import indent
 
 from relax_hpc.config.check_files import notes
-from relax_hpc.config.load import resolve
+from relax_hpc.config.load import Layers, resolve
 from relax_hpc.config.schema import Config
 from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, ConfigError
 from relax_hpc.launch.slurm.commands import Slurm
 from relax_hpc.launch.slurm.doctor_cluster import Cluster, check_cluster, look
 from relax_hpc.launch.slurm.doctor_deep import check_here, check_nodes
 from relax_hpc.launch.slurm.doctor_host import check_disk, check_layout, check_programs, check_settings
-from relax_hpc.launch.slurm.finding import Finding, ok, warning
+from relax_hpc.launch.slurm.finding import Finding, error, ok, warning
 from relax_hpc.launch.slurm.layout import components
 
 __all__ = ["Finding", "diagnose", "main"]
 
 
-def main(config: Config, deep: bool, as_json: bool) -> int:
-    """Print what is found; 0, or 78 if anything is an error."""
+def main(config: Config, deep: bool, as_json: bool, layers: Layers | None = None) -> int:
+    """Print what is found, after the line of ``layers`` that it is about; 0, or 78 if anything is an error."""
     slurm = Slurm() if config.layout != "local" else None
-    findings = diagnose(config, slurm, deep)
+    findings = diagnose(config, slurm, deep and not (layers and layers.mistakes))
+    if layers:
+        found = [replace(finding, text=layers.placed(finding.text)) for finding in findings]
+        findings = [error(mistake.text) for mistake in layers.mistakes] + found
     if as_json:
         print(json.dumps([_as_json(finding) for finding in findings], indent=1))
     else:
