@@ -123,7 +123,7 @@ def damage(path, how) -> None:
 DAMAGES = [lambda data: data[:-1], lambda data: data[:-1] + b"\x07", lambda data: b"", None]
 
 
-@pytest.mark.parametrize("name", [MANIFEST, LISTING, f"{FOLDER}/{TENSORS}"])
+@pytest.mark.parametrize("name", [MANIFEST, LISTING, f"{FOLDER}/{TENSORS}", f"{FOLDER}/config.json"])
 @pytest.mark.parametrize("how", DAMAGES)
 def test_damaged_files_are_refused_by_name_and_the_last_good_version_stays(stage, name, how, capfd):
     stage.put(0)
@@ -141,6 +141,33 @@ def test_damaged_files_are_refused_by_name_and_the_last_good_version_stays(stage
         "goes on with e000001-v000000\n"
     )
     assert stage.rollout.call("status")["noted"] == {"weights_unreadable/unreadable": 1}
+
+
+def test_no_flipped_bit_of_what_the_tensors_mean_is_unseen(stage, capfd):
+    """Read from memory, from files, by a resume and by a conversion."""
+    config = stage.run.model / "config.json"
+    config.write_text('{"rope_theta": 10000}')
+    stage.put(0)
+    model, whole = stage.run.weights / "e000001-v000000" / FOLDER, config.read_bytes()
+    files.check_unchanged(stage.run.weights, stage.run.model)
+    files.check_listed(model)
+    for bit in range(8 * len(whole)):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        for path, check in (
+            (config, lambda: files.check_unchanged(stage.run.weights, stage.run.model)),
+            (model / "config.json", lambda: files.check_listed(model)),
+        ):
+            path.write_bytes(flipped)
+            with pytest.raises(ConfigError, match=r"config\.json: was replaced or damaged"):
+                check()
+            path.write_bytes(whole)
+    config.write_bytes(flipped)
+    reader = stage.reader()
+    assert stage.fetch(reader) == 0 and reader.fetcher.puller.bytes.keys() == {"file"}, "which have their own"
+    (stage.run.model / "README.md").write_text("may change")
+    config.write_bytes(whole)
+    files.check_unchanged(stage.run.weights, stage.run.model)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format_version": 1}', '{"format_version": 2, "tensors": 7}'])
@@ -333,6 +360,7 @@ def test_a_version_in_several_files_is_loaded_by_transformers(stage, tmp_path):
     from transformers import AutoModelForCausalLM
 
     model = make_model(tmp_path / "model", 3)
+    shutil.copytree(model, stage.run.model, dirs_exist_ok=True)
     tensors = load_file(model / TENSORS)
     source = Source(stage.run, stage.actor, tensors, file_every=0)
     source.publish(Version(1, 0))

@@ -23,6 +23,7 @@ from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.models.families import understood
 from relax_hpc.training.hf_files import read_config
 from relax_hpc.training.hf_mapping import Qwen3Shape
+from relax_hpc.weights.files import check_listed, check_unchanged
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 PLAN_VERSION = 1
@@ -91,6 +92,7 @@ def is_megatron(directory: Path) -> bool:
 
 
 def _to_megatron(request: Request, progress: Callable[[str], None]) -> dict[str, Any]:
+    check_listed(request.source)
     known = understood(read_config(request.source), request.ignore_keys, "convert")
     shape = Qwen3Shape.of(known)
     source = HfTensors(request.source, shape)
@@ -139,6 +141,8 @@ def _model_of(request: Request) -> tuple[Path, dict[str, str] | None]:
     model = request.model or (kept if kept.is_dir() else request.source.absolute().parent.parent / "model")
     if not (model / "config.json").exists():
         raise ConfigError(f"--model: found no config.json in {model}; name the Hugging Face directory of this model")
+    if request.model is None and model != kept:
+        check_unchanged(model.parent / "weights", model)
     if request.shard_bytes:
         return model, None
     if model == kept:

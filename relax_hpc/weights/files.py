@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from relax_hpc.errors import ConfigError
 from relax_hpc.rundir import sync_directory, write_atomic
-from relax_hpc.weights.manifest import Manifest, WeightsError, digest, read_journaled
+from relax_hpc.weights.manifest import MANIFEST, FileSums, Manifest, WeightsError, digest, read_journaled
 from relax_hpc.weights.pull import Puller
 from relax_hpc.weights.tensors import SafetensorsFile, Tensor
 
@@ -24,8 +26,9 @@ TENSORS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 _PIECE_BYTES = 4 << 20
-FileSums = dict[str, dict[str, Any]]
-"""Name -> {bytes, xxh3_128}."""
+_MEANING = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json")
+_MEANING += ("vocab.json", "merges.txt", "*.jinja", "preprocessor_config.json", "processor_config.json")
+"""Of a model directory, what says what its tensors mean. The rest, such as a README, may change while a run goes on."""
 
 
 def shares(tensors: Mapping[str, Tensor], writers: int) -> list[list[str]]:
@@ -93,15 +96,16 @@ def write_summed(pieces: Iterable[bytes | memoryview], target: Path, sync: bool)
 
 def finish(manifest: Manifest, partial: Path, source: Path, sums: Sequence[FileSums], writers: int, sync: bool) -> str:
     """Complete ``partial``, where every share is written, with the small files of the model directory ``source``, and
-    give it its name; the digest to be journaled."""
-    copy_small(source, partial)
+    give it its name; the digest to be journaled. WeightsError: a small file is not as it was published."""
+    small = copy_small(source, partial)
+    check_small(small, manifest.small, source)
     if writers > 1:
         owners = enumerate(shares(manifest.tensors, writers))
         owner = {name: file_name(number, writers) for number, names in owners for name in names}
         total = sum(tensor.bytes for tensor in manifest.tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": owner}
         (partial / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    listing = json.dumps({name: sum_ for share in sums for name, sum_ in share.items()}, indent=1).encode()
+    listing = json.dumps({name: sum_ for share in [*sums, small] for name, sum_ in share.items()}, indent=1).encode()
     write_atomic(partial.parent / LISTING, listing, sync)
     if sync:
         for path in partial.iterdir():
@@ -114,7 +118,7 @@ def finish(manifest: Manifest, partial: Path, source: Path, sums: Sequence[FileS
 
 
 def copy_verified(directory: Path, expected: str, target: Path) -> int:
-    """Copy the tensors of a version's directory to ``target``, each file as it was listed; the bytes copied.
+    """Copy the files of a version's directory to ``target``, each as it was listed; the bytes copied.
 
     WeightsError names the file that is missing or damaged.
     """
@@ -130,8 +134,61 @@ def copy_verified(directory: Path, expected: str, target: Path) -> int:
     return sum(wanted["bytes"] for wanted in listing.values())
 
 
-def copy_small(source: Path, target: Path) -> None:
-    """Everything of a model directory but the weights."""
-    for path in source.iterdir():
-        if path.is_file() and not path.name.endswith(_WEIGHTS):
-            shutil.copyfile(path, target / path.name)
+def copy_small(source: Path, target: Path) -> FileSums:
+    """Copy everything of a model directory but the weights; the sums of what was copied."""
+    found = {}
+    for path in _small(source):
+        data = path.read_bytes()
+        (target / path.name).write_bytes(data)
+        found[path.name] = _sums(data)
+    return found
+
+
+def small_sums(directory: Path) -> FileSums:
+    """Of the files of a model directory that say what its tensors mean."""
+    named = (path for path in _small(directory) if any(fnmatch(path.name, pattern) for pattern in _MEANING))
+    return {path.name: _sums(path.read_bytes()) for path in named}
+
+
+def _sums(data: bytes) -> dict[str, Any]:
+    return {"bytes": len(data), "xxh3_128": xxhash.xxh3_128_hexdigest(data)}
+
+
+def check_small(found: FileSums, wanted: FileSums, directory: Path) -> None:
+    """WeightsError naming the first file of ``directory`` that is not as a version was published with."""
+    for name, sums in wanted.items():
+        if found.get(name) != sums:
+            state = "is missing" if name not in found else "was replaced or damaged"
+            raise WeightsError(f"{directory / name}: {state} since the run's weights were published")
+
+
+def check_unchanged(weights: Path, model: Path) -> None:
+    """ConfigError if a run's model directory says another thing than when its newest version in ``weights`` was made:
+    whoever goes on with that run would take its tensors for what they are not."""
+    for path in sorted(weights.glob(f"*-v*/{MANIFEST}"), reverse=True):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+            newest = Manifest.decode(path.read_bytes())
+            try:
+                return check_small(small_sums(model), newest.small, model)
+            except WeightsError as error:
+                raise ConfigError(f"{error}; put the file of that time back, or start a new run") from error
+
+
+def check_listed(directory: Path) -> None:
+    """ConfigError if ``directory`` is the model of a run's version, and its small files are not as they were listed."""
+    listing = directory.parent / LISTING
+    if directory.name == FOLDER and listing.is_file():
+        try:
+            listed: FileSums = json.loads(listing.read_bytes())
+            small = {name: sums for name, sums in listed.items() if any(fnmatch(name, one) for one in _MEANING)}
+            check_small(small_sums(directory), small, directory)
+        except (ValueError, AttributeError, WeightsError) as error:
+            raise ConfigError(f"{error}; take another version, or copy it again") from error
+
+
+def _small(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.iterdir() if path.is_file() and not _is_weights(path.name))
+
+
+def _is_weights(name: str) -> bool:
+    return name.endswith(_WEIGHTS)

@@ -21,6 +21,10 @@ _BYTES = "base64"
 _ALIGNED = 64
 
 
+FileSums = dict[str, dict[str, Any]]
+"""Name -> {bytes, xxh3_128}."""
+
+
 class WeightsError(RelaxError):
     """Published weights that are missing, truncated or not what the controller journaled."""
 
@@ -67,6 +71,8 @@ class Manifest:
     chunks: tuple[Chunk, ...]
     anchor: str = ""
     """The version that deltas are made against: this one itself, for those to come, or an older one."""
+    small: FileSums = field(default_factory=dict)
+    """What says what the tensors mean: config.json, the tokenizer. Empty: of a program that did not say."""
 
     def encode(self) -> bytes:
         """As it is written. ValueError if the chunks are not a partition of the tensors."""
@@ -90,7 +96,7 @@ class Manifest:
             ends = [part.offset + part.bytes(tensors[part.name]) for part in chunk.parts]
             if max(ends, default=0) > chunk.bytes or min((part.offset for part in chunk.parts), default=0) < 0:
                 raise ValueError(f"chunk {chunk.name}: parts beyond its {chunk.bytes} bytes")
-        return cls(value["version"], tensors, chunks, value["anchor"])
+        return cls(value["version"], tensors, chunks, value["anchor"], value.get("small", {}))
 
 
 def _plain(value: Any) -> Any:

@@ -24,8 +24,8 @@ from relax_hpc.transfer_queue.planes import Plane, SlabPool
 from relax_hpc.versions import Version
 from relax_hpc.weights.delta import Deltas
 from relax_hpc.weights.file_writer import FileWriter
-from relax_hpc.weights.files import FOLDER
-from relax_hpc.weights.manifest import MANIFEST, Chunk, Manifest, digest
+from relax_hpc.weights.files import FOLDER, check_unchanged, small_sums
+from relax_hpc.weights.manifest import MANIFEST, Chunk, FileSums, Manifest, digest
 from relax_hpc.weights.ring import SlabRing, Slice
 from relax_hpc.weights.tensors import Tensor
 
@@ -60,12 +60,17 @@ class Publisher:
     ) -> None:
         """``channel`` makes one. ``tensors``: the whole version's; ``slices``: what this rank publishes of them, from
         GPU number ``device`` if that is given. Versions that are multiples of ``refresh_every`` get files in any case:
-        a reference may ask for one long after.
+        a reference may ask for one long after. ConfigError: config.json or the tokenizer of a run that goes on is
+        another one than its versions were published with.
         """
         self.run, self.client, self.channel, self.settings = run, client, channel(), settings
         self.tensors, self.slabs, self.refresh_every = dict(tensors), slabs, refresh_every
         self.ring = SlabRing(pool, planes, tensors, slices, slabs, settings.chunk_bytes, device is not None)
         self.files = FileWriter(run, client, channel(), planes, settings, device)
+        self._small: FileSums = {}
+        if client is not None:
+            check_unchanged(run.weights, run.model)
+            self._small = small_sums(run.model)
         self._deltas = Deltas(pool, self.ring, tensors, settings.anchor_every)
         self.work = Background("weights", self._publish, device)
 
@@ -115,7 +120,7 @@ class Publisher:
         manifest = None
         if parts is not None:
             everything = tuple(Chunk.of(one) for part in parts for one in part)
-            manifest = Manifest(str(job.version), self.tensors, everything, anchor)
+            manifest = Manifest(str(job.version), self.tensors, everything, anchor, self._small)
             self._announce(job.version, self.run.weights / str(job.version), manifest)
         number, keep = job.version.number, self.settings.keep_every
         kept = bool(keep) and not number % keep

@@ -17,7 +17,7 @@ from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transfer_queue.planes import Plane
 from relax_hpc.versions import Version
-from relax_hpc.weights.files import TENSORS, copy_small, copy_verified
+from relax_hpc.weights.files import TENSORS, check_small, copy_small, copy_verified
 from relax_hpc.weights.manifest import Manifest, WeightsError, read_manifest
 from relax_hpc.weights.pull import Anchor, Puller
 from relax_hpc.weights.staging import Staged, Staging, staging_root
@@ -89,10 +89,11 @@ class Fetcher:
         self._anchor = staged
 
     def _make(self, news: News, folder: Path) -> None:
-        copy_small(self.run.model, folder)
+        small = copy_small(self.run.model, folder)
         directory = self.run.weights / news.version
         try:
             manifest = read_manifest(directory, news.digest)
+            check_small(small, manifest.small, self.run.model)
             self.staging.take_spare(folder / TENSORS)
             with contextlib.ExitStack() as stack:
                 file = stack.enter_context(SafetensorsFile(folder / TENSORS, manifest.tensors))
