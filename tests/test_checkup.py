@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,9 @@ import pytest
 
 from relax_hpc.config import load
 from relax_hpc.config.load import dump
+from relax_hpc.launch.slurm import checkup
 from relax_hpc.launch.slurm.allocation import Allocation, Place
-from relax_hpc.launch.slurm.checkup import check_nodes
+from relax_hpc.launch.slurm.checkup import check_nodes, read_reports
 from relax_hpc.launch.slurm.commands import Slurm
 from relax_hpc.launch.slurm.preflight import BadNodes
 from relax_hpc.launch.slurm.snapshot import take_snapshot
@@ -61,6 +64,23 @@ def look(
     monkeypatch.setenv("PYTHONPATH", str(run.code))
     launcher = StepLauncher(run, config, Slurm(), Allocation(job, 0, "node1", {"actor": Place(job, 2)}), lambda: None)
     return check_nodes(launcher, ["actor"]).get("actor", ""), run
+
+
+def test_what_is_no_report_is_left_alone() -> None:
+    report = {"node": "n1", "problems": [], "ok": True}
+    output = f'{{ welcome to the cluster }}\n{json.dumps(report)}\n{{"half": \n[1]\n7\nsrun: error: a word\n'
+    found, rest = read_reports(output)
+    assert found == [report] and rest.split("\n")[-1] == "srun: error: a word" and len(rest.split("\n")) == 5
+
+
+def test_a_step_that_hangs_ends_at_the_deadline_with_what_it_has_said() -> None:
+    """The pipe stays open in a process that outlives the first kill, as srun's second one may."""
+    words = ["bash", "-c", "echo said; trap '' TERM; sleep 300 & wait"]
+    step = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkup, "_END_S", 0.2)
+        found = checkup._output(checkup.Checkup("actor", load([]), step, time.monotonic() + 0.2, False))
+    assert found == "said\n" and step.poll() is not None
 
 
 def test_nodes_that_are_well_and_programs_that_are_not(

@@ -336,6 +336,8 @@ PLAIN_MISTAKES = [
     ({"model": {"path": "/nowhere"}}, "error: model.path: found '/nowhere', which is not a directory"),
     (group("actor", gpus_per_node=1), "warning: groups.actor.resources.gpus_per_node: found 1 with model.device cpu"),
     (group("actor", gpus_per_node=1), "warning: site.gpu_request: found none, so the 1 GPUs a node of groups.actor"),
+    (site(setup=["module purge", "export A='b"]), "error: site.setup: bash cannot read it: .*line 2: unexpected EOF"),
+    (site(srun_options={"mpi": "none"}), "error: site.srun_options.mpi: .* set site.mpi.launcher instead"),
     (site(local_dir="scratch"), "error: site.local_dir: found 'scratch', allowed: an absolute path"),
     ({"slurm": {"time": "4", "signal_s": 300}}, "error: slurm.signal_s: found 300"),
     (site(options={"nodes": "3"}), "error: options.nodes: found '3', but it is set by relax_hpc"),

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from relax_hpc.config import Config, load_resolved
 from relax_hpc.config.groups import group_of
@@ -83,9 +87,8 @@ def _start(launcher: StepLauncher, name: str) -> Checkup:
 def _judge(launcher: StepLauncher, checkup: Checkup) -> str:
     """Why the group must not start on its nodes; empty if all of them are well."""
     output, name = _output(checkup), checkup.name
-    found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-    words = [word for line in output.splitlines() if not line.startswith("{") for word in line.split()]
-    last = " ".join(words)[-300:] or "it said nothing"
+    found, rest = read_reports(output)
+    last = " ".join(rest.split())[-300:] or "it said nothing"
     reports = {report["node"]: report for report in found if "problems" in report}
     if not reports and any(text in output for text in _NOT_STARTED):
         print(f"{name}: no pre-flight, as Slurm did not start it: {last}", flush=True)
@@ -103,12 +106,33 @@ def _judge(launcher: StepLauncher, checkup: Checkup) -> str:
     return mpi_problem(checkup.config, [report["mpi"] for report in found if "mpi" in report], len(reports), last)
 
 
+def read_reports(output: str) -> tuple[list[dict[str, Any]], str]:
+    """What nodes report, a line each, and all else that was said: by Slurm, a container, or a site's profile."""
+    found, rest = [], []
+    for line in output.splitlines():
+        try:
+            report = json.loads(line)
+        except ValueError:
+            report = None
+        if isinstance(report, dict) and "node" in report:
+            found.append(report)
+        else:
+            rest.append(line)
+    return found, "\n".join(rest)
+
+
 def _output(checkup: Checkup) -> str:
-    try:
-        return checkup.step.communicate(timeout=max(0.1, checkup.deadline - time.monotonic()))[0]
-    except subprocess.TimeoutExpired:
-        checkup.step.kill()
-        return checkup.step.communicate(timeout=_END_S)[0]
+    """What the step has said when it ends, or at the deadline; then it is ended."""
+    step = checkup.step
+    for seconds in (max(0.1, checkup.deadline - time.monotonic()), _END_S, _END_S):
+        try:
+            return step.communicate(timeout=seconds)[0]
+        except subprocess.TimeoutExpired as late:
+            said = late.output or b""
+            # First srun alone, as its second process then cancels the step; that may be hung as well.
+            with contextlib.suppress(ProcessLookupError):
+                step.kill() if step.poll() is None else os.killpg(step.pid, signal.SIGKILL)
+    return said.decode(errors="replace") if isinstance(said, bytes) else said
 
 
 def _where(config: Config) -> str:

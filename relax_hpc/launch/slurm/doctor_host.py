@@ -51,6 +51,7 @@ def check_settings(config: Config) -> Iterator[Finding]:
     for key, value in named.items():
         if value.startswith("YOUR"):
             yield error(f"{key}: found the placeholder {value!r}; set it to yours")
+    yield from _setup(site.setup)
     tickets = (config.max_staleness + 1) * config.groups_per_step
     wanted = config.rollout.replicas * config.rollout.groups_per_request
     if wanted > tickets:
@@ -72,6 +73,14 @@ def check_settings(config: Config) -> Iterator[Finding]:
             )
     if site.local_dir and not Path(site.local_dir).is_absolute():
         yield error(f"site.local_dir: found {site.local_dir!r}, allowed: an absolute path on each node's own disk")
+
+
+def _setup(lines: list[str]) -> Iterator[Finding]:
+    """Whether bash can read them: a quote that is not closed would take the rest of the batch script with it."""
+    if lines and (bash := shutil.which("bash", path=f"{os.environ.get('PATH', '')}:/bin")):
+        done = subprocess.run([bash, "-n"], input="\n".join(lines), capture_output=True, text=True, timeout=10)
+        if done.returncode:
+            yield error(f"site.setup: bash cannot read it: {done.stderr.strip().splitlines()[0]}; mend that line")
 
 
 def check_layout(config: Config) -> Iterator[Finding]:
