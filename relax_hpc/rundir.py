@@ -22,13 +22,19 @@ _CHECKPOINT = re.compile(r"e\d{6}-step-(\d{6})", re.ASCII)
 def write_atomic(path: Path, data: bytes | memoryview, sync: bool = False, tail: bytes = b"") -> None:
     """Write ``data``, then ``tail``, beside ``path`` and rename it into place: readers see all of it or nothing."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.write(tail)
-        if sync:
-            file.flush()
-            os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.write(tail)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        # What a full disk has taken of it would keep it full.
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
     if sync:
         sync_directory(path.parent)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from relax_hpc.config.schema import Config, optional_groups
+from relax_hpc.config.schema import Config, Durability, optional_groups
 from relax_hpc.rendezvous.roster import Card, claim_epoch, publish_card
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.client import QueueClient
@@ -62,10 +62,12 @@ def serve_here(path: Path, epoch: int, config: Config | None = None, snapshot_ev
 
 
 @contextmanager
-def in_thread(run: RunDir, config: Config, snapshot_every: int = RECORDS) -> Iterator[Controller]:
+def in_thread(
+    run: RunDir, config: Config, snapshot_every: int = RECORDS, durability: Durability = "commit"
+) -> Iterator[Controller]:
     """A controller of the next hub epoch in a thread of this process."""
     epoch = claim_epoch(run, "hub")
-    controller = Controller(run, Plan.of(config), epoch, snapshot_every=snapshot_every)
+    controller = Controller(run, Plan.of(config), epoch, durability=durability, snapshot_every=snapshot_every)
     publish_card(run, Card("hub", epoch, [], controller.endpoint))
     stop = threading.Event()
     thread = threading.Thread(target=lambda: controller.serve(stop.is_set))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import socket
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import torch
 
 from relax_hpc.cli import main
 from relax_hpc.config import dump
-from relax_hpc.config.schema import Config, GroupConfig, TinyModelConfig
+from relax_hpc.config.schema import Config, GroupConfig, RolloutConfig, TinyModelConfig
 from relax_hpc.data.tiny_model import EOS_ID, make_tiny_model
 from relax_hpc.errors import EXIT_CONFIG, EXIT_NO_PROGRESS, NoProgressError, RelaxError
 from relax_hpc.metrics.spans import Spans
@@ -28,6 +29,7 @@ from relax_hpc.rewards import RewardInput
 from relax_hpc.roles import replica, rollout
 from relax_hpc.roles.context import Context
 from relax_hpc.rollout.engine import EngineFault, GenerateRequest, Generation, Sampling
+from relax_hpc.rollout.outcomes import Failure, Outcomes
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transfer_queue.controller import Controller
@@ -167,7 +169,9 @@ def test_a_reward_that_always_raises_ends_the_run(tmp_path: Path, monkeypatch: p
     requires("mpi", "torch", "megatron", "transformers")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     result = run_to_the_end(tmp_path, make_data(tmp_path) | {"rollout": {"reward": "fickle:never"}})
-    assert_one_line(result, EXIT_NO_PROGRESS, "rollout: ", "reward_exception", "ZeroDivisionError", "max_attempts=4")
+    assert_one_line(
+        result, EXIT_NO_PROGRESS, "rollout: ", "reward_exception", "ZeroDivisionError", "max_failed_share=50%"
+    )
     assert "epoch 2" not in result.stdout
 
 
@@ -343,6 +347,46 @@ def test_a_reward_that_would_end_the_process_costs_its_group(
     assert "reward_exception: SystemExit: 3 (prompt p" in capsys.readouterr().out
 
 
+def test_a_ticket_may_fail_as_often_as_the_share_of_failures_allows(
+    world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here three of four prompts fail, whichever they are tried for; each is counted, and others take their tickets."""
+
+    def reward(sample: RewardInput) -> float:
+        return 1 / (int(sample.prompt[:-1]) % 4 == 3)
+
+    monkeypatch.setattr(rollout, "get_reward", lambda _: reward)
+    world.config.rollout.max_failed_share = 0.9
+    trainer = threading.Thread(target=train_the_step, args=(world.actor, world.run))
+    trainer.start()
+    world.rollout([])
+    trainer.join(20.0)
+    state: Controller = world.controller.state
+    failures = [group.failures for group in state.groups.values()]
+    assert state.finished() and max(failures) > 4, failures
+    assert state.dropped == {"reward_exception": 2 * sum(failures)}
+
+
+def test_the_share_alone_says_how_much_may_fail() -> None:
+    """A fifth of all, at random, for as long as one likes; but not what was found bad once it was put; nor all."""
+    draw, shape = random.Random(5), RolloutConfig(max_failed_share=0.5)
+    failure, outcomes = Failure("reward_exception", "no"), Outcomes(shape)
+    for _ in range(20_000):
+        outcomes.count(failure if draw.random() < 0.2 else [])
+        outcomes.check_share(failure)
+    outcomes.note_failures(7, 9)
+    outcomes.count_lost(7, 9, "is known")
+    with pytest.raises(NoProgressError, match="% of the last 64 prompt groups failed, the last by it was put"):
+        for ticket in range(100):
+            outcomes.count([])
+            outcomes.count_lost(ticket, 1, "it was put")
+    everything = Outcomes(RolloutConfig(max_failed_share=1.0))
+    with pytest.raises(NoProgressError, match="100% of the last 64"):
+        for _ in range(64):
+            everything.count(failure)
+            everything.check_share(failure)
+
+
 def test_bad_lines_are_counted_once_a_run(world: SimpleNamespace) -> None:
     path = Path(world.config.data.train)
     path.write_text("\n".join([path.read_text().strip(), *BAD_LINES]))
@@ -363,8 +407,8 @@ def test_an_engine_that_only_fails_ends_its_group(world: SimpleNamespace) -> Non
 def test_a_filter_that_drops_some_groups_has_them_replaced(
     world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts that are odd are dropped; tickets may be tried more often than they may fail."""
-    world.config.rollout.filter, world.config.rollout.max_attempts = "tests.test_bad_input:never_equal", 1
+    """Prompts that are odd are dropped."""
+    world.config.rollout.filter = "tests.test_bad_input:never_equal"
     monkeypatch.setattr(rollout, "get_reward", lambda _: lambda sample: float(int(sample.prompt[:-1]) % 2))
     reported: list[dict[str, float]] = []
     world.controller.on_report = lambda role, step, values, seconds: reported.append(values)
@@ -397,7 +441,7 @@ def test_a_filter_that_drops_everything_ends_the_run(world: SimpleNamespace) -> 
 
 
 def test_too_large_a_share_of_failures_ends_the_run(world: SimpleNamespace) -> None:
-    world.config.rollout.max_attempts, world.config.samples_per_group = 100, 2
+    world.config.samples_per_group = 2
     world.config.rollout.reward = "builtins:dict"
     with pytest.raises(NoProgressError, match=r"100% of the last 64 prompt groups failed.*reward_.*=50%"):
         world.rollout([])

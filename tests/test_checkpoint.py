@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import resource
+import shutil
 import subprocess
 import sys
 import threading
@@ -17,10 +19,12 @@ import torch
 
 from relax_hpc.checkpoint import saver, store
 from relax_hpc.checkpoint.saver import Saver
-from relax_hpc.errors import ConfigError, DeadlineError, FencedError
+from relax_hpc.disk import WAITS
+from relax_hpc.errors import ConfigError, DeadlineError, FencedError, NoProgressError
 from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.training.trainer import Trainer
 from tests.killed_saves import POINTS
+from tests.small_disk import small_disk
 from tests.training_helpers import LR, batch, launch, load, one_rank_fixture, rows, save, tiny_fixture, trainer  # noqa: F401
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -213,6 +217,52 @@ def test_a_full_disk_costs_the_checkpoint_alone(tiny: Path, tmp_path: Path, capf
     keeper.save(tmp_path / "c", {"step": 3})
     keeper.settle()
     assert load(tmp_path / "c", ours) == {"step": 3}
+
+
+def test_on_a_full_disk_it_is_tried_until_there_is_room(tiny: Path, tmp_path: Path, capfd):
+    """On a real one, which is filled after the first; the end of the run waits for it, and it counts as one failure."""
+    told: list[str] = []
+    with small_disk(tmp_path / "disk", "2m") as disk:
+        ours = trainer(tiny)
+        keeper = Saver(ours, Channel(60.0), 60.0, told.append, max_failures=1)
+        for number, left in enumerate((0, 4096, 8192, 40_000, 80_000)):
+            disk.fill(left)
+            keeper.save(disk.folder / f"{number}", {"step": number})
+            while not (wait := WAITS.told()):
+                keeper.check()
+            assert wait["errno"] == errno.ENOSPC and wait["path"] == str(disk.folder / f"{number}") and wait["loose"]
+            assert keeper.failed == len(told) == 1 and "No space left on device" in told.pop()
+            threading.Timer(0.3, disk.free).start()
+            keeper.settle()
+            assert load(disk.folder / f"{number}", ours) == {"step": number} and not keeper.failed and not WAITS
+            shutil.rmtree(disk.folder / f"{number}")
+
+
+def test_on_a_full_disk_the_next_one_takes_its_place(tiny: Path, tmp_path: Path, capfd):
+    told: list[str] = []
+    with small_disk(tmp_path / "disk", "2m") as disk:
+        keeper = Saver(trainer(tiny), Channel(60.0), 60.0, told.append)
+        disk.fill()
+        for number in range(3):
+            keeper.save(disk.folder / f"{number}", {"step": number})
+        keeper.wait()
+        assert keeper.failed == 3 == len(told)
+        disk.free()
+        keeper.save(disk.folder / "3", {"step": 3})
+        keeper.settle()
+        assert [path.name for path in disk.folder.iterdir()] == ["3"] and not keeper.failed
+
+
+def test_failures_in_a_row_that_no_full_disk_explains_end_the_run(tiny: Path, tmp_path: Path, capfd):
+    told: list[str] = []
+    keeper = Saver(trainer(tiny), Channel(60.0), 60.0, told.append, max_failures=2)
+    (tmp_path / "file").touch()
+    keeper.save(tmp_path / "file" / "a", {})
+    keeper.wait()
+    keeper.save(tmp_path / "file" / "b", {})
+    with pytest.raises(NoProgressError, match=r"2 checkpoints in a row .* allowed checkpoint.max_failures=2"):
+        keeper.settle()
+    assert len(told) == 2
 
 
 def test_what_an_older_actor_no_longer_needs_is_not_the_newer_ones(tmp_path: Path):

@@ -251,7 +251,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_help_of_run_documents_the_fields() -> None:
     text = " ".join(parser_of("run").format_help().split())
-    assert "--rollout.max_attempts MAX_ATTEMPTS Tries of one ticket" in text
+    assert "--checkpoint.max_failures MAX_FAILURES Checkpoints in a row" in text
     assert "[at least 1] (type: int, default: 4)" in text
     assert "%" not in text
     keys = {option.key for option in options()}

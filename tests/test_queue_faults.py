@@ -77,7 +77,8 @@ def test_a_second_controller_fences_the_first(tmp_path):
         old.serve(lambda: False)
     old._record(op="register", group="late", epoch=7)
     old.journal.commit()
-    old.journal._file.write(b"\xffgarbage that no checksum fits")
+    with old.journal.path.open("ab") as file:
+        file.write(b"\xffgarbage that no checksum fits")
     third = Controller(run, Plan.of(config), claim_epoch(run, "hub"))
     assert "late" not in third.state.epochs
     for controller in (old, new, third):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import stat
 import struct
@@ -13,12 +14,13 @@ import torch
 from safetensors.torch import load_file
 
 from relax_hpc.config.schema import WeightsConfig
+from relax_hpc.disk import CURES, WAITS
 from relax_hpc.errors import ConfigError, FencedError
 from relax_hpc.rollout.sglang_cpu import install_transformers_hook
 from relax_hpc.rundir import private_folder
 from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.versions import Version
-from relax_hpc.weights import files
+from relax_hpc.weights import files, publisher
 from relax_hpc.weights.files import FOLDER, LISTING, TENSORS
 from relax_hpc.weights.manifest import MANIFEST, WeightsError, read_manifest
 from relax_hpc.weights.pull import Puller
@@ -334,16 +336,50 @@ def test_an_older_actor_publishes_nothing(stage):
             stage.put(1)
 
 
-def test_a_full_disk_costs_the_files_alone(stage, monkeypatch, capfd):
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
+@pytest.mark.parametrize("number", sorted(CURES))
+@pytest.mark.parametrize("where", ["write_summed", "sync_directory"])
+def test_on_a_full_disk_files_are_written_when_there_is_room(stage, monkeypatch, capfd, number, where):
+    real, left = getattr(files, where), [1, 1]
 
-    monkeypatch.setattr(files, "write_summed", full)
+    def full(*args, **kwargs):
+        if left:
+            left.pop()
+            raise OSError(number, os.strerror(number))
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(files, where, full)
+    stage.put(0, last=True)
+    assert stage.fetch(stage.reader()) == 0 and not left and not WAITS
+    assert (stage.run.weights / "e000001-v000000" / "model" / TENSORS).exists()
+    assert os.strerror(number) in capfd.readouterr().err
+    assert stage.rollout.call("status")["noted"] == {}
+
+
+def test_a_disk_that_takes_no_such_file_costs_the_files_alone(stage, monkeypatch, capfd):
+    def refuse(*_, **__):
+        raise OSError(27, "File too large")
+
+    monkeypatch.setattr(files, "write_summed", refuse)
     stage.put(0)
     assert stage.fetch(stage.reader()) == 0
-    assert "version e000001-v000000 has no files: rank 0: [Errno 28] No space left" in capfd.readouterr().err
+    assert "version e000001-v000000 has no files: rank 0: [Errno 27] File too large" in capfd.readouterr().err
     assert [path.name for path in (stage.run.weights / "e000001-v000000").iterdir()] == [MANIFEST]
     assert stage.rollout.call("status")["noted"] == {"weights_unwritten/unwritten": 1}
+
+
+@pytest.mark.parametrize("number", sorted(CURES))
+def test_a_manifest_waits_for_room(stage, monkeypatch, number):
+    real, left = publisher.write_atomic, [1, 1]
+
+    def full(*args, **kwargs):
+        if left:
+            left.pop()
+            raise OSError(number, os.strerror(number))
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(publisher, "write_atomic", full)
+    stage.put(0)
+    assert stage.fetch(stage.reader()) == 0 and not left and not WAITS
 
 
 def test_a_manifest_that_cannot_be_written_ends_the_actor(stage, monkeypatch):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial as partial_of
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -27,7 +30,8 @@ from relax_hpc.checkpoint.store import (
     random_file,
     sharded_state,
 )
-from relax_hpc.errors import DeadlineError
+from relax_hpc.disk import WAITS, Patience, may_pass, probe
+from relax_hpc.errors import DeadlineError, NoProgressError, RelaxError
 from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.rundir import sync_directory, write_json
 
@@ -38,6 +42,9 @@ if TYPE_CHECKING:
     from relax_hpc.training.trainer import Trainer
 
 T = TypeVar("T")
+_LOOK_S = 0.05
+_TORN = "inline_container.cc"
+"""In what torch says where the disk has taken only a part of a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,23 +56,52 @@ class _Job:
     then: Callable[[str], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why something could not be saved; ``errno``: of a disk that may have room later, else 0."""
+
+    why: str
+    errno: int = 0
+
+
+class Unsaved(CheckpointError):
+    """The same in every rank."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.why)
+        self.failure = failure
+
+
 class Saver:
     """One rank's; every rank makes and calls it alike. A save that fails is told of and leaves nothing behind; training
-    goes on, and resumes from an older one if it must.
+    goes on, and resumes from an older one if it must. While the disk is full it is tried again, until the next is due.
 
     >>> saver.save(directory, {"step": 100}, then=journal)
     >>> saver.settle()
     """
 
     def __init__(
-        self, trainer: Trainer, channel: Channel, timeout_s: float, on_failure: Callable[[str], None] = lambda why: None
+        self,
+        trainer: Trainer,
+        channel: Channel,
+        timeout_s: float,
+        on_failure: Callable[[str], None] = lambda why: None,
+        max_failures: int = 1 << 30,
     ) -> None:
         """``channel``: for this alone. ``timeout_s``: for a save that is still being written when the next one is due.
-        ``on_failure``: called by rank 0's thread."""
+        ``on_failure``: called by rank 0's thread, once a save. ``max_failures``: so many in a row that a full disk was
+        not the cause of, and `check` raises NoProgressError."""
         # It imports megatron-core, which a trainer has prepared for its device.
         from relax_hpc.checkpoint.strategy import StateWriter
 
         self.trainer, self.channel, self.timeout_s, self.on_failure = trainer, channel, timeout_s, on_failure
+        self.max_failures = max_failures
+        self.failed = 0
+        """Saves in a row that failed, or have not succeeded yet."""
+        self._failed_anyway = 0
+        """Those of them that a full disk was not the cause of."""
+        self._hurries, self._awaited = False, False
+        """Whether the next save is due; whether this one is waited for however long it takes."""
         self.seconds = 0.0
         """What the last save took, from copying to the end."""
         self.failure = ""
@@ -83,13 +119,16 @@ class Saver:
         thread, with the digest of the marker. Raises what `then` raised for an earlier save.
         """
         self.wait()
+        self._hurries = False
         state = sharded_state(self.trainer, loading=False)
         about = {"layout": layout_of(self.trainer), "optimizer": optimizer_of(self.trainer), "meta": meta}
         self._work.put(_Job(directory, self._writer.stage(state), random_state(), about, then))
 
     def settle(self) -> None:
         """Wait until what was to be saved is. CheckpointError: it could not be. DeadlineError: it takes too long."""
-        self.wait()
+        self._awaited = True
+        self._wait()
+        self._awaited = False
         if self.failure:
             raise CheckpointError(self.failure)
 
@@ -99,66 +138,120 @@ class Saver:
 
     def wait(self) -> None:
         """Until nothing is being saved, whether it could be or not. DeadlineError: it takes too long."""
-        if not self._work.wait(self.timeout_s):
+        self._hurries = True
+        self._wait()
+
+    def _wait(self) -> None:
+        while not (done := self._work.wait(self.timeout_s)) and WAITS:
+            pass
+        if not done:
             limit = f"checkpoint.timeout_s={self.timeout_s:g}"
             raise DeadlineError(f"a checkpoint is not written within {limit}; see its file system, or raise it")
 
     # -- in the thread -----------------------------------------------------------------------------------------
 
     def _save_timed(self, job: _Job) -> None:
-        started = time.monotonic()
-        self.failure = self._save(job)
+        started, full, said = time.monotonic(), Patience(job.directory), False
+        try:
+            while failure := self._save(job):
+                if not said:
+                    self._count(job, failure)
+                    said = True
+                if not failure.errno or self._gives_up(full, failure):
+                    break
+            else:
+                self.failed, self._failed_anyway, self.failure = 0, 0, ""
+        finally:
+            full.done()
         self.seconds = time.monotonic() - started
 
-    def _save(self, job: _Job) -> str:
-        """Why it could not be saved, the same in every rank; empty: it is."""
+    def _count(self, job: _Job, failure: Failure) -> None:
+        self.failed, self.failure = self.failed + 1, f"{job.directory}: {failure.why}"
+        self._failed_anyway += not failure.errno
+        if self.channel.rank == 0:
+            self.on_failure(failure.why)
+        if self._failed_anyway >= self.max_failures:
+            raise NoProgressError(
+                f"{self._failed_anyway} checkpoints in a row were not saved, the last: {failure.why}; allowed "
+                f"checkpoint.max_failures={self.max_failures}"
+            )
+
+    def _gives_up(self, full: Patience, failure: Failure) -> bool:
+        """Whether the next save is due; else, after a while, it is time for the next try. The same in every rank."""
+        full.loose = not self._awaited
+        full.failed(OSError(failure.errno, failure.why))
+        while not self._hurries and not full.due():
+            time.sleep(_LOOK_S)
+        return self.channel.tell({"next": self._hurries} if self.channel.rank == 0 else None)["next"]
+
+    def _save(self, job: _Job) -> Failure | None:
+        """Why it could not be saved, the same in every rank; None: it is."""
         partial = job.directory.with_name(f".{job.directory.name}.partial")
         rank, leads = self.channel.rank, self.channel.rank == 0
+        together = partial_of(self._together, partial.parent)
         try:
-            self._together(lambda: leads and _begin(job.directory, partial))
+            together(lambda: leads and _begin(job.directory, partial))
             # Apart from the shards: those are written in steps of all ranks together.
-            self._together(lambda: leads and job.state.write_common(partial))
-            self._together(lambda: job.state.write_shards(partial))
-            self._together(lambda: save_random_state(job.random, partial / random_file(rank)))
-            mine = self._together(lambda: checksums_of(partial, files_of(partial, rank), sync=True))
+            together(lambda: leads and job.state.write_common(partial))
+            together(lambda: job.state.write_shards(partial))
+            together(lambda: save_random_state(job.random, partial / random_file(rank)))
+            mine = together(lambda: checksums_of(partial, files_of(partial, rank), sync=True))
             files = joined(self.channel.gather(mine))
-            digest = self._together(lambda: leads and _finish(partial, job.directory, files, job.about))
-        except CheckpointError as error:
+            digest = together(lambda: leads and _finish(partial, job.directory, files, job.about))
+        except Unsaved as error:
             if leads:
-                say(f"checkpoint: {error}")
+                say(f"checkpoint: {job.directory}: {error}")
                 shutil.rmtree(partial, ignore_errors=True)
-                self.on_failure(str(error))
-            return f"{job.directory}: {error}"
+            return error.failure
         if leads:
             job.then(digest)
-        return ""
+        return None
 
-    def _together(self, act: Callable[[], T]) -> T:
-        """Have all ranks do their part; CheckpointError, in all of them, if one cannot."""
-        why, done = "", None
+    def _together(self, folder: Path, act: Callable[[], T]) -> T:
+        """Have all ranks do their part; Unsaved, in all of them, if one cannot."""
+        failure, done = ("", 0), None
         try:
             done = act()
         # Libraries raise errors of their own for a full disk, and whoever left here would leave the others waiting.
         except (Exception, CheckpointException) as error:
-            why = f"not saved: rank {self.channel.rank}: {_reason(error)}"
-        found = self.channel.gather(why)
-        if why := self.channel.tell(next(filter(None, found), "") if found is not None else None):
-            raise CheckpointError(why)
+            why, number = _cause(error, folder)
+            failure = f"not saved: rank {self.channel.rank}: {why}", number
+        found = self.channel.gather(failure)
+        failed = [one for one in found if one[0]] if found is not None else []
+        # What a full disk has not caused no room on it will mend.
+        why, number = self.channel.tell(min(failed, key=lambda one: bool(one[1]), default=("", 0)))
+        if why:
+            raise Unsaved(Failure(why, number))
         return cast(T, done)
 
 
-def _reason(error: BaseException) -> str:
-    """torch's error is a table of all ranks' errors with their traces."""
-    if isinstance(error, CheckpointException):
-        return "; ".join(str(failure[0]) for failure in error.failures.values())
-    return str(error)
+def _cause(error: BaseException, folder: Path) -> tuple[str, int]:
+    """In words, and the number of the error if it `may_pass`. torch's own is a table of all ranks' errors."""
+    errors = [one for one, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+    for one in errors:
+        if isinstance(one, OSError) and may_pass(one):
+            return f"{one.filename or folder}: {os.strerror(one.errno)}", one.errno
+    text = "; ".join(map(str, errors))
+    if isinstance(error, OSError | RelaxError):
+        return text, 0
+    # Libraries have words of their own, or none at all, for a disk that takes nothing.
+    try:
+        number = probe(folder).get("errno", errno.EIO if _TORN in text else 0)
+    except OSError as other:
+        number, text = 0, f"{folder}: {other.strerror} ({text})"
+    return (f"{folder}: {os.strerror(number)}", number) if number else (text, 0)
 
 
 def _finish(partial: Path, directory: Path, files: dict[str, str], about: dict[str, Any]) -> str:
     write_json(partial / MARKER, {"format": FORMAT_VERSION, "files": files, **about}, sync=True)
     digest = digest_of(partial / MARKER)
     partial.rename(directory)
-    sync_directory(directory.parent)
+    try:
+        sync_directory(directory.parent)
+    except OSError:
+        # It is written again, and nothing is ever overwritten.
+        directory.rename(partial)
+        raise
     return digest
 
 

@@ -172,10 +172,9 @@ class RolloutConfig:
     """Name in `relax_hpc.rewards`, or `package.module:function`."""
     reward_timeout_s: float = bounded(60.0, 0.1)
     """Deadline of the rewards of one generation request; past it, its prompt groups fail as `reward_timeout`."""
-    max_attempts: int = bounded(4, 1)
-    """Tries of one ticket: a failed group is replaced by another prompt under the same ticket."""
     max_failed_share: float = bounded(0.5, 0.0, 1.0)
-    """Stop (exit 93) when a larger share of the last 64 prompt groups failed."""
+    """Stop (exit 93) when a larger share of the last 64 prompt groups failed, or all of them. Each that fails is
+    counted by its reason, and replaced by another prompt under its ticket, however often that takes."""
     filter: str = ""
     """Which prompt groups are trained on: name in `relax_hpc.rollout.filters`, such as `rewards_differ`, or
     `package.module:function` of the rewards. The others are dropped as `filtered`, and replaced by other prompts under
@@ -349,6 +348,9 @@ class CheckpointConfig:
     """Checkpoints of steps that are multiples of it are never deleted. 0: only the last ones stay."""
     timeout_s: float = bounded(3600.0, 1.0)
     """For one to be written, beside training; what takes longer ends the actor."""
+    max_failures: int = bounded(4, 1)
+    """Checkpoints in a row that could not be written, for other causes than a full disk, before the run stops with exit
+    93. On a full disk it is tried again until there is room, or the next one is due."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -377,8 +379,8 @@ class LivenessConfig:
     max_restarts: int = bounded(5, 0)
     """Restarts of one group with neither new samples, steps nor checkpoints before the run stops with exit 93."""
     longest_wait_s: float = bounded(0.0, 0.0)
-    """How long others wait for a group that is queued, loads or is being replaced; then the run saves and ends with 75.
-    0: as long as their job lasts; 24 h where there is none."""
+    """How long a run waits for what is nobody's fault: a group that is queued, loads or is being replaced, or room on a
+    full disk. Then it saves what it can and ends with 75. 0: as long as its job lasts; 24 h where there is none."""
     stop_timeout_s: float = bounded(15.0, 0.1)
     """Between asking a process to end and killing it."""
 

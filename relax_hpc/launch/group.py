@@ -82,7 +82,8 @@ class Incarnation(ABC):
             # The disk may be full, which is no reason to end the others too.
             with contextlib.suppress(OSError):
                 if not read_mark(self.run, self.name, self.epoch, role):
-                    leave_mark(self.run.exit_mark(self.name, self.epoch, role), EXIT_RETRY, "ended by its supervisor")
+                    mark = self.run.exit_mark(self.name, self.epoch, role)
+                    leave_mark(mark, EXIT_RETRY, "ended by its supervisor", patience_s=0.0)
 
     def leave(self) -> None:
         """Look after it no more, without touching it."""

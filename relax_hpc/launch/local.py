@@ -12,6 +12,7 @@ from pathlib import Path
 from relax_hpc.config import Config, dump, load_resolved, resolve
 from relax_hpc.config.changes import retire_changes
 from relax_hpc.config.check import check
+from relax_hpc.disk import keep_printing
 from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, ConfigError, RelaxError
 from relax_hpc.launch import processes
 from relax_hpc.launch.processes import LocalLauncher
@@ -32,6 +33,7 @@ FIXED = ("seed", "groups_per_step", "samples_per_group", "model", "data", "warm_
 
 def run(config: Config, resume: bool) -> int:
     """Make or continue the run of ``config`` on this machine; the exit code of ``relax-hpc run``."""
+    keep_printing()
     directory, config = establish(config, resume)
     if directory.finished.exists():
         print(f"{directory.root}: the run is finished already; to go on, resume with more --steps")

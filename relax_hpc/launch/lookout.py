@@ -40,6 +40,12 @@ class Lookout:
         self.client, self.limits, self.wake, self.hub_epoch = client, limits, wake, hub_epoch
         self.progress: Progress = UNKNOWN
         """Of the run, by the newest answer."""
+        self.disk: list[dict[str, Any]] = []
+        """Writes that do not succeed, of whomever, by the newest answer."""
+        self.answered_at = time.monotonic()
+        """When that came."""
+        self.beats: dict[str, dict[str, Any]] = {}
+        """As it has them."""
         self.silent_since: float | None = None
         """When the hub was last asked in vain; None while it answers."""
         self.silent: set[tuple[str, int]] = set()
@@ -77,6 +83,7 @@ class Lookout:
         found = answer.result()
         self.progress = (found["trained_steps"], found["accepted"], len(found["checkpoints"]))
         self.lacking = found.get("lacking", {})
+        self.disk, self.answered_at, self.beats = found.get("disk", []), now, found["beats"]
         self.doing = {beat["group"]: beat["doing"] for beat in found["beats"].values() if beat.get("doing")}
         verdicts = {**self._of_roles(groups, done, found["beats"], now), **self._of_others(groups, found["beats"])}
         suspects = {(*who, said.reason) for who, said in verdicts.items() if said.fate is Fate.DEAD}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from typing import Any
 
@@ -13,6 +15,7 @@ from relax_hpc.launch.slurm.ledger import Ledger
 from relax_hpc.launch.slurm.preflight import excluded
 from relax_hpc.launch.slurm.whereabouts import known_jobs
 from relax_hpc.launch.status_groups import all_names, group_status
+from relax_hpc.launch.unsaved import unsaved
 from relax_hpc.launch.waits import waits
 from relax_hpc.metrics.read import read_metrics
 from relax_hpc.metrics.shares import shares_of_time
@@ -24,6 +27,7 @@ from relax_hpc.versions import Version
 SLURM_S = 2.0
 """slurmctld serves the whole cluster: one question a look, and no second try."""
 _MARKER = "COMPLETE.json"
+_LITTLE_BYTES = 1 << 20
 _PACE = 20
 """Steps that the pace of a run is taken from."""
 
@@ -57,6 +61,8 @@ def status(run: RunDir, patience_s: float = 3.0, slurm: Slurm | None = None) -> 
         },
     }
     about |= _training(run, config, found) | found | {"weights": _weights(found)}
+    about.setdefault("disk", [] if finished else _full(run))
+    about["unsaved"] = unsaved(config, found.get("beats", {}), about["trained_steps"])
     about["waits"] = waits(config, found.get("lacking", {}), about["groups"])
     return about | {"state": _state(about)}
 
@@ -133,6 +139,14 @@ def _job_rows(run: RunDir, jobs: dict[str, Job]) -> list[dict[str, Any]]:
         about |= {"state": job.state, "reason": "" if job.reason == "None" else job.reason, "nodes": job.node_list}
         rows.append(about | {"time_left_s": job.time_left_s})
     return sorted(rows, key=lambda row: int(row["job"]))
+
+
+def _full(run: RunDir) -> list[dict[str, Any]]:
+    """What can be seen of a disk without writing to it."""
+    found = os.statvfs(run.root)
+    if found.f_bavail * found.f_frsize >= _LITTLE_BYTES:
+        return []
+    return [{"who": "the run", "path": str(run.root), "errno": errno.ENOSPC, "seconds": 0.0, "loose": False}]
 
 
 def _ask_hub(run: RunDir, config: Config, patience_s: float) -> dict[str, Any]:

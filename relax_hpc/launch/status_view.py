@@ -8,9 +8,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from relax_hpc.disk import in_words
 from relax_hpc.errors import EXIT_DONE, ConfigError
 from relax_hpc.launch.slurm.commands import Slurm
 from relax_hpc.launch.status import SLURM_S, status
+from relax_hpc.launch.unsaved import in_words as unsaved_in_words
 from relax_hpc.rundir import RunDir
 
 MIN_WATCH_S = 2.0
@@ -58,8 +60,13 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     yield f"step {found['trained_steps']}/{found['steps']}  eta {duration(_eta(found))}{reward}{rate}"
     if weights := found["weights"]:
         yield f"weights: newest {weights['newest']}, slowest engine {weights['lag']} behind"
+    for told in found.get("disk", ()):
+        what = "keeps what it cannot write to" if told["loose"] else f"waits {duration(told['seconds'])} for"
+        yield f"disk: {told['who']} {what} {in_words(told)}"
     saved = found["checkpoint"]
     yield f"checkpoint: step {saved['step']}, {duration(saved['age_s'])} ago" if saved else "checkpoint: none yet"
+    if found.get("unsaved"):
+        yield f"checkpoint: {unsaved_in_words(found['unsaved'])}"
     for wait in found["waits"]:
         yield _wait(wait)
     if found["hub"]:

@@ -17,6 +17,7 @@ from enum import Enum
 
 from relax_hpc.config import Config
 from relax_hpc.config.groups import base_name, group_of, roles_of
+from relax_hpc.disk import for_at_most, may_pass, patiently
 from relax_hpc.errors import (
     EXIT_CONFIG,
     EXIT_NO_PROGRESS,
@@ -27,6 +28,7 @@ from relax_hpc.errors import (
     RelaxError,
 )
 from relax_hpc.launch import requests
+from relax_hpc.launch.disk_watch import DiskWatch, NoRoom
 from relax_hpc.launch.group import Incarnation, Launcher, Member, Unavailable
 from relax_hpc.launch.lookout import Lookout
 from relax_hpc.launch.records import (
@@ -43,6 +45,8 @@ from relax_hpc.launch.records import (
 )
 from relax_hpc.launch.requests import Request
 from relax_hpc.launch.terminal import Terminal
+from relax_hpc.launch.unsaved import in_words as unsaved_in_words
+from relax_hpc.launch.unsaved import unsaved
 from relax_hpc.launch.verdict import Evidence, Fate, verdict
 from relax_hpc.rendezvous.process import STOP_SIGNALS
 from relax_hpc.rendezvous.roster import claim_epoch, latest_card, latest_epoch
@@ -107,6 +111,9 @@ class Supervisor:
         """What groups are at, as the terminal was last told."""
         self.interrupted = 0
         self.fenced = False
+        self.unsaved = 0
+        """Checkpoints in a row of which it was said that they could not be written."""
+        self.disk = DiskWatch(run, longest_wait_s(config), terminal.say)
         self.each_tick: Callable[[], None] = lambda: None
         """Called once a round; for what a layout has to look after besides."""
         self.each_wait: Callable[[], None] = lambda: None
@@ -168,6 +175,8 @@ class Supervisor:
             self.look_after_groups()
             self.look_after_waits()
             self.say_what_groups_do()
+            self.look_at_disk()
+            self.look_at_checkpoints()
             self.try_again()
             self.serve_requests()
             if self.released.issuperset(self.names):
@@ -202,6 +211,7 @@ class Supervisor:
 
     def start(self, name: str) -> None:
         """Start the next incarnation of a group."""
+        self.disk.check_room()
         self.again.pop(name, None)
         epoch = claim_epoch(self.run, name)
         self.groups[name] = group = self.launcher(name).start(name, epoch, Launch(self.attempt, self.progress()))
@@ -260,6 +270,22 @@ class Supervisor:
             if self.said.get(name) != words:
                 self.terminal.say(f"{name}: {words}")
         self.said = doing
+
+    def look_at_checkpoints(self) -> None:
+        """Say of each checkpoint that could not be written that it was not, and what is at risk."""
+        found = unsaved(self.config, self.lookout.beats, self.lookout.progress[0]) if "hub" in self.names else {}
+        if found and found["failed"] > self.unsaved:
+            self.terminal.say(f"checkpoint: {unsaved_in_words(found)}")
+        elif self.unsaved and self.lookout.beats and not found:
+            self.terminal.say("checkpoint: saved again")
+        self.unsaved = found.get("failed", 0)
+
+    def look_at_disk(self) -> None:
+        """Say which disk the run waits for; RelaxError, all groups having been asked to save, once that is too long."""
+        self.disk.look(self.lookout.disk, self.lookout.answered_at)
+        if why := self.disk.too_long():
+            self.stop()
+            raise RelaxError(f"{why}; allowed liveness.longest_wait_s={self.disk.limit_s:g}")
 
     def ended(self, name: str, member: Member) -> None:
         """A process is gone: done if it left its mark, else its group goes and comes again."""
@@ -334,7 +360,8 @@ class Supervisor:
             else:
                 self.hand_over(name, reason)
         except (Unavailable, OSError) as error:
-            if now - since > _OUTAGE_S or not getattr(error, "later", True):
+            passes = isinstance(error, NoRoom) or may_pass(error)
+            if not passes and (now - since > _OUTAGE_S or not getattr(error, "later", True)):
                 raise
             self.again[name] = (reason, since, time.monotonic() + _AGAIN_S)
             self.terminal.say(f"{name}: cannot be brought back yet, tried again in {_AGAIN_S:.0f} s: {error}")
@@ -347,9 +374,10 @@ class Supervisor:
                 self.bring_back(name, reason)
 
     def _count_failure(self, name: str, reason: str) -> None:
-        """Give up on a group that goes in circles."""
+        """Give up on a group that goes in circles, if not for want of room on a disk."""
         limit = self.config.liveness.max_restarts
-        if (times := fruitless(self.run, name, self.attempt, self.progress())) > limit:
+        times = fruitless(self.run, name, self.attempt, self.progress())
+        if times > limit and not self.disk.hinders():
             text = f"ended {times} times without new samples, steps or checkpoints between"
             text = f"{text}, allowed liveness.max_restarts={limit}; the last time: {reason}"
             self.give_up(name, text, EXIT_NO_PROGRESS)
@@ -396,7 +424,8 @@ class Supervisor:
     def give_up(self, name: str, reason: str, code: int) -> None:
         """End the run with an error that says where to look; other supervisors of the run end theirs too."""
         text = f"{name}: {reason} (log: {self.run.logs(name, latest_epoch(self.run, name))})"
-        requests.ask_to_stop(self.run, code, text)
+        with contextlib.suppress(OSError):
+            patiently(self.run.stop, lambda: requests.ask_to_stop(self.run, code, text), for_at_most(_AGAIN_S))
         raise {EXIT_CONFIG: ConfigError, EXIT_NO_PROGRESS: NoProgressError}.get(code, RelaxError)(text)
 
     # -- requests ----------------------------------------------------------------------------------------------
@@ -404,6 +433,9 @@ class Supervisor:
     def serve_requests(self) -> None:
         """Do what commands ask of these groups."""
         for request in requests.pending(self.run, self._serves):
+            if self.disk.hinders():
+                # Without an answer it would be served again and again.
+                return
             self.terminal.say(f"{request.group}: asked to {request.op}")
             self._serve(request)
             requests.answer(self.run, request, done=request.op)

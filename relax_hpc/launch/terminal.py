@@ -64,7 +64,10 @@ class Terminal:
         from relax_hpc.metrics.plot import plot_runs
 
         checkpoints = [path for _, path in self.run.saved()]
-        picture = plot_runs([self.run.root], self.run.root / "rewards.png", [])
+        try:
+            picture: object = plot_runs([self.run.root], self.run.root / "rewards.png", [])
+        except OSError as error:
+            picture = f"not drawn: {error}"
         self.progress.close()
         print(f"finished in {time.monotonic() - self.started:.1f} s")
         print(f"run directory  {self.run.root}")

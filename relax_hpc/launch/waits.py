@@ -25,7 +25,7 @@ def waits(
     """
     unit = unit_of(config)
     there = {name: group for name, group in groups.items() if group["state"] in _AT_WORK}
-    held = sum(_held(config, name, unit) for name in there)
+    held = sum(held_by(config, name, unit) for name in there)
     # Whose time is over first makes way, or has the whole run end.
     job_s = min(
         (group["time_left_s"] for group in there.values() if group["time_left_s"] is not None), default=math.inf
@@ -44,6 +44,7 @@ def waits(
     return found
 
 
-def _held(config: Config, name: str, unit: str) -> int:
+def held_by(config: Config, name: str, unit: str) -> int:
+    """GPUs, nodes or processes of a group: see `unit_of`."""
     resources = group_of(config, name).resources
     return 1 if unit == "process" else resources.nodes * (resources.gpus_per_node if unit == "GPU" else 1)

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from relax_hpc.disk import Lines
 from relax_hpc.metrics.accounting import Account, Label
-from relax_hpc.metrics.writer import ends_torn
 
 MODEL_KINDS = ("generate", "engine_update", "forward", "train")
 """Kinds in which a model or an engine computes."""
@@ -99,9 +99,7 @@ class Spans:
 
         ``began``: when the process was; from then to the first span of each lane is its `start`.
         """
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torn = ends_torn(path)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = Lines(path)
         self._role = role
         self._lock = threading.Lock()
         self._open: dict[int, OpenSpan] = {}
@@ -109,7 +107,6 @@ class Spans:
         now = self._flushed = time.monotonic()
         self._began = now if began is None else began
         anchor = {"role": role, "monotonic": now, "wall": time.time(), "boot": _boot(), "began": self._began}
-        self._file.write("\n" * torn)
         self._write(anchor)
         self._file.flush()
         self._starts = began is not None
@@ -196,12 +193,11 @@ class Spans:
             self._write(line | {name: value for name, value in about.items() if value})
 
     def _write(self, line: dict[str, object]) -> None:
-        if not self._file.closed:
-            self._file.write(json.dumps(line) + "\n")
+        self._file.write(json.dumps(line).encode() + b"\n")
 
     def _flush_if_due(self, now: float) -> None:
         # Also when a span starts: a long wait must not hold back what was measured before it.
-        if now - self._flushed >= _FLUSH_S and not self._file.closed:
+        if now - self._flushed >= _FLUSH_S:
             self._file.flush()
             self._flushed = now
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import socket
 import time as clock
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
+
+from relax_hpc.disk import Lines
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
@@ -23,7 +27,6 @@ both, and the hub makes `reward/mean_generated` of them."""
 RESERVED = frozenset({"step", "time", "epoch", "event"})
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIR = "tensorboard"
-_TENSORBOARD_FLUSH_S = 2
 
 
 class MetricsWriter:
@@ -38,21 +41,9 @@ class MetricsWriter:
 
     def __init__(self, run_dir: Path, epoch: int) -> None:
         """Open for appending, making directories as needed; `epoch` is the incarnation that writes."""
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter  # 0.2 s, so not at import
-
         self.epoch = epoch
-        run_dir.mkdir(parents=True, exist_ok=True)
-        path = run_dir / METRICS_FILE
-        torn = ends_torn(path)
-        self._file = path.open("a", encoding="utf-8")
-        if torn:
-            self._file.write("\n")
-        self._events = EventFileWriter(
-            str(run_dir / TENSORBOARD_DIR),
-            max_queue_size=1000,
-            flush_secs=_TENSORBOARD_FLUSH_S,
-            filename_suffix=f".epoch-{epoch:06d}",
-        )
+        self._file = Lines(run_dir / METRICS_FILE)
+        self._events = _EventFile(run_dir / TENSORBOARD_DIR, epoch)
 
     def write(self, step: int, values: Mapping[str, float], time: float | None = None) -> None:
         """Record the scalars of a step; several lines of one step add up, and of one tag the later value counts.
@@ -71,13 +62,13 @@ class MetricsWriter:
         scalars = {tag: float(value) for tag, value in values.items()}
         finite = {tag: value if math.isfinite(value) else None for tag, value in scalars.items()}
         self._append({"step": step, "time": time, "epoch": self.epoch, **finite})
-        self._events.add_event(_summary(step, time, scalars))
+        self._events.write(_summary(step, time, scalars))
 
     def rolled_back(self, step: int) -> None:
         """Training goes on at `step`: what was written before for this and later steps no longer counts."""
         now = clock.time()
         self._append({"step": step, "time": now, "epoch": self.epoch, "event": "rolled_back"})
-        self._events.add_event(_restart(step, now))
+        self._events.write(_restart(step, now))
 
     def close(self) -> None:
         """Flush both and close; a second call does nothing."""
@@ -85,7 +76,7 @@ class MetricsWriter:
         self._events.close()
 
     def _append(self, line: dict[str, object]) -> None:
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
         self._file.flush()
 
     def __enter__(self) -> Self:
@@ -95,13 +86,30 @@ class MetricsWriter:
         self.close()
 
 
-def ends_torn(path: Path) -> bool:
-    """Whether a file's last line lacks its newline, as a killed writer leaves it."""
-    if not path.exists() or path.stat().st_size == 0:
-        return False
-    with path.open("rb") as file:
-        file.seek(-1, 2)
-        return file.read(1) != b"\n"
+class _EventFile:
+    """A file as TensorBoard reads them; the writer of its own package ends for good when a disk is full."""
+
+    def __init__(self, folder: Path, epoch: int) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter  # 0.2 s, so not at import
+
+        now = clock.time()
+        name = f"events.out.tfevents.{now:010.0f}.{socket.gethostname()}.{os.getpid()}.0.epoch-{epoch:06d}"
+        self._lines = Lines(folder / name)
+        self._records = RecordWriter(self._lines)
+        self.write(_first(now))
+
+    def write(self, event: Event) -> None:
+        self._records.write(event.SerializeToString())
+        self._lines.flush()
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+def _first(time: float) -> Event:
+    from tensorboard.compat.proto import event_pb2
+
+    return event_pb2.Event(wall_time=time, file_version="brain.Event:2")
 
 
 def _summary(step: int, time: float, scalars: Mapping[str, float]) -> Event:

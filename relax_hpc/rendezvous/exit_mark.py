@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
+from relax_hpc.disk import for_at_most, may_pass, patiently
 from relax_hpc.errors import EXIT_DONE
 from relax_hpc.rundir import read_map, write_json
 
+_FAILED_S = 3.0
 
-def leave_mark(path: Path, code: int = EXIT_DONE, reason: str = "", stopped: bool = False) -> None:
-    """Write the mark of a role that ended with ``code``; another rank's stays if its code is as high or higher."""
+
+def leave_mark(
+    path: Path, code: int = EXIT_DONE, reason: str = "", stopped: bool = False, patience_s: float = _FAILED_S
+) -> None:
+    """Write the mark of a role that ended with ``code``; another rank's stays if its code is as high or higher.
+
+    On a full disk that of a failure is tried for ``patience_s`` seconds: a supervisor sees without it that one failed.
+    """
     # What a power loss has emptied says nothing.
     if read_map(path, code=int).get("code", code - 1) >= code:
         return
     status = "stopped" if stopped else "failed" if code else "done"
-    write_json(path, {"status": status, "code": code, "reason": reason})
+    mark = {"status": status, "code": code, "reason": reason}
+    try:
+        # What is done and does not say so would be done again.
+        until = for_at_most(math.inf if status == "done" else patience_s)
+        patiently(path, lambda: write_json(path, mark), until)
+    except OSError as error:
+        if status == "done" or not may_pass(error):
+            raise

@@ -10,9 +10,11 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from relax_hpc.disk import patiently
 from relax_hpc.errors import FencedError
 from relax_hpc.rundir import RunDir, read_map, sync_directory, write_json
 
@@ -43,13 +45,18 @@ def claim_epoch(run: RunDir, group: str, former: int | None = None) -> int:
         sync_directory(run.root)
     while True:
         try:
-            os.close(os.open(folder / f"epoch-{epoch:06d}.claim", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-            sync_directory(folder)
+            path = folder / f"epoch-{epoch:06d}.claim"
+            patiently(path, partial(_create, path))
+            patiently(path, partial(sync_directory, folder))
             return epoch
         except FileExistsError:
             if former is not None:
                 raise FencedError(f"another has taken {group} epoch {epoch} just before") from None
             epoch += 1
+
+
+def _create(path: Path) -> None:
+    os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
 
 
 def latest_epoch(run: RunDir, group: str) -> int:
@@ -60,7 +67,8 @@ def latest_epoch(run: RunDir, group: str) -> int:
 def publish_card(run: RunDir, card: Card) -> None:
     """Let the other groups find this incarnation."""
     value = {"group": card.group, "epoch": card.epoch, "ranks": card.ranks, "endpoint": card.endpoint}
-    write_json(run.rendezvous(card.group) / f"epoch-{card.epoch:06d}.json", value, sync=True)
+    path = run.rendezvous(card.group) / f"epoch-{card.epoch:06d}.json"
+    patiently(path, lambda: write_json(path, value, sync=True))
 
 
 def latest_card(run: RunDir, group: str) -> Card | None:

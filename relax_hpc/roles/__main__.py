@@ -13,6 +13,7 @@ from pathlib import Path
 from relax_hpc.config import Config, load_resolved
 from relax_hpc.config.groups import RANKED as WITH_RANKS
 from relax_hpc.config.groups import ranks_of
+from relax_hpc.disk import WAITS, await_room, keep_printing, may_pass
 from relax_hpc.errors import EXIT_DONE, EXIT_RETRY, RelaxError, StoppedError
 from relax_hpc.local_dir import LOCAL_DIR, local_folder, settle_on_this_node
 from relax_hpc.rendezvous.affinity import take_share
@@ -20,6 +21,7 @@ from relax_hpc.rendezvous.exit_mark import leave_mark
 from relax_hpc.rendezvous.process import Flag, die_with_parent, on_terminate, stay_private, watched
 from relax_hpc.roles.staging import go_on_in_local_environment
 from relax_hpc.rundir import RunDir
+from relax_hpc.transfer_queue.presence import longest_wait_s
 from relax_hpc.weights.staging import clear_staging
 
 MODULES = {
@@ -83,6 +85,8 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: Flag) -> 
         client.busy, client.loads = spans.busy, spans.loads
     try:
         import_module(MODULES[args.role]).run(context)
+        # For its mark, while it beats: who does not is taken for dead.
+        await_room(logs)
     finally:
         spans.close()
         if client:
@@ -93,7 +97,12 @@ def redirect_output(path: Path) -> None:
     """Send what this process prints, its libraries included, to its own log."""
     sys.stdout.flush()
     sys.stderr.flush()
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    except OSError as error:
+        if may_pass(error):
+            return
+        raise
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
@@ -102,11 +111,14 @@ def redirect_output(path: Path) -> None:
 def work(args: argparse.Namespace) -> int:
     """Run one role; its end is written to its exit mark."""
     die_with_parent()
+    keep_printing()
     stop = on_terminate(at_once=args.role not in FINISH_FIRST)
     run = RunDir(args.run_dir)
     code, reason, stopped = EXIT_DONE, "", False
     try:
-        serve(args, load_resolved(run.root, args.group), run, stop)
+        config = load_resolved(run.root, args.group)
+        WAITS.limit_s = longest_wait_s(config)
+        serve(args, config, run, stop)
     except RelaxError as error:
         code, reason, stopped = error.exit_code, str(error), stop.is_set() or isinstance(error, StoppedError)
     except Exception as error:

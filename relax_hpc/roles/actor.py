@@ -35,6 +35,7 @@ from relax_hpc.weights.publisher import Publisher
 _MARGIN = 1.5
 """A step may take so much longer than the longest so far."""
 _LOOK_S = 0.2
+_WORDS = 500
 _DISK = ("disk", "settled on disk")
 _TURN = ("rollout", "its turn on the devices")
 _COPY = ("actor", "copy of the weights")
@@ -69,7 +70,10 @@ class Actor:
             context.world.local_rank if self.config.model.device == "cuda" else None,
         )
         patience = self.config.checkpoint.timeout_s
-        self.saver = Saver(self.trainer, self.ranks.channel(patience), patience, self._note_unsaved)
+        limit = self.config.checkpoint.max_failures
+        self.saver = Saver(self.trainer, self.ranks.channel(patience), patience, self._note_unsaved, limit)
+        self.saved: tuple[int, float] = 0, time.time()
+        """The newest step that can be resumed from, and when that was."""
         self.clock = Clock(context.deadline)
         self.prefetch = Prefetch(context, self.ranks, placeholders_of(context.model))
         self.settling: Future | None = None
@@ -91,6 +95,7 @@ class Actor:
                 print(f"skipping a checkpoint that does not verify: {error}", flush=True)
         else:
             step = 0
+        self.saved = step, time.time()
         self._ask("resume", step=step)
         self.publish(step, due=True)
         self.end_turn()
@@ -113,19 +118,24 @@ class Actor:
             name = f"e{self.context.epoch:06d}-step-{step:06d}"
             first = step * self.config.groups_per_step
             meta = {"step": step, "first_ticket": first, "seed": self.config.seed, "epoch": self.context.epoch}
-            self.saver.save(self.context.run.checkpoints / name, meta, partial(self._journal, step, name))
+            journal = partial(self._journal, step, time.time(), name)
+            self.saver.save(self.context.run.checkpoints / name, meta, journal)
 
-    def _journal(self, step: int, name: str, digest: str) -> None:
+    def _journal(self, step: int, at: float, name: str, digest: str) -> None:
         """A checkpoint counts from here on. In the leader's saving thread."""
         client, root = self.context.client, self.context.run.checkpoints
         client.call("checkpoint", step=step, name=name, digest=digest)
+        self.saved, client.unsaved = (step, at), {}
         points = client.call("checkpoints")["checkpoints"]
         store.remove_others(
             root, {point["name"] for point in kept_points(points, self.config.checkpoint)}, self.context.epoch
         )
 
     def _note_unsaved(self, why: str) -> None:
-        self.context.client.submit("note", what="checkpoint_unwritten", name=why, reason="unwritten")
+        """In the leader's saving thread."""
+        client, (step, at) = self.context.client, self.saved
+        client.submit("note", what="checkpoint_unwritten", name=why, reason="unwritten")
+        client.unsaved = {"step": step, "since": at, "failed": self.saver.failed, "why": why[:_WORDS]}
 
     def unsaved(self, step: int, saved: int) -> bool:
         """Whether there is something to save at ``step``, ``saved`` being the last that was tried; for all ranks."""
@@ -188,6 +198,7 @@ class Actor:
 
     def _report(self, step: int, values: dict[str, float], answer: dict[str, Any]) -> None:
         values |= staleness_report(answer)
+        values |= {"perf/unsaved_steps": step + 1 - self.saved[0], "perf/unsaved_checkpoints": self.saver.failed}
         if self.config.weights.anchor_every:
             values["weights/delta_share"] = self.publisher.delta_share()
         self.context.report(step, values | self.ranks.reader.ways.since_last())

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from relax_hpc.config.schema import Config
+from relax_hpc.disk import Patience
 from relax_hpc.rendezvous.network import own_address
 from relax_hpc.rendezvous.process import Flag
 from relax_hpc.rendezvous.roster import Card, publish_card
@@ -41,13 +42,19 @@ def run(directory: RunDir, config: Config, epoch: int, stop: Flag) -> bool:
     address, lease_s = own_address(config, "hub"), config.liveness.lease_s
     controller = Controller(directory, Plan.of(config), epoch, address, durability, lease_s=lease_s)
     board = Board(directory.root, epoch, config.steps, controller.state)
+    unmarked = Patience(directory.finished)
     controller.on_report = board.report
     controller.on_resume = board.rolled_back
     publish_card(directory, Card("hub", epoch, [], controller.endpoint))
 
     def ended() -> bool:
-        if controller.state.finished() and not directory.finished.exists():
-            write_json(directory.finished, {"steps": config.steps, "dropped": dict(controller.state.dropped)}, durable)
+        if controller.state.finished() and not controller.stuck and not directory.finished.exists() and unmarked.due():
+            dropped = dict(controller.state.dropped)
+            try:
+                write_json(directory.finished, {"steps": config.steps, "dropped": dropped}, durable)
+                unmarked.done()
+            except OSError as error:
+                unmarked.failed(error)
         return stop.is_set()
 
     controller.serve(until=ended)

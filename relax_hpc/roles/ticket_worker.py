@@ -50,7 +50,7 @@ class TicketWorker:
             while "tickets" in (admitted := await self.rollout.ask("admit", reader=reader, count=count)):
                 work = list(zip(admitted["tickets"], admitted["attempts"], strict=True))
                 for ticket, failures in admitted["failures"].items():
-                    self.rollout.outcomes.check_ticket(ticket, failures, "its rows being dropped")
+                    self.rollout.outcomes.count_lost(ticket, failures, "rows that were dropped after they were put")
                 replica.activity.because(admitted["waited"])
                 await self.fill(*await self.put_surplus(work, admitted["kept"]))
             replica.activity.because(END)
@@ -135,7 +135,7 @@ class TicketWorker:
         if failure.reason != FILTERED:
             print(f"ticket {ticket}, attempt {attempt}: {failure.detail}", flush=True)
         answer = await self.rollout.ask("fail", ticket=ticket, attempt=attempt, reason=failure.reason)
-        self.rollout.outcomes.check_ticket(ticket, answer["failures"], failure.detail)
+        self.rollout.outcomes.note_failures(ticket, answer["failures"])
         return answer
 
     # -- spare groups ------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from relax_hpc.transfer_queue.schema import Row
 
 _FAILURE_WINDOW = 64
 _FILTER_WINDOW = 256
+_TICKETS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,8 @@ class Outcomes:
         self._shape = shape
         self._worked: deque[bool] = deque(maxlen=_FAILURE_WINDOW)
         self._passed: deque[bool] = deque(maxlen=_FILTER_WINDOW)
+        self._failures: dict[int, int] = {}
+        """Of the last tickets that failed, how often."""
 
     def count(self, group: object) -> None:
         """Rows, or a `Failure`."""
@@ -51,11 +55,29 @@ class Outcomes:
         if reason in ("", FILTERED):
             self._passed.append(not reason)
 
+    def count_lost(self, ticket: int, failures: int, reason: str) -> None:
+        """``ticket`` is given out again after so many ``failures``: those that were good here were found bad later."""
+        later = failures - self._failures.get(ticket, 0)
+        self.note_failures(ticket, failures)
+        for _ in range(later):
+            with contextlib.suppress(ValueError):
+                self._worked.remove(True)
+            self._worked.append(False)
+        if later > 0:
+            self.check_share(Failure(reason, reason))
+
+    def note_failures(self, ticket: int, failures: int) -> None:
+        """So many of ``ticket`` are counted by now."""
+        self._failures.pop(ticket, None)
+        self._failures[ticket] = failures
+        if len(self._failures) > _TICKETS:
+            del self._failures[next(iter(self._failures))]
+
     def check_share(self, failure: Failure) -> None:
         """NoProgressError if too many of the last groups ended like this one."""
         shape = self._shape
         if failure.reason != FILTERED:
-            if (share := _share(self._worked)) > shape.max_failed_share:
+            if (share := _share(self._worked)) > shape.max_failed_share or share == 1.0:
                 raise NoProgressError(
                     f"{share:.0%} of the last {_FAILURE_WINDOW} prompt groups failed, the last by {failure.detail}; "
                     f"allowed rollout.max_failed_share={shape.max_failed_share:.0%}; look at the prompts and the reward"
@@ -65,15 +87,6 @@ class Outcomes:
                 f"rollout.filter {shape.filter} dropped {share:.1%} of the last {_FILTER_WINDOW} prompt groups, the "
                 f"last with {failure.detail}; allowed rollout.max_filtered_share={shape.max_filtered_share:.0%}; "
                 "choose prompts of another difficulty, more samples a group, or another reward"
-            )
-
-    def check_ticket(self, ticket: int, failures: int, last: str) -> None:
-        """NoProgressError if ``ticket`` has failed too often, the filter not counted."""
-        allowed = self._shape.max_attempts
-        if failures >= allowed:
-            raise NoProgressError(
-                f"ticket {ticket} failed {failures} times, the last by {last}; allowed rollout.max_attempts={allowed}; "
-                f"look at the prompts and the reward"
             )
 
 

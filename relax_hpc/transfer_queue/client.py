@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import threading
 import time
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from relax_hpc.config.schema import Config
+from relax_hpc.disk import WAITS, Told, in_words
 from relax_hpc.errors import DeadlineError, FencedError, RefusedError, RelaxError
 from relax_hpc.rendezvous.roster import Card, latest_card
 from relax_hpc.rundir import RunDir, write_json
@@ -166,9 +168,15 @@ class QueueClient:
         self.loads: Callable[[], bool] = lambda: False
         """Whether it has yet to begin."""
         self._doing, self._doing_since = "", 0.0
+        self.unsaved: dict[str, Any] = {}
+        """Of an actor whose last checkpoints could not be written: the step of the one that was, since when (of the
+        wall clock), how many failed, and why."""
         self.stood_s = 0.0
         """For how long, so far, there was no hub, or it let clocks stand."""
         self._stands = True
+        self.waits: Told = {}
+        """Which disk somebody waits for, as the hub said last."""
+        self._waited_at = -math.inf
         self._beaten = 0.0
         self._gap = 0.0
         self._token = run.token()
@@ -360,11 +368,15 @@ class QueueClient:
 
     def _about(self) -> dict[str, Any]:
         """What a beat says: work done, how long it is at one piece, its longest gap between beats so far, whether it is
-        loading, and what it is at."""
-        about = {"progress": self.progress, "busy_s": self.busy(), "gap_s": self._gap, "loads": self.loads()}
+        loading, and what it is at. Who waits for a disk, its own or another's, is at no work."""
+        told, now = WAITS.told(), time.monotonic()
+        if self.waits or (told and not told["loose"]):
+            self._waited_at = now
+        busy_s = min(self.busy(), now - self._waited_at)
+        about = {"progress": self.progress, "busy_s": busy_s, "gap_s": self._gap, "loads": self.loads()}
         if self._doing:
-            about |= {"doing": self._doing, "doing_s": time.monotonic() - self._doing_since}
-        return about
+            about |= {"doing": self._doing, "doing_s": now - self._doing_since}
+        return about | ({"disk": told} if told else {}) | ({"unsaved": self.unsaved} if self.unsaved else {})
 
     def _beat_call(self, now: float) -> _Call:
         message = {"id": 0, "client": self.name, "group": self.group, "epoch": self.epoch, "op": "beat"}
@@ -410,15 +422,17 @@ class QueueClient:
         """Wait until everything put here is accepted: saved, as durably as configured, and journaled. DeadlineError."""
         timeout = self.config.queue.wait_timeout_s if timeout is None else timeout
         if self._store and not self._store.settle(timeout):
-            why = self._store.failure or "its disk is slow"
+            why = self._store.failure or (in_words(told) if (told := WAITS.told()) else "its disk is slow")
             raise DeadlineError(f"settle: what was put is not saved after {timeout:.0f} s: {why}")
         self._told.result(timeout)
 
     def _free(self, answer: Any) -> None:
-        """What a beat is answered: which shards nobody needs any more, and whether clocks stand."""
+        """What a beat is answered: which shards nobody needs any more, whether clocks stand, and for which disk."""
         if not isinstance(answer, dict):
             return
-        self._stands = bool(answer.get("stands", self._stands))
+        if "stands" in answer:
+            self._stands = bool(answer["stands"])
+            self.waits = found if isinstance(found := answer.get("waits"), dict) else {}
         if self._store and isinstance(names := answer.get("free"), list) and names:
             self._store.free([name for name in names if isinstance(name, str)])
 

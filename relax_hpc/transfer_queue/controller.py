@@ -10,9 +10,10 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from relax_hpc.config.schema import Durability
+from relax_hpc.disk import Patience, may_pass, patiently
 from relax_hpc.errors import FencedError
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.desk import LEASE_S, Desk, Parked
@@ -28,10 +29,20 @@ from relax_hpc.transfer_queue.state import QueueState
 from relax_hpc.transfer_queue.wire import Bytes, pack, purpose_of, unpack
 
 Reply = dict[str, Any]
+TELLING = ("beat", "status")
+"""Requests that are answered whatever becomes of the journal: they tell whom to wait for."""
 _LOOK_S = 0.05
 """How often at least to look for a successor while nothing changes, seconds."""
 _LATE_S = 1.0
 """How late at most the journal is with durability `none`, seconds."""
+
+
+class Answer(NamedTuple):
+    """To a request of one peer."""
+
+    peer: int
+    op: str
+    reply: Reply
 
 
 class Controller(Desk):
@@ -50,8 +61,15 @@ class Controller(Desk):
         self.run = run
         durable, self.late_s = durability == "commit", _LATE_S if durability == "none" else 0.0
         self._journal_at, self._shards = 0.0, str(run.shards)
-        journal = Journal(run.journal, epoch, durable)
-        self.snapshots = Snapshots(run.journal.with_name("snapshots"), plan, durable, snapshot_every)
+        journal = patiently(run.journal, lambda: Journal(run.journal, epoch, durable))
+        self.stuck = Patience(journal.path)
+        """True while the journal cannot be written: nobody is told of anything, or waits in vain."""
+        self._untold: list[Answer] = []
+        """What was answered and is not in the journal yet."""
+        self._later: list[Request] = []
+        """Requests that came since."""
+        folder = run.journal.with_name("snapshots")
+        self.snapshots = patiently(folder, lambda: Snapshots(folder, plan, durable, snapshot_every))
         self.event_log = EventLog(run.events, epoch)
         super().__init__(plan, epoch, QueueState(plan), journal, lease_s)
         self._replay()
@@ -111,9 +129,10 @@ class Controller(Desk):
             made = SHARD_NAME.match(path.name)
             orphan = made and path.name not in needed and self.state.over((made[1], int(made[2])))
             if orphan or path.name in garbage:
-                path.unlink(missing_ok=True)
+                _remove(str(path))
         if self.run.media.exists():
-            MediaStore(self.run.media).keep_only(self.state.media.counts)
+            with contextlib.suppress(OSError):
+                MediaStore(self.run.media).keep_only(self.state.media.counts)
 
     # -- loop --------------------------------------------------------------------------------------------------
 
@@ -121,7 +140,7 @@ class Controller(Desk):
         """Answer requests until ``until()``; asked at least once a second. FencedError once there is a successor."""
         look_at = 0.0
         while not until():
-            replies = self._take(self.listener.receive(self._patience()))
+            self._untold += self._take(self.listener.receive(self._patience()))
             self.refused_connections = self.listener.refused
             wrote = self._commit()
             # A change counts only if a successor replays it, so look before telling of it; other answers may be late.
@@ -129,20 +148,41 @@ class Controller(Desk):
                 look_at = time.monotonic() + _LOOK_S
                 self._check_successor()
                 self.event_log.check()
-            for peer, reply in replies:
-                self.listener.send(peer, pack(reply))
-            if not self.late_s or wrote:
+            self._tell()
+            if not self.stuck and (not self.late_s or wrote):
                 self._after_replies()
 
     def _commit(self) -> bool:
         """Have the journal hold what was done, before anybody is told of it unless it may be late; whether it did."""
-        if self.late_s and time.monotonic() < self._journal_at:
+        if not self.stuck.due() or (self.late_s and time.monotonic() < self._journal_at):
             return False
         self._journal_at = time.monotonic() + self.late_s
-        return self.journal.commit()
+        try:
+            wrote = self.journal.commit()
+        except OSError as error:
+            self.stuck.failed(error)
+            return False
+        self.stuck.done()
+        return wrote
+
+    def _tell(self) -> None:
+        """Send the answers that there are: while the journal is stuck those alone that say whom to wait for."""
+        answers, self._untold = self._untold, []
+        for answer in answers:
+            if self.stuck and answer.op not in TELLING:
+                self._untold.append(answer)
+                continue
+            if self.stuck:
+                # It may follow from what is not in the journal.
+                answer.reply.get("result", {}).pop("free", None)
+            self.listener.send(answer.peer, pack(answer.reply))
 
     def _patience(self) -> float:
-        return max(0.0, min(1.0, self.parking.next_deadline() - time.monotonic()))
+        if self.stuck:
+            until = self.stuck.again_at
+        else:
+            until = 0.0 if self._later or self.state.woken else self.parking.next_deadline()
+        return max(0.0, min(1.0, until - time.monotonic()))
 
     def _check_successor(self) -> None:
         if successor := self.journal.superseded():
@@ -153,32 +193,64 @@ class Controller(Desk):
         self.event_log.flush()
         for name in self._take_garbage():
             # Building a path costs more than the rest of it.
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(f"{self._shards}/{name}")  # noqa: PTH108
+            _remove(f"{self._shards}/{name}")
         for media_id in self.state.media.take_garbage():
-            (self.run.media / media_id).unlink(missing_ok=True)
+            _remove(str(self.run.media / media_id))
         if self.snapshots.due(self.journal.records):
             log = self.event_log
-            self.snapshots.take(self.state, self.journal.records, self.journal.position, log.extent, log.file.fileno())
+            self.snapshots.take(self.state, self.journal.records, self.journal.position, log.extent, log.fileno())
 
     def _take_garbage(self) -> list[str]:
         garbage, self.state.shelf.garbage = self.state.shelf.garbage, []
         return garbage
 
     def close(self) -> None:
-        """Flush and release everything."""
-        self.journal.commit()
-        self._after_replies()
+        """Flush and release everything. What the journal's disk does not take by now nobody was told of."""
+        try:
+            self.journal.commit()
+            self._after_replies()
+        except OSError as error:
+            if not may_pass(error):
+                raise
         self.snapshots.close()
         self.event_log.close()
-        self.journal.close()
+        with contextlib.suppress(OSError):
+            self.journal.close()
+        self.stuck.done()
         self.listener.close()
 
     # -- messages ----------------------------------------------------------------------------------------------
 
-    def _take(self, payloads: list[tuple[int, Bytes]]) -> list[tuple[int, Reply]]:
+    def _take(self, payloads: list[tuple[int, Bytes]]) -> list[Answer]:
         """Take what has come; the answers that there are now. What it does is committed together."""
-        replies: list[tuple[int, Reply]] = []
+        answers: list[Answer] = []
+        for request in self._requests(payloads):
+            if self.stuck and request.op not in TELLING:
+                self._later.append(request)
+            elif not self._answer(request, answers):
+                self.parking.add(request)
+        self.presence.look(self.beats, self.state.over, time.monotonic(), full=bool(self.waits()))
+        if self.stuck:
+            return answers
+        # Who waited is told first: its work is late, while who put something goes on to write its file.
+        waited: list[Answer] = []
+        self.parking.wake(self.state.woken, lambda request: self._answer(request, waited))
+        answers = waited + answers
+        for request in self.parking.take_overdue():
+            if self._answer(request, answers):
+                continue
+            if self._put_off(request):
+                self.parking.add(request)
+            else:
+                reply = self._reply(request, error=self._overdue(request), kind="deadline")
+                answers.append(Answer(request.peer, request.op, reply))
+        return answers
+
+    def _requests(self, payloads: list[tuple[int, Bytes]]) -> list[Request]:
+        """Those that have come, and before them those that were to come later, if they can be answered now."""
+        found: list[Request] = []
+        if not self.stuck:
+            found, self._later = self._later, []
         for peer, payload in payloads:
             try:
                 request = parse(peer, unpack(payload))
@@ -186,21 +258,8 @@ class Controller(Desk):
                 self.listener.refuse(peer)
                 continue
             request.stood_s = self.presence.stood_s
-            if not self._answer(request, replies):
-                self.parking.add(request)
-        # Who waited is told first: its work is late, while who put something goes on to write its file.
-        waited: list[tuple[int, Reply]] = []
-        self.parking.wake(self.state.woken, lambda request: self._answer(request, waited))
-        replies = waited + replies
-        self.presence.look(self.beats, self.state.over, time.monotonic())
-        for request in self.parking.take_overdue():
-            if self._answer(request, replies):
-                continue
-            if self._put_off(request):
-                self.parking.add(request)
-            else:
-                replies.append((request.peer, self._reply(request, error=self._overdue(request), kind="deadline")))
-        return replies
+            found.append(request)
+        return found
 
     def _put_off(self, request: Request) -> bool:
         """Whether a request has more time, as clocks have stood since it came."""
@@ -209,8 +268,8 @@ class Controller(Desk):
         request.may_stand_s -= stood_s
         return stood_s > 0
 
-    def _answer(self, request: Request, replies: list[tuple[int, Reply]]) -> bool:
-        """Whether there is an answer, which is in ``replies`` then."""
+    def _answer(self, request: Request, answers: list[Answer]) -> bool:
+        """Whether there is an answer, which is in ``answers`` then."""
         try:
             reply = self._reply(request, result=self.handle(request))
         except Refused as refusal:
@@ -220,7 +279,7 @@ class Controller(Desk):
             request.topic, request.why, request.common = parked.topic, parked.why, parked.common
             request.cause = parked.cause
             return False
-        replies.append((request.peer, reply))
+        answers.append(Answer(request.peer, request.op, reply))
         return True
 
     def _overdue(self, request: Request) -> str:
@@ -236,3 +295,12 @@ class Controller(Desk):
 
     def _reply(self, request: Request, **content: Any) -> Reply:
         return {"id": request.id, "hub_epoch": self.epoch, **content}
+
+
+def _remove(path: str) -> None:
+    """A file that nobody needs. What cannot be removed now the next controller finds (`_sweep`)."""
+    try:
+        os.unlink(path)  # noqa: PTH108
+    except OSError as error:
+        if not isinstance(error, FileNotFoundError) and not may_pass(error):
+            raise

@@ -8,9 +8,11 @@ or its controller, asks again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from types import MappingProxyType
 from typing import Any
 
+from relax_hpc.disk import WAITS, Told
 from relax_hpc.errors import RelaxError
 from relax_hpc.transfer_queue import rules, windows
 from relax_hpc.transfer_queue.handing import HandingDesk, check_extras, kept_for, reused_of, surplus_for, without_media
@@ -28,6 +30,9 @@ from relax_hpc.versions import Version
 
 _FOR_OBSERVERS = ("beat", "status", "checkpoints")
 LEASE_S = 30.0
+NO_WAIT: dict = MappingProxyType({})
+_FRESH_S = 10.0
+"""So long clocks stand for what a member said that it waits for, unless it says so again."""
 MAX_RANKS = 1 << 13
 """To which a claim may be dealt."""
 
@@ -45,6 +50,8 @@ class Desk(HandingDesk, TurnsDesk):
         self.parking = Parking()
         self.presence = Presence(plan.groups, lease_s, time.monotonic())
         self.beats: dict[str, dict[str, Any]] = {}
+        self.told_waits: dict[str, tuple[float, Told]] = {}
+        """By member, when it said last which of its writes does not succeed."""
         self.refused_connections = 0
         self.on_report: Callable[[str, int, dict[str, float], dict[str, float]], None] = lambda *_: None
         self.on_resume: Callable[[int], None] = lambda _: None
@@ -79,21 +86,45 @@ class Desk(HandingDesk, TurnsDesk):
 
     # -- groups ------------------------------------------------------------------------------------------------
 
-    def _do_beat(self, request: Request, member: str, holds: list[str] = (), **about: Any) -> Any:
-        """Of the shards that the client ``holds`` in memory, all of them put, those that nobody needs any more; and
-        whether clocks stand."""
+    def _do_beat(self, request: Request, member: str, holds: list[str] = (), disk: dict = NO_WAIT, **about: Any) -> Any:
+        """Of the shards that the client ``holds`` in memory, all of them put and on disk, those that nobody needs any
+        more; whether clocks stand, and for which ``disk`` somebody waits."""
         group, epoch = request.owner
         check_size("beat", about)
+        check_told(disk)
         if epoch:
-            self.beats[f"{group}/{member}"] = {"group": group, "epoch": epoch, **about, "at": time.monotonic()}
-        known = self.state.shelf.numbers
-        return {"free": [name for name in holds if name not in known], "stands": self.presence.stands}
+            name, now = f"{group}/{member}", time.monotonic()
+            self.beats[name] = {"group": group, "epoch": epoch, **about, "at": now}
+            self.told_waits.pop(name, None)
+            if disk:
+                self.told_waits[name] = now, dict(disk)
+        shelf = self.state.shelf
+        # An answer to `saved` may have been lost, and with a journal's end what it was about.
+        unsaved = {shelf.shards[number].descriptor["name"]: number for number in shelf.unsaved.get(request.owner, ())}
+        self._save([unsaved[name] for name in holds if name in unsaved])
+        free, waits = [name for name in holds if name not in shelf.numbers], self.waits()
+        return {"free": free, "stands": self.presence.stands, **({"waits": waits} if waits else {})}
+
+    def waits(self) -> Told:
+        """A write that does not succeed and that somebody waits for; empty: there is none."""
+        if not WAITS and not self.told_waits:
+            return {}
+        since = time.monotonic() - _FRESH_S
+        told = [WAITS.told(), *(told for at, told in self.told_waits.values() if at > since)]
+        return next((found for found in told if found and not found["loose"]), {})
+
+    def all_waits(self) -> list[dict[str, Any]]:
+        """Every member's write that does not succeed, its own first."""
+        own = [{"who": "hub/controller", **told}] if (told := WAITS.told()) else []
+        return own + [{"who": name, **told} for name, (_, told) in sorted(self.told_waits.items())]
 
     def _do_down(self, request: Request, group: str, epoch: int) -> Any:
         """The supervisor saw an incarnation end."""
         self._record(op="down", group=group, epoch=epoch)
         self.parking.drop((group, epoch))
-        self.beats = {name: b for name, b in self.beats.items() if (b["group"], b["epoch"]) != (group, epoch)}
+        for name in [name for name, b in self.beats.items() if (b["group"], b["epoch"]) == (group, epoch)]:
+            del self.beats[name]
+            self.told_waits.pop(name, None)
         return {}
 
     # -- rows --------------------------------------------------------------------------------------------------
@@ -176,11 +207,15 @@ class Desk(HandingDesk, TurnsDesk):
         numbers = {shelf.numbers[name] for name in names if name in shelf.numbers}
         if others := [name for name in names if name in shelf.numbers and not self._made(request.owner, name)]:
             raise Refused("refused", f"saved: {others[0]} was put by another incarnation")
-        if waited := sorted(number for number in numbers if shelf.shards[number].unsaved):
-            self._record(op="saved", shards=waited)
+        self._save(numbers)
         # Of shards that nobody needs any more the files came too late to be removed with the others.
         shelf.garbage += [name for name in names if name not in shelf.numbers and _names_maker(name, request.owner)]
         return {}
+
+    def _save(self, numbers: Iterable[int]) -> None:
+        """These shards are on disk: accept the rows of those that are not known to be."""
+        if waited := sorted(number for number in numbers if self.state.shards[number].unsaved):
+            self._record(op="saved", shards=waited)
 
     def _made(self, owner: Owner, name: str) -> bool:
         return self.state.shards[self.state.shelf.numbers[name]].owner == owner
@@ -396,6 +431,7 @@ class Desk(HandingDesk, TurnsDesk):
             "untrained_bytes": state.shelf.untrained_bytes,
             "dropped": dict(state.dropped),
             "noted": dict(state.noted),
+            "disk": self.all_waits(),
             "kept": state.kept.counts(),
             "refused_connections": self.refused_connections,
             "checkpoints": state.checkpoints,
@@ -405,6 +441,13 @@ class Desk(HandingDesk, TurnsDesk):
             "finished": state.finished(),
             "waiting": [": ".join(filter(None, (r.owner[0], r.op, r.why))) for r in self.parking],
         }
+
+
+def check_told(disk: dict) -> None:
+    """Refused unless it is empty, or says of a write that does not succeed what `Waits.told` does."""
+    kinds = {"path": str, "errno": int, "seconds": float, "loose": bool}
+    if disk and {name: type(value) for name, value in disk.items()} != kinds:
+        raise Refused("refused", f"beat: disk: found {disk!r:.80}, expected {', '.join(kinds)}")
 
 
 def _names_maker(name: str, owner: Owner) -> bool:

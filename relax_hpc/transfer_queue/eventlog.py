@@ -7,6 +7,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from relax_hpc.disk import Lines
 from relax_hpc.errors import RelaxError
 
 _CHUNK_BYTES = 4 << 20
@@ -27,7 +28,9 @@ class EventLog:
     def __init__(self, path: Path, epoch: int) -> None:
         self.path = path
         self._temporary = path.with_name(f".{path.name}.{epoch}")
-        self.file = self._temporary.open("wb")
+        self._temporary.unlink(missing_ok=True)
+        self._lines = Lines(self._temporary)
+        self._lines.settle()
         self._size = self._crc = 0
 
     def begin_with(self, extent: Extent) -> bool:
@@ -37,27 +40,30 @@ class EventLog:
             with self.path.open("rb") as former:
                 while chunk := former.read(min(_CHUNK_BYTES, extent.size - size)):
                     size, crc = size + len(chunk), zlib.crc32(chunk, crc)
-                    self.file.write(chunk)
+                    self._lines.write(chunk)
+                    self._lines.settle()
         except FileNotFoundError:
             pass
         if Extent(size, crc) == extent:
             self._size, self._crc = size, crc
             return True
-        self.file.seek(0)
-        self.file.truncate()
+        os.truncate(self.fileno(), 0)
         return False
 
     def write(self, text: bytes) -> None:
-        self.file.write(text)
+        self._lines.write(text)
         self._size, self._crc = self._size + len(text), zlib.crc32(text, self._crc)
 
     def publish(self) -> None:
         """Put it in place of the former file."""
-        self.file.flush()
+        self._lines.settle()
         self._temporary.replace(self.path)
 
     def flush(self) -> None:
-        self.file.flush()
+        self._lines.flush()
+
+    def fileno(self) -> int:
+        return self._lines.fileno()
 
     @property
     def extent(self) -> Extent:
@@ -67,11 +73,11 @@ class EventLog:
     def check(self) -> None:
         """RelaxError if an older controller, stopped and continued before it published, has put its file over this."""
         try:
-            if os.path.samestat(self.path.stat(), os.fstat(self.file.fileno())):
+            if os.path.samestat(self.path.stat(), os.fstat(self.fileno())):
                 return
         except FileNotFoundError:
             pass
         raise RelaxError(f"{self.path}: replaced or removed; a new controller writes it again from the journal")
 
     def close(self) -> None:
-        self.file.close()
+        self._lines.close()

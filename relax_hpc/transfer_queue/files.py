@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from relax_hpc.disk import patiently
 from relax_hpc.transfer_queue import hdf5
 from relax_hpc.transfer_queue.schema import Row
 from relax_hpc.transfer_queue.shard import check_name
@@ -23,6 +25,12 @@ class ShardFiles:
         columns = hdf5.columns_of(record)
         hdf5.write(self.folder / name, columns, {**columns.origin, "run": str(self.folder.parents[1])}, self.durable)
         return {"name": name, "bytes": len(record)}
+
+    def write_patiently(
+        self, name: str, record: memoryview, until: Callable[[], bool] = lambda: False
+    ) -> dict[str, Any]:
+        """`write`, again and again while the disk is full, but not once ``until()``."""
+        return patiently(self.folder / name, lambda: self.write(name, record), until)
 
     def read(self, descriptor: dict[str, Any]) -> dict[str, Row]:
         """Rows of a shard by sample id, mapped; ShardError if the file is missing or not whole."""

@@ -8,6 +8,7 @@ does not survive a fork and may crash on a damaged file.
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
@@ -32,6 +33,7 @@ from relax_hpc.transfer_queue.shard import ShardError, parts_of
 SUFFIX = ".h5"
 _LINE = "relax_hpc shard {}: {} bytes, XXH3-64 of the data {:016x}, of the next {} bytes {:016x}\n"
 _FIRST = re.compile(_LINE.replace("{:016x}", "([0-9a-f]{{16}})").replace("{}", r"(\d+)").format().encode())
+_ERRNO = re.compile(r"errno = (\d+)")
 _ALIGN = 64
 _SMALLEST_BLOCK = 512
 _TEXT = h5py.string_dtype()
@@ -187,10 +189,17 @@ def _create(path: Path, datasets: list[_Dataset], about: dict[str, Any]) -> list
     at_once = h5p.create(h5p.DATASET_CREATE)
     at_once.set_alloc_time(h5d.ALLOC_TIME_EARLY)
     at_once.set_fill_time(h5d.FILL_TIME_NEVER)
-    with h5py.File(path, "w", **how) as file:
-        about = {"format": "relax_hpc shard", "format_version": FORMAT_VERSION, "layout": _LAYOUT, **about}
-        _describe(file.id, about | {"digest_of": json.dumps([dataset.link for dataset in datasets])})
-        return [_allocate(file.id, dataset, at_once) for dataset in datasets]
+    try:
+        with h5py.File(path, "w", **how) as file:
+            about = {"format": "relax_hpc shard", "format_version": FORMAT_VERSION, "layout": _LAYOUT, **about}
+            _describe(file.id, about | {"digest_of": json.dumps([dataset.link for dataset in datasets])})
+            return [_allocate(file.id, dataset, at_once) for dataset in datasets]
+    except (RuntimeError, OSError) as error:
+        if getattr(error, "errno", None) is not None:
+            raise
+        # What the library makes of a disk that fails it while it closes the file.
+        found = _ERRNO.search(str(error))
+        raise OSError(int(found[1]) if found else errno.EIO, str(error), str(path)) from error
 
 
 def _allocate(file: h5f.FileID, dataset: _Dataset, how: h5p.PropDCID) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 
 import msgpack
 
+from relax_hpc.disk import patiently
 from relax_hpc.rundir import sync_directory
 
 FORMAT = 3
@@ -102,8 +103,13 @@ class Journal:
         self._pending: list[bytes] = []
         self._file = self.path.open("xb", buffering=0)
         self._written = 0
-        if durable:
-            sync_directory(folder)
+        try:
+            if durable:
+                sync_directory(folder)
+        except OSError:
+            self._file.close()
+            self.path.unlink()
+            raise
 
     def replay(self, after: Position | None = None) -> Iterator[dict[str, Any]]:
         """All records of the earlier epochs, in order, or those ``after`` a position that `covers`; then seals them.
@@ -123,7 +129,7 @@ class Journal:
                 self._look_for_tail(path, lengths[epoch], epoch in self._sealed)
         named = {str(epoch): length for epoch, length in lengths.items()}
         self.append({"op": "seal", "lengths": named, "format": FORMAT})
-        self.commit()
+        patiently(self.path, self.commit)
 
     def covers(self, position: Position) -> bool:
         """Whether ``position`` lies in what `replay` yields."""
@@ -183,17 +189,26 @@ class Journal:
         self._pending.append(_frame(msgpack.packb(record)))
 
     def commit(self) -> bool:
-        """Write all buffered records at once, to disk if durable; whether there were any."""
-        data = memoryview(b"".join(self._pending))
-        wrote = bool(self._pending)
+        """Write all buffered records at once, to disk if durable; whether there were any.
+
+        OSError: none of them counts, and the next call writes all of them again. A kernel takes what it could not sync
+        for written from then on, so nothing less would do.
+        """
+        if not self._pending:
+            return False
+        data = b"".join(self._pending)
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self._file.fileno(), data[done:] if done else data, self._written + done)
+        if self.durable:
+            os.fdatasync(self._file.fileno())
         self._pending.clear()
         self._written += len(data)
-        while data:
-            data = data[self._file.write(data) :]
-        if wrote and self.durable:
-            os.fdatasync(self._file.fileno())
-        return wrote
+        return True
 
     def close(self) -> None:
-        self.commit()
-        self._file.close()
+        """Raises as `commit`; the file is closed in any case."""
+        try:
+            self.commit()
+        finally:
+            self._file.close()

@@ -29,6 +29,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from relax_hpc.disk import patiently
 from relax_hpc.rundir import sync_directory, write_atomic
 from relax_hpc.transfer_queue.schema import BadRow, Row
 
@@ -69,12 +70,13 @@ class MediaStore:
         self.folder, self.durable, self.max_bytes, self.grace_s = folder, durable, max_bytes, grace_s
         self._known: dict[str, tuple[int, ...]] = {}
         if not folder.exists():
-            folder.mkdir(parents=True, exist_ok=True)
+            patiently(folder, lambda: folder.mkdir(parents=True, exist_ok=True))
             if durable:
-                sync_directory(folder.parent)
+                patiently(folder, lambda: sync_directory(folder.parent))
 
     def put(self, data: bytes | memoryview | np.ndarray, media_id: str = "") -> str:
         """Store the bytes of ``data`` unless they are there, and say under which id; MediaError if they are too many.
+        On a full disk it waits.
 
         ``media_id``: what `id_of` has said, if it was asked; the bytes are not hashed again. The row that names the id
         must be accepted within ``grace_s``, or its media put again.
@@ -84,7 +86,8 @@ class MediaStore:
             raise MediaError(f"media of {blob.nbytes} bytes, allowed 1 to {self.max_bytes}; shrink it before the run")
         media_id = check_id(media_id) if media_id else id_of(blob)
         if not self._is_there(media_id):
-            write_atomic(self.folder / media_id, blob, sync=self.durable, tail=_checksum(blob))
+            path, tail = self.folder / media_id, _checksum(blob)
+            patiently(path, lambda: write_atomic(path, blob, sync=self.durable, tail=tail))
         return media_id
 
     def _is_there(self, media_id: str) -> bool:

@@ -37,15 +37,24 @@ class Presence:
         """Groups that are not there, why, and since when."""
         self._looked = now
 
-    def look(self, beats: Mapping[str, Mapping[str, Any]], over: Callable[[tuple[str, int]], int], now: float) -> None:
-        """Judge by the newest ``beats``; ``over`` says whether an incarnation is. Nothing if it has just looked."""
+    def look(
+        self,
+        beats: Mapping[str, Mapping[str, Any]],
+        over: Callable[[tuple[str, int]], int],
+        now: float,
+        full: bool = False,
+    ) -> None:
+        """Judge by the newest ``beats``; ``over`` says whether an incarnation is. Nothing if it has just looked.
+
+        ``full``: somebody waits for a disk, and everybody for him.
+        """
         if (passed := now - self._looked) < LOOK_S:
             return
         self._looked = now
         here = [b for b in beats.values() if now - b["at"] <= self.lease_s and not over((b["group"], b["epoch"]))]
         found = {name: why for name in self.groups if (why := self._why_lacking(name, here))}
         self.lacking = {name: (why, self.lacking.get(name, ("", now))[1]) for name, why in found.items()}
-        self.stands = bool(found) or any(beat.get("busy_s") or beat.get("loads") for beat in here)
+        self.stands = full or bool(found) or any(beat.get("busy_s") or beat.get("loads") for beat in here)
         if self.stands:
             self.stood_s += passed
 

@@ -106,10 +106,11 @@ class ShardStore(ShardReader):
         self.pool, self.max_bytes, self.on_saved = pool, max_bytes, on_saved
         self._lock = threading.Condition()
         self.failure: OSError | None = None
-        """Why files can be written no more."""
+        """Why files can be written no more. A disk that is full for a while is no reason: it is waited for."""
         self._held: dict[str, Slab] = {}
         self._unwritten: dict[str, memoryview] = {}
         self._to_write: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._save, name="shards", daemon=True)
         self._thread.start()
 
@@ -135,7 +136,7 @@ class ShardStore(ShardReader):
                 self.pool.give_back(slab)
             raise
         if not slabs:
-            return {**self.files.write(name, record), "planes": {}}, True
+            return {**self.files.write_patiently(name, record), "planes": {}}, True
         with self._lock:
             self._held[name] = slabs[0]
             self._unwritten[name] = record
@@ -194,7 +195,7 @@ class ShardStore(ShardReader):
                 self._to_write.put(None)
                 break
             try:
-                self.files.write(name, self._unwritten[name])
+                self.files.write_patiently(name, self._unwritten[name], until=self._closing.is_set)
             except OSError as error:
                 with self._lock:
                     self.failure = error
@@ -204,7 +205,8 @@ class ShardStore(ShardReader):
         return names
 
     def close(self) -> None:
-        """Write what is to be saved, and give all memory back."""
+        """Write what is to be saved, if that can be now, and give all memory back."""
+        self._closing.set()
         self._to_write.put(None)
         self._thread.join()
         super().close()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from relax_hpc.background import Background, say
 from relax_hpc.config.schema import WeightsConfig
+from relax_hpc.disk import CURES, Patience
 from relax_hpc.errors import RelaxError
 from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.rundir import RunDir, private_folder
@@ -58,29 +61,48 @@ class FileWriter:
             self.work.put(_Job(version, manifest, wanted, sync))
 
     def _write(self, job: _Job) -> None:
-        """All ranks write their shares; if one cannot, the version stays without files."""
-        due = {"write": job.wanted or self.work.pending == 1, "manifest": job.manifest and job.manifest.encode()}
-        due = self.channel.tell(due if self.channel.rank == 0 else None)
-        if not due["write"]:
-            return
-        manifest = Manifest.decode(due["manifest"])
-        partial = self.run.weights / str(job.version) / _PARTIAL
+        """All ranks write their shares, as often as it takes where a disk is full; if one cannot for another reason, or
+        a newer version is due meanwhile, this one stays without files."""
+        folder = self.run.weights / str(job.version)
+        full = Patience(folder)
+        while True:
+            due = {"write": job.wanted or self.work.pending == 1, "manifest": job.manifest and job.manifest.encode()}
+            due = self.channel.tell(due if self.channel.rank == 0 else None)
+            if not due["write"]:
+                full.done()
+                return
+            number = self._try(job, Manifest.decode(due["manifest"]), folder / _PARTIAL)
+            number = self.channel.tell(number)
+            if not number:
+                full.done()
+                return
+            full.failed(OSError(number, "cannot be written"))
+            time.sleep(max(0.0, full.again_at - time.monotonic()))
+
+    def _try(self, job: _Job, manifest: Manifest, partial: Path) -> int:
+        """Write it once. In rank 0: the number of the error after which it is to be tried again, 0 if it is not."""
         gathered = self.channel.gather(self._share(manifest, partial, job.sync))
         if gathered is None:
-            return
-        try:
-            if failures := [found["failure"] for found in gathered if "failure" in found]:
-                raise RelaxError("; ".join(failures))
-            sums = [found["sums"] for found in gathered]
-            listing = finish(manifest, partial, self.run.model, sums, self.channel.size, job.sync)
-        except (OSError, RelaxError) as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            say(f"weights: version {job.version} has no files: {error}")
+            return 0
+        failures = [(found["failure"], found["errno"]) for found in gathered if "failure" in found]
+        if not failures:
+            try:
+                sums = [found["sums"] for found in gathered]
+                listing = finish(manifest, partial, self.run.model, sums, self.channel.size, job.sync)
+            except (OSError, RelaxError) as error:
+                failures = [(str(error), getattr(error, "errno", None) or 0)]
+        if not failures:
+            self.client.call("filed", version=str(job.version), digest=listing)
+            return 0
+        shutil.rmtree(partial, ignore_errors=True)
+        say(f"weights: version {job.version} has no files: {'; '.join(why for why, _ in failures)}")
+        # What a full disk has not caused no room on it will mend.
+        number = min((number if number in CURES else 0) for _, number in failures)
+        if not number:
             self.client.submit("note", what="weights_unwritten", name=str(job.version), reason="unwritten")
-            return
-        self.client.call("filed", version=str(job.version), digest=listing)
+        return number
 
-    def _share(self, manifest: Manifest, partial: Path, sync: bool) -> dict[str, object]:
+    def _share(self, manifest: Manifest, partial: Path, sync: bool) -> dict[str, Any]:
         """What this rank has written, or why not."""
         rank, ranks = self.channel.rank, self.channel.size
         try:
@@ -89,4 +111,4 @@ class FileWriter:
             return {"sums": write_share(manifest, self._puller, partial, rank, ranks, memory, sync)}
         except Exception as error:
             # Whoever left here would leave the others waiting.
-            return {"failure": f"rank {rank}: {error}"}
+            return {"failure": f"rank {rank}: {error}", "errno": getattr(error, "errno", None) or 0}

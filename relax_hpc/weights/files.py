@@ -111,9 +111,14 @@ def finish(manifest: Manifest, partial: Path, source: Path, sums: Sequence[FileS
         for path in partial.iterdir():
             sync_directory(path)
         sync_directory(partial)
-    partial.rename(partial.parent / FOLDER)
-    if sync:
-        sync_directory(partial.parent)
+    whole = partial.rename(partial.parent / FOLDER)
+    try:
+        if sync:
+            sync_directory(partial.parent)
+    except OSError:
+        # It is written again, under a name that is free.
+        whole.rename(partial)
+        raise
     return digest(listing)
 
 

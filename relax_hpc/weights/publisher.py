@@ -16,6 +16,7 @@ from pathlib import Path
 
 from relax_hpc.background import Background
 from relax_hpc.config.schema import WeightsConfig
+from relax_hpc.disk import WAITS, patiently
 from relax_hpc.errors import DeadlineError, RelaxError
 from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.rundir import RunDir, write_atomic
@@ -103,7 +104,10 @@ class Publisher:
         self._await(self.files.work, timeout_s)
 
     def _await(self, work: Background, timeout_s: float, most: int = 0) -> None:
-        if not work.wait(timeout_s, most):
+        # A full disk is waited for however long: see `relax_hpc.disk`.
+        while not (done := work.wait(timeout_s, most)) and WAITS:
+            pass
+        if not done:
             raise DeadlineError(f"publishing weights takes more than {timeout_s:g} s; see {self.run.weights}")
 
     def close(self) -> None:
@@ -130,13 +134,8 @@ class Publisher:
     def _announce(self, version: Version, directory: Path, manifest: Manifest) -> None:
         """Write the manifest, have it journaled, delete what nobody needs."""
         text = manifest.encode()
-        temporary = directory.with_name(f".{version}.{os.getpid()}")
         try:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(mode=0o700)
-            write_atomic(temporary / MANIFEST, text)
-            shutil.rmtree(directory, ignore_errors=True)
-            temporary.rename(directory)
+            patiently(directory, lambda: _write_manifest(directory, text))
         except OSError as error:
             raise RelaxError(f"{directory}: {error.strerror}; version {version} is not published") from error
         keep = set(self.client.call("publish", version=str(version), digest=digest(text))["keep"])
@@ -151,6 +150,15 @@ class Publisher:
             due = bool(every) and not Version.parse(name).number % every
             return due and (self.run.weights / name / FOLDER).is_dir()
         return False
+
+
+def _write_manifest(directory: Path, text: bytes) -> None:
+    temporary = directory.with_name(f".{directory.name}.{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(mode=0o700)
+    write_atomic(temporary / MANIFEST, text)
+    shutil.rmtree(directory, ignore_errors=True)
+    temporary.rename(directory)
 
 
 def old_directories(run: RunDir, version: Version) -> list[str]:

@@ -17,6 +17,7 @@ from collections import deque
 from pathlib import Path
 
 from relax_hpc.config import Config, load_resolved
+from relax_hpc.disk import keep_printing
 from relax_hpc.errors import EXIT_DONE, EXIT_RETRY, ConfigError, DeadlineError, FencedError, NoProgressError, RelaxError
 from relax_hpc.launch.lease import Lease, leave_outcome, outcome_of
 from relax_hpc.launch.local import establish, latest_attempt, new_attempt, prepare, start_order
@@ -204,6 +205,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def head(args: argparse.Namespace) -> int:
     """One life of a head."""
+    keep_printing()
     try:
         run, config = _run_of(args)
         sign = _sign(run, args.group)

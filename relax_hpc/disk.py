@@ -1,0 +1,290 @@
+"""A disk that is full, over quota, read-only or ill is a wait: who writes tries again, says so, and nothing is lost.
+
+`patiently` tries a write again until it succeeds. `Patience` is the same for a loop that has other work meanwhile. What
+is there to be looked at alone goes to a `Lines`, or through `keep_printing`: its writers never wait and never fail.
+What this process waits for is in `WAITS`, which its beats tell the hub, and so everybody.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+CURES = {
+    errno.ENOSPC: "free space there",
+    errno.EDQUOT: "free space there, or have the quota raised",
+    errno.EROFS: "have it mounted for writing again",
+    errno.EIO: "see whether its file system is well",
+}
+"""By the errors that may be over in a while. On shared file systems EIO is one: a server was away."""
+_SOONEST_S, _LATEST_S = 0.1, 2.0
+"""Between two tries."""
+_GRACE_S = 60.0
+"""The supervisor ends a run that waits too long; a process that nobody ends gives up so much later."""
+_KEPT_BYTES = 16 << 20
+_PROBE_BYTES = 1 << 20
+Told = dict[str, Any]
+"""A wait as beats and `status` tell of it: {path, errno, seconds, loose}."""
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether ``error`` says that a disk cannot be written now, and may be later."""
+    return isinstance(error, OSError) and error.errno in CURES
+
+
+def in_words(told: Mapping[str, Any]) -> str:
+    """What cannot be written, why, and what to do.
+
+    >>> in_words({"path": "/r/queue", "errno": errno.ENOSPC})
+    '/r/queue: No space left on device; free space there, the run goes on by itself'
+    """
+    cure = CURES.get(told["errno"], "see its file system")
+    return f"{told['path']}: {os.strerror(told['errno'])}; {cure}, the run goes on by itself"
+
+
+@dataclass(slots=True)
+class _Wait:
+    errno: int
+    loose: bool
+    since: float = field(default_factory=time.monotonic)
+
+
+class Waits:
+    """The writes of this process that do not succeed, by path; safe to use from threads."""
+
+    def __init__(self) -> None:
+        self.limit_s = math.inf
+        """How long a write is tried again."""
+        self._lock = threading.Lock()
+        self._waits: dict[str, _Wait] = {}
+
+    def begin(self, path: Path | str, error: OSError, loose: bool = False) -> float:
+        """``path`` could not be written, perhaps again; since how many seconds. ``loose``: nobody waits for that."""
+        with self._lock:
+            wait = self._waits.setdefault(str(path), _Wait(error.errno, loose))
+            wait.errno, wait.loose = error.errno, loose
+            return time.monotonic() - wait.since
+
+    def end(self, path: Path | str) -> None:
+        """It was written, or nobody tries any more."""
+        if self._waits:
+            with self._lock:
+                self._waits.pop(str(path), None)
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._waits)
+
+    def told(self) -> Told:
+        """The one that goes on longest, those that somebody waits for first; empty: all is well."""
+        if not self._waits:
+            return {}
+        with self._lock:
+            found = sorted(self._waits.items(), key=lambda item: (item[1].loose, item[1].since))
+        if not found:
+            return {}
+        path, wait = found[0]
+        seconds = time.monotonic() - wait.since
+        return {"path": path[:1024], "errno": wait.errno, "seconds": seconds, "loose": wait.loose}
+
+
+WAITS = Waits()
+"""Of this process."""
+
+
+def patiently(path: Path, write: Callable[[], T], until: Callable[[], bool] = lambda: False) -> T:
+    """What ``write`` returns, which writes something whole at ``path``, or undoes what it has begun and raises.
+
+    It is tried again as long as its error `may_pass`, at most `Waits.limit_s`, and not once ``until()``.
+    """
+    for pause in _pauses():
+        try:
+            done = write()
+        except OSError as error:
+            if not may_pass(error) or until() or WAITS.begin(path, error) > WAITS.limit_s + _GRACE_S:
+                WAITS.end(path)
+                raise
+            time.sleep(pause)
+        except BaseException:
+            WAITS.end(path)
+            raise
+        else:
+            WAITS.end(path)
+            return done
+    raise AssertionError("unreachable")
+
+
+def for_at_most(seconds: float) -> Callable[[], bool]:
+    """Whether so much time has gone by since now."""
+    end = time.monotonic() + seconds
+    return lambda: time.monotonic() > end
+
+
+def _pauses() -> Iterator[float]:
+    pause = _SOONEST_S
+    while True:
+        yield pause
+        pause = min(2 * pause, _LATEST_S)
+
+
+class Patience:
+    """One write that a loop tries again between other work: `due` says when.
+
+    >>> patience = Patience(Path("/r/journal"))
+    >>> patience.failed(OSError(errno.ENOSPC, "full")); bool(patience), patience.due()
+    (True, False)
+    >>> patience.done(); bool(patience), patience.due()
+    (False, True)
+    """
+
+    def __init__(self, path: Path, loose: bool = False) -> None:
+        self.path, self.loose = path, loose
+        self._pauses: Iterator[float] | None = None
+        self.again_at = 0.0
+        """Of the monotonic clock."""
+
+    def __bool__(self) -> bool:
+        """Whether the last try has failed."""
+        return self._pauses is not None
+
+    def due(self) -> bool:
+        return time.monotonic() >= self.again_at
+
+    def failed(self, error: OSError) -> None:
+        """Raises ``error`` unless it `may_pass`."""
+        if not may_pass(error):
+            raise error
+        WAITS.begin(self.path, error, self.loose)
+        self._pauses = self._pauses or _pauses()
+        self.again_at = time.monotonic() + next(self._pauses)
+
+    def done(self) -> None:
+        if self._pauses:
+            self._pauses, self.again_at = None, 0.0
+            WAITS.end(self.path)
+
+
+class Lines:
+    """A file to be looked at, which grows by whole pieces. What its disk does not take is kept and written later; what
+    is too much to keep is dropped. No write of it waits or fails."""
+
+    def __init__(self, path: Path) -> None:
+        """Append to ``path``, from a line of its own on."""
+        self.path = path
+        self.dropped = 0
+        """Bytes."""
+        self._patience = Patience(path, loose=True)
+        self.closed = False
+        self._file: int | None = None
+        self._rest = bytearray()
+        self.flush()
+
+    def write(self, data: bytes) -> None:
+        """It is in the file after the next `flush` that succeeds; nothing of what comes after `close` is."""
+        if self.closed:
+            return
+        if len(self._rest) + len(data) <= _KEPT_BYTES:
+            self._rest += data
+        else:
+            self.dropped += len(data)
+
+    def flush(self) -> None:
+        """Write what there is, if the disk takes it."""
+        if (self._file is None or self._rest) and self._patience.due():
+            try:
+                self._write()
+                self._patience.done()
+            except OSError as error:
+                self._patience.failed(error)
+
+    def settle(self) -> None:
+        """`patiently` write what there is."""
+        patiently(self.path, self._write)
+        self._patience.done()
+
+    def fileno(self) -> int:
+        """Of the file, once something was written."""
+        assert self._file is not None
+        return self._file
+
+    def _write(self) -> None:
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            if (size := os.fstat(self._file).st_size) and os.pread(self._file, 1, size - 1) != b"\n":
+                # As a killed writer leaves it.
+                self._rest[:0] = b"\n"
+        while self._rest:
+            del self._rest[: os.write(self._file, self._rest)]
+
+    def close(self) -> None:
+        """What cannot be written now never is. A second call does nothing."""
+        if self.closed:
+            return
+        self.closed = True
+        self._patience.again_at = 0.0
+        self.flush()
+        WAITS.end(self.path)
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+class _Printed(io.FileIO):
+    """A descriptor that is printed to. What its disk does not take is gone: a print must not end anything."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError as error:
+            if not may_pass(error):
+                raise
+            return memoryview(data).nbytes
+
+
+def keep_printing() -> None:
+    """From now on nothing that this process prints fails because the disk of its log is full."""
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is not getattr(sys, f"__{name}__"):
+            # A test looks at it, or a notebook.
+            continue
+        getattr(sys, name).flush()
+        raw = io.BufferedWriter(_Printed(number, "wb", closefd=False))
+        setattr(sys, name, io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True))
+
+
+def await_room(folder: Path) -> None:
+    """Wait `patiently` until ``folder`` can be written."""
+    patiently(folder / "", lambda: _try(folder))
+
+
+def _try(folder: Path) -> None:
+    path = folder / f".probe-{os.getpid()}"
+    try:
+        with path.open("wb") as file:
+            file.write(bytes(_PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def probe(folder: Path) -> Told:
+    """Whether ``folder`` can be written: what hinders that, empty if nothing does. It leaves nothing there."""
+    try:
+        _try(folder)
+    except OSError as error:
+        if not may_pass(error):
+            raise
+        return {"path": str(folder), "errno": error.errno, "seconds": 0.0, "loose": False}
+    return {}

@@ -1,0 +1,57 @@
+"""A file system of a few MiB that a test can fill, read-only it is not: a real tmpfs, of root's or of a user's own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+_MOUNT = 'mount -t tmpfs -o size="$1" tmpfs "$2" && echo mounted && read -r _'
+
+
+@dataclass(frozen=True, slots=True)
+class SmallDisk:
+    """`fill` takes all its room, but for what is asked to be left; `free` gives it back."""
+
+    folder: Path
+
+    @property
+    def _filling(self) -> Path:
+        return self.folder / ".filling"
+
+    def fill(self, left: int = 0) -> None:
+        """Until so many bytes, in whole pages, are free."""
+        with self._filling.open("ab", buffering=0) as file, contextlib.suppress(OSError):
+            while (free := self.left() - left) > 0:
+                file.write(bytes(min(free, 1 << 20)))
+
+    def left(self) -> int:
+        found = os.statvfs(self.folder)
+        return found.f_bavail * found.f_frsize
+
+    def free(self) -> None:
+        self._filling.unlink(missing_ok=True)
+
+
+@contextmanager
+def small_disk(folder: Path, size: str = "8m") -> Iterator[SmallDisk]:
+    """Mounted on ``folder``, or in a namespace of its own where this user may mount nothing."""
+    folder.mkdir()
+    words = ["sh", "-c", _MOUNT, "sh", size, str(folder)]
+    words = words if os.getuid() == 0 else ["unshare", "--user", "--map-root-user", "--mount", *words]
+    holder = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        if holder.stdout.readline() != b"mounted\n":
+            pytest.skip(f"no tmpfs can be mounted here: {holder.stderr.read().decode().strip()}")
+        # Through the eyes of the process that has mounted it.
+        yield SmallDisk(folder if os.getuid() == 0 else Path(f"/proc/{holder.pid}/root{folder}"))
+    finally:
+        holder.communicate(b"\n", timeout=10)
+        if os.getuid() == 0:
+            subprocess.run(["umount", "-l", str(folder)], check=False)

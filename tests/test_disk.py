@@ -1,0 +1,275 @@
+"""Writers on a disk that takes nothing for a while: each of them waits, says so, and loses nothing."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relax_hpc import disk
+from relax_hpc.disk import CURES, WAITS, Lines, in_words, may_pass, patiently, probe
+from relax_hpc.rendezvous.exit_mark import leave_mark
+from relax_hpc.rundir import write_atomic
+from relax_hpc.transfer_queue.journal import Journal
+from relax_hpc.transfer_queue.journal import _read as journal_frames
+from relax_hpc.transfer_queue.media import MediaStore
+from relax_hpc.versions import Version
+from tests.queue_helpers import BUDGET, GIVES, HubProcess, Roles, in_thread, learned, make_run, rows_of, small
+
+ERRORS = sorted(CURES)
+SYNCS = ("fsync", "fdatasync")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "_LATEST_S", 0.1)
+
+
+class Failing:
+    """Calls of some functions of `os` fail with ``number`` while it is `on`, where they concern files in ``folder``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, number: int, names: tuple[str, ...]) -> None:
+        self.folder, self.number = folder, number
+        self.on, self.times = True, 0
+        for name in names:
+            monkeypatch.setattr(os, name, self._wrapped(getattr(os, name)))
+
+    def _wrapped(self, real: Callable) -> Callable:
+        def call(descriptor: int, *rest: Any) -> Any:
+            if self.on and Path(f"/proc/self/fd/{descriptor}").readlink().is_relative_to(self.folder):
+                self.times += 1
+                raise OSError(self.number, os.strerror(self.number))
+            return real(descriptor, *rest)
+
+        return call
+
+    @contextmanager
+    def while_failing(self) -> Iterator[None]:
+        """For the body, and until it is tried in vain twice more."""
+        yield
+        wait_for(lambda: self.times > 1)
+        self.on = False
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "never"
+        time.sleep(0.005)
+    return value
+
+
+# -- the mechanism -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", ERRORS)
+def test_a_write_is_tried_again_until_it_succeeds(tmp_path: Path, number: int) -> None:
+    left, told = [1, 1, 1], []
+
+    def write() -> str:
+        if left:
+            left.pop()
+            raise OSError(number, os.strerror(number))
+        told.append(WAITS.told())
+        return "done"
+
+    assert patiently(tmp_path / "file", write) == "done"
+    assert told[0]["path"] == str(tmp_path / "file") and told[0]["errno"] == number and told[0]["seconds"] > 0
+    assert os.strerror(number) in in_words(told[0]) and CURES[number] in in_words(told[0])
+    assert not WAITS
+
+
+def test_other_errors_are_raised_at_once_and_nothing_waits_for_ever(tmp_path: Path, monkeypatch) -> None:
+    def write(number: int) -> Callable:
+        return lambda: (_ for _ in ()).throw(OSError(number, "no"))
+
+    with pytest.raises(PermissionError):
+        patiently(tmp_path, write(errno.EACCES))
+    ends = iter([False, False, True])
+    with pytest.raises(OSError, match="no"):
+        patiently(tmp_path, write(errno.ENOSPC), until=lambda: next(ends))
+    monkeypatch.setattr(disk, "_GRACE_S", 0.0)
+    monkeypatch.setattr(WAITS, "limit_s", 0.3)
+    with pytest.raises(OSError, match="no"):
+        patiently(tmp_path, write(errno.ENOSPC))
+    assert not WAITS and not may_pass(ValueError("no")) and not next(ends, False)
+
+
+def test_lines_that_a_disk_does_not_take_are_written_later(tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(b"torn")
+    failing = Failing(monkeypatch, tmp_path, errno.ENOSPC, ("write",))
+    failing.on = False
+    lines = Lines(path)
+    lines.write(b"a\n")
+    lines.flush()
+    failing.on = True
+    for line in (b"b\n", b"c\n"):
+        lines.write(line)
+        lines.flush()
+    assert WAITS.told()["loose"] and lines.dropped == 0
+    monkeypatch.setattr(disk, "_KEPT_BYTES", 4)
+    lines.write(b"too much\n")
+    assert lines.dropped == 9
+    failing.on = False
+    lines.close()
+    assert path.read_bytes() == b"torn\na\nb\nc\n" and not WAITS
+
+
+def test_what_is_printed_ends_nothing() -> None:
+    """On a real device that is always full."""
+    program = "from relax_hpc.disk import keep_printing; keep_printing(); print('x', flush=True); print('y')"
+    with Path("/dev/full").open("wb") as full:
+        assert subprocess.run([sys.executable, "-c", program], stdout=full, stderr=full, timeout=60).returncode == 0
+
+
+def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch) -> None:
+    failing = Failing(monkeypatch, tmp_path, errno.EDQUOT, ("fsync",))
+    with pytest.raises(OSError, match="quota"):
+        write_atomic(tmp_path / "a", b"x", sync=True)
+    assert list(tmp_path.iterdir()) == [] and failing.times == 1
+    assert probe(tmp_path)["errno"] == errno.EDQUOT and list(tmp_path.iterdir()) == []
+
+
+# -- writers -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", ERRORS)
+@pytest.mark.parametrize("names", [("pwrite",), SYNCS], ids=["write", "sync"])
+def test_a_journal_writes_all_again_after_a_failure(tmp_path: Path, monkeypatch, number: int, names) -> None:
+    """A sync that failed once is believed no more: the kernel takes what it could not write for written."""
+    journal = Journal(tmp_path, 1)
+    assert list(journal.replay()) == []
+    journal.append({"op": "a"})
+    journal.commit()
+    failing = Failing(monkeypatch, tmp_path, number, names)
+    journal.append({"op": "b", "text": "x" * 5000})
+    before = journal.position
+    with pytest.raises(OSError, match=os.strerror(number)):
+        journal.commit()
+    assert journal.position == before
+    failing.on = False
+    os.ftruncate(journal._file.fileno(), before.offset)
+    journal.append({"op": "c"})
+    assert journal.commit() and not journal.commit()
+    journal.close()
+    assert [record["op"] for record in Journal(tmp_path, 2).replay()] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("durability", "call", "number"),
+    [("commit", "pwrite", errno.EDQUOT), ("commit", "fdatasync", errno.EIO), ("flush", "pwrite", errno.EROFS)],
+)
+def test_nobody_is_told_of_what_the_journal_does_not_have(
+    tmp_path: Path, monkeypatch, durability: str, call: str, number: int
+) -> None:
+    """But everybody of why; and everything goes on by itself, though it took longer than any wait may."""
+    config = small()
+    config.queue.wait_timeout_s = 0.6
+    run = make_run(tmp_path / "run")
+    with in_thread(run, config, durability=durability) as controller, Roles(run, config) as roles:
+        version = roles.start()
+        roles.admit(version)
+        failing = Failing(monkeypatch, run.journal, number, (call,))
+        with failing.while_failing():
+            late = roles["rollout"].submit("note", what="w", name="n", reason="r")
+            later = roles["advantages"].submit("checkpoints")
+            wait_for(lambda: roles["actor"].waits)
+            assert roles["actor"].waits["path"].startswith(str(run.journal))
+            found = roles["actor"].call("status", timeout=5.0)["disk"]
+            assert {one["errno"] for one in found} == {number} and found[0]["who"] == "hub/controller"
+            wait_for(lambda: roles["rollout"].stood_s > 2 * config.queue.wait_timeout_s)
+            assert not late.done() and not later.done()
+            written = [record["op"] for _, record in journal_frames(controller.journal.path, 0, None)]
+            assert call == "fdatasync" or "note" not in written
+        assert late.result(5) == {} and later.result(5) == {"checkpoints": []}
+        assert controller.state.noted["w/r"] == 1
+        wait_for(lambda: not roles["actor"].waits)
+
+
+@pytest.mark.parametrize("number", ERRORS)
+def test_shards_are_written_when_there_is_room(tmp_path: Path, monkeypatch, number: int) -> None:
+    """The actor, which asks whether its rows are on disk, waits no longer than the disk is full."""
+    config = small()
+    run = make_run(tmp_path / "run")
+    with in_thread(run, config), Roles(run, config) as roles:
+        version = roles.start()
+        tickets = roles.admit(version)
+        failing = Failing(monkeypatch, run.shards, number, ("pwrite",))
+        with failing.while_failing():
+            assert roles["rollout"].generated(rows_of(tickets, version)) == {}
+            for role, fields in GIVES.items():
+                claim = roles[role].claim(role, BUDGET)
+                roles[role].put(learned(roles[role].rows(claim), version), fields, claim)
+            claim = roles["actor"].claim("actor", BUDGET)
+            settled = roles["actor"].submit("settled", leases=[claim.lease])
+            wait_for(lambda: "disk" in roles["rollout"]._about())
+            assert roles["rollout"]._about()["busy_s"] < 1.0 and not settled.done()
+        assert settled.result(10)["tickets"] == tickets
+        assert not WAITS
+
+
+@pytest.mark.parametrize("number", ERRORS)
+def test_media_and_marks_wait_for_room(tmp_path: Path, monkeypatch, number: int) -> None:
+    failing = Failing(monkeypatch, tmp_path, number, SYNCS)
+    ids: list[str] = []
+    thread = threading.Thread(target=lambda: ids.append(MediaStore(tmp_path / "media").put(b"blob")))
+    with failing.while_failing():
+        thread.start()
+    thread.join(10)
+    assert bytes(MediaStore(tmp_path / "media").read(ids[0])) == b"blob"
+    full = [1, 1]
+
+    def write(path: Path, *_: Any) -> None:
+        if full.pop() if full else 0:
+            raise OSError(number, "full")
+        path.write_text("{}")
+
+    monkeypatch.setattr("relax_hpc.rendezvous.exit_mark.write_json", write)
+    leave_mark(tmp_path / "mark")
+    assert (tmp_path / "mark").exists() and not WAITS
+    full += [1] * 1000
+    leave_mark(tmp_path / "failed", code=75, patience_s=0.2)
+    assert not (tmp_path / "failed").exists()
+
+
+# -- a journal that has lost its end -----------------------------------------------------------------------------------
+
+
+def cut_before_last(folder: Path, op: str) -> None:
+    """Cut the journal off before its last record of ``op``, and all that was acknowledged since."""
+    path = max(folder.glob("*.journal"))
+    ends = list(journal_frames(path, 0, None))
+    start = max(before for (before, _), (_, record) in pairwise([(0, {}), *ends]) if record["op"] == op)
+    os.truncate(path, start)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_acknowledgement_that_was_lost_stops_nothing(tmp_path: Path, number: int) -> None:
+    """The hub dies, and of its journal the end is gone in which rows were said to be on disk."""
+    run, config = make_run(tmp_path / "run"), small()
+    with Roles(run, config) as roles:
+        with HubProcess(run):
+            version = roles.start()
+            roles.generate(version)
+            if number:
+                roles.learn(version)
+        cut_before_last(run.journal, "saved")
+        with HubProcess(run):
+            if not number:
+                roles.learn(version)
+            claim = roles["actor"].claim("actor", BUDGET)
+            settled = roles["actor"].submit("settled", timeout=10.0, leases=[claim.lease])
+            assert settled.result()["tickets"] == list(claim.tickets)
+            roles["actor"].call("publish", version=str(Version(1, 1)), digest="d")
+            roles["actor"].call("trained", step=0, leases=[claim.lease])
