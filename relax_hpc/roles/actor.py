@@ -28,6 +28,7 @@ from relax_hpc.training.simulated_trainer import SimulatedTrainer
 from relax_hpc.training.trainer import Trainer
 from relax_hpc.transfer_queue.client import Claim, then
 from relax_hpc.transfer_queue.media import placeholders_of
+from relax_hpc.transfer_queue.presence import longest_wait_s
 from relax_hpc.transfer_queue.schema import Row
 from relax_hpc.versions import Version
 from relax_hpc.weights.publisher import Publisher
@@ -301,10 +302,10 @@ class Actor:
     def _wait(self, work: Future, may_end: bool) -> str:
         """Wait for an answer of the queue, in the leader; why the actor has to end before, if it ``may_end``."""
         patience, client = self.config.queue.wait_timeout_s, self.context.client
-        until = time.monotonic() + patience - client.stood_s
+        longest, until, stood = longest_wait_s(self.config), time.monotonic() + patience, client.stood_s
         while not wait([work], timeout=_LOOK_S).done:
             # While somebody is not there, the clock stands.
-            if time.monotonic() > until + client.stood_s:
+            if time.monotonic() > until + min(client.stood_s - stood, longest):
                 text = (
                     f"no rows to train on came for {patience:g} s; see relax-hpc status, and the logs of the group that"
                 )
