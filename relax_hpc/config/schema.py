@@ -291,8 +291,8 @@ class QueueConfig:
     `none`: the same for rows, but the journal may be a second late; survives the death of any process but the
     controller: then every group begins again, from the last checkpoint, with what the journal has."""
     wait_timeout_s: float = bounded(600.0, 1.0)
-    """Deadline of every wait for rows, tickets or versions; running past it ends the group with exit 75. Only time counts
-    in which all groups are there and none is at work: see liveness.longest_wait_s."""
+    """Deadline of every wait for rows, tickets or versions; running past it ends the group with exit 75. Only time
+    counts in which all groups are there and none is at work: see liveness.longest_wait_s."""
     keep_steps: int = bounded(2, 0)
     """Shards of steps older than the last checkpoint by more than this are deleted."""
     max_bytes: int = bounded(64 << 30, 1)
