@@ -19,6 +19,7 @@ from relax_hpc.launch.slurm.commands import Slurm
 from relax_hpc.launch.slurm.doctor_cluster import Cluster, check_cluster, look
 from relax_hpc.launch.slurm.doctor_deep import check_here, check_nodes
 from relax_hpc.launch.slurm.doctor_host import check_disk, check_layout, check_programs, check_settings
+from relax_hpc.launch.slurm.doctor_staging import check_staging
 from relax_hpc.launch.slurm.finding import Finding, error, ok, warning
 from relax_hpc.launch.slurm.layout import components
 
@@ -54,6 +55,7 @@ def diagnose(config: Config, slurm: Slurm | None, deep: bool = False) -> list[Fi
         *_area("settings", [*check_settings(config), *map(warning, notes(config))]),
         *_area("layout", check_layout(config)),
         *_area("interpreter, MPI and container", check_programs(config)),
+        *_area("modules and staging", check_staging(config)),
     ]
     if slurm is None:
         several = False

@@ -29,7 +29,8 @@ MEMORY = ("tmpfs", "ramfs", "devtmpfs", "overlay")
 NEEDED_MODULES = ("relax_hpc", "mpi4py", "yaml", "jsonargparse", "psutil", "msgpack")
 MAX_PATH = 1000
 """Bytes of the run directory's path: files under it have names of up to some 200, and Linux allows 4096 in all."""
-MIN_FREE = 2 << 30
+MIN_FREE = 256 << 20
+"""For journal, logs and shards of a run with a tiny model; what larger ones need follows from their weights."""
 MIN_FILES = 20_000
 IMPORT_TIMEOUT_S = 60.0
 _LOAD_MPI = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
