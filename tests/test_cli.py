@@ -298,6 +298,11 @@ def test_mistakes_of_all_kinds_are_told_at_once(tmp_path: Path, capsys: pytest.C
         for part in parts:
             assert sum(f"error: {part}" in line for line in said) == 1, part
     assert not (tmp_path / "run").exists()
+    fine = tmp_path / "fine.yaml"
+    fine.write_text("layout: local\nrollout: {groups_per_request: 64}\n")
+    main(["doctor", "--config", QUICKSTART, "--config", str(fine), "--run_dir", str(tmp_path / "run")])
+    said = capsys.readouterr().out
+    assert f"warning  {fine}:2: rollout.groups_per_request: found 64" in said and "ok       layout: no mistakes" in said
     assert main(["check", "--config", str(file), "--steps", "1"]) == EXIT_CONFIG
     assert f"{file}:3: rollout.temperature: found 0.0" in capsys.readouterr().out
 

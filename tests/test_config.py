@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -534,6 +535,13 @@ def test_files_of_a_model_are_read(tmp_path: Path, name: str, content: Any, says
     findings = model_findings(path)
     assert findings and all(line.startswith("model.path: ") and "\n" not in line for line in findings)
     assert any(says in line for line in findings)
+
+
+def test_a_pipe_in_the_place_of_weights_is_not_waited_for(tmp_path: Path) -> None:
+    path = model_directory(tmp_path / "model")
+    (path / "model.safetensors").unlink()
+    os.mkfifo(path / "model.safetensors")
+    assert "found no *.safetensors" in model_findings(path)[0]
 
 
 def model_findings(path: Path, **overrides: Any) -> list[str]:

@@ -118,7 +118,8 @@ def _tokenizer(path: Path, vocab: int) -> Tokenizer | None:
 
 def _weights(path: Path, known: dict[str, Any] | None) -> Iterator[str]:
     """What is wrong with the weights, by their names and headers; with the tensors if config.json is ``known``."""
-    files = sorted(path.glob("*.safetensors"))
+    # A pipe of that name would be waited for.
+    files = [file for file in sorted(path.glob("*.safetensors")) if file.is_file()]
     if (path / _INDEX).is_file():
         try:
             named = _read_json(path / _INDEX).get("weight_map")

@@ -31,8 +31,8 @@ def main(config: Config, deep: bool, as_json: bool, layers: Layers | None = None
     slurm = Slurm() if config.layout != "local" else None
     findings = diagnose(config, slurm, deep and not (layers and layers.mistakes))
     if layers:
-        found = [replace(finding, text=layers.placed(finding.text)) for finding in findings]
-        findings = [error(mistake.text) for mistake in layers.mistakes] + found
+        placed = (replace(one, text=layers.placed(one.text)) if one.severity != "ok" else one for one in findings)
+        findings = [*(error(mistake.text) for mistake in layers.mistakes), *placed]
     if as_json:
         print(json.dumps([_as_json(finding) for finding in findings], indent=1))
     else:
