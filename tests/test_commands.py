@@ -270,7 +270,7 @@ def test_resubmit_in_place(tmp_path: Path, slurm: FakeSlurm, capsys: Any) -> Non
         run = make_run(tmp_path / layout, layout)
         begin(run, "rollout", "" if layout == "local" else "9")
         with Supervisors(run) as supervisors:
-            assert resubmitted(run, *options, "--rollout.top_p", "0.9") == 0
+            assert resubmitted(run, *options, "--rollout.temperature", "0.9") == 0
         assert supervisors.seen == [("restart", "rollout")] and not slurm.calls("sbatch")
     assert capsys.readouterr().out == ""
 

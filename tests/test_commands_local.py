@@ -46,7 +46,7 @@ def test_commands_on_a_living_run(tmp_path: Path) -> None:
             assert set(found := listens_at(live.processes(role)[0])) == {"127.0.0.1"} and len(found) == 1, role
         others = [p.pid for role in ("actor", "actor_fwd", "controller") for p in live.processes(role)]
         no_requests = scatter(live.run.root)
-        call(live, "resubmit", "--group", "rollout", "--rollout.top_p", "0.9")
+        call(live, "resubmit", "--group", "rollout", "--rollout.temperature", "0.9")
         assert live.epochs("rollout") == 2
         call(live, "scale", "--replicas", "2")
         puts = "rollout-2 generates"
@@ -61,7 +61,7 @@ def test_commands_on_a_living_run(tmp_path: Path) -> None:
         assert live.wait(10) == 130
     steps = max(row["step"] for row in read_metrics(live.run.root))
     with running(
-        tmp_path, SETTINGS | {"rollout": {"top_p": 0.9}}, None, "--resume", "--steps", str(steps + 20)
+        tmp_path, SETTINGS | {"rollout": {"temperature": 0.9}}, None, "--resume", "--steps", str(steps + 20)
     ) as live:
         live.finish(120)
     assert not audit(live.run).problems
