@@ -15,6 +15,9 @@ from relax_hpc.config import load
 from relax_hpc.config.check import check
 from relax_hpc.config.schema import Config
 from relax_hpc.metrics.read_spans import Span
+from relax_hpc.transfer_queue.client import QueueClient
+from relax_hpc.transfer_queue.proof import MAX_UNPROVEN
+from tests.queue_helpers import in_thread, make_run, small
 
 BENCH = Path(__file__).parents[1] / "tools/bench"
 
@@ -24,7 +27,7 @@ def bench(monkeypatch):
     """Import a module of tools/bench, which is no package, as its scripts do."""
     monkeypatch.syspath_prepend(str(BENCH))
     yield importlib.import_module
-    for name in ("figures", "turns", "quickstart", "overlap", "convergence", "modes"):
+    for name in ("figures", "turns", "quickstart", "overlap", "convergence", "modes", "strangers"):
         sys.modules.pop(name, None)
 
 
@@ -141,3 +144,19 @@ def test_an_interval_of_a_difference_holds_it(bench):
 def test_the_ideal_step_of_a_mode_follows_from_what_its_sides_take(bench, mode, ideal):
     line = bench("modes").measured(mode, {"rollout_s": 0.5, "actor_s": 0.2, "step_s": 1.0})
     assert (line["ideal_s"], line["ideal_share"]) == pytest.approx((ideal, ideal))
+
+
+def test_strangers_come_again_and_a_controller_serves_its_clients(bench, tmp_path):
+    """As many as the benchmark has of both kinds, in processes of their own."""
+    strangers, run = bench("strangers"), make_run(tmp_path / "run")
+    with in_thread(run, small()) as controller, strangers.strangers(controller.endpoint):
+        with QueueClient(run, small(), "actor", 1) as actor:
+            while actor.call("status")["refused_connections"] < strangers.SENDERS:
+                assert len(controller.listener._guests) <= MAX_UNPROVEN
+        with QueueClient(run, small(), "rollout", 1) as rollout:
+            assert rollout.call("status")["trained_steps"] == 0, "who comes among them gets in"
+
+
+def test_steps_count_that_lie_within_a_time(bench):
+    within = bench("strangers").seconds_within
+    assert within([1.0, 2.0, 4.0, 7.0, 11.0], 2.0, 8.0) == [2.0, 3.0] and within([1.0], 0.0, 9.0) == []

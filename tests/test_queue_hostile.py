@@ -29,6 +29,7 @@ from relax_hpc.transfer_queue.sockets import framed
 from relax_hpc.transfer_queue.store import ShardReader
 from relax_hpc.transfer_queue.wire import MAX_MESSAGE_BYTES, BadMessage, unpack
 from relax_hpc.versions import Version
+from tests.effort import effort
 from tests.plane_helpers import plane_here
 from tests.queue_helpers import BUDGET, HubProcess, Roles, dial, make_run, rows_of, small
 from tests.queue_world import World, contents
@@ -246,7 +247,7 @@ def test_a_real_controller_outlives_them_all(served):
     assert run.token_file.exists()
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=effort(15, 3000), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(frames=st.lists(st.binary(max_size=300), max_size=5), proven=st.booleans())
 def test_a_real_controller_answers_after_any_bytes(served, frames, proven):
     roles, hub, endpoint = served

@@ -12,7 +12,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_hpc.errors import DeadlineError
@@ -25,6 +25,7 @@ from relax_hpc.transfer_queue.listener import ACCEPTED_A_TURN, FRAMES_A_TURN, Li
 from relax_hpc.transfer_queue.proof import ANSWER_BYTES, GREETING_BYTES, MAX_UNPROVEN, Challenge, Response
 from relax_hpc.transfer_queue.sockets import Connection, Knock, connect, framed
 from relax_hpc.transfer_queue.wire import BadMessage, Seal, pack, unpack
+from tests.effort import effort
 from tests.queue_helpers import Roles, dial, in_thread, make_run, small
 from tests.test_queue_sockets import PURPOSE, TOKEN, come, meet
 
@@ -364,6 +365,7 @@ values = leaves | st.lists(leaves, max_size=2) | st.dictionaries(st.sampled_from
 replies = st.dictionaries(st.sampled_from(["id", "result", "error", "kind", "hub_epoch"]) | leaves, values, max_size=4)
 
 
+@settings(max_examples=effort(100, 10_000))
 @given(st.lists(replies | st.fixed_dictionaries({"id": st.integers(0, 2)}, optional={"kind": values, "error": values})))
 def test_no_answer_ends_a_client(client, found):
     for reply in found:

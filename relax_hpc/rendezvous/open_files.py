@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import sys
 
 _KEPT = 64
 """Files that a process can open however many connect to it: journals, snapshots, shards."""
@@ -16,4 +17,4 @@ def connection_limit() -> int:
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return hard - min(_KEPT, hard // 4)
+    return hard - min(_KEPT, hard // 4) if hard != resource.RLIM_INFINITY else sys.maxsize

@@ -165,6 +165,9 @@ def _check_run_dir(report: Report, run: RunDir) -> None:
         report.problems.append(f"clock: the run directory's is {report.clock_s:+.1f} s off, allowed: {MAX_CLOCK_S:g} s")
 
 
+_KINDS = (("time", (int, float)), ("node", str), ("kind", str))
+
+
 class BadNodes:
     """Failed pre-flights and deaths, one line each in <run>/submit/nodes.jsonl."""
 
@@ -185,7 +188,7 @@ class BadNodes:
         for text in self.path.read_bytes().splitlines() if self.path.exists() else []:
             try:
                 record = json.loads(text)
-                if isinstance(record, dict) and {"time", "node", "kind"} <= record.keys():
+                if isinstance(record, dict) and all(isinstance(record.get(name), kind) for name, kind in _KINDS):
                     found.append(record)
             except ValueError:
                 continue
