@@ -138,6 +138,17 @@ def test_an_answer_in_pieces_costs_no_more(listener, strangers):
     assert listener.refused == 1
 
 
+def test_no_more_is_read_of_a_stranger_than_its_answer(listener, strangers):
+    """What follows is for whoever it turns out to be."""
+    (one,) = strangers(1)
+    turns(listener, lambda: listener._guests)
+    one.settimeout(5.0)
+    one.sendall(Response(TOKEN, PURPOSE).answer(one.recv(GREETING_BYTES)) + b"abc")
+    turns(listener, lambda: listener._peers)
+    (peer,) = listener._peers.values()
+    turns(listener, lambda: peer._cutter._rest == b"abc")
+
+
 def test_who_proves_nothing_in_time_is_left(listener, strangers, monkeypatch):
     peer, many = meet(listener), strangers(3)
     turns(listener, lambda: len(listener._guests) == 3)
@@ -164,7 +175,9 @@ def test_of_one_peer_so_many_frames_a_turn_and_none_is_lost(listener):
         busy.send(b"%d" % number)
     found: list[bytes] = []
     while len(found) < FRAMES_A_TURN:
-        found += [bytes(payload) for _, payload in listener.receive(5.0)]
+        payloads = listener.receive(5.0)
+        assert len(payloads) <= FRAMES_A_TURN
+        found += [bytes(payload) for _, payload in payloads]
     other.send(b"other")
     seen = -1
     for turn in range(10):
@@ -244,7 +257,9 @@ def test_a_frame_is_good_once_in_its_place_and_direction():
     ours, theirs = Seal(KEY, to_listener=True), Seal(KEY, to_listener=True)
     first, second = bytearray(ours.frame(b"first")), bytearray(ours.frame(b"second"))
     assert theirs.payload(first) == b"first"
-    for again in (first, bytearray(Seal(KEY, to_listener=False).frame(b"reflected")), bytearray(20)):
+    other = Seal(KEY, to_listener=False)
+    other.frame(b"as many before it")
+    for again in (first, bytearray(other.frame(b"reflected")), bytearray(20)):
         held = Seal(KEY, to_listener=True)
         held.payload(first)
         with pytest.raises(BadMessage):
