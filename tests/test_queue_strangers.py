@@ -54,7 +54,7 @@ def strangers(listener):
         one.close()
 
 
-def turns(listener: Listener, condition, most: int = 10_000) -> int:
+def turns(listener: Listener, condition, most: int = 2000) -> int:
     """How many turns it takes until the condition holds."""
     for number in range(most):
         if condition():
@@ -235,9 +235,9 @@ def test_no_number_of_connections_takes_a_controllers_files(tmp_path):
             held = [socket.create_connection(("127.0.0.1", int(port)), 5.0) for _ in range(300)]
             publish_card(run, Card("hub", claim_epoch(run, "hub"), [], f"tcp://127.0.0.1:{port}"))
             with QueueClient(run, small(), "actor", 1) as actor:
-                actor.call("resume", step=0)
+                actor.call("resume", timeout=20.0, step=0)
                 for number in range(3):
-                    actor.call("publish", version=f"e000001-v00000{number}", digest="d")
+                    actor.call("publish", timeout=20.0, version=f"e000001-v00000{number}", digest="d")
             assert process.poll() is None and sum(map(is_open, held)) < 96
             for one in held:
                 one.close()

@@ -2,9 +2,10 @@
 
 Starts a run, and beside it, for a while at a time, two processes of strangers at nice 19: one with many connections
 that say nothing, one whose senders send empty frames. Both connect again when they are turned away. Steps among them
-are compared with those of quiet times in between, in the same run: so what else the machine does is in both.
+are compared with those of the quiet time just before, round by round in the same run, as what else the machine does is
+in both; the result is the median of the rounds' ratios.
 
-    python tools/bench/strangers.py --rounds 3 --json
+    python tools/bench/strangers.py --rounds 9 --json
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -157,32 +158,43 @@ def controller_of(process: subprocess.Popen) -> psutil.Process:
     return next(one for one in family if "controller" in one.cmdline())
 
 
+def used_by(process: psutil.Process) -> tuple[float, float]:
+    """Seconds of a core so far, and now."""
+    found = process.cpu_times()
+    return found.user + found.system, time.monotonic()
+
+
 def figures(options: argparse.Namespace, folder: Path) -> Iterator[Figure]:
     """Each round's two medians as they are measured, then the ratio of all."""
     with running(folder, options.engine, options.overrides) as (process, run):
         wait_for_steps(process, run, WARM_UP_STEPS, START_S)
         card = latest_card(run, "hub")
         assert card
-        hub, quiet, among = controller_of(process), [], []
+        hub, ratios = controller_of(process), []
+        shares: dict[str, list[float]] = {"quiet": [], "among strangers": []}
         for number in range(1, options.rounds + 1):
-            quiet += (now := measured(process, run, options.steps))
-            yield Figure(f"round {number}: step, quiet", median(now), "s", rounds=now)
-            with strangers(card.endpoint):
-                before, began = hub.cpu_times(), time.monotonic()
-                among += (now := measured(process, run, options.steps))
-                after, passed = hub.cpu_times(), time.monotonic() - began
-            yield Figure(f"round {number}: step, among strangers", median(now), "s", rounds=now)
-            used = (after.user + after.system - before.user - before.system) / passed
-            yield Figure(f"round {number}: controller's share of a core then", used, "")
-        yield Figure("files open in the controller", hub.num_fds(), "")
-        ratio = median(among) / median(quiet)
-        yield Figure("step among strangers / quiet", ratio, "times", f"<= {LIMIT}", ratio <= LIMIT)
+            steps = {}
+            for when in shares:
+                with strangers(card.endpoint) if when != "quiet" else nullcontext():
+                    # Until they have started, and are there.
+                    measured(process, run, 1)
+                    began = used_by(hub)
+                    steps[when] = measured(process, run, options.steps)
+                    ended, files = used_by(hub), hub.num_fds()
+                shares[when].append((ended[0] - began[0]) / (ended[1] - began[1]))
+                yield Figure(f"round {number}: step, {when}", median(steps[when]), "s", rounds=steps[when])
+            ratios.append(median(steps["among strangers"]) / median(steps["quiet"]))
+        for when, found in shares.items():
+            yield Figure(f"controller's share of a core, {when}", median(found), "", rounds=found)
+        yield Figure("files open in the controller among strangers", files, "")
+        ratio = median(ratios)
+        yield Figure("step among strangers / quiet", ratio, "times", f"<= {LIMIT}", ratio <= LIMIT, ratios)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=15, help="of each part of a round")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=6, help="of each part of a round")
     parser.add_argument("--engine", default="sglang", choices=["sglang", "transformers", "simulated"])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--stay", default="", metavar="ENDPOINT", help=argparse.SUPPRESS)
