@@ -199,7 +199,7 @@ def test_a_rollout_of_two_ranks_generates_evaluates_once_and_ends(tmp_path: Path
     requires("mpi", "torch", "transformers")
     over = {"layout": "jobs", "steps": 4, "site": {"interface": LOOPBACK_NAME}}
     over |= {"rollout": {"replicas": 2, "groups_per_request": 1, "requests_in_flight": 1}}
-    over |= {"groups": {"rollout": {"resources": {"nodes": 2}}}, "eval": {"every": 1, "samples": 4}}
+    over |= {"groups": {"rollout": {"resources": {"nodes": 2}}, "reference": {}}, "eval": {"every": 1, "samples": 4}}
     config = load([write_config(tmp_path / "config.yaml", over)])
     run = make_run(tmp_path / "run")
     dump(config, run.config)

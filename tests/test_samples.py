@@ -54,7 +54,7 @@ def test_groups_of_equal_rewards_may_be_left_out() -> None:
     differ = get_filter("rewards_differ")
     assert isinstance(rows_of([[1], [1]], [0.0, 0.5], keeps=differ), list)
     found = rows_of([[1], [1]], [0.5, 0.5], keeps=differ)
-    assert found == Failure("filtered", "rewards [0.5] (prompt p)")
+    assert found == Failure("filtered", "rewards [0.5] (prompt p)", (0.5, 0.5))
     assert get_filter("")([1.0, 1.0])
 
 
