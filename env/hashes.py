@@ -47,8 +47,10 @@ def index() -> str:
 
 
 def wheels(name: str, version: str, simple: str) -> dict[str, frozenset[Tag]]:
-    """SHA-256 -> tags, of each wheel that the index has of a version. HTTPError: it does not know the package."""
+    """SHA-256 -> tags, of each wheel that the index has of a version; none of a package that it does not know."""
     answer = requests.get(f"{simple}/{canonicalize_name(name)}/", headers={"Accept": JSON}, timeout=120)
+    if answer.status_code == 404:
+        return {}
     answer.raise_for_status()
     found = {}
     for one in answer.json()["files"]:
@@ -67,8 +69,10 @@ def installable(python: tuple[int, int]) -> set[Tag]:
 
 
 def here(name: str, version: str) -> str:
-    """SHA-256 of the file that pip takes on this machine."""
+    """SHA-256 of the file that pip takes on this machine. SystemExit: it finds none."""
     report = pip("install", "-q", "--dry-run", "--ignore-installed", "--no-deps", "--report=-", f"{name}=={version}")
+    if not report:
+        sys.exit(f"--here {name}: pip finds no {name}=={version} on this machine")
     return json.loads(report)["install"][0]["download_info"]["archive_info"]["hash"].removeprefix("sha256=")
 
 

@@ -64,6 +64,7 @@ class Checkout:
         system = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
         (self.root / "pyproject.toml").write_text(system)
         (self.root / "setup.py").touch()
+        self.first = ""  # what the first call said
         wheel(root, "relax_hpc", "1")
         self.lock("cpu", wheel(self.wheels, "torch", "1"))
         self.lock("cuda", wheel(self.wheels, "cuda_toolkit", "1"))
