@@ -22,11 +22,9 @@ from relax_hpc.config.clean import COMMAND_LINE, Mistake, near
 from relax_hpc.config.load import Layers, build, compose, gather, load_resolved, print_config, resolve
 from relax_hpc.config.options import OptionError, explain, split_groups, without
 from relax_hpc.config.schema import Config
-from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, ConfigError, RelaxError
+from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, RelaxError
 from relax_hpc.rendezvous.process import PRIVATE_UMASK
 from relax_hpc.rundir import RunDir
-
-EXIT_INTERRUPTED = 130
 
 
 class _Parser(ArgumentParser):

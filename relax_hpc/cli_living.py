@@ -136,7 +136,12 @@ def _required(given: dict[str, Any], name: str, what: str) -> Any:
 
 
 LIVING = {
-    "status": Command("Show what a run is doing.", "RUN [--json] [--watch [SECONDS]]", _status_arguments, _status),
+    "status": Command(
+        "Show what a run is doing; exit code 0: it goes on or is finished, else as run's.",
+        "RUN [--json] [--watch [SECONDS]]",
+        _status_arguments,
+        _status,
+    ),
     "report": Command(
         "Say where the time, the tokens and the nodes of a run went, and how to divide them better.",
         "RUN [--json] [--first-step N] [--last-step N]",
@@ -163,7 +168,9 @@ LIVING = {
         _scale,
     ),
     "stop": Command("End a run in good order, and everything of it.", "RUN [--now]", _stop_arguments, _stop),
-    "list": Command("List the runs below a folder.", "[DIR] [--json]", _list_arguments, _list),
+    "list": Command(
+        "List the runs below a folder; the exit code is that of the gravest.", "[DIR] [--json]", _list_arguments, _list
+    ),
     "sandbox": Command(
         "A private, real Slurm of several nodes on this machine.",
         "VERB [NODE] [DIR] [OPTION]...",

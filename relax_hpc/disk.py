@@ -207,6 +207,11 @@ class Lines:
             except OSError as error:
                 self._patience.failed(error)
 
+    @property
+    def settled(self) -> bool:
+        """Whether the file has all that was written."""
+        return self._file is not None and not self._rest
+
     def settle(self) -> None:
         """`patiently` write what there is."""
         patiently(self.path, self._write)

@@ -6,6 +6,8 @@ EXIT_DONE = 0
 EXIT_RETRY = 75
 EXIT_CONFIG = 78
 EXIT_NO_PROGRESS = 93
+EXIT_INTERRUPTED = 130
+"""By the user, like a program that ends by SIGINT."""
 
 
 class RelaxError(Exception):

@@ -168,6 +168,11 @@ class RunDir:
         return self.root / "events.jsonl"
 
     @property
+    def preparing(self) -> Path:
+        """What who prepares the run is at."""
+        return self.root / "logs" / "preparing.json"
+
+    @property
     def finished(self) -> Path:
         """Exists once every step is trained and evaluated."""
         return self.root / "finished.json"

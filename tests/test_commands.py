@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -11,8 +13,9 @@ from typing import Any
 import pytest
 
 from relax_hpc.cli import main
-from relax_hpc.config import dump, load
-from relax_hpc.errors import EXIT_CONFIG, EXIT_RETRY
+from relax_hpc.config import dump, load, load_resolved
+from relax_hpc.config.groups import roles_of
+from relax_hpc.errors import EXIT_CONFIG, EXIT_NO_PROGRESS, EXIT_RETRY
 from relax_hpc.launch import listing, logs, requests, stop
 from relax_hpc.launch.records import Launch, record
 from relax_hpc.launch.requests import Request
@@ -22,8 +25,11 @@ from relax_hpc.launch.slurm.ledger import Entry, Ledger
 from relax_hpc.launch.slurm.whereabouts import own_job
 from relax_hpc.launch.status import status
 from relax_hpc.launch.status_view import lines
+from relax_hpc.parts import cut_log
+from relax_hpc.rendezvous import signs
 from relax_hpc.rendezvous.exit_mark import leave_mark
 from relax_hpc.rendezvous.roster import Card, claim_epoch, publish_card
+from relax_hpc.rendezvous.signs import identity, say
 from relax_hpc.rundir import RunDir, write_json
 from tests.fake_slurm import FakeSlurm
 
@@ -64,7 +70,7 @@ def make_run(path: Path, layout: str = "jobs") -> RunDir:
 def begin(run: RunDir, name: str, job: str = "", beat_age_s: float | None = 0.0) -> int:
     """An incarnation of a group, with a beat that is so old; its epoch."""
     epoch = claim_epoch(run, name)
-    record(run, name, epoch, Launch(1, (0, 0, 0), job, {}))
+    record(run, name, epoch, Launch(1, (0, 0, 0), job))
     publish_card(run, Card(name, epoch, [{"pid": 1, "node": "node1"}]))
     if beat_age_s is not None:
         beat = {"time": time.time() - beat_age_s, "epoch": epoch, "progress": 7, "busy_s": 0.1, "gap_s": 0.3}
@@ -192,7 +198,7 @@ def test_status_does_without_slurm_and_after_the_end(tmp_path: Path, slurm: Fake
     requests.ask_to_stop(run, 93, "in circles")
     for name in GROUPS:
         begin(run, name, beat_age_s=60.0)
-    assert main(["status", str(run.root), "--watch", "2", "--json"]) == 0
+    assert main(["status", str(run.root), "--watch", "2", "--json"]) == EXIT_NO_PROGRESS
     assert json.loads(capsys.readouterr().out)["state"] == "failed"
     write_json(run.finished, {"steps": 10, "dropped": {"stale_version": 3}})
     assert main(["status", str(run.root)]) == 0
@@ -453,6 +459,30 @@ def test_logs_follow_new_lines_and_new_incarnations(tmp_path: Path, capsys: Any)
     assert code == [0]
 
 
+def test_logs_show_each_line_once_though_files_are_cut(tmp_path: Path, capsys: Any) -> None:
+    run = make_run(tmp_path / "run", "local")
+    log = run.logs("actor", begin(run, "actor")) / "actor-rank-0.log"
+
+    def write(*names: str, cut: bool = True) -> None:
+        with log.open("ab") as file:
+            file.writelines(f"{name}\n".encode() for name in names)
+        assert cut_log(log, 1) if cut else True
+
+    write("a", "b")
+    write("c", "d")
+    write("e", "f", cut=False)
+    tail = logs.Tail(log, "")
+    assert tail.last(5) == ["b", "c", "d", "e", "f"] and tail.new() == []
+    write("g")
+    write("h")
+    write("i", cut=False)
+    assert tail.new() == ["g", "h", "i"] and tail.new() == []
+    write("j")
+    assert tail.new() == ["j"], "the file is empty now"
+    of_run = ["logs", str(run.root), "--group", "actor"]
+    assert main([*of_run, "-n", "3"]) == 0 and capsys.readouterr().out.split() == ["h", "i", "j"]
+
+
 def test_list(tmp_path: Path, slurm: FakeSlurm, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = {name: make_run(tmp_path / "runs" / "deep" / name) for name in ("a", "b", "c", "d", "e")}
     submitted(runs["a"], slurm)
@@ -461,15 +491,78 @@ def test_list(tmp_path: Path, slurm: FakeSlurm, capsys: Any, monkeypatch: pytest
     Ledger(runs["d"]).add(Entry("77", "group", "hub"))
     slurm.set(jobs=slurm.state["jobs"] | {"77": {"state": "PENDING"}})
     runs["e"].config.write_text("nonsense: 1\n")
-    assert main(["list", str(tmp_path / "runs"), "--json"]) == 0
+    assert main(["list", str(tmp_path / "runs"), "--json"]) == EXIT_NO_PROGRESS
     found = {row["run"]: row for row in json.loads(capsys.readouterr().out)}
     kinds = {"a": "running", "b": "failed", "c": "finished", "d": "queued", "e": "unreadable"}
     assert {name: row["state"] for name, row in found.items()} == {f"deep/{k}": v for k, v in kinds.items()}
     assert found["deep/a"]["jobs"] == ["11", "12", "13", "14"] and len(slurm.calls("squeue")) == 1
     monkeypatch.chdir(tmp_path)
-    assert main(["list"]) == 0 and capsys.readouterr().out.count("\n") == 6
+    assert main(["list"]) == EXIT_NO_PROGRESS and capsys.readouterr().out.count("\n") == 6
     assert main(["list", "nowhere"]) == EXIT_CONFIG
     assert [path.name for path in listing.run_directories(runs["a"].root)] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("stop", "state", "code"),
+    [
+        ((0, "asked to stop"), "stopped", 130),
+        ((78, "lr"), "failed", 78),
+        ((75, "disk"), "failed", 75),
+        ((), "ended", 75),
+    ],
+)
+@pytest.mark.parametrize("how", ["marks", "gone"])
+def test_the_end_of_a_run_is_known_at_once(
+    tmp_path: Path, slurm: FakeSlurm, capsys: Any, stop: tuple, state: str, code: int, how: str
+) -> None:
+    """By what its roles have said, or because their processes are not there any more: their beats are young."""
+    run = make_run(tmp_path / "runs" / "a", "local")
+    assert main(["status", str(run.root)]) == EXIT_RETRY
+    with subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE) as process:
+        sign = identity() | {"pid": process.pid, "born": signs._born(process.pid)}
+        for name in GROUPS:
+            epoch = begin(run, name)
+            beat = run.rendezvous(name) / f"beat-{name}.json"
+            write_json(beat, json.loads(beat.read_text()) | sign)
+        assert status(run, 0.05)["state"] == "running" == listing.runs(tmp_path)[0]["state"]
+        assert main(["status", str(run.root)]) == main(["list", str(tmp_path)]) == 0
+        for name in GROUPS if how == "marks" else ():
+            for role in roles_of(load_resolved(run.root), name):
+                leave_mark(run.exit_mark(name, epoch, role), 75, "ended by its supervisor")
+        process.kill() if how == "gone" else None
+    if stop:
+        requests.ask_to_stop(run, *stop)
+    found = status(run, 0.05)
+    assert (found["state"], found["exit_code"]) == (state, code)
+    assert {group["state"] for group in found["groups"].values()} == {"ended"}
+    capsys.readouterr()
+    assert main(["status", str(run.root)]) == main(["list", str(tmp_path), "--json"]) == code
+    assert f'"state": "{state}", "exit_code": {code}' in capsys.readouterr().out
+
+
+def test_a_run_whose_jobs_squeue_does_not_know_has_ended(tmp_path: Path, slurm: FakeSlurm) -> None:
+    run = make_run(tmp_path / "runs" / "a")
+    submitted(run, slurm)
+    assert listing.runs(tmp_path)[0]["state"] == status(run, 0.05, Slurm(30.0, 1))["state"] == "running"
+    slurm.set(jobs={})
+    assert listing.runs(tmp_path)[0]["state"] == status(run, 0.05, Slurm(30.0, 1))["state"] == "ended"
+    slurm.answer("squeue", err="slurm_load_jobs error: Unable to contact slurm controller", code=1)
+    assert listing.runs(tmp_path)[0]["state"] == "running", "its beats say so, and nobody else says anything"
+
+
+def test_what_groups_load_is_shown(tmp_path: Path, slurm: FakeSlurm) -> None:
+    run = make_run(tmp_path / "run", "local")
+    say(run.preparing, "warm start of 80 steps")
+    found = status(run, 0.05)
+    assert found["state"] == "starting" and "preparing: warm start of 80 steps (0 s)" in "\n".join(lines(found))
+    assert listing.runs(tmp_path)[0]["state"] == "starting"
+    say(run.preparing, "")
+    begin(run, "rollout")
+    beat = run.rendezvous("rollout") / "beat-rollout.json"
+    write_json(beat, json.loads(beat.read_text()) | {"doing": "SGLang is loading weights", "doing_s": 75.0})
+    found = status(run, 0.05)
+    assert found["state"] == "running" and found["groups"]["rollout"]["doing"] == "SGLang is loading weights (75 s)"
+    assert re.search(r"^rollout +running .*SGLang is loading weights \(75 s\)$", "\n".join(lines(found)), re.M)
 
 
 def until(condition: Any) -> None:

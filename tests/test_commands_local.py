@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,16 +25,25 @@ requires("mpi", "torch", "megatron", "transformers")
 SETTINGS = {"steps": 100_000, "max_staleness": 1, "groups": {"reference": None}, "liveness": {"beat_s": 0.2}}
 
 
-def call(live: Running, verb: str, *words: str) -> str:
-    """What a command about the run prints; it succeeds."""
+def call(live: Running, verb: str, *words: str, code: int = 0) -> str:
+    """What a command about the run prints; it ends with ``code``."""
     command = [sys.executable, "-m", "relax_hpc", verb, str(live.run.root), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, f"{done.stderr}\n{live.story()}"
+    assert done.returncode == code, f"{done.stderr}\n{live.story()}"
     return done.stdout
 
 
 def listens_at(process: psutil.Process) -> list[str]:
     return [one.laddr.ip for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN]
+
+
+def assert_over(live: Running, state: str, code: int) -> None:
+    """Nobody has to wait for a lease until it shows that the run goes on no more."""
+    found = json.loads(call(live, "status", "--json", code=code))
+    assert found["state"] == state and not found["hub"]
+    assert {group["state"] for group in found["groups"].values()} <= {"ended", "done"}
+    (row,) = json.loads(call(live, "list", "--json", code=code))
+    assert (row["state"], row["exit_code"]) == (state, code)
 
 
 def test_commands_on_a_living_run(tmp_path: Path) -> None:
@@ -44,6 +54,10 @@ def test_commands_on_a_living_run(tmp_path: Path) -> None:
         live.wait_for_step(1, 120)
         for role in ("actor", "actor_fwd", "rollout", "advantages", "controller"):
             assert set(found := listens_at(live.processes(role)[0])) == {"127.0.0.1"} and len(found) == 1, role
+        said = live.output.read_text()
+        for name in ("rollout", "actor", "actor_fwd"):
+            assert re.search(rf"^\[ +[\d.]+s\] {name}: (importing libraries|.*loading)", said, re.M), said
+        assert "warm start" not in said
         others = [p.pid for role in ("actor", "actor_fwd", "controller") for p in live.processes(role)]
         no_requests = scatter(live.run.root)
         call(live, "resubmit", "--group", "rollout", "--rollout.temperature", "0.9")
@@ -59,9 +73,21 @@ def test_commands_on_a_living_run(tmp_path: Path) -> None:
         assert all("no request" in text for text in answers[:no_requests]) and len(answers) == no_requests + 3
         assert "is saved in" in call(live, "stop")
         assert live.wait(10) == 130
+        assert_over(live, "stopped", 130)
     steps = max(row["step"] for row in read_metrics(live.run.root))
     with running(
         tmp_path, SETTINGS | {"rollout": {"temperature": 0.9}}, None, "--resume", "--steps", str(steps + 20)
     ) as live:
         live.finish(120)
+        assert_over(live, "finished", 0)
+    with running(tmp_path, SETTINGS | {"rollout": {"temperature": 0.9}}, None, "--resume", "--steps", "100000") as live:
+        live.wait_until(lambda: live.processes("rollout"), "rollout has begun", 60)
+        call(live, "stop", "--now")
+        assert live.wait(10) == 130 and "stopped" in live.output.read_text().splitlines()[-2]
+        assert_over(live, "stopped", 130)
+    with running(tmp_path, SETTINGS | {"rollout": {"temperature": 0.9}}, None, "--resume", "--steps", "100000") as live:
+        live.wait_until(lambda: live.processes("actor_fwd"), "all groups have begun", 60)
+        live.process.kill()
+        live.process.wait(10)
+        assert_over(live, "ended", 75)
     assert not audit(live.run).problems

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,8 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_hpc.metrics.read_spans import Span, merge_intervals, read_spans, step_breakdown, union_length
-from relax_hpc.metrics.spans import Spans
+from relax_hpc.metrics import spans as spans_module
+from relax_hpc.metrics.read_spans import (
+    Span,
+    merge_intervals,
+    read_processes,
+    read_spans,
+    step_breakdown,
+    union_length,
+)
+from relax_hpc.metrics.spans import Spans, process_began
+from relax_hpc.parts import parts_of
 
 INTERVALS = st.lists(st.tuples(st.integers(-20, 20), st.integers(-20, 20)), max_size=12)
 
@@ -171,3 +181,40 @@ def test_breakdown_needs_every_step():
         step_breakdown([Span("actor", "train", 1, 0, 1)], 1, 2)
     with pytest.raises(ValueError, match="step 1 ended"):
         step_breakdown([Span("actor", "train", 0, 5, 6), Span("actor", "train", 1, 0, 1)], 1, 1)
+
+
+def test_a_long_file_is_cut_into_parts_and_read_as_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(spans_module, "PART_BYTES", 2000)
+    monkeypatch.setattr(spans_module, "_FLUSH_S", 0.0)
+    path = tmp_path / "logs/rollout/epoch-000001/spans-rollout-0.jsonl"
+    spans = Spans(path, "rollout", process_began())
+    for step in range(100):
+        with spans("generate", step=step):
+            pass
+    spans.close()
+    for thread in [one for one in threading.enumerate() if one.name == "parts"]:
+        thread.join(10)
+    assert len(parts_of(path)) > 3 and all(part.suffix == ".gz" for part in parts_of(path))
+    assert path.stat().st_size < 4000
+    (process,) = read_processes(tmp_path)
+    assert [span.step for span in process.spans if span.what == "generate"] == list(range(100))
+    assert process.ended and process.began == pytest.approx(time.time(), abs=3600)
+    for old in parts_of(path)[:2]:
+        old.unlink()
+    (fewer,) = read_processes(tmp_path)
+    assert fewer.began == pytest.approx(process.began, abs=0.01), "each part has its time"
+    assert [span.step for span in fewer.spans][-1] == 99 and len(fewer.spans) < len(process.spans)
+
+
+def test_what_cannot_be_cut_grows(tmp_path, monkeypatch):
+    monkeypatch.setattr(spans_module, "PART_BYTES", 500)
+    monkeypatch.setattr(spans_module, "_FLUSH_S", 0.0)
+    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    spans = Spans(tmp_path / "spans-rollout-0.jsonl", "rollout")
+    for step in range(20):
+        with spans("generate", step=step):
+            pass
+    spans.close()
+    assert parts_of(tmp_path / "spans-rollout-0.jsonl") == []
+    lines = (tmp_path / "spans-rollout-0.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines if '"generate"' in line] == list(range(20))

@@ -94,6 +94,9 @@ class Adopted(Incarnation):
     def ask_to_end(self) -> None:
         self.fate = "asked"
 
+    def ask_for_stacks(self) -> None:
+        """Nobody is there."""
+
     def kill(self) -> None:
         self.fate = "killed"
 

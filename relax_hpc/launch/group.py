@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
+import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,6 +17,9 @@ from relax_hpc.rendezvous.exit_mark import leave_mark
 from relax_hpc.rundir import RunDir
 
 _WORDS = 300
+_RANK_LOG = re.compile(r"controller\.log|.*-rank-\d+\.log")
+_STACKS_S, _LOOK_S = 0.5, 0.02
+"""Of a group that is to be replaced: it takes a living process milliseconds."""
 
 
 class Unavailable(RelaxError):
@@ -69,6 +74,26 @@ class Incarnation(ABC):
     @abstractmethod
     def ask_to_end(self) -> None:
         """Have every role that still runs end in good order."""
+
+    def dump_stacks(self) -> None:
+        """Have all processes that may hang write the stacks of their threads to their logs, which takes a moment."""
+        logs = [path for path in self.run.logs(self.name, self.epoch).glob("*.log") if _RANK_LOG.fullmatch(path.name)]
+        # A file system that is ill must not keep the group from being replaced.
+        with contextlib.suppress(OSError):
+            before = [path.stat().st_size for path in logs]
+            self.ask_for_stacks()
+            # One that is stopped, or whose node does not answer, never writes any.
+            deadline, last = time.monotonic() + _STACKS_S, before
+            while time.monotonic() < deadline:
+                time.sleep(_LOOK_S)
+                sizes = [path.stat().st_size for path in logs]
+                if sizes == last and all(size > known for size, known in zip(sizes, before, strict=True)):
+                    return
+                last = sizes
+
+    @abstractmethod
+    def ask_for_stacks(self) -> None:
+        """Send STACKS_SIGNAL to all processes that take it."""
 
     @abstractmethod
     def kill(self) -> None:

@@ -13,7 +13,7 @@ from relax_hpc.config import Config, dump, load_resolved, resolve
 from relax_hpc.config.changes import retire_changes
 from relax_hpc.config.check import check
 from relax_hpc.disk import keep_printing
-from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, ConfigError, RelaxError
+from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, RelaxError
 from relax_hpc.launch import processes
 from relax_hpc.launch.processes import LocalLauncher
 from relax_hpc.launch.requests import asked_to_stop
@@ -25,7 +25,6 @@ from relax_hpc.rundir import RunDir, read_map, write_json, write_numbered
 from relax_hpc.transfer_queue.plan import SUPERVISOR
 from relax_hpc.weights.staging import staging_root
 
-INTERRUPTED = 130
 _ANSWER_S = 1.0
 FIXED = ("seed", "groups_per_step", "samples_per_group", "model", "data", "warm_start")
 """Settings that a run keeps for life: its tickets and its first weights are made of them."""
@@ -42,7 +41,7 @@ def run(config: Config, resume: bool) -> int:
         terminal = stack.enter_context(contextlib.closing(Terminal(directory, config)))
         stack.callback(shutil.rmtree, staging_root(directory), ignore_errors=True)
         if not prepare(directory, config, terminal):
-            return INTERRUPTED
+            return EXIT_INTERRUPTED
         launcher, names = LocalLauncher(directory), start_order(config)
         attempt = new_attempt(directory)
         supervisor = Supervisor(directory, config, SUPERVISOR, names, lambda _: launcher, attempt, terminal)
@@ -51,7 +50,7 @@ def run(config: Config, resume: bool) -> int:
             terminal.summary()
             return EXIT_DONE
         terminal.say(f"go on with: relax-hpc run --run_dir {directory.root} --resume")
-        return asked_to_stop(directory).get("code") or INTERRUPTED
+        return asked_to_stop(directory).get("code") or EXIT_INTERRUPTED
 
 
 def start_order(config: Config) -> list[str]:
@@ -124,7 +123,7 @@ def prepare(directory: RunDir, config: Config, terminal: Terminal) -> bool:
     words = [sys.executable, "-m", "relax_hpc.launch.prepare", "--run_dir", str(directory.root)]
     log = directory.root / "logs" / "prepare.log"
     log.parent.mkdir(exist_ok=True)
-    terminal.say("preparing model, data and warm start")
+    terminal.say(f"preparing {'model, data and warm start' if config.warm_start.steps else 'model and data'}")
     interrupted: list[int] = []
 
     def interrupt(number: int, _: object) -> None:

@@ -11,6 +11,7 @@ from relax_hpc.config import load_resolved
 from relax_hpc.errors import EXIT_DONE, ConfigError
 from relax_hpc.launch.records import all_ended, members_of
 from relax_hpc.launch.requests import asked_to_stop
+from relax_hpc.parts import number_of, parts_of, read_part
 from relax_hpc.rendezvous.roster import latest_epoch
 from relax_hpc.rundir import RunDir
 
@@ -58,19 +59,23 @@ def files(run: RunDir, wanted: Wanted) -> list[Path]:
         found += [path for path in sorted(run.logs(name, epoch).glob("*.log")) if _is_wanted(path.stem, wanted)]
     if not (wanted.group or wanted.role or wanted.rank is not None or wanted.epoch):
         found += [run.root / "supervisor.log", *sorted((run.root / "logs").glob("*.log"))]
-    return [path for path in found if path.is_file() and path.stat().st_size]
+    return [path for path in found if path.is_file() and (path.stat().st_size or parts_of(path))]
 
 
 class Tail:
-    """A file that grows."""
+    """A file that grows, and whose beginning is cut off into parts from time to time."""
 
     def __init__(self, path: Path, prefix: str) -> None:
         self.path, self.prefix = path, prefix
         self._offset = 0
+        self._part = 0
+        """The newest part that was read."""
         self._rest = b""
 
     def last(self, count: int) -> list[str]:
         """Its last lines now; `new` goes on after them."""
+        parts = parts_of(self.path)
+        self._part = max(map(number_of, parts), default=0)
         with self.path.open("rb") as file:
             position = end = file.seek(0, 2)
             data = b""
@@ -80,16 +85,31 @@ class Tail:
                 file.seek(position)
                 data = file.read(size) + data
         self._offset = end
+        while not position and parts and data.count(b"\n") < count:
+            data = read_part(parts.pop()) + data
         return data.decode(errors="replace").splitlines()[-count:] if count else []
 
     def new(self) -> list[str]:
         """Whole lines since the last call."""
+        data = self._cut_off() + self._grown()
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        return [line.decode(errors="replace") for line in whole]
+
+    def _cut_off(self) -> bytes:
+        """What has come and is in a part by now: the one that holds what was read begins like the file did."""
+        found = b""
+        for part in parts_of(self.path):
+            if number_of(part) > self._part:
+                found += read_part(part)[self._offset :]
+                self._offset, self._part = 0, number_of(part)
+        return found
+
+    def _grown(self) -> bytes:
         with self.path.open("rb") as file:
             file.seek(self._offset)
             data = file.read()
         self._offset += len(data)
-        *whole, self._rest = (self._rest + data).split(b"\n")
-        return [line.decode(errors="replace") for line in whole]
+        return data
 
 
 def _follow(run: RunDir, wanted: Wanted, tails: dict[Path, Tail]) -> None:

@@ -10,6 +10,7 @@ from relax_hpc.config import load_resolved
 from relax_hpc.config.schema import Config
 from relax_hpc.errors import RelaxError
 from relax_hpc.rendezvous.process import die_with_parent
+from relax_hpc.rendezvous.signs import say
 from relax_hpc.rundir import RunDir
 
 
@@ -17,6 +18,7 @@ def prepare(run: RunDir, config: Config) -> None:
     """Leave a Hugging Face directory at <run>/model and the task's files in <run>/data. Done twice, it does nothing."""
     if run.model.exists():
         return
+    say(run.preparing, "making model and data")
     start = Path(config.model.path).absolute() if config.model.path else _tiny_model(run, config)
     if config.data.task == "sort_digits":
         _sort_digits(run, config, start)
@@ -25,9 +27,11 @@ def prepare(run: RunDir, config: Config) -> None:
     if config.warm_start.steps:
         from relax_hpc.training.warm_start import warm_start
 
+        say(run.preparing, f"warm start of {config.warm_start.steps} steps")
         warm_start(config, start, run.data / "warm_start.jsonl", run.model)
     else:
         run.model.symlink_to(start)
+    say(run.preparing, "")
 
 
 def _tiny_model(run: RunDir, config: Config) -> Path:

@@ -17,7 +17,7 @@ from relax_hpc.config.groups import group_of, ranks_of, roles_of
 from relax_hpc.launch.group import Incarnation, Member
 from relax_hpc.launch.records import Launch, record
 from relax_hpc.local_dir import LOCAL_DIR
-from relax_hpc.rendezvous.process import PARENT, clean_environment
+from relax_hpc.rendezvous.process import PARENT, STACKS_SIGNAL, clean_environment, shows_stacks
 from relax_hpc.rundir import RunDir
 
 
@@ -28,6 +28,13 @@ class Processes(Incarnation):
         for member in self.members:
             if member.process.poll() is None:
                 member.process.send_signal(signal.SIGTERM)
+
+    def ask_for_stacks(self) -> None:
+        """See `Incarnation.ask_for_stacks`. Launchers and engines have no such handler, and would end."""
+        for process in (one for member in self.members for one in family(member.process.pid)):
+            if shows_stacks(process.pid):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(STACKS_SIGNAL)
 
     def ended(self) -> list[Member]:
         return [member for member in self.members if member.process.poll() is not None]

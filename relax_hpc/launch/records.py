@@ -14,6 +14,7 @@ from pathlib import Path
 from relax_hpc.config.groups import base_name, roles_of
 from relax_hpc.config.schema import Config
 from relax_hpc.rendezvous.roster import latest_epoch
+from relax_hpc.rendezvous.signs import is_gone
 from relax_hpc.rundir import RunDir, read_map, write_json
 
 Progress = tuple[int, int, int]
@@ -88,9 +89,9 @@ def all_ended(run: RunDir, config: Config, group: str) -> bool:
 
 
 def last_beat_s(run: RunDir, group: str) -> float:
-    """Seconds since the last sign that a group left in its files; infinite if there is none."""
+    """Seconds since the last sign that a group left in its files; infinite if no process that may live has left one."""
     beats = (read_map(path, time=(int, float)) for path in run.rendezvous(group).glob("beat-*.json"))
-    return time.time() - max((beat["time"] for beat in beats if beat), default=-math.inf)
+    return time.time() - max((beat["time"] for beat in beats if beat and not is_gone(beat)), default=-math.inf)
 
 
 def members_of(run: RunDir, config: Config) -> list[str]:

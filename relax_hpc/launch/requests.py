@@ -77,14 +77,18 @@ def wait_for_answer(run: RunDir, request: Request, seconds: float) -> dict[str, 
     )
 
 
-def ask_to_stop(run: RunDir, code: int = 0, reason: str = "asked to stop") -> None:
-    """Have every supervisor of the run end its groups in good order; the first reason stays."""
-    if not asked_to_stop(run):
-        write_json(run.stop, {"code": code, "reason": reason}, sync=True)
+def ask_to_stop(run: RunDir, code: int = 0, reason: str = "asked to stop", now: bool = False) -> None:
+    """Have every supervisor of the run end its groups in good order; the first reason stays.
+
+    ``now``: they shall wait for nothing any more.
+    """
+    asked = asked_to_stop(run)
+    if not asked or now:
+        write_json(run.stop, (asked or {"code": code, "reason": reason}) | ({"now": True} if now else {}), sync=True)
 
 
 def asked_to_stop(run: RunDir) -> dict[str, Any]:
-    """{code, reason} of a stop that was asked for; empty while there is none."""
+    """{code, reason, and now where it is so} of a stop that was asked for; empty while there is none."""
     return read_map(run.stop, code=int, reason=str)
 
 

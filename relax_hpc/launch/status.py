@@ -9,16 +9,20 @@ from typing import Any
 
 from relax_hpc.config import Config, load_resolved
 from relax_hpc.errors import ConfigError, RelaxError
+from relax_hpc.launch.records import all_ended
 from relax_hpc.launch.requests import asked_to_stop
 from relax_hpc.launch.slurm.commands import Job, Slurm, SlurmError
 from relax_hpc.launch.slurm.ledger import Ledger
 from relax_hpc.launch.slurm.preflight import excluded
 from relax_hpc.launch.slurm.whereabouts import known_jobs
-from relax_hpc.launch.status_groups import all_names, group_status
+from relax_hpc.launch.states import exit_code, state_of
+from relax_hpc.launch.status_groups import ALIVE, all_names, group_status
 from relax_hpc.launch.unsaved import unsaved
 from relax_hpc.launch.waits import waits
 from relax_hpc.metrics.read import read_metrics
 from relax_hpc.metrics.shares import shares_of_time
+from relax_hpc.rendezvous.roster import latest_card
+from relax_hpc.rendezvous.signs import said
 from relax_hpc.rundir import RunDir, read_map
 from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transfer_queue.records import OBSERVER_EPOCH
@@ -55,6 +59,7 @@ def status(run: RunDir, patience_s: float = 3.0, slurm: Slurm | None = None) -> 
         "jobs": _job_rows(run, jobs),
         "excluded_nodes": excluded(run),
         "checkpoint": last_checkpoint(run),
+        "preparing": said(run.preparing),
         "groups": {
             name: group_status(run, config, name, found, jobs, squeue, bool(asked))
             for name in all_names(run, config, jobs)
@@ -64,7 +69,8 @@ def status(run: RunDir, patience_s: float = 3.0, slurm: Slurm | None = None) -> 
     about.setdefault("disk", [] if finished else _full(run))
     about["unsaved"] = unsaved(config, found.get("beats", {}), about["trained_steps"])
     about["waits"] = waits(config, found.get("lacking", {}), about["groups"])
-    return about | {"state": _state(about)}
+    state = _state(about)
+    return about | {"state": state, "exit_code": exit_code(state, asked)}
 
 
 def last_checkpoint(run: RunDir) -> dict[str, Any] | None:
@@ -77,16 +83,11 @@ def last_checkpoint(run: RunDir) -> dict[str, Any] | None:
 
 
 def _state(about: dict[str, Any]) -> str:
-    """One word: finished, stopping, running, starting, queued, failed, stopped, or ended."""
-    states = {group["state"] for group in about["groups"].values()}
-    alive = about["hub"] or bool(states & {"running", "suspect", "restarting"})
-    if about["finished"]:
-        return "finished"
-    if about["stop"]:
-        return "stopping" if alive else "failed" if about["stop"]["code"] else "stopped"
-    if alive:
-        return "running"
-    return next((word for word in ("starting", "queued") if word in states), "ended")
+    """See `state_of`."""
+    states = {group["state"] for group in about["groups"].values()} | ({"starting"} if about["preparing"] else set())
+    alive = about["hub"] or bool(states & set(ALIVE))
+    waits = next((word for word in ("starting", "queued") if word in states), "")
+    return state_of(about["finished"], about["stop"], alive, waits)
 
 
 def _training(run: RunDir, config: Config, found: dict[str, Any]) -> dict[str, Any]:
@@ -150,6 +151,10 @@ def _full(run: RunDir) -> list[dict[str, Any]]:
 
 
 def _ask_hub(run: RunDir, config: Config, patience_s: float) -> dict[str, Any]:
+    card = latest_card(run, "hub")
+    if card is None or not card.endpoint or all_ended(run, config, "hub"):
+        # Nobody is waited for who has not begun, or has said that it ended.
+        return {}
     with QueueClient(run, config, "observer", OBSERVER_EPOCH) as client:
         try:
             return client.call("status", timeout=patience_s)

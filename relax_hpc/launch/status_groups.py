@@ -9,16 +9,19 @@ from typing import Any
 from relax_hpc.config import Config
 from relax_hpc.config.groups import base_name, group_of, roles_of
 from relax_hpc.config.schema import LivenessConfig
-from relax_hpc.launch.records import all_done, last_beat_s, members_of, read_launch, read_mark
+from relax_hpc.launch.records import all_done, all_ended, last_beat_s, members_of, read_launch, read_mark
 from relax_hpc.launch.slurm.commands import Job
 from relax_hpc.launch.slurm.ledger import Ledger
 from relax_hpc.launch.slurm.whereabouts import job_of
 from relax_hpc.launch.verdict import Evidence, Fate, verdict
 from relax_hpc.rendezvous.roster import latest_card, latest_epoch
+from relax_hpc.rendezvous.signs import is_gone
 from relax_hpc.rundir import RunDir, read_map
 from relax_hpc.transfer_queue.client import BEAT_FILE_S
 
 _SUSPECT_BEATS = 2
+ALIVE = ("running", "suspect", "restarting")
+"""States of groups by which a run goes on."""
 _BEAT = dict.fromkeys(("time", "gap_s", "busy_s", "progress"), (int, float))
 
 
@@ -59,8 +62,12 @@ def group_status(
     if "actor" in group_of(config, name).roles and hub:
         about["step"] = hub["trained_steps"]
     lives = bool(hub) or _hub_beats(run, config)
-    over = over or not lives or name not in config.groups or (squeue and bool(about["job"]) and job is None)
+    gone = squeue and bool(about["job"]) and job is None
+    over = over or not lives or name not in config.groups or gone
     state, reason = _state(run, config, name, about, job, lives, over)
+    if gone and not hub and state in ALIVE:
+        # Slurm leaves no process of a job behind, however young its last beat is.
+        state, reason = "ended", f"job {about['job']} is gone"
     return {"state": state, "reason": reason} | about
 
 
@@ -105,7 +112,8 @@ def _beats(run: RunDir, name: str, epoch: int, hub: dict[str, Any]) -> list[dict
     if found := [b for b in hub.get("beats", {}).values() if (b["group"], b["epoch"]) == (name, epoch)]:
         return found
     beats = (read_map(path, epoch=int, **_BEAT) for path in run.rendezvous(name).glob("beat-*.json"))
-    return [beat | {"age_s": time.time() - beat["time"]} for beat in beats if beat and beat["epoch"] == epoch]
+    mine = (beat for beat in beats if beat and beat["epoch"] == epoch and not is_gone(beat))
+    return [beat | {"age_s": time.time() - beat["time"]} for beat in mine]
 
 
 def _age_s(run: RunDir, name: str, epoch: int) -> float | None:
@@ -117,8 +125,9 @@ def _age_s(run: RunDir, name: str, epoch: int) -> float | None:
 
 
 def _hub_beats(run: RunDir, config: Config) -> bool:
-    """Whether somebody beats in files, where the hub does not answer."""
-    return any(last_beat_s(run, name) < config.liveness.lease_s + BEAT_FILE_S for name in config.groups)
+    """Whether somebody beats in files, where the hub does not answer, and has not said that it ended."""
+    limit = config.liveness.lease_s + BEAT_FILE_S
+    return any(last_beat_s(run, name) < limit and not all_ended(run, config, name) for name in config.groups)
 
 
 def _shown(run: RunDir, config: Config, name: str, jobs: dict[str, Job]) -> bool:

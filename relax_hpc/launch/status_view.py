@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from relax_hpc.disk import in_words
-from relax_hpc.errors import EXIT_DONE, ConfigError
+from relax_hpc.errors import ConfigError
 from relax_hpc.launch.slurm.commands import Slurm
+from relax_hpc.launch.states import OVER
 from relax_hpc.launch.status import SLURM_S, status
 from relax_hpc.launch.unsaved import in_words as unsaved_in_words
 from relax_hpc.rundir import RunDir
 
 MIN_WATCH_S = 2.0
-ENDED = ("finished", "failed", "stopped", "ended")
 _SHOWN = 0.01
 _CLEAR = "\x1b[H\x1b[J"
 _COLUMNS = (
@@ -35,7 +35,7 @@ _COLUMNS = (
 
 
 def main(root: str, as_json: bool = False, watch_s: float | None = None) -> int:
-    """Print it; with ``watch_s`` every so many seconds until the run ends."""
+    """Print it; with ``watch_s`` every so many seconds until the run ends. See `states.exit_code` for what it says."""
     if watch_s is not None and watch_s < MIN_WATCH_S:
         raise ConfigError(
             f"--watch: found {watch_s:g}, allowed: at least {MIN_WATCH_S:g} s (slurmctld serves everyone)"
@@ -47,8 +47,8 @@ def main(root: str, as_json: bool = False, watch_s: float | None = None) -> int:
         if watch_s and not as_json:
             text = _CLEAR + text if sys.stdout.isatty() else text + "\n"
         print(text, flush=True)
-        if watch_s is None or found["state"] in ENDED:
-            return EXIT_DONE
+        if watch_s is None or found["state"] in OVER:
+            return found["exit_code"]
         time.sleep(watch_s)
 
 
@@ -58,6 +58,8 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     rate = f"  {found['tokens_per_s']:.0f} tok/s" if found["tokens_per_s"] else ""
     reward = f"  reward {found['reward']:.3f}" if found["reward"] is not None else ""
     yield f"step {found['trained_steps']}/{found['steps']}  eta {duration(_eta(found))}{reward}{rate}"
+    if found["preparing"]:
+        yield f"preparing: {found['preparing']}"
     if weights := found["weights"]:
         yield f"weights: newest {weights['newest']}, slowest engine {weights['lag']} behind"
     for told in found.get("disk", ()):

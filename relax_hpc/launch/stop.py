@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 import time
 from collections.abc import Callable, Collection
@@ -26,6 +27,7 @@ _PHASES = 3
 """The actor, the others, the hub: each may take liveness.stop_timeout_s."""
 _MARGIN_S = 30.0
 _ANSWER_S = 1.0
+_HURRY_S = 10.0
 _COMPLETING_S = 15.0
 """A job whose nodes are dead completes only when Slurm has given them up."""
 
@@ -76,16 +78,18 @@ def _left(run: RunDir, config: Config, slurm: Slurm, states: Collection[str] = (
 
 
 def _stop_processes(run: RunDir, config: Config, now: bool) -> None:
-    """A run of this machine: its supervisor ends it, or with ``now`` dies, and its processes with it."""
+    """A run of this machine: its supervisor ends it, with ``now`` at once, or dies, and its processes with it."""
     supervisor = _supervisor(run)
     if supervisor is None and not _answers(run):
         tell(f"{run.root}: nothing of it runs on this machine")
         return
     # Not by the marks of its roles: one that had to be killed leaves none.
     lives = (lambda: _alive(supervisor)) if supervisor else (lambda: _answers(run))
-    ask_to_stop(run)
+    ask_to_stop(run, now=now)
     if not now:
         _wait(run, config, lambda: not lives())
+    elif supervisor:
+        _hurry(supervisor)
     if supervisor and _alive(supervisor):
         kill([supervisor])
         tell(f"killed supervisor {supervisor.pid}")
@@ -93,6 +97,13 @@ def _stop_processes(run: RunDir, config: Config, now: bool) -> None:
         raise DeadlineError(
             f"{run.root}: has not ended, and its supervisor is not to be seen here; call stop where relax-hpc run is"
         )
+
+
+def _hurry(supervisor: psutil.Process) -> None:
+    """Give it a moment to end its groups, as it was asked to, and to say so. The signal is for one that prepares."""
+    with contextlib.suppress(psutil.Error):
+        supervisor.send_signal(signal.SIGTERM)
+    _until(time.monotonic() + _HURRY_S, lambda: not _alive(supervisor))
 
 
 def _answers(run: RunDir) -> bool:

@@ -144,7 +144,7 @@ class Supervisor:
             if leaves and group.outlives and group.epoch == latest_epoch(self.run, group.name):
                 group.leave()
             else:
-                group.kill()
+                group.end()
         signal.set_wakeup_fd(-1)
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
@@ -328,7 +328,8 @@ class Supervisor:
             self.client.submit("down", group=name, epoch=epoch)
         if group is None or (epoch and epoch != group.epoch):
             return
-        self.terminal.say(f"{name}: {role} {reason}, taken for dead")
+        self.terminal.say(f"{name}: {role} {reason}, taken for dead; stacks: {self.run.logs(name, group.epoch)}")
+        group.dump_stacks()
         self.failed(name, reason)
 
     def _hub_epoch(self) -> int:
@@ -506,12 +507,14 @@ class Supervisor:
         return Outcome.STOPPED if asked else Outcome.INTERRUPTED
 
     def end_in_order(self, names: list[str]) -> None:
-        """Ask groups to end, and wait for it; one more signal, or a deadline, cuts the waiting short."""
+        """Ask groups to end, and wait for it; one more signal, a deadline, or a stop at once cuts the waiting short."""
         signals = self.interrupted
         for name in set(names) & self.groups.keys():
             self.groups[name].ask_to_end()
         deadline = time.monotonic() + self.config.liveness.stop_timeout_s
         while any(map(self._lives, names)) and self.interrupted == signals and time.monotonic() < deadline:
+            if requests.asked_to_stop(self.run).get("now"):
+                return
             self.wait(_STOP_LOOK_S)
 
     def _lives(self, name: str) -> bool:

@@ -9,6 +9,7 @@ import time
 
 from relax_hpc.config.schema import Config
 from relax_hpc.metrics.progress import Progress
+from relax_hpc.parts import cut_log
 from relax_hpc.rundir import RunDir
 
 
@@ -33,6 +34,7 @@ class Terminal:
         with contextlib.suppress(OSError):
             self.log.write(line + "\n")
             self.log.flush()
+            cut_log(self.run.root / "supervisor.log")
 
     def show_progress(self) -> None:
         """Show the steps that came since the last call."""

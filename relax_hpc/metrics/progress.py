@@ -65,7 +65,7 @@ class Progress:
         self._steps = steps
         self._stream = sys.stdout if stream is None else stream
         self._keep_every = keep_every
-        self._terminal = self._stream.isatty()
+        self.terminal = self._stream.isatty()
         self._open = False
         self._ends: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
         self._speed = math.nan
@@ -74,18 +74,18 @@ class Progress:
         """Show a step that was finished at wall-clock time `at` (now, if left out)."""
         # Where generation is ahead of training, it may be that none of it ended within a step.
         self._speed = values.get(_SPEED, self._speed)
-        width = shutil.get_terminal_size().columns - 1 if self._terminal else WIDTH
+        width = shutil.get_terminal_size().columns - 1 if self.terminal else WIDTH
         eta_s = self._eta(step, time.time() if at is None else at)
         line = progress_line(step, self._steps, {**values, _SPEED: self._speed}, eta_s, width)
-        if self._terminal and not self._stays(step, values):
+        if self.terminal and not self._stays(step, values):
             self.show(line)
         else:
-            self._write(f"\r{line}{_TO_LINE_END}\n" if self._terminal else f"{line}\n")
+            self._write(f"\r{line}{_TO_LINE_END}\n" if self.terminal else f"{line}\n")
             self._open = False
 
     def show(self, text: str) -> None:
         """On a terminal, a line that the next one overwrites; cut to its width."""
-        if self._terminal:
+        if self.terminal:
             self._write(f"\r{text[: shutil.get_terminal_size().columns - 1]}{_TO_LINE_END}")
             self._open = True
 

@@ -12,6 +12,7 @@ from statistics import median
 
 from relax_hpc.metrics.accounting import Interval
 from relax_hpc.metrics.spans import MODEL_KINDS
+from relax_hpc.parts import lines_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +167,7 @@ def _step_time(step: int, start: float, end: float, merged: dict[str, list[Inter
 
 
 def _lines(path: Path) -> Iterator[dict]:
-    for text in path.read_bytes().splitlines():
+    for text in lines_of(path):
         with contextlib.suppress(ValueError):
             line = json.loads(text)
             if isinstance(line, dict):

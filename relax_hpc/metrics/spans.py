@@ -14,6 +14,7 @@ from pathlib import Path
 
 from relax_hpc.disk import Lines
 from relax_hpc.metrics.accounting import Account, Label
+from relax_hpc.parts import cut_own
 
 MODEL_KINDS = ("generate", "engine_update", "forward", "train")
 """Kinds in which a model or an engine computes."""
@@ -23,6 +24,8 @@ FOR = "_for_"
 """`wait_for_rollout`: seconds of waiting by peer."""
 
 _FLUSH_S = 1.0
+PART_BYTES, _KEPT_PARTS = 16 << 20, 128
+"""2 GiB of spans, which take a tenth of that; `report` does not know of those before."""
 _ROUND_TRIP_S = 0.05
 """What a wait may be longer than the queue says it was."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -99,17 +102,14 @@ class Spans:
 
         ``began``: when the process was; from then to the first span of each lane is its `start`.
         """
-        self._file = Lines(path)
-        self._role = role
+        self._path, self._role = path, role
         self._lock = threading.Lock()
         self._open: dict[int, OpenSpan] = {}
         self._accounts: dict[str, Account] = {}
         now = self._flushed = time.monotonic()
         self._began = now if began is None else began
-        anchor = {"role": role, "monotonic": now, "wall": time.time(), "boot": _boot(), "began": self._began}
-        self._write(anchor)
-        self._file.flush()
         self._starts = began is not None
+        self._begin_file()
 
     @contextmanager
     def __call__(
@@ -195,11 +195,22 @@ class Spans:
     def _write(self, line: dict[str, object]) -> None:
         self._file.write(json.dumps(line).encode() + b"\n")
 
+    def _begin_file(self) -> None:
+        """Each file and part of it has the line without which its spans have no time."""
+        self._file = Lines(self._path)
+        now, wall = time.monotonic(), time.time()
+        self._write({"role": self._role, "monotonic": now, "wall": wall, "boot": _boot(), "began": self._began})
+        self._file.flush()
+
     def _flush_if_due(self, now: float) -> None:
         # Also when a span starts: a long wait must not hold back what was measured before it.
-        if now - self._flushed >= _FLUSH_S:
+        if now - self._flushed >= _FLUSH_S and not self._file.closed:
             self._file.flush()
             self._flushed = now
+            if self._file.settled and os.fstat(self._file.fileno()).st_size > PART_BYTES:
+                self._file.close()
+                cut_own(self._path, _KEPT_PARTS)
+                self._begin_file()
 
 
 def _boot() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 from relax_hpc.errors import RelaxError
 
@@ -20,6 +22,8 @@ PARENT = "RELAX_PARENT"
 """Environment variable: pid of the process that started this one."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 """Slurm sends TERM at preemption and at the end; srun passes USR2 on to its tasks, and TERM it takes for itself."""
+STACKS_SIGNAL = signal.SIGUSR1
+"""On which a process of ours writes the stacks of all its threads to its log, and goes on."""
 EXIT_BUG = 1
 """Of a watched child whose work raised something."""
 PRIVATE_UMASK = 0o077
@@ -45,6 +49,25 @@ def die_with_parent() -> None:
 def stay_private() -> None:
     """What this process and its children write is their user's alone."""
     os.umask(PRIVATE_UMASK)
+
+
+def show_stacks() -> None:
+    """Write the stacks of all threads to standard error on STACKS_SIGNAL, and when the process crashes.
+
+    It is done in C, so also while native code holds the interpreter's lock. Standard error may become another file.
+    """
+    faulthandler.enable(2)
+    faulthandler.register(STACKS_SIGNAL, 2)
+
+
+def shows_stacks(pid: int) -> bool:
+    """Whether a process of this machine has a handler for STACKS_SIGNAL, which ends one that has none."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    return bool(int(caught, 16) >> (STACKS_SIGNAL - 1) & 1)
 
 
 def clean_environment() -> dict[str, str]:
@@ -97,6 +120,8 @@ def watched(
             if child:
                 os.kill(child, number)
 
+    # A step's processes get it all at once; of this one, which only waits, there is nothing to see.
+    signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
     # Blocked while there is no child that could be told.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     while True:

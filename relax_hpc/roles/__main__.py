@@ -16,9 +16,10 @@ from relax_hpc.config.groups import ranks_of
 from relax_hpc.disk import WAITS, await_room, keep_printing, may_pass
 from relax_hpc.errors import EXIT_DONE, EXIT_RETRY, RelaxError, StoppedError
 from relax_hpc.local_dir import LOCAL_DIR, local_folder, settle_on_this_node
+from relax_hpc.parts import Keeper, own_log
 from relax_hpc.rendezvous.affinity import take_share
 from relax_hpc.rendezvous.exit_mark import leave_mark
-from relax_hpc.rendezvous.process import Flag, die_with_parent, on_terminate, stay_private, watched
+from relax_hpc.rendezvous.process import Flag, die_with_parent, on_terminate, show_stacks, stay_private, watched
 from relax_hpc.roles.staging import go_on_in_local_environment
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.presence import longest_wait_s
@@ -51,6 +52,7 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: Flag) -> 
     if args.role == "controller":
         from relax_hpc.roles import controller
 
+        Keeper(own_log())
         if not controller.run(run, config, args.epoch, stop):
             raise StoppedError("asked to stop before the run was finished")
         return
@@ -72,6 +74,7 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: Flag) -> 
     world = alone(address) if ranks == 1 else join(address, ranks, config.site.mpi, patience_s)
     logs = run.logs(args.group, args.epoch)
     redirect_output(logs / f"{args.role}-rank-{world.rank}.log")
+    kept_short = Keeper(own_log())
     talks = world.leader or args.role == "rollout"
     member = args.role if world.leader else f"{args.role}-{world.rank}"
     client = QueueClient(run, config, args.group, args.epoch, member) if talks else None
@@ -79,11 +82,22 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: Flag) -> 
         publish_card(run, Card(args.group, args.epoch, world.cards))
     spans = Spans(logs / f"spans-{args.role}-{world.rank}.jsonl", args.role, process_began())
     context = Context(
-        run, config, args.group, args.role, args.epoch, world, client, spans, stop, deadline=args.deadline
+        run,
+        config,
+        args.group,
+        args.role,
+        args.epoch,
+        world,
+        client,
+        spans,
+        stop,
+        deadline=args.deadline,
+        kept_short=kept_short,
     )
     if client:
         client.busy, client.loads = spans.busy, spans.loads
     try:
+        context.says("importing libraries")
         import_module(MODULES[args.role]).run(context)
         # For its mark, while it beats: who does not is taken for dead.
         await_room(logs)
@@ -112,6 +126,7 @@ def work(args: argparse.Namespace) -> int:
     """Run one role; its end is written to its exit mark."""
     die_with_parent()
     keep_printing()
+    show_stacks()
     stop = on_terminate(at_once=args.role not in FINISH_FIRST)
     run = RunDir(args.run_dir)
     code, reason, stopped = EXIT_DONE, "", False

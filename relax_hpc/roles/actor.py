@@ -51,7 +51,9 @@ class Actor:
 
     def __init__(self, context: Context) -> None:
         self.context, self.config = context, context.config
+        context.says("meeting its ranks")
         self.ranks = Ranks(context, self.config.actor.parallel)
+        context.says("loading the model")
         model = PolicyModel(read_config(context.model), self.config.model, self.config.actor.parallel)
         model.load_hf(context.model)
         self.model = model
@@ -86,9 +88,11 @@ class Actor:
 
     def resume(self) -> int:
         """Load the newest checkpoint that verifies; the step to begin with (0 without one)."""
+        self.context.says("")
         points = self._ask("checkpoints")["checkpoints"]
         for point in reversed(points):
             directory = self.context.run.checkpoints / point["name"]
+            self.context.says(f"loading checkpoint {point['name']}")
             try:
                 step = int(store.load(directory, self.trainer, self.ranks.control, point["digest"])["step"])
                 break
@@ -98,6 +102,7 @@ class Actor:
             step = 0
         self.saved = step, time.time()
         self._ask("resume", step=step)
+        self.context.says("")
         self.publish(step, due=True)
         self.end_turn()
         return step

@@ -33,6 +33,7 @@ def run(context: Context) -> None:
     """Serve until the run is finished."""
     client, config = context.client, context.config
     placeholders = placeholders_of(context.run.model)
+    context.says("")
     while True:
         with context.spans("wait", cause=HUB) as waiting:
             claim = client.claim("advantages", _EVERYTHING)

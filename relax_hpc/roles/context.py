@@ -8,6 +8,7 @@ from pathlib import Path
 
 from relax_hpc.config.schema import Config
 from relax_hpc.metrics.spans import Spans
+from relax_hpc.parts import Keeper
 from relax_hpc.rendezvous.process import Flag
 from relax_hpc.rendezvous.world import World
 from relax_hpc.roles.staging import model_directory
@@ -38,6 +39,8 @@ class Context:
     """Set when the process is asked to end."""
     deadline: float | None = None
     """When the allocation ends, in seconds of the epoch; None: it does not."""
+    kept_short: Keeper | None = None
+    """Cuts the logs of this process, and of those that it starts."""
 
     @property
     def model(self) -> Path:
@@ -48,6 +51,11 @@ class Context:
     def logs(self) -> Path:
         """Where this incarnation of the group logs."""
         return self.run.logs(self.group, self.epoch)
+
+    def says(self, what: str) -> None:
+        """Tell people what this process is at before it begins to work; empty: it has begun."""
+        if self.client:
+            self.client.at_work(what)
 
     def report(self, step: int, values: dict[str, float]) -> None:
         """Send metrics of ``step`` and the seconds spent by kind since the last report; nobody waits for it."""

@@ -67,8 +67,11 @@ def run(context: Context) -> None:
     config = context.config
     frozen = Path(config.model.reference_path) if config.model.reference_path and not follows else context.model
     forward = getattr(config, context.role)
+    context.says("meeting its ranks")
     ranks = Ranks(context, forward.parallel)
+    context.says("loading the model")
     scorer = Scorer(context, ranks, frozen)
+    context.says("")
     if context.world.leader:
         _lead(context, ranks, scorer, 1 if follows else config.algorithm.refresh_reference_every)
     else:

@@ -38,6 +38,8 @@ class Replica:
         context = self.context
         self.place = context.world.local_rank * len(rollout.numbers) + number - rollout.numbers.start
         self.engine = self.new_engine()
+        if context.kept_short:
+            context.kept_short.add(context.logs / f"engine-{number}.log")
         self.ready = asyncio.Event()
         """Cleared while the engine's weights are not known: then nothing is asked of it."""
         planes = rollout.client.store.planes

@@ -33,6 +33,7 @@ class Rollout:
 
     def __init__(self, context: Context) -> None:
         self.context, self.config, self.client = context, context.config, context.client
+        context.says("reading prompts")
         self.tokenizer = load_tokenizer(context.model)
         config = self.config
         self.source = PromptSource.load(data_file(context, config.data.train, "train"), self.tokenizer, config)

@@ -17,6 +17,7 @@ from typing import Any
 
 from relax_hpc.config import load_resolved
 from relax_hpc.rundir import RunDir
+from relax_hpc.transfer_queue.eventlog import event_lines
 from relax_hpc.transfer_queue.journal import Journal, JournalError
 from relax_hpc.transfer_queue.plan import Plan
 from relax_hpc.transfer_queue.records import Event
@@ -83,7 +84,7 @@ def next_of(trained: str) -> Version:
 
 def read_events(run: RunDir) -> list[dict[str, Any]]:
     """Lines of events.jsonl; every one must be whole."""
-    return [json.loads(line) for line in run.events.read_text().splitlines()]
+    return [json.loads(line) for line in event_lines(run.events)]
 
 
 def journal_records(run: RunDir) -> Iterator[dict[str, Any]]:
@@ -268,7 +269,7 @@ class Projection:
     """events.jsonl, compared with the events of the journal as these come."""
 
     def __init__(self, path: Path) -> None:
-        self._lines = _lines(path)
+        self._lines = event_lines(path)
         self._journaled = self._read = self._same = 0
         self._torn = False
 
@@ -289,12 +290,6 @@ class Projection:
             return []
         text = f"events.jsonl has {total} lines, the journal says {self._journaled}"
         return [f"{text}; line {self._same + 1} is the first that differs"]
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    if path.exists():
-        with path.open("rb") as file:
-            yield from file
 
 
 def _told(line: bytes) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from relax_hpc.config.schema import Config
 from relax_hpc.disk import WAITS, Told, in_words
 from relax_hpc.errors import DeadlineError, FencedError, RefusedError, RelaxError
 from relax_hpc.rendezvous.roster import Card, latest_card
+from relax_hpc.rendezvous.signs import identity
 from relax_hpc.rundir import RunDir, write_json
 from relax_hpc.transfer_queue.hdf5 import Column, column_of
 from relax_hpc.transfer_queue.lengths import packed
@@ -359,7 +360,7 @@ class QueueClient:
         """For `status` while the hub does not answer. A full disk must not end the talking."""
         path = self.run.rendezvous(self.group) / f"beat-{self.member}.json"
         with contextlib.suppress(OSError):
-            write_json(path, {"time": time.time(), "epoch": self.epoch, **self._about()})
+            write_json(path, {"time": time.time(), "epoch": self.epoch, **identity(), **self._about()})
 
     def at_work(self, doing: str) -> None:
         """Have beats tell people what this process is at, and since when; empty: nothing that they need to know."""

@@ -24,7 +24,7 @@ from relax_hpc.launch.slurm.container import container_command, container_srun_o
 from relax_hpc.launch.slurm.mpi import mpi_plugin, mpi_variables
 from relax_hpc.launch.slurm.srun import srun_options
 from relax_hpc.rendezvous.network import library_environment
-from relax_hpc.rendezvous.process import PARENT
+from relax_hpc.rendezvous.process import PARENT, STACKS_SIGNAL
 from relax_hpc.rundir import RunDir
 
 RANK = "relax_hpc.launch.slurm.rank"
@@ -54,6 +54,14 @@ class Steps(Incarnation):
             for name, step in self._ids().items() if adopted else ():
                 if name in adopted:
                     self.slurm.cancel(step, signal="USR2")
+
+    def ask_for_stacks(self) -> None:
+        """See `Incarnation.ask_for_stacks`; srun would not pass this signal on."""
+        names = {step_name(self.name, member.role, self.epoch) for member in self.members}
+        with contextlib.suppress(SlurmError):
+            for name, step in self._ids().items():
+                if name in names:
+                    self.slurm.cancel(step, signal=STACKS_SIGNAL.name.removeprefix("SIG"))
 
     def kill(self) -> None:
         """End the steps, and wait a moment for it: the next incarnation needs their memory."""

@@ -1,0 +1,166 @@
+"""Files that grow as long as a run lives, kept short: what is full becomes a numbered part, compressed, beside them.
+
+`actor-rank-0.log` has the newest lines, `actor-rank-0.log.000007.gz` those before, and so on; of logs the oldest parts
+are deleted. `lines_of` reads all that there is, in order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import os
+import re
+import shutil
+import threading
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+PART_BYTES = 32 << 20
+"""A file that is longer is cut."""
+KEPT_PARTS = 8
+"""Of a log. Text of logs shrinks to a tenth."""
+_LEVEL = 3
+"""Of compression: the next ones take twice the time for a tenth less."""
+_BLOCK = 1 << 20
+_LOOK_S = 10.0
+_PART = re.compile(r"\.(\d{6})(\.gz)?")
+
+
+def parts_of(path: Path) -> list[Path]:
+    """What was cut off from the beginning of ``path``, oldest first; each once, though it is just being compressed."""
+    found: dict[int, Path] = {}
+    with contextlib.suppress(FileNotFoundError):
+        for other in path.parent.iterdir():
+            match = _PART.fullmatch(other.name.removeprefix(path.name)) if other.name.startswith(path.name) else None
+            # The whole one appears by rename, before the other goes.
+            if match and (match[2] or int(match[1]) not in found):
+                found[int(match[1])] = other
+    return [found[number] for number in sorted(found)]
+
+
+def number_of(part: Path) -> int:
+    """
+    >>> number_of(Path("actor.log.000007.gz"))
+    7
+    """
+    return int(part.name.removesuffix(".gz")[-6:])
+
+
+def next_part(path: Path) -> Path:
+    """The name of the part that is to be cut off next, not compressed."""
+    last = max(map(number_of, parts_of(path)), default=0)
+    return path.with_name(f"{path.name}.{last + 1:06d}")
+
+
+def read_part(part: Path) -> bytes:
+    """What was cut off."""
+    return gzip.decompress(part.read_bytes()) if part.suffix == ".gz" else part.read_bytes()
+
+
+def lines_of(path: Path) -> Iterator[bytes]:
+    """All lines of ``path`` and its parts, with their ends; of a part that is damaged, those before the damage."""
+    for part in parts_of(path):
+        with (
+            contextlib.suppress(OSError, EOFError, zlib.error),
+            (gzip.open if part.suffix == ".gz" else open)(part, "rb") as file,
+        ):
+            yield from file
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        yield from file
+
+
+def compress(part: Path) -> Path:
+    """``part`` as a compressed file, which is there whole or not at all; its path. The other is gone."""
+    with part.open("rb") as source:
+        target = _pack(source, part)
+    part.unlink(missing_ok=True)
+    return target
+
+
+def cut_log(path: Path, most: int = 0, kept: int = 0) -> bool:
+    """Move what is in a log to a new part if it has over ``most`` bytes, and delete all but the newest ``kept`` parts.
+
+    Whoever writes to it, libraries and processes that inherited it too, goes on at its new beginning, as it was opened
+    to append; only what is written in the very microseconds of the cut is lost. OSError: nothing has changed.
+    """
+    try:
+        file = path.open("rb+")
+    except FileNotFoundError:
+        return False
+    with file:
+        if os.fstat(file.fileno()).st_size <= (most or PART_BYTES):
+            return False
+        _pack(file, next_part(path))
+        rest = file.read()
+        file.truncate(0)
+        if rest:
+            with path.open("ab") as begun:
+                begun.write(rest)
+    for old in parts_of(path)[: -(kept or KEPT_PARTS)]:
+        old.unlink(missing_ok=True)
+    return True
+
+
+def cut_own(path: Path, kept: int) -> None:
+    """Make a file that this process alone writes, and has closed, the next part; it is compressed in a thread.
+
+    Nothing of it is lost. Where it cannot be done, the file goes on growing.
+    """
+    with contextlib.suppress(OSError):
+        path.replace(next_part(path))
+        threading.Thread(target=_pack_parts, args=(path, kept), name="parts", daemon=True).start()
+
+
+def _pack_parts(path: Path, kept: int) -> None:
+    with contextlib.suppress(OSError):
+        for part in parts_of(path):
+            if part.suffix != ".gz":
+                compress(part)
+        for old in parts_of(path)[:-kept]:
+            old.unlink(missing_ok=True)
+
+
+def _pack(source: BinaryIO, part: Path) -> Path:
+    target = part.with_name(f"{part.name}.gz")
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        with temporary.open("wb") as file, gzip.GzipFile("", "wb", _LEVEL, file, 0) as packed:
+            shutil.copyfileobj(source, packed, _BLOCK)
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return target
+
+
+class Keeper:
+    """Cuts logs in a thread of its own, on the node whose processes write them: others would see it too late."""
+
+    def __init__(self, paths: Iterable[Path] = ()) -> None:
+        self._paths = set(paths)
+        self._end = threading.Event()
+        threading.Thread(target=self._look, name="logs", daemon=True).start()
+
+    def add(self, path: Path) -> None:
+        """Look after this one too."""
+        self._paths = {*self._paths, path}
+
+    def close(self) -> None:
+        self._end.set()
+
+    def _look(self) -> None:
+        while not self._end.wait(_LOOK_S):
+            for path in self._paths:
+                # A full disk: it is tried again, and the log is as it was.
+                with contextlib.suppress(OSError):
+                    cut_log(path)
+
+
+def own_log() -> list[Path]:
+    """The file that this process prints to, if it is one."""
+    with contextlib.suppress(OSError):
+        path = Path("/proc/self/fd/1").readlink()
+        if path.suffix == ".log" and path.is_file():
+            return [path]
+    return []
