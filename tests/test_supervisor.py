@@ -508,7 +508,8 @@ def asks(world: World, *wanted: tuple[str, str]) -> Callable[[], None]:
 
 
 def test_members_of_a_local_run_are_started_restarted_and_released(world: World) -> None:
-    wanted = [("start", "rollout-2"), ("restart", "rollout"), ("release", "rollout-2")]
+    # The last is of nobody: it is done, and ends nothing.
+    wanted = [("start", "rollout-2"), ("restart", "rollout"), ("release", "rollout-2"), ("release", "rollout-9")]
     assert world.supervise("rollout", "actor", then=asks(world, *wanted)) is Outcome.STOPPED
     assert world.started == [("rollout", 1), ("actor", 1), ("rollout-2", 1), ("rollout", 2)]
     assert [name for name, _ in world.asked[:2]] == ["rollout", "rollout-2"], "in good order"
