@@ -12,12 +12,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from relax_hpc import disk
 from relax_hpc.disk import CURES, WAITS, Lines, in_words, may_pass, patiently, probe
+from relax_hpc.errors import EXIT_RETRY, RelaxError
+from relax_hpc.launch.disk_watch import DiskWatch
+from relax_hpc.launch.supervisor import Supervisor
 from relax_hpc.rendezvous.exit_mark import leave_mark
 from relax_hpc.rundir import write_atomic
 from relax_hpc.transfer_queue.journal import Journal
@@ -139,6 +143,35 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch) -> None:
         write_atomic(tmp_path / "a", b"x", sync=True)
     assert list(tmp_path.iterdir()) == [] and failing.times == 1
     assert probe(tmp_path)["errno"] == errno.EDQUOT and list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_is_said_once_and_when_it_is_well_again(tmp_path: Path) -> None:
+    lines: list[str] = []
+    watch = DiskWatch(make_run(tmp_path / "run"), 0.05, lines.append)
+    one = {"who": "a", "path": "/r/queue/1.h5", "errno": errno.ENOSPC, "seconds": 1.0, "loose": False}
+    answered = time.monotonic()
+    watch.look([one, one | {"path": "/r/queue/2.h5"}, one | {"path": "/r/logs/x", "loose": True}], answered)
+    watch.look([one | {"path": "/r/queue/3.h5"}], answered)
+    assert [line.partition(":")[0] for line in lines] == ["/r/queue/1.h5", "/r/logs/x"]
+    wait_for(watch.too_long)
+    assert "/r/queue/3.h5: No space left on device" in watch.too_long()
+    watch.look([one | {"loose": True}], answered)
+    assert lines[-1].startswith("the disk is written again") and not watch.too_long()
+    watch.look([], answered)
+    watch.look([one], answered)
+    assert lines[-1].startswith("/r/queue/1.h5: ")
+    watch.check_room()
+
+
+def test_a_run_that_waits_too_long_saves_what_it_can_and_ends_with_75(tmp_path: Path) -> None:
+    told = {"who": "a", "path": "/r/queue/1.h5", "errno": errno.EDQUOT, "seconds": 1.0, "loose": False}
+    stopped: list[bool] = []
+    watch = DiskWatch(make_run(tmp_path / "run"), 0.2, lambda _: None)
+    lookout = SimpleNamespace(disk=[told], answered_at=time.monotonic())
+    supervisor = SimpleNamespace(disk=watch, lookout=lookout, stop=lambda: stopped.append(True))
+    with pytest.raises(RelaxError, match=r"/r/queue/1.h5: Disk quota .* allowed liveness.longest_wait_s=0.2") as ended:
+        wait_for(lambda: Supervisor.look_at_disk(supervisor))
+    assert ended.value.exit_code == EXIT_RETRY and stopped == [True]
 
 
 # -- writers -----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from tests.small_disk import SmallDisk, small_disk
 
 requires("mpi", "torch", "megatron")
 
-STEPS = 30
+STEPS = 24
 OVER = {
     "steps": STEPS,
     "max_staleness": 1,
@@ -67,9 +67,26 @@ def test_a_full_disk_is_waited_for(tmp_path: Path) -> None:
     """However much room is left: for nothing, for a journal's record but no shard. Who dies meanwhile comes back."""
     with small_disk(tmp_path / "disk") as disk, running(disk.folder, OVER) as live:
         live.wait_for_step(1, 120.0)
-        full_for_a_while(live, disk, 0)
         full_for_a_while(live, disk, 4096)
         full_for_a_while(live, disk, 0, kill="controller")
         live.finish(120.0)
         assert [row["step"] for row in trained_steps(live.run)] == list(range(STEPS))
         audit(live.run)
+
+
+def test_unsaved_work_is_said(tmp_path: Path) -> None:
+    """Checkpoints on a disk of their own, which is full: training goes on, and each that is missed is said."""
+    with small_disk(tmp_path / "saves") as saves:
+        (tmp_path / "run").mkdir(mode=0o700)
+        (tmp_path / "run" / "checkpoints").symlink_to(saves.folder)
+        (tmp_path / "run" / "token").write_text("0" * 64)
+        saves.fill()
+        with running(tmp_path, OVER | {"steps": 10_000}) as live:
+            live.wait_until(lambda: len(said(live, "NOT SAVED since step 0 (")) > 1, "two are missed, and said", 120.0)
+            found = status_of(live)["unsaved"]
+            assert found["failed"] > 0 and found["steps"] > 2 and FULL in found["why"], found
+            assert "at risk: " in said(live, "NOT SAVED")[-1]
+            assert max(row["perf/unsaved_steps"] for row in trained_steps(live.run)) > 2
+            saves.free()
+            live.wait_until(lambda: said(live, "checkpoint: saved again"), "it is saved again", GOES_ON_S)
+            assert epochs(live).pop("actor") == 1, live.story()

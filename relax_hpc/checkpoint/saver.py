@@ -87,15 +87,16 @@ class Saver:
         timeout_s: float,
         on_failure: Callable[[str], None] = lambda why: None,
         max_failures: int = 1 << 30,
+        stands: Callable[[], object] = lambda: False,
     ) -> None:
         """``channel``: for this alone. ``timeout_s``: for a save that is still being written when the next one is due.
         ``on_failure``: called by rank 0's thread, once a save. ``max_failures``: so many in a row that a full disk was
-        not the cause of, and `check` raises NoProgressError."""
+        not the cause of, and `check` raises NoProgressError. ``stands``: whether time does not count now."""
         # It imports megatron-core, which a trainer has prepared for its device.
         from relax_hpc.checkpoint.strategy import StateWriter
 
         self.trainer, self.channel, self.timeout_s, self.on_failure = trainer, channel, timeout_s, on_failure
-        self.max_failures = max_failures
+        self.max_failures, self.stands = max_failures, stands
         self.failed = 0
         """Saves in a row that failed, or have not succeeded yet."""
         self._failed_anyway = 0
@@ -142,7 +143,7 @@ class Saver:
         self._wait()
 
     def _wait(self) -> None:
-        while not (done := self._work.wait(self.timeout_s)) and WAITS:
+        while not (done := self._work.wait(self.timeout_s)) and (WAITS or self.stands()):
             pass
         if not done:
             limit = f"checkpoint.timeout_s={self.timeout_s:g}"

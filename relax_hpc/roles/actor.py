@@ -73,8 +73,15 @@ class Actor:
             context.world.local_rank if self.config.model.device == "cuda" else None,
         )
         patience = self.config.checkpoint.timeout_s
-        limit = self.config.checkpoint.max_failures
-        self.saver = Saver(self.trainer, self.ranks.channel(patience), patience, self._note_unsaved, limit)
+        limit, client = self.config.checkpoint.max_failures, context.client
+        self.saver = Saver(
+            self.trainer,
+            self.ranks.channel(patience),
+            patience,
+            self._note_unsaved,
+            limit,
+            stands=lambda: client and client.waits,
+        )
         self.saved: tuple[int, float] = 0, time.time()
         """The newest step that can be resumed from, and when that was."""
         self.clock = Clock(context.deadline)

@@ -104,8 +104,8 @@ class Publisher:
         self._await(self.files.work, timeout_s)
 
     def _await(self, work: Background, timeout_s: float, most: int = 0) -> None:
-        # A full disk is waited for however long: see `relax_hpc.disk`.
-        while not (done := work.wait(timeout_s, most)) and WAITS:
+        # A full disk, ours or the hub's, is waited for however long: see `relax_hpc.disk`.
+        while not (done := work.wait(timeout_s, most)) and (WAITS or (self.client and self.client.waits)):
             pass
         if not done:
             raise DeadlineError(f"publishing weights takes more than {timeout_s:g} s; see {self.run.weights}")
