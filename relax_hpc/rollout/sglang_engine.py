@@ -99,8 +99,7 @@ class SglangEngine:
             self._open.push_async_callback(self._client.close)
             await self._wait_healthy()
             self._session.watch_parts()
-            for path in self._session.shared_memory():
-                self._scratch.outside(path)
+            self._remember_memory()
         except BaseException:
             await self.close()
             raise
@@ -156,6 +155,15 @@ class SglangEngine:
         # SGLang waits 5 s after a TERM, to finish requests that nobody waits for here, and not after an interrupt.
         interrupt = functools.partial(leader.send_signal, signal.SIGINT)
         self._open.push_async_callback(self._session.end, interrupt, self._config.liveness.stop_timeout_s)
+        # Of one that is closed before it has started, too.
+        self._open.callback(self._remember_memory)
+
+    def _remember_memory(self) -> None:
+        """Have what the server would leave in memory go with its scratch."""
+        # A full disk must not keep it from being closed.
+        with contextlib.suppress(OSError):
+            for path in self._session.shared_memory():
+                self._scratch.outside(path)
 
     async def _wait_healthy(self) -> None:
         limit = self._settings.start_timeout_s or _START_FLOOR_S + read_seconds(self._model_dir)
