@@ -80,6 +80,7 @@ def test_commands_on_a_living_run(tmp_path: Path) -> None:
     ) as live:
         live.finish(120)
         assert_over(live, "finished", 0)
+    assert not audit(live.run).problems
     with running(tmp_path, SETTINGS | {"rollout": {"temperature": 0.9}}, None, "--resume", "--steps", "100000") as live:
         live.wait_until(lambda: live.processes("rollout"), "rollout has begun", 60)
         call(live, "stop", "--now")
@@ -90,4 +91,3 @@ def test_commands_on_a_living_run(tmp_path: Path) -> None:
         live.process.kill()
         live.process.wait(10)
         assert_over(live, "ended", 75)
-    assert not audit(live.run).problems
