@@ -106,10 +106,14 @@ def _with_other_mistakes(wrong: list[OptionError], given: dict[str, Any], comman
 
 def findings_of(config: Config, layers: Layers) -> list[str]:
     """Everything that is wrong with a configuration: mistakes of its layers, and what `check` finds about the rest."""
-    wrong = [mistake.key for mistake in layers.mistakes if mistake.key]
+    texts = [mistake.text for mistake in layers.mistakes if mistake.text]
+    if not all(mistake.key for mistake in layers.mistakes):
+        # A whole layer is missing: of the rest most would be said of what stands in it.
+        return texts
+    wrong = [mistake.key for mistake in layers.mistakes]
     about_wrong = re.compile("|".join(rf"(?<![\w.]){re.escape(key)}(?![\w])" for key in wrong) or "(?!)")
     rest = [layers.placed(finding) for finding in check(config) if not about_wrong.search(finding)]
-    return [mistake.text for mistake in layers.mistakes if mistake.text] + rest
+    return texts + rest
 
 
 def _handle(command: Command, given: dict[str, Any]) -> int:

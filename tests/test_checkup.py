@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,6 +82,15 @@ def test_a_step_that_hangs_ends_at_the_deadline_with_what_it_has_said() -> None:
         patch.setattr(checkup, "_END_S", 0.2)
         found = checkup._output(checkup.Checkup("actor", load([]), step, time.monotonic() + 0.2, False))
     assert found == "said\n" and step.poll() is not None
+
+
+def test_what_a_site_says_in_another_encoding_ends_nothing(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    dump(load([]), run.config)
+    said = ["bash", "-c", r"printf 'f\374r heute\n'"]
+    allocation = SimpleNamespace(places={"actor": Place("1", 1)})
+    launcher: Any = SimpleNamespace(run=run, allocation=allocation, place_words=lambda place: said)
+    assert "r heute" in check_nodes(launcher, ["actor"])["actor"]
 
 
 def test_nodes_that_are_well_and_programs_that_are_not(

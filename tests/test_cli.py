@@ -153,6 +153,19 @@ def test_run_lists_every_finding_and_starts_nothing(
     assert not started and not (tmp_path / "r").exists()
 
 
+def test_of_a_file_that_cannot_be_read_no_consequences_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", "--config", str(tmp_path / "run.yaml"), "--seed", "-1"]) == EXIT_CONFIG
+    missing, wrong = capsys.readouterr().out.splitlines()
+    assert "run.yaml: cannot be read" in missing and wrong.startswith("command line: seed: found -1")
+
+
+def test_a_dry_run_that_cannot_be_rendered_leaves_nothing(tmp_path: Path) -> None:
+    argv = ["submit", "--dry-run", "--config", QUICKSTART, "--run_dir", str(tmp_path / "run"), "--layout", "jobs"]
+    assert main([*argv, "--site.options.nodes", "2"]) == EXIT_CONFIG and not (tmp_path / "run").exists()
+
+
 def test_check_of_the_quickstart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--config", QUICKSTART, "--run_dir", str(tmp_path / "run")]) == 0
     assert capsys.readouterr().out == "no findings\n"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from relax_hpc.config import Config, dump, load, load_resolved, resolve, to_dict
 from relax_hpc.config.check import check
 from relax_hpc.config.check_files import prompts_problem, special_tokens_note
-from relax_hpc.config.clean import clean
+from relax_hpc.config.clean import REMOVED, clean, keys
 from relax_hpc.config.load import compose, gather, merge, print_config
 from relax_hpc.config.read import MAX_BYTES, dump_yaml, parse_yaml
 from relax_hpc.config.schema import DataConfig, GroupConfig
@@ -447,6 +447,22 @@ def test_flags_that_sglang_does_not_have(tmp_path: Path) -> None:
     assert len(findings) == 2 and "rollout.engine.flags.nonsense: SGLang has no such server argument" in findings[0]
     assert "did you mean max_total_tokens?" in findings[1]
     assert check(load([QUICKSTART], over | {"site.python": "/opt/other/python"})) == [], "another environment's SGLang"
+
+
+def test_what_slurm_cannot_be_asked_for_is_a_finding_too(tmp_path: Path) -> None:
+    over = {"run_dir": str(tmp_path / "run"), "layout": "het", "site.cpu_nodes": False}
+    (line,) = check(load([QUICKSTART], over))
+    assert line.startswith("groups.rollout.resources.nodes: found 1 for component 0 of a het job")
+    over = {"run_dir": str(tmp_path / "run"), "layout": "jobs", "site.options.nodes": "2"}
+    (line,) = check(load([QUICKSTART], over))
+    assert line == "options.nodes: found '2', but it is set by relax_hpc; set groups.<group>.resources.nodes instead"
+
+
+def test_a_setting_that_is_gone_says_what_took_its_place(tmp_path: Path) -> None:
+    path = write(tmp_path, "old.yaml", "rollout: {max_attempts: 8}")
+    with pytest.raises(ConfigError, match=r"old\.yaml:1: rollout\.max_attempts: .*any more: rollout\.max_failed_share"):
+        load([path])
+    assert not {*REMOVED} & {*keys()}
 
 
 def test_a_device_is_looked_for_where_the_run_will_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

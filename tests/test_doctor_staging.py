@@ -32,6 +32,24 @@ def test_modules_are_loaded_on_this_host(tmp_path: Path, monkeypatch: pytest.Mon
     assert "cuda/99 unknown" in line or "Unable to locate cuda/99" in line
 
 
+def test_modules_are_looked_for_where_the_site_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`module use` and what a profile defines come before; what fails after lines for a node may do so here alone."""
+    (tmp_path / ".bash_profile").write_text("unset -f module\n")
+    (tmp_path / "profile").write_text(LMOD.replace("cuda/12", "$KNOWN") + "\necho hello\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    setup = [f"source {tmp_path}/profile", "export KNOWN='cuda/12'  # where they lie", "# the last line"]
+    assert found(modules=["cuda/12"], setup=setup) == []
+    (line,) = found(modules=["cuda/99"], setup=setup)
+    assert line.startswith("warning: site.modules: found cuda/99, which cannot be loaded") and "unknown" in line
+
+
+def test_a_module_that_complains_in_another_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".bash_profile").write_bytes(b"module() { printf 'error: \\xfcnbekannt\\n'; return 1; }\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (line,) = found(modules=["cuda/99"])
+    assert line.startswith("error: site.modules: found cuda/99") and "nbekannt" in line
+
+
 def test_a_host_without_modules_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / ".bash_profile").write_text("unset -f module\n")
     monkeypatch.setenv("HOME", str(tmp_path))

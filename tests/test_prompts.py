@@ -48,6 +48,9 @@ def test_good_lines(tmp_path, tokenizer):
         (b"\xff\xfe", "broken_json"),
         (b"[1]", "broken_json"),
         (b"[" * 100_000, "broken_json"),
+        # Half of a surrogate pair, which no tokenizer takes as text, and no journal as an id.
+        ({"id": "b", "prompt": "1 \ud83d", "answer": "1"}, "broken_json"),
+        ({"id": "b", "prompt": "1?", "answer": "1", "more": {"\udfff": 1}}, "broken_json"),
         ({"id": "b", "prompt": "1?"}, "missing_field"),
         ({"prompt": "1?", "answer": "1"}, "missing_field"),
         ({"id": "b", "answer": "1"}, "missing_field"),
@@ -68,6 +71,11 @@ def test_a_bad_line_is_skipped_with_its_reason(tmp_path, tokenizer, line, reason
     prompts, bad = load_prompts(path, tokenizer, 8, 0.5)
     assert bad == [BadLine(2, reason)]
     assert [p.prompt_id for p in prompts] == ["a", "c"]
+
+
+def test_a_whole_surrogate_pair_is_a_character(tmp_path, tokenizer):
+    path = write(tmp_path / "p.jsonl", GOOD, {"id": "b", "prompt": "1?", "answer": "1", "more": "\U0001f600"})
+    assert "\\ud83d" in path.read_text() and load_prompts(path, tokenizer, 8, 0.0)[1] == []
 
 
 def test_too_many_bad_lines(tmp_path, tokenizer):

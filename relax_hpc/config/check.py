@@ -58,7 +58,13 @@ def check(config: Config) -> list[str]:
         _planes,
         _weights,
     )
-    return [finding for function in checks for finding in function(config)]
+    found = [finding for function in checks for finding in function(config)]
+    said = {_key(finding) for finding in found}
+    return found + [finding for finding in _layout(config) if _key(finding) not in said]
+
+
+def _key(finding: str) -> str:
+    return finding.partition(":")[0]
 
 
 def _run(config: Config) -> Findings:
@@ -142,6 +148,19 @@ def _groups(config: Config) -> Findings:
     for name, group in config.groups.items():
         if not group.roles and name != "hub":
             yield f"groups.{name}.roles: found none; give it a role, or remove the group (groups: {{{name}: null}})"
+
+
+def _layout(config: Config) -> Findings:
+    """What Slurm cannot be asked for. Layout `local` may run without it."""
+    if config.layout == "local":
+        return
+    from relax_hpc.config.load import resolve
+    from relax_hpc.launch.slurm.render import render
+
+    try:
+        render(resolve(config))
+    except ConfigError as problem:
+        yield str(problem)
 
 
 def _colocate(config: Config) -> Findings:

@@ -20,6 +20,11 @@ COMMAND_LINE = "command line"
 MAX_DEPTH = 16
 """Nesting allowed inside a free-form value of `flags`."""
 
+REMOVED = {
+    "rollout.max_attempts": "rollout.max_failed_share says when failing prompt groups end a run; delete the line",
+    "algorithm.tis_cap": "it is algorithm.correction_high now",
+}
+"""Keys that configurations of older runs may still have -> what to do about them."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 _NO_BOUNDS: Mapping[str, Any] = MappingProxyType({})
@@ -88,6 +93,9 @@ class Cleaner:
         return _kept(found)
 
     def _unknown(self, dotted: str, name: str, siblings: list[str]) -> None:
+        if dotted in REMOVED:
+            self.mistake(dotted, f"there is no such setting any more: {REMOVED[dotted]}")
+            return
         hint = near(name, siblings) or near(dotted, list(keys()))
         self.mistake(dotted, f"unknown key, allowed: {', '.join(siblings)}{hint}")
 

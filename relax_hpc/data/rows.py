@@ -67,4 +67,19 @@ def _record(number: int, line: bytes) -> tuple[int, Record] | BadLine:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         return BadLine(number, "broken_json", str(error))
-    return (number, record) if isinstance(record, dict) else BadLine(number, "broken_json", "no JSON object")
+    if not isinstance(record, dict):
+        return BadLine(number, "broken_json", "no JSON object")
+    if _has_half_a_character(line, record):
+        return BadLine(number, "broken_json", "half of a surrogate pair, such as \\ud800, which is no text")
+    return number, record
+
+
+def _has_half_a_character(line: bytes, record: Record) -> bool:
+    """Whether a text of the row cannot be written in UTF-8: JSON can name what no tokenizer, log or message takes."""
+    if b"\\ud" not in line.lower():
+        return False
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, RecursionError):
+        return True
+    return False

@@ -78,6 +78,7 @@ def _start(launcher: StepLauncher, name: str) -> Checkup:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        errors="replace",
         env=step_environment(config, name),
         start_new_session=True,
     )  # fmt: skip

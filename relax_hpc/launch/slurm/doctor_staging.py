@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -15,28 +16,31 @@ from relax_hpc.models.sizes import weights_bytes
 from relax_hpc.rendezvous.process import clean_environment
 
 _NO_MODULES = 9
-_LOAD_MODULES = f'type module >/dev/null 2>&1 || exit {_NO_MODULES}; module load "$@" 2>&1'
+_LOAD_MODULES = "type module >/dev/null 2>&1 || exit {missing}\nmodule load {names} 2>&1"
 MODULES_TIMEOUT_S = 60.0
 
 
 def check_staging(config: Config) -> Iterator[Finding]:
     """Modules that cannot be loaded, and a local_dir without room for what is staged there."""
     if config.site.modules:
-        yield from _modules(config.site.modules)
+        yield from _modules(config.site.modules, config.site.setup)
     # Of a cluster's nodes this host's disks say nothing.
     if config.layout == "local" and config.site.stage:
         yield from _room(config)
 
 
-def _modules(names: list[str]) -> Iterator[Finding]:
-    command = ["bash", "-lc", _LOAD_MODULES, "bash", *names]
-    listed = ", ".join(names)
+def _modules(names: list[str], setup: list[str]) -> Iterator[Finding]:
+    """As a batch script loads them: after the site's own lines, which may say where modules are (`module use`)."""
+    load = _LOAD_MODULES.format(missing=_NO_MODULES, names=shlex.join(names))
+    before = ["{ :", *setup, "} >/dev/null 2>&1"] if setup else []
+    command, listed = ["bash", "-lc", "\n".join([*before, load])], ", ".join(names)
     try:
         done = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=MODULES_TIMEOUT_S,
             env=clean_environment(),
         )
@@ -49,7 +53,9 @@ def _modules(names: list[str]) -> Iterator[Finding]:
     elif done.returncode or "unable to locate" in done.stdout.lower():
         lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
         said = next((line for line in lines if "error" in line.lower() or "unable" in line.lower()), " ".join(lines))
-        yield error(f"site.modules: found {listed}, which cannot be loaded on this host: {said}; see module avail")
+        # Lines that are meant for a node may fail on this host, and take the modules along.
+        found = warning if setup else error
+        yield found(f"site.modules: found {listed}, which cannot be loaded on this host: {said}; see module avail")
 
 
 def _room(config: Config) -> Iterator[Finding]:

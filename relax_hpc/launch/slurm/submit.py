@@ -23,7 +23,7 @@ from relax_hpc.rundir import RunDir, write_atomic
 def submit(config: Config, resume: bool, dry_run: bool, form: str = "") -> int:
     """Submit a run, or with ``dry_run`` only write what would be; ``form``: "json" or "parsable" for programs."""
     # What cannot be had leaves no run directory behind.
-    components(config)
+    render(config)
     if not dry_run:
         _refuse_mistakes(config)
     run, config = establish(config, resume)
