@@ -210,6 +210,19 @@ def test_a_claim_of_other_tickets_is_not_trained_on() -> None:
         next(giving(claim(1, 14, 15)).windows(3, 0))
 
 
+def test_ranks_wait_together_until_the_queue_knows_of_a_step() -> None:
+    """A full disk, or a hub that is away, may take hours: a rank that went on alone would give the others up."""
+    actor, heard = giving(), list[Any]()
+    actor.told = future = Future()
+    future.set_result({})
+    actor.ranks.tell = lambda message: heard.append(message) or {}
+    actor.await_told(3)
+    assert heard == [future], "what the others hear of meanwhile"
+    actor.ranks.leader, actor.told = False, None
+    actor.await_told(3)
+    assert heard == [future, None], "they are in it too"
+
+
 class Losing(Giving):
     """The first time, rows of what is claimed are lost before they are saved."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import select
 import signal
@@ -14,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from relax_hpc.config.schema import LivenessConfig
-from relax_hpc.errors import FencedError
+from relax_hpc.errors import EXIT_RETRY, FencedError
+from relax_hpc.launch import lease as module
 from relax_hpc.launch.lease import Lease, leave_outcome, outcome_of
 from relax_hpc.launch.slurm.head import _sign
 from relax_hpc.rendezvous.roster import claim_epoch, latest_epoch
@@ -219,3 +221,20 @@ def test_the_outcome_is_that_of_one_life_of_one_job(tmp_path: Path) -> None:
     assert outcome_of(run, "supervisor", "7-0") is None
     leave_outcome(run, "supervisor", "7-0", 75)
     assert outcome_of(run, "supervisor", "7-0") == 75 and outcome_of(run, "supervisor", "7-1") is None
+
+
+def test_a_full_disk_keeps_nobody_from_the_end_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ends for want of room, or at its time limit meanwhile, has its job requeued after these two."""
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run = make_run(tmp_path / "run")
+    lease = Lease(run, "supervisor", LIMITS, "a")
+    lease.hold(claim_epoch(run, "supervisor"))
+    monkeypatch.setattr(module, "_OUTCOME_S", 0.0)
+    monkeypatch.setattr(module, "write_json", full)
+    monkeypatch.setattr(Lease, "_write", full)
+    leave_outcome(run, "supervisor", "7-0", EXIT_RETRY)
+    lease.give_up()
+    assert outcome_of(run, "supervisor", "7-0") is None

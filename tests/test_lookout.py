@@ -167,3 +167,11 @@ def test_a_hub_that_owes_its_answer_is_dead(world: World, error: RelaxError, dea
     found = [("hub", "controller", 0, "has not answered for 30 s")]
     assert world.look() == (found if dead else [])
     assert world.round(beat("actor", age_s=99.0)) == [], "beats of before the silence count no more"
+
+
+def test_one_part_of_loading_has_as_long_as_it_takes_to_read(world: World) -> None:
+    world.lookout = Lookout(world, LIMITS, read_s=200.0)
+    world.group("actor")
+    slow, stuck = (beat("actor", loads=True, loading_s=seconds) for seconds in (1999.0, 2001.0))
+    assert world.round(slow) == world.round(slow) == world.round(stuck) == []
+    assert world.round(stuck) == [("actor", "actor", 1, "has been loading without getting on for over 2000 s")]

@@ -87,3 +87,16 @@ def test_nobody_is_waited_for_longer_than_allowed(tmp_path: Path, monkeypatch: p
         with pytest.raises(DeadlineError, match="nothing came"):
             actor.claim("actor", BUDGET)
         assert time.monotonic() - began >= 0.6
+
+
+def test_how_long_one_part_is_loaded_is_told_but_for_waits_for_a_disk(tmp_path: Path) -> None:
+    run, config = make_run(tmp_path / "run"), small()
+    with QueueClient(run, config, "actor", 1) as actor:
+        actor.loads = lambda: True
+        actor.at_work("loading the model")
+        actor._doing_since -= 100.0
+        assert actor._about()["loading_s"] >= 100.0
+        actor.waits = {"path": "/r", "errno": 28, "seconds": 1.0, "loose": False}
+        assert actor._about()["loading_s"] == 0.0
+        actor.at_work("")
+        assert "loading_s" not in actor._about(), "it may wait for the hub"

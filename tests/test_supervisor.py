@@ -238,6 +238,37 @@ def test_a_wait_for_a_group_ends_in_good_order_at_its_limit(world: World, since_
     assert not world.told("down") or world.asked, "in good order"
 
 
+def test_a_disk_that_fills_at_the_beginning_is_waited_for(world: World) -> None:
+    start, fails = world.start, [OSError(28, "No space left on device")]
+
+    def at_first_in_vain(*about: Any) -> Incarnation:
+        if fails:
+            raise fails.pop()
+        return start(*about)
+
+    world.start, world.plans = at_first_in_vain, {"rollout": ["done:0"]}
+    assert world.supervise("rollout") is Outcome.FINISHED
+
+
+def test_a_stop_that_a_full_disk_does_not_take_is_asked_for_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.config.liveness.longest_wait_s = 60.0
+    ask, fails = requests.ask_to_stop, [OSError(28, "No space left on device")]
+
+    def at_first_in_vain(*about: Any) -> None:
+        if fails:
+            raise fails.pop()
+        ask(*about)
+
+    def wait() -> None:
+        world.supervisor.lookout.lacking = {"actor": {"why": "is not there", "since_s": 61.0}}
+
+    monkeypatch.setattr(requests, "ask_to_stop", at_first_in_vain)
+    assert world.supervise("hub", "rollout", then=wait) is Outcome.STOPPED
+    assert not fails and requests.asked_to_stop(world.run)["code"] == EXIT_RETRY
+
+
 @pytest.mark.parametrize(("fault", "words"), [("crashes", "ended with code 1"), ("killed", "ended by signal 9")])
 def test_a_group_that_dies_comes_back_while_the_others_go_on(world: World, fault: str, words: str) -> None:
     world.plans = {"rollout": [fault, "done:0"], "actor": ["done:0"]}

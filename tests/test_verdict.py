@@ -93,5 +93,12 @@ def test_who_waits_or_loads_beats_and_lives_and_who_is_at_one_thing_for_too_long
     assert said(beats=[{"age_s": 0.5, "busy_s": 0.0, "loads": True}], known_s=1e6) is LIVES
 
 
+def test_who_loads_without_getting_on_hangs() -> None:
+    stuck = [{"age_s": 0.5, "busy_s": 0.0, "loads": True, "loading_s": 1900.0}]
+    assert said(beats=stuck, load_s=2000.0) is LIVES and said(beats=stuck, load_s=1800.0, others=True) is LIVES
+    hang = "has been loading without getting on for over 1800 s"
+    assert said(beats=stuck, load_s=1800.0) == Verdict(Fate.DEAD, hang)
+
+
 def test_a_group_is_over_when_all_of_it_ended_in_order() -> None:
     assert ended_in_order([DONE, STOPPED]) and not ended_in_order([DONE, FAILED]) and not ended_in_order([DONE, {}])

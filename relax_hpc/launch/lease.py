@@ -12,12 +12,14 @@ from collections.abc import Callable
 import psutil
 
 from relax_hpc.config.schema import LivenessConfig
+from relax_hpc.disk import for_at_most, patiently
 from relax_hpc.rendezvous.roster import latest_epoch
 from relax_hpc.rundir import RunDir, read_map, write_json
 
 _WIDTH = 512
 _NOBODY = 0
 """Instead of a pid: the holder has given it up."""
+_OUTCOME_S = 3.0
 
 
 class Lease:
@@ -83,10 +85,9 @@ class Lease:
     def hold(self, epoch: int) -> None:
         """Begin to beat, as long as `tick` is called."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.touch()
-        self.tick()
         self._epoch = epoch
-        self._write(0, os.getpid())
+        patiently(self.path, self._begin)
+        self.tick()
         self._thread = threading.Thread(target=self._beat, name="lease", daemon=True)
         self._thread.start()
 
@@ -98,7 +99,9 @@ class Lease:
         """Let the next candidate have it at once."""
         self._stop()
         if self._epoch:
-            self._write(0, _NOBODY)
+            # On an ill disk the next one finds that it stands still.
+            with contextlib.suppress(OSError):
+                self._write(0, _NOBODY)
 
     def lose(self) -> None:
         """Another holds it: beat no more, and leave the file alone."""
@@ -118,6 +121,10 @@ class Lease:
                     beat += 1
                     self._write(beat, os.getpid())
 
+    def _begin(self) -> None:
+        self.path.touch()
+        self._write(0, os.getpid())
+
     def _write(self, beat: int, pid: int) -> None:
         about = {"epoch": self._epoch, "beat": beat, "node": self.node, "allocation": self.allocation, "pid": pid}
         text = json.dumps(about)
@@ -134,8 +141,13 @@ def holder_of(run: RunDir, name: str) -> dict:
 
 
 def leave_outcome(run: RunDir, name: str, allocation: str, code: int) -> None:
-    """Tell the candidates of an allocation that supervision is over, and how."""
-    write_json(run.rendezvous(name) / f"outcome-{allocation}.json", {"code": code})
+    """Tell the candidates of an allocation that supervision is over, and how; on a full disk after a while in vain.
+
+    Whoever ended for want of room must still come to requeue the job.
+    """
+    path = run.rendezvous(name) / f"outcome-{allocation}.json"
+    with contextlib.suppress(OSError):
+        patiently(path, lambda: write_json(path, {"code": code}), for_at_most(_OUTCOME_S))
 
 
 def outcome_of(run: RunDir, name: str, allocation: str) -> int | None:

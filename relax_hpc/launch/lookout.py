@@ -35,9 +35,12 @@ class Lookout:
         limits: LivenessConfig,
         wake: Callable[[], None] = lambda: None,
         hub_epoch: Callable[[], int] = lambda: 0,
+        read_s: float = 0.0,
     ) -> None:
-        """``hub_epoch``: of the newest hub that can be asked, 0 if there is none."""
+        """``hub_epoch``: of the newest hub that can be asked, 0 if there is none. ``read_s``: in which the largest that
+        a role loads is read, however slowly."""
         self.client, self.limits, self.wake, self.hub_epoch = client, limits, wake, hub_epoch
+        self._load_s = max(limits.hang_s, limits.start_timeout_s) + read_s
         self.progress: Progress = UNKNOWN
         """Of the run, by the newest answer."""
         self.disk: list[dict[str, Any]] = []
@@ -112,7 +115,8 @@ class Lookout:
             for role in {member.role for member in group.members} - {"controller"}:
                 if f"{name}/{role}" not in done:
                     mine = [beat for key, beat in beats.items() if _is_of(key, beat, name, role, group.epoch)]
-                    evidence = Evidence(beats=mine, known_s=now - first, patience_s=self._patience_s(group))
+                    patience_s = self._patience_s(group)
+                    evidence = Evidence(beats=mine, known_s=now - first, patience_s=patience_s, load_s=self._load_s)
                     found[name, role, group.epoch] = verdict(evidence, self.limits)
         return found
 

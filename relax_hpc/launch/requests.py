@@ -8,6 +8,7 @@ stop      of the whole run (`<run>/stop.json`, which stays until the run is resu
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import time
@@ -54,7 +55,9 @@ def pending(run: RunDir, serves: Callable[[str], bool]) -> list[Request]:
         if request.op in OPS:
             found.append(request)
         else:
-            answer(run, request, error=f"{path}: no request: op is one of {', '.join(OPS)}, group the name of one")
+            # On a full disk at a later look.
+            with contextlib.suppress(OSError):
+                answer(run, request, error=f"{path}: no request: op is one of {', '.join(OPS)}, group the name of one")
     return [request for request in found if serves(request.group)]
 
 

@@ -48,6 +48,7 @@ from relax_hpc.launch.terminal import Terminal
 from relax_hpc.launch.unsaved import in_words as unsaved_in_words
 from relax_hpc.launch.unsaved import unsaved
 from relax_hpc.launch.verdict import Evidence, Fate, verdict
+from relax_hpc.models.sizes import read_seconds
 from relax_hpc.rendezvous.process import STOP_SIGNALS
 from relax_hpc.rendezvous.roster import claim_epoch, latest_card, latest_epoch
 from relax_hpc.rundir import RunDir
@@ -57,6 +58,8 @@ from relax_hpc.transfer_queue.presence import longest_wait_s
 _STOP_LOOK_S = 0.1
 _AGAIN_S, _OUTAGE_S = 10.0, 3600.0
 """A group that cannot be brought back now is tried again so often, for so long."""
+_CHECKPOINT_SIZE = 8
+"""In sizes of the weights, optimizer included: nothing that is loaded is larger."""
 RELEASED = "released"
 """Reason of a handing over after which somebody else submits the job."""
 
@@ -160,7 +163,8 @@ class Supervisor:
     def supervise(self) -> Outcome:
         """Start or take over all groups, and watch them to the end."""
         self.client = QueueClient(self.run, self.config, self.name, self.epoch)
-        self.lookout = Lookout(self.client, self.config.liveness, self._wake, self._hub_epoch)
+        read_s = _CHECKPOINT_SIZE * read_seconds(self.run.model)
+        self.lookout = Lookout(self.client, self.config.liveness, self._wake, self._hub_epoch, read_s)
         for name in self.names:
             self.check_fenced()
             if name in self.unfit:
@@ -197,8 +201,8 @@ class Supervisor:
             # Whoever is not done needs the controller, whatever became of the roles beside it.
             try:
                 self.start(name)
-            except Unavailable as error:
-                if not error.later:
+            except (Unavailable, OSError) as error:
+                if not (may_pass(error) or getattr(error, "later", False)):
                     raise
                 now = time.monotonic()
                 self.again[name] = (str(error), now, now)
@@ -261,7 +265,9 @@ class Supervisor:
             if wait["since_s"] > limit and not all_done(self.run, self.config, name):
                 text = f"{name}: {wait['why']}, and the others have waited for it for {wait['since_s']:.0f} s"
                 text = f"{text}, allowed liveness.longest_wait_s={limit:g}; see its logs, and its job in squeue"
-                requests.ask_to_stop(self.run, EXIT_RETRY, text)
+                # On a full disk at the next look, unless the wait for that ends the run before.
+                with contextlib.suppress(OSError):
+                    requests.ask_to_stop(self.run, EXIT_RETRY, text)
 
     def say_what_groups_do(self) -> None:
         """On the terminal, where a start of minutes would pass without a word."""

@@ -11,7 +11,8 @@ Which evidence wins, the strongest first:
 5. Silence of the supervisor in that job: if Slurm says that the job has run all the while, it has not missed the node
    yet, and the group is dead.
 6. Beats, as the hub has them. A role beats from the moment that it is there, also while it loads, or waits for others
-   or for room on a disk; so silence for a lease is death, and one piece of work that takes liveness.hang_s is a hang.
+   or for room on a disk; so silence for a lease is death, and one piece of work that takes liveness.hang_s is a hang,
+   as is one part of loading that takes longer than what is loaded accounts for (`Lookout`).
    Where somebody else looks after a group, it is dead when all of its members are silent, and suspect when one is.
 
 Weaker evidence is not even looked for where stronger decides. Beats, which come by way of the hub, have to say the
@@ -21,6 +22,7 @@ there yet is nobody's failure: see `relax_hpc.transfer_queue.presence`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -86,6 +88,8 @@ class Evidence:
     """Since when it is looked after."""
     patience_s: float = 0.0
     """How long until its first beat."""
+    load_s: float = math.inf
+    """How long it may be at one part of what it loads."""
     unanswered_s: float | None = None
     """Of the hub: for how long it owes an answer."""
     supervisor_still_s: float | None = None
@@ -153,4 +157,6 @@ def _by_beats(found: Evidence, limits: LivenessConfig) -> Verdict | None:
         return Verdict(Fate.SUSPECT, silent)
     if not found.others and max(beat["busy_s"] for beat in found.beats) > limits.hang_s:
         return Verdict(Fate.DEAD, f"has been at one piece of work for over {limits.hang_s:.0f} s")
+    if not found.others and max(beat.get("loading_s", 0.0) for beat in found.beats) > found.load_s:
+        return Verdict(Fate.DEAD, f"has been loading without getting on for over {found.load_s:.0f} s")
     return None

@@ -89,7 +89,7 @@ class Actor:
         self.settling: Future | None = None
         """Of the leader, about the rows of the last mini-batch."""
         self.told: Future | None = None
-        """Of the leader, done when the queue has taken the last step for trained, and it is reported."""
+        """Of the leader: {} when the queue has taken the last step for trained, and it is reported."""
 
     # -- start and end of a step -------------------------------------------------------------------------------
 
@@ -209,18 +209,22 @@ class Actor:
             self.checkpoint(step + 1)
         return due
 
-    def _report(self, step: int, values: dict[str, float], answer: dict[str, Any]) -> None:
+    def _report(self, step: int, values: dict[str, float], answer: dict[str, Any]) -> dict[str, Any]:
         values |= staleness_report(answer)
         values |= {"perf/unsaved_steps": step + 1 - self.saved[0], "perf/unsaved_checkpoints": self.saver.failed}
         if self.config.weights.anchor_every:
             values["weights/delta_share"] = self.publisher.delta_share()
         self.context.report(step, values | self.ranks.reader.ways.since_last())
+        return {}
 
     def await_told(self, step: int) -> None:
-        """At step ``step``: nothing more is changed or saved before the queue knows of the last step."""
+        """At step ``step``, in every rank: nothing more is changed or saved before the queue knows of the last step.
+
+        Ranks that went on alone would wait in a collective of the next work, whose deadline no full disk and no hub
+        that is away puts off.
+        """
         with self.context.spans("wait", step=step, cause=_DISK):
-            if self.told:
-                self.told.result()
+            self.ranks.tell((self.told or {}) if self.ranks.leader else None)
 
     def gradients(self, step: int, number: int, tally: Tally) -> tuple[list[Claim], list[list[Batch]]]:
         """Gather the gradient of mini-batch ``number`` from rows that nothing can take away any more.

@@ -49,6 +49,8 @@ class Rollout:
         self.numbers = replica_numbers(shape.replicas, context.world.rank, context.world.size)
         self.phases: dict[int, str] = {}
         """What engines that start are at, by number."""
+        # The hub may be away for long.
+        context.says("")
         if context.world.leader:
             self._note_bad_lines()
 

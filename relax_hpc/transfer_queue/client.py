@@ -369,7 +369,8 @@ class QueueClient:
 
     def _about(self) -> dict[str, Any]:
         """What a beat says: work done, how long it is at one piece, its longest gap between beats so far, whether it is
-        loading, and what it is at. Who waits for a disk, its own or another's, is at no work."""
+        loading, and what it is at; while it loads, how long one part takes. Who waits for a disk, its own or another's,
+        is at no work."""
         told, now = WAITS.told(), time.monotonic()
         if self.waits or (told and not told["loose"]):
             self._waited_at = now
@@ -377,6 +378,8 @@ class QueueClient:
         about = {"progress": self.progress, "busy_s": busy_s, "gap_s": self._gap, "loads": self.loads()}
         if self._doing:
             about |= {"doing": self._doing, "doing_s": now - self._doing_since}
+        if self._doing and about["loads"]:
+            about["loading_s"] = now - max(self._doing_since, self._waited_at)
         return about | ({"disk": told} if told else {}) | ({"unsaved": self.unsaved} if self.unsaved else {})
 
     def _beat_call(self, now: float) -> _Call:
