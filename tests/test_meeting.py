@@ -146,6 +146,45 @@ def test_ranks_of_several_nodes_meet_by_it() -> None:
             rank.kill()
 
 
+IN_A_CONTAINER = """
+import ctypes, os
+# As Apptainer does for each of its processes.
+if os.environ["RELAX_MEETING"].startswith("1 "):
+    assert ctypes.CDLL(None).unshare(0x10000000) == 0, "no user namespaces"
+from relax_hpc.config.schema import MpiConfig
+from relax_hpc.rendezvous.world import join
+from relax_hpc.training.meeting import store_of
+world = join("127.0.0.1", 2, MpiConfig(), 60.0)
+store = store_of(world, b"t" * 32, 30.0)
+if world.leader:
+    store.set("word", "from rank 0")
+    store.get("never")
+assert world.on_one_node and store.get("word") == b"from rank 0"
+raise SystemExit(7)
+"""
+
+
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "--user", "true"], capture_output=True).returncode != 0, reason="needs user namespaces"
+)
+def test_ranks_of_one_node_meet_where_each_is_in_a_container_of_its_own() -> None:
+    """The kernel then lets none open the others' files in memory."""
+    words = [sys.executable, "-W", "ignore", "-m", "relax_hpc.launch.ranks", "2", "-c", IN_A_CONTAINER]
+    done = subprocess.run(words, timeout=120, capture_output=True, text=True)
+    assert done.returncode == 7, done.stderr
+
+
+def test_a_rank_that_is_hung_up_on_in_a_crowd_knocks_again() -> None:
+    listening = socket.create_server(("127.0.0.1", 0))
+    remote, found = Remote(listening.getsockname(), TOKEN), []
+    asking = threading.Thread(target=lambda: found.append(remote.add("n", 3)))
+    asking.start()
+    listening.accept()[0].close()
+    serve(listening, TOKEN)
+    asking.join(20.0)
+    assert found == [3]
+
+
 def test_on_one_node_the_store_is_a_file_in_memory() -> None:
     memory = os.memfd_create("meeting")
     world = World(0, 2, 0, [{"node": "n", "pid": os.getpid(), "memory": memory}] * 2)

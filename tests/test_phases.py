@@ -29,6 +29,15 @@ def test_the_phase_is_that_of_the_last_line_that_is_known(tmp_path: Path) -> Non
     assert told == [f"SGLang is {each}" for each in words]
 
 
+def test_a_log_that_is_cut_meanwhile_is_read_from_its_new_beginning(tmp_path: Path) -> None:
+    """Logs are bounded: what was written moves to a part, and the file begins again."""
+    log = tmp_path / "engine-0.log"
+    log.write_text("an earlier engine\n" * 100)
+    phases = Phases(log)
+    log.write_text("[2026-11-23 10:01:00 TP0] Load weight begin. avail mem=78.00 GB\n")
+    assert phases.now() == "SGLang is loading weights"
+
+
 def test_of_several_processes_the_longest_piece_is_told() -> None:
     assert doing([]) == doing([{"progress": 3}]) == ""
     beats = [{"doing": "b", "doing_s": 3.4}, {"doing": "SGLang is loading weights", "doing_s": 75.2}, {"progress": 1}]

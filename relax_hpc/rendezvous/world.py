@@ -17,6 +17,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 from relax_hpc.config.schema import MpiConfig
@@ -40,7 +41,8 @@ class World:
     local_rank: int
     cards: list[dict[str, Any]]
     listening: socket.socket | None = None
-    """Where rank 0 lets ranks of other nodes in; it listens since before they were told of it. None in others."""
+    """Where rank 0 lets ranks of other nodes and containers in; it listens since before they were told of it. None in
+    others."""
 
     @property
     def leader(self) -> bool:
@@ -50,6 +52,11 @@ class World:
     @property
     def on_one_node(self) -> bool:
         return len({card["node"] for card in self.cards}) == 1
+
+    @property
+    def open_to_each_other(self) -> bool:
+        """Whether the ranks can open each other's files in memory: on one node, not each in a container of its own."""
+        return self.on_one_node and len({card.get("space") for card in self.cards}) == 1
 
 
 def alone(address: str) -> World:
@@ -63,7 +70,7 @@ def join(address: str, ranks: int, mpi: MpiConfig, patience_s: float) -> World:
     RelaxError, ConfigError, DeadlineError: MPI failed, gave another number of ranks, or took over ``patience_s``.
     """
     listening = socket.create_server((address, 0))
-    # For ranks of one node, by its path in /proc: nothing to remove, however this process ends.
+    # For those that can open it, by its path in /proc: nothing to remove, however this process ends.
     memory = os.memfd_create("meeting")
     card = _card(address) | {"port": listening.getsockname()[1], "memory": memory}
     what = f"site.mpi: with library {mpi.library} and launcher {mpi.launcher}"
@@ -75,7 +82,7 @@ def join(address: str, ranks: int, mpi: MpiConfig, patience_s: float) -> World:
     world = World(rank, ranks, local_rank, cards)
     if not world.leader:
         os.close(memory)
-    if world.leader and not world.on_one_node:
+    if world.leader and not world.open_to_each_other:
         return replace(world, listening=listening)
     listening.close()
     return world
@@ -84,7 +91,9 @@ def join(address: str, ranks: int, mpi: MpiConfig, patience_s: float) -> World:
 def _card(address: str) -> dict[str, Any]:
     # Slurm may give nodes of one host name; its own name of the node tells them apart.
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    return {"node": node, "address": address, "pid": os.getpid()}
+    # The kernel lets nobody into the processes of another user namespace, which Apptainer makes for each rank.
+    space = "/".join(str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in ("pid", "user"))
+    return {"node": node, "address": address, "pid": os.getpid(), "space": space}
 
 
 def _be_told(told: str, card: dict[str, Any], patience_s: float) -> tuple[int, list[dict[str, Any]]]:

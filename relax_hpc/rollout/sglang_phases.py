@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -32,6 +33,9 @@ class Phases:
     def now(self) -> str:
         """The phase whose line came last."""
         with self._log.open("rb") as file:
+            if file.seek(0, os.SEEK_END) < self._at:
+                # It was cut meanwhile, see `relax_hpc.parts`.
+                self._at = 0
             file.seek(self._at)
             found = file.read(_MOST_BYTES)
         self._at += len(found)

@@ -1,7 +1,8 @@
 """Where torch's ranks of a group leave word for each other: what torch calls a store.
 
-On one node it is a file in memory. Over several it is rank 0's memory, reached by connections whose ends prove that
-they hold the run's token: torch's own TCPStore asks nobody, and gives and takes whatever anybody wants.
+On one node it is a file in memory. Over several, or where each rank is in a container of its own, it is rank 0's
+memory, reached by connections whose ends prove that they hold the run's token: torch's own TCPStore asks nobody, and
+gives and takes whatever anybody wants.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -21,6 +23,8 @@ from relax_hpc.transfer_queue.planes.links import CONNECT_S, Deadline, Listener,
 
 _LENGTH_BYTES = 8
 _MOST_BYTES = 1 << 30
+_PAUSES_S = (0.1, 0.4, 1.0)
+"""Before a rank that was hung up on knocks again: of hundreds that come at once, rank 0 hangs up on some."""
 _SLACK_S = 30.0
 """Beyond the time that a request may wait at rank 0, for its way."""
 
@@ -35,6 +39,7 @@ def store_of(world: World, token: bytes, timeout_s: float) -> dist.Store | None:
         loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    if world.open_to_each_other:
         return dist.FileStore(f"/proc/{first['pid']}/fd/{first['memory']}", world.size)
     if world.listening:
         return MeetingStore(serve(world.listening, token), timeout_s)
@@ -156,6 +161,14 @@ class Remote:
         return reply["result"]
 
     def _connect(self) -> socket.socket:
+        for pause_s in _PAUSES_S:
+            try:
+                return self._knock()
+            except ConnectionError:
+                time.sleep(pause_s)
+        return self._knock()
+
+    def _knock(self) -> socket.socket:
         deadline = Deadline(CONNECT_S)
         connection = socket.create_connection(self._address, deadline.left())
         try:
