@@ -50,6 +50,9 @@ def settle_on_this_node(environment: MutableMapping[str, str] = os.environ) -> N
     here = environment.get("TMPDIR", "")
     if not os.access(here, os.W_OK | os.X_OK):
         here = environment["TMPDIR"] = "/tmp"
+    if not local.startswith(f"{former}/"):
+        # The site's own environment names another place.
+        return
     for name, value in environment.items():
         if value == local or value.startswith(f"{local}/"):
             environment[name] = here + value.removeprefix(former)

@@ -20,6 +20,7 @@ import psutil  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from relax_hpc.rendezvous.world import World  # noqa: E402
+from relax_hpc.training import meeting  # noqa: E402
 from relax_hpc.training.meeting import MeetingStore, Remote, Table, serve, store_of  # noqa: E402
 
 TOKEN = b"t" * 32
@@ -97,7 +98,7 @@ def test_a_stranger_reads_and_writes_nothing(served: tuple[Table, tuple[str, int
     table, address = served
     table.set("key", b"value")
     with pytest.raises(ConnectionError, match="refused the proof"):
-        Remote(address, b"w" * 32).get("key", 1.0)
+        Remote(address, b"w" * 32, 0.2).get("key", 1.0)
     with socket.create_connection(address) as stranger:
         stranger.sendall(b"\x00" * 4096)
         stranger.settimeout(10.0)
@@ -144,6 +145,26 @@ def test_ranks_of_several_nodes_meet_by_it() -> None:
     finally:
         for rank in ranks:
             rank.kill()
+
+
+def test_a_rank_waits_for_rank_0_as_long_as_that_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a shared filesystem that may take one node a minute longer than another."""
+    monkeypatch.setattr(meeting, "CONNECT_S", 0.1)
+    listening = socket.create_server(("127.0.0.1", 0))
+    remote, found = Remote(listening.getsockname(), TOKEN, 60.0), []
+    asking = threading.Thread(target=lambda: found.append(remote.check([])))
+    asking.start()
+    asking.join(0.5)
+    assert asking.is_alive()
+    monkeypatch.undo()
+    serve(listening, TOKEN)
+    asking.join(20.0)
+    assert found == [True]
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        pytest.raises(TimeoutError, match=r"rank 0 has not let this rank in within 0\.2 s; open its log"),
+    ):
+        Remote(silent.getsockname(), TOKEN, 0.2).check([])
 
 
 IN_A_CONTAINER = """

@@ -12,6 +12,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -28,6 +29,7 @@ from relax_hpc.errors import ConfigError  # noqa: E402
 from relax_hpc.local_dir import LOCAL_DIR, Scratch  # noqa: E402
 from relax_hpc.rollout import sglang_engine  # noqa: E402
 from relax_hpc.rollout.engine import Draft, EngineFault, GenerateRequest, Generation, Sampling  # noqa: E402
+from relax_hpc.rollout.session import Session  # noqa: E402
 from relax_hpc.rollout.sglang_client import SglangClient  # noqa: E402
 from relax_hpc.rollout.sglang_engine import SglangEngine, server_arguments  # noqa: E402
 from relax_hpc.versions import Version  # noqa: E402
@@ -366,6 +368,22 @@ def test_a_part_that_dies_is_the_end_of_the_server(place: Path, faked: None) -> 
 
     said, fault = asyncio.run(scene())
     assert "sglang::part" in said and said in fault
+
+
+def test_processes_that_a_security_module_hides_are_no_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SELinux may say nothing of other people's sessions."""
+    getsid = os.getsid
+
+    def hiding(pid: int) -> int:
+        if pid == os.getppid():
+            raise PermissionError(1, "Operation not permitted")
+        return getsid(pid)
+
+    monkeypatch.setattr(os, "getsid", hiding)
+    session = object.__new__(Session)
+    session.leader = SimpleNamespace(pid=getsid(0))
+    members = {process.pid for process in session.members()}
+    assert os.getpid() in members and os.getppid() not in members
 
 
 SQUATTER = """

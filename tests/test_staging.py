@@ -103,3 +103,5 @@ def test_each_node_takes_its_own_temporary_folder(tmp_path: Path) -> None:
     chosen = {"RELAX_LOCAL_DIR": "/nvme/me-relax", "TMPDIR": "/nowhere"}
     local_dir.settle_on_this_node(environment := dict(chosen))
     assert environment == chosen, "the site's own folder is the same on each node"
+    local_dir.settle_on_this_node(environment := chosen | {"RELAX_TMPDIR": "/local/job1", "TMPDIR": str(tmp_path)})
+    assert environment == chosen | {"TMPDIR": str(tmp_path)}, "also where site.env names it, after the job's own"

@@ -74,7 +74,8 @@ class Session:
         """Those that live."""
 
         def belongs(process: psutil.Process) -> bool:
-            with contextlib.suppress(ProcessLookupError):
+            # It has ended, or is of somebody of whom a security module (SELinux) says nothing.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 return os.getsid(process.pid) == self.leader.pid
             return False
 

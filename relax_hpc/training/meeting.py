@@ -23,8 +23,7 @@ from relax_hpc.transfer_queue.planes.links import CONNECT_S, Deadline, Listener,
 
 _LENGTH_BYTES = 8
 _MOST_BYTES = 1 << 30
-_PAUSES_S = (0.1, 0.4, 1.0)
-"""Before a rank that was hung up on knocks again: of hundreds that come at once, rank 0 hangs up on some."""
+_PAUSE_S = 0.1
 _SLACK_S = 30.0
 """Beyond the time that a request may wait at rank 0, for its way."""
 
@@ -43,7 +42,7 @@ def store_of(world: World, token: bytes, timeout_s: float) -> dist.Store | None:
         return dist.FileStore(f"/proc/{first['pid']}/fd/{first['memory']}", world.size)
     if world.listening:
         return MeetingStore(serve(world.listening, token), timeout_s)
-    return MeetingStore(Remote((first["address"], first["port"]), token), timeout_s)
+    return MeetingStore(Remote((first["address"], first["port"]), token, timeout_s), timeout_s)
 
 
 class Table:
@@ -133,8 +132,9 @@ def serve(listening: socket.socket, token: bytes) -> Table:
 class Remote:
     """The same in another process; each request has a connection to itself, as some wait for others."""
 
-    def __init__(self, address: tuple[str, int], token: bytes) -> None:
-        self._address, self._token = address, token
+    def __init__(self, address: tuple[str, int], token: bytes, patience_s: float = CONNECT_S) -> None:
+        """``patience_s``: for rank 0 to let this one in, which it does once it has imported all that it needs."""
+        self._address, self._token, self._patience_s = address, token, patience_s
         self._idle: list[socket.socket] = []
         self._lock = threading.Lock()
 
@@ -161,16 +161,19 @@ class Remote:
         return reply["result"]
 
     def _connect(self) -> socket.socket:
-        for pause_s in _PAUSES_S:
+        deadline = Deadline(self._patience_s)
+        while True:
             try:
-                return self._knock()
-            except ConnectionError:
-                time.sleep(pause_s)
-        return self._knock()
+                return self._knock(deadline)
+            except OSError as error:
+                # Of hundreds that come at once some are hung up on, or have no room in the line.
+                if deadline.over(_PAUSE_S):
+                    text = f"rank 0 has not let this rank in within {deadline.seconds:g} s; open its log: {error}"
+                    raise type(error)(text) from error
+                time.sleep(_PAUSE_S)
 
-    def _knock(self) -> socket.socket:
-        deadline = Deadline(CONNECT_S)
-        connection = socket.create_connection(self._address, deadline.left())
+    def _knock(self, deadline: Deadline) -> socket.socket:
+        connection = socket.create_connection(self._address, deadline.at_most(CONNECT_S).left())
         try:
             prove(connection, self._token, _purpose(self._address), deadline)
         except BaseException:

@@ -38,6 +38,10 @@ class Deadline:
             raise TimeoutError(f"not done in {self.seconds:g} s")
         return left
 
+    def over(self, seconds: float) -> bool:
+        """Whether it will be in so many seconds."""
+        return time.monotonic() + seconds >= self._end
+
     def at_most(self, seconds: float) -> Deadline:
         """One that ends with this one, or earlier: in so many seconds."""
         return Deadline(min(seconds, self.left()))
