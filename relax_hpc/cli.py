@@ -17,7 +17,7 @@ from relax_hpc.cli_convert import CONVERT
 from relax_hpc.cli_living import LIVING
 from relax_hpc.cli_queue import QUEUE
 from relax_hpc.config.changes import change_files
-from relax_hpc.config.check import check
+from relax_hpc.config.check import check_request
 from relax_hpc.config.clean import COMMAND_LINE, Mistake, near
 from relax_hpc.config.load import Layers, build, compose, gather, load_resolved, print_config, resolve
 from relax_hpc.config.options import OptionError, explain, split_groups, without
@@ -112,7 +112,7 @@ def findings_of(config: Config, layers: Layers) -> list[str]:
         return texts
     wrong = [mistake.key for mistake in layers.mistakes]
     about_wrong = re.compile("|".join(rf"(?<![\w.]){re.escape(key)}(?![\w])" for key in wrong) or "(?!)")
-    rest = [layers.placed(finding) for finding in check(config) if not about_wrong.search(finding)]
+    rest = [layers.placed(finding) for finding in check_request(config) if not about_wrong.search(finding)]
     return texts + rest
 
 

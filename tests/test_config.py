@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_hpc.config import Config, dump, load, load_resolved, resolve, to_dict
-from relax_hpc.config.check import check
+from relax_hpc.config.check import check, check_request
 from relax_hpc.config.check_files import prompts_problem, special_tokens_note
 from relax_hpc.config.clean import REMOVED, clean, keys
 from relax_hpc.config.load import compose, gather, merge, print_config
@@ -451,10 +451,11 @@ def test_flags_that_sglang_does_not_have(tmp_path: Path) -> None:
 
 def test_what_slurm_cannot_be_asked_for_is_a_finding_too(tmp_path: Path) -> None:
     over = {"run_dir": str(tmp_path / "run"), "layout": "het", "site.cpu_nodes": False}
-    (line,) = check(load([QUICKSTART], over))
+    (line,) = check_request(load([QUICKSTART], over))
     assert line.startswith("groups.rollout.resources.nodes: found 1 for component 0 of a het job")
+    assert check(load([QUICKSTART], over)) == [], "a script by hand may have a hub of its own there"
     over = {"run_dir": str(tmp_path / "run"), "layout": "jobs", "site.options.nodes": "2"}
-    (line,) = check(load([QUICKSTART], over))
+    (line,) = check_request(load([QUICKSTART], over))
     assert line == "options.nodes: found '2', but it is set by relax_hpc; set groups.<group>.resources.nodes instead"
 
 

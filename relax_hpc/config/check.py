@@ -58,13 +58,15 @@ def check(config: Config) -> list[str]:
         _planes,
         _weights,
     )
-    found = [finding for function in checks for finding in function(config)]
-    said = {_key(finding) for finding in found}
-    return found + [finding for finding in _layout(config) if _key(finding) not in said]
+    return [finding for function in checks for finding in function(config)]
 
 
-def _key(finding: str) -> str:
-    return finding.partition(":")[0]
+def check_request(config: Config) -> list[str]:
+    """As `check`, and what Slurm cannot be asked for: of a run that is not in its job yet. A script by hand may have
+    asked otherwise. Layout `local` may run without Slurm."""
+    found = check(config)
+    said = {finding.partition(":")[0] for finding in found}
+    return found + [finding for finding in _request(config) if finding.partition(":")[0] not in said]
 
 
 def _run(config: Config) -> Findings:
@@ -150,8 +152,7 @@ def _groups(config: Config) -> Findings:
             yield f"groups.{name}.roles: found none; give it a role, or remove the group (groups: {{{name}: null}})"
 
 
-def _layout(config: Config) -> Findings:
-    """What Slurm cannot be asked for. Layout `local` may run without it."""
+def _request(config: Config) -> Findings:
     if config.layout == "local":
         return
     from relax_hpc.config.load import resolve

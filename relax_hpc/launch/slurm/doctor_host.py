@@ -85,12 +85,11 @@ def _setup(lines: list[str]) -> Iterator[Finding]:
 
 
 def check_layout(config: Config) -> Iterator[Finding]:
-    """Whether it can be rendered, where `check` does not say it, and what it cannot survive."""
-    if config.layout == "local":
-        try:
-            render(config)
-        except ConfigError as problem:
-            yield error(str(problem))
+    """Whether it can be rendered, and what it cannot survive."""
+    try:
+        render(config)
+    except ConfigError as problem:
+        yield error(str(problem))
     if config.layout != "het":
         return
     if config.slurm.one_node_hub:
