@@ -33,6 +33,7 @@ class World:
     told: list[tuple[str, ...]] = field(default_factory=list)
     elsewhere: dict[str, str] = field(default_factory=dict)
     terminal: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(say=print))
+    disk: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(hinders=lambda: False))
     now: float = 0.0
     beats: int = 0
     silence: Silence | None = None
@@ -101,6 +102,15 @@ def world(run_dir: Path) -> World:
     world.silence = Silence(run, world.config, world, world.submit)
     world.beat()
     return world
+
+
+def test_on_a_full_disk_a_supervisor_that_stands_still_says_nothing(world: World) -> None:
+    world.disk.hinders = lambda: True
+    world.sleep(3 * LEASE_S)
+    assert not world.told
+    world.disk.hinders = lambda: False
+    world.sleep(30.0)
+    assert world.told == REPLACED, "it is as silent with room again"
 
 
 def test_it_goes_to_another_job_once(world: World) -> None:

@@ -18,6 +18,7 @@ from relax_hpc.config.groups import roles_of
 from relax_hpc.config.schema import Config, GroupConfig
 from relax_hpc.errors import EXIT_DONE, EXIT_RETRY, ConfigError, FencedError, NoProgressError, RelaxError
 from relax_hpc.launch import requests, supervisor
+from relax_hpc.launch.disk_watch import NoRoom
 from relax_hpc.launch.group import Incarnation, Member, Unavailable
 from relax_hpc.launch.processes import Processes
 from relax_hpc.launch.records import Launch, read_mark, record
@@ -352,6 +353,29 @@ def test_an_outage_ends_nothing_but_is_waited_for(world: World, error: Exception
     assert world.supervise("rollout", "actor", then=lambda: end_the_actor(world)) is Outcome.FINISHED
     assert world.started == [("rollout", 1), ("actor", 1), ("rollout", 2)]
     assert world.said().count("rollout: cannot be brought back yet") == 2
+
+
+def test_no_job_is_asked_for_while_nothing_can_be_written(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It could not even be written down that there is one: another would be asked for at the next try."""
+    monkeypatch.setattr(supervisor, "_AGAIN_S", 0.0)
+    world.plans, world.answers["whole"], full = {"actor": ["killed"]}, False, [True, True]
+
+    def room() -> None:
+        if "actor" in world.supervisor.groups or not full:
+            return
+        full.pop()
+        assert not world.handed
+        raise NoRoom("full")
+
+    def then() -> None:
+        world.supervisor.disk.check_room = room
+        if world.handed:
+            requests.ask_to_stop(world.run)
+
+    world.answers["hand_over"] = "12"
+    world.on_start = lambda *_: setattr(world.supervisor.disk, "check_room", room)
+    assert world.supervise("actor", then=then) is Outcome.STOPPED
+    assert [name for name, _ in world.handed] == ["actor"] and not full
 
 
 def end_the_actor(world: World) -> None:

@@ -145,7 +145,8 @@ def _job_rows(run: RunDir, jobs: dict[str, Job]) -> list[dict[str, Any]]:
 def _full(run: RunDir) -> list[dict[str, Any]]:
     """What can be seen of a disk without writing to it."""
     found = os.statvfs(run.root)
-    if found.f_bavail * found.f_frsize >= _LITTLE_BYTES:
+    # Some file systems do not say how large they are.
+    if not found.f_blocks or found.f_bavail * found.f_frsize >= _LITTLE_BYTES:
         return []
     return [{"who": "the run", "path": str(run.root), "errno": errno.ENOSPC, "seconds": 0.0, "loose": False}]
 

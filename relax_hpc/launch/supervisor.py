@@ -391,6 +391,7 @@ class Supervisor:
 
     def hand_over(self, name: str, reason: str) -> None:
         """Give a group to a job of its own; where that cannot be, start it again in place, or make way."""
+        self.disk.check_room()
         self.terminal.say(f"{name}: not here any more: {reason}")
         if job := self.launcher(name).hand_over(name, reason):
             self.elsewhere[name] = job

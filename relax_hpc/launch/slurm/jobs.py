@@ -236,7 +236,7 @@ class HetJob(_Job):
         """Components live on when the two nodes of the hub are lost; this job has come to take their place."""
         former = {entry.job for entry in self.ledger.entries() if entry.kind in ("run", "successor")}
         former -= {self.allocation.job}
-        with contextlib.suppress(SlurmError):
+        with contextlib.suppress(SlurmError, OSError):
             for job in self.slurm.own_jobs().values():
                 if (job.het_leader or job.id) in former and job.state == "RUNNING":
                     give_back(self.run, self.slurm, job.id)
@@ -245,7 +245,7 @@ class HetJob(_Job):
         """Queue it once; seldom tried again, for Slurm to answer or the user's limits to allow it."""
         if self.config.site.sbatch_on_nodes and time.monotonic() >= self._successor_at:
             self._successor_at = time.monotonic() + _SELDOM_S
-            with contextlib.suppress(SlurmError):
+            with contextlib.suppress(SlurmError, OSError):
                 self._queue_successor()
                 self._successor_at = math.inf
 
@@ -290,7 +290,7 @@ class HetJob(_Job):
         """Slurm ends them with component 0, but not if it lost its nodes: then they would idle to their time limit."""
         self._leave_at = math.inf
         for job in sorted({place.job for place in self.allocation.places.values() if place.het}):
-            with contextlib.suppress(SlurmError):
+            with contextlib.suppress(SlurmError, OSError):
                 give_back(self.run, self.slurm, job)
 
     def tick(self, supervisor: Supervisor) -> None:
@@ -303,7 +303,7 @@ class HetJob(_Job):
         soon = waited_s >= _ASK_SOON_S and any(self._has_ended(name) for name in supervisor.elsewhere)
         if supervisor.elsewhere and (soon or waited_s >= _ASK_SLURM_S):
             self._asked = now
-            with contextlib.suppress(SlurmError):
+            with contextlib.suppress(SlurmError, OSError):
                 self._look_elsewhere(supervisor)
 
     def _has_ended(self, name: str) -> bool:
@@ -323,7 +323,8 @@ class HetJob(_Job):
             state = jobs[entry.job].state if entry.job in jobs else GONE
             dead = verdict(Evidence(job=state), self.config.liveness).fate is Fate.DEAD
             # One asked for just now may take a moment to show.
-            if dead and time.time() - entry.time > _ASK_SLURM_S:
+            # What is asked for on a full disk could not even be written down.
+            if dead and time.time() - entry.time > _ASK_SLURM_S and not supervisor.disk.hinders():
                 self._check_jobs(supervisor, name)
                 supervisor.replace_elsewhere(name, f"job {entry.job} is gone")
 
@@ -370,7 +371,7 @@ class ReplaceLauncher(StepLauncher):
         job = "" if reason == RELEASED else self.het_job.submit_group(name)
         if job or reason == RELEASED:
             # The group is another's by now, whether the nodes can be given back or not.
-            with contextlib.suppress(SlurmError):
+            with contextlib.suppress(SlurmError, OSError):
                 give_back(self.run, self.slurm, place.job)
         return job
 

@@ -8,6 +8,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
+from relax_hpc.disk import for_at_most, patiently
 from relax_hpc.rundir import RunDir, read_map, write_numbered
 
 
@@ -26,6 +27,8 @@ class Entry:
     time: float = field(default_factory=time.time)
 
 
+_FULL_S = 10.0
+"""Who supervises has more to do than to wait for a disk."""
 _NAME = re.compile(r"\d{6}\.json", re.ASCII)
 _KINDS = {"job": str, "kind": str, "group": str, "after": str, "attempt": int, "options": list, "time": (int, float)}
 
@@ -37,13 +40,15 @@ class Ledger:
         self.folder = run.submit / "jobs"
 
     def add(self, entry: Entry) -> None:
-        write_numbered(self.folder, ".json", json.dumps(asdict(entry)).encode())
+        """On a full disk after a while: of a job that Slurm has and that is not here nobody would know."""
+        data = json.dumps(asdict(entry)).encode()
+        patiently(self.folder, lambda: write_numbered(self.folder, ".json", data), for_at_most(_FULL_S))
 
     def give_way(self, job: str) -> None:
         """To be called before we cancel ``job`` ourselves: its end is not the user's wish."""
         folder = self.folder.with_name("given_way")
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / job).touch()
+        patiently(folder / job, (folder / job).touch, for_at_most(_FULL_S))
 
     def gave_way(self, job: str) -> bool:
         return (self.folder.with_name("given_way") / job).exists()

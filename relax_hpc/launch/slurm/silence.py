@@ -57,7 +57,7 @@ class Silence:
         for name in [name for name in self._suspects if self._stands_still(name, now)][:1]:
             self._asked = now
             supervisor.each_wait()
-            with contextlib.suppress(SlurmError):
+            with contextlib.suppress(SlurmError, OSError):
                 self._replace(supervisor, name, now - self._seen[name][1])
         for job in list(self._left)[:1]:
             self._asked = now
@@ -84,6 +84,9 @@ class Silence:
         return name in self._seen and now - self._seen[name][1] > self.lease_s
 
     def _replace(self, supervisor: Supervisor, name: str, still_s: float) -> None:
+        if supervisor.disk.hinders():
+            # Its supervisor stands still, and may wait to start it again, because of that; nor could another.
+            return
         job = own_job(self.run, name)
         found = self.slurm.jobs(job).get(job) if job else None
         self._judged[name] = self._suspects.pop(name)
