@@ -229,6 +229,26 @@ def test_an_update_that_did_not_happen_is_a_fault(directory: str, what: str) -> 
     assert caught.value.reason == "update_failed"
 
 
+def test_large_weights_have_longer_for_their_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float | None] = []
+    call = SglangClient._call
+
+    async def noted(self: SglangClient, path: str, body: dict | None, timeout_s: float) -> object:
+        limits.extend([timeout_s] if path == "/update_weights_from_disk" else [])
+        return await call(self, path, body, timeout_s)
+
+    monkeypatch.setattr(SglangClient, "_call", noted)
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(140 * 10**9)
+
+    async def update() -> None:
+        async with client_and_server() as (client, _):
+            await client.update_weights(tmp_path, Version(1, 5))
+
+    asyncio.run(update())
+    assert limits == [60.0 + 1400.0]
+
+
 def test_a_server_that_is_not_there_is_a_connection_fault() -> None:
     async def generate() -> None:
         client = SglangClient("http://127.0.0.1:9", TOKEN, make_config("sglang").rollout.engine, SERVED)

@@ -148,6 +148,7 @@ class EngineConfig:
     """A generation request fails when its engine has given no token, of this request or another, for so long; how long
     a whole response takes is not bounded. The time of an update of weights does not count."""
     update_timeout_s: float = bounded(60.0, 0.1)
+    """Of an update of weights, beside a second for every 100 MB of them; and of other calls that generate nothing."""
     max_failures: int = bounded(3, 1)
     """Consecutive failures after which the engine is restarted (with its group)."""
 

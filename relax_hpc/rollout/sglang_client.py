@@ -14,6 +14,7 @@ import aiohttp
 import orjson
 
 from relax_hpc.config.schema import EngineConfig, PartialRollout
+from relax_hpc.models.sizes import read_seconds
 from relax_hpc.rollout.deadline import Silence
 from relax_hpc.rollout.door import Door
 from relax_hpc.rollout.engine import EngineFault, GenerateRequest, Generation, Sampling
@@ -135,7 +136,7 @@ class SglangClient:
         are cached under the version it was asked for by. Updates from disk take no begin/end_weight_update in any
         version of SGLang; those frame updates by tensors or broadcast, which need them from 0.5.21 on.
         """
-        limit, began = self._settings.update_timeout_s, time.monotonic()
+        limit, began = self._settings.update_timeout_s + read_seconds(directory), time.monotonic()
         async with self.door.update(when_empty=self._partial == "off"):
             waited = time.monotonic() - began
             busy = self.door.inside > 0 or (self._unknown_weights and not self._released)
