@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import subprocess
@@ -74,6 +75,15 @@ def test_a_store_over_the_network_does_what_torchs_own_do(served: tuple[Table, t
         assert theirs.get(f"{name}x") == b"xz"
     there.set("seen", "by all")
     assert here.get("seen") == b"by all" and dist.PrefixStore("q", here).num_keys() == table.count()
+
+
+def test_what_torch_clones_is_of_use_as_long_as_the_store_is() -> None:
+    """torch's C++ holds a clone, and nobody in Python."""
+    store = MeetingStore(Table(), 5.0)
+    clone = dist.PrefixStore("p", store).clone().clone()
+    gc.collect()
+    clone.set("a", "b")
+    assert clone.get("a") == b"b" and store.get("p/a") == b"b"
 
 
 def test_who_waits_is_woken_and_nobody_waits_for_ever(served: tuple[Table, tuple[str, int]]) -> None:

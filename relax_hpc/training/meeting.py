@@ -188,6 +188,8 @@ class MeetingStore(dist.Store):
     def __init__(self, table: Table | Remote, timeout_s: float) -> None:
         super().__init__()
         self._table, self._timeout_s = table, timeout_s
+        self._clones: list[MeetingStore] = []
+        """torch keeps their C++ halves alone, which are of no use once these are gone."""
 
     def set(self, key: str, value: str | bytes) -> None:
         self._table.set(key, _bytes(value))
@@ -227,7 +229,8 @@ class MeetingStore(dist.Store):
         return True
 
     def clone(self) -> MeetingStore:
-        return MeetingStore(self._table, self._timeout_s)
+        self._clones.append(MeetingStore(self._table, self._timeout_s))
+        return self._clones[-1]
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout_s = timeout.total_seconds()
