@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from relax_hpc.disk import WAITS
 from relax_hpc.errors import DeadlineError
 from relax_hpc.transfer_queue import presence
 from relax_hpc.transfer_queue.client import QueueClient
@@ -91,12 +93,29 @@ def test_nobody_is_waited_for_longer_than_allowed(tmp_path: Path, monkeypatch: p
 
 def test_how_long_one_part_is_loaded_is_told_but_for_waits_for_a_disk(tmp_path: Path) -> None:
     run, config = make_run(tmp_path / "run"), small()
-    with QueueClient(run, config, "actor", 1) as actor:
+    with in_thread(run, config), QueueClient(run, config, "actor", 1) as actor:
+        actor.call("status")
         actor.loads = lambda: True
         actor.at_work("loading the model")
-        actor._doing_since -= 100.0
+        actor._doing_since, actor._waited_at = actor._doing_since - 100.0, -math.inf
         assert actor._about()["loading_s"] >= 100.0
-        actor.waits = {"path": "/r", "errno": 28, "seconds": 1.0, "loose": False}
-        assert actor._about()["loading_s"] == 0.0
+        WAITS.begin(run.root, OSError(28, "No space left on device"))
+        try:
+            assert actor._about()["loading_s"] == 0.0
+        finally:
+            WAITS.end(run.root)
         actor.at_work("")
         assert "loading_s" not in actor._about(), "it may wait for the hub"
+
+
+def test_who_waits_for_a_hub_that_is_away_is_at_no_work(tmp_path: Path) -> None:
+    """It may be away for longer than anything may take, and is told of that before it has answered."""
+    run, config = make_run(tmp_path / "run"), small()
+    with QueueClient(run, config, "reference", 1) as client:
+        client.busy = lambda: 3600.0
+        assert client._about()["busy_s"] < 60.0
+        with in_thread(run, config):
+            client.call("status")
+            assert client._about()["busy_s"] < 60.0, "nor has it been since before"
+            client._waited_at = -math.inf
+            assert client._about()["busy_s"] == 3600.0

@@ -370,9 +370,9 @@ class QueueClient:
     def _about(self) -> dict[str, Any]:
         """What a beat says: work done, how long it is at one piece, its longest gap between beats so far, whether it is
         loading, and what it is at; while it loads, how long one part takes. Who waits for a disk, its own or another's,
-        is at no work."""
+        or has no hub to answer, is at no work."""
         told, now = WAITS.told(), time.monotonic()
-        if self.waits or (told and not told["loose"]):
+        if self.waits or (told and not told["loose"]) or not self._line.connected:
             self._waited_at = now
         busy_s = min(self.busy(), now - self._waited_at)
         about = {"progress": self.progress, "busy_s": busy_s, "gap_s": self._gap, "loads": self.loads()}
@@ -496,6 +496,10 @@ class _Line:
         if not self._knock:
             self._knock = card.epoch, Knock(card.endpoint, self.token, purpose_of(card.epoch), seconds)
         return self._knock[1]
+
+    @property
+    def connected(self) -> bool:
+        return self._connection is not None and not self._broken
 
     @property
     def grace_s(self) -> float:
