@@ -27,7 +27,7 @@ from aiohttp.test_utils import TestServer  # noqa: E402
 import tests.engine_fake_server as fake  # noqa: E402
 from relax_hpc.errors import ConfigError  # noqa: E402
 from relax_hpc.local_dir import LOCAL_DIR, Scratch  # noqa: E402
-from relax_hpc.rollout import sglang_engine  # noqa: E402
+from relax_hpc.rollout import sglang_engine, sglang_server  # noqa: E402
 from relax_hpc.rollout.engine import Draft, EngineFault, GenerateRequest, Generation, Sampling  # noqa: E402
 from relax_hpc.rollout.session import Session  # noqa: E402
 from relax_hpc.rollout.sglang_client import SglangClient  # noqa: E402
@@ -515,6 +515,19 @@ def test_each_replica_has_gpus_of_its_own(place: Path) -> None:
     assert arguments["base_gpu_id"] == 0 and arguments["random_seed"] == config.seed + 2, "first of another node"
     config.rollout.engine.flags["base_gpu_id"] = 1
     assert server_arguments(config, 2, place, Version(1, 0))["base_gpu_id"] == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "private"), [({}, True), ({"dp_size": 1, "nnodes": 1}, True), ({"dp_size": 2}, False)]
+)
+def test_ranks_of_one_server_meet_in_memory_also_where_its_flags_say_that_they_are_one_group(
+    flags: dict, private: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's own store listens on every interface."""
+    for name in (override := "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")
+    sglang_server._stay_private(flags)
+    assert os.environ[override].startswith("file:///proc/") == private
 
 
 def test_an_unknown_flag_is_refused_with_the_nearest(place: Path) -> None:

@@ -23,8 +23,8 @@ from relax_hpc.errors import EXIT_CONFIG
 from relax_hpc.rendezvous.process import die_with_parent, stay_private
 from relax_hpc.rollout import sglang_cpu
 
-_SPREADING = {"dist_init_addr", "nnodes", "dp_size"}
-"""Arguments of servers with several groups of ranks, or on several nodes; they meet SGLang's way."""
+_OF_ONE_GROUP = {"dist_init_addr": None, "nnodes": 1, "dp_size": 1}
+"""Arguments that are others for servers with several groups of ranks, or on several nodes; they meet SGLang's way."""
 
 
 def main(settings: dict[str, Any], key: str) -> None:
@@ -86,7 +86,7 @@ def _stay_private(server: dict[str, Any]) -> None:
 
     The ranks of one node meet in a file in this process's memory instead.
     """
-    if not server.keys() & _SPREADING:
+    if all(server.get(name, one) == one for name, one in _OF_ONE_GROUP.items()):
         file = os.memfd_create("rendezvous")
         os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file:///proc/{os.getpid()}/fd/{file}"
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
