@@ -10,7 +10,7 @@ from relax_hpc.config import Config, dump, load_resolved
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch import records, requests, status_groups
 from relax_hpc.launch.incarnations import _nodes
-from relax_hpc.launch.lease import Lease, outcome_of
+from relax_hpc.launch.lease import Lease, holder_of, outcome_of
 from relax_hpc.launch.local import check_resumable, latest_attempt, new_attempt, reopen
 from relax_hpc.launch.requests import Request
 from relax_hpc.launch.slurm.ledger import Entry, Ledger
@@ -79,7 +79,7 @@ def test_a_lease_of_anything_stands_still(run, content):
     claim_epoch(run, "supervisor")
     leave(run.rendezvous("supervisor") / "lease", content)
     lease = Lease(run, "supervisor", Config().liveness, "node")
-    assert not lease.free() and lease.former == 1
+    assert not lease.free() and lease.former == 1 and holder_of(run, "supervisor") == {}
 
 
 @pytest.mark.parametrize("content", [*ODD, WRONG, b'{"job": "7"}'])

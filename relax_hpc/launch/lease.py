@@ -134,10 +134,7 @@ class Lease:
 
 def holder_of(run: RunDir, name: str) -> dict:
     """Who supervises, as the file says: epoch, beat, node, allocation, pid; empty while it cannot be read."""
-    try:
-        return json.loads((run.rendezvous(name) / "lease").read_text())
-    except (OSError, ValueError):
-        return {}
+    return read_map(run.rendezvous(name) / "lease", epoch=int, beat=int, node=str, allocation=str, pid=int)
 
 
 def leave_outcome(run: RunDir, name: str, allocation: str, code: int) -> None:
