@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import os
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from relax_hpc import disk
 from relax_hpc.parts import parts_of
 from relax_hpc.transfer_queue import eventlog
 from relax_hpc.transfer_queue.eventlog import EventLog, Extent, event_lines
@@ -58,6 +60,33 @@ def test_a_long_log_is_cut_while_it_grows(tmp_path):
     assert all(100 <= len(gzip.decompress(part.read_bytes())) < 150 for part in parts_of(path))
     log.close()
     assert lines(path) == told(0, 200)
+
+
+def test_a_disk_that_is_full_for_a_moment_costs_a_cut_and_no_line(tmp_path, monkeypatch):
+    for module, name, value in (
+        (eventlog, "_CHUNK_BYTES", 16),
+        (eventlog, "_AGAIN_S", 0.0),
+        (disk, "_KEPT_BYTES", 64),
+        (disk, "_SOONEST_S", 0.0),
+    ):
+        monkeypatch.setattr(module, name, value)
+    path, write, fails = tmp_path / "events.jsonl", os.write, [True] * 5
+    log = EventLog(path, 1)
+    log.publish()
+    for number in range(30):
+        log.write(told(number, number + 1))
+        log._lines.flush()
+
+    def full(file, data):
+        if fails and Path(f"/proc/self/fd/{file}").readlink().suffix == ".next":
+            fails.pop()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, data)
+
+    monkeypatch.setattr(os, "write", full)
+    settled(log)
+    assert not fails and lines(path) == told(0, 30)
+    log.close()
 
 
 @settings(deadline=None, max_examples=effort(15, 500))

@@ -190,7 +190,7 @@ class EventLog:
             rest.write(chunk)
             # At the start it waits for room, as for all else; later the old file just goes on growing.
             rest.flush() if self._published else rest.settle()
-        if not rest.settled:
+        if rest.dropped or not rest.settled:
             rest.close()
             self._next.unlink(missing_ok=True)
             return
