@@ -478,8 +478,9 @@ class SiteConfig:
     options: dict[str, str] = field(default_factory=dict)
     """Further sbatch options of every job by their long names, such as `reservation` or `mail-user`."""
     srun_options: dict[str, str] = field(default_factory=dict)
-    """Further srun options of every role by their long names, such as `{hint: nomultithread, cpu-freq: high}`. With
-    `cpu-bind` Slurm places the ranks on cores; else each takes cores of its own near its GPU."""
+    """Further srun options of every role by their long names, such as `{cpu-freq: high, mem-bind: local}`. With
+    `cpu-bind` Slurm places the ranks on cores; else each takes cores of its own near its GPU. Slurm leaves `hint` out
+    of account beside a binding, and every role has one: ask for it in site.options, for the job."""
     setup: list[str] = field(default_factory=list)
     """Lines of bash that every batch script runs first: `module purge`, `source /site/profile`, `ulimit -n 65536`.
     Roles inherit variables and limits."""
