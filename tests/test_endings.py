@@ -85,7 +85,8 @@ def orphan(run_dir: Path) -> Orphan:
 
 def beats(run: RunDir, number: int, job: str = "7") -> None:
     run.rendezvous("supervisor").mkdir(parents=True, exist_ok=True)
-    write_json(run.rendezvous("supervisor") / "lease", {"beat": number, "allocation": f"{job}-0"})
+    about = {"epoch": 1, "beat": number, "node": "n1", "allocation": f"{job}-0", "pid": 1}
+    write_json(run.rendezvous("supervisor") / "lease", about)
 
 
 def given_back(slurm: FakeSlurm) -> list[str]:
