@@ -576,6 +576,20 @@ def test_a_start_that_is_asked_for_twice_starts_once(world: World) -> None:
     assert world.started == [("rollout", 1), ("rollout-2", 1)]
 
 
+@pytest.mark.parametrize("error", [Unavailable("slurmctld is down"), OSError(28, "No space left on device")])
+def test_a_restart_that_cannot_be_now_is_done_later(world: World, error: Exception) -> None:
+    start, fails = world.start, [error]
+
+    def once_in_vain(name: str, epoch: int, launch: Launch) -> Incarnation:
+        if epoch > 1 and fails:
+            raise fails.pop()
+        return start(name, epoch, launch)
+
+    world.start = once_in_vain
+    world.supervise("rollout", then=asks(world, ("restart", "rollout")))
+    assert not fails and [name for name, _ in world.started] == ["rollout", "rollout"]
+
+
 def test_requests_about_groups_of_others_are_left_to_them(world: World) -> None:
     world.config.layout = "het"
     world.supervise("rollout", then=asks(world, ("restart", "actor"), ("start", "rollout-2"), ("restart", "nobody")))

@@ -199,13 +199,17 @@ class Supervisor:
             self.terminal.say(f"{name}: taken over at epoch {epoch}")
         elif name == "hub" or not self._all_done(name):
             # Whoever is not done needs the controller, whatever became of the roles beside it.
-            try:
-                self.start(name)
-            except (Unavailable, OSError) as error:
-                if not (may_pass(error) or getattr(error, "later", False)):
-                    raise
-                now = time.monotonic()
-                self.again[name] = (str(error), now, now)
+            self.start_soon(name)
+
+    def start_soon(self, name: str) -> None:
+        """Start a group, now or as soon as what that needs answers."""
+        try:
+            self.start(name)
+        except (Unavailable, OSError) as error:
+            if not (may_pass(error) or getattr(error, "later", False)):
+                raise
+            now = time.monotonic()
+            self.again[name] = (str(error), now, now)
 
     def turn_away(self, name: str, reason: str) -> None:
         """Not to be started on the nodes that it has; counts as a start, so that this does not go on for ever."""
@@ -461,7 +465,7 @@ class Supervisor:
             self.forget(name)
         if request.op in ("start", "restart") and name not in self.groups:
             self.names += [name] if name not in self.names else []
-            self.start(name)
+            self.start_soon(name)
         elif request.op == "release" and self.elastic:
             self.names = [other for other in self.names if other != name]
         elif request.op == "release":
