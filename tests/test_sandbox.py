@@ -209,14 +209,15 @@ def test_wrong_use_teaches(
 
 
 def test_unfit_machine_teaches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "x"
     monkeypatch.setattr(machine, "missing", lambda: ["munged", "slurmctld"])
     with pytest.raises(ConfigError, match=r"no munged, slurmctld .*apt-get install .* munge slurm-wlm"):
-        cluster.up("/tmp/x")
+        cluster.up(folder)
     monkeypatch.setattr(machine, "missing", list)
     monkeypatch.setattr(files, "host", lambda: "nowhere.invalid")
     with pytest.raises(ConfigError, match=r"nowhere\.invalid does not resolve, add `127\.0\.0\.1"):
-        cluster.up("/tmp/x")
-    assert not Path("/tmp/x").exists()
+        cluster.up(folder)
+    assert not folder.exists()
 
 
 def test_taken_port_and_unknown_node(sandbox: Sandbox) -> None:
@@ -236,3 +237,11 @@ def test_extra_lines_take_the_place_of_settings() -> None:
     text = files.slurm_conf(Path("/x"), Options(extra=("KillWait=7", "PartitionName=main Nodes=node1", "Licenses=a")))
     assert text.count("KillWait=") == 1 and "KillWait=7\n" in text
     assert text.count("PartitionName=main ") == 1 and text.endswith("Licenses=a\n")
+
+
+def test_sandboxes_beside_each_other_have_no_job_of_the_same_number() -> None:
+    def first(port: int) -> int:
+        text = files.slurm_conf(Path("/x"), Options(port=port))
+        return next(int(line.partition("=")[2]) for line in text.splitlines() if line.startswith("FirstJobId="))
+
+    assert first(41001) - first(41000) == 100 and 0 < first(65535) < 0x03FF0000, "Slurm's default MaxJobId"

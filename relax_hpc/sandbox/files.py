@@ -79,6 +79,8 @@ def _lines(folder: Path, options: Options) -> list[str]:
         "ClusterName=sandbox",
         f"SlurmctldHost={host()}(127.0.0.1)",
         f"SlurmctldPort={options.port}",
+        # MPICH names its shared memory by job and step, and a killed rank leaves it: sandboxes must not share numbers.
+        f"FirstJobId={100 * options.port + 1}",
         f"SlurmUser={me}",
         f"SlurmdUser={me}",
         "AuthType=auth/munge",
