@@ -244,4 +244,4 @@ def test_sandboxes_beside_each_other_have_no_job_of_the_same_number() -> None:
         text = files.slurm_conf(Path("/x"), Options(port=port))
         return next(int(line.partition("=")[2]) for line in text.splitlines() if line.startswith("FirstJobId="))
 
-    assert first(41001) - first(41000) == 100 and 0 < first(65535) < 0x03FF0000, "Slurm's default MaxJobId"
+    assert first(41001) - first(41000) == 100 and 0 < first(65471) < 0x03FF0000, "Slurm's default MaxJobId"
