@@ -7,9 +7,12 @@ import queue
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 Job = TypeVar("Job")
+T = TypeVar("T")
+_LOOK_S = 1.0
 
 
 class Background(Generic[Job]):
@@ -44,12 +47,20 @@ class Background(Generic[Job]):
             self._pending += 1
         self._jobs.put(job)
 
-    def wait(self, timeout_s: float, most: int = 0) -> bool:
-        """Until at most so many jobs are pending; False if that takes longer. Raises what a job has raised."""
-        with self._changed:
-            done = self._changed.wait_for(lambda: self._failure or self._pending <= most, timeout_s)
+    def wait(self, timeout_s: float, most: int = 0, stands: Callable[[], object] = lambda: False) -> bool:
+        """Until at most so many jobs are pending; False if that takes longer, not counting time in which ``stands()``.
+
+        Raises what a job has raised.
+        """
+        left_s = timeout_s
+        while not (done := self._is_down_to(most, min(max(left_s, 0.0), _LOOK_S))) and left_s > 0:
+            left_s -= 0.0 if stands() else _LOOK_S
         self.check()
-        return bool(done)
+        return done
+
+    def _is_down_to(self, most: int, timeout_s: float) -> bool:
+        with self._changed:
+            return bool(self._changed.wait_for(lambda: self._failure or self._pending <= most, timeout_s))
 
     def check(self) -> None:
         """Raise what a job has raised."""
@@ -72,6 +83,20 @@ class Background(Generic[Job]):
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
+
+
+def in_thread(act: Callable[[], T]) -> Future[T]:
+    """What ``act`` returns or raises, in a thread of its own, which keeps no process from ending."""
+    future: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(act())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="in_thread", daemon=True).start()
+    return future
 
 
 def say(text: str) -> None:

@@ -22,8 +22,8 @@ from tests.requirements import requires
 
 requires("torch", "megatron")
 
+from relax_hpc.rendezvous.channel import Channel  # noqa: E402
 from relax_hpc.roles import actor as module  # noqa: E402
-from relax_hpc.roles import prefetch  # noqa: E402
 from relax_hpc.roles.actor import Actor, AtEdge, Clock, correction_report  # noqa: E402
 from relax_hpc.roles.prefetch import Prefetch, Window  # noqa: E402
 
@@ -95,19 +95,14 @@ def waiting(deadline: float | None = None) -> Any:
     spans = {"spans": lambda *_, **__: nullcontext(SPAN)}
     about = {"run": RunDir(Path("run")), "stop": threading.Event()}
     actor.context = SimpleNamespace(config=actor.config, client=Queue(), **about, **spans)
-    layout, alone = SimpleNamespace(data_size=1), SimpleNamespace(tell=told)
-    ways = {"tell": told, "still_waits": lambda: None, "rows": lambda _: [], "channel": lambda: alone}
+    layout, alone = SimpleNamespace(data_size=1), Channel(10.0)
+    ways = {"tell": alone.tell, "control": alone, "rows": lambda *_: [], "channel": lambda: alone}
     actor.ranks = SimpleNamespace(leader=True, layout=layout, **ways)
     actor.clock = Clock(deadline)
     actor.inner = SimpleNamespace(roles=())
     actor.prefetch = Prefetch(actor.context, actor.ranks, {})
     actor.publisher = actor.saver = SimpleNamespace(check=lambda: None)
     return actor
-
-
-def told(message: Any) -> Any:
-    """What the leader says, or what that is to become."""
-    return message.result(10) if isinstance(message, Future) else message
 
 
 def later(actor: Any, act: Callable[[], None]) -> threading.Thread:
@@ -186,16 +181,12 @@ def test_behind_the_last_step_nothing_is_asked_for() -> None:
     assert actor.prefetch.asked is None
 
 
-def test_a_claim_is_asked_for_once_however_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An answer that comes after nobody waited for it would be a lease that nobody knows of."""
-    monkeypatch.setattr(prefetch, "_TELL_S", 0.0)
-    actor, told = waiting(), threading.Event()
-    actor.prefetch.channel = SimpleNamespace(tell=lambda message: (message or told.set(), message)[1])
+def test_a_claim_whose_rows_are_lost_before_all_ranks_have_them_is_followed_by_another() -> None:
+    actor, found = waiting(), iter([None, []])
+    actor.context.client = Giving(CLAIM, again := claim(6, 12, 13))
+    actor.ranks.rows = lambda *_: next(found)
     actor.prefetch.ask(0)
-    assert told.wait(10), "the other ranks hear that there is nothing yet"
-    (asked,) = actor.context.client.claims
-    asked.set_result(CLAIM)
-    assert actor.prefetch.asked.result(10) == Window(CLAIM, [])
+    assert actor.prefetch.asked.result(10) == Window(again, [])
 
 
 def test_rows_that_never_come_end_the_wait() -> None:

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from relax_hpc.background import Background
+from relax_hpc.background import Background, in_thread
 from relax_hpc.errors import FencedError
 
 SOON_S = 10.0
@@ -40,3 +40,18 @@ def test_a_failure_is_heard_of_by_all_who_ask(capfd: pytest.CaptureFixture[str])
         with pytest.raises(FencedError, match="epoch 2 exists"):
             ask()
     assert capfd.readouterr().err == "letters: ends with FencedError('epoch 2 exists')\n"
+
+
+def test_time_in_which_nobody_can_work_does_not_count() -> None:
+    hold, looks = threading.Event(), iter([True, True, False])
+    work = Background("test", lambda _: hold.wait(SOON_S))
+    work.put(1)
+    assert not work.wait(0.01, stands=lambda: next(looks)), "two looks at which time stood, and one at which it ran"
+    assert next(looks, None) is None
+    hold.set()
+
+
+def test_what_a_thread_finds_or_fails_at_is_handed_over() -> None:
+    assert in_thread(lambda: 7).result(SOON_S) == 7
+    with pytest.raises(ZeroDivisionError):
+        in_thread(lambda: 1 // 0).result(SOON_S)

@@ -11,6 +11,7 @@ import numpy as np
 
 from relax_hpc.config.schema import Config
 from relax_hpc.metrics.spans import OpenSpan
+from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.roles import forward
 from relax_hpc.transfer_queue.client import Claim
 from relax_hpc.transfer_queue.ways import Ways
@@ -44,10 +45,10 @@ class Reader:
 
 
 class Queue:
-    """A client whose first claim is of step 1, from before the actor resumed at step 0."""
+    """A client whose first claim is of step 1, from before the actor resumed at step 0; the second comes twice."""
 
     def __init__(self) -> None:
-        claims = [Claim(7 + n, step, (2 * step,), (), step) for n, step in enumerate((1, 0))]
+        claims = [Claim(lease, step, (2 * step,), (), step) for lease, step in ((7, 1), (8, 0), (8, 0))]
         self.claims = iter([*claims, None])
         self.given_back: list[int] = []
         self.put_rows: list[tuple[int, int]] = []
@@ -67,7 +68,10 @@ def test_a_claim_from_before_a_rollback_is_given_back_and_training_goes_on(monke
     monkeypatch.setattr(forward, "Subscriber", Reader)
     client, told = Queue(), []
     rows, reader = [{"sample_id": "000000000.00"}], SimpleNamespace(ways=Ways(), planes=[])
-    ranks = SimpleNamespace(size=2, tell=told.append, rows=lambda claim: rows, reader=reader)
+    # The first time that they are read, their maker has just died.
+    found = {8: iter([None, rows])}
+    rows_of = {"rows": lambda claim, channel: next(found[claim.lease])}
+    ranks = SimpleNamespace(size=2, tell=told.append, control=Channel(10.0), reader=reader, **rows_of)
     context = SimpleNamespace(
         client=client,
         role="actor_fwd",
@@ -84,7 +88,7 @@ def test_a_claim_from_before_a_rollback_is_given_back_and_training_goes_on(monke
     assert client.given_back == [7]
     assert client.put_rows == [(8, Version(2, 0).encode())]
     assert told[0] == {"do": "load", "news": asdict(News("e000002-v000000", "new"))}, "what the leader read"
-    assert [message["do"] for message in told] == ["load", "score", "end"]
+    assert [message["do"] for message in told] == ["load", "score", "score", "end"]
 
 
 class Refreshed:

@@ -41,7 +41,7 @@ def flip(path: Path) -> None:
 
 @pytest.mark.parametrize(("damage", "reason"), [(cut, DAMAGED), (flip, DAMAGED), (Path.unlink, MISSING)])
 def test_groups_in_a_damaged_shard_are_generated_again(tmp_path, damage, reason, monkeypatch):
-    monkeypatch.setattr(claims, "_APPEARS_S", 0.0)
+    monkeypatch.setattr(claims, "APPEARS_S", 0.0)
     run, config = make_run(tmp_path / "run"), small()
     config.queue.planes = FILES_ALONE
     with in_thread(run, config), Roles(run, config) as roles:

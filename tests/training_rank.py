@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
@@ -22,14 +25,18 @@ from relax_hpc.checkpoint import saver, store
 from relax_hpc.checkpoint.saver import Saver
 from relax_hpc.checkpoint.strategy import StagedState
 from relax_hpc.config.schema import ParallelConfig
+from relax_hpc.rendezvous import channel
 from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.roles.inner import InnerRoles
+from relax_hpc.roles.ranks import Ranks
 from relax_hpc.training import parallel
 from relax_hpc.training.batches import Batch
 from relax_hpc.training.hf_files import SafetensorFiles
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.trainer import Trainer
+from relax_hpc.transfer_queue.client import Claim
 from relax_hpc.transfer_queue.schema import Row
+from relax_hpc.transfer_queue.shard import ShardError
 from relax_hpc.weights.tensors import Part, uncovered
 from tests import training_helpers as helpers
 
@@ -44,6 +51,9 @@ def main() -> None:
     check_slices(trainer.model, Path(model))
     for path in checkpoint:
         store.load(Path(path), trainer, Channel(60.0))
+    with pytest.MonkeyPatch.context() as patch:
+        check_who_waits_for_the_leader(patch)
+    check_rows_that_one_rank_cannot_read()
     check(trainer, Path(out))
     parallel.destroy()
 
@@ -61,6 +71,55 @@ def check_slices(model: PolicyModel, directory: Path) -> None:
     if gathered is not None:
         everybody = [Part(*part, 0) for mine in gathered for part in mine]
         assert all(gathered) and not uncovered(model.tensors(), everybody)
+
+
+def check_who_waits_for_the_leader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the leader is at something, the others hear of it, and none of that is taken for an answer."""
+    monkeypatch.setattr(channel, "_LOOK_S", 0.01)
+    monkeypatch.setattr(channel, "_TELL_S", 0.02)
+    line, said, hold = Channel(60.0), list[Any](), threading.Event()
+    broadcast = line._broadcast
+
+    def counted(message: Any) -> Any:
+        said.append(broadcast(message))
+        if len(said) == 4:
+            hold.set()
+        return said[-1]
+
+    line._broadcast = counted
+    assert line.lead(lambda: hold.wait(60) and [7]) == [7]
+    assert said[:4] == [channel._YET] * 4 and said[-1] == [7]
+    assert line.agree(True) and not line.agree(line.rank == 0)
+
+
+def check_rows_that_one_rank_cannot_read() -> None:
+    """What a maker took along after the leader had read it costs a claim, and no rank; what is only late is awaited."""
+    ranks, line, leads = Ranks.__new__(Ranks), Channel(60.0), dist.get_rank() == 0
+    claim = Claim(5, 0, (7,), ({"name": "maker-e000001-1-aa-000001.h5", "tickets": [7]},), 0)
+    given_back: list[int] = []
+    for held, expected in (([7], [{"reward": 1.0}]), ([], None)):
+        answer = {"tickets": held}
+        ranks._client = SimpleNamespace(
+            call=lambda op, answer=answer, **_: answer, give_back=lambda claim: given_back.append(claim.lease)
+        )
+        ranks.samples, ranks.reader = 1, LateReader(misses=0 if leads else 1)
+        assert ranks.rows(claim, line) == expected
+    assert given_back == ([5] if leads else [])
+
+
+class LateReader:
+    """Finds a shard only after it has looked ``misses`` times."""
+
+    def __init__(self, misses: int) -> None:
+        self.misses = misses
+
+    def read(self, descriptor: dict[str, Any]) -> dict[str, Row]:
+        self.misses -= 1
+        if self.misses >= 0:
+            raise ShardError(f"{descriptor['name']}: No such file or directory")
+        return {"000000007.00": {"reward": 1.0}}
+
+    def forget(self, keep: set[str]) -> None: ...
 
 
 def check(trainer: Trainer, out: Path) -> None:

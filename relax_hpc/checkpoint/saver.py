@@ -87,11 +87,12 @@ class Saver:
         timeout_s: float,
         on_failure: Callable[[str], None] = lambda why: None,
         max_failures: int = 1 << 30,
-        stands: Callable[[], object] = lambda: False,
+        stands: Callable[[], object] = lambda: WAITS,
     ) -> None:
         """``channel``: for this alone. ``timeout_s``: for a save that is still being written when the next one is due.
         ``on_failure``: called by rank 0's thread, once a save. ``max_failures``: so many in a row that a full disk was
-        not the cause of, and `check` raises NoProgressError. ``stands``: whether time does not count now."""
+        not the cause of, and `check` raises NoProgressError. ``stands``: whether time does not count now, as a disk is
+        full, the hub away, or it is the leader who counts it."""
         # It imports megatron-core, which a trainer has prepared for its device.
         from relax_hpc.checkpoint.strategy import StateWriter
 
@@ -143,9 +144,7 @@ class Saver:
         self._wait()
 
     def _wait(self) -> None:
-        while not (done := self._work.wait(self.timeout_s)) and (WAITS or self.stands()):
-            pass
-        if not done:
+        if not self._work.wait(self.timeout_s, stands=self.stands):
             limit = f"checkpoint.timeout_s={self.timeout_s:g}"
             raise DeadlineError(f"a checkpoint is not written within {limit}; see its file system, or raise it")
 
@@ -204,8 +203,7 @@ class Saver:
                 say(f"checkpoint: {job.directory}: {error}")
                 shutil.rmtree(partial, ignore_errors=True)
             return error.failure
-        if leads:
-            job.then(digest)
+        self.channel.lead(lambda: job.then(digest))
         return None
 
     def _together(self, folder: Path, act: Callable[[], T]) -> T:

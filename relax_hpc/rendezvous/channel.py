@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack
+
+from relax_hpc.background import in_thread
+
+T = TypeVar("T")
+_LOOK_S, _TELL_S = 1.0, 30.0
+_YET = {"yet": True}
 
 
 class Channel:
     """A gloo group of all ranks of the default one. It is used by one thread of each rank, all in the same order.
 
-    Making it is collective. A wait for a rank that has died ends after ``timeout_s`` seconds with RuntimeError.
+    Making it is collective. A wait for a rank that has died ends after ``timeout_s`` seconds with RuntimeError; what
+    the leader, rank 0, waits for itself may take longer (`tell`, `lead`, `still_waits`).
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -23,9 +33,58 @@ class Channel:
         backend = "gloo" if self.size > 1 else None
         self.group = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s)) if met else None
         """For what else the same thread has to agree on; None in a process that has no ranks."""
+        self._told = time.monotonic()
 
     def tell(self, message: Any) -> Any:
-        """What rank 0 passes, in every rank: None, numbers, strings, bytes, and lists and maps of them."""
+        """What rank 0 passes, or what the Future that it passes is to become, in every rank.
+
+        It is None, a number, string or bytes, or a list or map of them.
+        """
+        if isinstance(message, Future):
+            while not wait([message], _LOOK_S).done:
+                self.still_waits()
+            message = message.result()
+        self._told = time.monotonic()
+        while (said := self._broadcast(message)) == _YET:
+            pass
+        return said
+
+    def lead(self, act: Callable[[], T]) -> T:
+        """What ``act`` returns in rank 0, which alone calls it, in every rank; however long that takes."""
+        if self.size == 1:
+            return act()
+        return self.tell(in_thread(act) if self.rank == 0 else None)
+
+    def meanwhile(self, act: Callable[[], T]) -> T:
+        """What ``act`` returns, for rank 0 alone, while all others are in `tell`."""
+        if self.size == 1:
+            return act()
+        work = in_thread(act)
+        while not wait([work], _LOOK_S).done:
+            self.still_waits()
+        return work.result()
+
+    def still_waits(self) -> None:
+        """Rank 0 has nothing to tell yet, and may not for hours: who waits for its word has a deadline of minutes.
+
+        As often as it likes, while all others are in `tell`.
+        """
+        if self.size > 1 and time.monotonic() - self._told > _TELL_S:
+            self._told = time.monotonic()
+            self._broadcast(_YET)
+
+    def agree(self, mine: bool) -> bool:
+        """Whether it is so in all ranks, in every rank."""
+        import torch
+        import torch.distributed as dist
+
+        if self.size == 1:
+            return mine
+        everybody = torch.tensor([int(mine)])
+        dist.all_reduce(everybody, dist.ReduceOp.MIN, group=self.group)
+        return bool(everybody)
+
+    def _broadcast(self, message: Any) -> Any:
         import torch
         import torch.distributed as dist
 

@@ -80,7 +80,7 @@ class Actor:
             patience,
             self._note_unsaved,
             limit,
-            stands=lambda: client and client.waits,
+            stands=lambda: client is None or client.hindered,
         )
         self.saved: tuple[int, float] = 0, time.time()
         """The newest step that can be resumed from, and when that was."""
@@ -326,7 +326,7 @@ class Actor:
                     f"no rows to train on came for {patience:g} s; see relax-hpc status, and the logs of the group that"
                 )
                 raise DeadlineError(f"{text} is behind in {self.context.run.root / 'logs'}")
-            self.ranks.still_waits()
+            self.ranks.control.still_waits()
             # What goes wrong there may be why nothing comes.
             self.publisher.check()
             self.saver.check()

@@ -89,9 +89,10 @@ def _follow(context: Context, ranks: Ranks, scorer: Scorer) -> None:
         else:
             claim = Claim.of(command["claim"])
             with context.spans("queue", step=claim.step):
-                rows = ranks.rows(claim)
-            with context.spans("forward", step=claim.step):
-                scorer.score(rows)
+                rows = ranks.rows(claim, ranks.control)
+            if rows is not None:
+                with context.spans("forward", step=claim.step):
+                    scorer.score(rows)
 
 
 def _hear(context: Context, ranks: Ranks) -> dict[str, Any]:
@@ -111,7 +112,7 @@ def _lead(context: Context, ranks: Ranks, scorer: Scorer, every: int) -> None:
     while True:
         with context.spans("wait", cause=HUB) as waiting:
             while not wait([work, *([weights.news] if weights else [])], _LOOK_S, FIRST_COMPLETED).done:
-                ranks.still_waits()
+                ranks.control.still_waits()
             waiting.because(_waited(work.result()) if work.done() else _FOR_NEWS)
         if weights and weights.news.done():
             weights.pull()
@@ -127,13 +128,10 @@ def _lead(context: Context, ranks: Ranks, scorer: Scorer, every: int) -> None:
             with context.spans("wait", cause=NEWS):
                 wait([weights.news], timeout=_LOOK_S)
         with context.spans("queue", step=claim.step):
-            sound = fits and check_claim(client, claim, scorer.placeholders)
-        if not sound:
+            rows = _read(client, ranks, scorer, claim) if fits else None
+        if rows is None:
             work = client.claim_later(role, budget)
             continue
-        ranks.tell({"do": "score", "claim": claim.message()})
-        with context.spans("queue", step=claim.step):
-            rows = ranks.rows(claim)
         with context.spans("forward", step=claim.step):
             scores = scorer.score(rows)
         with context.spans("queue", step=claim.step):
@@ -141,6 +139,14 @@ def _lead(context: Context, ranks: Ranks, scorer: Scorer, every: int) -> None:
         work = client.claim_later(role, budget)
         context.report(claim.step, ranks.reader.ways.since_last())
     ranks.tell({"do": "end"})
+
+
+def _read(client: QueueClient, ranks: Ranks, scorer: Scorer, claim: Claim) -> list[Row] | None:
+    """The rows of ``claim``, which all ranks have now; None if it was given back, as some cannot be had."""
+    if not ranks.control.meanwhile(lambda: check_claim(client, claim, scorer.placeholders)):
+        return None
+    ranks.tell({"do": "score", "claim": claim.message()})
+    return ranks.rows(claim, ranks.control)
 
 
 def _waited(claim: Claim | None) -> Sequence[tuple[str, str, float]]:
@@ -171,7 +177,7 @@ class _Weights:
     def _await_news(self) -> dict[str, str]:
         with self.context.spans("wait", cause=NEWS):
             while not wait([self.news], _LOOK_S).done:
-                self.ranks.still_waits()
+                self.ranks.control.still_waits()
             return self.news.result()
 
     def pull(self) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from relax_hpc.background import Background
@@ -15,8 +16,6 @@ from relax_hpc.transfer_queue.client import Claim
 from relax_hpc.transfer_queue.schema import Row
 
 _AHEAD_S = 30 * 86400.0
-_TELL_S = 30.0
-"""After which the other ranks are told that there is nothing yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,6 @@ class Prefetch:
         self.channel = ranks.channel()
         self.asked: Future[Window] | None = None
         """What was last asked for; None once `taken`."""
-        self._claiming: Future[Claim] | None = None
         self._work = Background("windows", self._answer)
 
     def ask(self, batch: int) -> None:
@@ -61,25 +59,23 @@ class Prefetch:
             asked.set_exception(error)
 
     def _fetch(self, batch: int) -> Window:
-        message = None
-        while message is None:
-            message = self.channel.tell(self._claim(batch) if self.ranks.leader else None)
-        claim = Claim.of(message)
-        with self.context.spans("queue", step=claim.step):
-            return Window(claim, self.ranks.rows(claim))
+        while True:
+            claim = Claim.of(self.channel.lead(partial(self._claim, batch)))
+            with self.context.spans("queue", step=claim.step):
+                rows = self.ranks.rows(claim, self.channel)
+            if rows is not None:
+                return Window(claim, rows)
 
-    def _claim(self, batch: int) -> dict[str, Any] | None:
-        """The leader's part: a claim all of whose rows are sound; None if there is no such yet.
+    def _claim(self, batch: int) -> dict[str, Any]:
+        """The leader's part: a claim all of whose rows are sound, as a message.
 
         The request is never given up, as its answer, a lease, would come to nobody: who needs it has the deadline.
         """
         config, client, ranks = self.context.config, self.context.client, self.ranks.layout.data_size
         most, size = config.actor.max_tokens_per_micro_batch, config.groups_per_step // config.algorithm.mini_batches
         budget, about = config.actor.balance_window * most * ranks, {"ranks": ranks, "max_tokens": most, "batch": batch}
-        if self._claiming is None:
-            self._claiming = client.claim_later("actor", budget, size, _AHEAD_S, **about)
-        if not wait([self._claiming], _TELL_S).done:
-            return None
-        claim, self._claiming = self._claiming.result(), None
-        with self.context.spans("queue", step=claim.step):
-            return claim.message() if check_claim(client, claim, self.placeholders) else None
+        while True:
+            claim = client.claim_later("actor", budget, size, _AHEAD_S, **about).result()
+            with self.context.spans("queue", step=claim.step):
+                if check_claim(client, claim, self.placeholders):
+                    return claim.message()

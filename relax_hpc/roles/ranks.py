@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,14 +17,15 @@ from relax_hpc.rendezvous.exit_mark import leave_mark
 from relax_hpc.roles.context import Context
 from relax_hpc.training import parallel
 from relax_hpc.training.meeting import store_of
+from relax_hpc.transfer_queue.claims import APPEARS_S, still_held
 from relax_hpc.transfer_queue.client import Claim, read_rows
 from relax_hpc.transfer_queue.planes import SlabPool
 from relax_hpc.transfer_queue.samplers import share
 from relax_hpc.transfer_queue.schema import Row
+from relax_hpc.transfer_queue.shard import ShardError
 from relax_hpc.transfer_queue.store import ShardReader, files_of, planes_of
 
-_LOOK_S, _TELL_S = 1.0, 30.0
-_YET = {"yet": True}
+_LOOK_S = 0.5
 
 
 class Ranks:
@@ -48,7 +50,7 @@ class Ranks:
         self._timeout_s = timeout
         # Commands wait on sockets, not in an MPI or NCCL call that would burn a core or a GPU.
         self.control = self.channel()
-        self._told = time.monotonic()
+        self._client = context.client
 
     def channel(self, patience_s: float = 0.0) -> Channel:
         """One more way for small messages between the ranks, for one thread of each, whose waits may take so long."""
@@ -61,27 +63,36 @@ class Ranks:
 
     def tell(self, message: dict[str, Any] | Future | None) -> dict[str, Any]:
         """The leader's ``message``, or what it is to become, in every rank."""
-        if isinstance(message, Future):
-            while not wait([message], _LOOK_S).done:
-                self.still_waits()
-            message = message.result()
-        self._told = time.monotonic()
-        while (said := self.control.tell(message)) == _YET:
-            pass
-        return said
+        return self.control.tell(message)
 
-    def still_waits(self) -> None:
-        """The leader has nothing to tell yet, and may not for hours: who waits for its word has a deadline of minutes.
+    def rows(self, claim: Claim, channel: Channel) -> list[Row] | None:
+        """All rows of ``claim``, read by each rank for itself.
 
-        For the leader, as often as it likes, while all others are in `tell`.
+        None, in all ranks, if some were lost with their maker before every rank had them: the claim is given back then.
+        ShardError, in the ranks that it is about, if what is on disk cannot be read there.
         """
-        if self.size > 1 and time.monotonic() - self._told > _TELL_S:
-            self._told = time.monotonic()
-            self.control.tell(_YET)
+        until = time.monotonic() + APPEARS_S
+        while True:
+            rows, failure = None, None
+            try:
+                rows = read_rows(self.reader, claim, self.samples)
+            except ShardError as error:
+                failure = error
+            if channel.agree(rows is not None):
+                return rows
+            if not channel.lead(partial(self._holds, claim)):
+                return None
+            if failure and time.monotonic() > until:
+                raise failure
+            time.sleep(_LOOK_S)
 
-    def rows(self, claim: Claim) -> list[Row]:
-        """All rows of ``claim``, read by each rank for itself."""
-        return read_rows(self.reader, claim, self.samples)
+    def _holds(self, claim: Claim) -> bool:
+        """The leader's part: whether all rows of ``claim`` are on disk, once that is decided; else it is given back."""
+        assert self._client is not None
+        if still_held(self._client, claim):
+            return True
+        self._client.give_back(claim)
+        return False
 
     def mine(self, rows: Sequence[Row]) -> list[int]:
         """Numbers of the rows that this data-parallel rank takes, ascending; the ranks' tokens are balanced."""

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from relax_hpc.transfer_queue.client import Claim, QueueClient
 
 DAMAGED, MISSING = "damaged_shard", "missing_shard"
-_APPEARS_S, _LOOK_S = 60.0, 0.5
-"""How long a file that another node has written may take to be seen on a network filesystem, and how often to look."""
+APPEARS_S = 60.0
+"""How long a file that another node has written may take to be seen on a network filesystem."""
+_LOOK_S = 0.5
 Wrong = Iterator[tuple[str, int]]
 """Reasons, and the tickets that they are about."""
 
@@ -44,9 +45,8 @@ def check_claim(client: QueueClient, claim: Claim, placeholders: Mapping[str, in
     except ShardError:
         if not _unseen(client, claim):
             raise
-        # Only a maker had it, who cannot be reached: the queue says when it is decided what becomes of it.
-        held = client.call("settled", leases=[claim.lease])["tickets"]
-        wrong = list(_missing(client, claim)) if len(held) == len(claim.tickets) else []
+        # Only a maker had it, who cannot be reached.
+        wrong = list(_missing(client, claim)) if still_held(client, claim) else []
     by_reason: dict[str, set[int]] = {}
     for reason, ticket in wrong:
         by_reason.setdefault(reason, set()).add(ticket)
@@ -54,6 +54,11 @@ def check_claim(client: QueueClient, claim: Claim, placeholders: Mapping[str, in
         client.call("quarantine", lease=claim.lease, tickets=sorted(tickets), reason=reason)
     client.give_back(claim)
     return False
+
+
+def still_held(client: QueueClient, claim: Claim) -> bool:
+    """Whether all rows of ``claim`` are on disk, once the queue knows what becomes of them; else some were lost."""
+    return len(client.call("settled", leases=[claim.lease])["tickets"]) == len(claim.tickets)
 
 
 def _damaged(client: QueueClient, claim: Claim) -> Wrong:
@@ -73,7 +78,7 @@ def _unseen(client: QueueClient, claim: Claim) -> list[dict[str, Any]]:
 
 def _missing(client: QueueClient, claim: Claim) -> Wrong:
     """Of shards that were saved, and whose files do not appear."""
-    until = time.monotonic() + _APPEARS_S
+    until = time.monotonic() + APPEARS_S
     while (gone := _unseen(client, claim)) and time.monotonic() < until:
         time.sleep(_LOOK_S)
     for descriptor in gone:

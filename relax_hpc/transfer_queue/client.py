@@ -367,12 +367,18 @@ class QueueClient:
         if doing != self._doing:
             self._doing, self._doing_since = doing, time.monotonic()
 
+    @property
+    def hindered(self) -> bool:
+        """Whether somebody, this process or another, waits for a disk, or there is no hub to answer."""
+        told = WAITS.told()
+        return bool(self.waits or (told and not told["loose"]) or not self._line.connected)
+
     def _about(self) -> dict[str, Any]:
         """What a beat says: work done, how long it is at one piece, its longest gap between beats so far, whether it is
         loading, and what it is at; while it loads, how long one part takes. Who waits for a disk, its own or another's,
         or has no hub to answer, is at no work."""
         told, now = WAITS.told(), time.monotonic()
-        if self.waits or (told and not told["loose"]) or not self._line.connected:
+        if self.hindered:
             self._waited_at = now
         busy_s = min(self.busy(), now - self._waited_at)
         about = {"progress": self.progress, "busy_s": busy_s, "gap_s": self._gap, "loads": self.loads()}

@@ -72,7 +72,6 @@ class FileWriter:
                 full.done()
                 return
             number = self._try(job, Manifest.decode(due["manifest"]), folder / _PARTIAL)
-            number = self.channel.tell(number)
             if not number:
                 full.done()
                 return
@@ -80,10 +79,13 @@ class FileWriter:
             time.sleep(max(0.0, full.again_at - time.monotonic()))
 
     def _try(self, job: _Job, manifest: Manifest, partial: Path) -> int:
-        """Write it once. In rank 0: the number of the error after which it is to be tried again, 0 if it is not."""
+        """Write it once; the number of the error after which it is to be tried again, 0 if it is not."""
         gathered = self.channel.gather(self._share(manifest, partial, job.sync))
-        if gathered is None:
-            return 0
+        return self.channel.lead(lambda: self._finish(job, manifest, partial, gathered or []))
+
+    def _finish(self, job: _Job, manifest: Manifest, partial: Path, gathered: list[dict[str, Any]]) -> int:
+        """The leader's part, when all have written theirs, or failed."""
+        assert self.client is not None
         failures = [(found["failure"], found["errno"]) for found in gathered if "failure" in found]
         if not failures:
             try:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from relax_hpc.background import Background
 from relax_hpc.config.schema import WeightsConfig
-from relax_hpc.disk import WAITS, patiently
+from relax_hpc.disk import patiently
 from relax_hpc.errors import DeadlineError, RelaxError
 from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.rundir import RunDir, write_atomic
@@ -104,10 +104,8 @@ class Publisher:
         self._await(self.files.work, timeout_s)
 
     def _await(self, work: Background, timeout_s: float, most: int = 0) -> None:
-        # A full disk, ours or the hub's, is waited for however long: see `relax_hpc.disk`.
-        while not (done := work.wait(timeout_s, most)) and (WAITS or (self.client and self.client.waits)):
-            pass
-        if not done:
+        # The leader has the deadline: it knows of the hub, and ends with all others.
+        if not work.wait(timeout_s, most, lambda: self.client is None or self.client.hindered):
             raise DeadlineError(f"publishing weights takes more than {timeout_s:g} s; see {self.run.weights}")
 
     def close(self) -> None:
@@ -125,14 +123,15 @@ class Publisher:
         if parts is not None:
             everything = tuple(Chunk.of(one) for part in parts for one in part)
             manifest = Manifest(str(job.version), self.tensors, everything, anchor, self._small)
-            self._announce(job.version, self.run.weights / str(job.version), manifest)
+        self.channel.lead(lambda: self._announce(job.version, self.run.weights / str(job.version), manifest))
         number, keep = job.version.number, self.settings.keep_every
         kept = bool(keep) and not number % keep
         refreshes = bool(self.refresh_every) and not number % self.refresh_every
         self.files.offer(job.version, manifest, wanted=job.last or kept or refreshes, sync=job.last or kept)
 
-    def _announce(self, version: Version, directory: Path, manifest: Manifest) -> None:
-        """Write the manifest, have it journaled, delete what nobody needs."""
+    def _announce(self, version: Version, directory: Path, manifest: Manifest | None) -> None:
+        """The leader's part: write the manifest, have it journaled, delete what nobody needs."""
+        assert manifest is not None and self.client is not None
         text = manifest.encode()
         try:
             patiently(directory, lambda: _write_manifest(directory, text))
