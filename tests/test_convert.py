@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,22 @@ def test_all_files_are_in_the_marker_and_none_is_left_beside(dense: Path, tmp_pa
         if path.is_file() and path.name != MARKER
     }
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "megatron"]
+
+
+@pytest.mark.parametrize("mask", [0o027, 0o077])
+def test_who_may_read_what_is_made_is_for_its_user_to_say(dense: Path, tmp_path: Path, mask: int):
+    """By the umask: the folder as well as what lies in it."""
+    for path in (dense, *dense.iterdir()):
+        path.chmod(0o700 if path.is_dir() else 0o600)
+    before = os.umask(mask)
+    try:
+        assert main(["convert", str(dense), str(tmp_path / "megatron")]) == 0
+        assert main(["convert", str(tmp_path / "megatron"), str(tmp_path / "again")]) == 0
+    finally:
+        os.umask(before)
+    for target in (tmp_path / "megatron", tmp_path / "again"):
+        for path in (target, *target.rglob("*")):
+            assert path.stat().st_mode & 0o777 == (0o777 if path.is_dir() else 0o666) & ~mask, path
 
 
 def test_new_shards_have_an_index(dense: Path, tmp_path: Path):

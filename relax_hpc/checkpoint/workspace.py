@@ -70,7 +70,8 @@ class Workspace:
         self._records = self.path.with_name(f"{self.path.name}.records")
         with _writing(self.path):
             for folder in (self.path, self._records):
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                # By the user's own umask, as what lies in it is.
+                folder.mkdir(parents=True, exist_ok=True)
 
     def file(self, name: str, write: Callable[[HashedFile], Any]) -> dict[str, Any]:
         """The file ``name``, written unless an earlier attempt finished it: its {"checksum", "bytes", "about"}.
