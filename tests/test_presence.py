@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from relax_hpc.disk import WAITS
 from relax_hpc.errors import DeadlineError
+from relax_hpc.roles.replica import FOR_TURN, Replica
+from relax_hpc.roles.rollout import Rollout
+from relax_hpc.sandbox.processes import until
 from relax_hpc.transfer_queue import presence
 from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transfer_queue.presence import Presence
@@ -106,6 +111,53 @@ def test_how_long_one_part_is_loaded_is_told_but_for_waits_for_a_disk(tmp_path: 
             WAITS.end(run.root)
         actor.at_work("")
         assert "loading_s" not in actor._about(), "it may wait for the hub"
+
+
+def test_who_waits_for_its_turn_on_devices_is_not_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is it waited for: it is the actor that loads, and the wait is no part of an engine's start."""
+    monkeypatch.setattr(presence, "LOOK_S", 0.0)
+    run, config = make_run(tmp_path / "run"), small()
+    config.liveness.beat_s = 0.05
+    with in_thread(run, config) as controller, QueueClient(run, config, "rollout", 1) as client:
+        client.call("status")
+        client.loads, client.busy = lambda: True, lambda: 3600.0
+        client.at_work("waiting for the actor to make room", waits=True)
+        client._waited_at = -math.inf
+        about = client._about()
+        assert about["doing"] == "waiting for the actor to make room" and not about["loads"]
+        assert about["busy_s"] < 60.0 and "loading_s" not in about
+        until(lambda: "rollout" not in controller.presence.lacking, 20.0, "the rollout is there")
+        client.at_work("starting")
+        client._doing_since -= 100.0
+        assert client._about()["loads"] and client._about()["loading_s"] < 60.0, "it has waited until now"
+        until(lambda: controller.presence.lacking.get("rollout", [""])[0] == "is loading", 20.0, "the rollout loads")
+
+
+def test_an_engine_that_has_to_wait_for_the_devices_says_so() -> None:
+    """Of several, what is done is told before what is waited for."""
+    told: list[tuple[str, bool]] = []
+    rollout = Rollout.__new__(Rollout)
+    rollout.phases = {}
+    rollout.client = SimpleNamespace(at_work=lambda doing, waits: told.append((doing, waits)))
+
+    class Engine:
+        phase = "loading weights"
+
+        async def start(self) -> None:
+            await asyncio.sleep(0)
+
+    async def ask(op: str, **args: object) -> None:
+        told.append((op, False))
+
+    rollout.ask = ask
+    replica = Replica.__new__(Replica)
+    replica.rollout, replica.number, replica.engine = rollout, 1, Engine()
+    replica.config = SimpleNamespace(colocate=True)
+    asyncio.run(replica.begin())
+    assert told == [(FOR_TURN, True), ("take_turn", False), ("loading weights", False), ("", False)]
+    rollout.tell(0, FOR_TURN)
+    rollout.tell(1, "loading weights")
+    assert told[-1] == ("loading weights", False)
 
 
 def test_who_waits_for_a_hub_that_is_away_is_at_no_work(tmp_path: Path) -> None:

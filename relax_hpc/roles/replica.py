@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from relax_hpc.roles.rollout import Rollout
 
 
+FOR_TURN = "waiting for the actor to make room"
+"""What an engine is at that has not started yet. It is no part of its start."""
 _TELL_S = 0.5
 """Between two looks at what an engine that starts is at."""
 
@@ -54,8 +56,7 @@ class Replica:
 
     async def serve(self) -> None:
         """Start the engine, then follow weights and generate until the run is finished."""
-        await self.take_turn()
-        await self.start()
+        await self.begin()
         self.activity = Activity(self.context.spans, str(self.number))
         jobs = [self.follow(), *(TicketWorker(self).serve() for _ in range(self.config.rollout.requests_in_flight))]
         try:
@@ -65,6 +66,13 @@ class Replica:
                 watch.cancel()
         finally:
             await self.engine.close()
+
+    async def begin(self) -> None:
+        """Start the engine, when it is its turn."""
+        if self.config.colocate:
+            self.rollout.tell(self.number, FOR_TURN)
+            await self.take_turn()
+        await self.start()
 
     async def watch(self) -> None:
         """Raise when the engine's process has ended."""

@@ -15,7 +15,7 @@ from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.rendezvous.process import STOP_SIGNALS
 from relax_hpc.rewards import get_reward
 from relax_hpc.roles.context import Context
-from relax_hpc.roles.replica import Replica
+from relax_hpc.roles.replica import FOR_TURN, Replica
 from relax_hpc.rollout.deadline import within
 from relax_hpc.rollout.engine import EngineFault, Generation, Sampling
 from relax_hpc.rollout.filters import get_filter
@@ -55,11 +55,13 @@ class Rollout:
             self._note_bad_lines()
 
     def tell(self, number: int, phase: str) -> None:
-        """Have beats say what an engine is at, or of several the first one that is at anything."""
+        """Have beats say what an engine is at: of several the first that is at anything but a wait."""
         if phase and phase != self.phases.get(number):
             print(f"engine {number}: {phase}", flush=True)
         self.phases[number] = phase
-        self.client.at_work(next((phase for _, phase in sorted(self.phases.items()) if phase), ""))
+        found = [phase for _, phase in sorted(self.phases.items()) if phase]
+        doing = min(found, key=FOR_TURN.__eq__, default="")
+        self.client.at_work(doing, waits=doing == FOR_TURN)
 
     def _note_bad_lines(self) -> None:
         """Count them, once a run: an earlier incarnation of the group may have done so."""

@@ -168,7 +168,7 @@ class QueueClient:
         """Seconds that this process has been at one piece of work."""
         self.loads: Callable[[], bool] = lambda: False
         """Whether it has yet to begin."""
-        self._doing, self._doing_since = "", 0.0
+        self._doing, self._doing_since, self._awaits = "", 0.0, False
         self.unsaved: dict[str, Any] = {}
         """Of an actor whose last checkpoints could not be written: the step of the one that was, since when (of the
         wall clock), how many failed, and why."""
@@ -362,8 +362,12 @@ class QueueClient:
         with contextlib.suppress(OSError):
             write_json(path, {"time": time.time(), "epoch": self.epoch, **identity(), **self._about()})
 
-    def at_work(self, doing: str) -> None:
-        """Have beats tell people what this process is at, and since when; empty: nothing that they need to know."""
+    def at_work(self, doing: str, waits: bool = False) -> None:
+        """Have beats tell people what this process is at, and since when; empty: nothing that they need to know.
+
+        ``waits``: for others. Then it loads nothing, and the others do not wait for it.
+        """
+        self._awaits = waits
         if doing != self._doing:
             self._doing, self._doing_since = doing, time.monotonic()
 
@@ -375,13 +379,14 @@ class QueueClient:
 
     def _about(self) -> dict[str, Any]:
         """What a beat says: work done, how long it is at one piece, its longest gap between beats so far, whether it is
-        loading, and what it is at; while it loads, how long one part takes. Who waits for a disk, its own or another's,
-        or has no hub to answer, is at no work."""
+        loading, and what it is at; while it loads, how long one part takes. Who waits for others, for a disk, its own
+        or another's, or has no hub to answer, is at no work."""
         told, now = WAITS.told(), time.monotonic()
-        if self.hindered:
+        if self.hindered or self._awaits:
             self._waited_at = now
         busy_s = min(self.busy(), now - self._waited_at)
-        about = {"progress": self.progress, "busy_s": busy_s, "gap_s": self._gap, "loads": self.loads()}
+        loads = self.loads() and not self._awaits
+        about = {"progress": self.progress, "busy_s": busy_s, "gap_s": self._gap, "loads": loads}
         if self._doing:
             about |= {"doing": self._doing, "doing_s": now - self._doing_since}
         if self._doing and about["loads"]:
