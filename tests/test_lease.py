@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import select
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from relax_hpc.config.schema import LivenessConfig
-from relax_hpc.errors import EXIT_RETRY, FencedError
+from relax_hpc.config.schema import Config, LivenessConfig
+from relax_hpc.errors import EXIT_RETRY, DeadlineError, FencedError
 from relax_hpc.launch import lease as module
 from relax_hpc.launch.lease import Lease, leave_outcome, outcome_of
-from relax_hpc.launch.slurm.head import _sign
+from relax_hpc.launch.slurm import head
+from relax_hpc.launch.slurm.head import Head, _sign
 from relax_hpc.rendezvous.roster import claim_epoch, latest_epoch
 from relax_hpc.rundir import RunDir
 from tests.queue_helpers import make_run
@@ -206,13 +211,82 @@ def test_a_holder_that_gets_nowhere_beats_no_more(tmp_path: Path, monkeypatch: p
 
 def test_a_head_is_seen_by_those_that_come_to_its_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path / "run")
-    first = _sign(run, "")
-    assert first and _sign(run, "") is None and _sign(run, "hub")
+    first = _sign(run, "", "7-0")
+    assert first and _sign(run, "", "7-0") is None and _sign(run, "hub", "7-0")
+    assert _sign(run, "", "7-1") and _sign(run, "", "8-0"), "another life, or another job of the run"
+    assert _sign(make_run(tmp_path / "other"), "", "7-0"), "another run"
     with monkeypatch.context() as elsewhere:
         elsewhere.setenv("SLURMD_NODENAME", "another")
-        assert _sign(run, "")
+        assert _sign(run, "", "7-0")
     first.close()
-    assert _sign(run, "")
+    assert _sign(run, "", "7-0")
+
+
+SQUATTER = """
+import os, socket, sys
+os.setresuid(*[int(sys.argv[1])] * 3)
+taken = socket.socket(socket.AF_UNIX)
+taken.bind(b"\\0" + bytes.fromhex(sys.argv[2]))
+if sys.argv[3] == "listens":
+    taken.listen()
+print("taken", flush=True)
+sys.stdin.read()
+"""
+NOBODY = 65534
+
+
+@pytest.mark.parametrize("how", ["listens", "is silent"])
+def test_a_sign_that_another_user_has_taken_is_none(how: str, tmp_path: Path) -> None:
+    """Its name is in /proc/net/unix for all to see; with it a run could be kept without a standby."""
+    if how == "listens" and os.getuid():
+        pytest.skip("being another user takes root")
+    run = make_run(tmp_path / "run")
+    sign = _sign(run, "", "7-0")
+    assert sign
+    name = sign.getsockname()[1:]
+    sign.close()
+    user = NOBODY if how == "listens" else os.getuid()
+    words = [sys.executable, "-c", SQUATTER, str(user), name.hex(), how]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as squatter:
+        assert squatter.stdout and squatter.stdout.readline() == "taken\n"
+        assert _sign(run, "", "7-0") is not None
+        squatter.kill()
+
+
+class Waits:
+    """A clock that a wait moves on by an hour at a time, and a supervisor."""
+
+    def __init__(self) -> None:
+        self.now, self.said = 0.0, list[str]()
+        self.interrupted = 0
+        self.terminal = SimpleNamespace(say=self.said.append)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += 3600.0
+
+    def check_fenced(self) -> None:
+        assert self.now < 10 * 24 * 3600.0 or self.interrupted
+        self.interrupted = int(self.now >= 9 * 24 * 3600.0)
+
+
+@pytest.mark.parametrize(("longest_wait_s", "waited_h"), [(0.0, 9 * 24 + 1), (7200.0, 3)])
+def test_who_waits_for_the_hub_does_so_as_long_as_others_wait(
+    longest_wait_s: float, waited_h: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default until its own job ends; it may be queued for days."""
+    run, world = make_run(tmp_path / "run"), Waits()
+    config = Config(layout="jobs")
+    config.liveness.longest_wait_s = longest_wait_s
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    wait: Any = Head(run, config, "actor")._wait_for_hub
+    monkeypatch.setattr(head, "time", world)
+    ends = pytest.raises(DeadlineError, match=r"liveness\.longest_wait_s=7200") if longest_wait_s else nullcontext()
+    with ends:
+        wait(SimpleNamespace(tick=lambda: None), world)
+    assert world.now == waited_h * 3600.0 and world.said == ["waits for the hub, which has not begun yet"]
 
 
 def test_the_outcome_is_that_of_one_life_of_one_job(tmp_path: Path) -> None:

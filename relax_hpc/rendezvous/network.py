@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+import struct
 
 import psutil
 
@@ -12,6 +13,7 @@ from relax_hpc.config.schema import Config
 from relax_hpc.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
+_CREDENTIALS = struct.Struct("3i")
 
 
 def interface_address(interface: str) -> str:
@@ -47,6 +49,12 @@ def own_address(config: Config, group: str) -> str:
             f"set it to the network between the nodes, here one of: {_listed(_addresses())}"
         )
     return address
+
+
+def peer_user(connection: socket.socket) -> int:
+    """The user whose process is at the other end of a unix socket, or listened there."""
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return _CREDENTIALS.unpack(found)[1]
 
 
 def library_environment(config: Config, group: str) -> dict[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hmac
+import os
 import shutil
 import socket
 import sys
@@ -30,16 +31,18 @@ from relax_hpc.launch.slurm.jobs import GroupJob, HetJob
 from relax_hpc.launch.slurm.ledger import Ledger
 from relax_hpc.launch.supervisor import Outcome, Supervisor
 from relax_hpc.launch.terminal import Terminal
+from relax_hpc.rendezvous.network import peer_user
 from relax_hpc.rendezvous.process import EXIT_BUG, stay_private, watched
 from relax_hpc.rendezvous.roster import latest_card, latest_epoch
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.plan import SUPERVISOR
+from relax_hpc.transfer_queue.presence import longest_wait_s
 from relax_hpc.weights.staging import staging_root
 
 _LOOK_S = 0.2
 _ASK_SLURM_S = 10.0
-_HUB_S = 3600.0
-"""How long a job waits for that of the hub, before it goes back to the end of the queue."""
+_SIGHTS = 1024
+"""How often a sign can be looked at; who finds no room is a candidate too many, which waits like the others."""
 _DEATHS, _DEATHS_S = 5, 600.0
 """So many deaths of a head within so many seconds, and something is wrong with the node."""
 
@@ -185,11 +188,15 @@ class Head:
 
     def _wait_for_hub(self, lease: Lease, supervisor: Supervisor) -> None:
         """Jobs start in any order; without the hub there is nothing to do, and no node's time to burn on restarts."""
-        deadline = time.monotonic() + _HUB_S
+        limit, began = longest_wait_s(self.config), time.monotonic()
+        if latest_card(self.run, "hub") is None:
+            supervisor.terminal.say("waits for the hub, which has not begun yet")
         while latest_card(self.run, "hub") is None and not supervisor.interrupted and not asked_to_stop(self.run):
             supervisor.check_fenced()
-            if time.monotonic() > deadline:
-                raise DeadlineError(f"hub: has not begun within {_HUB_S:.0f} s; see its job in squeue, and its logs")
+            if time.monotonic() - began > limit:
+                raise DeadlineError(
+                    f"hub: has not begun within liveness.longest_wait_s={limit:g}; see its job in squeue, and its logs"
+                )
             lease.tick()
             time.sleep(_LOOK_S)
 
@@ -208,25 +215,44 @@ def head(args: argparse.Namespace) -> int:
     keep_printing()
     try:
         run, config = _run_of(args)
-        sign = _sign(run, args.group)
+        candidate = Head(run, config, args.group)
+        sign = _sign(run, args.group, candidate.allocation.name)
         if args.standby and sign is None:
             return EXIT_DONE
-        return Head(run, config, args.group).serve()
+        return candidate.serve()
     except RelaxError as error:
         print(f"relax-hpc: error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
 
 
-def _sign(run: RunDir, group: str) -> socket.socket | None:
-    """Tells the heads that come to this node that one is here, as long as this process lives; None if one is."""
-    words = "\0".join([str(run.root), group, node_name()]).encode()
+def _sign(run: RunDir, group: str, allocation: str) -> socket.socket | None:
+    """Tells the heads of this life of a job that come to this node that one is here, as long as this process lives;
+    None if one is.
+
+    All users of the node see its name while it is there, and may take it when it is gone: theirs is no sign.
+    """
+    words = "\0".join([str(run.root), group, allocation, node_name()]).encode()
+    name = f"\0relax-head-{hmac.new(run.token(), words, 'sha256').hexdigest()[:32]}"
     sign = socket.socket(socket.AF_UNIX)
     try:
-        sign.bind(f"\0relax-head-{hmac.new(run.token(), words, 'sha256').hexdigest()[:32]}")
+        sign.bind(name)
+        sign.listen(_SIGHTS)
     except OSError:
-        sign.close()
-        return None
+        if _is_ours(name):
+            sign.close()
+            return None
     return sign
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a process of this user listens there."""
+    with socket.socket(socket.AF_UNIX) as look:
+        look.setblocking(False)
+        try:
+            look.connect(name)
+            return peer_user(look) == os.getuid()
+        except OSError:
+            return False
 
 
 def _run_of(args: argparse.Namespace) -> tuple[RunDir, Config]:

@@ -8,9 +8,11 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from relax_hpc.rendezvous.network import peer_user
 from relax_hpc.transfer_queue.planes.links import (
     Deadline,
     Listener,
@@ -27,8 +29,8 @@ MAX_RECORDS = 1 << 16
 _BOARD = 0
 """Number of the board, where memfds of the pool begin at 1."""
 _ANSWER_S = 5.0
+_PAUSE_S = 0.01
 _REQUEST = struct.Struct("<Q")
-_CREDENTIALS = struct.Struct("3i")
 _HERE, _UNKNOWN = b"+", b"-"
 
 
@@ -131,8 +133,7 @@ class _Maker(Link):
 def _connect(address: str, token: bytes, deadline: Deadline) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        connection.settimeout(deadline.left())
-        connection.connect(f"\0{address}")
+        _knock(connection, address, deadline)
         _check_user(connection)
         prove(connection, token, address.encode(), deadline)
     except BaseException:
@@ -141,11 +142,19 @@ def _connect(address: str, token: bytes, deadline: Deadline) -> socket.socket:
     return connection
 
 
+def _knock(connection: socket.socket, address: str, deadline: Deadline) -> None:
+    """Connect; where strangers fill the line of those who wait to be accepted, again and again."""
+    while True:
+        connection.settimeout(deadline.left())
+        try:
+            return connection.connect(f"\0{address}")
+        except BlockingIOError:
+            time.sleep(_PAUSE_S)
+
+
 def _check_user(connection: socket.socket) -> None:
     """PermissionError if the other end is another user's."""
-    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    user = _CREDENTIALS.unpack(found)[1]
-    if user != os.getuid():
+    if (user := peer_user(connection)) != os.getuid():
         raise PermissionError(f"the peer is of user {user}, allowed is {os.getuid()}")
 
 
