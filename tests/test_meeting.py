@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,7 +23,9 @@ import torch.distributed as dist  # noqa: E402
 
 from relax_hpc.rendezvous.world import World  # noqa: E402
 from relax_hpc.training import meeting  # noqa: E402
-from relax_hpc.training.meeting import MeetingStore, Remote, Table, serve, store_of  # noqa: E402
+from relax_hpc.training.meeting import MeetingStore, Remote, serve, store_of  # noqa: E402
+from relax_hpc.transfer_queue.planes.links import Deadline  # noqa: E402
+from relax_hpc.transfer_queue.wire import pack  # noqa: E402
 
 TOKEN = b"t" * 32
 ALONE = """
@@ -48,17 +51,17 @@ def test_a_rank_alone_opens_no_socket_and_its_collectives_are_copies() -> None:
 
 
 @pytest.fixture(name="served")
-def served_fixture() -> tuple[Table, tuple[str, int]]:
-    """A table, and where others reach it."""
+def served_fixture() -> tuple[str, int]:
+    """Where ranks reach a table."""
     listening = socket.create_server(("127.0.0.1", 0))
     address = listening.getsockname()
-    return serve(listening, TOKEN), address
+    serve(listening, TOKEN)
+    return address
 
 
-def test_a_store_over_the_network_does_what_torchs_own_do(served: tuple[Table, tuple[str, int]]) -> None:
+def test_a_store_over_the_network_does_what_torchs_own_do(served: tuple[str, int]) -> None:
     """Through torch's own prefix too, which calls it from C++."""
-    table, address = served
-    here, there = MeetingStore(table, 5.0), MeetingStore(Remote(address, TOKEN), 5.0)
+    here, there = MeetingStore(Remote(served, TOKEN), 5.0), MeetingStore(Remote(served, TOKEN), 5.0)
     for ours, theirs in ((here, there), (there, here), (here, dist.PrefixStore("p", there))):
         name = f"{id(ours)}{id(theirs)}"
         theirs.set(f"{name}a", "1\0\xff".encode())
@@ -74,22 +77,21 @@ def test_a_store_over_the_network_does_what_torchs_own_do(served: tuple[Table, t
         theirs.append(f"{name}x", "z")
         assert theirs.get(f"{name}x") == b"xz"
     there.set("seen", "by all")
-    assert here.get("seen") == b"by all" and dist.PrefixStore("q", here).num_keys() == table.count()
+    assert here.get("seen") == b"by all" and dist.PrefixStore("q", here).num_keys() == there.num_keys()
 
 
-def test_what_torch_clones_is_of_use_as_long_as_the_store_is() -> None:
+def test_what_torch_clones_is_of_use_as_long_as_the_store_is(served: tuple[str, int]) -> None:
     """torch's C++ holds a clone, and nobody in Python."""
-    store = MeetingStore(Table(), 5.0)
+    store = MeetingStore(Remote(served, TOKEN), 5.0)
     clone = dist.PrefixStore("p", store).clone().clone()
     gc.collect()
     clone.set("a", "b")
     assert clone.get("a") == b"b" and store.get("p/a") == b"b"
 
 
-def test_who_waits_is_woken_and_nobody_waits_for_ever(served: tuple[Table, tuple[str, int]]) -> None:
+def test_who_waits_is_woken_and_nobody_waits_for_ever(served: tuple[str, int]) -> None:
     """While one thread of a rank waits, another of it can do what it waits for."""
-    _, address = served
-    store = MeetingStore(Remote(address, TOKEN), 30.0)
+    store = MeetingStore(Remote(served, TOKEN), 30.0)
     found: list[bytes] = []
     waiting = threading.Thread(target=lambda: found.append(store.get("late")))
     waiting.start()
@@ -101,22 +103,73 @@ def test_who_waits_is_woken_and_nobody_waits_for_ever(served: tuple[Table, tuple
     store.set_timeout(timedelta(seconds=0.05))
     with pytest.raises(Exception, match="never"):
         dist.PrefixStore("p", store).get("never")
-    assert store.get("late") == b"here", "the connection is of use after that"
+    assert store.get("late") == b"here", "it is of use after that"
 
 
-def test_a_stranger_reads_and_writes_nothing(served: tuple[Table, tuple[str, int]]) -> None:
-    table, address = served
-    table.set("key", b"value")
-    with pytest.raises(ConnectionError, match="refused the proof"):
-        Remote(address, b"w" * 32, 0.2).get("key", 1.0)
-    with socket.create_connection(address) as stranger:
+def test_who_waits_for_several_is_woken_by_the_last(served: tuple[str, int]) -> None:
+    """In whatever order they come, and though one of them goes again."""
+    store, other = MeetingStore(Remote(served, TOKEN), 30.0), MeetingStore(Remote(served, TOKEN), 30.0)
+    with ThreadPoolExecutor() as threads:
+        waiting = [threads.submit(store.wait, keys) for keys in (["a", "b", "c"], ["c", "a"], ["b"], [])]
+        for key in "cab":
+            other.set(key, "x")
+        assert [one.result(30.0) for one in waiting] == [None] * 4
+    store.delete_key("b")
+    assert store.check(["a", "c"]) and not store.check(["a", "b"])
+
+
+MANY = 1100
+"""More connections than planes take: those of some 370 ranks."""
+
+
+def test_a_thousand_ranks_meet_and_rank_0_has_one_thread_for_them(served: tuple[str, int]) -> None:
+    remote, before = Remote(served, TOKEN, 60.0), threading.active_count()
+    with ThreadPoolExecutor(32) as threads:
+        made = list(threads.map(lambda _: remote._connect(), range(MANY)))
+    for one in made:
+        one.send(pack({"name": "get", "arguments": ["word"]}))
+    remote.set("word", b"for all")
+    assert threading.active_count() == before
+    for one in made:
+        assert meeting._next_message(one, Deadline(30.0)) == {"result": b"for all"}
+        one.close()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"\xc1",
+        b"",
+        pack({"name": "get"}),
+        pack({"name": "wait", "arguments": []}),
+        pack({"name": "get", "arguments": 7}),
+    ],
+)
+def test_who_says_what_no_rank_says_is_hung_up_on(served: tuple[str, int], said: bytes) -> None:
+    remote = Remote(served, TOKEN)
+    one = remote._connect()
+    one.send(said)
+    with pytest.raises(ConnectionResetError):
+        meeting._next_message(one, Deadline(30.0))
+    one.close()
+    assert remote.missing(["word"]) == "word"
+
+
+def test_a_stranger_reads_and_writes_nothing(served: tuple[str, int]) -> None:
+    remote = Remote(served, TOKEN)
+    remote.set("key", b"value")
+    with pytest.raises(ConnectionError, match=r"has not let this rank in .*: who listens has closed the connection"):
+        Remote(served, b"w" * 32, 0.2).get("key", 1.0)
+    with socket.create_connection(served) as stranger:
         stranger.sendall(b"\x00" * 4096)
         stranger.settimeout(10.0)
         hello = stranger.recv(4096)
         assert hello.startswith(b"RLXLINK1") and b"value" not in hello
-    with pytest.raises(RuntimeError, match="no operation '_values'"):
-        Remote(address, TOKEN)._ask("_values", ())
-    assert table.count() == 1
+    with pytest.raises(RuntimeError, match="no operation 'values'"):
+        remote._ask(remote._connect(), "values", ())
+    with pytest.raises(RuntimeError, match="argument"):
+        remote.add("key")
+    assert remote.count() == 1
 
 
 RANK = """
@@ -162,19 +215,19 @@ def test_a_rank_waits_for_rank_0_as_long_as_that_imports(monkeypatch: pytest.Mon
     monkeypatch.setattr(meeting, "CONNECT_S", 0.1)
     listening = socket.create_server(("127.0.0.1", 0))
     remote, found = Remote(listening.getsockname(), TOKEN, 60.0), []
-    asking = threading.Thread(target=lambda: found.append(remote.check([])))
+    asking = threading.Thread(target=lambda: found.append(remote.count()))
     asking.start()
     asking.join(0.5)
     assert asking.is_alive()
     monkeypatch.undo()
     serve(listening, TOKEN)
     asking.join(20.0)
-    assert found == [True]
+    assert found == [0]
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
         pytest.raises(TimeoutError, match=r"rank 0 has not let this rank in within 0\.2 s; open its log"),
     ):
-        Remote(silent.getsockname(), TOKEN, 0.2).check([])
+        Remote(silent.getsockname(), TOKEN, 0.2).count()
 
 
 IN_A_CONTAINER = """

@@ -9,15 +9,15 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_hpc.transfer_queue.planes import Descriptor, Plane, PlaneError, TcpPlane, tcp
-from relax_hpc.transfer_queue.planes.links import Deadline, demand_proof, prove, receive
-from relax_hpc.transfer_queue.proof import GREETING_BYTES
+from relax_hpc.transfer_queue.planes.links import Deadline, prove, receive
+from relax_hpc.transfer_queue.proof import ANSWER_BYTES, GREETING_BYTES, Challenge
 from tests.plane_helpers import NAMES, READ_S, TOKEN, Peer, digest, open_files, pattern, plane_here
 
 OTHER_TOKEN = b"fedcba9876543210" * 4
@@ -135,7 +135,9 @@ def test_who_listens_and_says_nothing_is_not_waited_for(kind, maker, reader, mon
 @pytest.mark.parametrize("answer", [b"", b"x", bytes(17), b"\1" * 17, b"\1" + b"\xff" * 8 + bytes(8), bytes(1000)])
 def test_a_maker_that_lies_harms_one_read(kind, maker, reader, answer):
     def lie(connection: socket.socket, purpose: bytes) -> None:
-        demand_proof(connection, TOKEN, purpose)
+        challenge = Challenge(TOKEN, purpose)
+        connection.sendall(challenge.greeting)
+        connection.sendall(challenge.check(receive(connection, ANSWER_BYTES, Deadline(READ_S)))[0])
         connection.recv(4096)
         connection.sendall(answer)
 
@@ -199,29 +201,87 @@ def test_tcp_hangs_up_on_what_no_reader_asks(request_):
         assert bytes(plane.read(record, READ_S)) == b"bytes"
 
 
+def readers(kind: str) -> list[threading.Thread]:
+    """Threads of this process that serve somebody."""
+    return [thread for thread in threading.enumerate() if thread.name == f"plane-{kind}-reader"]
+
+
 def test_a_listener_serves_so_many_and_no_more(kind, monkeypatch):
     monkeypatch.setattr("relax_hpc.transfer_queue.planes.links.MAX_CONNECTIONS", 2)
     with plane_here(kind) as plane, plane_here(kind) as other:
         record = plane.publish("r", memoryview(b"bytes"))
-        with stranger(record) as (first, _), stranger(record) as (second, _), stranger(record) as (third, _):
-            assert (len(first.recv(8)), len(second.recv(8)), len(third.recv(8))) == (8, 8, 0)
-        for thread in threading.enumerate():
-            if thread.name == f"plane-{kind}-reader":
-                thread.join(READ_S)
+        with stranger(record) as (first, purpose), stranger(record) as (second, _), stranger(record) as (third, _):
+            for one in (first, second, third):
+                prove(one, TOKEN, purpose, Deadline(READ_S))
+            assert third.recv(1) == b"" and len(readers(kind)) == 2
+        for thread in readers(kind):
+            thread.join(READ_S)
         assert bytes(other.read(record, READ_S)) == b"bytes"
 
 
 def test_so_many_have_proven_nothing_and_whoever_holds_the_token_gets_in(kind, monkeypatch):
-    """Each has a thread; those that came first make room."""
-    monkeypatch.setattr("relax_hpc.transfer_queue.planes.links.MAX_UNPROVEN", 3)
+    """Those that came first make room, and none has a thread."""
+    monkeypatch.setattr("relax_hpc.transfer_queue.lobby.MAX_UNPROVEN", 3)
     with plane_here(kind) as plane, plane_here(kind) as other, ExitStack() as held:
         record = plane.publish("r", memoryview(b"bytes"))
         many = [held.enter_context(stranger(record))[0] for _ in range(10)]
         for one in many[:-3]:
             until_it_hangs_up(one)
-        assert len(plane._listener._unproven) <= 3
+        assert len(plane._listener._lobby.guests) <= 3 and not readers(kind)
         assert bytes(other.read(record, READ_S)) == b"bytes"
-        assert len(plane._listener._unproven) == 2 and len(many[-1].recv(100)) == GREETING_BYTES
+        assert len(plane._listener._lobby.guests) == 2 and len(many[-1].recv(100)) == GREETING_BYTES
+
+
+def test_who_connects_and_hangs_up_makes_no_threads(kind, monkeypatch):
+    """In actors and rollouts, which have other things to do."""
+    begun: list[str] = []
+    start = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda self: begun.append(self.name) or start(self))
+    with plane_here(kind) as plane, plane_here(kind) as other:
+        record = plane.publish("r", memoryview(b"bytes"))
+        begun.clear()
+        for _ in range(200):
+            with stranger(record):
+                pass
+        assert bytes(other.read(record, READ_S)) == b"bytes"
+        assert begun == [f"plane-{kind}-reader"]
+
+
+def test_who_holds_the_token_gets_in_while_strangers_come_and_go(kind):
+    """From another thread, as fast as they are let in."""
+    over = threading.Event()
+    with plane_here(kind) as plane:
+        record = plane.publish("r", memoryview(b"bytes"))
+
+        def come_and_go() -> None:
+            while not over.is_set():
+                with suppress(OSError), stranger(record) as (one, _):
+                    one.recv(1)
+
+        flood = threading.Thread(target=come_and_go)
+        flood.start()
+        try:
+            for _ in range(3):
+                with plane_here(kind) as other:
+                    assert bytes(other.read(record, READ_S)) == b"bytes"
+        finally:
+            over.set()
+            flood.join(READ_S)
+
+
+def test_who_holds_the_token_waits_where_strangers_fill_the_line():
+    """Of unix sockets the kernel says so; to others it knocks again by itself."""
+    with Peer("shm") as slow, plane_here("shm") as reader, ExitStack() as held, ThreadPoolExecutor() as threads:
+        record = slow.publish(next(NAMES), 1000, 1)
+        slow.stop()
+        with suppress(BlockingIOError):
+            while True:
+                held.enter_context(stranger(record))
+        waiting = threads.submit(reader.read, record, READ_S)
+        with pytest.raises(BlockingIOError), stranger(record):
+            pass
+        slow.go_on()
+        assert digest(waiting.result()) == digest(pattern(1000, 1))
 
 
 # -- tcp ---------------------------------------------------------------------------------------------------------------

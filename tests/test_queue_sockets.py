@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_hpc.transfer_queue import listener as listening
-from relax_hpc.transfer_queue import sockets
-from relax_hpc.transfer_queue.listener import Listener
+from relax_hpc.transfer_queue import lobby, sockets
+from relax_hpc.transfer_queue.listener import Listener, listen
 from relax_hpc.transfer_queue.sockets import Bell, Connection, Cutter, Knock, connect, framed
 from relax_hpc.transfer_queue.wire import MAC_BYTES, MAX_MESSAGE_BYTES, BadMessage
 from tests.queue_helpers import next_payload
@@ -21,7 +20,7 @@ TOKEN, PURPOSE = b"0123456789abcdef" * 4, b"test"
 
 @pytest.fixture
 def listener():
-    made = Listener("127.0.0.1", TOKEN, PURPOSE)
+    made = Listener(listen("127.0.0.1"), TOKEN, PURPOSE)
     yield made
     made.close()
 
@@ -175,7 +174,7 @@ def test_nobody_there_is_an_error_at_once():
 
 def test_without_room_for_connections_the_others_are_served(listener, monkeypatch):
     peer = meet(listener)
-    refused, real = [], listener._socket
+    refused, real = [], listener.lobby._listening
 
     class Full:
         def __getattr__(self, name):
@@ -188,13 +187,13 @@ def test_without_room_for_connections_the_others_are_served(listener, monkeypatc
         def fileno(self):
             return real.fileno()
 
-    monkeypatch.setattr(listening, "_REST_S", 0.2)
-    listener._socket = Full()
+    monkeypatch.setattr(lobby, "_REST_S", 0.2)
+    listener.lobby._listening = Full()
     late = Knock(listener.endpoint, TOKEN, PURPOSE, 5.0)
     listener.receive(1.0)
     peer.send(b"second")
     assert [payload for _, payload in come(listener, 1)] == [b"second"] and len(refused) < 3
-    listener._socket = real
+    listener.lobby._listening = real
     while not (made := late.proceed(0.001)):
         assert listener.receive(0.1) == []
     peer.close()

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from relax_hpc.errors import DeadlineError
 from relax_hpc.rendezvous.open_files import connection_limit
 from relax_hpc.rendezvous.roster import Card, claim_epoch, publish_card
-from relax_hpc.transfer_queue import listener as listening
-from relax_hpc.transfer_queue import proof, sockets
+from relax_hpc.transfer_queue import lobby, proof, sockets
 from relax_hpc.transfer_queue.client import QueueClient
-from relax_hpc.transfer_queue.listener import ACCEPTED_A_TURN, FRAMES_A_TURN, Listener
+from relax_hpc.transfer_queue.listener import FRAMES_A_TURN, Listener, listen
+from relax_hpc.transfer_queue.lobby import ACCEPTED_A_TURN
 from relax_hpc.transfer_queue.proof import ANSWER_BYTES, GREETING_BYTES, MAX_UNPROVEN, Challenge, Response
 from relax_hpc.transfer_queue.sockets import Connection, Knock, connect, framed
 from relax_hpc.transfer_queue.wire import BadMessage, Seal, pack, unpack
@@ -34,7 +34,7 @@ KEY = b"k" * 32
 
 @pytest.fixture
 def listener():
-    made = Listener("127.0.0.1", TOKEN, PURPOSE)
+    made = Listener(listen("127.0.0.1"), TOKEN, PURPOSE)
     yield made
     made.close()
 
@@ -84,19 +84,19 @@ def test_so_many_connections_a_turn_and_so_many_that_have_proven_nothing(listene
     before = 0
     while before < MAX_UNPROVEN // 2:
         listener.receive(0.1)
-        assert len(listener._guests) - before <= ACCEPTED_A_TURN
-        before = len(listener._guests)
+        assert len(listener.lobby.guests) - before <= ACCEPTED_A_TURN
+        before = len(listener.lobby.guests)
     first = strangers(MAX_UNPROVEN + 100)[0]
     for _ in range(2 * MAX_UNPROVEN // ACCEPTED_A_TURN + 20):
         listener.receive(0.0)
-        assert len(listener._guests) <= MAX_UNPROVEN
-    assert len(listener._guests) == MAX_UNPROVEN and not is_open(first), "the oldest have made room"
+        assert len(listener.lobby.guests) <= MAX_UNPROVEN
+    assert len(listener.lobby.guests) == MAX_UNPROVEN and not is_open(first), "the oldest have made room"
 
 
 def test_who_holds_the_token_gets_in_however_many_strangers_come(listener, strangers):
     """Between any two of its steps as many strangers come as a controller takes in a turn, and are there already."""
     strangers(MAX_UNPROVEN)
-    turns(listener, lambda: len(listener._guests) == MAX_UNPROVEN)
+    turns(listener, lambda: len(listener.lobby.guests) == MAX_UNPROVEN)
     knock = Knock(listener.endpoint, TOKEN, PURPOSE, 5.0)
     for _ in range(4):
         strangers(ACCEPTED_A_TURN)
@@ -122,13 +122,13 @@ def test_of_a_stranger_one_answer_is_read_and_hashed(listener, strangers, monkey
         one.sendall(bytes(1 << 16))
     turns(listener, lambda: not any(map(is_open, many)))
     assert len(hashed) == len(many) and sum(hashed) <= len(many) * (2 * ANSWER_BYTES + len(PURPOSE))
-    assert listener.refused == len(many) and not listener._guests
+    assert listener.refused == len(many) and not listener.lobby.guests
 
 
 def test_an_answer_in_pieces_costs_no_more(listener, strangers):
     (one,) = strangers(1)
-    turns(listener, lambda: listener._guests)
-    (guest,) = listener._guests.values()
+    turns(listener, lambda: listener.lobby.guests)
+    (guest,) = listener.lobby.guests.values()
     for _ in range(ANSWER_BYTES - 1):
         one.sendall(b"x")
         listener.receive(1.0)
@@ -141,7 +141,7 @@ def test_an_answer_in_pieces_costs_no_more(listener, strangers):
 def test_no_more_is_read_of_a_stranger_than_its_answer(listener, strangers):
     """What follows is for whoever it turns out to be."""
     (one,) = strangers(1)
-    turns(listener, lambda: listener._guests)
+    turns(listener, lambda: listener.lobby.guests)
     one.settimeout(5.0)
     one.sendall(Response(TOKEN, PURPOSE).answer(one.recv(GREETING_BYTES)) + b"abc")
     turns(listener, lambda: listener._peers)
@@ -151,22 +151,22 @@ def test_no_more_is_read_of_a_stranger_than_its_answer(listener, strangers):
 
 def test_who_proves_nothing_in_time_is_left(listener, strangers, monkeypatch):
     peer, many = meet(listener), strangers(3)
-    turns(listener, lambda: len(listener._guests) == 3)
+    turns(listener, lambda: len(listener.lobby.guests) == 3)
     now = time.monotonic
-    monkeypatch.setattr(listening, "time", SimpleNamespace(monotonic=lambda: now() + proof.PROOF_S))
+    monkeypatch.setattr(lobby, "time", SimpleNamespace(monotonic=lambda: now() + proof.PROOF_S))
     listener.receive(5.0)
-    assert not listener._guests and not any(map(is_open, many)) and listener.refused == 3
+    assert not listener.lobby.guests and not any(map(is_open, many)) and listener.refused == 3
     peer.send(b"still here")
     assert come(listener, 1)[0][1] == b"still here"
     peer.close()
 
 
 def test_the_wait_ends_when_somebody_is_to_go(listener, strangers, monkeypatch):
-    monkeypatch.setattr(listening, "PROOF_S", 0.05)
+    monkeypatch.setattr(lobby, "PROOF_S", 0.05)
     strangers(1)
-    turns(listener, lambda: listener._guests)
+    turns(listener, lambda: listener.lobby.guests)
     listener.receive(3600.0)
-    assert not listener._guests
+    assert not listener.lobby.guests
 
 
 def test_of_one_peer_so_many_frames_a_turn_and_none_is_lost(listener):

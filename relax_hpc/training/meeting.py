@@ -11,21 +11,25 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import msgpack
 import torch.distributed as dist
 
 from relax_hpc.rendezvous.world import World
-from relax_hpc.transfer_queue.planes.links import CONNECT_S, Deadline, Listener, prove, receive, wait_for_request
+from relax_hpc.transfer_queue.listener import Listener
+from relax_hpc.transfer_queue.planes.links import ACCEPT_SHARE, CONNECT_S, Deadline
+from relax_hpc.transfer_queue.sockets import Connection, connect, endpoint_of
+from relax_hpc.transfer_queue.wire import BadMessage, pack, unpack
 
-_LENGTH_BYTES = 8
-_MOST_BYTES = 1 << 30
 _PAUSE_S = 0.1
+_PATIENCE_S = 3600.0
+"""Of rank 0 between two messages, of which nothing depends on it."""
 _SLACK_S = 30.0
-"""Beyond the time that a request may wait at rank 0, for its way."""
+"""For an answer that depends on nobody else."""
 
 
 def store_of(world: World, token: bytes, timeout_s: float) -> dist.Store | None:
@@ -41,130 +45,179 @@ def store_of(world: World, token: bytes, timeout_s: float) -> dist.Store | None:
     if world.open_to_each_other:
         return dist.FileStore(f"/proc/{first['pid']}/fd/{first['memory']}", world.size)
     if world.listening:
-        return MeetingStore(serve(world.listening, token), timeout_s)
+        serve(world.listening, token)
     return MeetingStore(Remote((first["address"], first["port"]), token, timeout_s), timeout_s)
 
 
 class Table:
-    """Values by key; `wait` returns when all of its keys are there. Safe to use from threads."""
+    """Values by key. Who asks for one that is not there waits."""
 
     def __init__(self) -> None:
-        self._values: dict[str, bytes] = {}
-        self._changed = threading.Condition()
+        self.values: dict[str, bytes] = {}
 
     def set(self, key: str, value: bytes) -> None:
-        with self._changed:
-            self._values[key] = value
-            self._changed.notify_all()
+        self.values[key] = value
 
-    def get(self, key: str, timeout_s: float) -> bytes:
-        """Waits for it. TimeoutError: it did not come."""
-        with self._changed:
-            self._wait([key], timeout_s)
-            return self._values[key]
+    def get(self, key: str) -> bytes:
+        return self.values[key]
 
     def add(self, key: str, amount: int) -> int:
         """The sum so far."""
-        with self._changed:
-            total = int(self._values.get(key, b"0")) + amount
-            self.set(key, b"%d" % total)
-            return total
+        total = int(self.values.get(key, b"0")) + amount
+        self.values[key] = b"%d" % total
+        return total
 
     def append(self, key: str, value: bytes) -> None:
-        with self._changed:
-            self.set(key, self._values.get(key, b"") + value)
+        self.values[key] = self.values.get(key, b"") + value
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
         """What is there afterwards: ``desired`` if ``expected`` was, or nothing was and nothing is expected."""
-        with self._changed:
-            if key not in self._values and expected:
-                return expected
-            if self._values.get(key, b"") == expected:
-                self.set(key, desired)
-            return self._values[key]
+        if key not in self.values and expected:
+            return expected
+        if self.values.get(key, b"") == expected:
+            self.values[key] = desired
+        return self.values[key]
 
-    def check(self, keys: Sequence[str]) -> bool:
-        with self._changed:
-            return all(key in self._values for key in keys)
+    def missing(self, keys: Sequence[str]) -> str | None:
+        """The first of ``keys`` that nothing is left at."""
+        return next((key for key in keys if key not in self.values), None)
 
-    def wait(self, keys: Sequence[str], timeout_s: float) -> None:
-        """TimeoutError: one did not come."""
-        with self._changed:
-            self._wait(keys, timeout_s)
+    def wait(self, keys: Sequence[str]) -> None:
+        """Answered when something is left at all of them."""
 
     def delete(self, key: str) -> bool:
         """Whether it was there."""
-        with self._changed:
-            return self._values.pop(key, None) is not None
+        return self.values.pop(key, None) is not None
 
     def count(self) -> int:
-        with self._changed:
-            return len(self._values)
-
-    def _wait(self, keys: Sequence[str], timeout_s: float) -> None:
-        if not self._changed.wait_for(lambda: all(key in self._values for key in keys), timeout_s):
-            missing = [key for key in keys if key not in self._values]
-            raise TimeoutError(f"no rank has left {missing[0]!r} here within {timeout_s:g} s")
+        return len(self.values)
 
 
 _OPERATIONS = frozenset(name for name in vars(Table) if not name.startswith("_"))
 
 
-def serve(listening: socket.socket, token: bytes) -> Table:
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    peer: int
+    name: str
+    arguments: Sequence[Any]
+
+    @property
+    def awaited(self) -> Sequence[str]:
+        """Keys without which there is no answer."""
+        if self.name == "get":
+            return self.arguments[:1]
+        return self.arguments[0] if self.name == "wait" else ()
+
+
+class Host:
+    """Rank 0's part: a thread and a table for all ranks, itself included, however many they are.
+
+    Who has waited for too long hangs up, and is forgotten when what it waited for comes.
+    """
+
+    def __init__(self, listener: Listener) -> None:
+        self.table = Table()
+        self._listener = listener
+        self._waiting: dict[str, list[_Asked]] = {}
+        """By one key that each lacks."""
+
+    def serve(self) -> None:
+        """As long as this process lives."""
+        # Should it end by a mistake of ours, all hear of it.
+        with closing(self._listener):
+            while True:
+                for peer, payload in self._listener.receive(_PATIENCE_S):
+                    try:
+                        request = unpack(payload)
+                        self._settle(_Asked(peer, request["name"], request["arguments"]))
+                    except (BadMessage, LookupError, TypeError):
+                        self._listener.refuse(peer)
+
+    def _settle(self, asked: _Asked) -> None:
+        """Answer now, or when what is awaited has come; and those who have waited for this."""
+        if (lacking := self.table.missing(asked.awaited)) is not None:
+            self._waiting.setdefault(lacking, []).append(asked)
+            return
+        self._listener.send(asked.peer, pack(self._answer(asked)))
+        for key in asked.arguments[:1]:
+            if isinstance(key, str) and key in self.table.values:
+                for other in self._waiting.pop(key, ()):
+                    self._settle(other)
+
+    def _answer(self, asked: _Asked) -> dict[str, Any]:
+        if asked.name not in _OPERATIONS:
+            return {"error": f"no operation {asked.name!r}"}
+        try:
+            return {"result": getattr(self.table, asked.name)(*asked.arguments)}
+        except (TypeError, ValueError) as error:
+            return {"error": str(error)}
+
+
+def serve(listening: socket.socket, token: bytes) -> None:
     """A table that whoever holds ``token`` may use by ``listening``, for as long as this process lives."""
-    table = Table()
-
-    def answer(connection: socket.socket) -> None:
-        while wait_for_request(connection):
-            name, arguments = _receive(connection, CONNECT_S)
-            try:
-                if name not in _OPERATIONS:
-                    raise ValueError(f"no operation {name!r}")
-                reply = {"result": getattr(table, name)(*arguments)}
-            except (TimeoutError, TypeError, ValueError) as error:
-                reply = {"error": str(error), "late": isinstance(error, TimeoutError)}
-            _send(connection, reply, CONNECT_S)
-
-    Listener(listening, token, _purpose(listening.getsockname()), answer, "meeting")
-    return table
+    listener = Listener(listening, token, _purpose(listening.getsockname()), ACCEPT_SHARE)
+    threading.Thread(target=Host(listener).serve, name="meeting", daemon=True).start()
 
 
 class Remote:
-    """The same in another process; each request has a connection to itself, as some wait for others."""
+    """A table in rank 0. Each request has a connection to itself, as some wait for others."""
 
     def __init__(self, address: tuple[str, int], token: bytes, patience_s: float = CONNECT_S) -> None:
         """``patience_s``: for rank 0 to let this one in, which it does once it has imported all that it needs."""
         self._address, self._token, self._patience_s = address, token, patience_s
-        self._idle: list[socket.socket] = []
+        self._idle: list[Connection] = []
         self._lock = threading.Lock()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Callable[..., Any]:
         if name not in _OPERATIONS:
             raise AttributeError(name)
-        return lambda *arguments: self._ask(name, arguments)
+        return lambda *arguments: self._ask(self._taken(), name, arguments)
 
-    def _ask(self, name: str, arguments: tuple[Any, ...]) -> Any:
-        waits_s = arguments[-1] if name in ("get", "wait") else 0.0
+    def get(self, key: str, timeout_s: float) -> bytes:
+        """TimeoutError: nobody has left anything there."""
+        return self._await([key], timeout_s, "get", key)
+
+    def wait(self, keys: Sequence[str], timeout_s: float) -> None:
+        """TimeoutError: nobody has left anything at one of them."""
+        self._await(keys, timeout_s, "wait", list(keys))
+
+    def _await(self, keys: Sequence[str], timeout_s: float, name: str, argument: Any) -> Any:
+        connection = self._taken()
+        try:
+            return self._ask(connection, name, [argument], timeout_s)
+        except TimeoutError:
+            if (missing := self.missing(list(keys))) is not None:
+                raise TimeoutError(f"no rank has left {missing!r} here within {timeout_s:g} s") from None
+        # It is the answer that is late.
+        return self._ask(self._taken(), name, [argument])
+
+    def _taken(self) -> Connection:
         with self._lock:
             connection = self._idle.pop() if self._idle else None
-        connection = connection or self._connect()
+        return connection or self._connect()
+
+    def _ask(self, connection: Connection, name: str, arguments: Sequence[Any], within_s: float = _SLACK_S) -> Any:
+        """The answer of rank 0. TimeoutError: it has not come; ConnectionError: rank 0 has ended."""
         try:
-            _send(connection, [name, arguments], CONNECT_S)
-            reply = _receive(connection, waits_s + _SLACK_S)
+            connection.send(pack({"name": name, "arguments": arguments}))
+            reply = _next_message(connection, Deadline(within_s))
         except BaseException:
+            # What comes late comes to nobody.
             connection.close()
             raise
         with self._lock:
             self._idle.append(connection)
         if "error" in reply:
-            raise (TimeoutError if reply["late"] else RuntimeError)(reply["error"])
+            raise RuntimeError(reply["error"])
         return reply["result"]
 
-    def _connect(self) -> socket.socket:
-        deadline = Deadline(self._patience_s)
+    def _connect(self) -> Connection:
+        deadline, endpoint = Deadline(self._patience_s), endpoint_of(*self._address)
         while True:
             try:
-                return self._knock(deadline)
+                within_s = deadline.at_most(CONNECT_S).left()
+                return connect(endpoint, self._token, _purpose(self._address), within_s)
             except OSError as error:
                 # Of hundreds that come at once some are hung up on, or have no room in the line.
                 if deadline.over(_PAUSE_S):
@@ -172,20 +225,20 @@ class Remote:
                     raise type(error)(text) from error
                 time.sleep(_PAUSE_S)
 
-    def _knock(self, deadline: Deadline) -> socket.socket:
-        connection = socket.create_connection(self._address, deadline.at_most(CONNECT_S).left())
-        try:
-            prove(connection, self._token, _purpose(self._address), deadline)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
+
+def _next_message(connection: Connection, deadline: Deadline) -> dict[str, Any]:
+    while True:
+        if payloads := connection.payloads(1):
+            return unpack(payloads[0])
+        connection.wait(deadline.left())
+        connection.flush()
+        connection.receive()
 
 
 class MeetingStore(dist.Store):
     """torch's view of a table. torch calls it from its own threads, by the names of its C++ class too."""
 
-    def __init__(self, table: Table | Remote, timeout_s: float) -> None:
+    def __init__(self, table: Remote, timeout_s: float) -> None:
         super().__init__()
         self._table, self._timeout_s = table, timeout_s
         self._clones: list[MeetingStore] = []
@@ -207,7 +260,7 @@ class MeetingStore(dist.Store):
         return self._table.compare_set(key, _bytes(expected_value), _bytes(desired_value))
 
     def check(self, keys: list[str]) -> bool:
-        return self._table.check(keys)
+        return self._table.missing(keys) is None
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         self._table.wait(keys, timeout.total_seconds() if timeout else self._timeout_s)
@@ -245,17 +298,3 @@ def _purpose(address: tuple[Any, ...]) -> bytes:
 
 def _bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
-
-
-def _send(connection: socket.socket, message: Any, within_s: float) -> None:
-    data = msgpack.packb(message)
-    connection.settimeout(within_s)
-    connection.sendall(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
-
-
-def _receive(connection: socket.socket, within_s: float) -> Any:
-    deadline = Deadline(within_s)
-    size = int.from_bytes(receive(connection, _LENGTH_BYTES, deadline), "big")
-    if size > _MOST_BYTES:
-        raise ConnectionError(f"a message of {size} bytes")
-    return msgpack.unpackb(receive(connection, size, deadline))

@@ -19,7 +19,7 @@ from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.desk import LEASE_S, Desk, Parked
 from relax_hpc.transfer_queue.eventlog import EventLog
 from relax_hpc.transfer_queue.journal import Journal
-from relax_hpc.transfer_queue.listener import Listener
+from relax_hpc.transfer_queue.listener import Listener, listen
 from relax_hpc.transfer_queue.media import MediaStore
 from relax_hpc.transfer_queue.plan import SUPERVISOR, Plan
 from relax_hpc.transfer_queue.requests import Refused, Request, parse
@@ -75,7 +75,7 @@ class Controller(Desk):
         self._replay()
         self._end_former_groups()
         self._sweep()
-        self.listener = Listener(host, run.token(), purpose_of(epoch))
+        self.listener = Listener(listen(host), run.token(), purpose_of(epoch))
         self.endpoint = self.listener.endpoint
 
     # -- start -------------------------------------------------------------------------------------------------

@@ -135,6 +135,12 @@ class Connection:
     def close(self) -> None:
         self.socket.close()
 
+    def wait(self, seconds: float) -> None:
+        """Until something has come, or what was kept can be sent, or so many ``seconds`` have passed."""
+        poll = select.poll()
+        poll.register(self.socket, select.POLLIN | (select.POLLOUT if self.waits else 0))
+        poll.poll(1000 * seconds)
+
 
 class Knock:
     """A connection in the making, from the connecting end: nothing is said to who has not proven what it is.
@@ -196,6 +202,14 @@ def connect(endpoint: str, token: bytes, purpose: bytes, seconds: float) -> Conn
         return made
     knock.close()
     raise TimeoutError(f"{endpoint}: no proof of the run's token in {seconds:g} s")
+
+
+def endpoint_of(host: str, port: int) -> str:
+    """
+    >>> endpoint_of("127.0.0.1", 80), endpoint_of("::1", 80)
+    ('tcp://127.0.0.1:80', 'tcp://[::1]:80')
+    """
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def wake(endpoint: str, seconds: float) -> None:

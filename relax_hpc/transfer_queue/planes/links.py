@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable
 
-from relax_hpc.rendezvous.open_files import connection_limit
-from relax_hpc.transfer_queue.proof import ANSWER_BYTES, GREETING_BYTES, PROOF_BYTES, PROOF_S, Challenge, Response
+from relax_hpc.transfer_queue.lobby import Lobby
+from relax_hpc.transfer_queue.proof import GREETING_BYTES, PROOF_BYTES, Response
 
 MAX_CONNECTIONS = 1024
-"""Of one listener; whoever comes then is turned away, and reads by another plane."""
-MAX_UNPROVEN = 64
-"""Of those, each of which has a thread."""
+"""Of one listener, each of which has a thread; whoever comes then is turned away, and reads by another plane."""
 CONNECT_S = 10.0
 """For a peer to be reached and to prove what it is. A dead maker's port may have gone to somebody who says nothing."""
 _PIECE_BYTES = 1 << 20
-_PAUSE_S = 0.1
-_REST_S = 0.01
+ACCEPT_SHARE = 0.1
+"""Of the time of a role, which has other things to do: what whoever floods it with connections gets, and as much again
+for their ends."""
 CLOSE_S = 5.0
 
 
@@ -92,21 +92,11 @@ def prove(connection: socket.socket, token: bytes, purpose: bytes, deadline: Dea
     response.check(proof)
 
 
-def demand_proof(connection: socket.socket, token: bytes, purpose: bytes) -> None:
-    """The listening end's part of `prove`, within PROOF_S."""
-    deadline, challenge = Deadline(PROOF_S), Challenge(token, purpose)
-    connection.settimeout(deadline.left())
-    connection.sendall(challenge.greeting)
-    proof, _ = challenge.check(receive(connection, ANSWER_BYTES, deadline))
-    connection.settimeout(deadline.left())
-    connection.sendall(proof)
-
-
 class Listener:
     """Serves each connection in a thread of its own: a slow, broken or hostile peer harms its own connection alone.
 
     ``serve`` gets those that have proven that they hold ``token``; it returns, or raises an OSError, when the
-    connection is to be closed.
+    connection is to be closed. Until then they share one thread: strangers make no others, however many come and go.
     """
 
     def __init__(
@@ -119,75 +109,58 @@ class Listener:
         check: Callable[[socket.socket], None] = lambda _: None,
     ) -> None:
         """``purpose``: what readers must mean, see `prove`; ``check``: OSError for who need not even be asked."""
-        self._listening, self._token, self._purpose, self._serve, self._name = listening, token, purpose, serve, name
-        self._check = check
-        self._limit = connection_limit()
+        self._listening, self._serve, self._name = listening, serve, name
+        self._selector = selectors.DefaultSelector()
+        self._lobby = Lobby(listening, token, purpose, self._selector, ACCEPT_SHARE, check)
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._open: dict[socket.socket, threading.Thread] = {}
-        self._unproven: dict[socket.socket, None] = {}
-        """Those that came first at first."""
-        self._thread = threading.Thread(target=self._accept, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._let_in, name=name, daemon=True)
         self._thread.start()
 
-    def _accept(self) -> None:
+    def _let_in(self) -> None:
+        lobby = self._lobby
         while not self._closing.is_set():
-            try:
-                self._start(self._listening.accept()[0])
-            except (OSError, RuntimeError):
-                # No file descriptor or thread is to be had, or this is the end.
-                self._closing.wait(_PAUSE_S)
+            ready = [key.data for key, _ in self._selector.select(lobby.patience())]
+            for number in ready:
+                if number is not None and (known := lobby.hear(number)):
+                    self._start(known[0])
+            # Who has just proven itself has done so before others come.
+            lobby.end_overdue()
+            if None in ready and not self._closing.is_set():
+                lobby.accept()
+        lobby.close()
+        self._selector.close()
 
     def _start(self, connection: socket.socket) -> None:
         self._open = {one: thread for one, thread in self._open.items() if thread.is_alive()}
-        crowded = len(self._open) >= MAX_CONNECTIONS or connection.fileno() >= self._limit
-        if crowded or len(self._unproven) >= MAX_UNPROVEN:
-            self._end_oldest_unproven()
-        if crowded:
+        if len(self._open) >= MAX_CONNECTIONS:
             connection.close()
             return
-        with self._lock:
-            self._unproven[connection] = None
+        connection.settimeout(None)
         thread = threading.Thread(target=self._run, args=(connection,), name=f"{self._name}-reader", daemon=True)
         try:
             thread.start()
         except RuntimeError:
-            self._forget(connection)
-            raise
+            # No thread is to be had.
+            connection.close()
+            return
         self._open[connection] = thread
-
-    def _end_oldest_unproven(self) -> None:
-        """It has had its time; and who floods this process with connections does not get all of its own."""
-        with self._lock:
-            oldest = next(iter(self._unproven), None)
-            self._unproven.pop(oldest, None)
-        if oldest is not None:
-            self._hang_up(oldest)
-        self._closing.wait(_REST_S)
 
     def _run(self, connection: socket.socket) -> None:
         try:
             with contextlib.suppress(OSError):
-                self._check(connection)
-                demand_proof(connection, self._token, self._purpose)
-                with self._lock:
-                    self._unproven.pop(connection, None)
                 self._serve(connection)
         finally:
-            self._forget(connection)
-
-    def _forget(self, connection: socket.socket) -> None:
-        # Not while `close` has its number in hand, which the next file could get.
-        with self._lock:
-            self._unproven.pop(connection, None)
-            connection.close()
+            # Not while `close` has its number in hand, which the next file could get.
+            with self._lock:
+                connection.close()
 
     def close(self) -> None:
         """Turn everybody away and end the threads."""
         self._closing.set()
         self._hang_up(self._listening)
         self._thread.join(CLOSE_S)
-        self._listening.close()
         for connection in self._open:
             self._hang_up(connection)
         for thread in self._open.values():
