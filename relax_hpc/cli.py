@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from relax_hpc.config.clean import COMMAND_LINE, Mistake, near
 from relax_hpc.config.load import Layers, build, compose, gather, load_resolved, print_config, resolve
 from relax_hpc.config.options import OptionError, explain, split_groups, without
 from relax_hpc.config.schema import Config
-from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, RelaxError
+from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, Mistakes, RelaxError
 from relax_hpc.rendezvous.process import PRIVATE_UMASK
 from relax_hpc.rundir import RunDir
 
@@ -107,13 +106,8 @@ def _with_other_mistakes(wrong: list[OptionError], given: dict[str, Any], comman
 def findings_of(config: Config, layers: Layers) -> list[str]:
     """Everything that is wrong with a configuration: mistakes of its layers, and what `check` finds about the rest."""
     texts = [mistake.text for mistake in layers.mistakes if mistake.text]
-    if not all(mistake.key for mistake in layers.mistakes):
-        # A whole layer is missing: of the rest most would be said of what stands in it.
-        return texts
-    wrong = [mistake.key for mistake in layers.mistakes]
-    about_wrong = re.compile("|".join(rf"(?<![\w.]){re.escape(key)}(?![\w])" for key in wrong) or "(?!)")
-    rest = [layers.placed(finding) for finding in check_request(config) if not about_wrong.search(finding)]
-    return texts + rest
+    rest = [] if layers.lack_one else [one for one in check_request(config) if not layers.explain(one)]
+    return texts + [layers.placed(finding) for finding in rest]
 
 
 def _handle(command: Command, given: dict[str, Any]) -> int:
@@ -180,9 +174,10 @@ def _submit(given: dict[str, Any]) -> int:
     layers = _layers(given)
     if layers is None:
         return EXIT_DONE
-    if build(Config, layers.tree).layout == "local" and build(Config, layers.tree).site.name == "":
-        raise ConfigError("layout: found 'local', allowed with submit: het or jobs, or local with a site; see run")
-    config = _sound(layers, resume)
+    asked, wrong = build(Config, layers.tree), list[str]()
+    if asked.layout == "local" and asked.site.name == "":
+        wrong.append("layout: found 'local', allowed with submit: het or jobs, or local with a site; see run")
+    config = _sound(layers, resume, wrong)
     from relax_hpc.launch.slurm.commands import Slurm
     from relax_hpc.launch.slurm.submit import submit
     from relax_hpc.launch.slurm.whereabouts import check_gone
@@ -240,15 +235,16 @@ def notes_of(config: Config) -> list[str]:
     return list(notes(config))
 
 
-def _sound(layers: Layers, resume: bool) -> Config:
-    """The whole configuration of a run that may begin, or go on. ConfigError: everything that is wrong with it."""
-    config, wrong = resolve(build(Config, layers.tree)), []
-    try:
+def _sound(layers: Layers, resume: bool, wrong: Sequence[str] = ()) -> Config:
+    """The whole configuration of a run that may begin, or go on. ConfigError: everything that is wrong with it,
+    ``wrong`` among it."""
+    config, mistakes = resolve(build(Config, layers.tree)), Mistakes()
+    mistakes.add(*wrong)
+    with mistakes:
         _check_run_dir(RunDir(Path(config.run_dir)), resume)
-    except ConfigError as error:
-        wrong += error.mistakes
-    if wrong := [*wrong, *findings_of(config, layers)]:
-        raise ConfigError(*wrong)
+    mistakes.found = [one for one in mistakes.found if not layers.explain(one)]
+    mistakes.add(*findings_of(config, layers))
+    mistakes.refuse()
     for note in notes_of(config):
         print(f"relax-hpc: note: {note}", file=sys.stderr)
     return config

@@ -26,6 +26,39 @@ class ConfigError(RelaxError):
         self.mistakes = mistakes
 
 
+class Mistakes:
+    """What is wrong in several places, to be said at once: a block ends at its first mistake, and the next one begins.
+
+    >>> mistakes = Mistakes()
+    >>> for value in ("x", "2", "y"):
+    ...     with mistakes:
+    ...         if not value.isdigit():
+    ...             raise ConfigError(f"found {value}")
+    >>> mistakes.found
+    ['found x', 'found y']
+    """
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> bool:
+        if isinstance(error, ConfigError):
+            self.add(*error.mistakes)
+        return isinstance(error, ConfigError)
+
+    def add(self, *texts: str) -> None:
+        """Each is kept once."""
+        self.found += [text for text in texts if text not in self.found]
+
+    def refuse(self) -> None:
+        """ConfigError with all of them, if there are any."""
+        if self.found:
+            raise ConfigError(*self.found)
+
+
 class NoProgressError(RelaxError):
     """The run is going in circles (crash loop, everything filtered); it stops instead of burning nodes."""
 

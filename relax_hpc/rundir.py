@@ -10,7 +10,7 @@ import secrets
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from relax_hpc.errors import ConfigError
 
@@ -53,8 +53,12 @@ def read_map(path: Path, **kinds: type | tuple[type, ...]) -> dict[str, Any]:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
-    sound = isinstance(value, dict) and all(isinstance(value.get(name), kind) for name, kind in kinds.items())
-    return value if sound else {}
+    return value if is_map(value, **kinds) else {}
+
+
+def is_map(value: object, **kinds: type | tuple[type, ...]) -> TypeGuard[dict[str, Any]]:
+    """Whether it is a mapping whose entries of these names are of these kinds; what it lacks counts as null."""
+    return isinstance(value, dict) and all(isinstance(value.get(name), kind) for name, kind in kinds.items())
 
 
 def write_numbered(folder: Path, suffix: str, data: bytes = b"") -> Path:

@@ -326,6 +326,28 @@ def test_a_mistake_hides_what_would_follow_from_it(tmp_path: Path, capsys: pytes
     assert capsys.readouterr().out.splitlines() == ["command line: groups_per_step: found 0 (int), allowed: at least 1"]
 
 
+@pytest.mark.parametrize("command", ["check", "doctor", "run", "submit"])
+def test_a_file_that_cannot_be_read_is_the_one_mistake_that_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    """The run whose model and data it names would be found to have neither."""
+    path = tmp_path / "run.yaml"
+    assert main([command, "--config", str(path), "--run_dir", str(tmp_path / "run")]) == EXIT_CONFIG
+    said = "".join(capsys.readouterr()).splitlines()
+    assert len(said) == 1 and f"{path}: cannot be read: No such file" in said[0]
+
+
+def test_the_doctor_says_nothing_that_follows_from_a_mistake(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--config", QUICKSTART, "--run_dir", str(tmp_path / "run"), "--queue.max_rows", "5"]
+    assert main(["doctor", *words, "--groups_per_step", "0"]) == EXIT_CONFIG
+    said = capsys.readouterr().out.splitlines()
+    assert [line for line in said if not line.startswith("ok ")] == [
+        "error    command line: groups_per_step: found 0 (int), allowed: at least 1"
+    ]
+
+
 def test_options_are_frozen() -> None:
     assert frozen() == FROZEN.read_text(), f"the options changed; if that is wanted, tell users and run: {REGENERATE}"
 

@@ -117,6 +117,15 @@ def test_every_mistake_of_every_layer_is_told_with_its_line(tmp_path: Path) -> N
     assert layers.placed("threads: found 1") == "threads: found 1"
 
 
+def test_a_mapping_all_of_whose_lines_are_comments_says_nothing(tmp_path: Path) -> None:
+    path = write(
+        tmp_path, "a.yaml", "groups:\n  # actor: {roles: [actor]}\nsite:\n  env:\n  options:\ndata:\n  eval:\n"
+    )
+    assert load([path]) == load([])
+    below = write(tmp_path, "b.yaml", "site: {env: {A: '1'}}")
+    assert load([below, path]).site.env == {"A": "1"}
+
+
 def test_unreadable_files(tmp_path: Path) -> None:
     write(tmp_path, "base.yaml", "")
     with pytest.raises(ConfigError, match=r"bse\.yaml: cannot be read: No such file.*did you mean .*base\.yaml"):

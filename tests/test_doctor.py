@@ -291,6 +291,21 @@ def test_what_a_qos_allows(fake: FakeSlurm, tmp_path: Path, row: str, expected: 
         assert not [line for line in bad(found) if "qos" in line]
 
 
+@pytest.mark.parametrize(
+    ("said", "key"),
+    [
+        ("Invalid account or account/partition combination specified", "site.account, site.partition"),
+        ("Invalid qos specification", "site.qos"),
+    ],
+)
+def test_an_account_that_nobody_but_sbatch_knows_of(fake: FakeSlurm, tmp_path: Path, said: str, key: str) -> None:
+    fake.remove("sacctmgr")
+    fake.answer("sbatch", err=f"allocation failure: {said}\n", code=1, match="--test-only")
+    found = diagnose(make(tmp_path, site(account="x", qos="y")), Slurm())
+    expect(found, f"error: run.sbatch: sbatch --test-only refuses it: .*{said}; see {key}$")
+    expect(found, f"{NO_ACCOUNTS} but by sbatch --test-only")
+
+
 def test_sbatchs_own_opinion(fake: FakeSlurm, tmp_path: Path) -> None:
     fake.answer("sbatch", err="allocation failure: Requested reservation is invalid\n", code=1, match="--test-only")
     found = diagnose(make(tmp_path, {}), Slurm())
@@ -405,6 +420,24 @@ def test_a_run_directory_that_is_not_shared(
     # Where all nodes are one machine, every filesystem will do.
     fake.set(nodes=[f"node{n}|main*|idle|8|64000|127.0.0.1|gpu:4" for n in range(4)])
     assert not [line for line in bad(diagnose(make(tmp_path, {}), Slurm())) if "run_dir" in line]
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("exec sleep 60", "warning: site.setup: not checked: .*timed out after 0.1 seconds"),
+        ("kill -9 $$", "error: site.setup: bash cannot read it: it ended with code -9"),
+    ],
+)
+def test_a_bash_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, expected: str
+) -> None:
+    bash = tmp_path / "bash"
+    bash.write_text(f"#!/bin/sh\n{script}\n")
+    bash.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(doctor_host, "SETUP_TIMEOUT_S", 0.1)
+    expect(list(doctor_host.check_settings(make(tmp_path, site(setup=["module purge"])))), expected)
 
 
 def test_names_of_filesystems() -> None:

@@ -253,6 +253,49 @@ def test_what_cannot_be_written_is_an_error_that_teaches(overrides: dict[str, An
         render(compose(FOUR, "het", **overrides))
 
 
+MANY = {
+    "run_dir": "/a%j",
+    "name": "a\nb",
+    "site.options": {"--qos": "a", "no-requeue": "", "chdir": "/"},
+    "site.srun_options": {"mpi": "none", "-x": "1"},
+    "site.env": {"A=1": "x", "B;": "x"},
+    "site.container": {"runtime": "apptainer", "mounts": ["a", "b,c"]},
+    "site.mpi.launcher": "pmix",
+    "data.train": "/a:b/train.jsonl",
+    "groups": {"actor": {"resources": {"memory": "all"}}, "rollout": {"resources": {"memory": "2 G"}}},
+}
+
+
+@pytest.mark.parametrize("layout", ["het", "jobs"])
+def test_all_that_cannot_be_written_is_told_at_once(layout: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        render(compose(FOUR, layout, **MANY))
+    keys = sorted(mistake.partition(": ")[0] for mistake in caught.value.mistakes)
+    assert keys == [
+        "groups.actor.resources.memory", "groups.rollout.resources.memory", "name",
+        "options", "options.chdir", "options.no-requeue", "run_dir", "site.container.image",
+        "site.container.mounts", "site.container.mounts", "site.container.runtime", "site.env", "site.env",
+        "site.mpi.launcher", "site.srun_options", "site.srun_options.mpi",
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match=r"site\.container\.image: found nothing with runtime pyxis"):
+        render(compose(FOUR, layout, **{"site.container.runtime": "pyxis"}))
+
+
+@pytest.mark.parametrize("layout", ["het", "jobs", "local"])
+def test_all_for_which_a_layout_cannot_be_had_is_told_at_once(layout: str) -> None:
+    own = {"time": "soon"} if layout == "jobs" else {}
+    groups = {"actor": {"resources": {"nodes": 3, **own}}, "rollout": {"env": {"CUDA_VISIBLE_DEVICES": "0"}}}
+    with pytest.raises(ConfigError) as caught:
+        render(
+            compose(FOUR, layout, groups=groups, **{"rollout.replicas": 7, "slurm.time": "5", "slurm.signal_s": 300})
+        )
+    keys = [mistake.partition(": ")[0] for mistake in caught.value.mistakes]
+    wanted = {"slurm.signal_s"} | ({"groups.actor.resources.time"} if layout == "jobs" else set())
+    nodes = {f"groups.{name}.resources.nodes" for name in ("rollout", "actor")}
+    uneven = {"rollout.replicas", "groups.actor.resources.nodes", "groups.rollout.env.CUDA_VISIBLE_DEVICES"}
+    assert {*keys} >= wanted | (nodes if layout == "local" else uneven), keys
+
+
 # -- hostile values ----------------------------------------------------------------------------------------------
 
 

@@ -226,6 +226,30 @@ def test_an_empty_run_and_one_without_steps(tmp_path: Path) -> None:
     assert found["notes"] == ["pace and split are of 0 steps, 5 or more would say more"]
 
 
+def test_files_and_lines_that_are_no_spans_of_ours_change_nothing(run: RunDir) -> None:
+    before, folder = report(run), run.logs("actor", 1)
+    clock = {"role": "actor", "monotonic": 0, "wall": ORIGIN, "boot": "b", "began": 0}
+    span = {"role": "actor", "what": "train", "step": 9, "start": 1, "end": 2}
+    odd = [clock | {"boot": None}, clock | {"wall": "now"}, {"wall": 1}, span | {"start": "x"}, span | {"role": ["a"]}]
+    odd += [span | {"what": None}, span | {"step": "9"}, span | {"peer": 7}, {"ended": "x"}, {}, [], "x", None]
+    lines = [json.dumps(line) for line in odd] + ["[" * 100_000, json.dumps(span | {"end": 1}).replace("1", "1e999")]
+    lines += [
+        json.dumps(span).replace('"start": 1', f'"start": {wrong}') for wrong in ("NaN", "1" + "0" * 400, "-1e200")
+    ]
+    with (folder / "spans-actor-0.jsonl").open("a") as file:
+        file.write("\n".join(["", *lines, ""]))
+    whole = "\n".join(json.dumps(line) for line in (clock, span, {"ended": 3}))
+    for number, name in enumerate(
+        ("spans-actor-0 (copy).jsonl", "spans-.jsonl", "spans-rollout-0.jsonl", "spans-a-b.jsonl")
+    ):
+        (folder / name).write_text("\n".join(lines) if number == 1 else whole)
+    (folder / "spans-actor-1.jsonl").mkdir()
+    os.mkfifo(folder / "spans-actor-2.jsonl")
+    (run.root / "logs/actor/epoch-backup").mkdir()
+    (run.root / "logs/actor/epoch-backup/spans-actor-0.jsonl").write_text(whole)
+    assert report(run) == before
+
+
 def test_a_live_run_lasts_until_now(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", layout="local")
     incarnation(run, "rollout", 0, [("start", 0, 4), ("generate", 4, 10, 0)], None)

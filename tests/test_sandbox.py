@@ -6,7 +6,9 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -39,6 +41,13 @@ ranks = np.zeros(MPI.COMM_WORLD.Get_size(), "i4")
 MPI.COMM_WORLD.Allgather(np.array([MPI.COMM_WORLD.Get_rank()], "i4"), ranks)
 print(os.environ["SLURMD_NODENAME"], ranks.sum())
 """
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """pytest's own names are too long for the sockets of a sandbox."""
+    with tempfile.TemporaryDirectory(prefix="relax-", dir="/tmp") as name:
+        yield Path(name)
 
 
 def batch(sandbox: Sandbox, folder: Path, script: str, *options: str) -> int:
@@ -185,31 +194,34 @@ def test_plain_user() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["up", "/tmp/" + "x" * 80], "85 bytes, allowed 64"),
-        (["up", "/tmp/a b"], "found '/tmp/a b', allowed letters"),
-        (["up", "/tmp/x", "--nodes", "0"], "nodes: found 0, allowed 1 to 60, or 0 beside declared ones"),
-        (["up", "/tmp/x", "--declared", "big[1-2]; x"], "found 'big[1-2]; x', allowed: names and sizes"),
-        (["up", "/tmp/x", "--bind", "--cpus", "1024"], "cpus: found 1024 with bind, allowed: up to the "),
-        (["up", "/tmp/x", "--extra", "no setting"], "allowed one line of slurm.conf"),
-        (["up", "/tmp/x", "/tmp/y"], "allowed one DIR"),
+        (["up", "DIR/" + "x" * 80], "allowed 64: the kernel takes no unix socket"),
+        (["up", "DIR/a b"], "/a b', allowed letters"),
+        (["up", "DIR/x", "--nodes", "0"], "nodes: found 0, allowed 1 to 60, or 0 beside declared ones"),
+        (["up", "DIR/x", "--declared", "big[1-2]; x"], "found 'big[1-2]; x', allowed: names and sizes"),
+        (["up", "DIR/x", "--bind", "--cpus", "1024"], "cpus: found 1024 with bind, allowed: up to the "),
+        (["up", "DIR/x/y", "--port", "1"], "port: 1 of 127.0.0.1 is in use"),
+        (["up", "DIR/x", "--extra", "no setting"], "allowed one line of slurm.conf"),
+        (["up", "DIR/x", "DIR/y"], "allowed one DIR"),
         (["explode"], "explode: unknown verb, allowed: up, down"),
-        (["status", "/tmp/no/sandbox/here"], "found no sandbox in /tmp/no/sandbox/here"),
+        (["status", "DIR/no/sandbox/here"], "/no/sandbox/here, start one with up"),
         (["kill-node"], "found no NODE"),
-        (["down", "/tmp/x", "--nodes", "3"], "takes no --nodes"),
-        (["status", "/tmp/x", "--down"], "takes no --down"),
+        (["down", "DIR/x", "--nodes", "3"], "takes no --nodes"),
+        (["status", "DIR/x", "--down"], "takes no --down"),
     ],
 )
-def test_wrong_use_teaches(
-    words: list[str], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_wrong_use_teaches_and_leaves_nothing(
+    words: list[str], says: str, short_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "missing", list)
-    assert command.run(words) == EXIT_CONFIG
+    monkeypatch.setattr(machine, "_taken", lambda chosen: chosen.port if chosen.port == 1 else None)
+    assert command.run([word.replace("DIR", str(short_folder)) for word in words]) == EXIT_CONFIG
     message = capsys.readouterr().err
     assert says in message and message.count("\n") == 1
+    assert not list(short_folder.iterdir())
 
 
-def test_unfit_machine_teaches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "x"
+def test_unfit_machine_teaches(short_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = short_folder / "x"
     monkeypatch.setattr(machine, "missing", lambda: ["munged", "slurmctld"])
     with pytest.raises(ConfigError, match=r"no munged, slurmctld .*apt-get install .* munge slurm-wlm"):
         cluster.up(folder)

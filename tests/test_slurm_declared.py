@@ -154,7 +154,7 @@ def test_memory_of_the_hub_alone_is_refused() -> None:
             render(config)
         config.groups[name].resources.memory = "0"
     config.groups["rollout"].resources = config.groups["rollout"].resources.__class__(options={"mem-per-cpu": "4G"})
-    with pytest.raises(ConfigError, match=r"groups.rollout.resources.memory: found none"):
+    with pytest.raises(ConfigError, match=r"rollout.resources.memory: found none beside mem-per-cpu 4G, with which"):
         render(config)
 
 

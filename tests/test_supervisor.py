@@ -31,6 +31,7 @@ from relax_hpc.rundir import RunDir
 from tests.queue_helpers import make_run
 
 DEADLINE_S = 20.0
+FULL = OSError(28, "No space left on device")
 ROLE = """
 import json, os, signal, sys
 what, mark = sys.argv[1:]
@@ -211,15 +212,20 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 # -- ends of groups ----------------------------------------------------------------------------------------------------
 
 
+def at_first_in_vain(act: Callable[..., Any], *fails: BaseException) -> Callable[..., Any]:
+    """``act``, each of whose first calls fails with one of ``fails``."""
+    left = list(fails)
+
+    def acting(*about: Any) -> Any:
+        if left:
+            raise left.pop(0)
+        return act(*about)
+
+    return acting
+
+
 def test_what_cannot_be_started_at_the_beginning_is_tried_again(world: World) -> None:
-    start, fails = world.start, [Unavailable("no answer")]
-
-    def at_first_in_vain(*about: Any) -> Incarnation:
-        if fails:
-            raise fails.pop()
-        return start(*about)
-
-    world.start, world.plans = at_first_in_vain, {"rollout": ["done:0"]}
+    world.start, world.plans = at_first_in_vain(world.start, Unavailable("no answer")), {"rollout": ["done:0"]}
     assert world.supervise("rollout") is Outcome.FINISHED
     assert world.started == [("rollout", 2)]
 
@@ -240,14 +246,7 @@ def test_a_wait_for_a_group_ends_in_good_order_at_its_limit(world: World, since_
 
 
 def test_a_disk_that_fills_at_the_beginning_is_waited_for(world: World) -> None:
-    start, fails = world.start, [OSError(28, "No space left on device")]
-
-    def at_first_in_vain(*about: Any) -> Incarnation:
-        if fails:
-            raise fails.pop()
-        return start(*about)
-
-    world.start, world.plans = at_first_in_vain, {"rollout": ["done:0"]}
+    world.start, world.plans = at_first_in_vain(world.start, FULL), {"rollout": ["done:0"]}
     assert world.supervise("rollout") is Outcome.FINISHED
 
 
@@ -255,19 +254,13 @@ def test_a_stop_that_a_full_disk_does_not_take_is_asked_for_again(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.config.liveness.longest_wait_s = 60.0
-    ask, fails = requests.ask_to_stop, [OSError(28, "No space left on device")]
-
-    def at_first_in_vain(*about: Any) -> None:
-        if fails:
-            raise fails.pop()
-        ask(*about)
 
     def wait() -> None:
         world.supervisor.lookout.lacking = {"actor": {"why": "is not there", "since_s": 61.0}}
 
-    monkeypatch.setattr(requests, "ask_to_stop", at_first_in_vain)
+    monkeypatch.setattr(requests, "ask_to_stop", at_first_in_vain(requests.ask_to_stop, FULL))
     assert world.supervise("hub", "rollout", then=wait) is Outcome.STOPPED
-    assert not fails and requests.asked_to_stop(world.run)["code"] == EXIT_RETRY
+    assert requests.asked_to_stop(world.run)["code"] == EXIT_RETRY
 
 
 @pytest.mark.parametrize(("fault", "words"), [("crashes", "ended with code 1"), ("killed", "ended by signal 9")])

@@ -161,7 +161,7 @@ def _request(config: Config) -> Findings:
     try:
         render(resolve(config))
     except ConfigError as problem:
-        yield str(problem)
+        yield from problem.mistakes
 
 
 def _colocate(config: Config) -> Findings:

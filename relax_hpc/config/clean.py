@@ -100,6 +100,8 @@ class Cleaner:
         self.mistake(dotted, f"unknown key, allowed: {', '.join(siblings)}{hint}")
 
     def _map(self, item: Any, value: Any, key: str) -> Any:
+        # As of a section: `groups:` with nothing but comments below it.
+        value = {} if value is None else value
         if not isinstance(value, Mapping):
             return self._wrong(key, value, "a mapping of names to values")
         found = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import re
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -39,6 +40,16 @@ class Layers:
         while key and key not in self.sources:
             key = key.rpartition(".")[0]
         return f"{self.sources[key].at(key)}: {finding}" if key else finding
+
+    @property
+    def lack_one(self) -> bool:
+        """Whether a whole layer could not be read: most that is found is then about what stands in it."""
+        return not all(mistake.key for mistake in self.mistakes)
+
+    def explain(self, finding: str) -> bool:
+        """Whether ``finding`` may follow from a mistake: it speaks of a key that has its default for that reason."""
+        wrong = "|".join(re.escape(mistake.key) for mistake in self.mistakes)
+        return self.lack_one or bool(wrong and re.search(rf"(?<![\w.])({wrong})(?!\w)", finding))
 
 
 def load(files: Sequence[Path | str], overrides: Mapping[str, Any] | None = None) -> Config:

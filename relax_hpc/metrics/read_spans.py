@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,15 @@ from statistics import median
 from relax_hpc.metrics.accounting import Interval
 from relax_hpc.metrics.spans import MODEL_KINDS
 from relax_hpc.parts import lines_of
+from relax_hpc.rundir import is_map
+
+_FILE = re.compile(r"epoch-(\d{6})/spans-(\w+)-(\d+)\.jsonl", re.ASCII)
+_TEXT, _TIME = (str, type(None)), (int, float)
+_CLOCK = {"role": str, "boot": str, "wall": _TIME, "monotonic": _TIME, "began": (*_TIME, type(None))}
+_SPAN = {"role": str, "what": str, "step": (int, type(None)), "start": _TIME, "end": _TIME}
+_SPAN |= {"peer": _TEXT, "reason": _TEXT, "lane": _TEXT}
+_LONGEST = 1e12
+"""Seconds: what is further from now was not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,37 +65,38 @@ class Process:
 
 
 def read_spans(run_dir: Path) -> list[Span]:
-    """All spans of logs/<group>/epoch-*/spans-*.jsonl by start; torn lines are left out."""
+    """All spans of logs/<group>/epoch-*/spans-*.jsonl by start; see `read_processes`."""
     spans = (span for process in read_processes(run_dir) for span in process.spans)
     return sorted(spans, key=lambda span: span.start)
 
 
 def read_processes(run_dir: Path) -> list[Process]:
-    """All processes that wrote spans, by group, epoch and name; torn lines are left out."""
+    """All processes that wrote spans, by group, epoch and name; files and lines that are none of ours are left out."""
     offsets: dict[str, float] = {}
-    found = (_read_process(path, offsets) for path in sorted(run_dir.glob("logs/*/epoch-*/spans-*.jsonl")))
+    paths = sorted(run_dir.glob("logs/*/epoch-*/spans-*.jsonl"))
+    found = (_read_process(path, offsets) for path in paths)
     return [process for process in found if process]
 
 
 def _read_process(path: Path, offsets: dict[str, float]) -> Process | None:
     """None without a whole line that ties its clock. ``offsets`` of wall time, by boot of a machine."""
     process, offset = None, 0.0
-    for line in _lines(path):
-        if "wall" in line:
+    named = _FILE.fullmatch("/".join(path.parts[-2:]))
+    for line in _lines(path) if named and path.is_file() else ():
+        if named and is_map(line, **_CLOCK) and line["role"] == named[2]:
             offset = offsets.setdefault(line["boot"], line["wall"] - line["monotonic"])
             if process is None:
-                began, (group, epoch) = line.get("began", line["monotonic"]), path.parts[-3:-1]
-                rank = path.stem.rpartition("-")[2]
-                process = Process(group, int(epoch.rpartition("-")[2]), line["role"], rank, began + offset)
-        elif process and "ended" in line:
+                began = line["monotonic"] if line.get("began") is None else line["began"]
+                process = Process(path.parts[-3], int(named[1]), line["role"], named[3], began + offset)
+        elif process and is_map(line, ended=_TIME):
             process.ended = line["ended"] + offset
-        elif process:
+        elif process and is_map(line, **_SPAN):
             process.spans.append(_span(line, offset))
     return process
 
 
 def _span(line: dict, offset: float) -> Span:
-    about = (line.get(name, "") for name in ("peer", "reason", "lane"))
+    about = (line.get(name) or "" for name in ("peer", "reason", "lane"))
     return Span(line["role"], line["what"], line["step"], line["start"] + offset, line["end"] + offset, *about)
 
 
@@ -167,8 +178,14 @@ def _step_time(step: int, start: float, end: float, merged: dict[str, list[Inter
 
 
 def _lines(path: Path) -> Iterator[dict]:
-    for text in lines_of(path):
-        with contextlib.suppress(ValueError):
-            line = json.loads(text)
-            if isinstance(line, dict):
-                yield line
+    with contextlib.suppress(OSError):
+        for text in lines_of(path):
+            with contextlib.suppress(ValueError, RecursionError):
+                line = json.loads(text)
+                if isinstance(line, dict) and all(map(_is_sound, line.values())):
+                    yield line
+
+
+def _is_sound(value: object) -> bool:
+    """Whether it is no number that nobody measured: NaN, infinity, a year beyond all calendars."""
+    return not isinstance(value, int | float) or abs(value) < _LONGEST

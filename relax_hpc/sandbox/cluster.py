@@ -25,13 +25,15 @@ def up(folder: Path | str, wanted: Options | None = None) -> Sandbox:
     """
     folder = Path(folder).expanduser().resolve()
     machine.check(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     machine.check_owner(folder)
     saved, running = options.load(folder / "options.json"), processes.daemons(folder)
     wanted = wanted or saved or Options()
     if not running:
         machine.check_binding(wanted)
         wanted = machine.with_port(folder, wanted, saved)
+        # What is refused leaves no folder behind; somebody else may have made it by now.
+        folder.mkdir(parents=True, exist_ok=True)
+        machine.check_owner(folder)
         files.write(folder, wanted)
         options.save(wanted, folder / "options.json")
     elif saved is None or replace(wanted, port=wanted.port or saved.port) != saved:

@@ -52,8 +52,8 @@ def check(folder: Path) -> None:
 
 
 def check_owner(folder: Path) -> None:
-    """ConfigError unless `folder` is ours."""
-    if folder.stat().st_uid != os.getuid():
+    """ConfigError if `folder` is there and not ours."""
+    if folder.exists() and folder.stat().st_uid != os.getuid():
         raise ConfigError(f"sandbox: folder: {folder} is another user's, choose one of your own")
 
 

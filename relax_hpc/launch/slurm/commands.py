@@ -29,6 +29,7 @@ from relax_hpc.launch.slurm.answers import (
     split_fields,
     split_words,
 )
+from relax_hpc.launch.slurm.ask import ask
 
 __all__ = ["PROGRAMS", "Job", "Node", "Slurm", "SlurmError", "clean_environment", "parse_time"]
 
@@ -242,15 +243,7 @@ class Slurm:
 
     def _try(self, argv: list[str], timeout_s: float, both: bool, forgive: tuple[str, ...]) -> str:
         try:
-            done = subprocess.run(
-                argv,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=max(timeout_s, 0.01),
-                env=clean_environment(),
-            )
+            done = ask(argv, max(timeout_s, 0.01), clean_environment())
         except FileNotFoundError as error:
             raise SlurmError(
                 f"{argv[0]}: not found on PATH; load the site's Slurm module, or install Slurm's client programs"

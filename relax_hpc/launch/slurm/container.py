@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from relax_hpc.config.schema import Config
-from relax_hpc.errors import ConfigError
+from relax_hpc.errors import ConfigError, Mistakes
 
 
 def role_python(config: Config) -> str:
@@ -48,6 +48,17 @@ def container_srun_options(config: Config, run_dir: Path) -> list[str]:
     return [f"--container-image={_image(config)}", f"--container-mounts={bound}", "--no-container-mount-home"]
 
 
+def check_container(config: Config, run_dir: Path) -> None:
+    """ConfigError with everything for which roles could not be started in a container."""
+    if config.site.container.runtime == "none":
+        return
+    mistakes = Mistakes()
+    for look in (container_command, mounts, lambda config, _: _image(config)):
+        with mistakes:
+            look(config, run_dir)
+    mistakes.refuse()
+
+
 def _local_dir(config: Config) -> str:
     """The folder on each node's own disk that caches and staged files lie under."""
     # TMPDIR may be another one on each node: what is not mounted is not there, and a role then takes this one.
@@ -62,15 +73,17 @@ def mounts(config: Config, run_dir: Path) -> list[str]:
     data = [Path(path).parent for path in (config.data.train, *config.data.eval.values()) if path]
     models = [Path(path) for path in (config.model.path, config.model.reference_path) if path]
     named = [str(path.absolute()) for path in (run_dir, *models, *data, Path(_local_dir(config)))]
+    mistakes = Mistakes()
     for path in named:
         if ":" in path or "," in path:
-            raise ConfigError(
+            mistakes.add(
                 f"site.container.runtime: found {config.site.container.runtime} and the path {path!r}, which it cannot "
                 "mount: allowed are paths without : and ,"
             )
     for mount in config.site.container.mounts:
         if not mount.startswith("/") or "," in mount:
-            raise ConfigError(f"site.container.mounts: found {mount!r}, allowed: /path or /path:/inside, without ,")
+            mistakes.add(f"site.container.mounts: found {mount!r}, allowed: /path or /path:/inside, without ,")
+    mistakes.refuse()
     return list(dict.fromkeys([*named, *config.site.container.mounts]))
 
 

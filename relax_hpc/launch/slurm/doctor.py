@@ -28,11 +28,7 @@ __all__ = ["Finding", "diagnose", "main"]
 
 def main(config: Config, deep: bool, as_json: bool, layers: Layers | None = None) -> int:
     """Print what is found, after the line of ``layers`` that it is about; 0, or 78 if anything is an error."""
-    slurm = Slurm() if config.layout != "local" else None
-    findings = diagnose(config, slurm, deep and not (layers and layers.mistakes))
-    if layers:
-        placed = (replace(one, text=layers.placed(one.text)) if one.severity != "ok" else one for one in findings)
-        findings = [*(error(mistake.text) for mistake in layers.mistakes), *placed]
+    findings = _findings(config, deep, layers or Layers({}, {}))
     if as_json:
         print(json.dumps([_as_json(finding) for finding in findings], indent=1))
     else:
@@ -42,6 +38,16 @@ def main(config: Config, deep: bool, as_json: bool, layers: Layers | None = None
                 print(indent(finding.detail, " " * 9))
     sys.stdout.flush()
     return EXIT_CONFIG if _failed(findings) else EXIT_DONE
+
+
+def _findings(config: Config, deep: bool, layers: Layers) -> list[Finding]:
+    """Mistakes of ``layers``, and what is found about the rest."""
+    mistakes = [error(mistake.text) for mistake in layers.mistakes]
+    if layers.lack_one:
+        return mistakes
+    found = diagnose(config, Slurm() if config.layout != "local" else None, deep and not mistakes)
+    rest = [one for one in found if not layers.explain(one.text)]
+    return mistakes + [replace(one, text=layers.placed(one.text)) if one.severity != "ok" else one for one in rest]
 
 
 def diagnose(config: Config, slurm: Slurm | None, deep: bool = False) -> list[Finding]:

@@ -15,7 +15,10 @@ def check_accounts(config: Config, parts: list[Component], slurm: Slurm) -> Iter
     """Account, qos and limits of jobs, as far as the site keeps them."""
     rows = slurm.associations()
     if not rows:
-        yield warning("site.account, site.qos: not checked, as this Slurm keeps no accounts or sacctmgr is missing")
+        yield warning(
+            "site.account, site.qos: not checked but by sbatch --test-only, which says nothing of limits, as this "
+            "Slurm keeps no accounts or sacctmgr is missing"
+        )
         return
     accounts = sorted({row["Account"] for row in rows})
     for account in sorted({part.options.get("account", "") for part in parts} - {"", *accounts}):

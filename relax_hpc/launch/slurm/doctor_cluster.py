@@ -288,4 +288,7 @@ def _test_only(config: Config, slurm: Slurm) -> Iterator[Finding]:
             except SlurmError as problem:
                 if problem.transient or problem.timed_out:
                     raise
-                yield error(f"{name}: sbatch --test-only refuses it: {problem.said or problem}; see site.options")
+                said = problem.said or str(problem)
+                named = [f"site.{key}" for key in ("account", "partition", "qos") if key in said.lower()]
+                keys = ", ".join(named) or "site.options"
+                yield error(f"{name}: sbatch --test-only refuses it: {said}; see {keys}")

@@ -17,6 +17,7 @@ from relax_hpc.config.check import check
 from relax_hpc.config.groups import ranks_of
 from relax_hpc.config.schema import Config
 from relax_hpc.errors import ConfigError
+from relax_hpc.launch.slurm.ask import ask
 from relax_hpc.launch.slurm.finding import Finding, error, warning
 from relax_hpc.launch.slurm.mpi import mpi_variables, with_ranks
 from relax_hpc.launch.slurm.render import render
@@ -33,6 +34,7 @@ MIN_FREE = 256 << 20
 """For journal, logs and shards of a run with a tiny model; what larger ones need follows from their weights."""
 MIN_FILES = 20_000
 IMPORT_TIMEOUT_S = 60.0
+SETUP_TIMEOUT_S = 10.0
 _LOAD_MPI = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
 _FIND_MODULES = (
     "import importlib.util, json, sys; "
@@ -78,10 +80,17 @@ def check_settings(config: Config) -> Iterator[Finding]:
 
 def _setup(lines: list[str]) -> Iterator[Finding]:
     """Whether bash can read them: a quote that is not closed would take the rest of the batch script with it."""
-    if lines and (bash := shutil.which("bash", path=f"{os.environ.get('PATH', '')}:/bin")):
-        done = subprocess.run([bash, "-n"], input="\n".join(lines), capture_output=True, text=True, timeout=10)
-        if done.returncode:
-            yield error(f"site.setup: bash cannot read it: {done.stderr.strip().splitlines()[0]}; mend that line")
+    bash = shutil.which("bash", path=f"{os.environ.get('PATH', '')}:/bin")
+    if not lines or not bash:
+        return
+    try:
+        done = ask([bash, "-nc", "\n".join(lines)], SETUP_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as problem:
+        yield warning(f"site.setup: not checked: {problem}")
+        return
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"]
+        yield error(f"site.setup: bash cannot read it: {said[0]}; mend that line")
 
 
 def check_layout(config: Config) -> Iterator[Finding]:
@@ -89,7 +98,7 @@ def check_layout(config: Config) -> Iterator[Finding]:
     try:
         render(config)
     except ConfigError as problem:
-        yield error(str(problem))
+        yield from map(error, problem.mistakes)
     if config.layout != "het":
         return
     if config.slurm.one_node_hub:
@@ -127,9 +136,7 @@ def _interpreter(config: Config) -> Iterator[Finding]:
         return
     command = [python, "-c", _FIND_MODULES, *NEEDED_MODULES]
     try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S
-        )
+        done = ask(command, IMPORT_TIMEOUT_S)
         missing = json.loads(done.stdout)
     except subprocess.TimeoutExpired:
         yield warning(f"site.python: {python} did not start within {IMPORT_TIMEOUT_S:g} s; is its filesystem slow?")
@@ -146,10 +153,7 @@ def _mpi_here(config: Config) -> Iterator[Finding]:
     mpi, python = config.site.mpi, config.site.python or sys.executable
     key, environment = f"site.mpi.library: found {mpi.library}", clean_environment() | mpi_variables(config)
     try:
-        done = subprocess.run(
-            [python, "-c", _LOAD_MPI],
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, env=environment,
-        )  # fmt: skip
+        done = ask([python, "-c", _LOAD_MPI], IMPORT_TIMEOUT_S, environment)
     except (subprocess.TimeoutExpired, OSError):
         # What is wrong with the interpreter has been said.
         return
@@ -195,11 +199,10 @@ def _container(config: Config) -> Iterator[Finding]:
         if image:
             yield warning(f"site.container.image: found {image!r} with runtime none, so it is not used; set runtime")
         return
-    if not image:
-        yield error(f"site.container.image: found nothing with runtime {runtime}; name an image")
-    elif image.startswith(("/", ".")) and not os.access(image, os.R_OK):
+    # Without any nothing is rendered, which says so.
+    if image.startswith(("/", ".")) and not os.access(image, os.R_OK):
         yield error(f"site.container.image: found {image!r}, which you cannot read; check its path and permissions")
-    elif not image.startswith(("/", ".")):
+    elif image and not image.startswith(("/", ".")):
         yield warning(f"site.container.image: {image!r} is no path here, so whether it can be pulled was not checked")
     yield warning(f"site.container.runtime: {runtime} is untried, its words are from its documentation; try --deep")
     program = config.site.container.program

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from relax_hpc.config.schema import Config
+from relax_hpc.launch.slurm.ask import ask
 from relax_hpc.launch.slurm.finding import Finding, error, warning
 from relax_hpc.models.sizes import weights_bytes
 from relax_hpc.rendezvous.process import clean_environment
@@ -35,15 +36,7 @@ def _modules(names: list[str], setup: list[str]) -> Iterator[Finding]:
     before = ["{ :", *setup, "} >/dev/null 2>&1"] if setup else []
     command, listed = ["bash", "-lc", "\n".join([*before, load])], ", ".join(names)
     try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=MODULES_TIMEOUT_S,
-            env=clean_environment(),
-        )
+        done = ask(command, MODULES_TIMEOUT_S, clean_environment())
     except (OSError, subprocess.TimeoutExpired) as problem:
         yield warning(f"site.modules: {listed} not checked: {problem}")
         return

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from relax_hpc.errors import ConfigError
+from relax_hpc.errors import ConfigError, Mistakes
 
 INHERITED: dict[str, str | None] = {
     "account": None,
@@ -56,23 +56,28 @@ def undone(components: Sequence[tuple[str, Mapping[str, str]]]) -> list[dict[str
     ConfigError where one before states what this one does not and nothing can undo.
     """
     before: dict[str, str] = {}
-    found = []
+    found: list[dict[str, str]] = []
+    mistakes = Mistakes()
     for name, options in components:
-        found.append(
-            {option: _neutral(name, option, first) for option, first in before.items() if option not in options}
-        )
+        found.append({})
+        for option, first in before.items():
+            if option not in options:
+                with mistakes:
+                    found[-1][option] = _neutral(name, option, first, options)
         before |= {option: name for option in options if option in INHERITED}
+    mistakes.refuse()
     return found
 
 
-def _neutral(name: str, option: str, first: str) -> str:
+def _neutral(name: str, option: str, first: str, options: Mapping[str, str]) -> str:
     if (value := INHERITED[option]) is not None:
         return value
-    key, advice = f"options.{option}", "or in site.options, for all"
+    key, found, advice = f"options.{option}", "none", "or in site.options, for all"
     if option == "mem":
-        # Beside it sbatch refuses mem-per-cpu and mem-per-gpu.
+        other = next((f"{way} {options[way]}" for way in ("mem-per-cpu", "mem-per-gpu") if way in options), "")
         key, advice = "memory", "0 is all of a node"
+        found = f"none beside {other}, with which sbatch takes no memory a node" if other else found
     raise ConfigError(
-        f"groups.{name}.resources.{key}: found none, but groups.{first} states one, which sbatch passes on to the "
+        f"groups.{name}.resources.{key}: found {found}, but groups.{first} states one, which sbatch passes on to the "
         f"components after it; state it for {name} too ({advice}), or take layout: jobs"
     )

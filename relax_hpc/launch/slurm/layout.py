@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from relax_hpc.config.groups import RANKED, group_of, ranks_of, roles_of
 from relax_hpc.config.schema import Config
-from relax_hpc.errors import ConfigError
+from relax_hpc.errors import ConfigError, Mistakes
 
 HUB = "hub"
 _HET_HUB_NODES = 2
@@ -46,12 +46,17 @@ class Component:
 
 
 def components(config: Config) -> list[Component]:
-    """The allocations of ``config.layout``, in the order of their het numbers; ConfigError if they cannot be had."""
+    """The allocations of ``config.layout``, in the order of their het numbers; ConfigError, with every mistake, if they
+    cannot be had."""
     if HUB not in config.groups:
         raise ConfigError(f"groups: found {', '.join(config.groups) or 'none'}, but no hub; add hub: {{roles: []}}")
-    found = {"het": _het, "jobs": _jobs, "local": _local}[config.layout](config)
-    for component in found:
-        _check_signal(config, component)
+    mistakes, found = Mistakes(), list[Component]()
+    with mistakes:
+        found = {"het": _het, "jobs": _jobs, "local": _local}[config.layout](config)
+    for key, time in _times(config).items():
+        with mistakes:
+            _check_signal(config, key, time)
+    mistakes.refuse()
     return found
 
 
@@ -77,23 +82,24 @@ def tasks_per_node(config: Config, group: str) -> int:
     ConfigError if the nodes do not divide the ranks of a role, or have too few GPUs for them.
     """
     resources = group_of(config, group).resources
-    total = 0
+    total, mistakes = 0, Mistakes()
     for role in roles_of(config, group):
         ranks = ranks_of(config, group, role)
         if role in RANKED and ranks % resources.nodes:
-            raise _uneven(config, group, role)
+            mistakes.add(_uneven(config, group, role))
         if role == "rollout" and config.rollout.replicas % resources.nodes:
-            raise ConfigError(
+            mistakes.add(
                 f"rollout.replicas: found {config.rollout.replicas}, allowed: a multiple of "
                 f"groups.{group}.resources.nodes, {resources.nodes} (each node runs as many engines)"
             )
         count = -(-ranks // resources.nodes)
         if config.model.device == "cuda" and role in RANKED and count > resources.gpus_per_node:
-            raise ConfigError(
+            mistakes.add(
                 f"groups.{group}.resources.gpus_per_node: found {resources.gpus_per_node}, allowed: at least {count}, "
                 f"the ranks of {role} on a node (model.device is cuda: each takes the GPU of its number on the node)"
             )
         total += count
+    mistakes.refuse()
     return max(1, total)
 
 
@@ -122,32 +128,49 @@ def seconds(time: str, key: str) -> int:
 def _het(config: Config) -> list[Component]:
     names = [name for name in config.groups if name != HUB]
     if config.site.cpu_nodes:
-        nodes = config.groups[HUB].resources.nodes
-        first = _component(config, HUB, nodes if config.slurm.one_node_hub else max(_HET_HUB_NODES, nodes))
+        host, riders = HUB, ()
+        nodes = max(config.groups[HUB].resources.nodes, 1 if config.slurm.one_node_hub else _HET_HUB_NODES)
     else:
         host = max(names, key=lambda name: config.groups[name].resources.nodes, default=HUB)
-        first = _component(config, host, config.groups[host].resources.nodes, riders=() if host == HUB else (HUB,))
+        nodes, riders = config.groups[host].resources.nodes, () if host == HUB else (HUB,)
         names = [name for name in names if name != host]
-    if first.nodes < _HET_HUB_NODES and not config.slurm.one_node_hub:
-        raise ConfigError(
-            f"groups.{first.name}.resources.nodes: found 1 for component 0 of a het job, where any node's death would "
+    mistakes, found = Mistakes(), list[Component]()
+    if nodes < _HET_HUB_NODES and not config.slurm.one_node_hub:
+        mistakes.add(
+            f"groups.{host}.resources.nodes: found 1 for component 0 of a het job, where any node's death would "
             "end the whole run; take two nodes, or layout: jobs, or allow it by slurm.one_node_hub: true"
         )
     names.sort(key=lambda name: config.groups[name].resources.nodes == 1)
-    return [first, *(_component(config, name, config.groups[name].resources.nodes) for name in names)]
+    with mistakes:
+        found.append(_component(config, host, nodes, riders=riders))
+    for name in names:
+        with mistakes:
+            found.append(_component(config, name, config.groups[name].resources.nodes))
+    mistakes.refuse()
+    return found
 
 
 def _jobs(config: Config) -> list[Component]:
-    return [component(config, name) for name in (HUB, *(name for name in config.groups if name != HUB))]
+    mistakes, found = Mistakes(), list[Component]()
+    for name in (HUB, *(name for name in config.groups if name != HUB)):
+        with mistakes:
+            found.append(component(config, name))
+    mistakes.refuse()
+    return found
 
 
 def _local(config: Config) -> list[Component]:
+    mistakes, cpus = Mistakes(), 0
     for name, group in config.groups.items():
         if group.resources.nodes > 1:
-            raise ConfigError(
+            mistakes.add(
                 f"groups.{name}.resources.nodes: found {group.resources.nodes}, allowed with layout local: 1; "
                 "for more take layout: het or jobs"
             )
+        else:
+            with mistakes:
+                cpus += tasks_per_node(config, name) * group.resources.cpus_per_task
+    mistakes.refuse()
     # The hub's own options and memory are those of CPU nodes.
     resources = [group.resources for name, group in config.groups.items() if name != HUB]
     options = _places(config) | config.site.options
@@ -158,9 +181,7 @@ def _local(config: Config) -> list[Component]:
         nodes=1,
         # One task with all CPUs: the roles are started by the batch script itself, not as steps.
         tasks_per_node=1,
-        cpus_per_task=sum(
-            tasks_per_node(config, name) * group.resources.cpus_per_task for name, group in config.groups.items()
-        ),
+        cpus_per_task=cpus,
         gpus_per_node=sum(group.resources.gpus_per_node for group in config.groups.values()),
         memory=_memory(config, *(group.memory for group in resources)),
         time=config.slurm.time,
@@ -171,12 +192,16 @@ def _local(config: Config) -> list[Component]:
 
 def _component(config: Config, name: str, nodes: int, time: str = "", riders: tuple[str, ...] = ()) -> Component:
     """An allocation of ``nodes`` for a group; a group that rides along shares its CPUs."""
-    resources = group_of(config, name).resources
-    _check_devices(config, name)
+    resources, tasks, mistakes = group_of(config, name).resources, 0, Mistakes()
+    with mistakes:
+        _check_devices(config, name)
+    with mistakes:
+        tasks = tasks_per_node(config, name)
+    mistakes.refuse()
     return Component(
         groups=(name, *riders),
         nodes=nodes,
-        tasks_per_node=tasks_per_node(config, name),
+        tasks_per_node=tasks,
         cpus_per_task=resources.cpus_per_task,
         gpus_per_node=_gpus(config, name),
         memory=_memory(config, resources.memory),
@@ -202,9 +227,9 @@ def _memory(config: Config, *wanted: str) -> str:
     return next((memory for memory in wanted if memory), "") if config.site.memory_request == "mem" else ""
 
 
-def _uneven(config: Config, group: str, role: str) -> ConfigError:
+def _uneven(config: Config, group: str, role: str) -> str:
     parallel, nodes = getattr(config, role).parallel, group_of(config, group).resources.nodes
-    return ConfigError(
+    return (
         f"groups.{group}.resources.nodes: found {nodes}, allowed: a divisor of {role}'s {parallel.ranks} ranks "
         f"({role}.parallel: tensor {parallel.tensor} * pipeline {parallel.pipeline} * data {parallel.data}); "
         "change either"
@@ -221,10 +246,16 @@ def _check_devices(config: Config, name: str) -> None:
         )
 
 
-def _check_signal(config: Config, part: Component) -> None:
-    key = "slurm.time" if part.time == config.slurm.time else f"groups.{part.name}.resources.time"
-    if config.slurm.signal_s >= seconds(part.time, key):
+def _times(config: Config) -> dict[str, str]:
+    """The time limits of the layout's jobs, by their keys; in `het` a group's own is that of its replacements."""
+    resources = {name: group.resources for name, group in config.groups.items() if config.layout == "jobs"}
+    own = {f"groups.{name}.resources.time": found.time for name, found in resources.items() if found.time}
+    return own if len(own) == len(config.groups) else {"slurm.time": config.slurm.time} | own
+
+
+def _check_signal(config: Config, key: str, time: str) -> None:
+    if config.slurm.signal_s >= seconds(time, key):
         raise ConfigError(
-            f"slurm.signal_s: found {config.slurm.signal_s}, allowed: less than the {seconds(part.time, key)} s of "
-            f"{key} ({part.time}), else the run makes way as soon as it starts"
+            f"slurm.signal_s: found {config.slurm.signal_s}, allowed: less than the {seconds(time, key)} s of "
+            f"{key} ({time}), else the run makes way as soon as it starts"
         )

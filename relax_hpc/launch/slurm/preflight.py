@@ -24,6 +24,7 @@ from pathlib import Path
 import psutil
 
 from relax_hpc.errors import EXIT_DONE, EXIT_RETRY, ConfigError
+from relax_hpc.launch.slurm.ask import ask
 from relax_hpc.launch.slurm.mpi import try_mpi
 from relax_hpc.rendezvous.network import interface_address
 from relax_hpc.rundir import RunDir
@@ -108,9 +109,8 @@ def _linked(port: Path) -> bool:
 def _check_gpus(report: Report, wanted: int) -> None:
     command = ["nvidia-smi", "--query-gpu=index,uuid,memory.total,memory.used", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=True
-        )
+        done = ask(command, SMI_TIMEOUT_S)
+        done.check_returncode()
         rows = [[field.strip() for field in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
         ours = _visible(rows)
         report.gpus = len(ours)

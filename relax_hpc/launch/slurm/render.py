@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from relax_hpc.config.schema import Config
-from relax_hpc.errors import ConfigError
-from relax_hpc.launch.slurm.container import container_command
+from relax_hpc.errors import ConfigError, Mistakes
+from relax_hpc.launch.slurm.container import check_container
 from relax_hpc.launch.slurm.inherited import undone
 from relax_hpc.launch.slurm.layout import Component, component, components
 from relax_hpc.launch.slurm.srun import srun_options
@@ -54,9 +54,10 @@ _MEMORY = re.compile(r"\d+[KMGT]?", re.IGNORECASE)
 def render(config: Config) -> dict[str, str]:
     """sbatch text by file name: `run.sbatch`, or in the `jobs` layout `<group>.sbatch` for each group.
 
-    ``config`` is a resolved one: its run directory is absolute. ConfigError for a layout that cannot be had and for
-    values that cannot be written.
+    ``config`` is a resolved one: its run directory is absolute. ConfigError, with every mistake, for a layout that
+    cannot be had and for values that cannot be written.
     """
+    _refuse_mistakes(config)
     if config.layout == "jobs":
         return {f"{part.name}.sbatch": render_group(config, part.name) for part in components(config)}
     title = f"Run {_one_line(config.name)}, layout {config.layout}. The same text starts its successors."
@@ -108,10 +109,26 @@ def render_environment(config: Config) -> str:
     return _template("environment.sh.j2").render(**_environment(config))
 
 
+def _refuse_mistakes(config: Config) -> None:
+    """ConfigError with everything for which no script of the run could be written."""
+    mistakes, parts = Mistakes(), []
+    for look in (_of_run, srun_options, _environment):
+        with mistakes:
+            look(config)
+    with mistakes:
+        check_container(config, Path(config.run_dir))
+    with mistakes:
+        parts = components(config)
+    for together in [[part] for part in parts] if config.layout == "jobs" else [parts]:
+        with mistakes:
+            _directives(config, together)
+    mistakes.refuse()
+
+
 def _render(config: Config, parts: list[Component], **variables: Any) -> str:
     # What no role could be started with is an error now, not when the job has waited for its nodes.
     srun_options(config)
-    container_command(config, Path(config.run_dir))
+    check_container(config, Path(config.run_dir))
     parted = {"parts": _directives(config, parts), "signal_s": config.slurm.signal_s}
     return _template("job.sbatch.j2").render(**parted, **_environment(config), **variables)
 
@@ -132,14 +149,18 @@ def _template(name: str) -> Any:
 
 
 def _environment(config: Config) -> dict[str, Any]:
-    site = config.site
+    site, env, mistakes = config.site, [], Mistakes()
+    for name, value in site.env.items():
+        with mistakes:
+            env.append((_variable(name), shlex.quote(value)))
+    mistakes.refuse()
     return {
         "setup": site.setup,
         "modules": " ".join(shlex.quote(name) for name in site.modules),
         "module_function": site.modules or any("module" in line for line in site.setup),
         "local_dir": shlex.quote(site.local_dir) if site.local_dir else "",
         "caches": list(CACHES.items()),
-        "env": [(_variable(name), shlex.quote(value)) for name, value in site.env.items()],
+        "env": env,
     }
 
 
@@ -163,28 +184,41 @@ def _of_run(config: Config, group: str = "") -> dict[str, str]:
 
 def _directives(config: Config, parts: list[Component]) -> list[dict[str, Any]]:
     """The components as the template wants them: every value checked, the further options as whole words."""
-    options = [_options(config, part) for part in parts]
-    besides = undone([(part.name, own) for part, own in zip(parts, options, strict=True)])
+    mistakes = Mistakes()
+    options = [_options(config, part, mistakes) for part in parts]
+    besides: list[dict[str, str]] = [{} for _ in parts]
+    with mistakes:
+        besides = undone([(part.name, own) for part, own in zip(parts, options, strict=True)])
     found = []
     for part, own, more in zip(parts, options, besides, strict=True):
-        words = [directive(name, value) for name, value in own.items()]
+        words = []
+        for option, value in own.items():
+            with mistakes:
+                words.append(directive(option, value))
         # An empty value is a word of its own here: a flag would mean something else.
-        words += [f"--{name}={value}" for name, value in more.items()]
-        name = config.name if config.layout == "local" else f"{config.name}-{part.name}"
-        texts = {"job_name": _quote(name, "name"), "options": words, "standby": _has_standby(part)}
-        found.append(asdict(part) | texts)
+        words += [f"--{option}={value}" for option, value in more.items()]
+        with mistakes:
+            texts = {"job_name": _job_name(config, part), "options": words, "standby": _has_standby(part)}
+            found.append(asdict(part) | texts)
+    mistakes.refuse()
     return found
 
 
-def _options(config: Config, part: Component) -> dict[str, str]:
+def _job_name(config: Config, part: Component) -> str:
+    # The run's own is judged, so that what is wrong with it is one mistake.
+    _quote(config.name, "name")
+    return _quote(config.name if config.layout == "local" else f"{config.name}-{part.name}", "name")
+
+
+def _options(config: Config, part: Component, mistakes: Mistakes) -> dict[str, str]:
     """What a component states beside its size; a group's own memory replaces what the site's options ask for."""
-    options = {name: value for name, value in part.options.items() if name not in MEMORY or not part.memory}
-    for name in options:
-        if name in OWN_OPTIONS:
-            instead = f"set {OWN_OPTIONS[name]} instead" if OWN_OPTIONS[name] else "it cannot be changed"
-            raise ConfigError(f"options.{name}: found {options[name]!r}, but it is set by relax_hpc; {instead}")
+    stated = {name: value for name, value in part.options.items() if name not in MEMORY or not part.memory}
+    for name in filter(OWN_OPTIONS.__contains__, stated):
+        instead = f"set {OWN_OPTIONS[name]} instead" if OWN_OPTIONS[name] else "it cannot be changed"
+        mistakes.add(f"options.{name}: found {stated[name]!r}, but it is set by relax_hpc; {instead}")
     if part.memory and not _MEMORY.fullmatch(part.memory):
-        raise ConfigError(f"groups.{part.name}.resources.memory: found {part.memory!r}, allowed: 64G, 500M, 0 (all)")
+        mistakes.add(f"groups.{part.name}.resources.memory: found {part.memory!r}, allowed: 64G, 500M, 0 (all)")
+    options = {name: value for name, value in stated.items() if name not in OWN_OPTIONS}
     gpus = gpu_options(config, part.gpus_per_node, options.pop("gres", ""))
     return gpus | options | ({"mem": part.memory} if part.memory else {})
 

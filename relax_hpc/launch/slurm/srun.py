@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from relax_hpc.config.schema import Config
-from relax_hpc.errors import ConfigError
+from relax_hpc.errors import Mistakes
 
 OWN_OPTIONS = {
     "jobid": "",
@@ -39,21 +39,22 @@ _LONG_NAME = re.compile(r"[a-z][a-z0-9-]*")
 
 
 def srun_options(config: Config) -> list[str]:
-    """How roles are placed, and the site's own options; ConfigError for what is not the site's to choose.
+    """How roles are placed, and the site's own options; ConfigError for all that is not the site's to choose.
 
     Ranks fill a node before the next one, and its sockets in order. Each step has all cores of its group on the node:
     the ranks divide them (`relax_hpc.rendezvous.affinity`), unless the site has Slurm do it.
     """
-    site = config.site
+    site, mistakes = config.site, Mistakes()
     for name, value in site.srun_options.items():
         if name in OWN_OPTIONS:
             instead = f"set {OWN_OPTIONS[name]} instead" if OWN_OPTIONS[name] else "it cannot be changed"
-            raise ConfigError(f"site.srun_options.{name}: found {value!r}, but it is set by relax_hpc; {instead}")
-        if not _LONG_NAME.fullmatch(name) or not value.isprintable():
-            raise ConfigError(
+            mistakes.add(f"site.srun_options.{name}: found {value!r}, but it is set by relax_hpc; {instead}")
+        elif not _LONG_NAME.fullmatch(name) or not value.isprintable():
+            mistakes.add(
                 f"site.srun_options: found {name!r}: {value!r}, allowed: the long name of an srun option, without "
                 "dashes before, and a value without line breaks"
             )
+    mistakes.refuse()
     options = {"distribution": "block:block", "cpu-bind": "none"} | site.srun_options
     if site.setup:
         options = {"propagate": ",".join(LIMITS)} | options

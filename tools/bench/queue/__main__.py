@@ -61,7 +61,7 @@ class Setting:
     @contextmanager
     def place(self) -> Iterator[Path]:
         """A folder for one run."""
-        with tempfile.TemporaryDirectory(dir=self.folder) as name:
+        with tempfile.TemporaryDirectory(prefix="relax-bench-", dir=self.folder) as name:
             yield Path(name)
 
     def load(self, load: Load) -> Load:
