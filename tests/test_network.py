@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -145,11 +146,12 @@ def test_ranks_are_counted_by_slurms_name_of_their_node(tmp_path: Path) -> None:
     script = "import sys; from relax_hpc.config.schema import MpiConfig; from relax_hpc.rendezvous.world import join\n"
     script += "world = join('127.0.0.1', 3, MpiConfig(), 60.0)\n"
     script += "open(f'{sys.argv[1]}/{world.rank}', 'w').write(str(world.local_rank))"
-    words = [str(mpiexec())]
+    words = [str(mpiexec()), "-verbose"]
     for node in ("n1", "n1", "n2"):
-        words += [":"] if len(words) > 1 else []
+        words += [":"] if len(words) > 2 else []
         words += ["-n", "1", "-env", "SLURMD_NODENAME", node, sys.executable, "-c", script, str(tmp_path)]
-    subprocess.run(words, timeout=60, check=True)
+    said = subprocess.run(words, timeout=60, check=True, stdout=subprocess.PIPE, text=True).stdout
+    assert len(re.findall(r"cmd=finalize$", said, re.M)) == 3, "a rank that does not say goodbye ends all"
     assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == ["0", "1", "0"]
 
 

@@ -8,12 +8,14 @@ the rank lives to say what to set.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import select
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -115,17 +117,26 @@ def _in_child(work: Callable[[], Any], what: str, patience_s: float) -> Any:
     if not child:
         _work(work, parent, writer)
     os.close(writer)
-    with os.fdopen(reader, "rb") as answer:
-        late = not select.select([answer], [], [], patience_s)[0]
-        if late:
-            os.kill(child, signal.SIGKILL)
-        found = answer.read()
+    found = _read(reader, patience_s)
+    os.close(reader)
+    if found is None:
+        os.kill(child, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if late:
+    if found is None:
         raise DeadlineError(f"{what}: the ranks of the group have not met within {patience_s:.0f} s; open their logs")
     if not found:
         raise RelaxError(f"{what}: MPI_Init {_ended(code)} (its own words are in this log); {_CURE}")
     return json.loads(found)
+
+
+def _read(pipe: int, patience_s: float) -> bytes | None:
+    """All that comes until the other end is closed; None: that takes longer."""
+    found, until = b"", time.monotonic() + patience_s
+    while select.select([pipe], [], [], max(0.0, until - time.monotonic()))[0]:
+        if not (more := os.read(pipe, 1 << 16)):
+            return found
+        found += more
+    return None
 
 
 def _ended(code: int) -> str:
@@ -140,14 +151,17 @@ def _work(work: Callable[[], Any], parent: int, writer: int) -> NoReturn:
         os.environ[PARENT] = str(parent)
         die_with_parent()
         answer = json.dumps(work()).encode()
-        with os.fdopen(writer, "wb") as file:
+        with os.fdopen(writer, "wb", closefd=False) as file:
             file.write(answer)
-        code = 0
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # MPICH 5 says goodbye to its launcher only in an exit handler of C; who leaves without is taken for dead, and
+        # all ranks are killed. The interpreter, which goes on in the parent, is not ended.
+        ctypes.CDLL(None).exit(0)
     except BaseException:
         traceback.print_exc()
-        code = 1
     sys.stderr.flush()
-    os._exit(code)
+    os._exit(1)
 
 
 def _meet(card: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
