@@ -12,7 +12,7 @@ from relax_hpc.launch.requests import asked_to_stop
 from relax_hpc.launch.slurm.commands import Slurm
 from relax_hpc.launch.slurm.endings import give_back, heed_user, is_cancelled
 from relax_hpc.launch.slurm.ledger import Entry, Ledger
-from relax_hpc.launch.slurm.orphans import Orphan
+from relax_hpc.launch.slurm.orphans import Bereft, Orphan
 from relax_hpc.rendezvous.roster import claim_epoch
 from relax_hpc.rundir import RunDir, write_json
 from tests.fake_slurm import FakeSlurm
@@ -83,19 +83,19 @@ def orphan(run_dir: Path) -> Orphan:
     return Orphan(run, Config(), Slurm(), "actor", 1)
 
 
-def beats(run: RunDir, number: int, job: str = "7") -> None:
-    run.rendezvous("supervisor").mkdir(parents=True, exist_ok=True)
+def beats(run: RunDir, number: int, job: str = "7", name: str = "supervisor") -> None:
+    run.rendezvous(name).mkdir(parents=True, exist_ok=True)
     about = {"epoch": 1, "beat": number, "node": "n1", "allocation": f"{job}-0", "pid": 1}
-    write_json(run.rendezvous("supervisor") / "lease", about)
+    write_json(run.rendezvous(name) / "lease", about)
 
 
 def given_back(slurm: FakeSlurm) -> list[str]:
     return [call["argv"][-1] for call in slurm.calls("scancel")]
 
 
-def looked(orphan: Orphan, *seconds: float) -> list[bool]:
-    began = orphan._seen[1]
-    return [orphan.look(began + second) for second in seconds]
+def looked(left: Orphan | Bereft, *seconds: float) -> list[bool]:
+    began = left.head.seen[1]
+    return [left.look(began + second) for second in seconds]
 
 
 def test_an_orphan_gives_its_nodes_back(orphan: Orphan, slurm: FakeSlurm) -> None:
@@ -115,7 +115,7 @@ def test_a_head_that_beats_looks_after_its_components(orphan: Orphan, slurm: Fak
     for number, second in enumerate((50.0, 100.0, 150.0)):
         beats(orphan.run, number + 1)
         assert looked(orphan, second) == [False]
-        orphan._seen = (orphan._seen[0], orphan._seen[1] - second)
+        orphan.head.seen = (orphan.head.seen[0], orphan.head.seen[1] - second)
     beats(orphan.run, 9, job="11")
     looked(orphan, 1.0)
     assert looked(orphan, 400.0) == [True], "a successor that leads does not speak for it"
@@ -125,3 +125,64 @@ def test_what_cannot_outlive_its_job_is_none(run_dir: Path) -> None:
     run = RunDir(run_dir)
     record(run, "actor", claim_epoch(run, "actor"), Launch(1, (0, 0, 0), job="7", allocation="7-0"))
     assert not Orphan(run, Config(), Slurm(), "actor", 1).possible()
+
+
+# -- jobs that one group has to itself, when nobody leads the run any more ---------------------------------------------
+
+
+def bereft(run_dir: Path, layout: str, group: str = "actor") -> Bereft:
+    """Of job 9; the hub's, 7, beat at 0 s; the lease is 30 s."""
+    run, ledger = RunDir(run_dir), Ledger(RunDir(run_dir))
+    entries = (
+        [Entry("7", "run"), Entry("8", "successor", after="7")] if layout == "het" else [Entry("7", "group", "hub")]
+    )
+    for entry in (*entries, Entry("9", "group", group)):
+        ledger.add(entry)
+    found = Bereft(run, Config(layout=layout), Slurm(tries=1), group)
+    beats(run, 0, name=found.name)
+    return found
+
+
+def said_of(slurm: FakeSlurm, job: str, words: str) -> None:
+    slurm.answer("scontrol", f"JobId={job} Restarts=0 {words}\n", match=f"show job {job}")
+
+
+@pytest.mark.parametrize("layout", ["het", "jobs"])
+def test_a_head_that_was_killed_before_it_could_say_so_was_cancelled(
+    run_dir: Path, slurm: FakeSlurm, layout: str
+) -> None:
+    found = bereft(run_dir, layout)
+    slurm.set(jobs={"8": {"state": "PENDING"}, "9": {"state": "RUNNING"}})
+    said_of(slurm, "7", "JobState=CANCELLED ExitCode=0:9")
+    assert looked(found, 1.0, 59.0) == [False, False] and not asked_to_stop(found.run)
+    assert looked(found, 63.0) == [False], "it ends with the run, not for a successor"
+    assert asked_to_stop(found.run) == {"code": 0, "reason": "job 7 was cancelled"}
+
+
+def test_the_job_of_a_group_gives_way_when_that_of_the_run_is_over(run_dir: Path, slurm: FakeSlurm) -> None:
+    found = bereft(run_dir, "het")
+    said_of(slurm, "7", "JobState=NODE_FAIL Reason=NodeDown ExitCode=0:9")
+    for state, leaves in (("RUNNING", False), ("COMPLETING", True), ("NODE_FAIL", True)):
+        slurm.set(jobs={"7": {"state": state}, "8": {"state": "PENDING"}})
+        found.head.seen, found.head._ask_at = (found.head.seen[0], found.head.seen[1] - 63.0), 0.0
+        assert looked(found, 63.0) == [leaves], state
+    slurm.set(jobs={"8": {"state": "RUNNING"}})
+    assert looked(found, 80.0) == [False], "the successor is there, and its head about to lead"
+    assert not asked_to_stop(found.run) and not Ledger(found.run).gave_way("9")
+
+
+@pytest.mark.parametrize(("layout", "group"), [("jobs", "actor"), ("het", "rollout-2")])
+def test_where_no_component_is_its_own_it_waits_for_the_hub(
+    run_dir: Path, slurm: FakeSlurm, layout: str, group: str
+) -> None:
+    found = bereft(run_dir, layout, group)
+    slurm.set(jobs={"9": {"state": "RUNNING"}})
+    said_of(slurm, "7", "JobState=NODE_FAIL Reason=NodeDown ExitCode=0:9")
+    assert looked(found, 63.0, 80.0) == [False, False] and not asked_to_stop(found.run)
+
+
+def test_slurm_that_does_not_answer_takes_nobody_away(run_dir: Path, slurm: FakeSlurm) -> None:
+    found = bereft(run_dir, "het")
+    slurm.answer("scontrol", err="Unable to contact slurm controller", code=1)
+    slurm.answer("squeue", err="Unable to contact slurm controller", code=1)
+    assert looked(found, 63.0, 80.0) == [False, False]

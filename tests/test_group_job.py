@@ -50,11 +50,17 @@ def submitting(monkeypatch: pytest.MonkeyPatch, answer: str | SlurmError) -> Non
     monkeypatch.setattr(jobs, "submit_group", submit)
 
 
+def ticked(job: GroupJob) -> SimpleNamespace:
+    """The job's supervisor after its next round."""
+    terminal = SimpleNamespace(say=lambda _: None)
+    supervisor = SimpleNamespace(names=["actor"], released=set(), interrupted=0, terminal=terminal)
+    job.tick(supervisor)
+    return supervisor
+
+
 def released(job: GroupJob) -> set[str]:
     """Groups that the job's supervisor gives away at its next round."""
-    supervisor = SimpleNamespace(names=["actor"], released=set())
-    job.tick(supervisor)
-    return supervisor.released
+    return ticked(job).released
 
 
 def test_another_job_takes_the_group_and_this_one_ends(job: GroupJob, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,3 +119,17 @@ def test_a_job_whose_group_was_given_to_another_one_gives_way(job: GroupJob, mon
     job.ledger.add(Entry("8", "group", "actor"))
     monkeypatch.setattr(jobs, "_ASK_SLURM_S", 0.0)
     assert released(job) == {"actor"}
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told", "found out"])
+def test_a_job_that_gives_way_saves_first_and_does_not_come_back(job: GroupJob, told: bool) -> None:
+    assert not ticked(job).interrupted
+    if told:
+        job.ledger.give_way("7")
+    else:
+        job.bereft = SimpleNamespace(look=lambda _: True)
+    supervisor = ticked(job)
+    assert supervisor.interrupted == 1 and not supervisor.released, "a group that is released would be killed"
+    assert job.ledger.gave_way("7")
+    job.end(EXIT_RETRY)
+    assert job.slurm.requeued == []

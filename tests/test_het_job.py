@@ -9,13 +9,14 @@ import pytest
 
 from relax_hpc.config import Config
 from relax_hpc.errors import EXIT_DONE, EXIT_NO_PROGRESS, EXIT_RETRY
-from relax_hpc.launch.records import UNKNOWN, Launch
+from relax_hpc.launch.records import UNKNOWN, Launch, record
 from relax_hpc.launch.requests import ask_to_stop
 from relax_hpc.launch.slurm import jobs
 from relax_hpc.launch.slurm.allocation import Allocation, Place
 from relax_hpc.launch.slurm.commands import Slurm, SlurmError
 from relax_hpc.launch.slurm.jobs import HetJob
 from relax_hpc.launch.slurm.ledger import Entry, Ledger
+from relax_hpc.rendezvous.roster import claim_epoch
 from relax_hpc.rundir import RunDir
 from tests.fake_slurm import FakeSlurm
 
@@ -123,16 +124,93 @@ def test_what_is_saved_in_time_is_given_back_at_once(job: HetJob, slurm: FakeSlu
 
 
 @pytest.mark.parametrize(
-    ("code", "stopped", "left"),
+    ("code", "stopped", "goes_on"),
     [(EXIT_RETRY, False, True), (EXIT_RETRY, True, False), (EXIT_NO_PROGRESS, True, False), (EXIT_DONE, False, False)],
 )
 def test_what_is_queued_goes_unless_the_run_is_to_go_on(
-    job: HetJob, slurm: FakeSlurm, code: int, stopped: bool, left: bool
+    job: HetJob, slurm: FakeSlurm, code: int, stopped: bool, goes_on: bool
 ) -> None:
+    """But for a group's own job: the successor has a component for it."""
     for number, kind in (("20", "successor"), ("21", "spare"), ("22", "group")):
         job.ledger.add(Entry(number, kind, "actor" if kind != "successor" else ""))
     slurm.set(jobs=ALL | {number: {"state": "PENDING"} for number in ("20", "21", "22")})
     if stopped:
         ask_to_stop(job.run, code, "it says so")
     job.end(code)
-    assert cancelled(slurm) == ([] if left else ["20", "21", "22"])
+    assert cancelled(slurm) == (["22"] if goes_on else ["20", "21", "22"])
+
+
+# -- groups that went on in jobs of their own --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def moved(job: HetJob, slurm: FakeSlurm) -> HetJob:
+    """The actor went on in job 22, and a member of rollout beside the first lives in 23."""
+    (job.run.root / "config.yaml").write_text("layout: het\n")
+    for number, name in (("22", "actor"), ("23", "rollout-2")):
+        job.ledger.add(Entry(number, "group", name))
+    slurm.set(jobs=ALL | {number: {"state": "RUNNING"} for number in ("22", "23")})
+    return job
+
+
+def begun(job: HetJob) -> SimpleNamespace:
+    """What a supervisor is told that begins in the job."""
+    supervisor = SimpleNamespace(names=["actor"], elsewhere={}, unfit={})
+    job.moved_groups.find(supervisor)
+    return supervisor
+
+
+def test_the_job_of_a_group_is_given_back_with_that_of_the_run(moved: HetJob, slurm: FakeSlurm) -> None:
+    assert begun(moved).elsewhere == {"actor": "22"}
+    assert not moved.moved_groups.take_along("rollout"), "it lives here"
+    assert not moved.moved_groups.take_along("rollout-2"), "no successor has a component for it"
+    assert moved.moved_groups.take_along("actor") and not cancelled(slurm), "its supervisor has it save"
+    assert moved.ledger.gave_way("22")
+    moved.end(EXIT_RETRY)
+    assert cancelled(slurm) == ["22"]
+    found = begun(moved)
+    assert (found.elsewhere, found.unfit) == ({}, {}), "the successor has it in its own component"
+
+
+def test_what_a_head_that_is_killed_soon_has_to_give_back_is_all_of_it(moved: HetJob, slurm: FakeSlurm) -> None:
+    lose(slurm, "7")
+    moved._leave_at = 0.0
+    moved.waiting()
+    assert cancelled(slurm) == ["8", "9", "22"]
+
+
+@pytest.mark.parametrize(
+    ("resized", "sbatch", "along"), [(True, True, True), (True, False, False), (False, False, True)]
+)
+def test_a_group_with_another_size_gets_a_job_of_its_own_again(
+    moved: HetJob, resized: bool, sbatch: bool, along: bool
+) -> None:
+    moved.config.site.sbatch_on_nodes = sbatch
+    if resized:
+        changes = moved.run.root / "changes"
+        changes.mkdir(exist_ok=True)
+        (changes / "000001-actor.yaml").write_text("groups: {actor: {resources: {nodes: 4}}}\n")
+    assert moved.moved_groups.take_along("actor") == along
+    found = begun(moved)
+    assert bool(found.elsewhere) != along and bool(found.unfit) == (resized and along)
+
+
+def test_a_component_that_was_given_back_is_not_used_again(moved: HetJob) -> None:
+    for given_back in ("9", "22"):
+        moved.ledger.give_way(given_back)
+    assert "given back" in begun(moved).unfit["actor"]
+
+
+def test_a_job_that_gave_way_to_nobody_hands_its_group_to_this_one(
+    moved: HetJob, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its supervisor had found the predecessor's job gone, and not yet this one there."""
+    record(moved.run, "actor", claim_epoch(moved.run, "actor"), Launch(1, UNKNOWN, job="22"))
+    back: list[str] = []
+    supervisor = SimpleNamespace(elsewhere={"actor": "22"}, unfit={}, bring_back=lambda name, _: back.append(name))
+    moved.ledger.give_way("22")
+    moved.moved_groups._look(supervisor)
+    assert not back, "it still saves"
+    slurm.set(jobs=ALL)
+    moved.moved_groups._look(supervisor)
+    assert back == ["actor"] and not supervisor.elsewhere and not supervisor.unfit

@@ -281,11 +281,11 @@ def test_who_waits_for_the_hub_does_so_as_long_as_others_wait(
     config = Config(layout="jobs")
     config.liveness.longest_wait_s = longest_wait_s
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    wait: Any = Head(run, config, "actor")._wait_for_hub
+    wait: Any = Head(run, config, "actor")._has_hub
     monkeypatch.setattr(head, "time", world)
     ends = pytest.raises(DeadlineError, match=r"liveness\.longest_wait_s=7200") if longest_wait_s else nullcontext()
     with ends:
-        wait(SimpleNamespace(tick=lambda: None), world)
+        assert not wait(SimpleNamespace(tick=lambda: None), world, SimpleNamespace(watch=lambda _: False))
     assert world.now == waited_h * 3600.0 and world.said == ["waits for the hub, which has not begun yet"]
 
 

@@ -34,6 +34,15 @@ def test_the_newest_job_of_a_group_is_of_the_life_of_now(tmp_path: Path) -> None
     assert ledger_of(tmp_path / "jobs", Entry("1", "group", "actor")).newest("actor").job == "1"
 
 
+def test_a_job_that_gave_way_has_its_group_no_more(tmp_path: Path) -> None:
+    ledger = ledger_of(tmp_path, Entry("7", "run"), Entry("8", "group", "actor"), Entry("9", "group", "actor"))
+    ledger.give_way("8")
+    assert ledger.newest("actor").job == "9" and ledger.superseded("8", "actor") and not ledger.superseded("9", "actor")
+    ledger.give_way("9")
+    assert ledger.newest("actor") is None, "the job of the whole run has it, not the one before"
+    assert ledger.last("actor").job == "9" and ledger.superseded("9", "actor"), "should Slurm start it again"
+
+
 def test_successors_are_those_of_one_attempt(tmp_path: Path) -> None:
     old, new = Entry("8", "successor", after="7", attempt=1), Entry("21", "successor", after="20", attempt=2)
     ledger = ledger_of(tmp_path, Entry("7", "run", attempt=1), old, Entry("20", "run", attempt=2), new)

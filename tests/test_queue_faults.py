@@ -9,8 +9,9 @@ from concurrent.futures import wait
 
 import pytest
 
-from relax_hpc.errors import DeadlineError, FencedError, RefusedError, RelaxError
+from relax_hpc.errors import DeadlineError, FencedError, RefusedError, RelaxError, StoppedError
 from relax_hpc.rendezvous.roster import claim_epoch
+from relax_hpc.transfer_queue import client
 from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transfer_queue.controller import Controller
 from relax_hpc.transfer_queue.journal import Journal, JournalError, Position
@@ -52,6 +53,25 @@ def test_a_killed_controller_comes_back_and_clients_go_on(tmp_path):
             roles["actor"].call("trained", step=0, leases=[parked.result().lease])
             roles.step(1)
             assert roles["actor"].call("status")["trained_steps"] == 2
+
+
+def test_who_waits_for_a_hub_that_has_gone_for_good_is_told(tmp_path, monkeypatch):
+    """A run that was asked to stop starts none again; one that was not does."""
+    monkeypatch.setattr(client, "_NO_HUB_S", 0.2)
+    run, config = make_run(tmp_path / "run"), small()
+    with Roles(run, config) as roles:
+        with HubProcess(run) as hub:
+            roles.start()
+            parked = roles["actor"].claim_later("actor", BUDGET)
+            run.stop.write_text("{}")
+            roles["actor"].call("status")
+            hub.kill()
+        with pytest.raises(StoppedError, match="hub has gone"):
+            parked.result(timeout=30)
+        run.stop.unlink()
+        waits = roles["actor"].submit("status")
+        with HubProcess(run):
+            waits.result(timeout=30)
 
 
 def test_what_a_dead_owner_held_comes_back(tmp_path):

@@ -16,7 +16,7 @@ from relax_hpc.errors import EXIT_NO_PROGRESS
 from relax_hpc.launch.requests import asked_to_stop
 from relax_hpc.sandbox import Sandbox
 from tests.requirements import requires
-from tests.run_helpers import ALL
+from tests.run_helpers import ALL, rollbacks
 from tests.slurm_runs import ENDLESS, START_S, SlurmRun, submitted
 from tests.slurm_sandbox import private_sandbox, requires_sandbox
 from tests.test_slurm_ends import hub_nodes, succeeded
@@ -25,6 +25,7 @@ requires("torch", "megatron", "transformers", "mpi")
 requires_sandbox()
 
 WAIT_S = 2.0
+GIVEN_BACK = "the early signal of the time limit, where a group is in a job of its own and no node is to spare"
 LOST = "power loss of a node of the hub, then of actor_fwd's, where no node is to spare"
 SMALLER: dict[str, Any] = {
     "steps": ENDLESS,
@@ -56,6 +57,8 @@ def test_who_waits_for_a_queued_group_is_not_judged(sandbox: Sandbox, tmp_path: 
         ), live.story()
         # The hub is what all others need: who cancels its job wants an end.
         cancelled_means_stopped(live)
+        marks = [live.mark(group, 1, group) for group in ("rollout", "actor", "actor_fwd")]
+        assert {mark["status"] for mark in marks} == {"stopped"}, f"not by themselves: {marks}\n{live.story()}"
 
 
 def test_a_group_that_fails_itself_ends_what_is_queued_too(sandbox: Sandbox, tmp_path: Path) -> None:
@@ -73,6 +76,10 @@ def test_a_group_that_fails_itself_ends_what_is_queued_too(sandbox: Sandbox, tmp
 def test_a_successor_gets_the_nodes_of_what_slurm_leaves_behind(sandbox: Sandbox, tmp_path: Path) -> None:
     with submitted(sandbox, tmp_path, "het", {"steps": ENDLESS}) as live:
         live.wait_for_step(2)
+        a_group_moves(live, "actor")
+        with succeeded(live, GIVEN_BACK):
+            live.signal_job(live.job("hub"))
+        assert not rollbacks(live.run), "the actor did not save, or had no hub any more to save to"
         node, holder = live.nodes_of("actor_fwd")[0], live.lease_holder()
         lose_and_bring_back(live, holder["node"])
         live.supervised_anew(holder["epoch"])
@@ -80,6 +87,7 @@ def test_a_successor_gets_the_nodes_of_what_slurm_leaves_behind(sandbox: Sandbox
             # With one node left, component 0 ends when any node is lost; those of two nodes live on.
             lose_and_bring_back(live, node)
         if ALL:
+            a_group_moves(live, "actor_fwd")
             with succeeded(live, "power loss of both nodes of the hub, where no node is to spare"):
                 # No head is left to give anything back.
                 lose_and_bring_back(live, *hub_nodes(live))
@@ -109,6 +117,14 @@ def lose_and_bring_back(live: SlurmRun, *nodes: str) -> None:
         live.sandbox.kill_node(node, down=True)
     for node in nodes:
         live.sandbox.start_node(node)
+
+
+def a_group_moves(live: SlurmRun, group: str) -> None:
+    """To a job of its own, on the nodes of its component, which is given back."""
+    component = live.job(group)
+    live.call("resubmit", "--group", group, "--new-job")
+    live.goes_on()
+    assert live.job(group) != component
 
 
 def cancelled_means_stopped(live: SlurmRun) -> None:

@@ -41,12 +41,12 @@ def say(status, code, reason=""):
     os.rename(mark + ".new", mark)
     os._exit(code)
 if what == "lives":
-    signal.signal(signal.SIGTERM, lambda *_: say("stopped", 75, "asked to stop"))
+    signal.signal(signal.SIGUSR2, lambda *_: say("stopped", 75, "asked to stop"))
     print("lives", flush=True)
     while True:
         signal.pause()
 elif what == "deaf":
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     print("lives", flush=True)
     while True:
         signal.pause()

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from relax_hpc.rendezvous.process import STOP_SIGNALS
+from relax_hpc.rendezvous.process import END_SIGNAL, STOP_SIGNALS
 
 PROGRAM = """
 import os, signal, sys, time
@@ -120,7 +120,7 @@ STORM = """
 import sys
 from relax_hpc.rendezvous.process import on_terminate
 
-stop = on_terminate(at_once=False)
+stop = on_terminate(at_once=False, led="led" in sys.argv)
 for line in sys.stdin:
     print("asked to stop" if stop.is_set() else "goes on", flush=True)
 """
@@ -142,5 +142,25 @@ def test_a_storm_of_signals_stops_no_process_from_working() -> None:
                 process.send_signal(signal.SIGUSR2)
                 process.send_signal(signal.SIGTERM)
             assert says() == "asked to stop"
+        finally:
+            process.kill()
+
+
+def test_who_is_led_ends_by_its_parents_word_alone() -> None:
+    """Slurm signals the processes below a batch script too, whose head knows what is to be saved before they end."""
+    words = [sys.executable, "-c", STORM, "led"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+
+        def says(*signals: signal.Signals) -> str:
+            for number in signals:
+                process.send_signal(number)
+            process.stdin.write("how is it?\n")
+            process.stdin.flush()
+            return process.stdout.readline().strip()
+
+        try:
+            assert says() == "goes on"
+            assert says(signal.SIGTERM, signal.SIGINT, signal.SIGTERM) == "goes on"
+            assert says(END_SIGNAL) == "asked to stop"
         finally:
             process.kill()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from relax_hpc.config.groups import group_of, ranks_of, roles_of
 from relax_hpc.launch.group import Incarnation, Member
 from relax_hpc.launch.records import Launch, record
 from relax_hpc.local_dir import LOCAL_DIR
-from relax_hpc.rendezvous.process import PARENT, STACKS_SIGNAL, clean_environment, shows_stacks
+from relax_hpc.rendezvous.process import END_SIGNAL, PARENT, STACKS_SIGNAL, clean_environment, shows_stacks
 from relax_hpc.rundir import RunDir
 
 
@@ -27,7 +26,7 @@ class Processes(Incarnation):
     def ask_to_end(self) -> None:
         for member in self.members:
             if member.process.poll() is None:
-                member.process.send_signal(signal.SIGTERM)
+                member.process.send_signal(END_SIGNAL)
 
     def ask_for_stacks(self) -> None:
         """See `Incarnation.ask_for_stacks`. Launchers and engines have no such handler, and would end."""
@@ -65,7 +64,7 @@ class LocalLauncher:
         variables = environment(config, group_of(config, name).env)
         members = []
         for role in roles_of(config, name):
-            words = command(self.run, config, name, role, epoch)
+            words = [*command(self.run, config, name, role, epoch), *(["--led"] if self.job else [])]
             with (logs / f"{role}.log").open("ab") as log:
                 process = subprocess.Popen(
                     words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=variables, start_new_session=True

@@ -123,6 +123,8 @@ class Supervisor:
         """Called before whatever may take long, such as waiting, ending groups, and asking Slurm."""
         self.on_interrupt: Callable[[], None] = lambda: None
         """Told of a signal before anything is ended; it may find that the run was asked to stop."""
+        self.take_along: Callable[[str], bool] = lambda _name: False
+        """Told of a group that is supervised elsewhere before this ends, not for good; whether that ends too."""
         self.on_silence: Callable[[str, int], None] = lambda _name, _epoch: None
         """Told of a group (and its epoch) that is supervised elsewhere, when a member gives no sign for a lease."""
         self.epoch = claim_epoch(run, name, former)
@@ -509,10 +511,12 @@ class Supervisor:
             self.on_interrupt()
         asked = requests.asked_to_stop(self.run)
         self.terminal.say(f"stopping: {asked['reason']}" if asked else "stopping; a second signal stops at once")
-        names = [*self.groups, *(self._others() if asked else [])]
-        for part in self._stop_order(names):
-            self.end_in_order(part)
-            for name in set(part) & self.groups.keys():
+        for part in self._stop_order([*self.groups, *self._others()]):
+            part = [name for name in part if name in self.groups or asked or self.take_along(name)]
+            own = set(part) & self.groups.keys()
+            # Others are waited for by who comes after them, no more: of some there may be nobody left.
+            self.end_in_order(sorted(own) if own == self.groups.keys() else part)
+            for name in own:
                 self.forget(name)
         self.terminal.say("stopped")
         return Outcome.STOPPED if asked else Outcome.INTERRUPTED

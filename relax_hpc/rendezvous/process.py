@@ -20,8 +20,10 @@ from relax_hpc.errors import RelaxError
 _PR_SET_PDEATHSIG = 1
 PARENT = "RELAX_PARENT"
 """Environment variable: pid of the process that started this one."""
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
-"""Slurm sends TERM at preemption and at the end; srun passes USR2 on to its tasks, and TERM it takes for itself."""
+END_SIGNAL = signal.SIGUSR2
+"""By which a supervisor asks a role to end: srun passes it on to its tasks, and TERM it takes for itself."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, END_SIGNAL)
+"""Slurm sends TERM at preemption and at the end."""
 STACKS_SIGNAL = signal.SIGUSR1
 """On which a process of ours writes the stacks of all its threads to its log, and goes on."""
 EXIT_BUG = 1
@@ -79,7 +81,9 @@ class Flag:
     """What a signal handler sets. A threading.Event has a lock: a handler that another signal interrupts while it
     holds that would wait for itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, signals: tuple[signal.Signals, ...] = STOP_SIGNALS) -> None:
+        """``signals``: that count, for who has a handler of its own."""
+        self.signals = signals
         self._set = False
 
     def set(self) -> None:
@@ -89,11 +93,17 @@ class Flag:
         return self._set
 
 
-def on_terminate(at_once: bool) -> Flag:
-    """A flag that STOP_SIGNALS set; ``at_once`` also raises RelaxError, once, wherever the main thread is."""
-    flag = Flag()
+def on_terminate(at_once: bool, led: bool = False) -> Flag:
+    """A flag that STOP_SIGNALS set; ``at_once`` also raises RelaxError, once, wherever the main thread is.
 
-    def handle(*_: object) -> None:
+    ``led``: by a parent which gets Slurm's signals too, and decides who ends when: END_SIGNAL alone counts.
+    """
+    flag, own = Flag((END_SIGNAL,) if led else STOP_SIGNALS), os.getpid()
+
+    def handle(number: int, _: object) -> None:
+        # Rather than SIG_IGN, which what this process starts would inherit; what it forks is not led.
+        if number not in flag.signals and os.getpid() == own:
+            return
         first = not flag.is_set()
         flag.set()
         if at_once and first:

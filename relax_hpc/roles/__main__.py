@@ -43,6 +43,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--role", required=True, choices=["controller", *MODULES])
     parser.add_argument("--epoch", type=int, required=True, help="incarnation of the group, taken by its launcher")
     parser.add_argument("--watch", action="store_true", help="leave a mark of its end however it comes")
+    parser.add_argument("--led", action="store_true", help="end only when its parent says so, whatever Slurm signals")
     parser.add_argument("--deadline", type=float, help="end of the allocation, seconds since 1970")
     return parser.parse_args(argv)
 
@@ -127,7 +128,7 @@ def work(args: argparse.Namespace) -> int:
     die_with_parent()
     keep_printing()
     show_stacks()
-    stop = on_terminate(at_once=args.role not in FINISH_FIRST)
+    stop = on_terminate(at_once=args.role not in FINISH_FIRST, led=args.led)
     run = RunDir(args.run_dir)
     code, reason, stopped = EXIT_DONE, "", False
     try:

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_hpc.data.prompts import Prompt, load_tokenizer
-from relax_hpc.errors import ConfigError, RelaxError
-from relax_hpc.rendezvous.process import STOP_SIGNALS
+from relax_hpc.errors import ConfigError, StoppedError
 from relax_hpc.rewards import get_reward
 from relax_hpc.roles.context import Context
 from relax_hpc.roles.replica import FOR_TURN, Replica
@@ -133,7 +132,7 @@ def run(context: Context) -> None:
     async def main() -> None:
         task = asyncio.current_task()
         assert task is not None
-        for number in STOP_SIGNALS:
+        for number in context.stop.signals:
             asyncio.get_running_loop().add_signal_handler(number, task.cancel)
         await Rollout(context).serve()
 
@@ -142,7 +141,7 @@ def run(context: Context) -> None:
     except BaseExceptionGroup as group:
         raise first_error(group) from group
     except asyncio.CancelledError:
-        raise RelaxError("asked to stop") from None
+        raise StoppedError("asked to stop") from None
 
 
 def first_error(group: BaseExceptionGroup) -> BaseException:

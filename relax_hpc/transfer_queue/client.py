@@ -22,7 +22,7 @@ import numpy as np
 
 from relax_hpc.config.schema import Config
 from relax_hpc.disk import WAITS, Told, in_words
-from relax_hpc.errors import DeadlineError, FencedError, RefusedError, RelaxError
+from relax_hpc.errors import DeadlineError, FencedError, RefusedError, RelaxError, StoppedError
 from relax_hpc.rendezvous.roster import Card, latest_card
 from relax_hpc.rendezvous.signs import identity
 from relax_hpc.rundir import RunDir, write_json
@@ -44,6 +44,8 @@ _LONG = 4096
 """Entries of a row, from which on there are better ways to look at it."""
 _SETTLE_S = 5.0
 """How long a client that closes waits until all that it has put is accepted."""
+_NO_HUB_S = 5.0
+"""For how long there is no hub when it is taken for gone, in a run that was asked to stop: none is started any more."""
 _ERRORS: dict[str, type[RelaxError]] = {"fenced": FencedError, "deadline": DeadlineError}
 
 
@@ -178,6 +180,7 @@ class QueueClient:
         self.waits: Told = {}
         """Which disk somebody waits for, as the hub said last."""
         self._waited_at = -math.inf
+        self._connected_at = time.monotonic()
         self._beaten = 0.0
         self._gap = 0.0
         self._token = run.token()
@@ -336,6 +339,7 @@ class QueueClient:
             now = time.monotonic()
             if now >= beat_at:
                 connection = self._line.found(now, 2 * beat_s, beat_s)
+                self._look_at_end(connection is not None or self._line.connected, now)
                 beat = self._beat_call(now)
                 with self._lock:
                     if connection:
@@ -355,6 +359,13 @@ class QueueClient:
                 self._settle(reply)
             if broken:
                 beat_at = 0.0
+
+    def _look_at_end(self, connected: bool, now: float) -> None:
+        """Once a beat: who waits for an answer that nobody will give is to end instead."""
+        if connected or self.epoch == OBSERVER_EPOCH:
+            self._connected_at = now
+        elif now - self._connected_at > _NO_HUB_S and self.run.stop.exists():
+            self._fail(self._take_calls(), StoppedError("the run stops, and its hub has gone before"))
 
     def _write_beat(self) -> None:
         """For `status` while the hub does not answer. A full disk must not end the talking."""

@@ -145,8 +145,8 @@ class Head:
                 stack.callback(self._clear_staging, supervisor)
                 if not self._prepared(terminal):
                     return EXIT_RETRY
-            else:
-                self._wait_for_hub(lease, supervisor)
+            elif not self._has_hub(lease, supervisor, job):
+                return asked_to_stop(self.run).get("code", EXIT_RETRY)
             job.begin(supervisor)
 
             def each_tick() -> None:
@@ -161,6 +161,8 @@ class Head:
             supervisor.on_interrupt = job.interrupted
             if "hub" in self.names:
                 supervisor.on_silence = job.silence.suspect
+            if isinstance(job, HetJob):
+                supervisor.take_along = job.moved_groups.take_along
             outcome = supervisor.supervise()
             if outcome is Outcome.FINISHED and "hub" in self.names:
                 terminal.summary()
@@ -186,19 +188,26 @@ class Head:
             ask_to_stop(self.run, NoProgressError.exit_code, str(error))
             raise NoProgressError(f"{error}; allowed liveness.max_restarts={limit}") from error
 
-    def _wait_for_hub(self, lease: Lease, supervisor: Supervisor) -> None:
-        """Jobs start in any order; without the hub there is nothing to do, and no node's time to burn on restarts."""
+    def _has_hub(self, lease: Lease, supervisor: Supervisor, job: GroupJob | HetJob) -> bool:
+        """Jobs start in any order; without the hub there is nothing to do, and no node's time to burn on restarts.
+
+        False if this job is to end before. DeadlineError if that takes too long.
+        """
         limit, began = longest_wait_s(self.config), time.monotonic()
         if latest_card(self.run, "hub") is None:
             supervisor.terminal.say("waits for the hub, which has not begun yet")
-        while latest_card(self.run, "hub") is None and not supervisor.interrupted and not asked_to_stop(self.run):
+        while latest_card(self.run, "hub") is None:
+            if supervisor.interrupted or asked_to_stop(self.run):
+                return False
             supervisor.check_fenced()
             if time.monotonic() - began > limit:
                 raise DeadlineError(
                     f"hub: has not begun within liveness.longest_wait_s={limit:g}; see its job in squeue, and its logs"
                 )
             lease.tick()
+            job.watch(supervisor)
             time.sleep(_LOOK_S)
+        return True
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

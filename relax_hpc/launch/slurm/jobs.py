@@ -10,27 +10,28 @@ from collections.abc import Callable, Sequence
 
 from relax_hpc.config import Config, load_resolved
 from relax_hpc.config.groups import group_of
-from relax_hpc.errors import EXIT_NO_PROGRESS, EXIT_RETRY
+from relax_hpc.errors import EXIT_RETRY
 from relax_hpc.launch.local import latest_attempt
-from relax_hpc.launch.records import Launch, all_done, all_ended, members_of, read_launch
+from relax_hpc.launch.records import Launch, members_of, read_launch
 from relax_hpc.launch.requests import asked_to_stop
 from relax_hpc.launch.slurm.allocation import Allocation
 from relax_hpc.launch.slurm.checkup import check_nodes, exclude_option
 from relax_hpc.launch.slurm.commands import Slurm, SlurmError
 from relax_hpc.launch.slurm.endings import give_back, heed_user
 from relax_hpc.launch.slurm.ledger import Entry, Ledger
+from relax_hpc.launch.slurm.moved import Moved
+from relax_hpc.launch.slurm.orphans import Bereft
 from relax_hpc.launch.slurm.render import render_group
 from relax_hpc.launch.slurm.silence import Silence
 from relax_hpc.launch.slurm.standby import Standby
 from relax_hpc.launch.slurm.steps import StepLauncher, Steps
 from relax_hpc.launch.slurm.whereabouts import known_jobs
 from relax_hpc.launch.supervisor import RELEASED, Supervisor
-from relax_hpc.launch.verdict import GONE, Evidence, Fate, verdict
 from relax_hpc.rendezvous.roster import latest_epoch
 from relax_hpc.rundir import RunDir, write_atomic
 
-_ASK_SLURM_S, _ASK_SOON_S = 10.0, 2.0
-"""Between looks at jobs elsewhere (slurmctld serves the whole cluster), and when a group there has ended."""
+_ASK_SLURM_S = 10.0
+"""Between looks at who has the group."""
 _AGAIN_S, _SELDOM_S = 10.0, 600.0
 """Between tries to ask for the last that is wanted of Slurm, and for a successor."""
 _LEAVE_S, _INSIST_S = 5.0, 1800.0
@@ -56,16 +57,20 @@ class _Job:
     def waiting(self) -> None:
         """Called before whatever may take long."""
 
+    def watch(self, _supervisor: Supervisor) -> bool:
+        """Called again and again; whether the job is to end although the run goes on."""
+        return False
+
     def check(self, supervisor: Supervisor) -> None:
         """Look at the nodes of all groups, unless something runs there already."""
-        steps = [name for name in supervisor.names if name != "hub" and name not in supervisor.elsewhere]
+        steps = [name for name in supervisor.names if name not in {"hub", *supervisor.elsewhere, *supervisor.unfit}]
         fresh = [name for name in steps if not self._has_begun(name)]
         if fresh and self.config.layout != "local":
             launcher = supervisor.launcher(fresh[0])
             assert isinstance(launcher, StepLauncher)
             # If Slurm does not answer, the nodes are taken as they are.
             with contextlib.suppress(SlurmError):
-                supervisor.unfit = check_nodes(launcher, fresh)
+                supervisor.unfit |= check_nodes(launcher, fresh)
 
     def submit_group(self, name: str, avoid: str = "") -> str:
         """A job of its own for a group: a held spare, or a new one, not on node ``avoid``; empty if none can be had."""
@@ -122,7 +127,8 @@ class _Job:
 class GroupJob(_Job):
     """An ordinary job of one group. At its end it requeues itself; where it loses a node, another job takes the group.
 
-    A hub of two nodes has a standby: Slurm is slower to notice that a node is gone.
+    A hub of two nodes has a standby: Slurm is slower to notice that a node is gone. A job that took the place of a
+    component (layout het) ends with the job of the whole run: its successor has a component for the group again.
     """
 
     def __init__(self, *args: object) -> None:
@@ -132,6 +138,8 @@ class GroupJob(_Job):
         self.standby = Standby(self.run, self.slurm, self.allocation, self.node, "hub") if two else None
         self.moved = False
         """Whether another job has the group."""
+        self.bereft = None if hub else Bereft(self.run, self.config, self.slurm, *self.allocation.places)
+        self._gives_way = False
         self._looked = time.monotonic()
 
     def launcher(self) -> StepLauncher:
@@ -143,6 +151,8 @@ class GroupJob(_Job):
 
     def tick(self, supervisor: Supervisor) -> None:
         """See that this job ends when another has the group; the hub's keeps a standby, and an eye on other jobs."""
+        if self.watch(supervisor):
+            return
         if time.monotonic() - self._looked >= _ASK_SLURM_S:
             self._looked = time.monotonic()
             self.moved |= any(self.ledger.superseded(self.allocation.job, name) for name in supervisor.names)
@@ -153,11 +163,26 @@ class GroupJob(_Job):
         if "hub" in supervisor.names:
             self.silence.tick(supervisor, set(members_of(self.run, self.config)) - set(supervisor.names))
 
+    def watch(self, supervisor: Supervisor) -> bool:
+        """See that the group saves and ends if its job is to give way: somebody says so, or nobody is left to."""
+        if self.bereft and self.bereft.look(time.monotonic()):
+            supervisor.terminal.say("the job of the run is over: this one gives way to its successor")
+            self._gives_way = True
+            # On a full disk the successor finds this job gone.
+            with contextlib.suppress(OSError):
+                self.ledger.give_way(self.allocation.job)
+        supervisor.interrupted += (leaves := self.gives_way())
+        return leaves
+
+    def gives_way(self) -> bool:
+        """Whether it is to end for good although the run goes on."""
+        return self._gives_way or self.ledger.gave_way(self.allocation.job)
+
     def end(self, code: int) -> None:
         """Requeue the job if the group is to go on, else end it if its batch script is gone; the run's others too."""
         if self.run.finished.exists() or asked_to_stop(self.run):
             self.withdraw()
-        if code == EXIT_RETRY and not asked_to_stop(self.run) and not self.moved:
+        if code == EXIT_RETRY and not (asked_to_stop(self.run) or self.moved or self.gives_way()):
             insist(lambda: requeue(self.slurm, self.allocation.job))
         else:
             self.end_without_batch()
@@ -211,7 +236,7 @@ class HetJob(_Job):
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
         self.standby = Standby(self.run, self.slurm, self.allocation, self.node, safe=self.takes_steps)
-        self._asked = time.monotonic()
+        self.moved_groups = Moved(self.run, self.config, self.slurm, self.allocation)
         self._successor_at = 0.0
         self._kill_wait_s = _KILL_WAIT_S
         self._leave_at = math.inf
@@ -225,17 +250,16 @@ class HetJob(_Job):
         self._end_predecessors()
         with contextlib.suppress(SlurmError, ValueError):
             self._kill_wait_s = float(self.slurm.config()["KillWait"].split()[0])
-        for name in supervisor.names:
-            entry = self.ledger.newest(name)
-            if entry and not all_done(self.run, self.config, name):
-                supervisor.elsewhere[name] = entry.job
+        self.moved_groups.find(supervisor)
         self.check(supervisor)
         self._see_to_successor()
 
     def _end_predecessors(self) -> None:
-        """Components live on when the two nodes of the hub are lost; this job has come to take their place."""
-        former = {entry.job for entry in self.ledger.entries() if entry.kind in ("run", "successor")}
-        former -= {self.allocation.job}
+        """This job has come to take their place: components live on when the two nodes of the hub are lost, and Slurm
+        may not have heard that a group's own job was given back."""
+        entries = self.ledger.entries()
+        former = {entry.job for entry in entries if entry.kind in ("run", "successor")} - {self.allocation.job}
+        former |= {entry.job for entry in entries if entry.kind == "group" and self.ledger.gave_way(entry.job)}
         with contextlib.suppress(SlurmError, OSError):
             for job in self.slurm.own_jobs().values():
                 if (job.het_leader or job.id) in former and job.state == "RUNNING":
@@ -267,7 +291,8 @@ class HetJob(_Job):
     def waiting(self) -> None:
         """Who saves may not get to its end; the nodes of its component are needed by the successor."""
         if time.monotonic() >= self._leave_at:
-            self._give_components_back()
+            self._leave_at = math.inf
+            self._give_back([*self._components(), *self.moved_groups.jobs()])
 
     def takes_steps(self) -> bool:
         """False once slurmctld has been restarted and a component is gone: it would die of the next step's request.
@@ -286,65 +311,31 @@ class HetJob(_Job):
         job = self.slurm.jobs(self.allocation.job).get(self.allocation.job)
         return job is not None and job.state == "RUNNING"
 
-    def _give_components_back(self) -> None:
+    def _components(self) -> list[str]:
         """Slurm ends them with component 0, but not if it lost its nodes: then they would idle to their time limit."""
-        self._leave_at = math.inf
-        for job in sorted({place.job for place in self.allocation.places.values() if place.het}):
+        return sorted({place.job for place in self.allocation.places.values() if place.het})
+
+    def _give_back(self, jobs: Sequence[str]) -> None:
+        for job in jobs:
             with contextlib.suppress(SlurmError, OSError):
                 give_back(self.run, self.slurm, job)
 
     def tick(self, supervisor: Supervisor) -> None:
         """Keep a standby on the hub's other node, and an eye on groups that run elsewhere."""
-        now = time.monotonic()
         self._see_to_successor()
         self.standby.tick()
         self.silence.tick(supervisor, set(members_of(self.run, self.config)) - supervisor.groups.keys())
-        waited_s = now - self._asked
-        soon = waited_s >= _ASK_SOON_S and any(self._has_ended(name) for name in supervisor.elsewhere)
-        if supervisor.elsewhere and (soon or waited_s >= _ASK_SLURM_S):
-            self._asked = now
-            with contextlib.suppress(SlurmError, OSError):
-                self._look_elsewhere(supervisor)
-
-    def _has_ended(self, name: str) -> bool:
-        """Whether a group has left its marks in the job that it has now, but is not done."""
-        launch, entry = read_launch(self.run, name, latest_epoch(self.run, name)), self.ledger.newest(name)
-        here = launch is not None and entry is not None and launch.job == entry.job
-        return here and all_ended(self.run, self.config, name) and not all_done(self.run, self.config, name)
-
-    def _look_elsewhere(self, supervisor: Supervisor) -> None:
-        """A job that is gone before its group is done is replaced, as often as a group may be started."""
-        newest = {name: self.ledger.newest(name) for name in supervisor.elsewhere}
-        jobs = self.slurm.jobs(*(entry.job for entry in newest.values() if entry))
-        for name, entry in newest.items():
-            if entry is None or all_done(self.run, self.config, name):
-                continue
-            supervisor.elsewhere[name] = entry.job
-            state = jobs[entry.job].state if entry.job in jobs else GONE
-            dead = verdict(Evidence(job=state), self.config.liveness).fate is Fate.DEAD
-            # One asked for just now may take a moment to show.
-            # What is asked for on a full disk could not even be written down.
-            if dead and time.time() - entry.time > _ASK_SLURM_S and not supervisor.disk.hinders():
-                self._check_jobs(supervisor, name)
-                supervisor.replace_elsewhere(name, f"job {entry.job} is gone")
-
-    def _check_jobs(self, supervisor: Supervisor, name: str) -> None:
-        """Give up on a group whose jobs end before they can start it."""
-        launches = (read_launch(self.run, name, epoch) for epoch in range(latest_epoch(self.run, name), 0, -1))
-        last = next((launch.job for launch in launches if launch), "")
-        limit = self.config.liveness.max_restarts
-        jobs = [entry.job for entry in self.ledger.living() if entry.kind == "group" and entry.group == name]
-        vain = jobs[jobs.index(last) + 1 :] if last in jobs else jobs
-        if len(vain) > limit:
-            text = f"{len(vain)} jobs ended before the group began (the last: {vain[-1]})"
-            supervisor.give_up(name, f"{text}, allowed liveness.max_restarts={limit}", EXIT_NO_PROGRESS)
+        self.moved_groups.tick(supervisor)
 
     def end(self, code: int) -> None:
-        """Withdraw what was queued for this run unless it is to go on, and end the job if its batch script is gone."""
+        """Withdraw what was queued for this run unless it is to go on, and give back what a successor may need; end
+        the job if its batch script is gone."""
         if code != EXIT_RETRY or asked_to_stop(self.run):
             self.withdraw()
+        else:
+            self._give_back(self.moved_groups.jobs())
         if self._leave_at < math.inf:
-            self._give_components_back()
+            self._give_back(self._components())
         self.end_without_batch()
 
 

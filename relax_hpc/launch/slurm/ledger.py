@@ -63,15 +63,21 @@ class Ledger:
         found = (read_map(path, **_KINDS) for path in paths)
         return [Entry(**{name: value[name] for name in _KINDS}) for value in found if value.get("job", "").isdecimal()]
 
-    def newest(self, group: str) -> Entry | None:
-        """The job that was last submitted for a group alone."""
+    def last(self, group: str) -> Entry | None:
+        """The job that was last submitted for a group alone, whatever became of it."""
         found = [entry for entry in self.living() if entry.kind == "group" and entry.group == group]
         return found[-1] if found else None
 
+    def newest(self, group: str) -> Entry | None:
+        """The job that has a group to itself; None also if that gave way: the job of the whole run has it again."""
+        last = self.last(group)
+        return None if last is None or self.gave_way(last.job) else last
+
     def superseded(self, job: str, group: str) -> bool:
-        """Whether a group was given to another job after ``job``."""
-        newest = self.newest(group)
-        return newest is not None and newest.job != job and any(entry.job == job for entry in self.entries())
+        """Whether ``job`` was given back, or its group to another one after it."""
+        last = self.last(group)
+        later = last is not None and last.job != job and any(entry.job == job for entry in self.entries())
+        return later or self.gave_way(job)
 
     def living(self) -> list[Entry]:
         """Entries since the run was last submitted as one job; all, where every group has a job of its own."""

@@ -6,7 +6,6 @@ A step outlives the srun that started it when the node of that srun dies, so ano
 from __future__ import annotations
 
 import contextlib
-import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from relax_hpc.launch.slurm.container import container_command, container_srun_o
 from relax_hpc.launch.slurm.mpi import mpi_plugin, mpi_variables
 from relax_hpc.launch.slurm.srun import srun_options
 from relax_hpc.rendezvous.network import library_environment
-from relax_hpc.rendezvous.process import PARENT, STACKS_SIGNAL
+from relax_hpc.rendezvous.process import END_SIGNAL, PARENT, STACKS_SIGNAL
 from relax_hpc.rundir import RunDir
 
 RANK = "relax_hpc.launch.slurm.rank"
@@ -46,14 +45,14 @@ class Steps(Incarnation):
     def ask_to_end(self) -> None:
         for member in self.members:
             if member.process and member.process.poll() is None:
-                # srun passes USR2 on to its tasks; TERM it would take as an order to kill them.
-                member.process.send_signal(signal.SIGUSR2)
+                # srun passes it on to its tasks; TERM it would take as an order to kill them.
+                member.process.send_signal(END_SIGNAL)
         adopted = {step_name(self.name, member.role, self.epoch) for member in self.members if not member.process}
         # What cannot be asked is killed at the deadline.
         with contextlib.suppress(SlurmError):
             for name, step in self._ids().items() if adopted else ():
                 if name in adopted:
-                    self.slurm.cancel(step, signal="USR2")
+                    self.slurm.cancel(step, signal=END_SIGNAL.name.removeprefix("SIG"))
 
     def ask_for_stacks(self) -> None:
         """See `Incarnation.ask_for_stacks`; srun would not pass this signal on."""
