@@ -382,7 +382,9 @@ class LivenessConfig:
     """Restarts of one group with neither new samples, steps nor checkpoints before the run stops with exit 93."""
     longest_wait_s: float = bounded(0.0, 0.0)
     """How long a run waits for what is nobody's fault: a group that is queued, loads or is being replaced, or room on a
-    full disk. Then it saves what it can and ends with 75. 0: as long as its job lasts; 24 h where there is none."""
+    full disk. Then it saves what it can and ends with 75. 0: as long as its job lasts; 24 h where there is none. A job
+    that reaches its limit makes way to the next life of the run (`het`: the successor, `jobs`: itself, queued again),
+    which waits anew; less than a job lasts bounds that too."""
     stop_timeout_s: float = bounded(15.0, 0.1)
     """Between asking a process to end and killing it."""
 
