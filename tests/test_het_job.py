@@ -140,6 +140,19 @@ def test_what_is_queued_goes_unless_the_run_is_to_go_on(
     assert cancelled(slurm) == (["22"] if goes_on else ["20", "21", "22"])
 
 
+@pytest.mark.parametrize("setup", [["ulimit -n 777"], []])
+def test_a_standby_has_the_limits_of_the_site(job: HetJob, slurm: FakeSlurm, setup: list[str]) -> None:
+    """The site's setup runs in the batch script alone."""
+    slurm.set(jobs=ALL | {"7": ALL["7"] | {"node_list": "node[1-2]"}})
+    (job.run.root / "logs").mkdir()
+    job.config.site.setup = setup
+    standby = job.second()
+    standby.tick()
+    standby._process.wait(timeout=30)
+    (call,) = slurm.calls("srun")
+    assert ("--propagate=NOFILE,MEMLOCK,NPROC,STACK" in call["argv"]) == bool(setup)
+
+
 # -- groups that went on in jobs of their own --------------------------------------------------------------------------
 
 

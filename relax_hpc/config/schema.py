@@ -485,7 +485,7 @@ class SiteConfig:
     of account beside a binding, and every role has one: ask for it in site.options, for the job."""
     setup: list[str] = field(default_factory=list)
     """Lines of bash that every batch script runs first: `module purge`, `source /site/profile`, `ulimit -n 65536`.
-    Roles inherit variables and limits."""
+    Roles and the standby supervisor inherit variables and limits (NOFILE, MEMLOCK, NPROC, STACK)."""
     modules: list[str] = field(default_factory=list)
     """Environment modules to load."""
     env: dict[str, str] = field(default_factory=dict)

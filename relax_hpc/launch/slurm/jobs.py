@@ -23,6 +23,7 @@ from relax_hpc.launch.slurm.moved import Moved
 from relax_hpc.launch.slurm.orphans import Bereft
 from relax_hpc.launch.slurm.render import render_group
 from relax_hpc.launch.slurm.silence import Silence
+from relax_hpc.launch.slurm.srun import limits
 from relax_hpc.launch.slurm.standby import Standby
 from relax_hpc.launch.slurm.steps import StepLauncher, Steps
 from relax_hpc.launch.slurm.whereabouts import known_jobs
@@ -53,6 +54,10 @@ class _Job:
         """A signal has come. Of the hub's job, which all others need, scancel means that the run is to stop."""
         if "hub" in self.allocation.places:
             heed_user(self.run, self.slurm, self.allocation.job, self.allocation.restarts)
+
+    def second(self, group: str = "", safe: Callable[[], bool] = lambda: True) -> Standby:
+        """A standby. The site's setup runs in the batch script alone, and a standby that leads starts roles as well."""
+        return Standby(self.run, self.slurm, self.allocation, self.node, group, safe, limits(self.config))
 
     def waiting(self) -> None:
         """Called before whatever may take long."""
@@ -135,7 +140,7 @@ class GroupJob(_Job):
         super().__init__(*args)
         hub = self.allocation.places.get("hub")
         two = hub is not None and hub.nodes > 1
-        self.standby = Standby(self.run, self.slurm, self.allocation, self.node, "hub") if two else None
+        self.standby = self.second("hub") if two else None
         self.moved = False
         """Whether another job has the group."""
         self.bereft = None if hub else Bereft(self.run, self.config, self.slurm, *self.allocation.places)
@@ -235,7 +240,7 @@ class HetJob(_Job):
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
-        self.standby = Standby(self.run, self.slurm, self.allocation, self.node, safe=self.takes_steps)
+        self.standby = self.second(safe=self.takes_steps)
         self.moved_groups = Moved(self.run, self.config, self.slurm, self.allocation)
         self._successor_at = 0.0
         self._kill_wait_s = _KILL_WAIT_S

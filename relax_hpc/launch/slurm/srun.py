@@ -33,8 +33,8 @@ OWN_OPTIONS = {
     "container-mounts": "site.container.mounts",
 }
 """srun options that are made from other settings -> what to set instead, empty if there is nothing."""
-LIMITS = ("NOFILE", "MEMLOCK", "NPROC", "STACK")
-"""Of those that `site.setup` sets, the ones that roles inherit, whatever the cluster's PropagateResourceLimits."""
+_LIMITS = "NOFILE,MEMLOCK,NPROC,STACK"
+"""Of those that `site.setup` sets, the ones that steps inherit, whatever the cluster's PropagateResourceLimits."""
 _LONG_NAME = re.compile(r"[a-z][a-z0-9-]*")
 
 
@@ -56,6 +56,15 @@ def srun_options(config: Config) -> list[str]:
             )
     mistakes.refuse()
     options = {"distribution": "block:block", "cpu-bind": "none"} | site.srun_options
-    if site.setup:
-        options = {"propagate": ",".join(LIMITS)} | options
-    return [f"--{name}={value}" if value else f"--{name}" for name, value in options.items()]
+    return [*limits(config), *(_option(name, value) for name, value in options.items() if name != "propagate")]
+
+
+def limits(config: Config) -> list[str]:
+    """That a step inherits from who starts it, as srun is told; nothing where the cluster's way will do."""
+    options = {"propagate": _LIMITS} if config.site.setup else {}
+    options |= {name: value for name, value in config.site.srun_options.items() if name == "propagate"}
+    return [_option(name, value) for name, value in options.items()]
+
+
+def _option(name: str, value: str) -> str:
+    return f"--{name}={value}" if value else f"--{name}"

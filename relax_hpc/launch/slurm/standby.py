@@ -6,7 +6,7 @@ import contextlib
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from relax_hpc.launch.slurm.allocation import Allocation
 from relax_hpc.launch.slurm.commands import Slurm, SlurmError
@@ -29,10 +29,11 @@ class Standby:
         node: str,
         group: str = "",
         safe: Callable[[], bool] = lambda: True,
+        limits: Sequence[str] = (),
     ) -> None:
-        """``safe``: whether the job may be asked for a step."""
+        """``safe``: whether the job may be asked for a step; ``limits``: that it inherits, as srun is told."""
         self.run, self.slurm, self.allocation, self.node, self.group = run, slurm, allocation, node, group
-        self.safe = safe
+        self.safe, self.limits = safe, limits
         self._process: subprocess.Popen | None = None
         self._at, self._pause = 0.0, _AGAIN_S
         self._others: list[str] | None = None
@@ -55,7 +56,7 @@ class Standby:
         words = ["srun", f"--jobid={self.allocation.job}"]
         words += [] if place.het is None else [f"--het-group={place.het}"]
         words += ["--nodes=1", "--ntasks=1", f"--nodelist={self._others[0]}", "--overlap", "--mem=0", "--mpi=none"]
-        words += ["--no-kill", "--export=ALL", "--job-name=standby", "--open-mode=append"]
+        words += ["--no-kill", "--export=ALL", "--job-name=standby", "--open-mode=append", *self.limits]
         words.append(f"--output={escaped(self.run.root)}/logs/standby-%N-%t.log")
         words += [sys.executable, "-m", "relax_hpc.launch.slurm.head", "--standby", "--run_dir", str(self.run.root)]
         with (self.run.root / "logs" / "standby-srun.log").open("ab") as log:
