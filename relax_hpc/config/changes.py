@@ -16,18 +16,11 @@ from relax_hpc.config.clean import COMMAND_LINE, clean
 from relax_hpc.config.groups import base_name
 from relax_hpc.config.load import build, compose, merge
 from relax_hpc.config.read import dump_yaml, read_yaml
+from relax_hpc.config.roles import ROLES
 from relax_hpc.config.schema import Config
 from relax_hpc.errors import ConfigError
 from relax_hpc.rundir import RunDir, write_numbered
 
-OWN_SECTIONS = {
-    "rollout": ("rollout",),
-    "actor": ("actor", "checkpoint"),
-    "actor_fwd": ("actor_fwd",),
-    "reference": ("reference",),
-    "advantages": (),
-}
-"""Sections that concern a role alone; a group may change those of its roles, and its own entry of `groups`."""
 RETIRED = ".retired"
 _FILE = re.compile(r"(\d{6})-(.+)\.yaml")
 
@@ -78,7 +71,7 @@ def _check_own(key: str, place: str, config: Config, group: str) -> None:
     entry = f"groups.{base}"
     if key in (entry, f"{entry}.roles"):
         raise ConfigError(f"{place}: {key}: the roles of a group are for the run's life; start a new run")
-    allowed = [entry, *(section for role in config.groups[base].roles for section in OWN_SECTIONS[role])]
+    allowed = [entry, *(section for role in config.groups[base].roles for section in ROLES[role].sections)]
     if not any(key == section or key.startswith(f"{section}.") for section in allowed):
         raise ConfigError(
             f"{place}: {key}: not of group {group} alone, allowed: {', '.join(sorted(allowed))}; "

@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 from relax_hpc.config.model_files import Model, find_model, unread
+from relax_hpc.config.roles import RANKED
 from relax_hpc.config.schema import Config, DataConfig, ParallelConfig
 from relax_hpc.data.prompts import Prompt, Tokenizer, prompts_of, share_problem
 from relax_hpc.data.rows import read_rows
@@ -92,7 +93,7 @@ def _lengths(config: Config, model: Model) -> Iterator[str]:
 
 def _parallels(config: Config) -> Iterator[tuple[str, ParallelConfig]]:
     roles = {role for group in config.groups.values() for role in group.roles}
-    for name in ("actor", "actor_fwd", "reference"):
+    for name in RANKED:
         if name in roles:
             yield name, getattr(config, name).parallel
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
+from relax_hpc.config.roles import RANKED
 from relax_hpc.config.schema import Config, GroupConfig
 from relax_hpc.errors import ConfigError
 
+CONTROLLER = "controller"
+"""The queue's, in the hub: no role of the data flow."""
 _MEMBER = re.compile(r"(.+)-([1-9]\d*)")
-RANKED = ("actor", "actor_fwd", "reference")
-"""Roles whose ranks split one model."""
 
 
 def base_name(name: str, groups: Collection[str]) -> str:
@@ -34,7 +35,7 @@ def group_of(config: Config, name: str) -> GroupConfig:
 
 def roles_of(config: Config, name: str) -> list[str]:
     """The roles that a group's processes run; the hub's first is the queue controller."""
-    return (["controller"] if name == "hub" else []) + list(group_of(config, name).roles)
+    return ([CONTROLLER] if name == "hub" else []) + list(group_of(config, name).roles)
 
 
 def ranks_of(config: Config, name: str, role: str) -> int:

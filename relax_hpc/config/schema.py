@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from relax_hpc.config.roles import ROLES
+
 
 def bounded(default: Any, low: float | None = None, high: float | None = None) -> Any:
     """A dataclass field whose value must lie in [low, high]; the loader reports violations by file and key."""
@@ -409,7 +411,7 @@ class ResourcesConfig:
 class GroupConfig:
     """Processes that live and die together."""
 
-    roles: list[Literal["rollout", "actor", "actor_fwd", "reference", "advantages"]] = field(default_factory=list)
+    roles: list[Literal[tuple(ROLES)]] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)
     """Extra environment variables of its processes, such as CUDA_VISIBLE_DEVICES, which places a group on its GPUs."""
     interface: str = ""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from relax_hpc.config import Config, load_resolved
+from relax_hpc.config.roles import ROLES
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch.hours import hours
 from relax_hpc.launch.incarnations import Incarnation, Restart, read_incarnations, restarts, unit_of
@@ -20,7 +21,6 @@ from relax_hpc.rundir import RunDir, read_map
 
 ENOUGH_STEPS = 5
 """With fewer, medians say little."""
-_ROLES = ("rollout", "actor", "actor_fwd", "reference", "advantages")
 _DROPPED = "queue/dropped_"
 
 
@@ -119,7 +119,7 @@ def _waits(workers: Sequence[Worker], window: Interval) -> list[dict[str, Any]]:
 
 def _by_role(workers: Sequence[Worker], window: Interval) -> dict[str, Mapping[Label, float]]:
     """In the order of the data flow."""
-    found = {role: added(w.seconds(*window) for w in workers if w.role == role) for role in _ROLES}
+    found = {role: added(w.seconds(*window) for w in workers if w.role == role) for role in ROLES}
     return {role: seconds for role, seconds in found.items() if sum(seconds.values())}
 
 

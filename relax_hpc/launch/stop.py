@@ -12,7 +12,7 @@ from itertools import pairwise
 import psutil
 
 from relax_hpc.config import Config, load_resolved
-from relax_hpc.config.groups import RANKED
+from relax_hpc.config.roles import RANKED
 from relax_hpc.errors import EXIT_DONE, ConfigError, DeadlineError
 from relax_hpc.launch.processes import kill
 from relax_hpc.launch.requests import ask_to_stop

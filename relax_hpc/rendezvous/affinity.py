@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from relax_hpc.config.groups import RANKED, group_of, ranks_of, roles_of
+from relax_hpc.config.groups import group_of, ranks_of, roles_of
+from relax_hpc.config.roles import RANKED
 from relax_hpc.config.schema import Config
 
 _CPUS, _NUMA = Path("/sys/devices/system/cpu"), Path("/sys/devices/system/node")

@@ -11,8 +11,9 @@ from importlib import import_module
 from pathlib import Path
 
 from relax_hpc.config import Config, load_resolved
-from relax_hpc.config.groups import RANKED as WITH_RANKS
-from relax_hpc.config.groups import ranks_of
+from relax_hpc.config.groups import CONTROLLER, ranks_of
+from relax_hpc.config.roles import RANKED as WITH_RANKS
+from relax_hpc.config.roles import ROLES
 from relax_hpc.disk import WAITS, await_room, keep_printing, may_pass
 from relax_hpc.errors import EXIT_DONE, EXIT_RETRY, RelaxError, StoppedError
 from relax_hpc.local_dir import LOCAL_DIR, local_folder, settle_on_this_node
@@ -25,22 +26,12 @@ from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.presence import longest_wait_s
 from relax_hpc.weights.staging import clear_staging
 
-MODULES = {
-    "rollout": "relax_hpc.roles.rollout",
-    "actor": "relax_hpc.roles.actor",
-    "actor_fwd": "relax_hpc.roles.forward",
-    "reference": "relax_hpc.roles.forward",
-    "advantages": "relax_hpc.roles.advantages",
-}
-FINISH_FIRST = ("controller", "actor")
-"""Roles that, asked to stop, first bring to an end what they are at."""
-
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m relax_hpc.roles", description=__doc__)
     parser.add_argument("--run_dir", type=Path, required=True)
     parser.add_argument("--group", required=True)
-    parser.add_argument("--role", required=True, choices=["controller", *MODULES])
+    parser.add_argument("--role", required=True, choices=[CONTROLLER, *ROLES])
     parser.add_argument("--epoch", type=int, required=True, help="incarnation of the group, taken by its launcher")
     parser.add_argument("--watch", action="store_true", help="leave a mark of its end however it comes")
     parser.add_argument("--led", action="store_true", help="end only when its parent says so, whatever Slurm signals")
@@ -50,7 +41,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: Flag) -> None:
     """Run the role to its end; returns only when it is done."""
-    if args.role == "controller":
+    if args.role == CONTROLLER:
         from relax_hpc.roles import controller
 
         Keeper(own_log())
@@ -99,7 +90,7 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: Flag) -> 
         client.busy, client.loads = spans.busy, spans.loads
     try:
         context.says("importing libraries")
-        import_module(MODULES[args.role]).run(context)
+        import_module(ROLES[args.role].module).run(context)
         # For its mark, while it beats: who does not is taken for dead.
         await_room(logs)
     finally:
@@ -128,7 +119,7 @@ def work(args: argparse.Namespace) -> int:
     die_with_parent()
     keep_printing()
     show_stacks()
-    stop = on_terminate(at_once=args.role not in FINISH_FIRST, led=args.led)
+    stop = on_terminate(at_once=not (args.role == CONTROLLER or ROLES[args.role].finishes_first), led=args.led)
     run = RunDir(args.run_dir)
     code, reason, stopped = EXIT_DONE, "", False
     try:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from relax_hpc.config.groups import base_name
+from relax_hpc.config.roles import ROLES
 from relax_hpc.config.schema import Config
 
 SUPERVISOR = "supervisor"
 """Speaks to the queue as a group of this name; one that looks after a single group as supervisor-<group>."""
 GENERATED = ("prompt_id", "ticket", "token_ids", "prompt_len", "loss_mask", "rollout_logprobs", "token_versions")
 GENERATED += ("reward", "spans", "finish_reason")
-NEEDED = ("token_ids", "reward")
-"""Of these, what tasks need."""
+NEEDED = tuple(field for field in GENERATED if any(field in role.needs for role in ROLES.values()))
+"""Of these, what roles cannot work without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +56,16 @@ class Plan:
     def of(cls, config: Config) -> Plan:
         """The plan that ``config`` describes."""
         in_order = config.max_staleness == 0
+        # The control that permutes rewards looks at all of a window.
+        free = not config.algorithm.shuffle_rewards
         tasks = {
-            "actor_fwd": Task(("token_ids",), ("old_logprobs", "old_logprob_version"), in_order),
-            "reference": Task(("token_ids",), ("ref_logprobs",), in_order),
-            # Those of a prompt group depend on nothing else, but for the control that permutes rewards.
-            "advantages": Task(("reward",), ("advantages",), in_order and config.algorithm.shuffle_rewards),
+            name: Task(role.needs, role.gives, in_order and not (role.per_prompt_group and free))
+            for name, role in ROLES.items()
+            if role.gives
         }
         active = {role for group in config.groups.values() for role in group.roles}
         learned = tuple(field for name, task in tasks.items() if name in active for field in task.gives)
-        tasks["actor"] = Task((*NEEDED, *learned), (), True)
+        tasks["actor"] = Task((*ROLES["actor"].needs, *learned), (), True)
         return cls(
             steps=config.steps,
             groups_per_step=config.groups_per_step,

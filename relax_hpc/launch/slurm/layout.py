@@ -11,7 +11,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from relax_hpc.config.groups import RANKED, group_of, ranks_of, roles_of
+from relax_hpc.config.groups import group_of, ranks_of, roles_of
+from relax_hpc.config.roles import RANKED
 from relax_hpc.config.schema import Config
 from relax_hpc.errors import ConfigError, Mistakes
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from relax_hpc.config.groups import RANKED, ranks_of, roles_of
+from relax_hpc.config.groups import ranks_of, roles_of
+from relax_hpc.config.roles import RANKED
 from relax_hpc.config.schema import Config
 
 

@@ -1,0 +1,55 @@
+"""The roles, in the order in which people read of them. A new one is an entry here, a section of the configuration if
+it has settings, and its module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What the launcher, the queue and the reports have to know of a role."""
+
+    module: str
+    """Path of the module whose ``run(context)`` serves until the run is finished."""
+    ranked: bool = False
+    """Whether its processes split one model, as section <role>.parallel says."""
+    sections: tuple[str, ...] = ()
+    """Sections of the configuration that concern it alone: a group of it may change them while the others go on."""
+    finishes_first: bool = False
+    """Whether it brings to an end what it is at when it is asked to stop."""
+    needs: tuple[str, ...] = ()
+    """Fields of rows without which it cannot work."""
+    gives: tuple[str, ...] = ()
+    """Fields that it adds to rows, and that the actor waits for."""
+    per_prompt_group: bool = False
+    """Whether what it gives follows from a prompt group alone, in whichever window that comes."""
+
+
+ROLES = {
+    "rollout": Role("relax_hpc.roles.rollout", sections=("rollout",)),
+    "actor": Role(
+        "relax_hpc.roles.actor",
+        ranked=True,
+        sections=("actor", "checkpoint"),
+        finishes_first=True,
+        needs=("token_ids", "reward"),
+    ),
+    "actor_fwd": Role(
+        "relax_hpc.roles.forward",
+        ranked=True,
+        sections=("actor_fwd",),
+        needs=("token_ids",),
+        gives=("old_logprobs", "old_logprob_version"),
+    ),
+    "reference": Role(
+        "relax_hpc.roles.forward",
+        ranked=True,
+        sections=("reference",),
+        needs=("token_ids",),
+        gives=("ref_logprobs",),
+    ),
+    "advantages": Role("relax_hpc.roles.advantages", needs=("reward",), gives=("advantages",), per_prompt_group=True),
+}
+RANKED = tuple(name for name, role in ROLES.items() if role.ranked)
+"""Roles whose ranks split one model."""
