@@ -32,9 +32,10 @@ COMPILED = {
 }
 """Environment variables of libraries that compile for minutes -> folders below LOCAL_DIR where they find that again."""
 CACHES = COMPILED | {"HF_HOME": "huggingface"}
-_SCRATCH = re.compile(r"scratch-([0-9a-f]+)-(\d+)-.+")
+_SCRATCH = re.compile(r"scratch-([0-9a-f]{4})([0-9a-f]{4})([0-9a-f]{5})-(\d+)-.+")
+"""Whose it is: marks of the host, of its boot, and of the namespace of the process's id; the id."""
 _OUTSIDE = ".outside"
-_SHORT = 60
+_SHORT = 55
 """Longest path of the folder that scratch lies in: the path of a unix socket in it may have 107 bytes."""
 
 
@@ -81,7 +82,7 @@ class Scratch:
         if len(str(folder)) > _SHORT:
             folder = private_folder(Path("/tmp") / f"relax-{os.getuid()}")
         sweep(folder)
-        self.path = Path(tempfile.mkdtemp(dir=folder, prefix=f"scratch-{_pids()}-{os.getpid()}-"))
+        self.path = Path(tempfile.mkdtemp(dir=folder, prefix=f"scratch-{''.join(_here())}-{os.getpid()}-"))
 
     def outside(self, path: Path) -> None:
         """Have ``path``, a file elsewhere, removed with the folder."""
@@ -107,16 +108,25 @@ class Scratch:
 
 def sweep(folder: Path) -> None:
     """Remove scratch in ``folder`` whose process has ended."""
+    here = _here()
     for path in folder.iterdir():
         match = _SCRATCH.fullmatch(path.name)
-        if match and match[1] == _pids() and not psutil.pid_exists(int(match[2])):
+        # Of another host that sees the folder too nothing is known here.
+        if not match or match[1] != here[0]:
+            continue
+        if match[2] != here[1]:
+            # What it had in memory went with that boot; the names may be somebody else's now.
+            shutil.rmtree(path, ignore_errors=True)
+        # A container may have processes of its own, which cannot be seen here.
+        elif match[3] == here[2] and not psutil.pid_exists(int(match[4])):
             _remove(path)
 
 
-def _pids() -> str:
-    """What the ids of processes are unique in: a boot of a machine, or a container on it that numbers its own."""
+def _here() -> tuple[str, str, str]:
+    """Marks of this host, of its boot, and of what the ids of processes are unique in."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-    return hashlib.sha256(f"{boot}{Path('/proc/self/ns/pid').readlink()}".encode()).hexdigest()[:8]
+    host, booted = (hashlib.sha256(one.encode()).hexdigest()[:4] for one in (os.uname().nodename, boot))
+    return host, booted, f"{Path('/proc/self/ns/pid').stat().st_ino & 0xFFFFF:05x}"
 
 
 def _remove(scratch: Path) -> None:

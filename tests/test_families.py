@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -100,6 +102,50 @@ def test_published_mixtures_can_be_converted_and_not_trained():
         assert list(problems(found, use="convert")) == []
         assert list(problems(found)) == ["model_type is 'qwen3_moe', supported to train: qwen3"]
         assert Qwen3Shape.of(understood(found, use="convert")).experts == 128
+
+
+@pytest.mark.parametrize("use", ["train", "convert"])
+def test_what_a_config_does_not_say_is_what_transformers_takes(use: str):
+    """Of every key that may be missing; what the engine and the trainer would take differently is refused."""
+    from transformers import Qwen3Config, Qwen3MoeConfig
+
+    mixture = QWEN3_30B_A3B | {"num_attention_heads": 16}
+    make, whole = (Qwen3Config, published("0.6B")) if use == "train" else (Qwen3MoeConfig, mixture)
+    for key in sorted({*whole} & {*FAMILIES[whole["model_type"]].rules}):
+        found = {name: value for name, value in whole.items() if name != key}
+        if not list(problems(found, use=use)):
+            written = understood(make(**deepcopy(found)).to_dict(), use=use)
+            ours, its = (Qwen3Shape.of(one) for one in (understood(found, use=use), written))
+            # Where every layer has experts, nothing has the inner size of a dense one.
+            assert ours == (replace(its, inner=ours.inner) if its.experts else its), key
+            assert rope_theta(understood(found, use=use)) == rope_theta(written), key
+    assert list(problems({k: v for k, v in whole.items() if k != "num_key_value_heads"}, use=use)) == [
+        f"num_key_value_heads is missing; is this a {whole['model_type']} model?"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        ({"rope_theta": None}, "rope_theta"),
+        ({"rope_theta": None, "rope_parameters": {"rope_type": "default"}}, "rope_theta"),
+        ({"rope_theta": None, "rope_parameters": {}}, "rope_theta"),
+        ({"rope_parameters": {"rope_theta": None}}, "rope_parameters.rope_theta"),
+        ({"rope_scaling": {"rope_theta": None}}, "rope_scaling.rope_theta"),
+        ({"rope_theta": None, "rope_scaling": {"rope_theta": 1e6}}, ""),
+        ({"rope_theta": 1e6, "rope_parameters": None}, ""),
+    ],
+)
+def test_a_base_of_null_is_no_default(change: dict[str, Any], place: str):
+    """As transformers has it: the engine computes with the null that it finds."""
+    from transformers import Qwen3Config
+
+    # It writes into what it is given.
+    taken = Qwen3Config(**deepcopy(QWEN3_8B | change)).rope_parameters["rope_theta"]
+    assert (taken is None) == bool(place)
+    found = list(problems(QWEN3_8B | change))
+    assert [line.partition(" is null, with which no engine starts")[0] for line in found] == ([place] if place else [])
+    assert not place or list(problems(QWEN3_8B | change, [place])) == []
 
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32768}

@@ -324,6 +324,24 @@ def test_bytes_are_hashed_once_by_who_stores_and_once_by_each_who_reads(store, h
     assert hashed == {"name": 1000, "damage": 3000}
 
 
+def test_another_put_of_the_same_begins_its_grace_again_and_makes_nobody_hash_it_again(store, hashed):
+    media_id = store.put(bytes(1000))
+    age(store)
+    reader = MediaStore(store.folder)
+    for one in (store, reader):
+        one.check(media_id)
+    age(store)
+    before = dict(hashed)
+    for _ in range(3):
+        assert store.put(bytes(1000), media_id) == media_id
+        reader.check(media_id)
+        reader.read(media_id)
+    assert hashed == before
+    assert store.keep([]) == [] and media_id in store.sizes()
+    age(store)
+    assert store.keep([]) == [media_id]
+
+
 @pytest.mark.parametrize("how", ["bytes", "tail", "shorter", "replaced", "gone"])
 def test_what_was_sound_and_has_changed_is_found(store, how):
     media_id = store.put(bytes(1000))

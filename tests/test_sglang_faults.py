@@ -25,6 +25,7 @@ import psutil  # noqa: E402
 from aiohttp.test_utils import TestServer  # noqa: E402
 
 import tests.engine_fake_server as fake  # noqa: E402
+from relax_hpc import local_dir  # noqa: E402
 from relax_hpc.errors import ConfigError  # noqa: E402
 from relax_hpc.local_dir import LOCAL_DIR, Scratch  # noqa: E402
 from relax_hpc.rollout import sglang_engine, sglang_server  # noqa: E402
@@ -478,6 +479,68 @@ def test_scratch_of_a_killed_process_goes_with_the_next(tmp_path: Path, monkeypa
         with Scratch() as other:
             assert scratch.path.exists() and other.path != scratch.path
     assert not scratch.path.exists() and not other.path.exists()
+
+
+def test_scratch_of_another_boot_goes_and_of_others_who_may_live_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(LOCAL_DIR, str(tmp_path))
+    monkeypatch.setattr(local_dir, "_SHORT", 1000)
+    host, boot, pids = local_dir._here()
+    outside = tmp_path / "in-memory"
+    outside.touch()
+
+    def left(*marks: str) -> Path:
+        path = tmp_path / f"scratch-{''.join(marks)}-{dead.pid}-x"
+        path.mkdir()
+        (path / ".outside").write_text(f"{outside}\n")
+        return path
+
+    with subprocess.Popen(["true"]) as dead:
+        pass
+    booted = left(host, "0000" if boot != "0000" else "0001", pids)
+    others = [left("0000" if host != "0000" else "0001", boot, pids), left(host, boot, "fffff")]
+    with Scratch() as scratch:
+        assert sorted(tmp_path.iterdir()) == sorted([*others, outside, scratch.path])
+    assert not booted.exists() and outside.exists(), "its name may be another's in this boot"
+    here = left(host, boot, pids)
+    local_dir.sweep(tmp_path)
+    assert not here.exists() and not outside.exists()
+
+
+MAPS = r"""
+import mmap, os, subprocess, sys
+part = "import mmap, sys, time; file = open(sys.argv[1], 'wb+'); file.truncate(4096)\n"
+part += "with mmap.mmap(file.fileno(), 4096): print('mapped', flush=True); time.sleep(60)"
+with subprocess.Popen([sys.executable, "-c", part, sys.argv[1]], stdout=subprocess.PIPE) as child:
+    child.stdout.readline()
+    os.write(1, b"mapped")
+    os.read(0, 1)
+    os._exit(3)
+"""
+
+
+def test_memory_that_a_server_took_late_is_known_when_it_has_died() -> None:
+    path = Path(f"/dev/shm/sglang_test_{os.getpid()}")
+
+    async def scene() -> set[Path]:
+        pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
+        words = (sys.executable, "-c", MAPS, str(path))
+        leader = await asyncio.create_subprocess_exec(*words, start_new_session=True, **pipes)
+        session = Session(leader)
+        assert leader.stdin and leader.stdout
+        async with asyncio.timeout(20):
+            await leader.stdout.readexactly(6)
+            leader.stdin.write(b"x")
+            assert await session.ended == "the server ended with code 3"
+        _, alive = psutil.wait_procs(session.members(), timeout=10)
+        assert not alive
+        return session.shared_memory()
+
+    try:
+        assert asyncio.run(scene()) == {path}
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def test_a_busy_port_is_the_users_to_change(place: Path) -> None:

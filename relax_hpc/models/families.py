@@ -86,9 +86,16 @@ def _is_full_attention(found: Any) -> bool:
     return isinstance(found, list) and all(kind == "full_attention" for kind in found)
 
 
-_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "rms_norm_eps")
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "rms_norm_eps",
+)
+"""Without num_key_value_heads transformers takes 32 or 4, whatever the other sizes are, and without head_dim 128."""
 FAMILIES = {
-    # Without head_dim transformers takes 128, whatever the other sizes are.
     "qwen3": Family((*_SIZES, "intermediate_size", "head_dim"), _qwen3("Qwen3ForCausalLM"), ("train", "convert")),
     "qwen3_moe": Family(
         (*_SIZES, "moe_intermediate_size", "num_experts_per_tok"),
@@ -161,11 +168,24 @@ def problems(hf_config: Mapping[str, Any], ignore_keys: Collection[str] = (), us
         elif not rule.fits(value):
             yield f"{key} is {_shown(value)}, supported is {rule.allowed}"
     yield from _relations(known)
+    if place := _null_rope_theta(_without(hf_config, ignore_keys, nulls=True)):
+        yield f"{place} is null, with which no engine starts; say what it is (1000000 in published models)"
 
 
 def rope_theta(hf_config: Mapping[str, Any]) -> float:
-    """Base of the rotary embedding, wherever this transformers release keeps it."""
+    """Base of the rotary embedding, wherever this transformers release keeps it.
+
+    10000 where it is missing: so take it transformers 5 and, with its configuration, SGLang 0.5.21.
+    """
     return float(_rope(hf_config).get("rope_theta") or hf_config.get("rope_theta") or 10000.0)
+
+
+def _null_rope_theta(whole: Mapping[str, Any]) -> str:
+    """Which key keeps transformers from taking its default; a null that another value stands beside does not count."""
+    found = next((name for name in reversed(_ROPE) if whole.get(name)), "")
+    inside = whole[found] if found and isinstance(whole[found], dict) else {}
+    place, holder = (f"{found}.rope_theta", inside) if "rope_theta" in inside else ("rope_theta", whole)
+    return place if "rope_theta" in holder and holder["rope_theta"] is None else ""
 
 
 def _relations(known: Mapping[str, Any]) -> Iterator[str]:
@@ -201,11 +221,13 @@ def _flat(known: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{key}.{name}", item) for name, item in value.items())
 
 
-def _without(hf_config: Mapping[str, Any], ignore_keys: Collection[str]) -> dict[str, Any]:
-    """``hf_config`` without nulls and ``ignore_keys``; these may lie inside of a mapping, as `rope_scaling.factor`."""
+def _without(hf_config: Mapping[str, Any], ignore_keys: Collection[str], nulls: bool = False) -> dict[str, Any]:
+    """``hf_config`` without ``ignore_keys``, which may lie inside of a mapping, as `rope_scaling.factor`, and, unless
+    they are wanted, ``nulls``."""
 
     def kept(mapping: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-        return {key: one for key, one in mapping.items() if one is not None and f"{prefix}{key}" not in ignore_keys}
+        wanted = {key: one for key, one in mapping.items() if f"{prefix}{key}" not in ignore_keys}
+        return {key: one for key, one in wanted.items() if nulls or one is not None}
 
     left = kept(hf_config, "")
     return left | {key: kept(left[key], f"{key}.") for key in _ROPE if isinstance(left.get(key), dict)}

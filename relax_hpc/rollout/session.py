@@ -22,6 +22,7 @@ class Session:
     def __init__(self, leader: asyncio.subprocess.Process) -> None:
         self.leader = leader
         self._pidfds: list[int] = []
+        self._memory: set[Path] = set()
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """What has ended, and how; by then all the rest has been killed."""
         self._waiting = asyncio.create_task(self._wait_for_leader())
@@ -47,6 +48,8 @@ class Session:
         if not self.ended.done():
             self.ended.set_result(says)
             self._unwatch()
+            # Of the dead nobody can tell any more what they had.
+            self.shared_memory()
             kill(self.members())
 
     def _unwatch(self) -> None:
@@ -82,13 +85,16 @@ class Session:
         return [process for process in psutil.process_iter() if belongs(process)]
 
     def shared_memory(self) -> set[Path]:
-        """Files in memory that its processes have mapped, and that would outlive them."""
+        """Files in memory that its processes have, or had when they were looked at, and that would outlive them."""
         found: set[Path] = set()
         for process in self.members():
             with contextlib.suppress(OSError):
                 lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
-                found |= {Path(words[5]) for line in lines if len(words := line.split(maxsplit=5)) == 6}
-        return {path for path in found if str(path).startswith(_LEFT_BEHIND)}
+                mapped = (words[5] for line in lines if len(words := line.split(maxsplit=5)) == 6)
+                found |= {Path(path) for path in mapped if path.startswith(_LEFT_BEHIND)}
+        # Another set each time: threads look at it.
+        self._memory = self._memory | found
+        return self._memory
 
 
 def kill(processes: list[psutil.Process]) -> None:

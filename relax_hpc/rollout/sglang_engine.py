@@ -79,6 +79,7 @@ class SglangEngine:
         self._log, self._launch_file = log_dir / f"engine-{replica}.log", log_dir / f"engine-{replica}.json"
         self._open = contextlib.AsyncExitStack()
         self._phases: Phases | None = None
+        self._remembered: set[Path] = set()
 
     @property
     def phase(self) -> str:
@@ -113,6 +114,8 @@ class SglangEngine:
         """See `Engine.update_weights`."""
         async with self._name_the_dead():
             await self._client.update_weights(directory, version)
+        # What it has taken since it started, too.
+        await asyncio.to_thread(self._remember_memory)
 
     async def release(self) -> None:
         """See `Engine.release`."""
@@ -162,8 +165,9 @@ class SglangEngine:
         """Have what the server would leave in memory go with its scratch."""
         # A full disk must not keep it from being closed.
         with contextlib.suppress(OSError):
-            for path in self._session.shared_memory():
+            for path in self._session.shared_memory() - self._remembered:
                 self._scratch.outside(path)
+                self._remembered.add(path)
 
     async def _wait_healthy(self) -> None:
         limit = self._settings.start_timeout_s or _START_FLOOR_S + read_seconds(self._model_dir)

@@ -66,7 +66,8 @@ class MediaStore:
     """Blobs of one run. Any number of processes may put, read and keep at the same time."""
 
     def __init__(self, folder: Path, durable: bool = True, max_bytes: int = 1 << 30, grace_s: float = 3600.0) -> None:
-        """``max_bytes``: of one blob. ``grace_s``: a blob stays so long after its last put, whoever names it."""
+        """``max_bytes``: of one blob. ``grace_s``: a blob stays so long after its last put, whoever names it; where
+        the filesystem notes when a file was read, after that."""
         self.folder, self.durable, self.max_bytes, self.grace_s = folder, durable, max_bytes, grace_s
         self._known: dict[str, tuple[int, ...]] = {}
         if not folder.exists():
@@ -94,7 +95,8 @@ class MediaStore:
         """Whether the blob is stored whole; if so its grace begins again, and it is as durable as a fresh one."""
         path = self.folder / media_id
         try:
-            os.utime(path)
+            # The time of its bytes stays: by it readers know that they have seen them.
+            os.utime(path, ns=(self._now_ns(), path.stat().st_mtime_ns))
             self.read(media_id)
             if self.durable:
                 with path.open("rb") as file:
@@ -144,7 +146,7 @@ class MediaStore:
 
         Returns what was removed. What writers that died have left goes as well. MediaError: not an id.
         """
-        kept, limit = {check_id(media_id) for media_id in ids}, self._now() - self.grace_s
+        kept, limit = {check_id(media_id) for media_id in ids}, self._now_ns() / 1e9 - self.grace_s
         for going in self.folder.glob(f"{_GOING}*"):
             with contextlib.suppress(FileNotFoundError):
                 going.replace(self.folder / going.name.removeprefix(_GOING))
@@ -164,7 +166,7 @@ class MediaStore:
         path, going = self.folder / name, self.folder / f"{_GOING}{name}"
         try:
             path.replace(going)
-            if going.stat().st_mtime >= limit:
+            if _last_put(going.stat()) >= limit:
                 going.replace(path)
                 return False
             going.unlink()
@@ -172,12 +174,12 @@ class MediaStore:
             return False
         return True
 
-    def _now(self) -> float:
-        """Seconds by the clock of the filesystem, which stamps the blobs; a node's own may differ."""
+    def _now_ns(self) -> int:
+        """By the clock of the filesystem, which stamps the blobs; a node's own may differ."""
         path = self.folder / f".now.{os.getpid()}.{secrets.token_hex(4)}"
         path.touch()
         try:
-            return path.stat().st_mtime
+            return path.stat().st_mtime_ns
         finally:
             path.unlink()
 
@@ -186,7 +188,7 @@ class MediaStore:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):
                     if entry.is_file():
-                        yield entry.name, entry.stat().st_mtime
+                        yield entry.name, _last_put(entry.stat())
 
     def sizes(self) -> dict[str, int]:
         """Bytes by id of all blobs, for whoever bounds their sum."""
@@ -298,6 +300,11 @@ def _flat(data: bytes | memoryview | np.ndarray) -> memoryview:
 
 def _checksum(blob: memoryview) -> bytes:
     return xxhash.xxh3_128_digest(blob)
+
+
+def _last_put(found: os.stat_result) -> float:
+    """When a blob was stored, or put again."""
+    return max(found.st_mtime, found.st_atime)
 
 
 def _identity(found: os.stat_result) -> tuple[int, ...]:
