@@ -162,7 +162,7 @@ def test_a_head_that_was_killed_before_it_could_say_so_was_cancelled(
 def test_the_job_of_a_group_gives_way_when_that_of_the_run_is_over(run_dir: Path, slurm: FakeSlurm) -> None:
     found = bereft(run_dir, "het")
     said_of(slurm, "7", "JobState=NODE_FAIL Reason=NodeDown ExitCode=0:9")
-    for state, leaves in (("RUNNING", False), ("COMPLETING", True), ("NODE_FAIL", True)):
+    for state, leaves in (("RUNNING", False), ("SUSPENDED", False), ("COMPLETING", True), ("NODE_FAIL", True)):
         slurm.set(jobs={"7": {"state": state}, "8": {"state": "PENDING"}})
         found.head.seen, found.head._ask_at = (found.head.seen[0], found.head.seen[1] - 63.0), 0.0
         assert looked(found, 63.0) == [leaves], state

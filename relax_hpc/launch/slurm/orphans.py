@@ -10,9 +10,10 @@ from __future__ import annotations
 import time
 
 from relax_hpc.config import Config
+from relax_hpc.config.schema import LivenessConfig
 from relax_hpc.launch.lease import holder_of
 from relax_hpc.launch.records import read_launch
-from relax_hpc.launch.slurm.commands import Slurm, SlurmError
+from relax_hpc.launch.slurm.commands import Job, Slurm, SlurmError
 from relax_hpc.launch.slurm.endings import give_back, heed_user
 from relax_hpc.launch.slurm.ledger import Ledger
 from relax_hpc.launch.slurm.whereabouts import own_job
@@ -70,9 +71,7 @@ class Orphan:
         if not self.head.silent(now):
             return False
         try:
-            job = self.slurm.jobs(self.leader).get(self.leader)
-            said = verdict(Evidence(job=job.state if job else GONE), self.limits)
-            if said.fate not in (Fate.DEAD, Fate.LEAVES):
+            if not _is_over(self.slurm.jobs(self.leader).get(self.leader), self.limits):
                 return False
             give_back(self.run, self.slurm, self.component)
         except (SlurmError, OSError):
@@ -84,7 +83,7 @@ class Bereft:
     """Whether the job that ``group`` has to itself works for a run whose hub has lost its job."""
 
     def __init__(self, run: RunDir, config: Config, slurm: Slurm, group: str) -> None:
-        self.run, self.slurm = run, slurm
+        self.run, self.slurm, self.limits = run, slurm, config.liveness
         self.het = config.layout == "het"
         self.moved = self.het and group in config.groups
         """It took the place of a component, which a successor has too; further members of a group have none."""
@@ -110,5 +109,12 @@ class Bereft:
             return False
 
     def _over(self, last: str) -> bool:
+        """Whether the job of the whole run that was led ``last`` is, and no other one runs yet."""
         whole = {entry.job for entry in Ledger(self.run).living() if entry.kind in ("run", "successor")} | {last}
-        return all(job.state != "RUNNING" for job in self.slurm.jobs(*sorted(whole)).values())
+        jobs = self.slurm.jobs(*sorted(whole))
+        return _is_over(jobs.get(last), self.limits) and all(job.state != "RUNNING" for job in jobs.values())
+
+
+def _is_over(job: Job | None, limits: LivenessConfig) -> bool:
+    """Of a job as squeue knows it; None: not any more."""
+    return verdict(Evidence(job=job.state if job else GONE), limits).fate in (Fate.DEAD, Fate.LEAVES)
