@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from relax_hpc.errors import EXIT_NO_PROGRESS
@@ -59,6 +60,13 @@ def test_who_waits_for_a_queued_group_is_not_judged(sandbox: Sandbox, tmp_path: 
         cancelled_means_stopped(live)
         marks = [live.mark(group, 1, group) for group in ("rollout", "actor", "actor_fwd")]
         assert {mark["status"] for mark in marks} == {"stopped"}, f"not by themselves: {marks}\n{live.story()}"
+        if ALL:
+            live.resume(ENDLESS)
+            sandbox.client("scontrol", "release", live.job("actor"))
+            live.goes_on()
+            # Killed before it could say that its job was cancelled: the supervisors of the others ask Slurm about it.
+            psutil.Process(live.lease_holder("supervisor-hub")["pid"]).suspend()
+            cancelled_means_stopped(live)
 
 
 def test_a_group_that_fails_itself_ends_what_is_queued_too(sandbox: Sandbox, tmp_path: Path) -> None:
