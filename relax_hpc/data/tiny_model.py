@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from relax_hpc.config.schema import TinyModelConfig
 from relax_hpc.errors import ConfigError
+from relax_hpc.imports import many_imports
 
 if TYPE_CHECKING:
     import torch
@@ -103,8 +104,9 @@ def parameter_shapes(shape: TinyModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _write_weights(path: Path, shape: TinyModelConfig, seed: int) -> None:
-    import torch
-    from safetensors.torch import save_file
+    with many_imports():
+        import torch
+        from safetensors.torch import save_file
 
     generator = torch.Generator().manual_seed(seed)
 

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 from relax_hpc.config import Config, load_resolved
 from relax_hpc.config.groups import CONTROLLER, ranks_of
@@ -16,6 +17,7 @@ from relax_hpc.config.roles import RANKED as WITH_RANKS
 from relax_hpc.config.roles import ROLES
 from relax_hpc.disk import WAITS, await_room, keep_printing, may_pass
 from relax_hpc.errors import EXIT_DONE, EXIT_RETRY, RelaxError, StoppedError
+from relax_hpc.imports import many_imports
 from relax_hpc.local_dir import LOCAL_DIR, local_folder, settle_on_this_node
 from relax_hpc.parts import Keeper, own_log
 from relax_hpc.rendezvous.affinity import take_share
@@ -90,13 +92,24 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: Flag) -> 
         client.busy, client.loads = spans.busy, spans.loads
     try:
         context.says("importing libraries")
-        import_module(ROLES[args.role].module).run(context)
+        import_role(args.role, config, world.local_rank).run(context)
         # For its mark, while it beats: who does not is taken for dead.
         await_room(logs)
     finally:
         spans.close()
         if client:
             client.close()
+
+
+def import_role(name: str, config: Config, local_rank: int) -> ModuleType:
+    """The module of a role, with all that it computes with."""
+    with many_imports(for_good=True):
+        role = import_module(ROLES[name].module)
+        if name in WITH_RANKS:
+            from relax_hpc.training.parallel import import_libraries
+
+            import_libraries(config.model.device, local_rank, trains=name == "actor")
+    return role
 
 
 def redirect_output(path: Path) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from relax_hpc.config.schema import Config
 from relax_hpc.errors import ConfigError
+from relax_hpc.imports import many_imports
 from relax_hpc.rollout.deadline import Silence
 from relax_hpc.rollout.engine import (
     Draft,
@@ -184,19 +185,20 @@ class TransformersEngine:
 
 def _build(directory: Path, dtype: str) -> tuple[Any, set[int]]:
     """The model of `directory` without its weights, and its end tokens."""
-    import torch
-
     from relax_hpc.rollout.sglang_cpu import install_transformers_hook
 
-    torch.set_num_threads(1)
-    install_transformers_hook()
-    # Its modules load on first use, which two threads at once break.
-    with _IMPORTING:
-        from transformers import AutoConfig, AutoModelForCausalLM
+    with many_imports():
+        import torch
 
-    config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    ends = config.eos_token_id
-    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
+        torch.set_num_threads(1)
+        install_transformers_hook()
+        # Its modules load on first use, which two threads at once break.
+        with _IMPORTING:
+            from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        ends = config.eos_token_id
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
     return model, set(ends if isinstance(ends, list) else [ends]) - {None}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import warnings
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from relax_hpc.config.schema import ParallelConfig
 from relax_hpc.errors import ConfigError
+from relax_hpc.imports import many_imports
 from relax_hpc.training import alone
 
 _stores: list[dist.Store | None] = []
@@ -65,8 +67,7 @@ def initialize(
             f"parallel: tensor {parallel.tensor} * pipeline {parallel.pipeline} * data {parallel.data} = "
             f"{parallel.ranks} ranks, found {world} processes; make them equal"
         )
-    if device == "cuda":
-        torch.cuda.set_device(local_rank)
+    import_libraries(device, local_rank)
     timeout = timedelta(seconds=timeout_s)
     if world == 1:
         alone.initialize(timeout)
@@ -74,7 +75,27 @@ def initialize(
         _stores.append(store)
         backend = "nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
-    _split(parallel, device, seed, timeout_s)
+    _split(parallel, seed, timeout_s)
+
+
+def import_libraries(device: str, local_rank: int, trains: bool = False) -> None:
+    """Import all that a rank computes with on ``device``, and if it ``trains``; what is there is left as it is."""
+    if device == "cuda":
+        # Before anything can take memory of another rank's.
+        torch.cuda.set_device(local_rank)
+    # It says at length that Transformer Engine and Apex are absent.
+    warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
+    with many_imports():
+        from relax_hpc.training import cpu, upstream_fixes
+
+        if device == "cpu":
+            cpu.install()
+        upstream_fixes.install()
+        importlib.import_module("relax_hpc.training.qwen3")
+        if trains:
+            importlib.import_module("relax_hpc.checkpoint.strategy")
+            # torch's optimizers import it when the first of them is made.
+            importlib.import_module("torch._dynamo")
 
 
 def initialize_alone(device: str, seed: int, timeout_s: float) -> None:
@@ -82,14 +103,7 @@ def initialize_alone(device: str, seed: int, timeout_s: float) -> None:
     initialize(ParallelConfig(), 0, 1, 0, None, device, seed, timeout_s)
 
 
-def _split(parallel: ParallelConfig, device: str, seed: int, timeout_s: float) -> None:
-    from relax_hpc.training import cpu, upstream_fixes
-
-    # It says at length that Transformer Engine and Apex are absent.
-    warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
-    if device == "cpu":
-        cpu.install()
-    upstream_fixes.install()
+def _split(parallel: ParallelConfig, seed: int, timeout_s: float) -> None:
     from megatron.core import parallel_state, tensor_parallel
 
     alone.keep_groups_alike()

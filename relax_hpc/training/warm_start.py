@@ -15,6 +15,7 @@ from pathlib import Path
 from relax_hpc.config import load_resolved
 from relax_hpc.config.schema import AlgorithmConfig, Config, OptimizerConfig, ParallelConfig
 from relax_hpc.errors import ConfigError, RelaxError
+from relax_hpc.imports import many_imports
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.schema import Row
 
@@ -42,9 +43,10 @@ def warm_start(config: Config, source: Path, demonstrations: Path, target: Path)
 
     The result is the last batch's mean cross entropy in nats. The run's seed decides the order of demonstrations.
     """
-    import torch
+    with many_imports():
+        import torch
 
-    from relax_hpc.training import parallel
+        from relax_hpc.training import parallel
 
     settings = config.warm_start
     rows = read_demonstrations(demonstrations)
