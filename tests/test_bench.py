@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +15,7 @@ import yaml
 from relax_hpc.config import load
 from relax_hpc.config.check import check
 from relax_hpc.config.schema import Config
-from relax_hpc.metrics.read_spans import Span
+from relax_hpc.metrics.read_spans import Process, Span
 from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transfer_queue.proof import MAX_UNPROVEN
 from tests.queue_helpers import in_thread, make_run, small
@@ -27,7 +28,7 @@ def bench(monkeypatch):
     """Import a module of tools/bench, which is no package, as its scripts do."""
     monkeypatch.syspath_prepend(str(BENCH))
     yield importlib.import_module
-    for name in ("figures", "turns", "quickstart", "overlap", "convergence", "modes", "strangers"):
+    for name in ("figures", "turns", "quickstart", "overlap", "convergence", "modes", "strangers", "startup"):
         sys.modules.pop(name, None)
 
 
@@ -152,7 +153,7 @@ def test_strangers_come_again_and_a_controller_serves_its_clients(bench, tmp_pat
     with in_thread(run, small()) as controller, strangers.strangers(controller.endpoint):
         with QueueClient(run, small(), "actor", 1) as actor:
             while actor.call("status")["refused_connections"] < strangers.SENDERS:
-                assert len(controller.listener._guests) <= MAX_UNPROVEN
+                assert len(controller.listener.lobby.guests) <= MAX_UNPROVEN
         with QueueClient(run, small(), "rollout", 1) as rollout:
             assert rollout.call("status")["trained_steps"] == 0, "who comes among them gets in"
 
@@ -160,3 +161,16 @@ def test_strangers_come_again_and_a_controller_serves_its_clients(bench, tmp_pat
 def test_steps_count_that_lie_within_a_time(bench):
     within = bench("strangers").seconds_within
     assert within([1.0, 2.0, 4.0, 7.0, 11.0], 2.0, 8.0) == [2.0, 3.0] and within([1.0], 0.0, 9.0) == []
+
+
+def test_a_start_lasts_until_the_first_work(bench):
+    startup, spans = (
+        bench("startup"),
+        [Span("actor", "start", None, 100.0, 102.5), Span("actor", "train", 0, 102.5, 103)],
+    )
+    process, watch = Process("actor", 2, "actor", "0", 100.0, spans=spans), startup.Watch(os.getpid())
+    watch._spent["actor", 2] = [(101.0, 0.9), (102.4, 2.2), (102.6, 2.3), (103.0, 2.6)]
+    wall, cpu = startup.starts("actor: in place", watch, [process], target=True)
+    assert (wall.value, wall.ok, cpu.value) == (2.5, True, 2.3)
+    # What had ended before it was looked at again.
+    assert watch.spent(("actor", 2), 200.0) == 2.6
