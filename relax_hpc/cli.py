@@ -21,7 +21,8 @@ from relax_hpc.config.clean import COMMAND_LINE, Mistake, near
 from relax_hpc.config.load import Layers, build, compose, gather, load_resolved, print_config, resolve
 from relax_hpc.config.options import OptionError, explain, split_groups, without
 from relax_hpc.config.schema import Config
-from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, ConfigError, Mistakes, RelaxError
+from relax_hpc.disk import may_pass, with_cure
+from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_RETRY, ConfigError, Mistakes, RelaxError
 from relax_hpc.rendezvous.process import PRIVATE_UMASK
 from relax_hpc.rundir import RunDir
 
@@ -49,6 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader has seen enough, as in `relax-hpc logs RUN | head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_DONE
+    except OSError as error:
+        if not may_pass(error):
+            raise
+        complain(with_cure(error.filename or "disk", error))
+        return EXIT_RETRY
 
 
 def parser_of(name: str) -> ArgumentParser:

@@ -42,14 +42,18 @@ def may_pass(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in CURES
 
 
+def with_cure(path: Path | str, error: OSError) -> str:
+    """What cannot be written, why, and what to do."""
+    return f"{path}: {os.strerror(error.errno)}; {CURES.get(error.errno, 'see its file system')}"
+
+
 def in_words(told: Mapping[str, Any]) -> str:
-    """What cannot be written, why, and what to do.
+    """The same, of a wait.
 
     >>> in_words({"path": "/r/queue", "errno": errno.ENOSPC})
     '/r/queue: No space left on device; free space there, the run goes on by itself'
     """
-    cure = CURES.get(told["errno"], "see its file system")
-    return f"{told['path']}: {os.strerror(told['errno'])}; {cure}, the run goes on by itself"
+    return f"{with_cure(told['path'], OSError(told['errno'], ''))}, the run goes on by itself"
 
 
 @dataclass(slots=True)
@@ -273,21 +277,22 @@ def await_room(folder: Path) -> None:
     patiently(folder / "", lambda: _try(folder))
 
 
-def _try(folder: Path) -> None:
+def _try(folder: Path, size: int = _PROBE_BYTES) -> None:
     path = folder / f".probe-{os.getpid()}"
     try:
         with path.open("wb") as file:
-            file.write(bytes(_PROBE_BYTES))
+            file.write(bytes(size))
             file.flush()
             os.fsync(file.fileno())
     finally:
         path.unlink(missing_ok=True)
 
 
-def probe(folder: Path) -> Told:
-    """Whether ``folder`` can be written: what hinders that, empty if nothing does. It leaves nothing there."""
+def probe(folder: Path, size: int = _PROBE_BYTES) -> Told:
+    """Whether so many bytes can be written to ``folder``: what hinders that, empty if nothing does; they are gone
+    then."""
     try:
-        _try(folder)
+        _try(folder, size)
     except OSError as error:
         if not may_pass(error):
             raise

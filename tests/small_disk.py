@@ -1,4 +1,4 @@
-"""A file system of a few MiB that a test can fill, read-only it is not: a real tmpfs, of root's or of a user's own."""
+"""A file system of a few MiB that a test can fill, or have read-only: a real tmpfs, of root's or of a user's own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
-_MOUNT = 'mount -t tmpfs -o size="$1" tmpfs "$2" && echo mounted && read -r _'
+_MOUNT = """
+mount -t tmpfs -o size="$1" tmpfs "$2" && echo mounted
+while read -r how; do mount -o remount,bind,"$how" "$2" && echo "$how" || echo failed; done
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,8 @@ class SmallDisk:
     """`fill` takes all its room, but for what is asked to be left; `free` gives it back."""
 
     folder: Path
+    holder: subprocess.Popen
+    """The process that has mounted it."""
 
     @property
     def _filling(self) -> Path:
@@ -38,6 +43,18 @@ class SmallDisk:
     def free(self) -> None:
         self._filling.unlink(missing_ok=True)
 
+    @contextmanager
+    def read_only(self) -> Iterator[None]:
+        """For the body. No file may be open for writing when it begins."""
+        self._remount("ro")
+        yield
+        self._remount("rw")
+
+    def _remount(self, how: str) -> None:
+        self.holder.stdin.write(f"{how}\n".encode())
+        self.holder.stdin.flush()
+        assert self.holder.stdout.readline().decode().strip() == how, self.holder.stderr.read1().decode()
+
 
 @contextmanager
 def small_disk(folder: Path, size: str = "8m") -> Iterator[SmallDisk]:
@@ -50,8 +67,8 @@ def small_disk(folder: Path, size: str = "8m") -> Iterator[SmallDisk]:
         if holder.stdout.readline() != b"mounted\n":
             pytest.skip(f"no tmpfs can be mounted here: {holder.stderr.read().decode().strip()}")
         # Through the eyes of the process that has mounted it.
-        yield SmallDisk(folder if os.getuid() == 0 else Path(f"/proc/{holder.pid}/root{folder}"))
+        yield SmallDisk(folder if os.getuid() == 0 else Path(f"/proc/{holder.pid}/root{folder}"), holder)
     finally:
-        holder.communicate(b"\n", timeout=10)
+        holder.communicate(timeout=10)
         if os.getuid() == 0:
             subprocess.run(["umount", "-l", str(folder)], check=False)

@@ -19,7 +19,8 @@ import pytest
 
 from relax_hpc import disk
 from relax_hpc.disk import CURES, WAITS, Lines, in_words, may_pass, patiently, probe
-from relax_hpc.errors import EXIT_RETRY, RelaxError
+from relax_hpc.errors import EXIT_RETRY, FencedError, RelaxError
+from relax_hpc.launch import disk_watch
 from relax_hpc.launch.disk_watch import DiskWatch
 from relax_hpc.launch.supervisor import Supervisor
 from relax_hpc.rendezvous.exit_mark import leave_mark
@@ -29,6 +30,7 @@ from relax_hpc.transfer_queue.journal import _read as journal_frames
 from relax_hpc.transfer_queue.media import MediaStore
 from relax_hpc.versions import Version
 from tests.queue_helpers import BUDGET, GIVES, HubProcess, Roles, in_thread, learned, make_run, rows_of, small
+from tests.small_disk import small_disk
 
 ERRORS = sorted(CURES)
 SYNCS = ("fsync", "fdatasync")
@@ -163,6 +165,43 @@ def test_a_disk_is_said_once_and_when_it_is_well_again(tmp_path: Path) -> None:
     watch.check_room()
 
 
+def test_a_hub_that_is_silent_or_new_ends_no_wait(tmp_path: Path, monkeypatch) -> None:
+    """It is over when the disk says so: another one than that of the run directory."""
+    lines: list[str] = []
+    watch = DiskWatch(make_run(tmp_path / "run"), 0.05, lines.append, sure_s=60.0)
+    with small_disk(tmp_path / "other") as other:
+        other.fill()
+        one = {"who": "a", "path": str(other.folder / "x"), "errno": errno.ENOSPC, "seconds": 1.0, "loose": False}
+        watch.look([one], time.monotonic())
+        watch.look([], time.monotonic())
+        monkeypatch.setattr(disk_watch, "_SILENT_S", 0.0)
+        watch.sure_s = 0.0
+        watch.look([], time.monotonic() - 100.0)
+        assert not any("again" in line for line in lines) and wait_for(watch.too_long)
+        other.free()
+        watch.look([], time.monotonic() - 100.0)
+        assert lines[-1].startswith("the disk is written again") and not watch.too_long()
+
+
+def test_a_supervisor_that_cannot_see_whether_it_is_fenced_waits(tmp_path: Path, monkeypatch) -> None:
+    """And says why."""
+    fails, lines = [True] * 3, list[str]()
+
+    def epochs(*_: object) -> int:
+        if fails and fails.pop():
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return 2
+
+    monkeypatch.setattr("relax_hpc.launch.supervisor.latest_epoch", epochs)
+    run = make_run(tmp_path / "run")
+    watch = DiskWatch(run, 60.0, lines.append)
+    supervisor = SimpleNamespace(run=run, name="supervisor", epoch=1, interrupted=0, disk=watch)
+    supervisor._latest = lambda: Supervisor._latest(supervisor)
+    with pytest.raises(FencedError, match="supervisor 2 has taken over"):
+        Supervisor.check_fenced(supervisor)
+    assert not fails and len(lines) == 1 and os.strerror(errno.EIO) in lines[0]
+
+
 def test_a_run_that_waits_too_long_saves_what_it_can_and_ends_with_75(tmp_path: Path) -> None:
     told = {"who": "a", "path": "/r/queue/1.h5", "errno": errno.EDQUOT, "seconds": 1.0, "loose": False}
     stopped: list[bool] = []
@@ -228,6 +267,26 @@ def test_nobody_is_told_of_what_the_journal_does_not_have(
         assert late.result(5) == {} and later.result(5) == {"checkpoints": []}
         assert controller.state.noted["w/r"] == 1
         wait_for(lambda: not roles["actor"].waits)
+
+
+def test_a_journal_whose_folder_cannot_be_read_ends_no_controller(tmp_path: Path, monkeypatch) -> None:
+    """It cannot see whether it has a successor, so that it tells nobody of anything until it can."""
+    run, out, real = make_run(tmp_path / "run"), [True], Journal.superseded
+
+    def superseded(journal: Journal) -> int:
+        if out:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(journal)
+
+    with in_thread(run, small()), Roles(run, small()) as roles:
+        version = roles.start()
+        monkeypatch.setattr(Journal, "superseded", superseded)
+        late = roles["rollout"].submit("note", what="w", name="n", reason="r")
+        wait_for(lambda: roles["actor"].waits)
+        assert not late.done()
+        out.clear()
+        assert late.result(5) == {}
+        assert roles.admit(version)
 
 
 @pytest.mark.parametrize("number", ERRORS)

@@ -89,6 +89,30 @@ def test_a_disk_that_is_full_for_a_moment_costs_a_cut_and_no_line(tmp_path, monk
     log.close()
 
 
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EIO])
+@pytest.mark.parametrize("call", ["replace", "unlink"])
+def test_a_disk_that_is_ill_for_a_moment_costs_a_cut_and_no_line(tmp_path, monkeypatch, call, number):
+    monkeypatch.setattr(eventlog, "_AGAIN_S", 0.0)
+    path, real, fails = tmp_path / "events.jsonl", getattr(Path, call), [True] * 3
+    log = EventLog(path, 1)
+    log.publish()
+    for n in range(30):
+        log.write(told(n, n + 1))
+        log._lines.flush()
+
+    def ill(self, *args, **more):
+        if fails and self.suffix == ".next":
+            fails.pop()
+            raise OSError(number, os.strerror(number))
+        return real(self, *args, **more)
+
+    monkeypatch.setattr(Path, call, ill)
+    settled(log)
+    assert not fails and lines(path) == told(0, 30)
+    log.check()
+    log.close()
+
+
 @settings(deadline=None, max_examples=effort(15, 500))
 @given(
     batches=st.lists(

@@ -27,6 +27,7 @@ from relax_hpc.launch.slurm.head import Head, _sign
 from relax_hpc.rendezvous.roster import claim_epoch, latest_epoch
 from relax_hpc.rundir import RunDir
 from tests.queue_helpers import make_run
+from tests.small_disk import small_disk
 
 LIMITS = LivenessConfig(beat_s=0.05, lease_s=0.6)
 CANDIDATE = """
@@ -45,8 +46,8 @@ while not epoch:
         time.sleep(0.02)
     try:
         epoch = claim_epoch(run, "supervisor", lease.former)
-    except FencedError:
-        pass
+    except (FencedError, OSError):
+        time.sleep(0.02)
 lease.hold(epoch)
 print("holds", flush=True)
 sys.stdin.readline()
@@ -71,6 +72,11 @@ class Candidates:
         assert process.stdout.readline() == "waits\n"
         return process
 
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.communicate(timeout=10)
+
     def holder(self, node: str) -> subprocess.Popen:
         process = self.start(node)
         assert process.stdout.readline() == "holds\n"
@@ -81,9 +87,7 @@ class Candidates:
 def candidates(tmp_path: Path) -> Iterator[Candidates]:
     made = Candidates(make_run(tmp_path / "run"))
     yield made
-    for process in made.processes:
-        process.kill()
-        process.communicate(timeout=10)
+    made.end()
 
 
 def taken_over(process: subprocess.Popen) -> float:
@@ -126,6 +130,53 @@ def test_a_stopped_holder_loses_it_after_the_lease(candidates: Candidates) -> No
     assert taken_over(waiting) < 10
     holder.send_signal(signal.SIGCONT)
     assert latest_epoch(candidates.run, "supervisor") == 2, "by which the first sees that it is over"
+
+
+def test_a_holder_that_lives_through_an_outage_keeps_it(tmp_path: Path) -> None:
+    """Nobody can beat on a disk that is read-only for longer than a lease, and nobody takes that for a death."""
+    with small_disk(tmp_path / "disk") as disk:
+        everybody = Candidates(make_run(disk.folder / "run"))
+        try:
+            holder, waiting = everybody.holder("a"), everybody.start("b")
+            with disk.read_only():
+                assert not looks(everybody.run, "c", 3 * LIMITS.lease_s)
+                with pytest.raises(OSError, match="Read-only"):
+                    claim_epoch(everybody.run, "supervisor", former=1)
+            assert not looks(everybody.run, "c", 3 * LIMITS.lease_s)
+            assert latest_epoch(everybody.run, "supervisor") == 1 and holder.poll() is None
+            holder.kill()
+            holder.wait(10)
+            assert taken_over(waiting) < 10
+        finally:
+            everybody.end()
+
+
+def test_an_outage_of_any_length_counts_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be it that only just everything can be written again when a lease is over, or that nothing can be read."""
+    run, clock, out = make_run(tmp_path / "run"), [0.0], [errno.EROFS]
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(module, "probe", lambda *_: {"errno": out[0]} if out else {})
+    claim_epoch(run, "supervisor")
+    lease = Lease(run, "supervisor", LIMITS, "b")
+    lease.path.write_text('{"epoch": 1}')
+
+    def free_within(leases: float) -> bool:
+        end = clock[0] + leases * LIMITS.lease_s
+        while clock[0] < end and not lease.free():
+            clock[0] += 0.02
+        return clock[0] < end
+
+    assert not free_within(0.95)
+    out.clear()
+    assert not free_within(0.5), "half of one at least is left to beat in"
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "latest_epoch", ill)
+        assert not free_within(3)
+    assert not free_within(0.9) and free_within(0.2)
+
+
+def ill(*_: object) -> int:
+    raise OSError(errno.EIO, "Input/output error")
 
 
 def test_of_several_that_see_it_free_one_gets_it(candidates: Candidates) -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.disk import in_words, probe
+from relax_hpc.disk import in_words, may_pass, probe
 from relax_hpc.launch.group import Unavailable
 from relax_hpc.rundir import RunDir
 
 _SILENT_S = 3.0
-"""While the hub does not answer for so long, the run directory is tried instead, as often."""
+"""While the hub does not answer for so long, the disks are tried instead, as often."""
 
 
 class NoRoom(Unavailable):
@@ -22,12 +23,17 @@ class NoRoom(Unavailable):
 class DiskWatch:
     """One supervisor's. ``say`` is its terminal's."""
 
-    def __init__(self, run: RunDir, limit_s: float, say: Callable[[str], None]) -> None:
-        """``limit_s``: a run that waits longer than that is ended."""
-        self.run, self.limit_s, self.say = run, limit_s, say
+    def __init__(self, run: RunDir, limit_s: float, say: Callable[[str], None], sure_s: float = 0.0) -> None:
+        """``limit_s``: a run that waits longer is ended. ``sure_s``: a wait is over when nobody has told of it for as
+        long, because a new hub has to hear from everybody first."""
+        self.run, self.limit_s, self.say, self.sure_s = run, limit_s, say, sure_s
         self._said: set[tuple[Path, int]] = set()
         self._since: float | None = None
         """When it was first heard that somebody waits."""
+        self._heard_at = 0.0
+        """When it last was."""
+        self._places: set[Path] = set()
+        """Where that is."""
         self._words = ""
         self._probed_at = 0.0
 
@@ -38,16 +44,34 @@ class DiskWatch:
             if now - self._probed_at < _SILENT_S:
                 return
             self._probed_at = now
-            told = [found] if (found := probe(self.run.root)) else []
+            told = self._try()
+        else:
+            self._places |= {Path(one["path"]).parent for one in told if not one["loose"]}
         for one in told:
             self._say_once(one)
         if any(not one["loose"] for one in told):
-            self._since = now if self._since is None else self._since
-        elif self._since is not None:
+            self._since, self._heard_at = now if self._since is None else self._since, now
+        elif self._since is not None and now - self._heard_at >= self.sure_s:
             self.say(f"the disk is written again, after {now - self._since:.0f} s")
-            self._since = None
-        if not told:
+            self._since, self._places = None, set()
+        if not told and self._since is None:
             self._said.clear()
+
+    def _try(self) -> list[Mapping[str, Any]]:
+        """What hinders writing in the run directory, which may lie on several disks, and where somebody waits."""
+        found = []
+        for place in sorted({self.run.root, *self._places}):
+            # What is not there, or not on this node, is not what hinders.
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+                found += [told] if (told := probe(place)) else []
+        return found
+
+    def met(self, path: Path, error: OSError) -> None:
+        """The supervisor itself cannot go on for it. Raises ``error`` unless it `may_pass`."""
+        if not may_pass(error):
+            raise error
+        told = {"path": str(path), "errno": error.errno, "seconds": 0.0, "loose": False}
+        self.look([told], time.monotonic())
 
     def _say_once(self, told: Mapping[str, Any]) -> None:
         """Of one folder and cause one line."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import psutil
 
 from relax_hpc.config.schema import LivenessConfig
-from relax_hpc.disk import for_at_most, patiently
+from relax_hpc.disk import for_at_most, may_pass, patiently, probe
 from relax_hpc.rendezvous.roster import latest_epoch
 from relax_hpc.rundir import RunDir, read_map, write_json
 
@@ -27,6 +27,11 @@ class Lease:
 
     What another allocation holds is free once that is ``gone``; an orphan of it is fenced by its epoch.
     The file is written in place and closed: that is what network filesystems show to others soonest.
+
+    On a disk that takes nothing nobody can beat, so that stillness says nothing there: a candidate counts it only while
+    it can write itself, and a head that has lived through an outage goes on. One whose own node alone has lost the disk
+    does lose the lease. The epoch keeps the two apart whoever is wrong: it is taken by exclusive create, and a
+    supervisor that cannot see whether there is a newer one does nothing until it can.
     """
 
     def __init__(
@@ -44,6 +49,8 @@ class Lease:
         self.former = 0
         """Supervisors so far, when it was found free."""
         self._seen, self._since = ("", 0), time.monotonic()
+        self._tried_at = 0.0
+        """When this candidate last wrote there itself."""
         self._alive_until = 0.0
         self._epoch = 0
         self._end = threading.Event()
@@ -56,14 +63,19 @@ class Lease:
 
         Of several candidates that find it free one gets the epoch after ``former``.
         """
-        self.former = latest_epoch(self.run, self.name)
         try:
+            self.former = latest_epoch(self.run, self.name)
             text = self.path.read_text(errors="replace")
         except FileNotFoundError:
             text = ""
+        except OSError as error:
+            if not may_pass(error):
+                raise
+            self._since = time.monotonic()
+            return False
         if (seen := (text, self.former)) != self._seen:
             self._seen, self._since = seen, time.monotonic()
-        if not self.former or time.monotonic() - self._since > self.limits.lease_s:
+        if not self.former or self._stands_still():
             return True
         try:
             holder = json.loads(text)
@@ -72,6 +84,20 @@ class Lease:
         except (ValueError, LookupError, TypeError, RecursionError):
             # Read in the middle of a beat, or of the making of the file; if it is not, it stands still.
             return False
+
+    def _stands_still(self) -> bool:
+        """Whether nobody has beaten for a lease, although that could be written.
+
+        It is tried in the second half of a lease, as often as a holder beats: an outage that is over before that leaves
+        a holder the time to be seen.
+        """
+        now = time.monotonic()
+        still_s = now - self._since
+        if still_s > self.limits.lease_s / 2 and now - self._tried_at > self.limits.beat_s:
+            self._tried_at = now
+            if probe(self.path.parent, _WIDTH):
+                self._since = now
+        return now - self._since > self.limits.lease_s
 
     def _left(self, holder: dict) -> bool:
         if holder["pid"] == _NOBODY:
@@ -83,11 +109,11 @@ class Lease:
     # -- as the holder -----------------------------------------------------------------------------------------
 
     def hold(self, epoch: int) -> None:
-        """Begin to beat, as long as `tick` is called."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        """Begin to beat, as long as `tick` is called. A disk that takes nothing is not waited for."""
         self._epoch = epoch
-        patiently(self.path, self._begin)
         self.tick()
+        with contextlib.suppress(OSError):
+            self._write(0, os.getpid())
         self._thread = threading.Thread(target=self._beat, name="lease", daemon=True)
         self._thread.start()
 
@@ -121,15 +147,14 @@ class Lease:
                     beat += 1
                     self._write(beat, os.getpid())
 
-    def _begin(self) -> None:
-        self.path.touch()
-        self._write(0, os.getpid())
-
     def _write(self, beat: int, pid: int) -> None:
         about = {"epoch": self._epoch, "beat": beat, "node": self.node, "allocation": self.allocation, "pid": pid}
         text = json.dumps(about)
-        with self.path.open("r+") as file:
-            file.write(text.ljust(_WIDTH))
+        file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(file, text.ljust(_WIDTH).encode())
+        finally:
+            os.close(file)
 
 
 def holder_of(run: RunDir, name: str) -> dict:

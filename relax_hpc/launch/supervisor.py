@@ -17,7 +17,7 @@ from enum import Enum
 
 from relax_hpc.config import Config
 from relax_hpc.config.groups import base_name, group_of, roles_of
-from relax_hpc.disk import for_at_most, may_pass, patiently
+from relax_hpc.disk import for_at_most, may_pass, patiently, with_cure
 from relax_hpc.errors import (
     EXIT_CONFIG,
     EXIT_NO_PROGRESS,
@@ -58,6 +58,8 @@ from relax_hpc.transfer_queue.presence import longest_wait_s
 _STOP_LOOK_S = 0.1
 _AGAIN_S, _OUTAGE_S = 10.0, 3600.0
 """A group that cannot be brought back now is tried again so often, for so long."""
+_TOLD_BEATS = 6
+"""In so many beats everybody has found a new hub and told it what it waits for."""
 _CHECKPOINT_SIZE = 8
 """In sizes of the weights, optimizer included: nothing that is loaded is larger."""
 RELEASED = "released"
@@ -116,7 +118,7 @@ class Supervisor:
         self.fenced = False
         self.unsaved = 0
         """Checkpoints in a row of which it was said that they could not be written."""
-        self.disk = DiskWatch(run, longest_wait_s(config), terminal.say)
+        self.disk = DiskWatch(run, longest_wait_s(config), terminal.say, _TOLD_BEATS * config.liveness.beat_s)
         self.each_tick: Callable[[], None] = lambda: None
         """Called once a round; for what a layout has to look after besides."""
         self.each_wait: Callable[[], None] = lambda: None
@@ -127,12 +129,21 @@ class Supervisor:
         """Told of a group that is supervised elsewhere before this ends, not for good; whether that ends too."""
         self.on_silence: Callable[[str, int], None] = lambda _name, _epoch: None
         """Told of a group (and its epoch) that is supervised elsewhere, when a member gives no sign for a lease."""
-        self.epoch = claim_epoch(run, name, former)
+        self.epoch = self._claim(name, former)
         self.client: QueueClient | None = None
         self.lookout: Lookout | None = None
         self.selector = selectors.DefaultSelector()
         self.wake_out, self.wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.selector.register(self.wake_out, selectors.EVENT_READ, None)
+
+    def _claim(self, name: str, former: int | None = None) -> int:
+        """NoRoom: on a disk that takes nothing."""
+        try:
+            return claim_epoch(self.run, name, former)
+        except OSError as error:
+            if not may_pass(error):
+                raise
+            raise NoRoom(with_cure(self.run.rendezvous(name), error)) from error
 
     def __enter__(self) -> Supervisor:
         signal.set_wakeup_fd(self.wake_in)
@@ -215,7 +226,12 @@ class Supervisor:
 
     def turn_away(self, name: str, reason: str) -> None:
         """Not to be started on the nodes that it has; counts as a start, so that this does not go on for ever."""
-        record(self.run, name, claim_epoch(self.run, name), Launch(self.attempt, self.progress()))
+        try:
+            record(self.run, name, self._claim(name), Launch(self.attempt, self.progress()))
+        except (NoRoom, OSError) as error:
+            # It does not begin before there is room.
+            if not (may_pass(error) or isinstance(error, NoRoom)):
+                raise
         self._count_failure(name, reason)
         self.bring_back(name, reason)
 
@@ -223,7 +239,7 @@ class Supervisor:
         """Start the next incarnation of a group."""
         self.disk.check_room()
         self.again.pop(name, None)
-        epoch = claim_epoch(self.run, name)
+        epoch = self._claim(name)
         self.groups[name] = group = self.launcher(name).start(name, epoch, Launch(self.attempt, self.progress()))
         for member in group.members:
             self.selector.register(member.pidfd, selectors.EVENT_READ, member)
@@ -246,10 +262,22 @@ class Supervisor:
             os.write(self.wake_in, b"\0")
 
     def check_fenced(self) -> None:
-        """FencedError once another supervisor has taken over: it may touch nothing any more."""
-        if (latest := latest_epoch(self.run, self.name)) > self.epoch:
+        """FencedError once another supervisor has taken over: it may touch nothing any more.
+
+        While the disk does not say whether one has, it touches nothing either, up to a signal or for too long: OSError.
+        """
+        signals, folder = self.interrupted, self.run.rendezvous(self.name)
+        latest = patiently(folder, self._latest, lambda: self.interrupted > signals or bool(self.disk.too_long()))
+        if latest > self.epoch:
             self.fenced = True
             raise FencedError(f"supervisor {latest} has taken over {self.run.root}; this one was {self.epoch}")
+
+    def _latest(self) -> int:
+        try:
+            return latest_epoch(self.run, self.name)
+        except OSError as error:
+            self.disk.met(self.run.rendezvous(self.name), error)
+            raise
 
     # -- ends of groups ----------------------------------------------------------------------------------------
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,8 @@ class Card:
 def claim_epoch(run: RunDir, group: str, former: int | None = None) -> int:
     """Take the next incarnation number of ``group``; two launchers never get the same one.
 
-    With ``former`` the one after that and no other: FencedError if somebody has been faster.
+    With ``former`` the one after that and no other: FencedError if somebody has been faster. OSError on a disk that
+    takes nothing: it is not waited for, as what makes the caller want the number may be over by then.
     """
     folder = run.rendezvous(group)
     folder.mkdir(parents=True, exist_ok=True)
@@ -45,9 +45,8 @@ def claim_epoch(run: RunDir, group: str, former: int | None = None) -> int:
         sync_directory(run.root)
     while True:
         try:
-            path = folder / f"epoch-{epoch:06d}.claim"
-            patiently(path, partial(_create, path))
-            patiently(path, partial(sync_directory, folder))
+            _create(folder / f"epoch-{epoch:06d}.claim")
+            sync_directory(folder)
             return epoch
         except FileExistsError:
             if former is not None:

@@ -146,8 +146,7 @@ class Controller(Desk):
             # A change counts only if a successor replays it, so look before telling of it; other answers may be late.
             if wrote or time.monotonic() >= look_at:
                 look_at = time.monotonic() + _LOOK_S
-                self._check_successor()
-                self.event_log.check()
+                self._look()
             self._tell()
             if not self.stuck and (not self.late_s or wrote):
                 self._after_replies()
@@ -183,6 +182,14 @@ class Controller(Desk):
         else:
             until = 0.0 if self._later or self.state.woken else self.parking.next_deadline()
         return max(0.0, min(1.0, until - time.monotonic()))
+
+    def _look(self) -> None:
+        """See that this one is still the newest. While the disk does not say, nobody is told of anything either."""
+        try:
+            self._check_successor()
+            self.event_log.check()
+        except OSError as error:
+            self.stuck.failed(error)
 
     def _check_successor(self) -> None:
         if successor := self.journal.superseded():

@@ -8,6 +8,7 @@ controller makes the same ones, an older one that ends late writes nothing else 
 from __future__ import annotations
 
 import contextlib
+import errno
 import gzip
 import os
 import struct
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from relax_hpc.disk import Lines, patiently
+from relax_hpc.disk import Lines, may_pass, patiently
 from relax_hpc.errors import RelaxError
 from relax_hpc.parts import number_of, parts_of, read_part
 
@@ -51,7 +52,7 @@ class EventLog:
         self.path = path
         self._temporary = path.with_name(f".{path.name}.{epoch}")
         self._next = path.with_name(f".{path.name}.{epoch}.next")
-        self._temporary.unlink(missing_ok=True)
+        patiently(self._temporary, lambda: self._temporary.unlink(missing_ok=True))
         self._lines = Lines(self._temporary)
         self._lines.settle()
         self._published = False
@@ -82,7 +83,7 @@ class EventLog:
         if self.extent == extent:
             return True
         self._lines.settle()
-        os.truncate(self.fileno(), 0)
+        patiently(self._temporary, lambda: os.truncate(self.fileno(), 0))
         self._forget(0, 0)
         return False
 
@@ -122,7 +123,7 @@ class EventLog:
             self._lines.settle()
             while len(self._ends) > 1:
                 patiently(self._part, self._pack)
-                self._cut()
+                patiently(self.path, self._cut)
 
     def _start(self) -> int:
         """Where the part begins that is not whole yet."""
@@ -131,11 +132,9 @@ class EventLog:
     def publish(self) -> None:
         """Put it in place of the former file."""
         self._lines.settle()
-        self._temporary.replace(self.path)
+        patiently(self.path, lambda: self._temporary.replace(self.path))
         self._published = True
-        for part in parts_of(self.path):
-            if number_of(part) > self._gone:
-                part.unlink(missing_ok=True)
+        patiently(self.path, self._remove_later_parts)
 
     def flush(self) -> None:
         self._lines.flush()
@@ -144,7 +143,7 @@ class EventLog:
         if self._packing and not self._packing.is_alive():
             self._packing = None
             if self._there():
-                self._cut()
+                self._cut_quietly()
         if len(self._ends) > 1 and not self._packing and time.monotonic() >= self._again_at:
             self._again_at = time.monotonic() + _AGAIN_S
             self._packing = threading.Thread(target=self._pack_quietly, name="events", daemon=True)
@@ -168,6 +167,20 @@ class EventLog:
         with contextlib.suppress(OSError):
             self._pack()
 
+    def _cut_quietly(self) -> None:
+        """Where the disk does not let it, the old file just goes on growing."""
+        try:
+            self._cut()
+        except OSError as error:
+            if not may_pass(error):
+                raise
+
+    def _remove_later_parts(self) -> None:
+        """Of an older controller, which are told anew."""
+        for part in parts_of(self.path):
+            if number_of(part) > self._gone:
+                part.unlink(missing_ok=True)
+
     def _pack(self) -> None:
         """Write it, unless it is there. The main thread only appends meanwhile."""
         if self._there():
@@ -182,20 +195,24 @@ class EventLog:
             temporary.unlink(missing_ok=True)
 
     def _cut(self) -> None:
-        """Go on in a file that begins behind the first part."""
+        """Go on in a file that begins behind the first part. OSError: the disk does not let it, and nothing changes."""
         (cut, crc), end = self._ends[0], self._start() + self._size
         self._next.unlink(missing_ok=True)
         rest = Lines(self._next)
-        for chunk in _read(self.fileno(), cut, end):
-            rest.write(chunk)
-            # At the start it waits for room, as for all else; later the old file just goes on growing.
-            rest.flush() if self._published else rest.settle()
-        if rest.dropped or not rest.settled:
+        try:
+            for chunk in _read(self.fileno(), cut, end):
+                rest.write(chunk)
+                # At the start it waits for room, as for all else.
+                rest.flush() if self._published else rest.settle()
+            if rest.dropped or not rest.settled:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._next))
+            self._next.replace(self.path if self._published else self._temporary)
+        except OSError:
             rest.close()
-            self._next.unlink(missing_ok=True)
-            return
+            with contextlib.suppress(OSError):
+                self._next.unlink(missing_ok=True)
+            raise
         rest.path = self.path if self._published else self._temporary
-        self._next.replace(rest.path)
         self._lines.close()
         self._lines, self._gone, self._chain = rest, self._gone + 1, _chained(self._chain, crc)
         self._ends = [(other - cut, its) for other, its in self._ends[1:]]

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from relax_hpc.config.schema import Config
+from relax_hpc.disk import patiently
 from relax_hpc.rendezvous.roster import Card, claim_epoch, publish_card
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.controller import Controller
@@ -25,7 +26,7 @@ def serving(run: RunDir, config: Config, host: str = "127.0.0.1") -> Iterator[Co
     ended the thread before is raised, such as FencedError once another has taken over.
     """
     run.create()
-    epoch = claim_epoch(run, "hub")
+    epoch = patiently(run.rendezvous("hub"), lambda: claim_epoch(run, "hub"))
     controller = Controller(run, Plan.of(config), epoch, host, config.queue.durability)
     publish_card(run, Card("hub", epoch, [], controller.endpoint))
     stop = threading.Event()

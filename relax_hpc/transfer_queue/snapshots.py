@@ -145,7 +145,8 @@ class Snapshots:
             print(f"no snapshot of the queue in {self.folder}: status {status} of the process that wrote", flush=True)
         else:
             self.taken += 1
-            self._size = max((path.stat().st_size for path in self.found()), default=0)
+            with contextlib.suppress(OSError):
+                self._size = max((path.stat().st_size for path in self.found()), default=0)
 
     def close(self) -> None:
         """Wait a little for the one that is being written, then give it up."""

@@ -18,8 +18,9 @@ from collections import deque
 from pathlib import Path
 
 from relax_hpc.config import Config, load_resolved
-from relax_hpc.disk import keep_printing
+from relax_hpc.disk import await_room, keep_printing
 from relax_hpc.errors import EXIT_DONE, EXIT_RETRY, ConfigError, DeadlineError, FencedError, NoProgressError, RelaxError
+from relax_hpc.launch.disk_watch import NoRoom
 from relax_hpc.launch.lease import Lease, leave_outcome, outcome_of
 from relax_hpc.launch.local import establish, latest_attempt, new_attempt, prepare, start_order
 from relax_hpc.launch.processes import LocalLauncher
@@ -78,9 +79,10 @@ class Head:
                 return code
             try:
                 return self.lead(lease)
-            except FencedError as error:
+            except (FencedError, NoRoom) as error:
                 lease.lose()
                 print(f"head: {error}; waiting as a candidate", flush=True)
+                await_room(self.run.root)
 
     def _gone(self, allocation: str) -> bool:
         """Whether a life of a job is over, as far as Slurm knows."""
@@ -109,7 +111,7 @@ class Head:
             return EXIT_DONE
         try:
             code = self._supervise(lease, job)
-        except FencedError:
+        except (FencedError, NoRoom):
             raise
         except RelaxError as error:
             code = error.exit_code
