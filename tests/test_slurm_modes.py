@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from relax_hpc.sandbox import Sandbox
+from tests.effort import effort
 from tests.requirements import requires
 from tests.run_helpers import ALL, final_weights, merged, queue_rows, trained_steps
-from tests.slurm_runs import SlurmRun, killing, submitted
+from tests.slurm_runs import START_S, SlurmRun, killing, submitted
 from tests.slurm_sandbox import requires_sandbox
+from tests.small_disk import small_disk
 from tests.test_reference_loop import REGULARISED, Outcome, assert_close, assert_equal, reference
 
 requires("torch", "megatron", "transformers", "mpi")
@@ -29,6 +31,8 @@ TURNS = {"colocate": True, "groups": {"rollout": None, "actor": {"roles": ["roll
 INSIDE = {"groups": {"actor_fwd": None, "reference": None}, "actor": {"forward": ["actor_fwd", "reference"]}}
 MODES = {"streamed": {}, "colocate": TURNS, "actor.forward": INSIDE}
 LAYOUTS = ("het", "jobs") if ALL else ("het",)
+FULL_S = 14.0
+"""More than the lease, and than a rank's patience with its leader."""
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -58,6 +62,29 @@ def test_deaths_lose_nothing_at_any_staleness(sandbox: Sandbox, tmp_path: Path, 
     spent = told["hours"]
     assert spent["unit"] == "node" and spent["lost_restarting"] > 0
     assert spent["asked"] == pytest.approx(sum(value for name, value in spent.items() if name not in ("unit", "asked")))
+
+
+@pytest.mark.skipif(not effort(0, 1), reason="one more whole run a layout: env/test.sh --all, or RELAX_WHOLE=1")
+@pytest.mark.parametrize("layout", ["het", "jobs"])
+def test_a_full_disk_is_noticed_by_everybody_and_ends_nobody(layout: str, sandbox: Sandbox, tmp_path: Path) -> None:
+    """Neither a rank that waits for its leader nor, where there are two heads, the one that waits for the other."""
+    over = {"steps": 30, "queue": {"wait_timeout_s": 6.0}, "groups": {"hub": {"resources": {"nodes": 2}}}}
+    with small_disk(tmp_path / "disk", "400m") as disk, submitted(sandbox, disk.folder, layout, over) as live:
+        name = "supervisor" if layout == "het" else "supervisor-hub"
+        live.wait_for_step(2)
+        head = live.wait_until(lambda: live.lease_holder(name), "somebody supervises", START_S)
+        with live.nobody_notices(f"a disk without room for {FULL_S:.0f} s"):
+            disk.fill()
+            live.wait_until(lambda: full(live), "status says so", 10.0)
+            live.wait_until(lambda: full(live) > FULL_S, f"somebody has waited for {FULL_S} s", 60.0)
+            disk.free()
+        assert live.lease_holder(name)["epoch"] == head["epoch"], live.story()
+        live.finish()
+
+
+def full(live: SlurmRun) -> float:
+    """For how long somebody has waited for the disk, seconds."""
+    return max((one["seconds"] for one in live.status().get("disk") or []), default=0.0)
 
 
 def deaths(live: SlurmRun, mode: str) -> None:

@@ -13,7 +13,7 @@ import msgpack
 from relax_hpc.background import in_thread
 
 T = TypeVar("T")
-_LOOK_S, _TELL_S = 1.0, 30.0
+_LOOK_S, _TELL_S = 0.5, 30.0
 _YET = {"yet": True}
 
 
@@ -34,6 +34,7 @@ class Channel:
         self.group = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s)) if met else None
         """For what else the same thread has to agree on; None in a process that has no ranks."""
         self._told = time.monotonic()
+        self._tell_s = min(_TELL_S, timeout_s / 4)
 
     def tell(self, message: Any) -> Any:
         """What rank 0 passes, or what the Future that it passes is to become, in every rank.
@@ -69,7 +70,7 @@ class Channel:
 
         As often as it likes, while all others are in `tell`.
         """
-        if self.size > 1 and time.monotonic() - self._told > _TELL_S:
+        if self.size > 1 and time.monotonic() - self._told > self._tell_s:
             self._told = time.monotonic()
             self._broadcast(_YET)
 

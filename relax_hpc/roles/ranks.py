@@ -26,15 +26,17 @@ from relax_hpc.transfer_queue.shard import ShardError
 from relax_hpc.transfer_queue.store import ShardReader, files_of, planes_of
 
 _LOOK_S = 0.5
+_LATER_S = 60.0
+"""Who waits for the leader's word does so longer than the leader for the queue's, at most by so much."""
 
 
 class Ranks:
     """The ranks of one training or forward group; every method is collective."""
 
     def __init__(self, context: Context, shape: ParallelConfig) -> None:
-        config, world = context.config, context.world
+        config, world, patience_s = context.config, context.world, context.config.queue.wait_timeout_s
         torch.set_num_threads(config.threads)
-        timeout = config.queue.wait_timeout_s + 60.0
+        timeout = patience_s + _LATER_S
         store = store_of(world, context.run.token(), timeout)
         parallel.initialize(
             shape, world.rank, world.size, world.local_rank, store, config.model.device, config.seed, timeout
@@ -47,7 +49,7 @@ class Ranks:
         self.pool = context.client.store.pool if context.client else SlabPool()
         """Where records lie that this rank offers on the planes of `reader`."""
         self.reader = context.client.store if context.client else self._own_reader(context)
-        self._timeout_s = timeout
+        self._timeout_s = patience_s + min(patience_s, _LATER_S)
         # Commands wait on sockets, not in an MPI or NCCL call that would burn a core or a GPU.
         self.control = self.channel()
         self._client = context.client
