@@ -81,7 +81,43 @@ def test_a_step_that_hangs_ends_at_the_deadline_with_what_it_has_said() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkup, "_END_S", 0.2)
         found = checkup._output(checkup.Checkup("actor", load([]), step, time.monotonic() + 0.2, False))
-    assert found == "said\n" and step.poll() is not None
+    assert found == ("said\n", True) and step.poll() is not None
+
+
+HANGS = """
+echo x >> %s
+calls=$(wc -l < %s)
+report='{"node": "n1", "problems": [], "ok": true}'
+if (( calls <= %d )); then printf '%%s\\nmpi/pmi2: no cmd in req\\n' "$report"; exec sleep 300; fi
+printf '%%s\\n%%s\\n' "$report" '{"node": "n1", "mpi": {"ranks": 1, "library": "MPICH"}}'
+"""
+
+
+@pytest.mark.parametrize("hangs", [1, 2])
+def test_an_mpi_that_hangs_is_tried_again_and_ends_by_its_own_deadline(
+    hangs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by that of an image that may have to be fetched: by then the nodes have reported, from inside of it."""
+    for name in ("_MPI_S", "_LOOK_S", "_END_S"):
+        monkeypatch.setattr(checkup, name, 0.2)
+    monkeypatch.setattr(checkup, "with_ranks", lambda config, name: True)
+    monkeypatch.setattr(checkup, "container_command", lambda config, run_dir: [])
+    config = load([], {"layout": "jobs", "site.container.runtime": "apptainer", "site.mpi.launcher": "pmi2"})
+    dump(config, RunDir(tmp_path).config)
+    calls = tmp_path / "calls"
+    words = ["bash", "-c", HANGS % (calls, calls, hangs)]
+    allocation = SimpleNamespace(places={"actor": Place("1", 1)})
+    launcher: Any = SimpleNamespace(
+        run=RunDir(tmp_path), allocation=allocation, place_words=lambda _: words, nodes_of=lambda _: ["n1"]
+    )
+    said = check_nodes(launcher, ["actor"])
+    assert len(calls.read_text().split()) == 2
+    if hangs == 1:
+        assert said == {}
+    else:
+        line = said["actor"]
+        assert line.startswith("MPI_Init did not succeed (mpi/pmi2: no cmd in req); see site.mpi.launcher (found pmi2)")
+        assert "\n" not in line and not BadNodes(launcher.run).records()
 
 
 def test_what_a_site_says_in_another_encoding_ends_nothing(tmp_path: Path) -> None:

@@ -55,9 +55,9 @@ def test_all_files_are_in_the_marker_and_none_is_left_beside(dense: Path, tmp_pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "megatron"]
 
 
-@pytest.mark.parametrize("mask", [0o027, 0o077])
-def test_who_may_read_what_is_made_is_for_its_user_to_say(dense: Path, tmp_path: Path, mask: int):
+def test_who_may_read_what_is_made_is_for_its_user_to_say(dense: Path, tmp_path: Path):
     """By the umask: the folder as well as what lies in it."""
+    mask = 0o027
     for path in (dense, *dense.iterdir()):
         path.chmod(0o700 if path.is_dir() else 0o600)
     before = os.umask(mask)

@@ -18,16 +18,19 @@ import pytest
 
 from relax_hpc.config import dump, load
 from relax_hpc.config.schema import Config, GroupConfig
-from relax_hpc.errors import ConfigError, DeadlineError, RelaxError
+from relax_hpc.errors import EXIT_RETRY, ConfigError, DeadlineError, RelaxError
 from relax_hpc.launch.prepare import prepare
 from relax_hpc.launch.processes import family, kill, role_words
 from relax_hpc.launch.records import read_mark
+from relax_hpc.metrics import spans
 from relax_hpc.rendezvous import network
 from relax_hpc.rendezvous.network import interface_address, library_environment, own_address
 from relax_hpc.rendezvous.roster import claim_epoch
+from relax_hpc.roles.__main__ import meeting_s
 from relax_hpc.roles.rollout import replica_numbers
 from relax_hpc.rundir import RunDir
 from relax_hpc.versions import Version
+from tests.containers import PYTHON, install, make_image
 from tests.queue_helpers import BUDGET, Roles, in_thread, make_run
 from tests.requirements import mpiexec, requires
 from tests.run_helpers import write_config
@@ -190,6 +193,42 @@ def test_an_mpi_that_fails_ends_in_one_line_that_names_the_setting(
     assert error is DeadlineError or ("site.mpi.library and site.mpi.launcher" in said and "\n" not in said)
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_ranks_that_hang_in_mpi_say_so_before_they_are_taken_for_dead(inside: bool, tmp_path: Path) -> None:
+    """In a container as well as outside; whoever supervises them gives up on who does not beat, and knows no cause."""
+    requires("transformers", *["bubblewrap"] * inside)
+    (tmp_path / "mpi4py.py").write_text("import time; time.sleep(600)")
+    run = make_run(tmp_path / "run")
+    over = {"layout": "jobs", "groups": {"rollout": {"resources": {"nodes": 2}}}, "rollout": {"replicas": 2}}
+    over |= {"liveness": {"start_timeout_s": 3.0}, "site": {"interface": LOOPBACK_NAME, "mpi": {"launcher": "pmi2"}}}
+    dump(load([write_config(tmp_path / "config.yaml", over)]), run.config)
+    root = Path(__file__).parents[1]
+    run.logs("rollout", claim_epoch(run, "rollout")).mkdir(parents=True)
+    words = [sys.executable]
+    if inside:
+        program, image = install(tmp_path / "bin"), make_image(tmp_path / "image")
+        words = [str(program), "exec", "--no-home", f"--bind={tmp_path}", f"--bind={root}", str(image), PYTHON]
+    subprocess.run(
+        [*words, *role_words(run, "rollout", "rollout", 1), "--watch"],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"},
+        timeout=120,
+        capture_output=True,
+    )
+    mark = read_mark(run, "rollout", 1, "rollout")
+    what = r"site\.mpi: with library wheel and launcher pmi2: the ranks of the group have not met within [12] s; .*logs"
+    assert re.fullmatch(what, mark["reason"]) and mark["code"] == EXIT_RETRY
+
+
+def test_ranks_look_for_each_other_for_less_than_they_may_take_to_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less what they have taken for imports, from a slow filesystem."""
+    config, limit_s = Config(), Config().liveness.start_timeout_s
+    for age_s in (0.0, limit_s / 4):
+        monkeypatch.setattr(spans, "process_began", lambda age_s=age_s: time.monotonic() - age_s)
+        assert 0.5 * limit_s < meeting_s(config) + age_s < 0.8 * limit_s
+    monkeypatch.setattr(spans, "process_began", lambda: time.monotonic() - limit_s)
+    assert meeting_s(config) > 0.0
+
+
 def test_each_rank_hosts_its_share_of_the_replicas() -> None:
     assert [list(replica_numbers(4, rank, 2)) for rank in range(2)] == [[0, 1], [2, 3]]
     with pytest.raises(ConfigError, match=r"rollout.replicas: found 3 for 2 ranks .* multiples of 2"):
@@ -220,8 +259,8 @@ def test_a_rollout_of_two_ranks_generates_evaluates_once_and_ends(tmp_path: Path
     assert len(readers) == 2, f"each rank's replica serves on its own line: {readers}"
     assert evaluated == sorted(set(evaluated)) and evaluated[-1] == config.steps
     assert read_mark(run, "rollout", 1, "rollout")["status"] == "done"
-    spans = [(logs / f"spans-rollout-{rank}.jsonl").read_text() for rank in range(2)]
-    assert any('"generate"' in text for text in spans), "which rank got the tickets is chance"
+    written = [(logs / f"spans-rollout-{rank}.jsonl").read_text() for rank in range(2)]
+    assert any('"generate"' in text for text in written), "which rank got the tickets is chance"
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from importlib import import_module
@@ -28,6 +29,8 @@ from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.presence import longest_wait_s
 from relax_hpc.weights.staging import clear_staging
 
+MEETING_SHARE = 0.75
+"""Of liveness.start_timeout_s."""
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m relax_hpc.roles", description=__doc__)
@@ -64,8 +67,7 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: Flag) -> 
         # Before any library puts compiled code there.
         local_folder()
     address = own_address(config, args.group)
-    patience_s = config.liveness.start_timeout_s
-    world = alone(address) if ranks == 1 else join(address, ranks, config.site.mpi, patience_s)
+    world = alone(address) if ranks == 1 else join(address, ranks, config.site.mpi, meeting_s(config))
     logs = run.logs(args.group, args.epoch)
     redirect_output(logs / f"{args.role}-rank-{world.rank}.log")
     kept_short = Keeper(own_log())
@@ -110,6 +112,14 @@ def import_role(name: str, config: Config, local_rank: int) -> ModuleType:
 
             import_libraries(config.model.device, local_rank, trains=name == "actor")
     return role
+
+
+def meeting_s(config: Config) -> float:
+    """How long ranks may look for each other: so that they say what was not to be had before their supervisor, whose
+    clock began before there was this process, says that they have not begun to beat."""
+    from relax_hpc.metrics.spans import process_began
+
+    return max(1.0, MEETING_SHARE * config.liveness.start_timeout_s - (time.monotonic() - process_began()))
 
 
 def redirect_output(path: Path) -> None:

@@ -24,6 +24,8 @@ from relax_hpc.rundir import RunDir
 _DEADLINE_S, _END_S = 60.0, 5.0
 _CONTAINER_S = 300.0
 """More, for an image that has to be fetched first."""
+_MPI_S, _LOOK_S = 60.0, 1.0
+"""For MPI, once all nodes have reported."""
 _NOT_STARTED = ("Unable to create step", "Unable to confirm allocation", "Unable to contact slurm controller")
 """What srun says where Slurm started nothing, which is no fault of the nodes."""
 
@@ -38,6 +40,7 @@ class Checkup:
     deadline: float
     mpi: bool
     """Whether it tries MPI between the nodes."""
+    nodes: int = 1
 
 
 def check_nodes(launcher: StepLauncher, names: Sequence[str]) -> dict[str, str]:
@@ -82,12 +85,12 @@ def _start(launcher: StepLauncher, name: str) -> Checkup:
         env=step_environment(config, name),
         start_new_session=True,
     )  # fmt: skip
-    return Checkup(name, config, step, time.monotonic() + (_CONTAINER_S if inside else _DEADLINE_S), mpi)
+    return Checkup(name, config, step, time.monotonic() + (_CONTAINER_S if inside else _DEADLINE_S), mpi, place.nodes)
 
 
-def _judge(launcher: StepLauncher, checkup: Checkup) -> str:
+def _judge(launcher: StepLauncher, checkup: Checkup, again: bool = True) -> str:
     """Why the group must not start on its nodes; empty if all of them are well."""
-    output, name = _output(checkup), checkup.name
+    (output, late), name = _output(checkup), checkup.name
     found, rest = read_reports(output)
     last = " ".join(rest.split())[-300:] or "it said nothing"
     reports = {report["node"]: report for report in found if "problems" in report}
@@ -104,7 +107,12 @@ def _judge(launcher: StepLauncher, checkup: Checkup) -> str:
     reason = "; ".join(f"{node}: {', '.join(problems)}" for node, problems in bad.items())
     if reason or not checkup.mpi:
         return reason
-    return mpi_problem(checkup.config, [report["mpi"] for report in found if "mpi" in report], len(reports), last)
+    wrong = mpi_problem(checkup.config, [report["mpi"] for report in found if "mpi" in report], len(reports), last)
+    if wrong and late and again:
+        # MPICH under pmi2 was seen to hang once in hundreds of times.
+        print(f"{name}: {wrong}; it hung, and is tried again", flush=True)
+        return _judge(launcher, _start(launcher, name), again=False)
+    return wrong
 
 
 def read_reports(output: str) -> tuple[list[dict[str, Any]], str]:
@@ -122,17 +130,31 @@ def read_reports(output: str) -> tuple[list[dict[str, Any]], str]:
     return found, "\n".join(rest)
 
 
-def _output(checkup: Checkup) -> str:
-    """What the step has said when it ends, or at the deadline; then it is ended."""
-    step = checkup.step
-    for seconds in (max(0.1, checkup.deadline - time.monotonic()), _END_S, _END_S):
+def _output(checkup: Checkup) -> tuple[str, bool]:
+    """What the step has said when it ends, or at the deadline; whether it is that. Then it is ended.
+
+    Once all nodes have reported the deadline is that of MPI, which waits for ever where it is broken.
+    """
+    step, said, end = checkup.step, b"", checkup.deadline
+    while (left := end - time.monotonic()) > 0:
         try:
-            return step.communicate(timeout=seconds)[0]
+            return step.communicate(timeout=min(left, _LOOK_S))[0], False
         except subprocess.TimeoutExpired as late:
             said = late.output or b""
-            # First srun alone, as its second process then cancels the step; that may be hung as well.
-            with contextlib.suppress(ProcessLookupError):
-                step.kill() if step.poll() is None else os.killpg(step.pid, signal.SIGKILL)
+        if end == checkup.deadline and len(read_reports(_text(said))[0]) >= checkup.nodes:
+            end = min(end, time.monotonic() + _MPI_S)
+    for _ in range(2):
+        # First srun alone, as its second process then cancels the step; that may be hung as well.
+        with contextlib.suppress(ProcessLookupError):
+            step.kill() if step.poll() is None else os.killpg(step.pid, signal.SIGKILL)
+        try:
+            return step.communicate(timeout=_END_S)[0], True
+        except subprocess.TimeoutExpired as late:
+            said = late.output or b""
+    return _text(said), True
+
+
+def _text(said: bytes | str) -> str:
     return said.decode(errors="replace") if isinstance(said, bytes) else said
 
 
