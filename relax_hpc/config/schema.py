@@ -377,7 +377,7 @@ class LivenessConfig:
     lease_s: float = bounded(30.0, 1.0)
     """A group without beats for so long is dead."""
     start_timeout_s: float = bounded(600.0, 1.0)
-    """Between the start of a role and its first beat."""
+    """Between the start of a role and its first beat. Its ranks must have met after three quarters of it."""
     hang_s: float = bounded(1800.0, 1.0)
     """A role that is at one piece of work for so long, waiting not counted, is dead although it beats."""
     max_restarts: int = bounded(5, 0)
