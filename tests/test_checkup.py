@@ -19,9 +19,10 @@ from relax_hpc.launch.slurm import checkup
 from relax_hpc.launch.slurm.allocation import Allocation, Place
 from relax_hpc.launch.slurm.checkup import check_nodes, read_reports
 from relax_hpc.launch.slurm.commands import Slurm
+from relax_hpc.launch.slurm.mpi import mpi_plugin
 from relax_hpc.launch.slurm.preflight import BadNodes
 from relax_hpc.launch.slurm.snapshot import take_snapshot
-from relax_hpc.launch.slurm.steps import StepLauncher
+from relax_hpc.launch.slurm.steps import StepLauncher, step_environment
 from relax_hpc.rundir import RunDir
 from relax_hpc.sandbox import Sandbox
 from relax_hpc.sandbox.files import open_mpi
@@ -149,6 +150,22 @@ def test_mpi_that_the_launcher_does_not_speak_names_the_settings(
         mixed = {"launcher": "pmi2", "library": open_mpi()}
         said, _ = look(sandbox, job, tmp_path / "mixed", monkeypatch, {"mpi": mixed})
         assert "MPI" in said and "site.mpi.launcher (found pmi2)" in said and open_mpi() in said
+
+
+def test_what_ranks_leave_with_slurm_fits_into_its_lines(
+    sandbox: Sandbox, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pmi2 plugin cuts what is longer than 1,024 bytes, and MPI_Init waits for ever."""
+    config = load([sandbox.site], {"layout": "jobs", "actor.parallel.data": 2, "site.mpi": WHEEL})
+    monkeypatch.setenv("SLURM_CONF", str(sandbox.conf))
+    code = "from relax_hpc.launch.slurm.mpi import try_mpi; print(try_mpi()['ranks'])"
+    words = ["srun", f"--jobid={job}", "--overlap", "--mem=0", "--nodes=2", "--ntasks=2", f"--mpi={mpi_plugin(config)}"]
+    # MPICH then says what it sends.
+    env = step_environment(config, "actor") | {"PMI_DEBUG": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run([*words, sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=100)
+    sent = [line.partition(" pmi: ")[2] for line in done.stderr.splitlines() if " cmd=put " in line]
+    assert done.stdout.split() == ["2", "2"] and len(sent) >= 2, done.stderr
+    assert max(map(len, sent)) < 512, sent
 
 
 def test_a_pre_flight_runs_in_the_container_of_the_roles(

@@ -92,7 +92,7 @@ def test_without_an_interface_the_hosts_name_counts_unless_it_is_loopback(monkey
 def test_libraries_are_kept_on_the_interface_unless_the_user_chose() -> None:
     config = het(interface="ib0")
     found = library_environment(config, "actor")
-    assert found["GLOO_SOCKET_IFNAME"] == found["OMPI_MCA_btl_tcp_if_include"] == "ib0"
+    assert found["GLOO_SOCKET_IFNAME"] == found["OMPI_MCA_btl_tcp_if_include"] == found["FI_TCP_IFACE"] == "ib0"
     assert found["NCCL_SOCKET_IFNAME"] == "=ib0"
     config.site.env = {"GLOO_SOCKET_IFNAME": "ib1"}
     config.groups["actor"].env = {"NCCL_SOCKET_IFNAME": "eth"}

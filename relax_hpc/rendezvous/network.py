@@ -58,7 +58,7 @@ def peer_user(connection: socket.socket) -> int:
 
 
 def library_environment(config: Config, group: str) -> dict[str, str]:
-    """Environment variables that keep gloo, NCCL's bootstrap and Open MPI on the configured interface.
+    """Environment variables that keep gloo, NCCL's bootstrap, libfabric and Open MPI on the configured interface.
 
     UCX is left alone: it takes devices (mlx5_0:1), and an interface's name would keep it from RDMA; see site.env.
     Without an interface there are none: gloo then takes the address of the host's own name, as `own_address` does.
@@ -71,6 +71,8 @@ def library_environment(config: Config, group: str) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": interface,
         # Without "=" NCCL takes every interface whose name begins so.
         "NCCL_SOCKET_IFNAME": f"={interface}",
+        # Of libfabric, which introduces MPICH's ranks.
+        "FI_TCP_IFACE": interface,
         "OMPI_MCA_btl_tcp_if_include": interface,
         "OMPI_MCA_oob_tcp_if_include": interface,
     }

@@ -109,7 +109,7 @@ def _judge(launcher: StepLauncher, checkup: Checkup, again: bool = True) -> str:
         return reason
     wrong = mpi_problem(checkup.config, [report["mpi"] for report in found if "mpi" in report], len(reports), last)
     if wrong and late and again:
-        # MPICH under pmi2 was seen to hang once in hundreds of times.
+        # As MPICH does now and then where it is not told of `mpi_defaults`.
         print(f"{name}: {wrong}; it hung, and is tried again", flush=True)
         return _judge(launcher, _start(launcher, name), again=False)
     return wrong

@@ -21,6 +21,16 @@ def with_ranks(config: Config, *groups: str) -> bool:
     return any(ranks_of(config, group, role) > 1 for group, role in roles)
 
 
+def mpi_defaults(config: Config) -> dict[str, str]:
+    """What the mpich wheel is told unless somebody has chosen: to introduce ranks by libfabric.
+
+    By UCX, its own choice, each hands out 4 KiB that it does not clear, packed only where they are zero. With what had
+    lain there the lines came to over the 1,024 bytes that Slurm's pmi2 plugin takes, now and then: it cut them, and
+    MPI_Init waited for ever, or was aborted by an address that was none. Addresses of libfabric are some dozen bytes.
+    """
+    return {"MPIR_CVAR_CH4_NETMOD": "ofi"} if config.site.mpi.library == "wheel" else {}
+
+
 def mpi_variables(config: Config) -> dict[str, str]:
     """What mpi4py is told of its library; an empty value would be taken for a path."""
     library = config.site.mpi.library

@@ -20,7 +20,7 @@ from relax_hpc.launch.records import Launch, read_launch, record
 from relax_hpc.launch.slurm.allocation import Allocation, Place
 from relax_hpc.launch.slurm.commands import Slurm, SlurmError
 from relax_hpc.launch.slurm.container import container_command, container_srun_options, role_python
-from relax_hpc.launch.slurm.mpi import mpi_plugin, mpi_variables
+from relax_hpc.launch.slurm.mpi import mpi_defaults, mpi_plugin, mpi_variables
 from relax_hpc.launch.slurm.srun import srun_options
 from relax_hpc.rendezvous.network import library_environment
 from relax_hpc.rendezvous.process import END_SIGNAL, PARENT, STACKS_SIGNAL
@@ -231,4 +231,4 @@ def step_environment(config: Config | None, name: str) -> dict[str, str]:
         return clean_environment()
     variables = environment(config, group_of(config, name).env)
     del variables[PARENT]
-    return library_environment(config, name) | variables | mpi_variables(config)
+    return mpi_defaults(config) | library_environment(config, name) | variables | mpi_variables(config)
