@@ -32,6 +32,7 @@ from relax_hpc.weights.staging import clear_staging
 MEETING_SHARE = 0.75
 """Of liveness.start_timeout_s."""
 
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m relax_hpc.roles", description=__doc__)
     parser.add_argument("--run_dir", type=Path, required=True)
