@@ -16,6 +16,7 @@ from pathlib import Path
 
 from relax_hpc.config.schema import Config, GroupConfig
 from relax_hpc.metrics.spans import Spans
+from relax_hpc.rendezvous.process import Flag
 from relax_hpc.rendezvous.world import World
 from relax_hpc.rewards import RewardInput
 from relax_hpc.roles import rollout
@@ -84,7 +85,7 @@ def serve(run: RunDir, config: Config, epoch: int) -> None:
     with QueueClient(run, config, "rollout", epoch) as client:
         spans = Spans(run.root / f"spans-{epoch}.jsonl", "rollout")
         world = World(0, 1, 0, [{}])
-        rollout.run(Context(run, config, "rollout", "rollout", epoch, world, client, spans, threading.Event()))
+        rollout.run(Context(run, config, "rollout", "rollout", epoch, world, client, spans, Flag()))
 
 
 def counted(sample: RewardInput) -> float:

@@ -24,6 +24,7 @@ from relax_hpc.data.tiny_model import EOS_ID, make_tiny_model
 from relax_hpc.errors import EXIT_CONFIG, EXIT_NO_PROGRESS, NoProgressError, RelaxError
 from relax_hpc.metrics.spans import Spans
 from relax_hpc.metrics.writer import GENERATED, GENERATED_SUM
+from relax_hpc.rendezvous.process import Flag
 from relax_hpc.rendezvous.world import World
 from relax_hpc.rewards import RewardInput
 from relax_hpc.roles import replica, rollout
@@ -249,7 +250,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             with QueueClient(run, config, "rollout", epoch) as client:
                 spans = Spans(tmp_path / "spans.jsonl", "rollout")
                 world = World(0, 1, 0, [{}])
-                rollout.run(Context(run, config, "rollout", "rollout", epoch, world, client, spans, threading.Event()))
+                rollout.run(Context(run, config, "rollout", "rollout", epoch, world, client, spans, Flag()))
 
         yield SimpleNamespace(run=run, config=config, controller=controller, actor=actor, rollout=act)
 
