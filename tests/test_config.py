@@ -12,13 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_hpc.config import Config, dump, load, load_resolved, resolve, to_dict
+from relax_hpc.config import Config, check_files, dump, load, load_resolved, resolve, to_dict
 from relax_hpc.config.check import check, check_request
-from relax_hpc.config.check_files import prompts_problem, special_tokens_note
 from relax_hpc.config.clean import REMOVED, clean, keys
 from relax_hpc.config.load import compose, gather, merge, print_config
 from relax_hpc.config.read import MAX_BYTES, dump_yaml, parse_yaml
-from relax_hpc.config.schema import DataConfig, GroupConfig
+from relax_hpc.config.schema import GroupConfig
 from relax_hpc.errors import EXIT_CONFIG, ConfigError
 from tests.model_files import model_directory
 
@@ -515,21 +514,62 @@ def test_prompts_are_read(tmp_path: Path, content: bytes, says: str) -> None:
     assert not (path / "run").exists()
 
 
-def test_a_sample_of_the_prompts_is_read_and_all_of_them_if_it_looks_bad(tmp_path: Path) -> None:
-    good, bad = [json.dumps(PROMPT | {"id": number}) for number in range(40)], ["{"] * 3
-    path, data = tmp_path / "p.jsonl", DataConfig()
-    for lines, sample, wrong in ((good + bad, 10, False), (bad + good, 10, True), (bad[:2] + good, 10, False)):
-        path.write_text("\n".join(lines))
-        assert bool(prompts_problem(str(path), None, data, sample)) == wrong
+def prompt_findings(path: Path, **data: Any) -> tuple[list[str], list[str]]:
+    """What `check` says of a file of prompts: mistakes, and notes."""
+    config = load([], {"data.train": str(path), "model.path": str(path.parent / "model"), **data})
+    mistakes = [line for line in check_files.check_files(config) if line.startswith("data.train")]
+    return mistakes, [line for line in check_files.notes(config) if line.startswith("data.train")]
+
+
+def test_every_row_of_the_prompts_is_judged(tmp_path: Path) -> None:
+    model_directory(tmp_path / "model")
+    path, good = tmp_path / "p.jsonl", [json.dumps(PROMPT | {"id": number}) for number in range(1500)]
+    path.write_text("\n".join([*good, "", "{", *["{}"] * 300]))
+    says = f"data.train: {path}: 301 of 1801 lines are bad: 300 missing_field (first line 1503: no id, no prompt"
+    mistakes, notes = prompt_findings(path, **{"data.max_bad_share": 0.1})
+    assert len(mistakes) == 1 and mistakes[0].startswith(says) and notes == []
+    assert prompt_findings(path, **{"data.max_bad_share": 0.2}) == ([], [])
+
+
+def test_a_long_file_of_prompts_is_read_in_part_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_files, "READ_S", 0.0)
+    monkeypatch.setattr(check_files, "BLOCK", 10)
+    model_directory(tmp_path / "model")
+    path, good = tmp_path / "p.jsonl", [json.dumps(PROMPT | {"id": number}) for number in range(40)]
+    share = {"data.max_bad_share": 0.05}
+    path.write_text("\n".join(["{", *good, *["{"] * 20]))
+    begun = "all of them are read when the run begins"
+    assert prompt_findings(path, **share) == ([], [f"data.train: read 10 of 61 rows in 0 s, 1 of them bad; {begun}"])
+    path.write_text("\n".join(["{"] * 4 + good))
+    mistakes, _ = prompt_findings(path, **share)
+    assert len(mistakes) == 1 and "4 of 44 lines are bad: 4 broken_json (first line 1" in mistakes[0], "for certain"
+    path.write_text("\n".join(good[:10]))
+    assert prompt_findings(path, **share) == ([], []), "it was all there was"
+
+
+def test_prompts_are_read_once_for_mistakes_and_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_directory(tmp_path / "model")
+    path, read = tmp_path / "p.jsonl", []
+    path.write_text(json.dumps(PROMPT | {"prompt": "<s>1"}))
+    rows = check_files.read_rows
+    monkeypatch.setattr(check_files, "read_rows", lambda path: read.append(path) or rows(path))
+    for _ in range(2):
+        mistakes, notes = prompt_findings(path)
+        assert mistakes == [] and len(notes) == 1
+    assert len(read) == 1
+    path.write_text(json.dumps(PROMPT | {"prompt": "11"}))
+    assert prompt_findings(path) == ([], []) and len(read) == 2
 
 
 def test_names_of_special_tokens_in_prompts_are_said(tmp_path: Path) -> None:
     path, prompts = model_directory(tmp_path / "model"), tmp_path / "p.jsonl"
     prompts.write_text(json.dumps(PROMPT | {"prompt": "<s>1"}) + "\n" + json.dumps(PROMPT | {"id": 2}))
     over = {"model.path": str(path), "data.train": str(prompts)}
-    (note,) = special_tokens_note(load([], over))
+    (note,) = check_files.notes(load([], over))
     assert "data.train: 1 of 2 prompts have names of special tokens, such as <s>" in note
-    assert not list(special_tokens_note(load([], over | {"data.special_tokens": ["prompt"]})))
+    assert not list(check_files.notes(load([], over | {"data.special_tokens": ["prompt"]})))
 
 
 BROKEN = [

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import re
+import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from relax_hpc.config.model_files import Model, find_model, unread
+from relax_hpc.config.model_files import Model, find_model, stamp, unread
 from relax_hpc.config.roles import RANKED
 from relax_hpc.config.schema import Config, DataConfig, ParallelConfig
-from relax_hpc.data.prompts import Prompt, Tokenizer, prompts_of, share_problem
-from relax_hpc.data.rows import read_rows
+from relax_hpc.data.prompts import Prompt, Tally, Tokenizer, prompts_of
+from relax_hpc.data.rows import count_rows, read_rows
 from relax_hpc.errors import ConfigError
 
-SAMPLE = 1000
-"""Rows of a prompt file that are looked at; all of them are once a run prepares."""
+READ_S = 5.0
+"""Seconds after which the rest of a prompt file is left to when the run begins."""
+BLOCK = 1000
+"""Rows that are read in any case, and between two looks at the clock."""
 
 
 def check_files(config: Config) -> Iterator[str]:
@@ -36,8 +41,8 @@ def check_files(config: Config) -> Iterator[str]:
     for key, path in _prompt_files(config).items():
         if not Path(path).is_file():
             yield f"{key}: found {path!r}, which is not a file; name a jsonl file"
-        elif problem := prompts_problem(path, policy.tokenizer, config.data):
-            yield f"{key}: {problem}"
+        else:
+            yield from _prompts(key, path, policy.tokenizer, config.data)
 
 
 def _prompt_files(config: Config) -> dict[str, str]:
@@ -45,41 +50,86 @@ def _prompt_files(config: Config) -> dict[str, str]:
     return train | {f"data.eval.{name}": path for name, path in config.data.eval.items()}
 
 
+def _prompts(key: str, path: str, tokenizer: Tokenizer | None, data: DataConfig) -> Iterator[str]:
+    try:
+        problem = read_prompts(path, tokenizer, data).problem(data)
+    except ConfigError as error:
+        yield f"{key}: {error}"
+        return
+    if problem:
+        yield f"{key}: {path}: {problem}"
+
+
 def notes(config: Config) -> Iterator[str]:
-    """What is no mistake, but may not be meant."""
+    """What is no mistake, but may not be meant, or was not looked at."""
     if missing := unread():
         yield f"model.path: tokenizer and weights were not looked at, for want of {', '.join(missing)} here"
-    yield from special_tokens_note(config)
-
-
-def special_tokens_note(config: Config) -> Iterator[str]:
-    """Files whose prompts have names of special tokens in their text, where these are text like any other."""
     tokenizer = find_model(config.model).tokenizer if config.model.path else None
-    if tokenizer is None or not tokenizer.special_names or "prompt" in config.data.special_tokens:
-        return
-    names = re.compile("|".join(map(re.escape, tokenizer.special_names)))
     for key, path in _prompt_files(config).items():
+        # What cannot be read is a mistake, and was said.
         with suppress(ConfigError):
-            rows = list(islice(prompts_of(read_rows(path), None, config.data.max_prompt_tokens), SAMPLE))
-            found = [match[0] for row in rows if isinstance(row, Prompt) and (match := names.search(row.text))]
-            if found:
-                yield (
-                    f"{key}: {len(found)} of {len(rows)} prompts have names of special tokens, such as {found[0]}, "
-                    "which are text here; if a chat template made them, set data.special_tokens: [prompt]"
-                )
+            if Path(path).is_file():
+                yield from _prompt_notes(key, read_prompts(path, tokenizer, config.data), config.data)
 
 
-def prompts_problem(path: str, tokenizer: Tokenizer | None, data: DataConfig, sample: int = SAMPLE) -> str:
-    """Why a run could not take the prompts of a file, by its first rows; by all of it if too many of these are bad."""
-    try:
-        rows = prompts_of(read_rows(path), tokenizer, data.max_prompt_tokens, data.special_tokens)
-        found = list(islice(rows, sample))
-        if share_problem(found, data.max_bad_share):
-            found += rows
-    except ConfigError as error:
-        return str(error)
-    problem = share_problem(found, data.max_bad_share)
-    return f"{path}: {problem}" if problem else ""
+def _prompt_notes(key: str, found: Reading, data: DataConfig) -> Iterator[str]:
+    if not found.is_whole:
+        yield (
+            f"{key}: read {found.tally.rows} of {found.total} rows in {READ_S:g} s, {found.tally.bad} of them bad; "
+            "all of them are read when the run begins"
+        )
+    if found.named and "prompt" not in data.special_tokens:
+        yield (
+            f"{key}: {found.named} of {found.tally.rows} prompts have names of special tokens, such as "
+            f"{found.example}, which are text here; if a chat template made them, set data.special_tokens: [prompt]"
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class Reading:
+    """What was seen of a prompt file."""
+
+    tally: Tally
+    total: int = 0
+    """Its rows, also those that were not read."""
+    named: int = 0
+    """Prompts with names of special tokens in their text."""
+    example: str = ""
+
+    @property
+    def is_whole(self) -> bool:
+        return self.tally.rows == self.total
+
+    def problem(self, data: DataConfig) -> str:
+        """Why a run could not take it, whatever is in the rows that were not read; empty if it may."""
+        if not self.is_whole and self.tally.bad <= data.max_bad_share * self.total:
+            return ""
+        return self.tally.problem(data.max_bad_share, self.total)
+
+
+def read_prompts(path: str, tokenizer: Tokenizer | None, data: DataConfig) -> Reading:
+    """All rows of a file, or those of the first READ_S seconds; once, as long as it does not change. ConfigError: it
+    cannot be read."""
+    return _read(path, stamp(Path(path)), tokenizer, data.max_prompt_tokens, tuple(data.special_tokens), READ_S)
+
+
+@functools.lru_cache(maxsize=16)
+def _read(
+    path: str, _: tuple[int, ...], tokenizer: Tokenizer | None, most: int, special: tuple[str, ...], read_s: float
+) -> Reading:
+    names = re.compile("|".join(map(re.escape, tokenizer.special_names)) or "(?!)") if tokenizer else None
+    found, until = Reading(tally=Tally()), time.monotonic() + read_s
+    rows = prompts_of(read_rows(path), tokenizer, most, special)
+    while block := list(islice(rows, BLOCK)):
+        for one in block:
+            found.tally.add(one)
+            if names and isinstance(one, Prompt) and (match := names.search(one.text)):
+                found.named, found.example = found.named + 1, found.example or match[0]
+        if time.monotonic() >= until:
+            found.total = count_rows(path)
+            return found
+    found.total = found.tally.rows
+    return found
 
 
 def _lengths(config: Config, model: Model) -> Iterator[str]:

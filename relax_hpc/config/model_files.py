@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from relax_hpc.models.families import problems, understood
 if TYPE_CHECKING:
     from relax_hpc.data.prompts import Tokenizer
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json")
 _INDEX = "model.safetensors.index.json"
 
 
@@ -105,15 +107,30 @@ def _tokenizer(path: Path, vocab: int) -> Tokenizer | None:
         raise ConfigError(f"found no tokenizer.json in {path}; save the fast tokenizer there")
     if "tokenizers" in unread():
         return None
-    from relax_hpc.data.prompts import load_tokenizer
-
-    found = load_tokenizer(path)
+    found = _load_tokenizer(path, tuple(stamp(path / name) for name in _TOKENIZER_FILES))
     if vocab and found.vocab_size > vocab:
         raise ConfigError(
             f"{path / 'tokenizer.json'}: {found.vocab_size} tokens, but vocab_size of config.json is {vocab}; they are "
             "of different models"
         )
     return found
+
+
+@functools.lru_cache(maxsize=4)
+def _load_tokenizer(path: Path, _: tuple[tuple[int, ...], ...]) -> Tokenizer:
+    """Large ones take a second, and several checks ask for them."""
+    from relax_hpc.data.prompts import load_tokenizer
+
+    return load_tokenizer(path)
+
+
+def stamp(path: Path) -> tuple[int, ...]:
+    """What changes with a file; empty if it is not there."""
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _weights(path: Path, known: dict[str, Any] | None) -> Iterator[str]:

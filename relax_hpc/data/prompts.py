@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -119,11 +119,16 @@ def load_prompts(
     columns as `data.special_tokens`. ConfigError: no such file, no usable line, or a larger share of bad lines than
     `max_bad_share`.
     """
-    found = list(prompts_of(read_rows(path), tokenizer, max_tokens, special_tokens))
-    if problem := share_problem(found, max_bad_share):
+    tally, good, bad = Tally(), list[Prompt](), list[BadLine]()
+    for one in prompts_of(read_rows(path), tokenizer, max_tokens, special_tokens):
+        tally.add(one)
+        if isinstance(one, BadLine):
+            bad.append(one)
+        else:
+            good.append(one)
+    if problem := tally.problem(max_bad_share, tally.rows):
         raise ConfigError(f"{path}: {problem}")
-    good = [one for one in found if isinstance(one, Prompt)]
-    return good, [one for one in found if isinstance(one, BadLine)]
+    return good, bad
 
 
 def prompts_of(
@@ -150,26 +155,40 @@ def prompts_of(
         yield prompt
 
 
-def share_problem(found: Sequence[Prompt | BadLine], max_bad_share: float) -> str:
-    """What is wrong with rows of which too many are bad; empty if they will do."""
-    bad = [one for one in found if isinstance(one, BadLine)]
-    if not found:
-        return 'no prompts; write one {"id", "prompt", "answer"} a line'
-    if len(bad) < len(found) and len(bad) <= max_bad_share * len(found):
-        return ""
-    first: dict[str, BadLine] = {}
-    for one in bad:
-        first.setdefault(one.reason, one)
-    counts = Counter(one.reason for one in bad)
-    reasons = "; ".join(
-        f"{count} {reason} (first line {first[reason].line}: {first[reason].detail})"
-        for reason, count in counts.most_common()
-    )
-    cure = "raise data.max_prompt_tokens, or " if "over_long" in counts else ""
-    return (
-        f"{len(bad)} of {len(found)} lines are bad: {reasons}; allowed share {max_bad_share}; {cure}mend the file, or "
-        "raise data.max_bad_share"
-    )
+class Tally:
+    """Rows of a prompt file, counted as they pass."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self._counts: Counter[str] = Counter()
+        self._first: dict[str, BadLine] = {}
+        """Of each reason."""
+
+    @property
+    def bad(self) -> int:
+        return self._counts.total()
+
+    def add(self, one: Prompt | BadLine) -> None:
+        self.rows += 1
+        if isinstance(one, BadLine):
+            self._counts[one.reason] += 1
+            self._first.setdefault(one.reason, one)
+
+    def problem(self, max_bad_share: float, total: int) -> str:
+        """What is wrong with a file of ``total`` rows that so many are bad of; empty if it will do."""
+        if not total:
+            return 'no prompts; write one {"id", "prompt", "answer"} a line'
+        if self.bad < total and self.bad <= max_bad_share * total:
+            return ""
+        reasons = "; ".join(
+            f"{count} {reason} (first line {self._first[reason].line}: {self._first[reason].detail})"
+            for reason, count in self._counts.most_common()
+        )
+        cure = "raise data.max_prompt_tokens, or " if "over_long" in self._counts else ""
+        return (
+            f"{self.bad} of {total} lines are bad: {reasons}; allowed share {max_bad_share}; {cure}mend the file, or "
+            "raise data.max_bad_share"
+        )
 
 
 class _Bad(Exception):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +42,24 @@ def read_rows(path: Path | str) -> Iterator[tuple[int, Record] | BadLine]:
 
     ConfigError: it cannot be read, or is no file of lines at all.
     """
+    with _opened(path) as file:
+        _refuse_others(path, file.peek(512))
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield _record(number, line)
+
+
+def count_rows(path: Path | str) -> int:
+    """Rows of a jsonl file, sound or not, which is much faster than to read them. ConfigError: it cannot be read."""
+    with _opened(path) as file:
+        return sum(1 for line in file if line.strip())
+
+
+@contextmanager
+def _opened(path: Path | str) -> Iterator[BufferedReader]:
     try:
         with Path(path).open("rb") as file:
-            _refuse_others(path, file.peek(512))
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield _record(number, line)
+            yield file
     except OSError as error:
         raise ConfigError(
             f"{path}: cannot be read: {error.strerror}; data.train and data.eval name jsonl files"
