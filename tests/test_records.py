@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ import pytest
 from relax_hpc.config.schema import Config
 from relax_hpc.launch import records
 from relax_hpc.launch.records import Launch
+from relax_hpc.launch.status_groups import group_status
 from relax_hpc.rendezvous.exit_mark import leave_mark
 from relax_hpc.rendezvous.roster import claim_epoch
+from relax_hpc.rendezvous.signs import identity
 from relax_hpc.rundir import RunDir, write_json
 from tests.queue_helpers import make_run
 
@@ -105,6 +108,20 @@ def test_the_last_beat_is_the_newest_that_can_be_read(run: RunDir) -> None:
     assert records.last_beat_s(run, "rollout") == math.inf
     write_json(run.rendezvous("rollout") / "beat-rollout.json", {"time": 0.0})
     assert math.inf > records.last_beat_s(run, "rollout") > 1e9
+
+
+def test_a_process_that_runs_is_there_however_old_its_sign_is(run: RunDir) -> None:
+    """On a full disk none is young."""
+    config = Config(layout="local")
+    started(run, "rollout")
+    about = {"time": time.time() - 1e6, "epoch": 1, "gap_s": 0.0, "busy_s": 0.0, "progress": 1, **identity()}
+    path = run.rendezvous("rollout") / "beat-rollout.json"
+    write_json(path, about)
+    assert records.is_there(run, "rollout")
+    assert group_status(run, config, "rollout", {}, {}, False, False)["state"] == "suspect"
+    write_json(path, about | {"born": about["born"] - 1})
+    assert not records.is_there(run, "rollout")
+    assert group_status(run, config, "rollout", {}, {}, False, False)["state"] == "absent", "its launch left no record"
 
 
 def test_members_are_what_is_configured_and_what_ever_began(run: RunDir) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from relax_hpc.config import load_resolved
 from relax_hpc.errors import ConfigError
-from relax_hpc.launch.records import all_ended, last_beat_s, members_of
+from relax_hpc.launch.records import all_ended, is_there, last_beat_s, members_of
 from relax_hpc.launch.requests import asked_to_stop
 from relax_hpc.launch.slurm.commands import Job, Slurm, SlurmError
 from relax_hpc.launch.slurm.ledger import Ledger
@@ -78,7 +78,8 @@ def _row(run: RunDir, root: Path, jobs: dict[str, Job] | None) -> dict[str, Any]
     about |= {"trained_steps": max(steps, default=0), "steps": config.steps, "layout": config.layout}
     about |= {"jobs": sorted(own, key=int), "last_beat_s": beat_s if beat_s < float("inf") else None}
     # What squeue does not know any more has ended, however young its last beat is.
-    alive = beat_s < config.liveness.lease_s + BEAT_FILE_S and bool(own or not submitted or jobs is None)
+    beats = beat_s < config.liveness.lease_s + BEAT_FILE_S or any(is_there(run, name) for name in living)
+    alive = beats and bool(own or not submitted or jobs is None)
     stop, waits = asked_to_stop(run), _waits(run, [jobs[job] for job in own] if jobs else [])
     state = state_of(run.finished.exists(), stop, alive, waits)
     return about | {"state": state, "exit_code": exit_code(state, stop)}

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from relax_hpc.config.groups import base_name, roles_of
 from relax_hpc.config.schema import Config
+from relax_hpc.rendezvous import signs
 from relax_hpc.rendezvous.roster import latest_epoch
 from relax_hpc.rendezvous.signs import is_gone
 from relax_hpc.rundir import RunDir, read_map, write_json
@@ -92,6 +93,12 @@ def last_beat_s(run: RunDir, group: str) -> float:
     """Seconds since the last sign that a group left in its files; infinite if no process that may live has left one."""
     beats = (read_map(path, time=(int, float)) for path in run.rendezvous(group).glob("beat-*.json"))
     return time.time() - max((beat["time"] for beat in beats if beat and not is_gone(beat)), default=-math.inf)
+
+
+def is_there(run: RunDir, group: str) -> bool:
+    """Whether a process that beats for a group certainly runs: on a full disk no sign of it is young."""
+    beats = (read_map(path, time=(int, float)) for path in run.rendezvous(group).glob("beat-*.json"))
+    return any(map(signs.is_there, beats))
 
 
 def members_of(run: RunDir, config: Config) -> list[str]:

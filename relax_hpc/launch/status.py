@@ -85,7 +85,9 @@ def last_checkpoint(run: RunDir) -> dict[str, Any] | None:
 def _state(about: dict[str, Any]) -> str:
     """See `state_of`."""
     states = {group["state"] for group in about["groups"].values()} | ({"starting"} if about["preparing"] else set())
-    alive = about["hub"] or bool(states & set(ALIVE))
+    # On a full disk nobody can leave a sign for others than Slurm.
+    held = bool(about["disk"]) and any(job["state"] == "RUNNING" for job in about["jobs"])
+    alive = about["hub"] or held or bool(states & set(ALIVE))
     waits = next((word for word in ("starting", "queued") if word in states), "")
     return state_of(about["finished"], about["stop"], alive, waits)
 

@@ -9,13 +9,14 @@ from typing import Any
 from relax_hpc.config import Config
 from relax_hpc.config.groups import base_name, group_of, roles_of
 from relax_hpc.config.schema import LivenessConfig
+from relax_hpc.launch import records
 from relax_hpc.launch.records import all_done, all_ended, last_beat_s, members_of, read_launch, read_mark
 from relax_hpc.launch.slurm.commands import Job
 from relax_hpc.launch.slurm.ledger import Ledger
 from relax_hpc.launch.slurm.whereabouts import job_of
 from relax_hpc.launch.verdict import Evidence, Fate, verdict
 from relax_hpc.rendezvous.roster import latest_card, latest_epoch
-from relax_hpc.rendezvous.signs import is_gone
+from relax_hpc.rendezvous.signs import is_gone, is_there
 from relax_hpc.rundir import RunDir, read_map
 from relax_hpc.transfer_queue.client import BEAT_FILE_S
 
@@ -64,7 +65,8 @@ def group_status(
     lives = bool(hub) or _hub_beats(run, config)
     gone = squeue and bool(about["job"]) and job is None
     over = over or not lives or name not in config.groups or gone
-    state, reason = _state(run, config, name, about, job, lives, over)
+    there = not hub and any(map(is_there, beats))
+    state, reason = _state(run, config, name, about, job, lives, over, there)
     if gone and not hub and state in ALIVE:
         # Slurm leaves no process of a job behind, however young its last beat is.
         state, reason = "ended", f"job {about['job']} is gone"
@@ -78,9 +80,9 @@ def doing(beats: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _state(
-    run: RunDir, config: Config, name: str, about: dict[str, Any], job: Job | None, lives: bool, over: bool
+    run: RunDir, config: Config, name: str, about: dict[str, Any], job: Job | None, lives: bool, over: bool, there: bool
 ) -> tuple[str, str]:
-    """A word, and why where that helps."""
+    """A word, and why where that helps. ``there``: something of it runs, though it may not be able to say so."""
     if run.finished.exists() or (about["epoch"] and all_done(run, config, name)):
         return "done", ""
     if job and job.state == "PENDING":
@@ -93,15 +95,16 @@ def _state(
         if job or (lives and started):
             return "starting", ""
         return ("ended", "left no mark") if started else ("absent", "never started")
-    return _by_beat(about["last_beat_s"], config.liveness, lives)
+    return _by_beat(about["last_beat_s"], config.liveness, lives, there)
 
 
-def _by_beat(age_s: float, limits: LivenessConfig, lives: bool) -> tuple[str, str]:
+def _by_beat(age_s: float, limits: LivenessConfig, lives: bool, there: bool) -> tuple[str, str]:
     said = f"no sign for {age_s:.0f} s"
     # It may be in the files alone, which are written more seldom than the hub is told.
     found = Evidence(beats=[{"age_s": age_s - BEAT_FILE_S, "busy_s": 0.0}])
     if verdict(found, limits).fate is Fate.DEAD:
-        return ("dead", said) if lives else ("ended", "left no mark")
+        # On a full disk nobody can leave a sign.
+        return ("suspect" if there else "dead", said) if lives else ("ended", "left no mark")
     # Without the hub only the files are seen, which are written more seldom.
     allowed = (_SUSPECT_BEATS * limits.beat_s) + (0.0 if lives else BEAT_FILE_S)
     return ("suspect", said) if age_s > max(allowed, 1.0) else ("running", "")
@@ -125,9 +128,11 @@ def _age_s(run: RunDir, name: str, epoch: int) -> float | None:
 
 
 def _hub_beats(run: RunDir, config: Config) -> bool:
-    """Whether somebody beats in files, where the hub does not answer, and has not said that it ended."""
+    """Whether somebody beats in files, or certainly runs, where the hub does not answer; and has not said that it
+    ended."""
     limit = config.liveness.lease_s + BEAT_FILE_S
-    return any(last_beat_s(run, name) < limit and not all_ended(run, config, name) for name in config.groups)
+    names = [name for name in config.groups if not all_ended(run, config, name)]
+    return any(last_beat_s(run, name) < limit or records.is_there(run, name) for name in names)
 
 
 def _shown(run: RunDir, config: Config, name: str, jobs: dict[str, Job]) -> bool:

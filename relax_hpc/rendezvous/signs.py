@@ -27,8 +27,20 @@ def is_gone(sign: Mapping[str, Any]) -> bool:
     >>> is_gone(identity()), is_gone(identity() | {"born": 1}), is_gone({"pid": 1})
     (False, True, False)
     """
-    here = bool(_space()) and sign.get("space") == _space() and type(sign.get("pid")) is int
-    return here and _born(sign["pid"]) != sign.get("born")
+    return _is_here(sign) and _born(sign["pid"]) != sign.get("born")
+
+
+def is_there(sign: Mapping[str, Any]) -> bool:
+    """Whether the process that left ``sign`` certainly runs, as it does here, however old the sign is.
+
+    >>> is_there(identity()), is_there(identity() | {"born": 1}), is_there({"pid": 1})
+    (True, False, False)
+    """
+    return _is_here(sign) and _born(sign["pid"]) == sign.get("born")
+
+
+def _is_here(sign: Mapping[str, Any]) -> bool:
+    return bool(_space()) and sign.get("space") == _space() and type(sign.get("pid")) is int
 
 
 @cache
