@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Installs what is missing and runs the tests; arguments go to pytest. A test of something installed here may not skip.
+# Installs what is missing and runs the tests; arguments go to pytest (`-m unit`: the quick ones, `-m run`, `-m slurm`).
+# A test of something installed here may not skip.
 # With --all: all faults that runs have to survive, with real engines everywhere, as root and as a plain user (hours),
 # and at the end the table of the README.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash env/setup.sh dev
+installed=$SECONDS
 VENV=$(realpath -m "${RELAX_VENV:-.venv}")
 export PATH="$VENV/bin:$PATH"
 INSTALLED=sglang,mpi,torch,megatron,transformers,h5py,matplotlib,pyarrow
@@ -33,4 +35,7 @@ if [[ ${1:-} == --all ]]; then
 fi
 
 [[ $# -gt 0 ]] || set -- tests -q --durations=15
-exec "$VENV/bin/python" -m pytest -p no:cacheprovider "$@"
+failed=0
+"$VENV/bin/python" -m pytest -p no:cacheprovider "$@" || failed=$?
+echo "installation $installed s, tests $((SECONDS - installed)) s"
+exit "$failed"

@@ -46,6 +46,15 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[LEAKS] = []
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is not marked otherwise is quick."""
+    for item in items:
+        if {"sandbox", "small_sandbox"}.intersection(item.fixturenames):
+            item.add_marker(pytest.mark.slurm)
+        if item.get_closest_marker("run") is None and item.get_closest_marker("slurm") is None:
+            item.add_marker(pytest.mark.unit)
+
+
 def pytest_collection_finish() -> None:
     """What was imported is no garbage; what tests make may be."""
     gc.freeze()

@@ -216,6 +216,7 @@ def environ(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sandbox], None]:
     return lambda sandbox: monkeypatch.setenv("SLURM_CONF", str(sandbox.conf))
 
 
+@pytest.mark.slurm
 def test_two_steps_on_one_node_have_cores_of_their_own(tmp_path: Path, environ: Callable[[Sandbox], None]) -> None:
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs two CPUs to divide")
@@ -234,6 +235,7 @@ def test_two_steps_on_one_node_have_cores_of_their_own(tmp_path: Path, environ: 
         assert all(facts["before"] == facts["after"] for facts in found.values()), "then Slurm binds"
 
 
+@pytest.mark.slurm
 def test_slurmctld_gives_each_step_all_64_cores_and_the_plan_divides_them(
     tmp_path: Path, environ: Callable[[Sandbox], None]
 ) -> None:

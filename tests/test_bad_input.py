@@ -41,6 +41,8 @@ from tests.requirements import requires
 from tests.run_helpers import SMALL, queue_rows, running, trained_steps, write_config
 from tests.weights_helpers import publish
 
+pytestmark = pytest.mark.run
+
 WAIT_S = 240.0
 FICKLE = """
 def fickle(sample):

@@ -20,6 +20,8 @@ from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transfer_queue.proof import MAX_UNPROVEN
 from tests.queue_helpers import in_thread, make_run, small
 
+pytestmark = pytest.mark.run
+
 BENCH = Path(__file__).parents[1] / "tools/bench"
 
 

@@ -12,6 +12,8 @@ from types import ModuleType
 
 import pytest
 
+pytestmark = pytest.mark.run
+
 QUEUE = Path(__file__).parents[1] / "tools/bench/queue"
 
 

@@ -29,7 +29,7 @@ from tests.training_helpers import LR, batch, launch, load, one_rank_fixture, ro
 
 ROOT = Path(__file__).resolve().parent.parent
 
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = [pytest.mark.run, pytest.mark.usefixtures("one_rank")]
 
 
 def train(ours: Trainer, steps: range) -> list[dict[str, float]]:

@@ -31,6 +31,8 @@ from tests.containers import PYTHON, install, make_image
 from tests.requirements import requires
 
 requires("mpi")
+
+pytestmark = pytest.mark.run
 WHEEL = {"launcher": "pmi2", "library": "wheel"}
 
 

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 from relax_hpc.metrics.read import read_metrics
 from tests.audit import audit
@@ -21,6 +22,8 @@ from tests.run_helpers import Running, running
 from tests.stray_files import scatter
 
 requires("mpi", "torch", "megatron", "transformers")
+
+pytestmark = pytest.mark.run
 
 SETTINGS = {"steps": 100_000, "max_staleness": 1, "groups": {"reference": None}, "liveness": {"beat_s": 0.2}}
 

@@ -21,6 +21,8 @@ from tests.slurm_sandbox import private_sandbox, requires_sandbox
 requires("torch", "megatron", "transformers", "mpi")
 requires_sandbox()
 
+pytestmark = pytest.mark.slurm
+
 PREEMPTION = (
     "PreemptType=preempt/partition_prio",
     "PreemptMode=REQUEUE",

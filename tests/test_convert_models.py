@@ -22,7 +22,7 @@ from tests.convert_helpers import DENSE, MIXED, content, model, to
 from tests.convert_rank import CASES
 from tests.training_helpers import batch, launch, load, one_rank_fixture, rows, save, tiny_model, trainer  # noqa: F401
 
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = [pytest.mark.run, pytest.mark.usefixtures("one_rank")]
 
 
 @pytest.mark.parametrize(

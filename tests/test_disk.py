@@ -32,6 +32,8 @@ from relax_hpc.versions import Version
 from tests.queue_helpers import BUDGET, GIVES, HubProcess, Roles, in_thread, learned, make_run, rows_of, small
 from tests.small_disk import small_disk
 
+pytestmark = pytest.mark.run
+
 ERRORS = sorted(CURES)
 SYNCS = ("fsync", "fdatasync")
 

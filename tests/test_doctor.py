@@ -578,6 +578,7 @@ def test_a_bad_run_on_a_real_slurm(real: Slurm, tmp_path: Path, changes: dict, e
     expect(diagnose(make(tmp_path, merged(site(interface="lo"), changes)), real), expected)
 
 
+@pytest.mark.slurm
 def test_a_node_of_every_kind_is_looked_at(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """Of two partitions; and MPI between nodes whose groups have ranks."""
     lines = ("PartitionName=thin Nodes=node[1-2]", "PartitionName=main Nodes=node[3-4] Default=YES")

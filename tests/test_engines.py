@@ -41,6 +41,8 @@ from tests.engine_helpers import (  # noqa: E402
     session_of,
 )
 
+pytestmark = pytest.mark.run
+
 PROMPTS = [(1, 3 + k, 9, 2 + k, 7) for k in range(4)]
 REQUESTS = [GenerateRequest(prompt, f"p{k}", sample) for k, prompt in enumerate(PROMPTS) for sample in range(2)]
 TOLERANCE = {"sglang": 1e-3, "transformers": 1e-4}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import psutil
+import pytest
 
 from relax_hpc.errors import EXIT_NO_PROGRESS
 from relax_hpc.weights.staging import staging_root
@@ -13,6 +14,8 @@ from tests.requirements import requires
 from tests.run_helpers import Running, open_to_others, rollbacks, running, trained_steps
 
 requires("mpi", "torch", "megatron", "transformers")
+
+pytestmark = pytest.mark.run
 
 GROUPS = {
     "hub": ("controller", "advantages"),

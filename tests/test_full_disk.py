@@ -19,6 +19,8 @@ from tests.small_disk import SmallDisk, small_disk
 
 requires("mpi", "torch", "megatron")
 
+pytestmark = pytest.mark.run
+
 STEPS = 24
 OVER = {
     "steps": STEPS,

@@ -17,6 +17,8 @@ from tests.run_helpers import Running, running
 
 requires("mpi", "torch", "megatron", "transformers")
 
+pytestmark = pytest.mark.run
+
 LEASE_S = 3.0
 REWARD = """
 import ctypes, os

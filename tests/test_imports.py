@@ -14,6 +14,8 @@ import pytest
 from relax_hpc.imports import many_imports
 from tests.requirements import requires
 
+pytestmark = pytest.mark.run
+
 COMPILER = ("torch._dynamo", "torch._inductor")
 OTHERS = ("transformers", "sglang", "triton", "matplotlib", "mpi4py")
 FORBIDDEN = {"actor": ("torch._inductor.compile_fx", "torch._inductor.scheduler"), "actor_fwd": COMPILER}

@@ -29,6 +29,8 @@ from relax_hpc.rundir import RunDir
 from tests.queue_helpers import make_run
 from tests.small_disk import small_disk
 
+pytestmark = pytest.mark.run
+
 LIMITS = LivenessConfig(beat_s=0.05, lease_s=0.6)
 CANDIDATE = """
 import sys, time

@@ -27,6 +27,8 @@ from relax_hpc.training.meeting import MeetingStore, Remote, serve, store_of  # 
 from relax_hpc.transfer_queue.planes.links import Deadline  # noqa: E402
 from relax_hpc.transfer_queue.wire import pack  # noqa: E402
 
+pytestmark = pytest.mark.run
+
 TOKEN = b"t" * 32
 ALONE = """
 import os, psutil

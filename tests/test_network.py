@@ -36,6 +36,8 @@ from tests.requirements import mpiexec, requires
 from tests.run_helpers import write_config
 from tests.weights_helpers import publish
 
+pytestmark = pytest.mark.run
+
 LOOPBACK_NAME = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 

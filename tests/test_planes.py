@@ -31,6 +31,8 @@ from tests.plane_helpers import (
 )
 from tests.requirements import CHECKS, requires
 
+pytestmark = pytest.mark.run
+
 BIG = 5_000_000
 SIZES = st.one_of(st.sampled_from([0, 1, 4095, 4096, 4097, 65_536, BIG]), st.integers(0, 200_000))
 

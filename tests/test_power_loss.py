@@ -18,6 +18,8 @@ from tests.run_helpers import Running, engine_of, queue_state, running, with_eng
 
 requires("mpi", "torch", "megatron", "transformers")
 
+pytestmark = pytest.mark.run
+
 EVERY, STEPS = 2, 6
 ENGINE = engine_of("transformers")
 OVER = {"steps": STEPS, "max_staleness": 1, "checkpoint": {"every": EVERY}, "groups": {"reference": None}}

@@ -10,6 +10,7 @@ from statistics import mean
 from typing import Any
 
 import psutil
+import pytest
 import xxhash
 import yaml
 
@@ -20,6 +21,8 @@ from tests.requirements import requires
 from tests.run_helpers import Running, queue_state, read_metrics, running, trained_steps
 
 requires("sglang", "mpi", "torch", "megatron")
+
+pytestmark = pytest.mark.run
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "runs" / "quickstart.yaml"
 STEPS = 70

@@ -23,6 +23,8 @@ from tests.audit import audit
 from tests.requirements import requires
 from tests.run_helpers import Running
 
+pytestmark = pytest.mark.run
+
 if TYPE_CHECKING:
     from torch import Tensor
 

@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 import psutil
+import pytest
 
 from relax_hpc.config import dump, load_resolved
 from relax_hpc.config.schema import Config
@@ -27,6 +28,8 @@ from tests.requirements import requires
 from tests.run_helpers import Running, queue_rows, queue_state, rollbacks, running, trained_steps
 
 requires("mpi", "torch", "megatron", "transformers")
+
+pytestmark = pytest.mark.run
 
 STEPS = 16
 EVERY = 3

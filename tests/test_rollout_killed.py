@@ -28,6 +28,8 @@ from tests.run_helpers import ALL  # noqa: E402
 from tests.test_bad_input import make_data  # noqa: E402
 from tests.weights_helpers import publish  # noqa: E402
 
+pytestmark = pytest.mark.run
+
 V0 = Version(1, 0)
 
 

@@ -23,6 +23,8 @@ from tests.plain_user import plain_user
 from tests.requirements import requires
 from tests.slurm_sandbox import left_behind, private_sandbox, requires_sandbox
 
+pytestmark = pytest.mark.slurm
+
 WAIT_S = 30.0
 BEATS = """\
 import os, pathlib, sys, time

@@ -19,6 +19,8 @@ import pytest
 
 from tests.requirements import requires
 
+pytestmark = pytest.mark.run
+
 ROOT = Path(__file__).resolve().parent.parent
 BACKEND = """
 import os, shutil

@@ -36,6 +36,8 @@ from relax_hpc.rollout.sglang_engine import SglangEngine, server_arguments  # no
 from relax_hpc.versions import Version  # noqa: E402
 from tests.engine_helpers import TOKEN, make_config, session_of  # noqa: E402
 
+pytestmark = pytest.mark.run
+
 SAMPLING = Sampling(1.0, 1.0, 4, (), 0)
 SERVED = Version(1, 3)
 """What a fake server says that it serves, before the ends of its responses."""

@@ -22,6 +22,8 @@ from tests.slurm_sandbox import requires_sandbox
 requires("torch", "megatron", "transformers", "mpi")
 requires_sandbox()
 
+pytestmark = pytest.mark.slurm
+
 SIZE = "configs/clusters/small.yaml"
 FEW = {"steps": 12, "rollout": {"replicas": 1}, "checkpoint": {"every": 3}}
 PARTS = {"hub": {"resources": {"nodes": 2}}, "reference": None, "actor": {"resources": {"nodes": 2}}}

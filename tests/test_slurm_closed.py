@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import psutil
+import pytest
 
 from relax_hpc.sandbox import Sandbox
 from tests.requirements import requires
@@ -18,6 +19,8 @@ from tests.slurm_sandbox import requires_sandbox
 
 requires("torch", "megatron", "transformers", "mpi")
 requires_sandbox()
+
+pytestmark = pytest.mark.slurm
 
 CLOSED = {
     "steps": ENDLESS,

@@ -16,6 +16,8 @@ from tests.slurm_sandbox import requires_sandbox
 
 requires("torch", "megatron", "transformers", "mpi", "bubblewrap")
 requires_sandbox()
+
+pytestmark = pytest.mark.slurm
 WHOLE = pytest.mark.skipif(not effort(0, 1), reason="one more whole run: env/test.sh --all, or RELAX_WHOLE=1")
 
 

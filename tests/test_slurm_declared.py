@@ -18,6 +18,8 @@ from relax_hpc.sandbox import Sandbox
 from tests.slurm_sandbox import private_sandbox
 from tests.test_render import SIZES, gpus_of, nodes_of
 
+pytestmark = pytest.mark.slurm
+
 BIG = "Sockets=2 CoresPerSocket=32 RealMemory=1000000"
 DECLARED = (
     f"eight[1-128] {BIG} Gres=gpu:8 Features=fast",

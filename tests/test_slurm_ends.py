@@ -22,6 +22,8 @@ from tests.slurm_sandbox import private_sandbox, requires_sandbox
 requires("torch", "megatron", "transformers", "mpi")
 requires_sandbox()
 
+pytestmark = pytest.mark.slurm
+
 SMALLER = {"steps": ENDLESS, "rollout": {"replicas": 1}, "groups": {"rollout": {"resources": {"nodes": 1}}}}
 LIMIT_S = 120.0
 """Slurm looks at time limits twice a minute."""

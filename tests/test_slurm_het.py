@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+import pytest
 
 from relax_hpc.sandbox import Sandbox
 from tests.requirements import requires
@@ -19,6 +20,8 @@ from tests.slurm_sandbox import requires_sandbox
 
 requires("torch", "megatron", "transformers", "mpi")
 requires_sandbox()
+
+pytestmark = pytest.mark.slurm
 
 
 def test_a_heterogeneous_job_survives_everything(sandbox: Sandbox, tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from tests.slurm_sandbox import private_sandbox, requires_sandbox
 requires("torch", "megatron", "sglang", "mpi")
 requires_sandbox()
 
+pytestmark = pytest.mark.slurm
+
 
 ONE_ENGINE = {
     "steps": ENDLESS,

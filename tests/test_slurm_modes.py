@@ -20,6 +20,8 @@ from tests.test_reference_loop import REGULARISED, Outcome, assert_close, assert
 requires("torch", "megatron", "transformers", "mpi")
 requires_sandbox()
 
+pytestmark = pytest.mark.slurm
+
 ALONE: dict[str, Any] = {
     "max_staleness": 0,
     "actor": {"parallel": {"data": 1}},

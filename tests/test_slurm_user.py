@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from relax_hpc.errors import EXIT_DONE
 from relax_hpc.rundir import RunDir
 from relax_hpc.sandbox import cluster
@@ -19,6 +21,8 @@ from tests.slurm_sandbox import QUICK, requires_sandbox
 
 requires("torch", "megatron", "transformers", "mpi")
 requires_sandbox()
+
+pytestmark = pytest.mark.slurm
 
 OVER = {
     "steps": 12,

@@ -25,6 +25,8 @@ from tests.test_slurm_ends import hub_nodes, succeeded
 requires("torch", "megatron", "transformers", "mpi")
 requires_sandbox()
 
+pytestmark = pytest.mark.slurm
+
 WAIT_S = 2.0
 GIVEN_BACK = "the early signal of the time limit, where a group is in a job of its own and no node is to spare"
 LOST = "power loss of a node of the hub, then of actor_fwd's, where no node is to spare"

@@ -12,6 +12,8 @@ import pytest
 
 from tests.requirements import requires
 
+pytestmark = pytest.mark.run
+
 BESIDE_A_GPU = """
 import sys
 from pathlib import Path

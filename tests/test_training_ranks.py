@@ -17,7 +17,7 @@ from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.training import parallel
 from tests.training_helpers import LR, batch, launch, one_rank_fixture, rows, save, tiny_fixture, tiny_model, trainer  # noqa: F401
 
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = [pytest.mark.run, pytest.mark.usefixtures("one_rank")]
 
 LAYOUTS = {"tensor and sequence": "2,1,1,1,0", "data, sharded optimizer": "1,1,2,0,1", "pipeline": "1,2,1,0,0"}
 
