@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -91,7 +92,8 @@ def test_who_handles_the_signal_is_known() -> None:
 
 def test_the_steps_of_a_group_are_signalled_by_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """srun would not pass it on, and may be on a node that is gone."""
-    monkeypatch.setattr(group, "_STACKS_S", 0.05)
+    monkeypatch.setattr(group, "_STACKS_S", 0.0)
+    monkeypatch.setattr(group, "in_thread", lambda act: act())
     slurm = FakeSlurm(tmp_path / "slurm", monkeypatch)
     steps = {"7.3": "actor.actor.e000002", "7.4": "actor.actor.e000001", "7.5": "rollout.rollout.e000002"}
     slurm.set(jobs={"7": {"state": "RUNNING", "steps": steps}})
@@ -99,3 +101,14 @@ def test_the_steps_of_a_group_are_signalled_by_slurm(tmp_path: Path, monkeypatch
     run.create()
     Steps(run, "actor", 2, [Member("actor")], Slurm(), "7").dump_stacks()
     assert [call["argv"] for call in slurm.calls("scancel")] == [["--signal=USR1", "7.3"]]
+
+
+def test_a_node_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm tries for 20 s to reach it, which the group would need in vain."""
+    monkeypatch.setattr(group, "_STACKS_S", 0.05)
+    asked, answers = threading.Event(), threading.Event()
+    steps = Steps(RunDir(tmp_path / "run"), "actor", 2, [Member("actor")], Slurm(), "7")
+    monkeypatch.setattr(Steps, "ask_for_stacks", lambda _: (asked.set(), answers.wait(60)))
+    steps.dump_stacks()
+    assert asked.wait(10) and not answers.is_set()
+    answers.set()

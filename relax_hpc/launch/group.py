@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
+from relax_hpc.background import in_thread
 from relax_hpc.errors import EXIT_RETRY, RelaxError
 from relax_hpc.launch.records import Launch, read_mark
 from relax_hpc.rendezvous.exit_mark import leave_mark
@@ -81,7 +82,8 @@ class Incarnation(ABC):
         # A file system that is ill must not keep the group from being replaced.
         with contextlib.suppress(OSError):
             before = [path.stat().st_size for path in logs]
-            self.ask_for_stacks()
+            # Slurm may take 20 s to find that a node does not answer.
+            in_thread(self.ask_for_stacks)
             # One that is stopped, or whose node does not answer, never writes any.
             deadline, last = time.monotonic() + _STACKS_S, before
             while time.monotonic() < deadline:
