@@ -25,10 +25,10 @@ def test_a_claim_was_for_one_role_after_the_other(tmp_path) -> None:
     with in_thread(run, config), Roles(run, config) as roles:
         version, since = roles.start(), time.monotonic()
         work = roles["actor"].claim_later("actor", BUDGET)
-        seen = [waiting(roles)]
+        seen = [waiting(roles, "actor")]
         tickets = roles.generate(version)
         for role, fields in GIVES.items():
-            seen.append(waiting(roles))
+            seen.append(waiting(roles, "actor"))
             claim = roles[role].claim(role, BUDGET)
             roles[role].put(learned(rows_of(tickets, version), version), fields, claim)
         claim, passed = work.result(timeout=10), time.monotonic() - since
@@ -38,8 +38,9 @@ def test_a_claim_was_for_one_role_after_the_other(tmp_path) -> None:
     assert all(seconds > 0 for *_, seconds in claim.waited) and sum(s for *_, s in claim.waited) <= passed
 
 
-def waiting(roles: Roles) -> list[str]:
-    return roles["rollout"].call("status")["waiting"]
+def waiting(roles: Roles, who: str) -> list[str]:
+    """Asked by ``who`` waits itself: what comes by one connection is seen to in its order."""
+    return roles[who].call("status")["waiting"]
 
 
 def test_what_need_not_wait_was_for_nobody(tmp_path) -> None:
@@ -58,7 +59,7 @@ def test_a_ticket_was_waited_for_in_the_same_way(tmp_path) -> None:
         version = roles.start()
         assert roles.admit(version) == [0, 1]
         asked = [roles["rollout"].submit("admit", reader="rollout/0", count=1) for _ in range(2)]
-        assert len(waiting(roles)) == 2
+        assert len(waiting(roles, "rollout")) == 2
         newer = Version(1, 1)
         roles["actor"].call("publish", version=str(newer), digest="d")
         roles["rollout"].call("serve", reader="rollout/0", version=str(newer))
