@@ -17,10 +17,10 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from relax_hpc.fields import FIELDS
 from relax_hpc.transfer_queue import hdf5
 from relax_hpc.transfer_queue.hdf5 import columns_of, read, write
 from relax_hpc.transfer_queue.plan import GENERATED
-from relax_hpc.transfer_queue.schema import FIELDS
 from relax_hpc.transfer_queue.shard import ShardError, pack, unpack
 from relax_hpc.versions import Version
 from tests.queue_helpers import learned, rows_of

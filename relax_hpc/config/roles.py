@@ -19,9 +19,7 @@ class Role:
     finishes_first: bool = False
     """Whether it brings to an end what it is at when it is asked to stop."""
     needs: tuple[str, ...] = ()
-    """Fields of rows without which it cannot work."""
-    gives: tuple[str, ...] = ()
-    """Fields that it adds to rows, and that the actor waits for."""
+    """Fields of rows without which it cannot work. What it gives is declared in `relax_hpc.fields`."""
     per_prompt_group: bool = False
     """Whether what it gives follows from a prompt group alone, in whichever window that comes."""
 
@@ -40,16 +38,14 @@ ROLES = {
         ranked=True,
         sections=("actor_fwd",),
         needs=("token_ids",),
-        gives=("old_logprobs", "old_logprob_version"),
     ),
     "reference": Role(
         "relax_hpc.roles.forward",
         ranked=True,
         sections=("reference",),
         needs=("token_ids",),
-        gives=("ref_logprobs",),
     ),
-    "advantages": Role("relax_hpc.roles.advantages", needs=("reward",), gives=("advantages",), per_prompt_group=True),
+    "advantages": Role("relax_hpc.roles.advantages", needs=("reward",), per_prompt_group=True),
 }
 RANKED = tuple(name for name, role in ROLES.items() if role.ranked)
 """Roles whose ranks split one model."""

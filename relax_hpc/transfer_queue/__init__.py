@@ -34,12 +34,13 @@ down (``call("down", group=..., epoch=...)``) or a later epoch of its group spea
 """
 
 from relax_hpc.config.schema import Config, GroupConfig
+from relax_hpc.fields import FIELDS, FieldSpec
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.client import Claim, QueueClient
 from relax_hpc.transfer_queue.controller import Controller
 from relax_hpc.transfer_queue.hdf5 import Column
 from relax_hpc.transfer_queue.plan import Plan, Task
-from relax_hpc.transfer_queue.schema import FIELDS, FieldSpec, Row, sample_id
+from relax_hpc.transfer_queue.schema import Row, sample_id
 from relax_hpc.transfer_queue.serving import serving
 from relax_hpc.versions import Version
 

@@ -15,11 +15,12 @@ import numpy as np
 
 from relax_hpc.config import load_resolved
 from relax_hpc.errors import ConfigError
+from relax_hpc.fields import FIELDS
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue import hdf5
 from relax_hpc.transfer_queue.audit import JournalCopy
 from relax_hpc.transfer_queue.plan import Plan
-from relax_hpc.transfer_queue.schema import FIELDS, Row, sample_id
+from relax_hpc.transfer_queue.schema import Row, sample_id
 from relax_hpc.transfer_queue.shard import check_name
 from relax_hpc.transfer_queue.state import QueueState
 from relax_hpc.versions import Version

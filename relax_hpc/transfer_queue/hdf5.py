@@ -26,8 +26,9 @@ import numpy as np
 import xxhash
 from h5py import h5a, h5d, h5f, h5p, h5s, h5t
 
+from relax_hpc.fields import FIELDS
 from relax_hpc.rundir import sync_directory
-from relax_hpc.transfer_queue.schema import FIELDS, FORMAT_VERSION, Row
+from relax_hpc.transfer_queue.schema import FORMAT_VERSION, Row
 from relax_hpc.transfer_queue.shard import ShardError, parts_of
 
 SUFFIX = ".h5"

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from relax_hpc.config.groups import base_name
 from relax_hpc.config.roles import ROLES
 from relax_hpc.config.schema import Config
+from relax_hpc.fields import fields_by
 
 SUPERVISOR = "supervisor"
 """Speaks to the queue as a group of this name; one that looks after a single group as supervisor-<group>."""
-GENERATED = ("prompt_id", "ticket", "token_ids", "prompt_len", "loss_mask", "rollout_logprobs", "token_versions")
-GENERATED += ("reward", "spans", "finish_reason")
+GENERATED = fields_by("rollout")
 NEEDED = tuple(field for field in GENERATED if any(field in role.needs for role in ROLES.values()))
 """Of these, what roles cannot work without."""
 
@@ -59,9 +59,9 @@ class Plan:
         # The control that permutes rewards looks at all of a window.
         free = not config.algorithm.shuffle_rewards
         tasks = {
-            name: Task(role.needs, role.gives, in_order and not (role.per_prompt_group and free))
+            name: Task(role.needs, fields_by(name), in_order and not (role.per_prompt_group and free))
             for name, role in ROLES.items()
-            if role.gives
+            if name != "rollout" and fields_by(name)
         }
         active = {role for group in config.groups.values() for role in group.roles}
         learned = tuple(field for name, task in tasks.items() if name in active for field in task.gives)

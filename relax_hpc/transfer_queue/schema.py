@@ -10,10 +10,11 @@ arrays.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
+
+from relax_hpc.fields import FIELDS, FieldSpec
 
 FORMAT_VERSION = 1
 
@@ -22,37 +23,6 @@ Row = dict[str, Any]
 
 class BadRow(ValueError):
     """Rows that may not enter the queue; the message names the field."""
-
-
-@dataclass(frozen=True, slots=True)
-class FieldSpec:
-    """One field: `kind` is "token" (1-d array, one entry a token), "scalar", "text" or "json" (msgpack-able value)."""
-
-    kind: Literal["token", "scalar", "text", "json"]
-    dtype: str
-    meaning: str
-    unit: str = ""
-    """Empty: a pure number, or none."""
-
-
-FIELDS: dict[str, FieldSpec] = {
-    "sample_id": FieldSpec("text", "str", "{ticket:09d}.{k:02d}"),
-    "prompt_id": FieldSpec("text", "str", "id of the prompt in its file"),
-    "ticket": FieldSpec("scalar", "int64", "number of the prompt group in the order of admission"),
-    "token_ids": FieldSpec("token", "int32", "prompt and response"),
-    "prompt_len": FieldSpec("scalar", "int32", "length of the prompt", "tokens"),
-    "loss_mask": FieldSpec("token", "uint8", "1: chosen by the policy and trained on"),
-    "rollout_logprobs": FieldSpec("token", "float32", "by the engine that sampled", "nats"),
-    "token_versions": FieldSpec("token", "int32", "Version.encode() of the weights that sampled; 0 on the prompt"),
-    "old_logprobs": FieldSpec("token", "float32", "by actor_fwd: the clip's denominator", "nats"),
-    "old_logprob_version": FieldSpec("scalar", "int32", "Version.encode() of the weights actor_fwd used"),
-    "ref_logprobs": FieldSpec("token", "float32", "by the reference", "nats"),
-    "reward": FieldSpec("scalar", "float32", "task reward"),
-    "advantages": FieldSpec("token", "float32", "0 where loss_mask is 0"),
-    "spans": FieldSpec("json", "list", "media in the sequence: [{kind, start, length, media_id}]"),
-    "media_tokens": FieldSpec("json", "dict", "placeholders by media id, as whoever prepared the prompt counted them"),
-    "finish_reason": FieldSpec("text", "str", "stop | length | abort | partial: kept, and not ended yet"),
-}
 
 
 def sample_id(ticket: int, k: int) -> str:

@@ -17,11 +17,10 @@ from typing import Any
 import msgpack
 import numpy as np
 
+from relax_hpc.fields import FIELDS, FieldSpec
 from relax_hpc.transfer_queue.schema import (
-    FIELDS,
     FORMAT_VERSION,
     BadRow,
-    FieldSpec,
     Row,
     copy_column,
     lengths_of,
