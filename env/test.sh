@@ -2,7 +2,7 @@
 # Installs what is missing and runs the tests; arguments go to pytest (`-m unit`: the quick ones, `-m run`, `-m slurm`).
 # A test of something installed here may not skip.
 # With --all: all faults that runs have to survive, with real engines everywhere, as root and as a plain user (hours),
-# and at the end the table of the README.
+# and at the end the table of docs/faults.md.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash env/setup.sh dev
