@@ -16,7 +16,7 @@ from relax_hpc.errors import ConfigError
 
 MIN_TOKEN_BYTES = 32
 _NUMBERED = re.compile(r"(\d{6})\b", re.ASCII)
-_CHECKPOINT = re.compile(r"e\d{6}-step-(\d{6})", re.ASCII)
+_CHECKPOINT = re.compile(r"i\d{6}-step-(\d{6})", re.ASCII)
 
 
 def write_atomic(path: Path, data: bytes | memoryview, sync: bool = False, tail: bytes = b"") -> None:
@@ -108,7 +108,7 @@ class RunDir:
     """Paths of a run.
 
     >>> RunDir(Path("/r")).logs("actor", 2)
-    PosixPath('/r/logs/actor/epoch-000002')
+    PosixPath('/r/logs/actor/inc-000002')
     """
 
     root: Path
@@ -156,7 +156,7 @@ class RunDir:
 
     def saved(self) -> list[tuple[int, Path]]:
         """(step, folder) of each checkpoint, whole or not, in the order of their names."""
-        paths = sorted(self.checkpoints.glob("e*-step-*"))
+        paths = sorted(self.checkpoints.glob("i*-step-*"))
         return [(int(match[1]), path) for path in paths if (match := _CHECKPOINT.fullmatch(path.name))]
 
     @property
@@ -199,12 +199,12 @@ class RunDir:
     def rendezvous(self, group: str) -> Path:
         return self.root / "rendezvous" / group
 
-    def logs(self, group: str, epoch: int) -> Path:
-        return self.root / "logs" / group / f"epoch-{epoch:06d}"
+    def logs(self, group: str, incarnation: int) -> Path:
+        return self.root / "logs" / group / f"inc-{incarnation:06d}"
 
-    def exit_mark(self, group: str, epoch: int, role: str) -> Path:
+    def exit_mark(self, group: str, incarnation: int, role: str) -> Path:
         """How a role ended, written by itself: success is this mark, never an exit code alone."""
-        return self.logs(group, epoch) / f"exit-{role}.json"
+        return self.logs(group, incarnation) / f"exit-{role}.json"
 
     def create(self) -> None:
         """Make the directory (0700) and its token (0600); both stay as they are when they exist."""

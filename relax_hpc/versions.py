@@ -1,4 +1,4 @@
-"""Weight versions: (actor epoch, number), compared in that order, and their two encodings."""
+"""Weight versions: (actor incarnation, number), compared in that order, and their two encodings."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass
 
 _NUMBER_BITS = 20
-MAX_EPOCH = (1 << (31 - _NUMBER_BITS)) - 1
+MAX_INCARNATION = (1 << (31 - _NUMBER_BITS)) - 1
 MAX_NUMBER = (1 << _NUMBER_BITS) - 1
-_NAME = re.compile(r"e(\d{6})-v(\d{6,7})")
+_NAME = re.compile(r"i(\d{6})-v(\d{6,7})")
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -16,30 +16,32 @@ class Version:
     """A set of policy weights. ``str()`` names its directory and is what engines report.
 
     >>> str(Version(2, 101))
-    'e000002-v000101'
-    >>> Version.parse("e000002-v000101") > Version(1, 300)
+    'i000002-v000101'
+    >>> Version.parse("i000002-v000101") > Version(1, 300)
     True
     """
 
-    epoch: int
+    incarnation: int
     number: int
 
     def __str__(self) -> str:
-        return f"e{self.epoch:06d}-v{self.number:06d}"
+        return f"i{self.incarnation:06d}-v{self.number:06d}"
 
     @classmethod
     def parse(cls, text: str) -> Version:
         """Inverse of ``str``; ValueError on anything else."""
         match = _NAME.fullmatch(text)
         if not match:
-            raise ValueError(f"not a weight version: {text!r} (expected like e000001-v000123)")
+            raise ValueError(f"not a weight version: {text!r} (expected like i000001-v000123)")
         return cls(int(match[1]), int(match[2]))
 
     def encode(self) -> int:
-        """The int32 that rows carry per token: 11 bits of epoch, 20 bits of number."""
-        if not (0 <= self.epoch <= MAX_EPOCH and 0 <= self.number <= MAX_NUMBER):
-            raise ValueError(f"version {self} does not fit an int32 (epoch <= {MAX_EPOCH}, number <= {MAX_NUMBER})")
-        return (self.epoch << _NUMBER_BITS) | self.number
+        """The int32 that rows carry per token: 11 bits of incarnation, 20 bits of number."""
+        if not (0 <= self.incarnation <= MAX_INCARNATION and 0 <= self.number <= MAX_NUMBER):
+            raise ValueError(
+                f"version {self} does not fit an int32 (incarnation <= {MAX_INCARNATION}, number <= {MAX_NUMBER})"
+            )
+        return (self.incarnation << _NUMBER_BITS) | self.number
 
     @classmethod
     def decode(cls, code: int) -> Version:

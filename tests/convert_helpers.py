@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from relax_hpc.checkpoint.convert import Request, convert
-from relax_hpc.training.hf_mapping import Qwen3Shape, all_pieces, stored_forms
+from relax_hpc.convert.conversion import Request, convert
+from relax_hpc.models.hf_mapping import Qwen3Shape, all_pieces, stored_forms
 
 VOCAB = 61
 """Odd, so that two tensor-parallel ranks pad it."""

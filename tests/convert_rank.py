@@ -15,12 +15,12 @@ from megatron.core import parallel_state
 from safetensors.torch import load_file
 
 from relax_hpc.checkpoint.strategy import StateWriter
-from relax_hpc.checkpoint.verify import load_module
 from relax_hpc.config.schema import ModelConfig, ParallelConfig
+from relax_hpc.convert.verify import load_module
+from relax_hpc.models.hf_files import read_config
+from relax_hpc.models.hf_mapping import Qwen3Shape
 from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.training import parallel
-from relax_hpc.training.hf_files import read_config
-from relax_hpc.training.hf_mapping import Qwen3Shape
 
 SPLITS = {"tensor": (2, 1, 1), "pipeline": (1, 2, 1), "expert": (1, 1, 2)}
 """Tensor, pipeline, expert."""
@@ -46,7 +46,7 @@ def main() -> None:
 
 def check(folder: Path, name: str, split: str) -> None:
     """One model under one split."""
-    from relax_hpc.training import qwen3
+    from relax_hpc.models import qwen3
 
     tensor, pipeline, expert = SPLITS[split]
     parallel_state.destroy_model_parallel()

@@ -15,16 +15,16 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 from relax_hpc.config.schema import Config, GroupConfig
+from relax_hpc.engines import transformers_engine as engine
+from relax_hpc.engines.sglang.cpu import install_transformers_hook
 from relax_hpc.metrics.spans import Spans
 from relax_hpc.rendezvous.process import Flag
 from relax_hpc.rendezvous.world import World
 from relax_hpc.rewards import RewardInput
 from relax_hpc.roles import rollout
 from relax_hpc.roles.context import Context
-from relax_hpc.rollout import transformers_engine as engine
-from relax_hpc.rollout.sglang_cpu import install_transformers_hook
 from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue.client import QueueClient
+from relax_hpc.transfer_queue.client.queue_client import QueueClient
 
 install_transformers_hook()
 import_module("transformers.models.qwen3.modeling_qwen3")
@@ -38,7 +38,7 @@ LONGER = 200
 
 
 def config_of(run: RunDir, mode: str, every_s: float = 0.1) -> Config:
-    config = Config(steps=1, groups_per_step=4, samples_per_group=2)
+    config = Config(steps=1, prompts_per_step=4, samples_per_prompt=2)
     config.eval.every, config.queue.wait_timeout_s, config.liveness.beat_s = 0, 60.0, 0.05
     config.data.train, config.data.shuffle = str(run.root.parent / "train.jsonl"), False
     config.rollout.max_new_tokens, config.rollout.groups_per_request, config.rollout.requests_in_flight = LONG, 2, 1
@@ -49,17 +49,17 @@ def config_of(run: RunDir, mode: str, every_s: float = 0.1) -> Config:
     return config
 
 
-def sglang_process(path: Path, epoch: int) -> None:
+def sglang_process(path: Path, incarnation: int) -> None:
     """The rollout role with SGLang, responses long enough to be killed in, and what there is of them told at once."""
     os.chdir(path.parent)
     run = RunDir(path)
     config = config_of(run, "tokens")
     config.rollout.engine.kind, config.rollout.max_new_tokens = "sglang", LONGER
     config.rollout.engine.flags = {"stream_interval": 4}
-    serve(run, config, epoch)
+    serve(run, config, incarnation)
 
 
-def rollout_process(path: Path, epoch: int, draws: int, mode: str, every_s: float) -> None:
+def rollout_process(path: Path, incarnation: int, draws: int, mode: str, every_s: float) -> None:
     """The rollout role with its real engine, which writes down each token that it draws and hangs after ``draws``."""
     os.chdir(path.parent)
     run, real, made = RunDir(path), engine.keyed_uniform, 0
@@ -78,14 +78,14 @@ def rollout_process(path: Path, epoch: int, draws: int, mode: str, every_s: floa
     # No token is an end: every response is as long as allowed.
     engine._build = lambda *args, build=engine._build: (build(*args)[0], set())
     rollout.load_tokenizer = lambda *args, load=rollout.load_tokenizer: Endless(load(*args))
-    serve(run, config, epoch)
+    serve(run, config, incarnation)
 
 
-def serve(run: RunDir, config: Config, epoch: int) -> None:
-    with QueueClient(run, config, "rollout", epoch) as client:
-        spans = Spans(run.root / f"spans-{epoch}.jsonl", "rollout")
+def serve(run: RunDir, config: Config, incarnation: int) -> None:
+    with QueueClient(run, config, "rollout", incarnation) as client:
+        spans = Spans(run.root / f"spans-{incarnation}.jsonl", "rollout")
         world = World(0, 1, 0, [{}])
-        rollout.run(Context(run, config, "rollout", "rollout", epoch, world, client, spans, Flag()))
+        rollout.run(Context(run, config, "rollout", "rollout", incarnation, world, client, spans, Flag()))
 
 
 def counted(sample: RewardInput) -> float:
@@ -109,9 +109,9 @@ class Endless:
 
 @contextmanager
 def rollout_of(
-    run: RunDir, epoch: int, draws: int, mode: str, every_s: float = 0.1
+    run: RunDir, incarnation: int, draws: int, mode: str, every_s: float = 0.1
 ) -> Iterator[multiprocessing.process.BaseProcess]:
-    with in_process(rollout_process, run.root, epoch, draws, mode, every_s) as process:
+    with in_process(rollout_process, run.root, incarnation, draws, mode, every_s) as process:
         yield process
 
 

@@ -1,4 +1,4 @@
-"""`python -m tests.engine_fake_server ARGS.json`: to a client, `relax_hpc.rollout.sglang_server` without a model.
+"""`python -m tests.engine_fake_server ARGS.json`: to a client, `relax_hpc.engines.sglang.server` without a model.
 
 The first token of a prompt, one of the constants, says how its answer is wrong. A child is started that would outlive
 the server, and a part that it cannot do without. If its model has a pipe `hold`, it serves when that is closed.
@@ -36,11 +36,11 @@ def answer(kind: int, tokens: int) -> dict[str, Any]:
     meta: dict[str, Any] = {
         "finish_reason": {"type": "length", "length": count},
         "output_token_logprobs": [[value, 7, None] for value in logprobs],
-        "weight_version": "default" if kind == BAD_VERSION else "e000001-v000004",
+        "weight_version": "default" if kind == BAD_VERSION else "i000001-v000004",
     }
     if kind in (SPANS, GAP):
-        first = {"version": "e000001-v000003", "start": kind == GAP, "end": 2}
-        meta["weight_versions"] = [first, {"version": "e000001-v000004", "start": 2, "end": count}]
+        first = {"version": "i000001-v000003", "start": kind == GAP, "end": 2}
+        meta["weight_versions"] = [first, {"version": "i000001-v000004", "start": 2, "end": count}]
     if kind == ABORTED:
         meta["finish_reason"] = {"type": "abort", "message": "too long"}
     if kind == NO_VERSION:
@@ -55,7 +55,7 @@ def pieces(kind: int, index: int, tokens: int) -> list[dict[str, Any]]:
         return [{"index": index}]
     ids, meta = whole["output_ids"], whole["meta_info"]
     first, rest = meta["output_token_logprobs"][:2], meta["output_token_logprobs"][2:]
-    begun = {"finish_reason": None, "output_token_logprobs": first, "weight_version": "e000001-v000003"}
+    begun = {"finish_reason": None, "output_token_logprobs": first, "weight_version": "i000001-v000003"}
     return [
         {"index": index, "output_ids": ids[:2], "meta_info": begun},
         {"index": index, "output_ids": ids[2:], "meta_info": meta | {"output_token_logprobs": rest}},
@@ -124,7 +124,7 @@ def application(token: str) -> web.Application:
 
     async def model_info(request: web.Request) -> web.Response:
         versions = [call for call in request.app[CALLS] if call.startswith("e")]
-        return web.json_response({"weight_version": versions[-1] if versions else "e000001-v000000"})
+        return web.json_response({"weight_version": versions[-1] if versions else "i000001-v000000"})
 
     async def health(_: web.Request) -> web.Response:
         return web.Response()

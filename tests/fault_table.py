@@ -1,4 +1,4 @@
-"""The table of docs/faults.md of what runs survive: tests add lines to a file, and `python -m tests.fault_table` prints it.
+"""The table of docs/faults.md of what runs survive: tests add lines, and `python -m tests.fault_table` prints it.
 
 Nothing is kept unless RELAX_FAULT_TABLE names the file, as `env/test.sh --all` does.
 """

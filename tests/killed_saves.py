@@ -67,7 +67,7 @@ def train(model: Path, folder: Path, point: str) -> dict[str, Any]:
         ours.accumulate([batch(rows(4, seed=step))])
         ours.step(LR)
         if step + 1 in SAVED:
-            name = f"e{os.getpid():06d}-step-{step + 1:06d}"
+            name = f"i{os.getpid():06d}-step-{step + 1:06d}"
             if point and step + 1 == SAVED[-1]:
                 keeper.settle()
                 die_at(point)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_hpc.data.tiny_model import write_tokenizer
-from relax_hpc.training.hf_mapping import Qwen3Shape, all_pieces
+from relax_hpc.models.hf_mapping import Qwen3Shape, all_pieces
 from relax_hpc.weights.tensors import header_text
 
 SMALL = {

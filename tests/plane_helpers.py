@@ -19,8 +19,8 @@ import msgpack
 import numpy as np
 
 from relax_hpc.rendezvous.process import die_with_parent
-from relax_hpc.transfer_queue.planes import Descriptor, Plane, PlaneError, ShmPlane, SlabPool, TcpPlane
-from relax_hpc.transfer_queue.planes.rdma import RdmaPlane
+from relax_hpc.transport import Descriptor, Plane, PlaneError, ShmPlane, SlabPool, TcpPlane
+from relax_hpc.transport.rdma import RdmaPlane
 
 PLANES: dict[str, Callable[[bytes, SlabPool], Plane]] = {
     "shm": ShmPlane,

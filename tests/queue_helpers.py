@@ -15,15 +15,15 @@ from pathlib import Path
 import numpy as np
 
 from relax_hpc.config.schema import Config, Durability, optional_groups
-from relax_hpc.rendezvous.roster import Card, claim_epoch, publish_card
+from relax_hpc.rendezvous.roster import Card, claim_incarnation, publish_card
 from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue.client import QueueClient
-from relax_hpc.transfer_queue.controller import Controller
+from relax_hpc.transfer_queue.client.queue_client import QueueClient
+from relax_hpc.transfer_queue.controller.server import Controller
+from relax_hpc.transfer_queue.controller.snapshots import RECORDS
 from relax_hpc.transfer_queue.plan import Plan
-from relax_hpc.transfer_queue.schema import Row, sample_id
-from relax_hpc.transfer_queue.snapshots import RECORDS
-from relax_hpc.transfer_queue.sockets import Connection, connect, wake
-from relax_hpc.transfer_queue.wire import purpose_of
+from relax_hpc.transfer_queue.row_schema import Row, sample_id
+from relax_hpc.transport.sockets import Connection, connect, wake
+from relax_hpc.transport.wire import purpose_of
 from relax_hpc.versions import Version
 
 BUDGET = 1 << 30
@@ -38,7 +38,7 @@ serve_here(Path(sys.argv[2]), int(sys.argv[3]), snapshot_every=int(sys.argv[4]))
 
 def small(groups: int = 2, samples: int = 2, steps: int = 4, staleness: int = 0, **more: int) -> Config:
     """A run of few samples with every role, without evaluation and with quick beats."""
-    config = Config(steps=steps, groups_per_step=groups, samples_per_group=samples, max_staleness=staleness)
+    config = Config(steps=steps, prompts_per_step=groups, samples_per_prompt=samples, max_staleness=staleness)
     config.groups |= optional_groups()
     config.eval.every = more.get("eval_every", 0)
     config.queue.keep_steps = more.get("keep_steps", 2)
@@ -53,11 +53,11 @@ def make_run(path: Path) -> RunDir:
     return run
 
 
-def serve_here(path: Path, epoch: int, config: Config | None = None, snapshot_every: int = RECORDS) -> None:
+def serve_here(path: Path, incarnation: int, config: Config | None = None, snapshot_every: int = RECORDS) -> None:
     """What a controller process of a test does, until it is killed."""
     run = RunDir(path)
-    controller = Controller(run, Plan.of(config or small()), epoch, snapshot_every=snapshot_every)
-    publish_card(run, Card("hub", epoch, [], controller.endpoint))
+    controller = Controller(run, Plan.of(config or small()), incarnation, snapshot_every=snapshot_every)
+    publish_card(run, Card("hub", incarnation, [], controller.endpoint))
     controller.serve(lambda: False)
 
 
@@ -65,10 +65,10 @@ def serve_here(path: Path, epoch: int, config: Config | None = None, snapshot_ev
 def in_thread(
     run: RunDir, config: Config, snapshot_every: int = RECORDS, durability: Durability = "commit"
 ) -> Iterator[Controller]:
-    """A controller of the next hub epoch in a thread of this process."""
-    epoch = claim_epoch(run, "hub")
-    controller = Controller(run, Plan.of(config), epoch, durability=durability, snapshot_every=snapshot_every)
-    publish_card(run, Card("hub", epoch, [], controller.endpoint))
+    """A controller of the next hub incarnation in a thread of this process."""
+    incarnation = claim_incarnation(run, "hub")
+    controller = Controller(run, Plan.of(config), incarnation, durability=durability, snapshot_every=snapshot_every)
+    publish_card(run, Card("hub", incarnation, [], controller.endpoint))
     stop = threading.Event()
     thread = threading.Thread(target=lambda: controller.serve(stop.is_set))
     thread.start()
@@ -81,9 +81,9 @@ def in_thread(
         controller.close()
 
 
-def dial(run: RunDir, endpoint: str, epoch: int) -> Connection:
-    """A connection of who holds the run's token to the controller of this hub epoch."""
-    return connect(endpoint, run.token(), purpose_of(epoch), 10.0)
+def dial(run: RunDir, endpoint: str, incarnation: int) -> Connection:
+    """A connection of who holds the run's token to the controller of this hub incarnation."""
+    return connect(endpoint, run.token(), purpose_of(incarnation), 10.0)
 
 
 def next_payload(connection: Connection, seconds: float = 5.0) -> memoryview:
@@ -98,9 +98,9 @@ class HubProcess:
     """A controller (of ``small()``) in a process of its own, to be killed."""
 
     def __init__(self, run: RunDir, snapshot_every: int = RECORDS) -> None:
-        self.epoch = claim_epoch(run, "hub")
+        self.incarnation = claim_incarnation(run, "hub")
         root = str(Path(__file__).resolve().parent.parent)
-        words = [sys.executable, "-c", SERVER, root, str(run.root), str(self.epoch), str(snapshot_every)]
+        words = [sys.executable, "-c", SERVER, root, str(run.root), str(self.incarnation), str(snapshot_every)]
         self.process = subprocess.Popen(words)
 
     def kill(self) -> None:
@@ -162,11 +162,11 @@ GIVES = {
 class Roles:
     """One client a role, each with its step of work."""
 
-    def __init__(self, run: RunDir, config: Config, epoch: int = 1) -> None:
-        self.config, self.epoch = config, epoch
+    def __init__(self, run: RunDir, config: Config, incarnation: int = 1) -> None:
+        self.config, self.incarnation = config, incarnation
         groups = {"actor": "actor", "rollout": "rollout", "actor_fwd": "actor_fwd", "reference": "reference"}
         groups["advantages"] = "hub"
-        self.clients = {role: QueueClient(run, config, group, epoch, role) for role, group in groups.items()}
+        self.clients = {role: QueueClient(run, config, group, incarnation, role) for role, group in groups.items()}
 
     def __getitem__(self, role: str) -> QueueClient:
         return self.clients[role]
@@ -182,7 +182,7 @@ class Roles:
 
     def start(self, step: int = 0) -> Version:
         """Resume at ``step`` and publish its weights."""
-        version = Version(self.epoch, step)
+        version = Version(self.incarnation, step)
         self["actor"].call("resume", step=step)
         self["actor"].call("publish", version=str(version), digest="d")
         return version
@@ -193,7 +193,7 @@ class Roles:
 
     def generate(self, version: Version) -> list[int]:
         tickets = self.admit(version)
-        assert self["rollout"].generated(rows_of(tickets, version, self.config.samples_per_group)) == {}
+        assert self["rollout"].generated(rows_of(tickets, version, self.config.samples_per_prompt)) == {}
         self["rollout"].settle()
         return tickets
 
@@ -209,13 +209,13 @@ class Roles:
         claim = self["actor"].claim("actor", BUDGET)
         assert claim is not None and claim.step == step
         rows = self["actor"].rows(claim)
-        self["actor"].call("publish", version=str(Version(self.epoch, step + 1)), digest="d")
+        self["actor"].call("publish", version=str(Version(self.incarnation, step + 1)), digest="d")
         self["actor"].call("trained", step=step, leases=[claim.lease])
         return rows
 
     def step(self, step: int) -> list[Row]:
         """A whole synchronous step."""
-        version = Version(self.epoch, step)
+        version = Version(self.incarnation, step)
         self.generate(version)
         self.learn(version)
         return self.train(step)

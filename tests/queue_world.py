@@ -10,11 +10,11 @@ from typing import Any
 
 import msgpack
 
-from relax_hpc.transfer_queue.desk import Desk, Parked
+from relax_hpc.transfer_queue.controller.desk import Desk, Parked
+from relax_hpc.transfer_queue.controller.messages import Refused, Request
+from relax_hpc.transfer_queue.controller.state import QueueState
 from relax_hpc.transfer_queue.lengths import packed
 from relax_hpc.transfer_queue.plan import GENERATED, Plan
-from relax_hpc.transfer_queue.requests import Refused, Request
-from relax_hpc.transfer_queue.state import QueueState
 from relax_hpc.versions import Version
 from tests.queue_helpers import GIVES
 
@@ -52,10 +52,10 @@ class Paper(Desk):
         self.state = self.replayed()
         self.state.told, self.state.shelf.garbage = told, garbage
 
-    def ask(self, group: str, epoch: int, key: str, op: str, /, **args: Any) -> Any:
+    def ask(self, group: str, incarnation: int, key: str, op: str, /, **args: Any) -> Any:
         """The answer; None: not yet."""
         try:
-            return self.handle(Request(0, 0, f"{group}-{epoch}#{key}", (group, epoch), op, args, 0.0, 0.0))
+            return self.handle(Request(0, 0, f"{group}-{incarnation}#{key}", (group, incarnation), op, args, 0.0, 0.0))
         except Parked:
             return None
 
@@ -90,7 +90,7 @@ class World:
         self.desk = Paper(plan)
         self.keys = itertools.count()
         self.names = itertools.count()
-        self.epochs = dict.fromkeys(GROUPS, 1)
+        self.incarnations = dict.fromkeys(GROUPS, 1)
         self.shards: dict[str, dict[int, dict[str, Any]]] = {}
         self.status: dict[str, str] = {}
         self.trained_at: dict[int, list[int]] = {}
@@ -116,23 +116,23 @@ class World:
     def kill(self, role: str, noticed: bool) -> None:
         """End a process; `noticed`: the supervisor says so before the next one registers."""
         if noticed:
-            self.ask_as("supervisor", 1, "down", group=GROUPS[role], epoch=self.epochs[role])
-        self.epochs[role] += 1
+            self.ask_as("supervisor", 1, "down", group=GROUPS[role], incarnation=self.incarnations[role])
+        self.incarnations[role] += 1
         self.gone.update(self.unsaved[role])
         self.unsaved[role] = []
         self.reborn(role)
 
     def ask(self, role: str, op: str, /, **args: Any) -> Any:
-        return self.ask_as(GROUPS[role], self.epochs[role], op, **args)
+        return self.ask_as(GROUPS[role], self.incarnations[role], op, **args)
 
-    def ask_as(self, group: str, epoch: int, op: str, /, **args: Any) -> Any:
+    def ask_as(self, group: str, incarnation: int, op: str, /, **args: Any) -> Any:
         key = f"k{next(self.keys)}"
-        first = self.desk.ask(group, epoch, key, op, **args)
+        first = self.desk.ask(group, incarnation, key, op, **args)
         if first is not None and op not in ("next_version", "note", "settled"):
             before = contents(self.desk.replayed()) if len(self.desk.journal) < 40 else None
             if next(self.keys) % 5 == 0:
                 self.desk.restart()
-            again = self.desk.ask(group, epoch, key, op, **args)
+            again = self.desk.ask(group, incarnation, key, op, **args)
             assert again == first, (op, first, again)
             assert before is None or contents(self.desk.state) == before, op
         self.audit()
@@ -158,7 +158,7 @@ class World:
             assert event.what != "old_logprobs" or Version.parse(event.version), event
         for held in self.desk.state.leases.values():
             dealt = sorted(row for rank in held.assignment for batch in rank for row in batch)
-            rows = len(held.tickets) * self.plan.samples_per_group
+            rows = len(held.tickets) * self.plan.samples_per_prompt
             assert dealt == (list(range(rows)) if held.task == "actor" else []), "each row is one rank's"
 
     def rows(self, claim: dict[str, Any]) -> dict[int, dict[str, Any]]:
@@ -189,7 +189,7 @@ class World:
     ) -> dict[int, str]:
         name = f"s{next(self.names)}"
         self.shards[name] = rows
-        full = (1 << self.plan.samples_per_group) - 1
+        full = (1 << self.plan.samples_per_prompt) - 1
         summary = [
             {"ticket": t, "mask": full, "lengths": packed(row.get("lengths", [])), "versions": row.get("made_by", [])}
             for t, row in rows.items()
@@ -324,7 +324,7 @@ class World:
         state, plan = self.desk.state, self.plan
         ahead = [ticket for ticket in tickets if plan.step_of(ticket) > state.trained_steps]
         fresh = [ticket for ticket in ahead if state.groups[ticket].attempt == 0 and ticket not in self.begun]
-        rows = (len(state.generating) + len(state.untrained)) * plan.samples_per_group
+        rows = (len(state.generating) + len(state.untrained)) * plan.samples_per_prompt
         assert not ahead or state.shelf.untrained_bytes < plan.max_bytes
         assert not fresh or rows <= plan.max_rows
         self.begun.update(tickets)
@@ -357,7 +357,7 @@ class World:
         return True
 
     def lengths(self, ticket: int) -> list[int]:
-        return [3 + (7 * ticket + 3 * k) % 5 for k in range(self.plan.samples_per_group)]
+        return [3 + (7 * ticket + 3 * k) % 5 for k in range(self.plan.samples_per_prompt)]
 
     def alive(self, version: Version) -> bool:
         return self.desk.state.in_lineage(version)
@@ -402,7 +402,7 @@ class World:
         return self.middle("advantages")
 
     def claim(self, task: str) -> dict[str, Any] | None:
-        boundary = self.plan.groups_per_step // (self.minis if task == "actor" else 1)
+        boundary = self.plan.prompts_per_step // (self.minis if task == "actor" else 1)
         dealt = {"ranks": RANKS, "max_tokens": MAX_TOKENS, "batch": len(self.leases)} if task == "actor" else {}
         claim = self.ask(task, "claim", task=task, budget=self.budget, boundary=boundary, **dealt)
         if claim is None or claim.get("finished"):
@@ -422,13 +422,13 @@ class World:
             return self.save_or_go_on()
         if self.step >= self.plan.steps:
             return False
-        if len(self.held) < self.plan.groups_per_step:
+        if len(self.held) < self.plan.prompts_per_step:
             return self.quarantine() if choice == 11 else self.take_window()
         if choice % 4 and self.look_ahead():
             return True
         if self.settles and (moved := self.settle()) is not None:
             return moved
-        self.ask("actor", "publish", version=str(Version(self.epochs["actor"], self.step + 1)), digest="d")
+        self.ask("actor", "publish", version=str(Version(self.incarnations["actor"], self.step + 1)), digest="d")
         try:
             if self.ask("actor", "trained", step=self.step, leases=self.leases) is None:
                 return False
@@ -458,13 +458,15 @@ class World:
         self.step = points[max(0, len(points) - 1 - self.older)]
         self.older = 0
         self.ask("actor", "resume", step=self.step)
-        self.ask("actor", "publish", version=str(Version(self.epochs["actor"], self.step)), digest="d")
+        self.ask("actor", "publish", version=str(Version(self.incarnations["actor"], self.step)), digest="d")
         return True
 
     def save_or_go_on(self) -> bool:
         self.announced = False
         if self.step % self.save_every == 0 or self.step == self.plan.steps:
-            self.ask("actor", "checkpoint", step=self.step, name=f"{self.epochs['actor']}-{self.step}", digest="d")
+            self.ask(
+                "actor", "checkpoint", step=self.step, name=f"{self.incarnations['actor']}-{self.step}", digest="d"
+            )
         return True
 
     def quarantine(self) -> bool:
@@ -515,7 +517,7 @@ class World:
                 break
             assert any(moved), f"deadlock in round {round_}: {contents(self.desk.state)}"
         assert self.desk.state.finished(), contents(self.desk.state)
-        samples = self.plan.steps * self.plan.groups_per_step * self.plan.samples_per_group
+        samples = self.plan.steps * self.plan.prompts_per_step * self.plan.samples_per_prompt
         assert list(self.status.values()).count("trained") == len(self.status) == samples
         assert contents(self.desk.replayed()) == contents(self.desk.state)
         kept = self.desk.state.kept

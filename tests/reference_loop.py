@@ -26,21 +26,21 @@ from relax_hpc.algorithms.advantages import group_advantages, token_advantages
 from relax_hpc.config import Config, load
 from relax_hpc.config.schema import ActorConfig, ParallelConfig
 from relax_hpc.data.prompts import Prompt, load_prompts, load_tokenizer, prompt_at
-from relax_hpc.launch.prepare import prepare
+from relax_hpc.engines.engine import GenerateRequest, Generation, Sampling, make_engine
+from relax_hpc.models.hf_files import read_config
 from relax_hpc.rewards import get_reward
-from relax_hpc.rollout.engine import GenerateRequest, Generation, Sampling, make_engine
+from relax_hpc.roles.prepare import prepare
 from relax_hpc.rollout.filters import get_filter
 from relax_hpc.rollout.samples import reward_of
 from relax_hpc.rundir import RunDir
 from relax_hpc.training import parallel
 from relax_hpc.training.batches import PAD, Batch, collate, split_rows
-from relax_hpc.training.hf_files import read_config
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.optimizer import learning_rate
 from relax_hpc.training.trainer import Trainer
-from relax_hpc.transfer_queue.files import ShardFiles
-from relax_hpc.transfer_queue.schema import Row, sample_id
-from relax_hpc.transfer_queue.shard import pack
+from relax_hpc.transfer_queue.row_schema import Row, sample_id
+from relax_hpc.transfer_queue.storage.shard import pack
+from relax_hpc.transfer_queue.storage.shard_files import ShardFiles
 from relax_hpc.versions import Version
 
 FIELDS = ("prompt_id", "ticket", "token_ids", "prompt_len", "loss_mask", "rollout_logprobs", "reward", "finish_reason")
@@ -115,7 +115,7 @@ class Loop:
 
     def step(self, number: int) -> StepRecord:
         """Weights `number` generate, are scored and become weights `number` + 1."""
-        size = self.config.groups_per_step
+        size = self.config.prompts_per_step
         groups = [self.generate(ticket) for ticket in range(number * size, (number + 1) * size)]
         self.score(groups)
         record = StepRecord(number, [row for group in groups for row in group])
@@ -141,7 +141,7 @@ class Loop:
         stops = tuple(self.tokenizer.eos_ids)
         sampling = Sampling(shape.temperature, shape.top_p, shape.max_new_tokens, stops, config.seed)
         group = []
-        for k in range(config.samples_per_group):
+        for k in range(config.samples_per_prompt):
             request = GenerateRequest(prompt.token_ids, f"{ticket}/{prompt.prompt_id}", k)
             (answer,) = asyncio.run(self.engine.generate([request], sampling))
             group.append(row_of(prompt, ticket, k, answer, reward_of(prompt, answer, self.tokenizer, self.reward)))

@@ -21,11 +21,11 @@ import yaml
 from relax_hpc.config import load_resolved
 from relax_hpc.metrics.read import load_metrics, read_metrics
 from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue import hdf5
-from relax_hpc.transfer_queue.audit import journal_records
+from relax_hpc.transfer_queue.controller.state import QueueState
+from relax_hpc.transfer_queue.inspect.audit import journal_records
 from relax_hpc.transfer_queue.plan import Plan
-from relax_hpc.transfer_queue.schema import Row
-from relax_hpc.transfer_queue.state import QueueState
+from relax_hpc.transfer_queue.row_schema import Row
+from relax_hpc.transfer_queue.storage import hdf5
 from relax_hpc.versions import Version
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ STOP_S = 20.0
 SMALL: dict[str, Any] = {
     "seed": 3,
     "steps": 3,
-    "groups_per_step": 4,
-    "samples_per_group": 4,
+    "prompts_per_step": 4,
+    "samples_per_prompt": 4,
     "model": {"tiny": {"hidden_size": 32, "num_layers": 1, "head_dim": 16, "intermediate_size": 64}},
     "data": {"task": "sort_digits", "digits": 3, "max_prompt_tokens": 32},
     "rollout": {"max_new_tokens": 5, "groups_per_request": 2, "engine": {"kind": "transformers"}},
@@ -139,9 +139,9 @@ class Running:
         self.wait_until(lambda: not _alive(process), f"{role} is gone", 10.0)
         return process.pid
 
-    def epochs(self, group: str) -> int:
+    def incarnations(self, group: str) -> int:
         """Incarnations of `group` so far."""
-        return len(list((self.run.root / "logs" / group).glob("epoch-*")))
+        return len(list((self.run.root / "logs" / group).glob("inc-*")))
 
     def story(self) -> str:
         """The ends of what the supervisor and the roles wrote, for a failure's message."""
@@ -239,7 +239,7 @@ def trained_steps(run: RunDir) -> list[dict[str, Any]]:
 
 
 def rollbacks(run: RunDir) -> list[tuple[int, int]]:
-    """(epoch, step) of each return to an earlier step."""
+    """(incarnation, step) of each return to an earlier step."""
     return load_metrics(run.root).rollbacks
 
 

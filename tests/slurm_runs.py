@@ -25,14 +25,14 @@ import psutil
 
 from relax_hpc.config.schema import TinyModelConfig
 from relax_hpc.data.tiny_model import make_tiny_model
-from relax_hpc.launch.records import read_mark
-from relax_hpc.launch.slurm.whereabouts import job_of
-from relax_hpc.launch.status import status
 from relax_hpc.metrics.read import read_metrics
+from relax_hpc.observe.status import status
 from relax_hpc.rundir import RunDir
 from relax_hpc.sandbox import Sandbox, processes
+from relax_hpc.slurm.job_lookup import job_of
+from relax_hpc.supervise.launch_records import read_mark
 from relax_hpc.versions import Version
-from relax_hpc.weights.staging import staging_root
+from relax_hpc.weights.node_cache import staging_root
 from tests import fault_table
 from tests.audit import audit
 from tests.run_helpers import SMALL, engine_of, journal_records, merged, trained_steps, with_engine, write_config
@@ -158,7 +158,7 @@ class SlurmRun:
         return status(self.run)
 
     def beats(self) -> dict[str, dict[str, Any]]:
-        """What the hub knows of every role: its epoch, and the longest gap between its beats on its own clock."""
+        """What the hub knows of every role: its incarnation, and the longest gap between its beats on its own clock."""
         return self.wait_until(lambda: self.status().get("beats"), "the hub answers", 60.0)
 
     def processes(self, role: str = "", group: str = "") -> list[psutil.Process]:
@@ -184,20 +184,20 @@ class SlurmRun:
 
     def supervisors(self) -> list[psutil.Process]:
         """Heads that do the work, not those that watch them."""
-        heads = [p for p in self.processes() if "relax_hpc.launch.slurm.head" in command(p)]
+        heads = [p for p in self.processes() if "relax_hpc.lifecycle.head" in command(p)]
         return [p for p in heads if p.parent() and command(p.parent()) == command(p)]
 
-    def epochs(self, group: str) -> int:
+    def incarnations(self, group: str) -> int:
         """Incarnations of `group` so far."""
-        return len(list((self.run.root / "logs" / group).glob("epoch-*")))
+        return len(list((self.run.root / "logs" / group).glob("inc-*")))
 
     def job(self, group: str) -> str:
         """Plain id of the job, or of the component, that holds a group."""
         return job_of(self.run, group)
 
-    def mark(self, group: str, epoch: int, role: str) -> dict[str, Any]:
+    def mark(self, group: str, incarnation: int, role: str) -> dict[str, Any]:
         """How a role said that it ended; empty: it has said nothing."""
-        return read_mark(self.run, group, epoch, role)
+        return read_mark(self.run, group, incarnation, role)
 
     def log(self) -> str:
         """What the supervisors of the run have said."""
@@ -220,7 +220,7 @@ class SlurmRun:
         return [environment(process)["SLURMD_NODENAME"] for process in self.processes(role)]
 
     def lease_holder(self, name: str = "supervisor") -> dict[str, Any]:
-        """Who supervises now: node, pid, epoch."""
+        """Who supervises now: node, pid, incarnation."""
         with contextlib.suppress(OSError, ValueError):
             return json.loads((self.run.rendezvous(name) / "lease").read_text())
         return {}
@@ -235,15 +235,15 @@ class SlurmRun:
 
     @contextmanager
     def only(self, group: str, fault: str, steps: int = 2) -> Iterator[None]:
-        """In the block `fault` breaks `group`: it comes back under a new epoch, the others do not notice.
+        """In the block `fault` breaks `group`: it comes back under a new incarnation, the others do not notice.
 
         Their processes stay the same, and no gap between two of their beats is over twice the beat.
         """
         self.wait_until(lambda: all(self._members().values()), "all roles run", START_S)
-        epochs = self.epochs(group)
+        incarnations = self.incarnations(group)
         with self.nobody_notices(fault, but=group, steps=steps):
             yield
-            self.wait_until(lambda: self.epochs(group) > epochs, f"{group} has a new epoch", 90.0)
+            self.wait_until(lambda: self.incarnations(group) > incarnations, f"{group} has a new incarnation", 90.0)
 
     @contextmanager
     def nobody_notices(self, fault: str, but: str = "", steps: int = 2) -> Iterator[None]:
@@ -322,9 +322,11 @@ class SlurmRun:
         self.wait_until(lambda: saved.stat().st_mtime > newest + 1.0, "slurmctld has saved its state", START_S)
         self.sandbox.restart()
 
-    def supervised_anew(self, epoch: int, name: str = "supervisor") -> None:
-        """Another supervisor than that of `epoch` leads."""
-        self.wait_until(lambda: self.lease_holder(name).get("epoch", 0) > epoch, "a new supervisor", START_S)
+    def supervised_anew(self, incarnation: int, name: str = "supervisor") -> None:
+        """Another supervisor than that of `incarnation` leads."""
+        self.wait_until(
+            lambda: self.lease_holder(name).get("incarnation", 0) > incarnation, "a new supervisor", START_S
+        )
 
     def cancel_all(self) -> str:
         """Cancel what is in the queue, again and again: the end of a job may start another. What there was."""
@@ -360,26 +362,26 @@ def late_writes(run: RunDir) -> list[str]:
     """
     found, lowest = [], dict[str, int]()
     for record in journal_records(run):
-        group, epoch = writer_of(record)
-        if epoch and epoch < lowest.get(group, 0):
-            found.append(f"{record['op']} of {group} epoch {epoch}, although {lowest[group]} has begun")
+        group, incarnation = writer_of(record)
+        if incarnation and incarnation < lowest.get(group, 0):
+            found.append(f"{record['op']} of {group} incarnation {incarnation}, although {lowest[group]} has begun")
         if record["op"] in ("register", "down"):
-            over = record["epoch"] + (record["op"] == "down")
+            over = record["incarnation"] + (record["op"] == "down")
             lowest[record["group"]] = max(over, lowest.get(record["group"], 0))
     return found
 
 
 def writer_of(record: dict[str, Any]) -> tuple[str, int]:
-    """Group and epoch of the process whose request a journal record is; epoch 0: it does not say."""
+    """Group and incarnation of the process whose request a journal record is; incarnation 0: it does not say."""
     if "owner" in record:
         return record["owner"][0], record["owner"][1]
     if record["op"] in ("resume", "checkpoint"):
-        return "actor", record["epoch"]
+        return "actor", record["incarnation"]
     if record["op"] == "publish":
-        return "actor", Version.parse(record["version"]).epoch
+        return "actor", Version.parse(record["version"]).incarnation
     if record["op"] == "put":
-        group, epoch = re.match(r"(.+)-e(\d{6})-\d+-\w+#", record["key"]).groups()
-        return group, int(epoch)
+        group, incarnation = re.match(r"(.+)-i(\d{6})-\d+-\w+#", record["key"]).groups()
+        return group, int(incarnation)
     return "", 0
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 ODD = [b"", b"{", b"{}", b"[]", b"null", b"7", b'"text"', b"\xff\xfe", b"[" * 100_000, b'{"op": 3, "group": []}', None]
 """Contents of files; None: a folder of that name."""
-WRONG = b'{"epoch": 1, "group": "actor", "time": "now", "code": "0", "status": "done", "attempt": [], "ranks": 3}'
+WRONG = b'{"incarnation": 1, "group": "actor", "time": "now", "code": "0", "status": "done", "attempt": [], "ranks": 3}'
 
 
 def leave(path: Path, content: bytes | None) -> None:
@@ -21,10 +21,10 @@ def scatter(root: Path) -> int:
         leave(root / "requests" / f"notes-{number}.json", content)
         leave(root / "rendezvous" / f"notes-{number}", content)
         leave(root / "submit" / "jobs" / f"{number:06d}.json", content)
-        leave(root / "checkpoints" / f"e-step-{number}", content)
+        leave(root / "checkpoints" / f"i-step-{number}", content)
         for group in ("hub", "actor", "rollout", "supervisor"):
             leave(root / "rendezvous" / group / f"beat-notes-{number}.json", content)
-            leave(root / "rendezvous" / group / f"epoch-{900_000 + number}.json", content)
+            leave(root / "rendezvous" / group / f"inc-{900_000 + number}.json", content)
     leave(root / "stop.json", b"{")
     leave(root / "changes" / "000001-rollout.yaml", b"nonsense: [")
     with (root / "metrics.jsonl").open("ab") as file:

@@ -108,7 +108,7 @@ def test_a_worker_is_accounted_for_all_of_its_life(stretches, began, life, told,
 
 def test_a_process_is_accounted_from_its_start_to_its_end(tmp_path, monkeypatch) -> None:
     clock = Clock(monkeypatch)
-    path = tmp_path / "logs/rollout/epoch-000002/spans-rollout-0.jsonl"
+    path = tmp_path / "logs/rollout/inc-000002/spans-rollout-0.jsonl"
     spans = Spans(path, "rollout", began=90.0)
     for lane in ("0", "1"):
         with spans("generate", step=0, lane=lane):
@@ -119,7 +119,12 @@ def test_a_process_is_accounted_from_its_start_to_its_end(tmp_path, monkeypatch)
     assert spans.take() == {"start": 10.0 + 15.0, "generate": 8.0, "engine_update": 2.0, "other": 7.0 + 2.0}
     spans.close()
     (process,) = read_processes(tmp_path)
-    assert (process.group, process.epoch, process.rank, process.ended - process.began) == ("rollout", 2, "0", 22.0)
+    assert (process.group, process.incarnation, process.rank, process.ended - process.began) == (
+        "rollout",
+        2,
+        "0",
+        22.0,
+    )
     first, second = workers_of(process, math.inf)
     start, end = process.began, process.ended
     assert by_kind(first.seconds(start, end)) == {"start": 10, "generate": 4, "engine_update": 1, "other": 7}
@@ -128,7 +133,7 @@ def test_a_process_is_accounted_from_its_start_to_its_end(tmp_path, monkeypatch)
 
 def test_a_wait_says_what_it_was_for(tmp_path, monkeypatch) -> None:
     clock = Clock(monkeypatch)
-    spans = Spans(tmp_path / "logs/actor/epoch-000001/spans-actor-0.jsonl", "actor")
+    spans = Spans(tmp_path / "logs/actor/inc-000001/spans-actor-0.jsonl", "actor")
     with spans("wait", step=1, cause=("hub", "an answer")) as waiting:
         clock.now += 10
         waiting.because([("rollout", "rows", 6.0), ("actor_fwd", "scores", 1.0)])
@@ -162,7 +167,7 @@ def test_the_pieces_of_a_wait_have_no_gaps(waited, length, rest) -> None:
 
 def test_what_goes_on_for_long_is_in_the_file_with_every_take(tmp_path, monkeypatch) -> None:
     clock = Clock(monkeypatch)
-    spans = Spans(tmp_path / "logs/rollout/epoch-000001/spans-rollout-0.jsonl", "rollout")
+    spans = Spans(tmp_path / "logs/rollout/inc-000001/spans-rollout-0.jsonl", "rollout")
     with spans("generate", step=4):
         clock.now += 30
         assert spans.take() == {"generate": 30}

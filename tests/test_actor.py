@@ -17,7 +17,7 @@ from relax_hpc.config.schema import Config
 from relax_hpc.errors import DeadlineError, FencedError, RelaxError, StoppedError
 from relax_hpc.metrics.spans import OpenSpan
 from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue.client import Claim
+from relax_hpc.transfer_queue.client.queue_client import Claim
 from tests.requirements import requires
 
 requires("torch", "megatron")
@@ -90,7 +90,7 @@ class Queue:
 def waiting(deadline: float | None = None) -> Any:
     """An actor of one rank without a model, between steps."""
     actor: Any = Actor.__new__(Actor)
-    actor.config = Config(groups_per_step=4)
+    actor.config = Config(prompts_per_step=4)
     actor.config.algorithm.mini_batches = 2
     spans = {"spans": lambda *_, **__: nullcontext(SPAN)}
     about = {"run": RunDir(Path("run")), "stop": threading.Event()}
@@ -258,7 +258,7 @@ def test_what_goes_wrong_beside_training_is_why_no_rows_come() -> None:
     actor = waiting()
 
     def check() -> None:
-        raise RelaxError("weights/e000001-v000004: No space left on device")
+        raise RelaxError("weights/i000001-v000004: No space left on device")
 
     actor.publisher = SimpleNamespace(check=check)
     with pytest.raises(RelaxError, match="No space left"):
@@ -267,7 +267,7 @@ def test_what_goes_wrong_beside_training_is_why_no_rows_come() -> None:
 
 def test_a_claim_that_fails_says_so() -> None:
     actor = waiting()
-    thread = later(actor, lambda: actor.context.client.claims[0].set_exception(FencedError("epoch 1 is over")))
+    thread = later(actor, lambda: actor.context.client.claims[0].set_exception(FencedError("incarnation 1 is over")))
     with pytest.raises(FencedError):
         next(actor.windows(3, 0))
     thread.join()

@@ -18,10 +18,6 @@ from relax_hpc.config import Config, load
 from relax_hpc.config.groups import roles_of
 from relax_hpc.config.load import dump
 from relax_hpc.errors import ConfigError
-from relax_hpc.launch.slurm.allocation import Allocation, Place
-from relax_hpc.launch.slurm.commands import Slurm
-from relax_hpc.launch.slurm.srun import srun_options
-from relax_hpc.launch.slurm.steps import StepLauncher, step_environment
 from relax_hpc.rendezvous.affinity import (
     Core,
     Rank,
@@ -35,6 +31,10 @@ from relax_hpc.rendezvous.affinity import (
 from relax_hpc.rundir import RunDir
 from relax_hpc.sandbox import Sandbox
 from relax_hpc.sandbox.processes import until
+from relax_hpc.slurm.allocation import Allocation, Place
+from relax_hpc.slurm.commands import Slurm
+from relax_hpc.slurm.srun import srun_options
+from relax_hpc.slurm.steps import StepLauncher, step_environment
 from tests.slurm_sandbox import private_sandbox
 from tests.test_render import SIZES, gpus_of, nodes_of
 

@@ -6,7 +6,7 @@ import pytest
 
 from relax_hpc.config.schema import Config, GroupConfig
 from relax_hpc.errors import ConfigError
-from relax_hpc.launch.slurm.allocation import VARIABLE, Allocation, Place, node_name
+from relax_hpc.slurm.allocation import VARIABLE, Allocation, Place, node_name
 
 HET = {
     "SLURM_JOB_ID": "8",

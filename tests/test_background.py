@@ -32,14 +32,14 @@ def test_whoever_waits_waits_for_as_many_as_asked_for() -> None:
 
 def test_a_failure_is_heard_of_by_all_who_ask(capfd: pytest.CaptureFixture[str]) -> None:
     def fenced(_: int) -> None:
-        raise FencedError("epoch 2 exists")
+        raise FencedError("incarnation 2 exists")
 
     work = Background("letters", fenced)
     work.put(1)
     for ask in (lambda: work.wait(SOON_S), work.check, lambda: work.put(2)):
-        with pytest.raises(FencedError, match="epoch 2 exists"):
+        with pytest.raises(FencedError, match="incarnation 2 exists"):
             ask()
-    assert capfd.readouterr().err == "letters: ends with FencedError('epoch 2 exists')\n"
+    assert capfd.readouterr().err == "letters: ends with FencedError('incarnation 2 exists')\n"
 
 
 def test_time_in_which_nobody_can_work_does_not_count() -> None:

@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 import torch
 
-from relax_hpc.cli import main
+from relax_hpc.cli.program import main
 from relax_hpc.config import dump
 from relax_hpc.config.schema import Config, GroupConfig, RolloutConfig, TinyModelConfig
 from relax_hpc.data.tiny_model import EOS_ID, make_tiny_model
+from relax_hpc.engines.engine import EngineFault, GenerateRequest, Generation, Sampling
 from relax_hpc.errors import EXIT_CONFIG, EXIT_NO_PROGRESS, NoProgressError, RelaxError
 from relax_hpc.metrics.spans import Spans
 from relax_hpc.metrics.writer import GENERATED, GENERATED_SUM
@@ -29,11 +30,10 @@ from relax_hpc.rendezvous.world import World
 from relax_hpc.rewards import RewardInput
 from relax_hpc.roles import replica, rollout
 from relax_hpc.roles.context import Context
-from relax_hpc.rollout.engine import EngineFault, GenerateRequest, Generation, Sampling
 from relax_hpc.rollout.outcomes import Failure, Outcomes
 from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue.client import QueueClient
-from relax_hpc.transfer_queue.controller import Controller
+from relax_hpc.transfer_queue.client.queue_client import QueueClient
+from relax_hpc.transfer_queue.controller.server import Controller
 from relax_hpc.versions import Version
 from tests.audit import audit, read_events
 from tests.queue_helpers import in_thread, make_run
@@ -71,7 +71,7 @@ def busy_port() -> socket.socket:
     [
         (["--model.path", "/no/such/model"], ["model.path: found '/no/such/model'", "not a directory"]),
         (["--actor.parallel.tensor", "2"], ["actor.parallel.tensor: found 2", "num_key_value_heads, 1"]),
-        (["--algorithm.mini_batches", "3"], ["algorithm.mini_batches: found 3", "divisor of groups_per_step, 4"]),
+        (["--algorithm.mini_batches", "3"], ["algorithm.mini_batches: found 3", "divisor of prompts_per_step, 4"]),
         (["--rollout.engine.port", "BUSY"], ["rollout.engine.port: found BUSY", "in use", "0 for free ones"]),
     ],
     ids=["model", "tensor", "batch", "port"],
@@ -175,7 +175,7 @@ def test_a_reward_that_always_raises_ends_the_run(tmp_path: Path, monkeypatch: p
     assert_one_line(
         result, EXIT_NO_PROGRESS, "rollout: ", "reward_exception", "ZeroDivisionError", "max_failed_share=50%"
     )
-    assert "epoch 2" not in result.stdout
+    assert "incarnation 2" not in result.stdout
 
 
 def test_an_unknown_engine_flag_ends_the_run(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_an_unknown_engine_flag_ends_the_run(tmp_path: Path) -> None:
     # What another environment's SGLang knows only that can say.
     result = run_to_the_end(tmp_path, {"rollout": {"engine": engine}, "site": {"python": sys.executable}})
     assert_one_line(result, EXIT_CONFIG, "rollout.engine.flags.max_total_token", "the nearest is max_total_tokens")
-    assert "epoch 2" not in result.stdout
+    assert "incarnation 2" not in result.stdout
 
 
 # -- the rollout role with an engine that fails ------------------------------------------------------------------------
@@ -239,7 +239,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     run = make_run(tmp_path / "run")
     settings = make_data(tmp_path)
     (tmp_path / "model").rename(run.model)
-    config = Config(steps=1, groups_per_step=4, samples_per_group=2)
+    config = Config(steps=1, prompts_per_step=4, samples_per_prompt=2)
     config.eval.every, config.queue.wait_timeout_s = 0, 20.0
     config.data.train, config.rollout.groups_per_request = settings["data"]["train"], 4
     config.groups = {name: GroupConfig(roles=[name]) for name in ("rollout", "actor")}
@@ -247,12 +247,14 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         actor.call("resume", step=0)
         publish(run, actor, Version(1, 0), {"weight": torch.zeros(1)})
 
-        def act(script: list[str], epoch: int = 1, bad_updates: list[int] | None = None, kind=FaultyEngine) -> None:
+        def act(
+            script: list[str], incarnation: int = 1, bad_updates: list[int] | None = None, kind=FaultyEngine
+        ) -> None:
             monkeypatch.setattr(replica, "make_engine", lambda *_: kind(script, bad_updates))
-            with QueueClient(run, config, "rollout", epoch) as client:
+            with QueueClient(run, config, "rollout", incarnation) as client:
                 spans = Spans(tmp_path / "spans.jsonl", "rollout")
                 world = World(0, 1, 0, [{}])
-                rollout.run(Context(run, config, "rollout", "rollout", epoch, world, client, spans, Flag()))
+                rollout.run(Context(run, config, "rollout", "rollout", incarnation, world, client, spans, Flag()))
 
         yield SimpleNamespace(run=run, config=config, controller=controller, actor=actor, rollout=act)
 
@@ -265,7 +267,7 @@ def train_the_step(actor: QueueClient, run: RunDir) -> None:
         leases, tickets = [*leases, claim.lease], tickets + len(claim.tickets)
     publish(run, actor, Version(1, 1), {"weight": torch.ones(1)})
     actor.call("trained", step=0, leases=leases)
-    actor.call("checkpoint", step=1, name="e000001-step-000001", digest="")
+    actor.call("checkpoint", step=1, name="i000001-step-000001", digest="")
 
 
 def test_faults_of_the_engine_are_counted_and_the_run_goes_on(world: SimpleNamespace) -> None:
@@ -394,9 +396,9 @@ def test_bad_lines_are_counted_once_a_run(world: SimpleNamespace) -> None:
     path = Path(world.config.data.train)
     path.write_text("\n".join([path.read_text().strip(), *BAD_LINES]))
     world.config.data.max_bad_share, world.config.data.max_prompt_tokens = 0.2, 8
-    for epoch in (1, 2):
+    for incarnation in (1, 2):
         with pytest.raises(RelaxError, match="faulty failed 3 times"):
-            world.rollout(["timeout"] * 3, epoch)
+            world.rollout(["timeout"] * 3, incarnation)
     noted = world.controller.state.noted
     assert noted == {f"bad_prompt/{reason}": 1 for reason in REASONS} | {"engine_fault/timeout": 6}
 
@@ -444,7 +446,7 @@ def test_a_filter_that_drops_everything_ends_the_run(world: SimpleNamespace) -> 
 
 
 def test_too_large_a_share_of_failures_ends_the_run(world: SimpleNamespace) -> None:
-    world.config.samples_per_group = 2
+    world.config.samples_per_prompt = 2
     world.config.rollout.reward = "builtins:dict"
     with pytest.raises(NoProgressError, match=r"100% of the last 64 prompt groups failed.*reward_.*=50%"):
         world.rollout([])

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from relax_hpc.checks.settings import check
 from relax_hpc.config import load
-from relax_hpc.config.check import check
 from relax_hpc.config.schema import Config
 from relax_hpc.metrics.read_spans import Process, Span
-from relax_hpc.transfer_queue.client import QueueClient
-from relax_hpc.transfer_queue.proof import MAX_UNPROVEN
+from relax_hpc.transfer_queue.client.queue_client import QueueClient
+from relax_hpc.transport.proof import MAX_UNPROVEN
 from tests.queue_helpers import in_thread, make_run, small
 
 pytestmark = pytest.mark.run
@@ -75,7 +75,7 @@ def test_ratio_is_stated_with_and_without_forward_passes(bench):
 def test_steps_are_found_in_progress_lines(bench):
     quickstart = bench("quickstart")
     assert quickstart.step_of_run("eta  4m07s  step   7/300  reward 0.449") == 7
-    assert quickstart.step_of_run("[   6.7s] actor: started epoch 1 (actor)") is None
+    assert quickstart.step_of_run("[   6.7s] actor: started incarnation 1 (actor)") is None
     assert quickstart.step_of_plain('{"step": 3, "forward": false}') == 3
     assert quickstart.step_of_plain("without forward passes: median step 0.458 s") is None
 
@@ -107,7 +107,7 @@ def test_what_overlap_simulates_is_a_good_configuration(bench, staleness, tmp_pa
     file.write_text(yaml.safe_dump(case.settings(0.9, steps=20)))
     config = load([file])
     assert check(config) == []
-    simulated, work = config.rollout.engine.simulated, config.groups_per_step * config.samples_per_group
+    simulated, work = config.rollout.engine.simulated, config.prompts_per_step * config.samples_per_prompt
     mean_s = simulated.response_s * math.exp(0.5)
     assert mean_s * work / simulated.concurrency == pytest.approx(
         0.3
@@ -125,7 +125,7 @@ def test_the_ideal_of_a_step_is_the_longer_side_or_both(bench):
 @pytest.mark.parametrize(("staleness", "streaming", "step_s"), [(0, False, 5.0), (0, True, 3.5), (1, True, 3.0)])
 def test_a_schedule_in_which_nothing_else_takes_time(bench, staleness, streaming, step_s):
     """Two seconds of generation by two places, three of training; with four windows a quarter of it comes after."""
-    overlap, config = bench("overlap"), Config(max_staleness=staleness, samples_per_group=2)
+    overlap, config = bench("overlap"), Config(max_staleness=staleness, samples_per_prompt=2)
     config.rollout.engine.simulated.concurrency, config.rollout.groups_per_request = 2, 1
     config.actor.simulated_step_s = 3.0
     found = overlap.schedule([[0.5] * 8] * 6, config, streaming)

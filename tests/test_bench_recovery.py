@@ -137,7 +137,7 @@ def test_a_wrong_word_ends_it_before_anything_starts(bench, words, capsys):
 
 def test_settings_make_a_run(bench, tmp_path):
     from relax_hpc.config import load
-    from relax_hpc.launch.slurm.layout import components
+    from relax_hpc.slurm.layout import components
 
     for layout in ("het", "jobs"):
         path = tmp_path / f"{layout}.yaml"

@@ -42,7 +42,7 @@ def train(ours: Trainer, steps: range) -> list[dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def saved(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("checkpoints") / "e000001-step-000002"
+    directory = tmp_path_factory.mktemp("checkpoints") / "i000001-step-000002"
     ours = trainer(tiny)
     train(ours, range(2))
     save(directory, ours, {"step": 2})
@@ -69,11 +69,11 @@ def test_training_continues_bit_for_bit(
 ):
     first = trainer(tiny, dtype=dtype, distributed=distributed)
     train(first, range(steps))
-    digest = save(tmp_path / "e000001-step-000002", first, {"step": 2, "note": "é"})
+    digest = save(tmp_path / "i000001-step-000002", first, {"step": 2, "note": "é"})
     random = torch.rand(3)
     expected = train(first, range(2, 5))
     second = trainer(tiny, dtype=dtype, distributed=distributed)
-    assert load(tmp_path / "e000001-step-000002", second, digest) == {"step": 2, "note": "é"}
+    assert load(tmp_path / "i000001-step-000002", second, digest) == {"step": 2, "note": "é"}
     assert torch.equal(torch.rand(3), random)
     assert train(second, range(2, 5)) == expected
     exported = first.model.export_hf()
@@ -122,16 +122,16 @@ def test_settings_that_change_the_state_are_refused(saved: Path, tiny: Path):
 
 
 def test_a_save_that_died_leaves_nothing_that_counts(saved: Path, tiny: Path, tmp_path: Path):
-    partial = tmp_path / ".e000001-step-000001.partial"
+    partial = tmp_path / ".i000001-step-000001.partial"
     partial.mkdir()
     (partial / "__0_0.distcp").write_bytes(b"half")
-    save(tmp_path / "e000001-step-000001", trainer(tiny), {})
+    save(tmp_path / "i000001-step-000001", trainer(tiny), {})
     assert not partial.exists()
     with pytest.raises(store.CheckpointError, match="never overwritten"):
-        save(tmp_path / "e000001-step-000001", trainer(tiny), {})
-    (tmp_path / ".e000002-step-000001.partial").mkdir()
-    assert store.remove_others(tmp_path, {"e000001-step-000001"}, 2) == [".e000002-step-000001.partial"]
-    assert load(tmp_path / "e000001-step-000001", trainer(tiny)) == {}
+        save(tmp_path / "i000001-step-000001", trainer(tiny), {})
+    (tmp_path / ".i000002-step-000001.partial").mkdir()
+    assert store.remove_others(tmp_path, {"i000001-step-000001"}, 2) == [".i000002-step-000001.partial"]
+    assert load(tmp_path / "i000001-step-000001", trainer(tiny)) == {}
 
 
 def test_a_trainer_killed_at_any_point_of_a_save_comes_back_bit_for_bit(tiny: Path, tmp_path: Path):
@@ -167,14 +167,14 @@ def test_training_goes_on_while_a_checkpoint_is_written(tiny: Path, tmp_path: Pa
     train(ours, range(2))
     expected = ours.model.export_hf()
     keeper = Saver(ours, Channel(60.0), 60.0)
-    keeper.save(tmp_path / "e000001-step-000002", {"step": 2})
+    keeper.save(tmp_path / "i000001-step-000002", {"step": 2})
     assert begun.wait(30.0)
     train(ours, range(2, 4))
-    assert not (tmp_path / "e000001-step-000002").exists()
+    assert not (tmp_path / "i000001-step-000002").exists()
     slow.set()
     keeper.settle()
     again = trainer(tiny)
-    load(tmp_path / "e000001-step-000002", again)
+    load(tmp_path / "i000001-step-000002", again)
     assert all(torch.equal(value, expected[name]) for name, value in again.model.export_hf().items())
 
 
@@ -267,10 +267,10 @@ def test_failures_in_a_row_that_no_full_disk_explains_end_the_run(tiny: Path, tm
 
 def test_what_an_older_actor_no_longer_needs_is_not_the_newer_ones(tmp_path: Path):
     names = [
-        "e000001-step-000001",
-        ".e000001-step-000002.partial",
-        "e000002-step-000001",
-        ".e000002-step-000003.partial",
+        "i000001-step-000001",
+        ".i000001-step-000002.partial",
+        "i000002-step-000001",
+        ".i000002-step-000003.partial",
     ]
     for name in names:
         (tmp_path / name).mkdir()
@@ -282,7 +282,7 @@ def test_an_older_actor_finishes_nothing(tiny: Path, tmp_path: Path):
     """Its directory may appear; the queue does not take it, and the actor ends."""
 
     def fenced(_: str) -> None:
-        raise FencedError("actor epoch 2 exists")
+        raise FencedError("actor incarnation 2 exists")
 
     keeper = Saver(trainer(tiny), Channel(60.0), 60.0)
     keeper.save(tmp_path / "a", {}, fenced)

@@ -15,18 +15,18 @@ import pytest
 
 from relax_hpc.config import load
 from relax_hpc.config.load import dump
-from relax_hpc.launch.slurm import checkup
-from relax_hpc.launch.slurm.allocation import Allocation, Place
-from relax_hpc.launch.slurm.checkup import check_nodes, read_reports
-from relax_hpc.launch.slurm.commands import Slurm
-from relax_hpc.launch.slurm.mpi import mpi_plugin
-from relax_hpc.launch.slurm.preflight import BadNodes
-from relax_hpc.launch.slurm.snapshot import take_snapshot
-from relax_hpc.launch.slurm.steps import StepLauncher, step_environment
+from relax_hpc.lifecycle.snapshot import take_snapshot
 from relax_hpc.rundir import RunDir
 from relax_hpc.sandbox import Sandbox
-from relax_hpc.sandbox.files import open_mpi
+from relax_hpc.sandbox.config_files import open_mpi
 from relax_hpc.sandbox.processes import until
+from relax_hpc.slurm import node_check
+from relax_hpc.slurm.allocation import Allocation, Place
+from relax_hpc.slurm.commands import Slurm
+from relax_hpc.slurm.mpi import mpi_plugin
+from relax_hpc.slurm.node_check import check_nodes, read_reports
+from relax_hpc.slurm.node_probe import BadNodes
+from relax_hpc.slurm.steps import StepLauncher, step_environment
 from tests.containers import PYTHON, install, make_image
 from tests.requirements import requires
 
@@ -82,8 +82,8 @@ def test_a_step_that_hangs_ends_at_the_deadline_with_what_it_has_said() -> None:
     words = ["bash", "-c", "echo said; trap '' TERM; sleep 300 & wait"]
     step = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkup, "_END_S", 0.2)
-        found = checkup._output(checkup.Checkup("actor", load([]), step, time.monotonic() + 0.2, False))
+        patch.setattr(node_check, "_END_S", 0.2)
+        found = node_check._output(node_check.Checkup("actor", load([]), step, time.monotonic() + 0.2, False))
     assert found == ("said\n", True) and step.poll() is not None
 
 
@@ -102,9 +102,9 @@ def test_an_mpi_that_hangs_is_tried_again_and_ends_by_its_own_deadline(
 ) -> None:
     """Not by that of an image that may have to be fetched: by then the nodes have reported, from inside of it."""
     for name in ("_MPI_S", "_LOOK_S", "_END_S"):
-        monkeypatch.setattr(checkup, name, 0.2)
-    monkeypatch.setattr(checkup, "with_ranks", lambda config, name: True)
-    monkeypatch.setattr(checkup, "container_command", lambda config, run_dir: [])
+        monkeypatch.setattr(node_check, name, 0.2)
+    monkeypatch.setattr(node_check, "with_ranks", lambda config, name: True)
+    monkeypatch.setattr(node_check, "container_command", lambda config, run_dir: [])
     config = load([], {"layout": "jobs", "site.container.runtime": "apptainer", "site.mpi.launcher": "pmi2"})
     dump(config, RunDir(tmp_path).config)
     calls = tmp_path / "calls"
@@ -160,7 +160,7 @@ def test_what_ranks_leave_with_slurm_fits_into_its_lines(
     """Its pmi2 plugin cuts what is longer than 1,024 bytes, and MPI_Init waits for ever."""
     config = load([sandbox.site], {"layout": "jobs", "actor.parallel.data": 2, "site.mpi": WHEEL})
     monkeypatch.setenv("SLURM_CONF", str(sandbox.conf))
-    code = "from relax_hpc.launch.slurm.mpi import try_mpi; print(try_mpi()['ranks'])"
+    code = "from relax_hpc.slurm.mpi import try_mpi; print(try_mpi()['ranks'])"
     words = ["srun", f"--jobid={job}", "--overlap", "--mem=0", "--nodes=2", "--ntasks=2", f"--mpi={mpi_plugin(config)}"]
     # MPICH then says what it sends.
     env = step_environment(config, "actor") | {"PMI_DEBUG": "1", "PYTHONPATH": str(Path(__file__).parents[1])}

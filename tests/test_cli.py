@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from relax_hpc import __version__
-from relax_hpc.cli import COMMANDS, main, parser_of
+from relax_hpc.cli.program import COMMANDS, main, parser_of
 from relax_hpc.config import Config, dump, load
 from relax_hpc.config.changes import add_change
 from relax_hpc.config.options import options
@@ -89,7 +89,7 @@ def test_wrong_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Config, bool]]:
     """What `run` would have started."""
     calls: list[tuple[Config, bool]] = []
-    replace(monkeypatch, "relax_hpc.launch.local", run=lambda config, resume: calls.append((config, resume)) or 0)
+    replace(monkeypatch, "relax_hpc.lifecycle.local", run=lambda config, resume: calls.append((config, resume)) or 0)
     return calls
 
 
@@ -186,10 +186,9 @@ def test_commands_pass_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append((*args, *sorted(named.items())))
         return 3
 
-    for name in ("metrics.plot", "launch.status_view", "launch.stop", "launch.listing"):
+    for name in ("metrics.plot", "observe.status_view", "observe.listing", "lifecycle.stop", "lifecycle.scale"):
         replace(monkeypatch, f"relax_hpc.{name}", main=take)
-    for name in ("scale", "doctor"):
-        replace(monkeypatch, f"relax_hpc.launch.slurm.{name}", main=take)
+    replace(monkeypatch, "relax_hpc.doctor.doctor", main=take)
     monkeypatch.setattr("relax_hpc.sandbox.command.main", take)
     calls: list[tuple[list[str], tuple[Any, ...]]] = [
         (["plot", "a", "b", "--tags", "x", "y", "--output", "o.png"], (["a", "b"], "o.png", ["x", "y"])),
@@ -217,7 +216,7 @@ def test_commands_pass_their_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_resubmit_passes_what_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    from relax_hpc.launch.slurm import resubmit
+    from relax_hpc.lifecycle import resubmit
 
     seen: list[Any] = []
     monkeypatch.setattr(resubmit, "main", lambda *args: seen.append(args) or 0)
@@ -248,7 +247,7 @@ def test_exit_codes(
     def fail(*_: Any) -> int:
         raise error
 
-    replace(monkeypatch, "relax_hpc.launch.status_view", main=fail)
+    replace(monkeypatch, "relax_hpc.observe.status_view", main=fail)
     assert main(["status", "a"]) == code
     assert capsys.readouterr().err in ("relax-hpc: error: in circles\n", "")
 
@@ -274,7 +273,7 @@ def test_help_of_run_documents_the_fields() -> None:
 @pytest.mark.parametrize("argv", [["--help"], ["run", "--help"], ["check", "--config", QUICKSTART]])
 def test_the_command_line_loads_nothing_heavy(argv: list[str], tmp_path: Path) -> None:
     code = (
-        "import sys; from relax_hpc.cli import main\n"
+        "import sys; from relax_hpc.cli.program import main\n"
         "try: main(sys.argv[1:])\n"
         "except SystemExit: pass\n"
         "print([name for name in ('torch', 'msgpack', 'matplotlib', 'transformers', 'h5py') if name in sys.modules])"
@@ -322,8 +321,10 @@ def test_mistakes_of_all_kinds_are_told_at_once(tmp_path: Path, capsys: pytest.C
 
 def test_a_mistake_hides_what_would_follow_from_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its default would be judged in its place."""
-    assert main(["check", "--config", QUICKSTART, "--queue.max_rows", "5", "--groups_per_step", "0"]) == EXIT_CONFIG
-    assert capsys.readouterr().out.splitlines() == ["command line: groups_per_step: found 0 (int), allowed: at least 1"]
+    assert main(["check", "--config", QUICKSTART, "--queue.max_rows", "5", "--prompts_per_step", "0"]) == EXIT_CONFIG
+    assert capsys.readouterr().out.splitlines() == [
+        "command line: prompts_per_step: found 0 (int), allowed: at least 1"
+    ]
 
 
 @pytest.mark.parametrize("command", ["check", "doctor", "run", "submit"])
@@ -341,10 +342,10 @@ def test_the_doctor_says_nothing_that_follows_from_a_mistake(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--config", QUICKSTART, "--run_dir", str(tmp_path / "run"), "--queue.max_rows", "5"]
-    assert main(["doctor", *words, "--groups_per_step", "0"]) == EXIT_CONFIG
+    assert main(["doctor", *words, "--prompts_per_step", "0"]) == EXIT_CONFIG
     said = capsys.readouterr().out.splitlines()
     assert [line for line in said if not line.startswith("ok ")] == [
-        "error    command line: groups_per_step: found 0 (int), allowed: at least 1"
+        "error    command line: prompts_per_step: found 0 (int), allowed: at least 1"
     ]
 
 

@@ -12,25 +12,26 @@ from typing import Any
 
 import pytest
 
-from relax_hpc.cli import main
+from relax_hpc.cli.program import main
 from relax_hpc.config import dump, load, load_resolved
 from relax_hpc.config.groups import roles_of
 from relax_hpc.errors import EXIT_CONFIG, EXIT_NO_PROGRESS, EXIT_RETRY
-from relax_hpc.launch import listing, logs, requests, stop
-from relax_hpc.launch.records import Launch, record
-from relax_hpc.launch.requests import Request
-from relax_hpc.launch.slurm import resubmit
-from relax_hpc.launch.slurm.commands import Slurm
-from relax_hpc.launch.slurm.ledger import Entry, Ledger
-from relax_hpc.launch.slurm.whereabouts import own_job
-from relax_hpc.launch.status import status
-from relax_hpc.launch.status_view import lines
+from relax_hpc.lifecycle import resubmit, stop
+from relax_hpc.observe import listing, logs
+from relax_hpc.observe.status import status
+from relax_hpc.observe.status_view import lines
 from relax_hpc.parts import cut_log
 from relax_hpc.rendezvous import signs
 from relax_hpc.rendezvous.exit_mark import leave_mark
-from relax_hpc.rendezvous.roster import Card, claim_epoch, publish_card
+from relax_hpc.rendezvous.roster import Card, claim_incarnation, publish_card
 from relax_hpc.rendezvous.signs import identity, say
 from relax_hpc.rundir import RunDir, write_json
+from relax_hpc.slurm.commands import Slurm
+from relax_hpc.slurm.job_lookup import own_job
+from relax_hpc.slurm.submissions import Entry, Ledger
+from relax_hpc.supervise import requests
+from relax_hpc.supervise.launch_records import Launch, record
+from relax_hpc.supervise.requests import Request
 from tests.fake_slurm import FakeSlurm
 
 DEADLINE_S = 10.0
@@ -68,15 +69,21 @@ def make_run(path: Path, layout: str = "jobs") -> RunDir:
 
 
 def begin(run: RunDir, name: str, job: str = "", beat_age_s: float | None = 0.0) -> int:
-    """An incarnation of a group, with a beat that is so old; its epoch."""
-    epoch = claim_epoch(run, name)
-    record(run, name, epoch, Launch(1, (0, 0, 0), job))
-    publish_card(run, Card(name, epoch, [{"pid": 1, "node": "node1"}]))
+    """An incarnation of a group, with a beat that is so old; its incarnation."""
+    incarnation = claim_incarnation(run, name)
+    record(run, name, incarnation, Launch(1, (0, 0, 0), job))
+    publish_card(run, Card(name, incarnation, [{"pid": 1, "node": "node1"}]))
     if beat_age_s is not None:
-        beat = {"time": time.time() - beat_age_s, "epoch": epoch, "progress": 7, "busy_s": 0.1, "gap_s": 0.3}
+        beat = {
+            "time": time.time() - beat_age_s,
+            "incarnation": incarnation,
+            "progress": 7,
+            "busy_s": 0.1,
+            "gap_s": 0.3,
+        }
         write_json(run.rendezvous(name) / f"beat-{name}.json", beat)
-    run.logs(name, epoch).mkdir(parents=True)
-    return epoch
+    run.logs(name, incarnation).mkdir(parents=True)
+    return incarnation
 
 
 def submitted(run: RunDir, slurm: FakeSlurm, **states: str) -> None:
@@ -148,8 +155,8 @@ def test_states_of_groups(tmp_path: Path, slurm: FakeSlurm) -> None:
     assert set(states(run).values()) == {"absent"} and status(run, 0.05)["state"] == "ended"
     submitted(run, slurm, rollout="PENDING")
     assert states(run) == {"hub": "running", "rollout": "queued", "actor": "running", "actor_fwd": "running"}
-    epoch = begin(run, "actor", "13")
-    leave_mark(run.exit_mark("actor", epoch, "actor"), 75, "out of luck")
+    incarnation = begin(run, "actor", "13")
+    leave_mark(run.exit_mark("actor", incarnation, "actor"), 75, "out of luck")
     assert states(run)["actor"] == "restarting"
     jobs = slurm.state["jobs"]
     slurm.set(jobs={job: about for job, about in jobs.items() if job != "13"})
@@ -170,18 +177,18 @@ def test_status_tells_of_queue_places_and_results(tmp_path: Path, slurm: FakeSlu
     Ledger(run).add(Entry("99", "group", "rollout-2", attempt=1))
     queued = {"state": "PENDING", "reason": "Resources", "left": "1-00:00:00"}
     slurm.set(jobs=slurm.state["jobs"] | {"99": queued})
-    saved = run.checkpoints / "e000001-step-000004"
+    saved = run.checkpoints / "i000001-step-000004"
     saved.mkdir()
-    (run.checkpoints / "e000001-step-000008").mkdir()
+    (run.checkpoints / "i000001-step-000008").mkdir()
     (saved / "COMPLETE.json").touch()
     time_of = {"idle/actor": 0.5, "idle/actor_for_rollout": 0.4, "perf/actor_wait_s": 1, "perf/actor_train_s": 1}
-    rows = [{"step": n, "time": 100.0 + 2 * n, "epoch": 1, "reward/mean": 0.5} | time_of for n in range(5)]
+    rows = [{"step": n, "time": 100.0 + 2 * n, "incarnation": 1, "reward/mean": 0.5} | time_of for n in range(5)]
     run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = status(run, 0.05, Slurm(30.0, 1))
     assert (found["trained_steps"], found["steps"], found["eta_s"]) == (5, 10, 10.0)
     assert found["checkpoint"]["step"] == 4 and found["state"] == "running" and not found["hub"]
     member, rollout = found["groups"]["rollout-2"], found["groups"]["rollout"]
-    assert (member["state"], member["reason"], member["job"], member["epoch"]) == ("queued", "Resources", "99", 0)
+    assert (member["state"], member["reason"], member["job"], member["incarnation"]) == ("queued", "Resources", "99", 0)
     assert (rollout["nodes"], rollout["time_left_s"], rollout["puts"]) == ("node[1-2]", 600.0, 7)
     text = "\n".join(lines(found))
     assert found["shares"]["roles"] == {"actor": {"at": {"wait": 0.5, "train": 0.5}, "for": {"rollout": 0.4}}}
@@ -422,16 +429,16 @@ def test_a_run_with_jobs_is_not_submitted_twice(tmp_path: Path, slurm: FakeSlurm
 def test_logs(tmp_path: Path, capsys: Any) -> None:
     run = make_run(tmp_path / "run", "local")
     for text in ("old", "new"):
-        epoch = begin(run, "rollout")
+        incarnation = begin(run, "rollout")
         for name in ("rollout", "rollout-rank-0", "rollout-rank-1", "rollout-srun"):
-            (run.logs("rollout", epoch) / f"{name}.log").write_text(f"{name} {text} 1\n{name} {text} 2\n")
+            (run.logs("rollout", incarnation) / f"{name}.log").write_text(f"{name} {text} 1\n{name} {text} 2\n")
     (run.root / "supervisor.log").write_text("started\n")
     of_run = ["logs", str(run.root)]
     assert main([*of_run, "-n", "1"]) == 0
     text = capsys.readouterr().out
-    assert "rollout/epoch-000002/rollout-rank-1: rollout-rank-1 new 2\n" in text and "supervisor: started" in text
+    assert "rollout/inc-000002/rollout-rank-1: rollout-rank-1 new 2\n" in text and "supervisor: started" in text
     assert "old" not in text and "new 1" not in text
-    assert main([*of_run, "--role", "rollout", "--rank", "1", "--epoch", "1"]) == 0
+    assert main([*of_run, "--role", "rollout", "--rank", "1", "--incarnation", "1"]) == 0
     assert capsys.readouterr().out == "rollout-rank-1 old 1\nrollout-rank-1 old 2\n"
     assert main([*of_run, "--group", "actor"]) == EXIT_CONFIG and "no log of what" in capsys.readouterr().err
 
@@ -454,7 +461,7 @@ def test_logs_follow_new_lines_and_new_incarnations(tmp_path: Path, capsys: Any)
             file.write("f\ntwo\n")
         until(lambda: said("two\n"))
         (run.logs("actor", begin(run, "actor")) / "actor.log").write_text("three\n")
-        until(lambda: said("actor/epoch-000002/actor: three\n"))
+        until(lambda: said("actor/inc-000002/actor: three\n"))
         write_json(run.finished, {})
     assert code == [0]
 
@@ -521,14 +528,14 @@ def test_the_end_of_a_run_is_known_at_once(
     with subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE) as process:
         sign = identity() | {"pid": process.pid, "born": signs._born(process.pid)}
         for name in GROUPS:
-            epoch = begin(run, name)
+            incarnation = begin(run, name)
             beat = run.rendezvous(name) / f"beat-{name}.json"
             write_json(beat, json.loads(beat.read_text()) | sign)
         assert status(run, 0.05)["state"] == "running" == listing.runs(tmp_path)[0]["state"]
         assert main(["status", str(run.root)]) == main(["list", str(tmp_path)]) == 0
         for name in GROUPS if how == "marks" else ():
             for role in roles_of(load_resolved(run.root), name):
-                leave_mark(run.exit_mark(name, epoch, role), 75, "ended by its supervisor")
+                leave_mark(run.exit_mark(name, incarnation, role), 75, "ended by its supervisor")
         process.kill() if how == "gone" else None
     if stop:
         requests.ask_to_stop(run, *stop)

@@ -64,7 +64,7 @@ def test_commands_on_a_living_run(tmp_path: Path) -> None:
         others = [p.pid for role in ("actor", "actor_fwd", "controller") for p in live.processes(role)]
         no_requests = scatter(live.run.root)
         call(live, "resubmit", "--group", "rollout", "--rollout.temperature", "0.9")
-        assert live.epochs("rollout") == 2
+        assert live.incarnations("rollout") == 2
         call(live, "scale", "--replicas", "2")
         puts = "rollout-2 generates"
         live.wait_until(lambda: json.loads(call(live, "status", "--json"))["groups"]["rollout-2"]["puts"], puts, 60)

@@ -70,20 +70,24 @@ def jobs_make_way(live: SlurmRun) -> None:
 @contextmanager
 def comes_back(live: SlurmRun, group: str, fault: str) -> Iterator[None]:
     """In the block the job of a group ends in good order; it is queued again under its number."""
-    job, epoch = live.job(group), live.epochs(group)
+    job, incarnation = live.job(group), live.incarnations(group)
     with live.only(group, fault):
         yield
-    assert live.job(group) == job and live.mark(group, epoch, group)["status"] in ("stopped", "failed")
+    assert live.job(group) == job and live.mark(group, incarnation, group)["status"] in ("stopped", "failed")
 
 
 def replaced_by_a_smaller_one(live: SlurmRun) -> str:
     """The new job of rollout."""
-    former, epoch = live.job("rollout"), live.epochs("rollout")
+    former, incarnation = live.job("rollout"), live.incarnations("rollout")
     with live.only("rollout", "resubmit with another size"):
         size = ["--nodes", "1", "--rollout.replicas", "1"]
         job = live.call("resubmit", "--group", "rollout", *size, "--parsable").strip()
     rollout = groups(live)["rollout"]
-    assert job not in live.jobs and (rollout["job"], rollout["epoch"], rollout["ranks"]) == (job, epoch + 1, 1)
+    assert job not in live.jobs and (rollout["job"], rollout["incarnation"], rollout["ranks"]) == (
+        job,
+        incarnation + 1,
+        1,
+    )
     assert "," not in rollout["nodes"] and "-" not in rollout["nodes"]
     assert former not in live.queued()
     return job

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_hpc.config import Config, check_files, dump, load, load_resolved, resolve, to_dict
-from relax_hpc.config.check import check, check_request
+from relax_hpc.checks import files
+from relax_hpc.checks.settings import check, check_request
+from relax_hpc.config import Config, dump, load, load_resolved, resolve, to_dict
 from relax_hpc.config.clean import REMOVED, clean, keys
 from relax_hpc.config.load import compose, gather, merge, print_config
 from relax_hpc.config.read import MAX_BYTES, dump_yaml, parse_yaml
@@ -350,7 +351,7 @@ FINDINGS = [
         {"groups.reference": {}, "reference.parallel.sequence_parallel": True},
         ["reference.parallel.sequence_parallel: found true with"],
     ),
-    ({"algorithm.mini_batches": 5}, ["algorithm.mini_batches: found 5", "groups_per_step, 32"]),
+    ({"algorithm.mini_batches": 5}, ["algorithm.mini_batches: found 5", "prompts_per_step, 32"]),
     ({"algorithm.mini_batches": 16, "actor.parallel.data": 17}, ["actor.parallel.data: found 17, allowed: at most 16"]),
     (
         {"weights.publish_every": 2, "weights.file_every": 2},
@@ -517,8 +518,8 @@ def test_prompts_are_read(tmp_path: Path, content: bytes, says: str) -> None:
 def prompt_findings(path: Path, **data: Any) -> tuple[list[str], list[str]]:
     """What `check` says of a file of prompts: mistakes, and notes."""
     config = load([], {"data.train": str(path), "model.path": str(path.parent / "model"), **data})
-    mistakes = [line for line in check_files.check_files(config) if line.startswith("data.train")]
-    return mistakes, [line for line in check_files.notes(config) if line.startswith("data.train")]
+    mistakes = [line for line in files.check_files(config) if line.startswith("data.train")]
+    return mistakes, [line for line in files.notes(config) if line.startswith("data.train")]
 
 
 def test_every_row_of_the_prompts_is_judged(tmp_path: Path) -> None:
@@ -534,8 +535,8 @@ def test_every_row_of_the_prompts_is_judged(tmp_path: Path) -> None:
 def test_a_long_file_of_prompts_is_read_in_part_and_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check_files, "READ_S", 0.0)
-    monkeypatch.setattr(check_files, "BLOCK", 10)
+    monkeypatch.setattr(files, "READ_S", 0.0)
+    monkeypatch.setattr(files, "BLOCK", 10)
     model_directory(tmp_path / "model")
     path, good = tmp_path / "p.jsonl", [json.dumps(PROMPT | {"id": number}) for number in range(40)]
     share = {"data.max_bad_share": 0.05}
@@ -553,8 +554,8 @@ def test_prompts_are_read_once_for_mistakes_and_notes(tmp_path: Path, monkeypatc
     model_directory(tmp_path / "model")
     path, read = tmp_path / "p.jsonl", []
     path.write_text(json.dumps(PROMPT | {"prompt": "<s>1"}))
-    rows = check_files.read_rows
-    monkeypatch.setattr(check_files, "read_rows", lambda path: read.append(path) or rows(path))
+    rows = files.read_rows
+    monkeypatch.setattr(files, "read_rows", lambda path: read.append(path) or rows(path))
     for _ in range(2):
         mistakes, notes = prompt_findings(path)
         assert mistakes == [] and len(notes) == 1
@@ -567,9 +568,9 @@ def test_names_of_special_tokens_in_prompts_are_said(tmp_path: Path) -> None:
     path, prompts = model_directory(tmp_path / "model"), tmp_path / "p.jsonl"
     prompts.write_text(json.dumps(PROMPT | {"prompt": "<s>1"}) + "\n" + json.dumps(PROMPT | {"id": 2}))
     over = {"model.path": str(path), "data.train": str(prompts)}
-    (note,) = check_files.notes(load([], over))
+    (note,) = files.notes(load([], over))
     assert "data.train: 1 of 2 prompts have names of special tokens, such as <s>" in note
-    assert not list(check_files.notes(load([], over | {"data.special_tokens": ["prompt"]})))
+    assert not list(files.notes(load([], over | {"data.special_tokens": ["prompt"]})))
 
 
 BROKEN = [

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from relax_hpc.checkpoint import workspace
 from relax_hpc.checkpoint.store import MARKER, checksum
-from relax_hpc.cli import main
+from relax_hpc.cli.program import main
+from relax_hpc.convert import workspace
 from relax_hpc.errors import RelaxError
 from tests.convert_helpers import DENSE, MIXED, content, in_child, kill_at, model, to
 

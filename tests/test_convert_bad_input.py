@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from relax_hpc.checkpoint.store import MARKER
-from relax_hpc.checkpoint.torch_dist import METADATA
-from relax_hpc.cli import main
+from relax_hpc.cli.program import main
+from relax_hpc.convert.torch_dist import METADATA
 from relax_hpc.errors import ConfigError
 from tests.convert_helpers import DENSE, MIXED, content, model, to
 
@@ -181,7 +181,7 @@ def test_no_flipped_bit_of_a_part_passes(copy: Path, converted: Path, tmp_path: 
 
 
 def test_a_difference_found_at_the_end_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from relax_hpc.checkpoint import to_megatron
+    from relax_hpc.convert import to_megatron
 
     source = model(tmp_path / "hf", DENSE)
     original = to_megatron.fuse

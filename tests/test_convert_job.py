@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc.checkpoint.convert import Request
-from relax_hpc.checkpoint.convert_job import ConversionJob, JobOptions, submit
-from relax_hpc.cli import main
+from relax_hpc.cli.program import main
+from relax_hpc.convert.conversion import Request
+from relax_hpc.convert.job import ConversionJob, JobOptions, submit
 from relax_hpc.errors import ConfigError
 from relax_hpc.sandbox import Sandbox
 from tests.convert_helpers import DENSE, content, model, to

@@ -8,15 +8,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from relax_hpc.checkpoint import store, verify
-from relax_hpc.checkpoint.hf_tensors import HfTensors
-from relax_hpc.checkpoint.to_hf import MegatronTensors
-from relax_hpc.checkpoint.torch_dist import StoredState
-from relax_hpc.cli import main
+from relax_hpc.checkpoint import store
+from relax_hpc.cli.program import main
 from relax_hpc.config.schema import ModelConfig, ParallelConfig
+from relax_hpc.convert import verify
+from relax_hpc.convert.hf_tensors import HfTensors
+from relax_hpc.convert.to_hf import MegatronTensors
+from relax_hpc.convert.torch_dist import StoredState
 from relax_hpc.errors import ConfigError
-from relax_hpc.training.hf_files import read_config
-from relax_hpc.training.hf_mapping import Qwen3Shape
+from relax_hpc.models.hf_files import read_config
+from relax_hpc.models.hf_mapping import Qwen3Shape
 from relax_hpc.training.model import PolicyModel
 from tests.convert_helpers import DENSE, MIXED, content, model, to
 from tests.convert_rank import CASES
@@ -61,7 +62,7 @@ def test_a_runs_checkpoint_becomes_what_the_run_would_export(tmp_path: Path, dty
     ours = trainer(run / "model", dtype=dtype, distributed=dtype == "bfloat16")
     ours.accumulate([batch(rows(4))])
     ours.step(1e-3)
-    saved = run / "checkpoints" / "e000001-step-000001"
+    saved = run / "checkpoints" / "i000001-step-000001"
     save(saved, ours, {"step": 1})
     assert main(["convert", str(saved), str(tmp_path / "hf"), "--verify", "--prompt", "3+4="]) == 0
     assert "logits of 5 tokens differ" in capsys.readouterr().out

@@ -20,14 +20,14 @@ import pytest
 from relax_hpc import disk
 from relax_hpc.disk import CURES, WAITS, Lines, in_words, may_pass, patiently, probe
 from relax_hpc.errors import EXIT_RETRY, FencedError, RelaxError
-from relax_hpc.launch import disk_watch
-from relax_hpc.launch.disk_watch import DiskWatch
-from relax_hpc.launch.supervisor import Supervisor
 from relax_hpc.rendezvous.exit_mark import leave_mark
 from relax_hpc.rundir import write_atomic
-from relax_hpc.transfer_queue.journal import Journal
-from relax_hpc.transfer_queue.journal import _read as journal_frames
-from relax_hpc.transfer_queue.media import MediaStore
+from relax_hpc.supervise import disk_watch
+from relax_hpc.supervise.disk_watch import DiskWatch
+from relax_hpc.supervise.supervisor import Supervisor
+from relax_hpc.transfer_queue.controller.journal import Journal
+from relax_hpc.transfer_queue.controller.journal import _read as journal_frames
+from relax_hpc.transfer_queue.storage.media import MediaStore
 from relax_hpc.versions import Version
 from tests.queue_helpers import BUDGET, GIVES, HubProcess, Roles, in_thread, learned, make_run, rows_of, small
 from tests.small_disk import small_disk
@@ -189,15 +189,15 @@ def test_a_supervisor_that_cannot_see_whether_it_is_fenced_waits(tmp_path: Path,
     """And says why."""
     fails, lines = [True] * 3, list[str]()
 
-    def epochs(*_: object) -> int:
+    def incarnations(*_: object) -> int:
         if fails and fails.pop():
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return 2
 
-    monkeypatch.setattr("relax_hpc.launch.supervisor.latest_epoch", epochs)
+    monkeypatch.setattr("relax_hpc.supervise.supervisor.latest_incarnation", incarnations)
     run = make_run(tmp_path / "run")
     watch = DiskWatch(run, 60.0, lines.append)
-    supervisor = SimpleNamespace(run=run, name="supervisor", epoch=1, interrupted=0, disk=watch)
+    supervisor = SimpleNamespace(run=run, name="supervisor", incarnation=1, interrupted=0, disk=watch)
     supervisor._latest = lambda: Supervisor._latest(supervisor)
     with pytest.raises(FencedError, match="supervisor 2 has taken over"):
         Supervisor.check_fenced(supervisor)

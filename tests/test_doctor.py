@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from relax_hpc.config import Config, load
-from relax_hpc.launch.slurm import doctor, doctor_cluster, doctor_deep, doctor_host
-from relax_hpc.launch.slurm.commands import Slurm
-from relax_hpc.launch.slurm.doctor import Finding, diagnose
-from relax_hpc.launch.slurm.doctor_planes import judge_planes
-from relax_hpc.transfer_queue.planes.preflight import Trial
+from relax_hpc.doctor import cluster, deep, doctor, host
+from relax_hpc.doctor.doctor import Finding, diagnose
+from relax_hpc.doctor.planes import judge_planes
+from relax_hpc.slurm.commands import Slurm
+from relax_hpc.transport.plane_check import Trial
 from tests.fake_slurm import CONFIG, PARTITION, PROGRAMS, FakeSlurm
 from tests.requirements import requires
 from tests.slurm_sandbox import private_sandbox
@@ -32,7 +32,7 @@ GOOD = {
 
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
-    monkeypatch.setattr(doctor_host, "filesystem", lambda path: "nfs4")
+    monkeypatch.setattr(host, "filesystem", lambda path: "nfs4")
     slurm, run = FakeSlurm(tmp_path / "fake", monkeypatch), subprocess.run
 
     def quick(argv: list[str], **options: Any) -> subprocess.CompletedProcess:
@@ -190,14 +190,14 @@ def test_memory_is_weighed_against_the_model(
 
 def test_mpi_is_tried_where_ranks_need_it(tmp_path: Path) -> None:
     ranks = {"layout": "jobs", "actor": {"parallel": {"data": 2}}}
-    assert not [line for line in bad(list(doctor_host.check_programs(make(tmp_path, ranks)))) if "MPI" in line]
+    assert not [line for line in bad(list(host.check_programs(make(tmp_path, ranks)))) if "MPI" in line]
     broken = merged(ranks, site(mpi={"library": __file__}))
     says = (
         "error: site.mpi.library: found .*: ranks cannot begin MPI with it .*; name the libmpi.so of an MPI, or wheel"
     )
-    expect(list(doctor_host.check_programs(make(tmp_path, broken))), says)
+    expect(list(host.check_programs(make(tmp_path, broken))), says)
     alone = merged(broken, {"actor": {"parallel": {"data": 1}}})
-    assert not [line for line in bad(list(doctor_host.check_programs(make(tmp_path, alone)))) if "begin MPI" in line]
+    assert not [line for line in bad(list(host.check_programs(make(tmp_path, alone)))) if "begin MPI" in line]
 
 
 def test_an_untried_version(fake: FakeSlurm, tmp_path: Path) -> None:
@@ -415,7 +415,7 @@ def test_a_python_without_the_packages(fake: FakeSlurm, tmp_path: Path) -> None:
 def test_a_run_directory_that_is_not_shared(
     fake: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, expected: str
 ) -> None:
-    monkeypatch.setattr(doctor_host, "filesystem", lambda path: kind)
+    monkeypatch.setattr(host, "filesystem", lambda path: kind)
     expect(diagnose(make(tmp_path, {}), Slurm()), expected)
     # Where all nodes are one machine, every filesystem will do.
     fake.set(nodes=[f"node{n}|main*|idle|8|64000|127.0.0.1|gpu:4" for n in range(4)])
@@ -437,14 +437,14 @@ def test_a_bash_that_does_not_answer(
     bash.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     if "sleep" in script:
-        monkeypatch.setattr(doctor_host, "SETUP_TIMEOUT_S", 0.1)
-    expect(list(doctor_host.check_settings(make(tmp_path, site(setup=["module purge"])))), expected)
+        monkeypatch.setattr(host, "SETUP_TIMEOUT_S", 0.1)
+    expect(list(host.check_settings(make(tmp_path, site(setup=["module purge"])))), expected)
 
 
 def test_names_of_filesystems() -> None:
-    assert all(map(doctor_host.shared, ("nfs4", "lustre", "gpfs", "beegfs", "fuse.glusterfs", "ceph", "wekafs")))
-    assert not any(map(doctor_host.shared, ("ext4", "tmpfs", "xfs", "fuse.sshfs", "")))
-    assert doctor_host.filesystem(Path("/proc/self")) == "proc"
+    assert all(map(host.shared, ("nfs4", "lustre", "gpfs", "beegfs", "fuse.glusterfs", "ceph", "wekafs")))
+    assert not any(map(host.shared, ("ext4", "tmpfs", "xfs", "fuse.sshfs", "")))
+    assert host.filesystem(Path("/proc/self")) == "proc"
 
 
 class Room:
@@ -461,14 +461,14 @@ def test_a_full_disk(
     fake: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict, expected: str
 ) -> None:
     room = type("Full", (Room,), changes)
-    monkeypatch.setattr(doctor_host.os, "statvfs", lambda path: room)
+    monkeypatch.setattr(host.os, "statvfs", lambda path: room)
     expect(diagnose(make(tmp_path, {}), None), expected)
 
 
 def test_a_umask_against_oneself(fake: FakeSlurm, tmp_path: Path) -> None:
     before = os.umask(0o377)
     try:
-        found = list(doctor_host.check_disk(make(tmp_path, {}), False))
+        found = list(host.check_disk(make(tmp_path, {}), False))
     finally:
         os.umask(before)
     expect(found, "error: umask: found 0377")
@@ -476,8 +476,8 @@ def test_a_umask_against_oneself(fake: FakeSlurm, tmp_path: Path) -> None:
 
 def test_a_run_directory_of_another(fake: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run").mkdir()
-    monkeypatch.setattr(doctor_host.os, "getuid", lambda: tmp_path.stat().st_uid + 1)
-    expect(list(doctor_host.check_disk(make(tmp_path, {}), False)), "error: run_dir: .* belongs to uid")
+    monkeypatch.setattr(host.os, "getuid", lambda: tmp_path.stat().st_uid + 1)
+    expect(list(host.check_disk(make(tmp_path, {}), False)), "error: run_dir: .* belongs to uid")
 
 
 def probe(**changes: Any) -> dict[str, Any]:
@@ -496,7 +496,7 @@ def probe(**changes: Any) -> dict[str, Any]:
     ],
 )
 def test_what_the_nodes_report(tmp_path: Path, reports: dict, state: str, expected: str) -> None:
-    expect(list(doctor_deep.judge(reports, 2, state, tmp_path)), expected)
+    expect(list(deep.judge(reports, 2, state, tmp_path)), expected)
 
 
 def test_two_processes_of_this_host_try_the_planes(tmp_path: Path) -> None:
@@ -539,7 +539,7 @@ def test_what_is_printed(fake: FakeSlurm, tmp_path: Path, capsys: pytest.Capture
 
 
 def test_the_tried_versions_are_named() -> None:
-    assert "22.05" in doctor_cluster.TRIED_VERSIONS
+    assert "22.05" in cluster.TRIED_VERSIONS
 
 
 @pytest.fixture
@@ -591,10 +591,10 @@ def test_a_node_of_every_kind_is_looked_at(request: pytest.FixtureRequest, tmp_p
         assert any(re.match(r"nodes node1, node2 \(hub\): see each other's", text) for text in texts), texts
         assert any(re.match(r"nodes node3 \(rollout, actor.*\): see each other's", text) for text in texts), texts
         broken = merged(changes, site(mpi={"library": __file__}))
-        expect(list(doctor_deep.check_nodes(make(tmp_path, broken), Slurm())),
+        expect(list(deep.check_nodes(make(tmp_path, broken), Slurm())),
                rf"error: MPI_Init did not succeed \(.*site.mpi.library \(found {__file__}\)")  # fmt: skip
         broken = merged(changes, site(setup=["echo a line of the site fails; exit 3"]))
-        expect(list(doctor_deep.check_nodes(make(tmp_path, broken), Slurm())),
+        expect(list(deep.check_nodes(make(tmp_path, broken), Slurm())),
                "error: nodes of hub: the probe said: a line of the site fails")  # fmt: skip
         assert not own.client("squeue", "--noheader", "--states=PD,R") and not list(tmp_path.glob(".relax*"))
 

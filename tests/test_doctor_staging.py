@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from relax_hpc.config import load
-from relax_hpc.launch.slurm.doctor_staging import check_staging
+from relax_hpc.doctor.modules import check_staging
 from tests.model_files import model_directory
 
 OLD_TCL = 'module() { [[ $2 == cuda/12 ]] || echo "ModuleCmd_Load.c(213):ERROR:105: Unable to locate $2" >&2; }'

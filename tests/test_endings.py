@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from relax_hpc.config import Config
-from relax_hpc.launch.records import Launch, record
-from relax_hpc.launch.requests import asked_to_stop
-from relax_hpc.launch.slurm.commands import Slurm
-from relax_hpc.launch.slurm.endings import give_back, heed_user, is_cancelled
-from relax_hpc.launch.slurm.ledger import Entry, Ledger
-from relax_hpc.launch.slurm.orphans import Bereft, Orphan
-from relax_hpc.rendezvous.roster import claim_epoch
+from relax_hpc.rendezvous.roster import claim_incarnation
 from relax_hpc.rundir import RunDir, write_json
+from relax_hpc.slurm.commands import Slurm
+from relax_hpc.slurm.endings import give_back, heed_user, is_cancelled
+from relax_hpc.slurm.orphans import Bereft, Orphan
+from relax_hpc.slurm.submissions import Entry, Ledger
+from relax_hpc.supervise.launch_records import Launch, record
+from relax_hpc.supervise.requests import asked_to_stop
 from tests.fake_slurm import FakeSlurm
 
 ENDING = "JobState=COMPLETING Reason=None Restarts=0 ExitCode=0:0"
@@ -78,14 +78,14 @@ def test_a_successor_knows_whom_it_follows(run_dir: Path) -> None:
 def orphan(run_dir: Path) -> Orphan:
     """Component 9 of job 7, whose head beat at 0 s; the lease is 30 s."""
     run = RunDir(run_dir)
-    record(run, "actor", claim_epoch(run, "actor"), Launch(1, (0, 0, 0), job="9", allocation="7-0"))
+    record(run, "actor", claim_incarnation(run, "actor"), Launch(1, (0, 0, 0), job="9", allocation="7-0"))
     beats(run, 0)
     return Orphan(run, Config(), Slurm(), "actor", 1)
 
 
 def beats(run: RunDir, number: int, job: str = "7", name: str = "supervisor") -> None:
     run.rendezvous(name).mkdir(parents=True, exist_ok=True)
-    about = {"epoch": 1, "beat": number, "node": "n1", "allocation": f"{job}-0", "pid": 1}
+    about = {"incarnation": 1, "beat": number, "node": "n1", "allocation": f"{job}-0", "pid": 1}
     write_json(run.rendezvous(name) / "lease", about)
 
 
@@ -123,7 +123,7 @@ def test_a_head_that_beats_looks_after_its_components(orphan: Orphan, slurm: Fak
 
 def test_what_cannot_outlive_its_job_is_none(run_dir: Path) -> None:
     run = RunDir(run_dir)
-    record(run, "actor", claim_epoch(run, "actor"), Launch(1, (0, 0, 0), job="7", allocation="7-0"))
+    record(run, "actor", claim_incarnation(run, "actor"), Launch(1, (0, 0, 0), job="7", allocation="7-0"))
     assert not Orphan(run, Config(), Slurm(), "actor", 1).possible()
 
 

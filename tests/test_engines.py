@@ -18,8 +18,7 @@ import psutil  # noqa: E402
 import torch  # noqa: E402
 
 from relax_hpc.config.schema import PartialRollout  # noqa: E402
-from relax_hpc.errors import ConfigError  # noqa: E402
-from relax_hpc.rollout.engine import (  # noqa: E402
+from relax_hpc.engines.engine import (  # noqa: E402
     Draft,
     Engine,
     EngineFault,
@@ -28,8 +27,9 @@ from relax_hpc.rollout.engine import (  # noqa: E402
     Sampling,
     make_engine,
 )
-from relax_hpc.rollout.sglang_client import SglangClient  # noqa: E402
-from relax_hpc.rollout.transformers_engine import keyed_uniform, load_weights, sample_token  # noqa: E402
+from relax_hpc.engines.sglang.client import SglangClient  # noqa: E402
+from relax_hpc.engines.transformers_engine import keyed_uniform, load_weights, sample_token  # noqa: E402
+from relax_hpc.errors import ConfigError  # noqa: E402
 from relax_hpc.versions import Version  # noqa: E402
 from tests.engine_helpers import (  # noqa: E402
     error_against,
@@ -63,7 +63,7 @@ class Served:
 
     def update(self) -> Path:
         """Go to the next version; its weights."""
-        self.version = Version(self.version.epoch, self.version.number + 1)
+        self.version = Version(self.version.incarnation, self.version.number + 1)
         self.runner.run(self.engine.update_weights(self.model, self.version))
         return self.model
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from relax_hpc import disk
 from relax_hpc.parts import parts_of
-from relax_hpc.transfer_queue import eventlog
-from relax_hpc.transfer_queue.eventlog import EventLog, Extent, event_lines
+from relax_hpc.transfer_queue.controller import eventlog
+from relax_hpc.transfer_queue.controller.eventlog import EventLog, Extent, event_lines
 from tests.effort import effort
 
 
@@ -122,8 +122,8 @@ def test_a_disk_that_is_ill_for_a_moment_costs_a_cut_and_no_line(tmp_path, monke
 def test_whoever_writes_it_the_lines_are_those_of_the_run(tmp_path_factory, batches):
     """Controllers take over what a snapshot covers, or tell everything anew, with more or less of it cut off."""
     path = tmp_path_factory.mktemp("log") / "events.jsonl"
-    epoch, count, known = 1, 0, (0, Extent(0, 0))
-    log = EventLog(path, epoch)
+    incarnation, count, known = 1, 0, (0, Extent(0, 0))
+    log = EventLog(path, incarnation)
     log.publish()
     for size, what in batches:
         log.write(told(count, count + size))
@@ -135,8 +135,8 @@ def test_whoever_writes_it_the_lines_are_those_of_the_run(tmp_path_factory, batc
             known = (count, log.extent)
         elif what:
             log.close()
-            epoch += 1
-            log = EventLog(path, epoch)
+            incarnation += 1
+            log = EventLog(path, incarnation)
             covered = known[0] if what == "crash" and log.begin_with(known[1]) else 0
             assert what == "replay" or covered == known[0], "what a snapshot covers is there"
             log.write(told(covered, count))

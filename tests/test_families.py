@@ -10,7 +10,7 @@ import pytest
 
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.families import FAMILIES, problems, rope_theta, understood
-from relax_hpc.training.hf_mapping import Qwen3Shape
+from relax_hpc.models.hf_mapping import Qwen3Shape
 
 QWEN3_8B = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from relax_hpc.errors import EXIT_NO_PROGRESS
-from relax_hpc.weights.staging import staging_root
+from relax_hpc.weights.node_cache import staging_root
 from tests.audit import audit
 from tests.requirements import requires
 from tests.run_helpers import Running, open_to_others, rollbacks, running, trained_steps
@@ -45,11 +45,11 @@ def group_of(role: str) -> str:
 def kill_and_recover(live: Running, role: str, rank: int = 0) -> None:
     """Kill a process of `role`; training must go on, with no other group touched."""
     group = group_of(role)
-    before, epochs = pids(live), {name: live.epochs(name) for name in GROUPS}
+    before, incarnations = pids(live), {name: live.incarnations(name) for name in GROUPS}
     step = newest_step(live)
     victim = live.processes(role)[rank]
     victim.kill()
-    live.wait_until(lambda: live.epochs(group) == epochs[group] + 1, f"{group} has a new epoch", 30.0)
+    live.wait_until(lambda: live.incarnations(group) == incarnations[group] + 1, f"{group} has a new incarnation", 30.0)
     live.wait_for_step(step + 2, START_S)
     after = pids(live)
     for name in GROUPS:
@@ -57,7 +57,7 @@ def kill_and_recover(live: Running, role: str, rank: int = 0) -> None:
             assert len(after[name]) == len(before[name]) and not {*after[name]} & {*before[name]}
         else:
             assert after[name] == before[name], f"{name} was touched by the death of {role}\n{live.story()}"
-            assert live.epochs(name) == epochs[name]
+            assert live.incarnations(name) == incarnations[name]
 
 
 def assert_clean_end(live: Running, family: list[psutil.Process]) -> None:
@@ -78,7 +78,7 @@ def test_every_role_can_die(tmp_path: Path) -> None:
         assert len(live.processes("actor")) == 2
         for role in ("rollout", "reference", "actor_fwd", "advantages", "controller"):
             kill_and_recover(live, role)
-        live.wait_until(lambda: [*live.run.checkpoints.glob("e*-step-*")], "a checkpoint", START_S)
+        live.wait_until(lambda: [*live.run.checkpoints.glob("i*-step-*")], "a checkpoint", START_S)
         kill_and_recover(live, "actor", rank=1)
         assert_clean_end(live, psutil.Process(live.process.pid).children(recursive=True))
     rows = trained_steps(live.run)
@@ -101,7 +101,7 @@ def test_a_crash_loop_ends_the_run(tmp_path: Path) -> None:
         and "max_restarts" in last
         and str(live.run.logs("rollout", 3)) in last
     )
-    assert live.epochs("rollout") == 3 and live.epochs("actor") == 1
+    assert live.incarnations("rollout") == 3 and live.incarnations("actor") == 1
     assert not staging_root(live.run).exists()
 
 

@@ -13,8 +13,8 @@ from relax_hpc.config.schema import Config
 from relax_hpc.metrics.spans import OpenSpan
 from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.roles import forward
-from relax_hpc.transfer_queue.client import Claim
-from relax_hpc.transfer_queue.ways import Ways
+from relax_hpc.transfer_queue.client.queue_client import Claim
+from relax_hpc.transfer_queue.client.ways import Ways
 from relax_hpc.versions import Version
 from relax_hpc.weights.subscriber import NOTHING, News
 
@@ -32,13 +32,13 @@ class Reader:
 
     def __init__(self, *_) -> None:
         self.serving = NOTHING
-        self.news = iter([done({"version": "e000001-v000001", "digest": "old"})])
+        self.news = iter([done({"version": "i000001-v000001", "digest": "old"})])
 
     def newer(self) -> Future:
         return next(self.news, Future())
 
     def fetch(self, announced):
-        return News("e000002-v000000", "new"), "staged"
+        return News("i000002-v000000", "new"), "staged"
 
     def served(self, version: Version) -> None:
         self.serving = version
@@ -87,7 +87,7 @@ def test_a_claim_from_before_a_rollback_is_given_back_and_training_goes_on(monke
     forward._lead(context, ranks, scorer, every=1)
     assert client.given_back == [7]
     assert client.put_rows == [(8, Version(2, 0).encode())]
-    assert told[0] == {"do": "load", "news": asdict(News("e000002-v000000", "new"))}, "what the leader read"
+    assert told[0] == {"do": "load", "news": asdict(News("i000002-v000000", "new"))}, "what the leader read"
     assert [message["do"] for message in told] == ["load", "score", "score", "end"]
 
 

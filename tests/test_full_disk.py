@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from relax_hpc.errors import EXIT_NO_PROGRESS, EXIT_RETRY
-from relax_hpc.launch.status import status
+from relax_hpc.observe.status import status
 from tests.audit import audit
 from tests.effort import effort
 from tests.requirements import requires
@@ -51,8 +51,8 @@ def status_of(live: Running) -> dict:
     return json.loads(done.stdout)
 
 
-def epochs(live: Running) -> dict[str, int]:
-    return {path.name: live.epochs(path.name) for path in (live.run.root / "logs").iterdir() if path.is_dir()}
+def incarnations(live: Running) -> dict[str, int]:
+    return {path.name: live.incarnations(path.name) for path in (live.run.root / "logs").iterdir() if path.is_dir()}
 
 
 def waited_s(live: Running) -> float:
@@ -62,7 +62,7 @@ def waited_s(live: Running) -> float:
 
 def full_for_a_while(live: Running, disk: SmallDisk, left: int, kill: str = "", seconds: float = 0.0) -> None:
     """Nothing goes on, which is said; with room again everything does, and nobody was started anew but who died."""
-    before, lines = epochs(live), len(said(live, FULL))
+    before, lines = incarnations(live), len(said(live, FULL))
     disk.fill(left)
     if kill:
         live.kill(kill)
@@ -76,7 +76,7 @@ def full_for_a_while(live: Running, disk: SmallDisk, left: int, kill: str = "", 
     disk.free()
     live.wait_until(lambda: len(said(live, AGAIN)) > again, "that is said too", GOES_ON_S)
     live.wait_for_step(trained_steps(live.run)[-1]["step"] + 2, GOES_ON_S)
-    after = {group: count - (kill == "controller" and group == "hub") for group, count in epochs(live).items()}
+    after = {group: count - (kill == "controller" and group == "hub") for group, count in incarnations(live).items()}
     assert after == before, live.story()
 
 
@@ -119,7 +119,7 @@ def test_unsaved_work_is_said(tmp_path: Path) -> None:
     told = said(live, "checkpoint.max_failures=3")[-1]
     assert "3 checkpoints in a row were not saved" in told and str(live.run.checkpoints) in told, told
     assert "NOT SAVED since step" in live.output.read_text().partition("checkpoint: saved again")[2]
-    assert epochs(live)["actor"] == 1, live.story()
+    assert incarnations(live)["actor"] == 1, live.story()
 
 
 @pytest.mark.skipif(

@@ -10,14 +10,14 @@ import pytest
 
 from relax_hpc.config import Config
 from relax_hpc.errors import EXIT_DONE, EXIT_RETRY
-from relax_hpc.launch.requests import asked_to_stop
-from relax_hpc.launch.slurm import jobs
-from relax_hpc.launch.slurm.allocation import Allocation, Place
-from relax_hpc.launch.slurm.commands import SlurmError
-from relax_hpc.launch.slurm.jobs import GroupJob
-from relax_hpc.launch.slurm.ledger import Entry, Ledger
-from relax_hpc.launch.supervisor import RELEASED
 from relax_hpc.rundir import RunDir
+from relax_hpc.slurm import jobs
+from relax_hpc.slurm.allocation import Allocation, Place
+from relax_hpc.slurm.commands import SlurmError
+from relax_hpc.slurm.jobs import GroupJob
+from relax_hpc.slurm.submissions import Entry, Ledger
+from relax_hpc.supervise.requests import asked_to_stop
+from relax_hpc.supervise.supervisor import RELEASED
 
 
 @dataclass

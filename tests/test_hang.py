@@ -52,18 +52,18 @@ def freeze(run: Running, group: str, role: str) -> None:
     """Stop ``role`` and wait until its group was started again, the others untouched."""
     roles = ("rollout", "actor", "actor_fwd", "reference", "controller")
     others = {name: [p.pid for p in run.processes(name)] for name in roles if name != role}
-    epochs = run.epochs(group)
+    incarnations = run.incarnations(group)
     run.processes(role)[0].send_signal(signal.SIGSTOP)
-    run.wait_until(lambda: run.epochs(group) == epochs + 1, f"{group} was started again", 20 * LEASE_S)
+    run.wait_until(lambda: run.incarnations(group) == incarnations + 1, f"{group} was started again", 20 * LEASE_S)
     assert {name: [p.pid for p in run.processes(name)] for name in others} == others
 
 
 def hang(run: Running) -> None:
     """Have a reward hold the interpreter's lock for ever; where, the log of its rank says when it was replaced."""
-    epochs = run.epochs("rollout")
+    incarnations = run.incarnations("rollout")
     (run.run.root / "hang").touch()
-    run.wait_until(lambda: run.epochs("rollout") == epochs + 1, "rollout was started again", 20 * LEASE_S)
-    told = (run.run.logs("rollout", epochs) / "rollout-rank-0.log").read_text()
+    run.wait_until(lambda: run.incarnations("rollout") == incarnations + 1, "rollout was started again", 20 * LEASE_S)
+    told = (run.run.logs("rollout", incarnations) / "rollout-rank-0.log").read_text()
     threads = told.split("Thread 0x")
     assert len(threads) > 4 and sum("in hold_the_lock" in thread for thread in threads) == 1
     assert any("in serve_forever" in thread or "asyncio/base_events" in thread for thread in threads), "the main one"

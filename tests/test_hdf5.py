@@ -18,14 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_hpc.fields import FIELDS
-from relax_hpc.transfer_queue import hdf5
-from relax_hpc.transfer_queue.hdf5 import columns_of, read, write
 from relax_hpc.transfer_queue.plan import GENERATED
-from relax_hpc.transfer_queue.shard import ShardError, pack, unpack
+from relax_hpc.transfer_queue.storage import hdf5
+from relax_hpc.transfer_queue.storage.hdf5 import columns_of, read, write
+from relax_hpc.transfer_queue.storage.shard import ShardError, pack, unpack
 from relax_hpc.versions import Version
 from tests.queue_helpers import learned, rows_of
 
-ORIGIN = {"group": "rollout", "epoch": 1}
+ORIGIN = {"group": "rollout", "incarnation": 1}
 PLAIN = st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.text() | st.binary()
 VALUES = st.recursive(PLAIN, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3))
 NAMES = st.text() | st.sampled_from(["offsets", "offsets1", ".", "..", "a/b", "%", "", "\0", "sample_ids"])
@@ -160,7 +160,7 @@ def test_h5py_alone_reads_and_explains_it(tmp_path):
     rows = [{**row, "mood": {"a": [1]}} for row in rows_of([3, 4], Version(1, 0), length=6)]
     with h5py.File(written(tmp_path / "a.h5", rows, (*GENERATED, "mood")), "r") as file:
         about = dict(file.attrs)
-        assert (about["run"], about["group"], about["epoch"], about["rows"]) == ("runs/a", "rollout", 1, 4)
+        assert (about["run"], about["group"], about["incarnation"], about["rows"]) == ("runs/a", "rollout", 1, 4)
         assert (about["format"], about["format_version"]) == ("relax_hpc shard", 1) and "offsets" in about["layout"]
         ids = json.loads(file["sample_id"][()])
         tokens, offsets = file["token_ids"], file[file["token_ids"].attrs["offsets"]]

@@ -9,15 +9,15 @@ import pytest
 
 from relax_hpc.config import Config
 from relax_hpc.errors import EXIT_DONE, EXIT_NO_PROGRESS, EXIT_RETRY
-from relax_hpc.launch.records import UNKNOWN, Launch, record
-from relax_hpc.launch.requests import ask_to_stop
-from relax_hpc.launch.slurm import jobs
-from relax_hpc.launch.slurm.allocation import Allocation, Place
-from relax_hpc.launch.slurm.commands import Slurm, SlurmError
-from relax_hpc.launch.slurm.jobs import HetJob
-from relax_hpc.launch.slurm.ledger import Entry, Ledger
-from relax_hpc.rendezvous.roster import claim_epoch
+from relax_hpc.rendezvous.roster import claim_incarnation
 from relax_hpc.rundir import RunDir
+from relax_hpc.slurm import jobs
+from relax_hpc.slurm.allocation import Allocation, Place
+from relax_hpc.slurm.commands import Slurm, SlurmError
+from relax_hpc.slurm.jobs import HetJob
+from relax_hpc.slurm.submissions import Entry, Ledger
+from relax_hpc.supervise.launch_records import UNKNOWN, Launch, record
+from relax_hpc.supervise.requests import ask_to_stop
 from tests.fake_slurm import FakeSlurm
 
 ALL = {"7": {"state": "RUNNING", "het": "7+0", "nodes": 2}, "8": {"state": "RUNNING", "het": "7+1"}}
@@ -218,7 +218,7 @@ def test_a_job_that_gave_way_to_nobody_hands_its_group_to_this_one(
     moved: HetJob, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its supervisor had found the predecessor's job gone, and not yet this one there."""
-    record(moved.run, "actor", claim_epoch(moved.run, "actor"), Launch(1, UNKNOWN, job="22"))
+    record(moved.run, "actor", claim_incarnation(moved.run, "actor"), Launch(1, UNKNOWN, job="22"))
     back: list[str] = []
     supervisor = SimpleNamespace(elsewhere={"actor": "22"}, unfit={}, bring_back=lambda name, _: back.append(name))
     moved.ledger.give_way("22")

@@ -49,7 +49,7 @@ if role == "actor":
     trains = trainer(folder / "model")
     trains.accumulate(micro)
     trains.step(LR)
-    save(folder / "e000001-step-000001", trains, {})
+    save(folder / "i000001-step-000001", trains, {})
 else:
     policy(folder / "model").forward_logprobs(micro, 1.0)
 print(json.dumps(found | {"later": sorted(set(sys.modules) - before)}))

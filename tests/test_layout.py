@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from relax_hpc.config import Config, load
 from relax_hpc.errors import ConfigError
-from relax_hpc.launch.slurm.container import container_command, container_srun_options, mounts, role_python
-from relax_hpc.launch.slurm.layout import component, components, gpu_hours, node_hours, seconds
-from relax_hpc.launch.slurm.render import render
 from relax_hpc.rundir import RunDir
+from relax_hpc.slurm.container import container_command, container_srun_options, mounts, role_python
+from relax_hpc.slurm.layout import component, components, gpu_hours, node_hours, seconds
+from relax_hpc.slurm.render import render
 
 RUN = RunDir("/scratch/run").root
 

@@ -20,12 +20,12 @@ import pytest
 
 from relax_hpc.config.schema import Config, LivenessConfig
 from relax_hpc.errors import EXIT_RETRY, DeadlineError, FencedError
-from relax_hpc.launch import lease as module
-from relax_hpc.launch.lease import Lease, leave_outcome, outcome_of
-from relax_hpc.launch.slurm import head
-from relax_hpc.launch.slurm.head import Head, _sign
-from relax_hpc.rendezvous.roster import claim_epoch, latest_epoch
+from relax_hpc.lifecycle import head
+from relax_hpc.lifecycle.head import Head, _sign
+from relax_hpc.rendezvous.roster import claim_incarnation, latest_incarnation
 from relax_hpc.rundir import RunDir
+from relax_hpc.supervise import lease as module
+from relax_hpc.supervise.lease import Lease, leave_outcome, outcome_of
 from tests.queue_helpers import make_run
 from tests.small_disk import small_disk
 
@@ -36,21 +36,21 @@ CANDIDATE = """
 import sys, time
 from relax_hpc.config.schema import LivenessConfig
 from relax_hpc.errors import FencedError
-from relax_hpc.launch.lease import Lease
-from relax_hpc.rendezvous.roster import claim_epoch
+from relax_hpc.supervise.lease import Lease
+from relax_hpc.rendezvous.roster import claim_incarnation
 from relax_hpc.rundir import RunDir
 run = RunDir(sys.argv[1])
-epoch = 0
+incarnation = 0
 print("waits", flush=True)
-while not epoch:
+while not incarnation:
     lease = Lease(run, "supervisor", LivenessConfig(beat_s=0.05, lease_s=0.6), sys.argv[2])
     while not lease.free():
         time.sleep(0.02)
     try:
-        epoch = claim_epoch(run, "supervisor", lease.former)
+        incarnation = claim_incarnation(run, "supervisor", lease.former)
     except (FencedError, OSError):
         time.sleep(0.02)
-lease.hold(epoch)
+lease.hold(incarnation)
 print("holds", flush=True)
 sys.stdin.readline()
 lease.give_up()
@@ -131,7 +131,7 @@ def test_a_stopped_holder_loses_it_after_the_lease(candidates: Candidates) -> No
     holder.send_signal(signal.SIGSTOP)
     assert taken_over(waiting) < 10
     holder.send_signal(signal.SIGCONT)
-    assert latest_epoch(candidates.run, "supervisor") == 2, "by which the first sees that it is over"
+    assert latest_incarnation(candidates.run, "supervisor") == 2, "by which the first sees that it is over"
 
 
 def test_a_holder_that_lives_through_an_outage_keeps_it(tmp_path: Path) -> None:
@@ -143,9 +143,9 @@ def test_a_holder_that_lives_through_an_outage_keeps_it(tmp_path: Path) -> None:
             with disk.read_only():
                 assert not looks(everybody.run, "c", 3 * LIMITS.lease_s)
                 with pytest.raises(OSError, match="Read-only"):
-                    claim_epoch(everybody.run, "supervisor", former=1)
+                    claim_incarnation(everybody.run, "supervisor", former=1)
             assert not looks(everybody.run, "c", 3 * LIMITS.lease_s)
-            assert latest_epoch(everybody.run, "supervisor") == 1 and holder.poll() is None
+            assert latest_incarnation(everybody.run, "supervisor") == 1 and holder.poll() is None
             holder.kill()
             holder.wait(10)
             assert taken_over(waiting) < 10
@@ -158,9 +158,9 @@ def test_an_outage_of_any_length_counts_for_nobody(tmp_path: Path, monkeypatch: 
     run, clock, out = make_run(tmp_path / "run"), [0.0], [errno.EROFS]
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(module, "probe", lambda *_: {"errno": out[0]} if out else {})
-    claim_epoch(run, "supervisor")
+    claim_incarnation(run, "supervisor")
     lease = Lease(run, "supervisor", LIMITS, "b")
-    lease.path.write_text('{"epoch": 1}')
+    lease.path.write_text('{"incarnation": 1}')
 
     def free_within(leases: float) -> bool:
         end = clock[0] + leases * LIMITS.lease_s
@@ -172,7 +172,7 @@ def test_an_outage_of_any_length_counts_for_nobody(tmp_path: Path, monkeypatch: 
     out.clear()
     assert not free_within(0.5), "half of one at least is left to beat in"
     with monkeypatch.context() as patch:
-        patch.setattr(module, "latest_epoch", ill)
+        patch.setattr(module, "latest_incarnation", ill)
         assert not free_within(3)
     assert not free_within(0.9) and free_within(0.2)
 
@@ -182,7 +182,7 @@ def ill(*_: object) -> int:
 
 
 def test_of_several_that_see_it_free_one_gets_it(candidates: Candidates) -> None:
-    """The others wait for a lease that is being taken, and no epoch is spent on them."""
+    """The others wait for a lease that is being taken, and no incarnation is spent on them."""
     holder = candidates.holder("a")
     waiting = [candidates.start(node) for node in ("a", "a", "b", "b")]
     for lives in range(1, 4):
@@ -192,19 +192,19 @@ def test_of_several_that_see_it_free_one_gets_it(candidates: Candidates) -> None
         holder = next(process for process in waiting if process.stdout in ready)
         taken_over(holder)
         waiting.remove(holder)
-        assert latest_epoch(candidates.run, "supervisor") == 1 + lives
+        assert latest_incarnation(candidates.run, "supervisor") == 1 + lives
 
 
 def test_who_has_taken_it_and_does_not_beat_is_waited_for(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     lease = Lease(run, "supervisor", LIMITS, "a")
-    lease.hold(claim_epoch(run, "supervisor"))
+    lease.hold(claim_incarnation(run, "supervisor"))
     lease.give_up()
     other = Lease(run, "supervisor", LIMITS, "b")
-    assert other.free() and claim_epoch(run, "supervisor", other.former) == 2
+    assert other.free() and claim_incarnation(run, "supervisor", other.former) == 2
     assert not Lease(run, "supervisor", LIMITS, "c").free(), "it is given up, but not to this one"
-    with pytest.raises(FencedError, match="another has taken supervisor epoch 2"):
-        claim_epoch(run, "supervisor", former=1)
+    with pytest.raises(FencedError, match="another has taken supervisor incarnation 2"):
+        claim_incarnation(run, "supervisor", former=1)
     assert looks(run, "c", 5.0)
 
 
@@ -232,7 +232,7 @@ def test_what_another_allocation_holds_is_free_once_that_is_gone(candidates: Can
 def test_a_torn_lease_is_held_until_it_stands_still(tmp_path: Path, text: str) -> None:
     run = make_run(tmp_path / "run")
     lease = Lease(run, "supervisor", LIMITS, "a")
-    claim_epoch(run, "supervisor")
+    claim_incarnation(run, "supervisor")
     lease.path.write_text(text)
     assert not lease.free()
     assert looks(run, "a", 5.0)
@@ -241,7 +241,7 @@ def test_a_torn_lease_is_held_until_it_stands_still(tmp_path: Path, text: str) -
 def test_long_node_names_leave_nothing_behind(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     lease = Lease(run, "supervisor", LIMITS, "n" * 200)
-    lease.hold(claim_epoch(run, "supervisor"))
+    lease.hold(claim_incarnation(run, "supervisor"))
     lease.give_up()
     assert Lease(run, "supervisor", LIMITS, "b").free() and json.loads(lease.path.read_text())
 
@@ -249,7 +249,7 @@ def test_long_node_names_leave_nothing_behind(tmp_path: Path) -> None:
 def test_a_holder_that_gets_nowhere_beats_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path / "run")
     lease = Lease(run, "supervisor", LIMITS, "a")
-    lease.hold(claim_epoch(run, "supervisor"))
+    lease.hold(claim_incarnation(run, "supervisor"))
     lease._alive_until = 0.0
     assert looks(run, "b", 5.0)
     former = lease.path.read_text()
@@ -258,7 +258,7 @@ def test_a_holder_that_gets_nowhere_beats_no_more(tmp_path: Path, monkeypatch: p
     while lease.path.read_text() == former:
         assert time.monotonic() < deadline, "it goes on when it gets on"
         time.sleep(0.02)
-    claim_epoch(run, "supervisor")
+    claim_incarnation(run, "supervisor")
     lease.lose()
 
 
@@ -358,7 +358,7 @@ def test_a_full_disk_keeps_nobody_from_the_end_of_a_job(tmp_path: Path, monkeypa
 
     run = make_run(tmp_path / "run")
     lease = Lease(run, "supervisor", LIMITS, "a")
-    lease.hold(claim_epoch(run, "supervisor"))
+    lease.hold(claim_incarnation(run, "supervisor"))
     monkeypatch.setattr(module, "_OUTCOME_S", 0.0)
     monkeypatch.setattr(module, "write_json", full)
     monkeypatch.setattr(Lease, "_write", full)

@@ -10,9 +10,9 @@ import pytest
 
 from relax_hpc.config.schema import LivenessConfig
 from relax_hpc.errors import DeadlineError, RelaxError
-from relax_hpc.launch import lookout
-from relax_hpc.launch.group import Member
-from relax_hpc.launch.lookout import Lookout
+from relax_hpc.supervise import liveness
+from relax_hpc.supervise.group import Member
+from relax_hpc.supervise.liveness import Lookout
 
 LIMITS = LivenessConfig(beat_s=1.0, lease_s=30.0, start_timeout_s=600.0, hang_s=1800.0)
 STARTED: Any = object()
@@ -25,9 +25,9 @@ class World:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
         self.asked: list[Future] = []
-        monkeypatch.setattr(lookout, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(liveness, "time", SimpleNamespace(monotonic=lambda: self.now))
         self.hub = 0
-        self.lookout = Lookout(self, LIMITS, hub_epoch=lambda: self.hub)
+        self.lookout = Lookout(self, LIMITS, hub_incarnation=lambda: self.hub)
         self.groups: dict[str, Any] = {}
 
     def submit(self, op: str, timeout: float) -> Future:
@@ -35,9 +35,9 @@ class World:
         self.asked.append(Future())
         return self.asked[-1]
 
-    def group(self, name: str, epoch: int = 1, roles: tuple[str, ...] = (), process: Any = STARTED) -> None:
+    def group(self, name: str, incarnation: int = 1, roles: tuple[str, ...] = (), process: Any = STARTED) -> None:
         members = [Member(role, process) for role in roles or (name,)]
-        self.groups[name] = SimpleNamespace(epoch=epoch, members=members)
+        self.groups[name] = SimpleNamespace(incarnation=incarnation, members=members)
 
     def look(self, done: frozenset[str] = frozenset()) -> list[tuple]:
         return self.lookout.look(self.groups, done)
@@ -57,8 +57,8 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return World(monkeypatch)
 
 
-def beat(group: str, epoch: int = 1, age_s: float = 0.5, busy_s: float = 0.0, **more: Any) -> dict[str, Any]:
-    return {"group": group, "epoch": epoch, "age_s": age_s, "busy_s": busy_s, **more}
+def beat(group: str, incarnation: int = 1, age_s: float = 0.5, busy_s: float = 0.0, **more: Any) -> dict[str, Any]:
+    return {"group": group, "incarnation": incarnation, "age_s": age_s, "busy_s": busy_s, **more}
 
 
 def test_the_hub_is_asked_every_other_beat_and_never_twice_at_a_time(world: World) -> None:
@@ -84,8 +84,8 @@ def test_a_silent_role_is_dead_when_two_answers_say_so(world: World) -> None:
     assert world.round(quiet, beat("rollout")) == [("actor", "actor", 1, "has given no sign for 30 s")]
 
 
-def test_the_slowest_of_several_ranks_counts_and_other_roles_and_epochs_do_not(world: World) -> None:
-    world.group("rollout", epoch=2)
+def test_the_slowest_of_several_ranks_counts_and_other_roles_and_incarnations_do_not(world: World) -> None:
+    world.group("rollout", incarnation=2)
     others = [beat("rollout", 1, age_s=99.0), beat("rollout", 2, member="rollouter", age_s=99.0)]
     for _ in range(2):
         assert world.round(beat("rollout", 2), *others) == []
@@ -108,7 +108,7 @@ def test_what_was_started_has_time_to_begin(world: World) -> None:
         assert world.round(seconds=seconds) == []
     assert world.round() == []
     assert world.round() == [("actor", "actor", 1, "has not begun to beat within 600 s")]
-    world.group("actor", epoch=2)
+    world.group("actor", incarnation=2)
     assert [world.round(), world.round()] == [[], []], "the next incarnation has as much"
 
 
@@ -148,10 +148,10 @@ def test_a_hub_that_was_not_there_when_it_was_asked_may_start_first(world: World
         world.asked[-1].set_exception(DeadlineError("late"))
         return world.look()
 
-    world.group("hub", epoch=2)
+    world.group("hub", incarnation=2)
     assert in_vain(hub=1) == in_vain(hub=1) == []
     assert in_vain(hub=2) == [("hub", "controller", 2, "has not answered for 30 s")]
-    world.group("hub", epoch=3)
+    world.group("hub", incarnation=3)
     while not (found := in_vain(hub=2)):
         assert world.now < 3000.0
     assert found == [("hub", "controller", 3, "has not answered for 600 s")]

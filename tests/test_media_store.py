@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_hpc.transfer_queue import media
-from relax_hpc.transfer_queue.media import (
+from relax_hpc.transfer_queue.row_schema import BadRow
+from relax_hpc.transfer_queue.storage import media
+from relax_hpc.transfer_queue.storage.media import (
     BadMedia,
     MediaError,
     MediaStore,
@@ -25,7 +26,6 @@ from relax_hpc.transfer_queue.media import (
     media_ids,
     placeholders_of,
 )
-from relax_hpc.transfer_queue.schema import BadRow
 from relax_hpc.versions import Version
 from tests.queue_helpers import rows_of
 
@@ -34,7 +34,7 @@ ID = "0" * 64
 WRITER = """
 import signal, sys
 from pathlib import Path
-from relax_hpc.transfer_queue.media import MediaStore
+from relax_hpc.transfer_queue.storage.media import MediaStore
 where, what = sys.argv[1:]
 store = MediaStore(Path(where), grace_s=100)
 real = getattr(Path, what)

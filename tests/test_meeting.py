@@ -24,8 +24,8 @@ import torch.distributed as dist  # noqa: E402
 from relax_hpc.rendezvous.world import World  # noqa: E402
 from relax_hpc.training import meeting  # noqa: E402
 from relax_hpc.training.meeting import MeetingStore, Remote, serve, store_of  # noqa: E402
-from relax_hpc.transfer_queue.planes.links import Deadline  # noqa: E402
-from relax_hpc.transfer_queue.wire import pack  # noqa: E402
+from relax_hpc.transport.links import Deadline  # noqa: E402
+from relax_hpc.transport.wire import pack  # noqa: E402
 
 pytestmark = pytest.mark.run
 
@@ -255,7 +255,7 @@ raise SystemExit(7)
 )
 def test_ranks_of_one_node_meet_where_each_is_in_a_container_of_its_own() -> None:
     """The kernel then lets none open the others' files in memory."""
-    words = [sys.executable, "-W", "ignore", "-m", "relax_hpc.launch.ranks", "2", "-c", IN_A_CONTAINER]
+    words = [sys.executable, "-W", "ignore", "-m", "relax_hpc.supervise.ranks", "2", "-c", IN_A_CONTAINER]
     done = subprocess.run(words, timeout=120, capture_output=True, text=True)
     assert done.returncode == 7, done.stderr
 

@@ -33,14 +33,14 @@ def rewards(run_dir: Path) -> list[tuple[int, float]]:
 
 
 def test_lines_of_a_step_add_up(tmp_path):
-    with MetricsWriter(tmp_path, epoch=1) as metrics:
+    with MetricsWriter(tmp_path, incarnation=1) as metrics:
         metrics.write(0, {"reward/mean": 0.5, "loss/total": 1})
         metrics.write(0, {"eval/digits/answer_exact": 0.25, "loss/total": 2}, time=7.0)
     [row] = read_metrics(tmp_path)
     assert row == {
         "step": 0,
         "time": 7.0,
-        "epoch": 1,
+        "incarnation": 1,
         "reward/mean": 0.5,
         "loss/total": 2.0,
         "eval/digits/answer_exact": 0.25,
@@ -49,7 +49,7 @@ def test_lines_of_a_step_add_up(tmp_path):
 
 
 def test_each_line_is_on_disk_before_close(tmp_path):
-    metrics = MetricsWriter(tmp_path, epoch=1)
+    metrics = MetricsWriter(tmp_path, incarnation=1)
     metrics.write(3, {"reward/mean": 0.5})
     assert rewards(tmp_path) == [(3, 0.5)]
     metrics.close()
@@ -57,7 +57,7 @@ def test_each_line_is_on_disk_before_close(tmp_path):
 
 
 def test_non_finite_numbers_are_valid_json(tmp_path):
-    with MetricsWriter(tmp_path, epoch=1) as metrics:
+    with MetricsWriter(tmp_path, incarnation=1) as metrics:
         metrics.write(0, {"loss/total": math.nan, "kl/k3": math.inf, "reward/mean": 1})
 
     def refuse(name):
@@ -69,7 +69,7 @@ def test_non_finite_numbers_are_valid_json(tmp_path):
 
 
 def test_names_of_the_lines_own_fields_are_refused(tmp_path):
-    with MetricsWriter(tmp_path, epoch=1) as metrics, pytest.raises(ValueError, match="time"):
+    with MetricsWriter(tmp_path, incarnation=1) as metrics, pytest.raises(ValueError, match="time"):
         metrics.write(0, {"time": 1.0})
 
 
@@ -78,18 +78,18 @@ def test_no_file_is_no_rows(tmp_path):
 
 
 def test_rollback_supersedes_older_lines(tmp_path):
-    with MetricsWriter(tmp_path, epoch=1) as old:
+    with MetricsWriter(tmp_path, incarnation=1) as old:
         for step in range(6):
             old.write(step, {"reward/mean": step})
-    with MetricsWriter(tmp_path, epoch=2) as new:
+    with MetricsWriter(tmp_path, incarnation=2) as new:
         new.rolled_back(3)
         new.write(3, {"reward/mean": 30})
     assert rewards(tmp_path) == [(0, 0), (1, 1), (2, 2), (3, 30)]
     assert load_metrics(tmp_path).rollbacks == [(2, 3)]
 
 
-def test_rollback_within_an_epoch(tmp_path):
-    with MetricsWriter(tmp_path, epoch=1) as metrics:
+def test_rollback_within_an_incarnation(tmp_path):
+    with MetricsWriter(tmp_path, incarnation=1) as metrics:
         for step in range(4):
             metrics.write(step, {"reward/mean": step})
         metrics.rolled_back(2)
@@ -97,8 +97,8 @@ def test_rollback_within_an_epoch(tmp_path):
     assert rewards(tmp_path) == [(0, 0), (1, 1), (2, 20)]
 
 
-def test_a_straggler_of_an_older_epoch_does_not_come_back(tmp_path):
-    with MetricsWriter(tmp_path, epoch=1) as old, MetricsWriter(tmp_path, epoch=2) as new:
+def test_a_straggler_of_an_older_incarnation_does_not_come_back(tmp_path):
+    with MetricsWriter(tmp_path, incarnation=1) as old, MetricsWriter(tmp_path, incarnation=2) as new:
         old.write(0, {"reward/mean": 0})
         new.rolled_back(1)
         new.write(1, {"reward/mean": 10})
@@ -107,31 +107,31 @@ def test_a_straggler_of_an_older_epoch_does_not_come_back(tmp_path):
     assert rewards(tmp_path) == [(0, 0), (1, 10)]
 
 
-def test_the_newest_epoch_wins_without_a_rollback(tmp_path):
-    with MetricsWriter(tmp_path, epoch=1) as old, MetricsWriter(tmp_path, epoch=2) as new:
+def test_the_newest_incarnation_wins_without_a_rollback(tmp_path):
+    with MetricsWriter(tmp_path, incarnation=1) as old, MetricsWriter(tmp_path, incarnation=2) as new:
         new.write(0, {"reward/mean": 2})
         old.write(0, {"reward/mean": 1, "loss/total": 5})
     [row] = read_metrics(tmp_path)
-    assert (row["reward/mean"], row["loss/total"], row["epoch"]) == (2, 5, 2)
+    assert (row["reward/mean"], row["loss/total"], row["incarnation"]) == (2, 5, 2)
 
 
 def test_an_evaluation_of_the_weights_resumed_from_stays(tmp_path):
-    with MetricsWriter(tmp_path, epoch=1) as old:
+    with MetricsWriter(tmp_path, incarnation=1) as old:
         old.write(2, {"reward/mean": 1, "eval/digits/answer_exact": 0.5})
         old.write(3, {"eval/digits/answer_exact": 0.75})
-    with MetricsWriter(tmp_path, epoch=2) as new:
+    with MetricsWriter(tmp_path, incarnation=2) as new:
         new.rolled_back(2)
     [row] = read_metrics(tmp_path)
     assert row["step"] == 2 and row["eval/digits/answer_exact"] == 0.5 and "reward/mean" not in row
 
 
 def test_torn_lines_are_counted_and_the_next_is_not_glued_to_them(tmp_path):
-    with MetricsWriter(tmp_path, epoch=1) as metrics:
+    with MetricsWriter(tmp_path, incarnation=1) as metrics:
         metrics.write(0, {"reward/mean": 0})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 1, "time": 1.0, "epo')
     assert load_metrics(tmp_path).torn == 1
-    with MetricsWriter(tmp_path, epoch=2) as metrics:
+    with MetricsWriter(tmp_path, incarnation=2) as metrics:
         metrics.write(1, {"reward/mean": 1})
     assert rewards(tmp_path) == [(0, 0), (1, 1)]
     assert load_metrics(tmp_path).torn == 1
@@ -140,14 +140,14 @@ def test_torn_lines_are_counted_and_the_next_is_not_glued_to_them(tmp_path):
 def test_tensorboard_reads_one_curve_through_a_rollback(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with MetricsWriter(tmp_path, epoch=1) as old:
+    with MetricsWriter(tmp_path, incarnation=1) as old:
         for step in range(6):
             old.write(step, {"reward/mean": step}, time=100.0 + step)
-    with MetricsWriter(tmp_path, epoch=2) as new:
+    with MetricsWriter(tmp_path, incarnation=2) as new:
         new.rolled_back(3)
         new.write(3, {"reward/mean": 30})
     files = sorted(path.name for path in (tmp_path / "tensorboard").iterdir())
-    assert [name[-13:] for name in files] == [".epoch-000001", ".epoch-000002"]
+    assert [name[-11:] for name in files] == [".inc-000001", ".inc-000002"]
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(0, 0), (1, 1), (2, 2), (3, 30)]
     assert events.Scalars("reward/mean")[0].wall_time == 100.0

@@ -19,16 +19,16 @@ import pytest
 from relax_hpc.config import dump, load
 from relax_hpc.config.schema import Config, GroupConfig
 from relax_hpc.errors import EXIT_RETRY, ConfigError, DeadlineError, RelaxError
-from relax_hpc.launch.prepare import prepare
-from relax_hpc.launch.processes import family, kill, role_words
-from relax_hpc.launch.records import read_mark
 from relax_hpc.metrics import spans
 from relax_hpc.rendezvous import network
 from relax_hpc.rendezvous.network import interface_address, library_environment, own_address
-from relax_hpc.rendezvous.roster import claim_epoch
+from relax_hpc.rendezvous.roster import claim_incarnation
 from relax_hpc.roles.__main__ import meeting_s
+from relax_hpc.roles.prepare import prepare
 from relax_hpc.roles.rollout import replica_numbers
 from relax_hpc.rundir import RunDir
+from relax_hpc.supervise.launch_records import read_mark
+from relax_hpc.supervise.processes import family, kill, role_words
 from relax_hpc.versions import Version
 from tests.containers import PYTHON, install, make_image
 from tests.queue_helpers import BUDGET, Roles, in_thread, make_run
@@ -126,7 +126,7 @@ elif "pass" not in sys.argv[1]:
     [("pass", 0, ""), ("sys.exit(78)", 78, "rank 1 ended with code 78"), ("os.abort()", 75, "rank 1 was ended by")],
 )
 def test_ranks_of_one_node_meet_without_mpi_and_end_together(end: str, code: int, said: str) -> None:
-    words = [sys.executable, "-m", "relax_hpc.launch.ranks", "3", "-c", RANK, end]
+    words = [sys.executable, "-m", "relax_hpc.supervise.ranks", "3", "-c", RANK, end]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert done.returncode == code and said in done.stderr, done.stderr
     assert code or sorted(done.stdout) == ["0", "1", "2"]
@@ -134,7 +134,7 @@ def test_ranks_of_one_node_meet_without_mpi_and_end_together(end: str, code: int
 
 def test_ranks_of_one_node_are_told_signals_and_die_with_their_launcher() -> None:
     script = "import signal, sys; signal.signal(signal.SIGUSR2, lambda *_: sys.exit(0)); os.write(1, b'1')\n"
-    words = [sys.executable, "-m", "relax_hpc.launch.ranks", "2", "-c", RANK.partition("world =")[0] + script]
+    words = [sys.executable, "-m", "relax_hpc.supervise.ranks", "2", "-c", RANK.partition("world =")[0] + script]
     for number, code in ((signal.SIGUSR2, 0), (signal.SIGKILL, -9)):
         launcher = subprocess.Popen([*words[:-1], words[-1] + "signal.pause()"], stdout=subprocess.PIPE)
         assert launcher.stdout.read(2) == b"11"
@@ -205,7 +205,7 @@ def test_ranks_that_hang_in_mpi_say_so_before_they_are_taken_for_dead(inside: bo
     over |= {"liveness": {"start_timeout_s": 3.0}, "site": {"interface": LOOPBACK_NAME, "mpi": {"launcher": "pmi2"}}}
     dump(load([write_config(tmp_path / "config.yaml", over)]), run.config)
     root = Path(__file__).parents[1]
-    run.logs("rollout", claim_epoch(run, "rollout")).mkdir(parents=True)
+    run.logs("rollout", claim_incarnation(run, "rollout")).mkdir(parents=True)
     words = [sys.executable]
     if inside:
         program, image = install(tmp_path / "bin"), make_image(tmp_path / "image")
@@ -247,7 +247,7 @@ def test_a_rollout_of_two_ranks_generates_evaluates_once_and_ends(tmp_path: Path
     run = make_run(tmp_path / "run")
     dump(config, run.config)
     prepare(run, config)
-    logs = run.logs("rollout", claim_epoch(run, "rollout"))
+    logs = run.logs("rollout", claim_incarnation(run, "rollout"))
     logs.mkdir(parents=True)
     evaluated: list[int] = []
     with in_thread(run, config) as hub, Roles(run, config) as roles:

@@ -13,8 +13,8 @@ import msgpack
 import pytest
 
 from relax_hpc.rendezvous.process import die_with_parent
-from relax_hpc.transfer_queue.planes import Descriptor, Plane, PlaneError, ShmPlane, SlabPool, TcpPlane, preflight
-from relax_hpc.transfer_queue.planes.preflight import Trial, best, make_offer, missing, table, try_offers, withdraw
+from relax_hpc.transport import Descriptor, Plane, PlaneError, ShmPlane, SlabPool, TcpPlane, plane_check
+from relax_hpc.transport.plane_check import Trial, best, make_offer, missing, table, try_offers, withdraw
 from tests.plane_helpers import ROOT, TOKEN, WAIT_S
 
 TIMEOUT_S = 10.0
@@ -125,7 +125,7 @@ def test_withdrawn_offers_and_other_tokens_are_told_apart():
     ],
 )
 def test_whatever_a_plane_does_it_goes_to_the_table(monkeypatch, how, path, why):
-    monkeypatch.setattr(preflight, "_GRACE_S", 10.0 if how != "hangs" else 0.1)
+    monkeypatch.setattr(plane_check, "_GRACE_S", 10.0 if how != "hangs" else 0.1)
     trial = try_odd(how)
     assert (trial.ok, trial.path, trial.why) == (not why, path, why)
 

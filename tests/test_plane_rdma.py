@@ -23,12 +23,12 @@ from hypothesis import strategies as st
 
 from relax_hpc.config.schema import Config, PlanesConfig, QueueConfig
 from relax_hpc.rendezvous.process import die_with_parent
-from relax_hpc.transfer_queue.planes import Descriptor, PlaneError, SlabPool, rdma_agent, rdma_path
-from relax_hpc.transfer_queue.planes.rdma import RdmaPlane, available
-from relax_hpc.transfer_queue.planes.rdma_path import card, route
-from relax_hpc.transfer_queue.planes.rdma_source import Place
-from relax_hpc.transfer_queue.requests import MAX_TOLD_BYTES
-from relax_hpc.transfer_queue.store import planes_of
+from relax_hpc.transfer_queue.controller.messages import MAX_TOLD_BYTES
+from relax_hpc.transfer_queue.storage.shard_store import planes_of
+from relax_hpc.transport import Descriptor, PlaneError, SlabPool, rdma_agent, rdma_path
+from relax_hpc.transport.rdma import RdmaPlane, available
+from relax_hpc.transport.rdma_path import card, route
+from relax_hpc.transport.rdma_source import Place
 from tests.plain_user import plain_user
 from tests.plane_helpers import READ_S, ROOT, TOKEN, WAIT_S, Peer, digest, pattern, serve
 from tests.queue_helpers import Roles, in_thread, make_run, small
@@ -254,7 +254,7 @@ def test_what_every_plane_promises_holds_over_tcp():
 
 @needs_nixl
 def test_processes_that_are_started_later_do_without_what_is_set_for_nixl():
-    code = "import os; before = dict(os.environ); from relax_hpc.transfer_queue.planes.rdma_agent import Agent; "
+    code = "import os; before = dict(os.environ); from relax_hpc.transport.rdma_agent import Agent; "
     code += "agent = Agent('one'); assert dict(os.environ) == before; print('well')"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)
     assert (done.returncode, done.stdout) == (0, "well\n"), done.stderr
@@ -274,8 +274,8 @@ def test_rows_of_a_queue_pass_by_it(tmp_path):
 def test_a_shard_with_every_plane_is_a_short_message(tmp_path):
     run, pool = make_run(tmp_path / "run"), SlabPool()
     config = Config(queue=QueueConfig(planes=PlanesConfig(rdma="required")))
-    planes = planes_of(run, config, "rollout", "rollout-e000001-4000000-0123abcd", pool)
-    name = "rollout-e000001-4000000-0123abcd-000001.h5"
+    planes = planes_of(run, config, "rollout", "rollout-i000001-4000000-0123abcd", pool)
+    name = "rollout-i000001-4000000-0123abcd-000001.h5"
     offers = {plane.name: plane.publish(name, pool.take(4096).memory) for plane in planes}
     assert list(offers) == ["shm", "rdma", "tcp"]
     assert len(msgpack.packb({"name": name, "bytes": 4096, "planes": offers})) < MAX_TOLD_BYTES // 8
@@ -305,7 +305,7 @@ def test_a_user_without_rights_can_do_it():
 def test_memory_of_another_user_is_not_there():
     if os.getuid():
         pytest.skip("needs processes of two users: run as root")
-    code = "import json, sys; from relax_hpc.transfer_queue.planes.rdma_path import route; "
+    code = "import json, sys; from relax_hpc.transport.rdma_path import route; "
     code += "print(route(json.loads(sys.argv[1]), int(sys.argv[2])))"
     memory = SlabPool().take(10).memory
     with plain_user() as user:

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from relax_hpc.rundir import RunDir
-from relax_hpc.weights.staging import staging_root
+from relax_hpc.weights.node_cache import staging_root
 from tests import fault_table, power_loss
 from tests.audit import audit
 from tests.requirements import requires

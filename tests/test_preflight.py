@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from relax_hpc.launch.slurm import preflight
-from relax_hpc.launch.slurm.preflight import BadNodes, check_node, excluded, fabric_problems
 from relax_hpc.rundir import RunDir
+from relax_hpc.slurm import node_probe
+from relax_hpc.slurm.node_probe import BadNodes, check_node, excluded, fabric_problems
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, code: i
 
 def test_a_good_node(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURMD_NODENAME", "node7")
-    monkeypatch.setattr(preflight, "FABRIC", run.root / "nothing")
+    monkeypatch.setattr(node_probe, "FABRIC", run.root / "nothing")
     report = check_node(run, min_memory_gib=0.01, interface="lo")
     assert report.ok and report.node == "node7" and report.memory_gib > 0
     assert json.loads(report.line())["ok"] is True
@@ -42,7 +42,7 @@ def test_a_good_node(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_command(run: RunDir) -> None:
     """Prints one line, and its exit code says whether the node is good."""
-    command = [sys.executable, "-m", "relax_hpc.launch.slurm.preflight", f"--run_dir={run.root}"]
+    command = [sys.executable, "-m", "relax_hpc.slurm.node_probe", f"--run_dir={run.root}"]
     for extra, code in ((["--interface=lo"], 0), (["--min_memory_gib=1e9", "--interface=ib77"], 75)):
         done = subprocess.run([*command, *extra], capture_output=True, text=True, timeout=60)
         assert done.returncode == code, done.stderr
@@ -56,7 +56,7 @@ def test_too_little_memory(run: RunDir) -> None:
 
 
 def test_no_shared_memory(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "SHM", run.root / "nothing")
+    monkeypatch.setattr(node_probe, "SHM", run.root / "nothing")
     assert "nothing: found 0 MiB free" in check_node(run).problems[0]
 
 
@@ -117,8 +117,8 @@ def test_a_run_directory_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_a_clock_that_is_off(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = preflight.time.time
-    monkeypatch.setattr(preflight.time, "time", lambda: now() + 100)
+    now = node_probe.time.time
+    monkeypatch.setattr(node_probe.time, "time", lambda: now() + 100)
     report = check_node(run)
     assert "clock: the run directory's is -100" in report.problems[0]
 
@@ -135,4 +135,4 @@ def test_repeat_offenders(run: RunDir) -> None:
     assert excluded(run) == ["n1"]
     assert excluded(run, threshold=1) == ["n1", "n2"]
     # A day later they count as mended.
-    assert excluded(run, now=record.records()[-1]["time"] + preflight.FORGET_S + 1) == []
+    assert excluded(run, now=record.records()[-1]["time"] + node_probe.FORGET_S + 1) == []

@@ -17,7 +17,7 @@ from relax_hpc.roles.replica import FOR_TURN, Replica
 from relax_hpc.roles.rollout import Rollout
 from relax_hpc.sandbox.processes import until
 from relax_hpc.transfer_queue import presence
-from relax_hpc.transfer_queue.client import QueueClient
+from relax_hpc.transfer_queue.client.queue_client import QueueClient
 from relax_hpc.transfer_queue.presence import Presence
 from tests.queue_helpers import BUDGET, in_thread, make_run, small
 
@@ -34,7 +34,7 @@ class World:
     def look(self, *beats: dict[str, Any], seconds: float = 2.0) -> dict[str, str]:
         """Whom the others wait for after some seconds, and why."""
         self.now += seconds
-        found = {f"{number}": {"epoch": 1, "at": self.now} | beat for number, beat in enumerate(beats)}
+        found = {f"{number}": {"incarnation": 1, "at": self.now} | beat for number, beat in enumerate(beats)}
         self.presence.look(found, lambda owner: int(owner in self.over), self.now)
         return {name: why for name, (why, _) in self.presence.lacking.items()}
 

@@ -13,12 +13,12 @@ import msgpack
 import pytest
 
 from relax_hpc.config.schema import GroupConfig
-from relax_hpc.transfer_queue import rules
-from relax_hpc.transfer_queue.image import image_of, state_of
+from relax_hpc.transfer_queue.controller import rules
+from relax_hpc.transfer_queue.controller.image import image_of, state_of
+from relax_hpc.transfer_queue.controller.rules import admissible
+from relax_hpc.transfer_queue.controller.state import QueueState
 from relax_hpc.transfer_queue.lengths import packed
 from relax_hpc.transfer_queue.plan import GENERATED, Plan
-from relax_hpc.transfer_queue.rules import admissible
-from relax_hpc.transfer_queue.state import QueueState
 from relax_hpc.versions import Version
 from tests.queue_helpers import small
 from tests.queue_world import Paper
@@ -29,7 +29,7 @@ NOTHING = Version(0, 0)
 
 @dataclass(frozen=True, order=True)
 class Engine:
-    epoch: int = 1
+    incarnation: int = 1
     serving: Version = NOTHING
     flight: tuple[tuple[int, Version], ...] = ()
     """Tickets in generation, with the version that began each."""
@@ -77,24 +77,24 @@ class Small:
         engines = (self.engines[ENGINES[0]], self.engines[ENGINES[1]])
         return Node((queue, *sorted(engines)), engines, self.actor, self.deaths, image)
 
-    def ask(self, group: str, epoch: int, op: str, /, **args: Any) -> Any:
+    def ask(self, group: str, incarnation: int, op: str, /, **args: Any) -> Any:
         self.keys += 1
-        return self.desk.ask(group, epoch, f"{self.deaths}-{self.keys}", op, **args)
+        return self.desk.ask(group, incarnation, f"{self.deaths}-{self.keys}", op, **args)
 
     # -- what an engine does -----------------------------------------------------------------------------------
 
     def pull(self, name: str) -> bool:
         engine = self.engines[name]
-        news = self.ask(name, engine.epoch, "next_version", after=str(engine.serving))
+        news = self.ask(name, engine.incarnation, "next_version", after=str(engine.serving))
         if news is None or "version" not in news:
             return False
-        self.ask(name, engine.epoch, "serve", reader=name, version=news["version"])
+        self.ask(name, engine.incarnation, "serve", reader=name, version=news["version"])
         self.engines[name] = replace(engine, serving=Version.parse(news["version"]))
         return True
 
     def admit(self, name: str) -> bool:
         engine, state = self.engines[name], self.desk.state
-        answer = self.ask(name, engine.epoch, "admit", reader=name, count=1)
+        answer = self.ask(name, engine.incarnation, "admit", reader=name, count=1)
         if answer is None or "finished" in answer:
             self.check_nothing_withheld(engine)
             return False
@@ -118,11 +118,11 @@ class Small:
             return False
         (ticket, began), *later = engine.flight
         codes = sorted({began.encode(), engine.serving.encode()})
-        full = (1 << self.plan.samples_per_group) - 1
+        full = (1 << self.plan.samples_per_prompt) - 1
         rows = [{"ticket": ticket, "mask": full, "lengths": packed([3, 3]), "versions": codes}]
-        shard = {"name": f"{name}-{engine.epoch}-{ticket}-{self.desk.state.shelf.next_number}"}
+        shard = {"name": f"{name}-{engine.incarnation}-{ticket}-{self.desk.state.shelf.next_number}"}
         put = {"shard": shard, "rows": rows, "fields": list(GENERATED)}
-        refused = self.ask(name, engine.epoch, "put", **put)["refused"]
+        refused = self.ask(name, engine.incarnation, "put", **put)["refused"]
         alive = all(map(self.desk.state.in_lineage, (began, engine.serving)))
         assert refused == ({} if alive else {ticket: "rolled_back"})
         self.engines[name] = replace(engine, flight=tuple(later))
@@ -130,8 +130,8 @@ class Small:
 
     def kill(self, name: str) -> None:
         self.deaths += 1
-        self.ask("supervisor", 1, "down", group=name, epoch=self.engines[name].epoch)
-        self.engines[name] = Engine(self.engines[name].epoch + 1)
+        self.ask("supervisor", 1, "down", group=name, incarnation=self.engines[name].incarnation)
+        self.engines[name] = Engine(self.engines[name].incarnation + 1)
 
     # -- what the actor does -----------------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class Small:
         state, step = self.desk.state, self.desk.state.trained_steps
         if step == self.plan.steps:
             return False
-        window = {"task": "actor", "budget": 1 << 20, "boundary": self.plan.groups_per_step}
+        window = {"task": "actor", "budget": 1 << 20, "boundary": self.plan.prompts_per_step}
         claim = self.ask("actor", self.actor, "claim", **window)
         if claim is None:
             return False
@@ -217,7 +217,7 @@ def test_no_order_of_events_stops_a_run_whose_engines_may_not_lag():
     state.trained_steps = 2
     assert rules.admissible(state, Version(1, 2), 1) and not rules.admissible(state, Version(1, 1), 1)
     assert rules.why_not(state, Version(1, 1))[0] == (
-        "serves e000001-v000001, 1 behind the newest, allowed weights.publish_lag=0"
+        "serves i000001-v000001, 1 behind the newest, allowed weights.publish_lag=0"
     )
 
 

@@ -12,11 +12,11 @@ import relax_hpc.transfer_queue as package
 from relax_hpc.config.schema import PlanesConfig
 from relax_hpc.errors import RefusedError
 from relax_hpc.transfer_queue import Claim, QueueClient, Version, serving
-from relax_hpc.transfer_queue.client import read_columns
-from relax_hpc.transfer_queue.files import ShardFiles
+from relax_hpc.transfer_queue.client.queue_client import read_columns
 from relax_hpc.transfer_queue.plan import GENERATED
-from relax_hpc.transfer_queue.shard import pack
-from relax_hpc.transfer_queue.store import ShardReader
+from relax_hpc.transfer_queue.storage.shard import pack
+from relax_hpc.transfer_queue.storage.shard_files import ShardFiles
+from relax_hpc.transfer_queue.storage.shard_store import ShardReader
 from tests.plane_helpers import plane_here
 from tests.queue_helpers import Roles, make_run, rows_of, small
 
@@ -44,8 +44,8 @@ def test_a_run_is_gone_on_with_by_the_next_who_serves_it(tmp_path):
     with serving(run, config), QueueClient(run, config, "actor", 1) as client:
         client.call("resume", step=0)
     with serving(run, config) as controller, QueueClient(run, config, "actor", 1) as client:
-        assert controller.epoch == 2 and controller.state.lineage == [(1, 0)]
-        assert client.call("status")["epochs"] == {"actor": 1}
+        assert controller.incarnation == 2 and controller.state.lineage == [(1, 0)]
+        assert client.call("status")["incarnations"] == {"actor": 1}
 
 
 def test_arrays_that_the_schema_does_not_know_are_carried(tmp_path):
@@ -57,8 +57,8 @@ def test_arrays_that_the_schema_does_not_know_are_carried(tmp_path):
         QueueClient(run, config, "rollout", 1) as it,
     ):
         actor.call("resume", step=0)
-        actor.call("publish", version="e000001-v000000", digest="d")
-        it.call("serve", reader="r", version="e000001-v000000")
+        actor.call("publish", version="i000001-v000000", digest="d")
+        it.call("serve", reader="r", version="i000001-v000000")
         tickets = it.call("admit", reader="r", count=1)["tickets"]
         mine = {"bits": np.array([True, False]), "halves": np.arange(3, dtype=np.float16), "whole": np.arange(9)}
         rows = [{**row, **mine} for row in rows_of(tickets, Version(1, 0))]
@@ -112,7 +112,7 @@ def test_columns_leave_out_rows_that_were_generated_again(tmp_path):
     with plane_here("shm") as shm:
         shards = []
         for name, rows, tickets in (("a", first, [0]), ("b", again, [1])):
-            record = pack(rows, GENERATED, {"group": "rollout", "epoch": 1})
+            record = pack(rows, GENERATED, {"group": "rollout", "incarnation": 1})
             planes = {"shm": shm.publish(name, record)}
             shards.append({"name": name, "bytes": len(record), "planes": planes, "tickets": tickets})
         reader = ShardReader(files, [shm])

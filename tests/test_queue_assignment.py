@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_hpc.config.schema import GroupConfig
-from relax_hpc.transfer_queue.image import image_of, state_of
+from relax_hpc.transfer_queue.controller.image import image_of, state_of
+from relax_hpc.transfer_queue.controller.state import QueueState
 from relax_hpc.transfer_queue.lengths import is_packed, packed, unpacked
 from relax_hpc.transfer_queue.plan import GENERATED, Plan
 from relax_hpc.transfer_queue.samplers import schedule
-from relax_hpc.transfer_queue.state import QueueState
 from relax_hpc.versions import Version
 from tests.queue_helpers import BUDGET, Roles, in_thread, make_run, rows_of, small
 from tests.queue_world import Paper, contents, refused_kind
@@ -83,7 +83,7 @@ def test_who_asks_again_after_a_restart_gets_the_same_rows(restarted, monkeypatc
 def test_a_window_that_is_given_back_is_dealt_as_before(restarted):
     desk = desk_with([0, 1, 2, 3])
     claim = desk.ask("actor", 1, "c", "claim", **WINDOW)
-    desk.ask("supervisor", 1, "d", "down", group="actor", epoch=1)
+    desk.ask("supervisor", 1, "d", "down", group="actor", incarnation=1)
     desk.state = restarted(desk)
     again = desk.ask("actor", 2, "c", "claim", **WINDOW)
     assert again == {**claim, "lease": claim["lease"] + 1}
@@ -95,7 +95,7 @@ def test_a_window_that_shrinks_keeps_every_other_row_with_its_rank(restarted):
     desk = desk_with([0, 1, 2, 3], saved=False)
     claim = desk.ask("actor", 1, "c", "claim", **WINDOW)
     desk.ask("rollout", 1, "saved", "saved", names=["s1"])
-    desk.ask("supervisor", 1, "d", "down", group="rollout", epoch=1)
+    desk.ask("supervisor", 1, "d", "down", group="rollout", incarnation=1)
     desk.state = restarted(desk)
     left = desk.ask("actor", 1, "c", "claim", **WINDOW)
     assert left["tickets"] == [1] and left["lease"] == claim["lease"]
@@ -123,7 +123,7 @@ def test_a_window_behind_the_boundary_waits_for_those_before_it(restarted):
     window = {**WINDOW, "boundary": 2}
     leases = [desk.ask("actor", 1, key, "claim", **window)["lease"] for key in ("c1", "c2")]
     desk.ask("rollout", 1, "saved", "saved", names=["s2", "s3"])
-    desk.ask("supervisor", 1, "d", "down", group="rollout", epoch=1)
+    desk.ask("supervisor", 1, "d", "down", group="rollout", incarnation=1)
     for lease in leases:
         desk.ask("actor", 1, f"r{lease}", "release", lease=lease)
     desk.state = restarted(desk)
@@ -159,6 +159,6 @@ def test_a_client_gets_the_rows_that_it_was_assigned(tmp_path):
             read = roles["actor"].rows(claim)
         assert [len(row["token_ids"]) for row in read] == [9, 9, 5, 5]
         assert sorted(len(read[row]["token_ids"]) for part in claim.assignment[0] for row in part) == [5, 9]
-        with in_thread(run, config), Roles(run, config, epoch=2) as successors:
+        with in_thread(run, config), Roles(run, config, incarnation=2) as successors:
             again = successors["actor"].claim("actor", BUDGET, ranks=2, max_tokens=10)
             assert (again.tickets, again.assignment) == (claim.tickets, claim.assignment)

@@ -17,14 +17,14 @@ import msgpack
 import numpy as np
 import pytest
 
-from relax_hpc.cli import main
+from relax_hpc.cli.program import main
 from relax_hpc.config import dump
 from relax_hpc.config.schema import Config
 from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE
 from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue import export
-from relax_hpc.transfer_queue.audit import Audit, Ledger, audit, journal_records
-from relax_hpc.transfer_queue.journal import Journal
+from relax_hpc.transfer_queue.controller.journal import Journal
+from relax_hpc.transfer_queue.inspect import export
+from relax_hpc.transfer_queue.inspect.audit import Audit, Ledger, audit, journal_records
 from relax_hpc.transfer_queue.plan import Plan
 from relax_hpc.versions import Version
 from tests.queue_helpers import BUDGET, GIVES, HubProcess, Roles, in_thread, learned, make_run, small
@@ -152,15 +152,15 @@ def test_a_killed_run_with_a_torn_tail(tmp_path, capsys):
     journal.write_bytes(whole + whole[:7])
     run.events.write_bytes(run.events.read_bytes()[:-30])
     found = audited(run, capsys)
-    assert found["torn_bytes"] == {"epoch-000001.journal": 7}
+    assert found["torn_bytes"] == {"inc-000001.journal": 7}
     assert (found["accepted"], found["trained"], found["in_flight"]) == (8, 4, 4)
     assert journal.read_bytes() == whole + whole[:7], "the run's own files stay as they are"
     assert call("audit", run.root) == EXIT_DONE
-    assert "torn bytes           7  epoch-000001.journal 7" in capsys.readouterr().out
+    assert "torn bytes           7  inc-000001.journal 7" in capsys.readouterr().out
 
 
 def test_what_a_fenced_controller_still_wrote_does_not_count(run, capsys):
-    first = run.journal / "epoch-000001.journal"
+    first = run.journal / "inc-000001.journal"
     with in_thread(run, small(steps=STEPS)):
         pass
     before = audited(run, capsys)
@@ -177,7 +177,7 @@ def resumed_at_the_start(run: RunDir, config: Config) -> Iterator[Roles]:
         roles.start()
         roles.step(0)
         roles.generate(Version(1, 1))
-    with Roles(run, config, epoch=2) as roles:
+    with Roles(run, config, incarnation=2) as roles:
         roles.start()
         roles.train(0)
         yield roles
@@ -337,7 +337,7 @@ def test_rows_of_a_step_with_all_their_fields(run, capsys):
     assert capsys.readouterr().out == f"{run.root / 'rows.jsonl'}: 4 rows of step 1\n"
     assert [row["sample_id"] for row in rows] == ["000000002.00", "000000002.01", "000000003.00", "000000003.01"]
     row = rows[1]
-    assert (row["step"], row["trained"], row["versions"]) == (1, "e000001-v000001", ["e000001-v000001"])
+    assert (row["step"], row["trained"], row["versions"]) == (1, "i000001-v000001", ["i000001-v000001"])
     assert (row["token_ids"], row["loss_mask"]) == ([201, 202, 203, 204, 205], [0, 0, 1, 1, 1])
     assert (row["ref_logprobs"], row["advantages"]) == ([-4.0] * 5, [0.0, 0.0, 1.0, 1.0, 1.0])
     assert (row["prompt_id"], row["finish_reason"], row["spans"], row["reward"]) == ("p2", "stop", [], 1.0)
@@ -353,8 +353,8 @@ def test_rows_that_were_generated_again_are_the_later_ones(tmp_path):
     run, config = new_run(tmp_path / "run")
     with in_thread(run, config), resumed_at_the_start(run, config) as roles:
         roles.generate(Version(2, 1))
-    assert {row["trained"] for row in exported(run, "--step", 0)} == {"e000002-v000000"}
-    assert {tuple(row["versions"]) for row in exported(run, "--step", 1)} == {("e000002-v000001",)}
+    assert {row["trained"] for row in exported(run, "--step", 0)} == {"i000002-v000000"}
+    assert {tuple(row["versions"]) for row in exported(run, "--step", 1)} == {("i000002-v000001",)}
 
 
 @pytest.mark.parametrize(

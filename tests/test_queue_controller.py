@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from relax_hpc.transfer_queue.client import QueueClient
-from relax_hpc.transfer_queue.controller import Controller
+from relax_hpc.transfer_queue.client.queue_client import QueueClient
+from relax_hpc.transfer_queue.controller.server import Controller
 from relax_hpc.transfer_queue.lengths import packed
-from relax_hpc.transfer_queue.wire import pack, unpack
+from relax_hpc.transport.wire import pack, unpack
 from relax_hpc.versions import Version
 from tests.queue_helpers import BUDGET, Roles, dial, in_thread, make_run, next_payload, rows_of, small
 
@@ -50,7 +50,7 @@ def test_nobody_is_told_what_a_maker_had_in_memory_whose_lease_is_over(tmp_path)
         claim = reader.claim("reference", BUDGET)
         assert [list(shard["planes"]) for shard in claim.shards] == [["shm", "tcp"]]
         reader.give_back(claim)
-        roles["actor"].call("down", group="rollout", epoch=1)
+        roles["actor"].call("down", group="rollout", incarnation=1)
         claim = reader.claim("reference", BUDGET)
         assert [shard["planes"] for shard in claim.shards] == [{}]
         assert len(reader.rows(claim)) == 4 and reader.store.ways.shards == {"file": 1}
@@ -70,15 +70,15 @@ def test_a_waiting_consumer_is_told_by_the_put_itself(tmp_path):
         started = time.monotonic()
         roles["rollout"].generated(rows_of(tickets, version))
         assert waiting.result(timeout=2).tickets == (0, 1)
-        roles["actor"].call("publish", version="e000001-v000001", digest="d")
-        assert news.result(timeout=2)["version"] == "e000001-v000001"
+        roles["actor"].call("publish", version="i000001-v000001", digest="d")
+        assert news.result(timeout=2)["version"] == "i000001-v000001"
         assert time.monotonic() - started < 2
 
 
 def test_who_holds_many_shards_finds_the_next_controller_too(tmp_path):
     run, config = make_run(tmp_path / "run"), small()
     config.liveness.beat_s = 0.1
-    names = [f"rollout-e000001-{number:060d}.h5" for number in range(2000)]
+    names = [f"rollout-i000001-{number:060d}.h5" for number in range(2000)]
     with QueueClient(run, config, "rollout", 1) as client:
         freed: list[str] = []
         client._store = SimpleNamespace(
@@ -97,10 +97,10 @@ class Wire:
     """Speaks the protocol by hand, so that a request can be repeated with its key."""
 
     def __init__(self, controller: Controller) -> None:
-        self.connection = dial(controller.run, controller.endpoint, controller.epoch)
+        self.connection = dial(controller.run, controller.endpoint, controller.incarnation)
 
     def ask(self, group: str, number: int, op: str, **args):
-        message = {"id": number, "client": f"{group}-wire", "group": group, "epoch": 1, "op": op, "args": args}
+        message = {"id": number, "client": f"{group}-wire", "group": group, "incarnation": 1, "op": op, "args": args}
         self.connection.send(pack({**message, "patience": 5.0}))
         reply = unpack(next_payload(self.connection))
         assert "error" not in reply, reply
@@ -115,7 +115,7 @@ class Wire:
 
 def requests(group_rows: list[dict]):
     """A step as raw requests, in order: (group, op, arguments from earlier answers)."""
-    version = "e000001-v000000"
+    version = "i000001-v000000"
     yield "actor", "resume", {"step": 0}
     yield "actor", "publish", {"version": version, "digest": "d"}
     yield "rollout", "serve", {"reader": "r", "version": version}
@@ -140,7 +140,7 @@ def requests(group_rows: list[dict]):
     claim = yield "actor", "claim", {"task": "actor", "budget": BUDGET, "boundary": 2, **dealt}
     assert sorted(row for rank in claim["assignment"] for part in rank for row in part) == [0, 1, 2, 3]
     assert [shard["name"] for shard in claim["shards"]] == ["gen", "actor_fwd", "reference", "adv"]
-    yield "actor", "publish", {"version": "e000001-v000001", "digest": "d"}
+    yield "actor", "publish", {"version": "i000001-v000001", "digest": "d"}
     yield "actor", "trained", {"step": 0, "leases": [claim["lease"]]}
     yield "actor", "checkpoint", {"step": 1, "name": "c", "digest": "d"}
 

@@ -8,8 +8,8 @@ import pytest
 
 from relax_hpc.config.schema import PlanesConfig
 from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue import claims
-from relax_hpc.transfer_queue.claims import DAMAGED, MISSING, check_claim, sound_claim
+from relax_hpc.transfer_queue.client import claims
+from relax_hpc.transfer_queue.client.claims import DAMAGED, MISSING, check_claim, sound_claim
 from relax_hpc.versions import Version
 from tests.queue_helpers import BUDGET, Roles, in_thread, make_run, rows_of, small
 
@@ -49,7 +49,7 @@ def test_groups_in_a_damaged_shard_are_generated_again(tmp_path, damage, reason,
         tickets = generated(roles, version)
         damage(newest_shard(run))
         assert not check_claim(roles["reference"], roles["reference"].claim("reference", BUDGET))
-        assert roles["actor"].call("status")["dropped"] == {reason: config.samples_per_group}
+        assert roles["actor"].call("status")["dropped"] == {reason: config.samples_per_prompt}
         assert roles.admit(version) == tickets[-1:]
         assert roles["rollout"].generated(rows_of(tickets[-1:], version)) == {}
         roles["rollout"].settle()

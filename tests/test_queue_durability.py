@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from relax_hpc.errors import FencedError
-from relax_hpc.rendezvous.roster import claim_epoch
+from relax_hpc.rendezvous.roster import claim_incarnation
 from relax_hpc.transfer_queue import Controller, Plan, QueueClient, serving
-from relax_hpc.transfer_queue.requests import Request
+from relax_hpc.transfer_queue.controller.messages import Request
 from tests.queue_helpers import Roles, make_run, small
 
 
@@ -30,24 +30,24 @@ def test_nobody_waits_for_the_journal_and_it_is_not_late_for_long(tmp_path, conf
     assert not controller._commit() and controller.journal.position.offset == start
     monkeypatch.setattr(controller, "_journal_at", 0.0)
     assert controller._commit() and controller.journal.position.offset > start
-    ask(controller, 2, "publish", version="e000001-v000000", digest="d")
+    ask(controller, 2, "publish", version="i000001-v000000", digest="d")
     controller.close()
     assert Controller(run, Plan.of(config), 2).state.published, "who ends in good order leaves nothing out"
 
 
 def test_what_a_killed_controller_had_not_journaled_is_gone_and_all_begin_again(tmp_path, config):
     run = make_run(tmp_path / "run")
-    killed = Controller(run, Plan.of(config), claim_epoch(run, "hub"), durability="none")
+    killed = Controller(run, Plan.of(config), claim_incarnation(run, "hub"), durability="none")
     ask(killed, 1, "resume", step=0)
     killed.journal.commit()
-    ask(killed, 2, "publish", version="e000001-v000000", digest="d")
+    ask(killed, 2, "publish", version="i000001-v000000", digest="d")
     with serving(run, config) as controller, QueueClient(run, config, "actor", 1) as late:
-        assert controller.epoch == 2 and controller.state.lineage == [(1, 0)] and controller.state.newest is None
-        with pytest.raises(FencedError, match="actor epoch 1 is over"):
+        assert controller.incarnation == 2 and controller.state.lineage == [(1, 0)] and controller.state.newest is None
+        with pytest.raises(FencedError, match="actor incarnation 1 is over"):
             late.call("resume", step=0)
         with QueueClient(run, config, "supervisor", 1) as supervisor:
             assert supervisor.call("status")["trained_steps"] == 0
-        with Roles(run, config, epoch=2) as roles:
+        with Roles(run, config, incarnation=2) as roles:
             roles.start()
             assert len(roles.step(0)) == 4
 

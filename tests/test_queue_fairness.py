@@ -56,7 +56,7 @@ class Simulation:
         config.groups = {name: GroupConfig(roles=["rollout"]) for name in ENGINES}
         config.groups["actor"] = GroupConfig(roles=["actor"])
         self.desk, self.lengths, self.keys = Paper(Plan.of(config)), lengths_of(seed), count()
-        self.epochs = dict.fromkeys((*ENGINES, "actor"), 1)
+        self.incarnations = dict.fromkeys((*ENGINES, "actor"), 1)
         self.flight: dict[str, set[int]] = {name: set() for name in ENGINES}
         self.generated: list[int] = []
         self.trained: list[int] = []
@@ -67,7 +67,7 @@ class Simulation:
         self.publish(0)
 
     def ask(self, group: str, op: str, **args: Any) -> Any:
-        return self.desk.ask(group, self.epochs[group], f"k{next(self.keys)}", op, **args)
+        return self.desk.ask(group, self.incarnations[group], f"k{next(self.keys)}", op, **args)
 
     def after(self, time: float, act: Callable[[], None]) -> None:
         heappush(self.ahead, (self.now + time, next(self.keys), act))
@@ -94,8 +94,8 @@ class Simulation:
                 self.after(self.lengths[ticket], self.end_of(name, ticket))
 
     def end_of(self, name: str, ticket: int) -> Callable[[], None]:
-        began, epoch = self.newest, self.epochs[name]
-        return lambda: self.put(name, ticket, began) if self.epochs[name] == epoch else None
+        began, incarnation = self.newest, self.incarnations[name]
+        return lambda: self.put(name, ticket, began) if self.incarnations[name] == incarnation else None
 
     def put(self, name: str, ticket: int, began: Version) -> None:
         """The answer is there; weights may have changed under way."""
@@ -109,8 +109,8 @@ class Simulation:
 
     def kill(self, name: str) -> None:
         """What it was at is begun again by another one; a fresh one takes its place."""
-        self.desk.ask("supervisor", 1, f"k{next(self.keys)}", "down", group=name, epoch=self.epochs[name])
-        self.epochs[name], self.flight[name] = self.epochs[name] + 1, set()
+        self.desk.ask("supervisor", 1, f"k{next(self.keys)}", "down", group=name, incarnation=self.incarnations[name])
+        self.incarnations[name], self.flight[name] = self.incarnations[name] + 1, set()
         self.serve(name)
 
     # -- actor -------------------------------------------------------------------------------------------------

@@ -10,13 +10,13 @@ from concurrent.futures import wait
 import pytest
 
 from relax_hpc.errors import DeadlineError, FencedError, RefusedError, RelaxError, StoppedError
-from relax_hpc.rendezvous.roster import claim_epoch
-from relax_hpc.transfer_queue import client
-from relax_hpc.transfer_queue.client import QueueClient
-from relax_hpc.transfer_queue.controller import Controller
-from relax_hpc.transfer_queue.journal import Journal, JournalError, Position
+from relax_hpc.rendezvous.roster import claim_incarnation
+from relax_hpc.transfer_queue.client import queue_client
+from relax_hpc.transfer_queue.client.queue_client import QueueClient
+from relax_hpc.transfer_queue.controller.journal import Journal, JournalError, Position
+from relax_hpc.transfer_queue.controller.server import Controller
 from relax_hpc.transfer_queue.plan import Plan
-from relax_hpc.transfer_queue.wire import pack
+from relax_hpc.transport.wire import pack
 from relax_hpc.versions import Version
 from tests.queue_helpers import (
     BUDGET,
@@ -45,11 +45,11 @@ def test_a_killed_controller_comes_back_and_clients_go_on(tmp_path):
             hub.kill()
             lost = roles["rollout"].submit("note", what="engine_fault", name="x", reason="y")
         with HubProcess(run) as hub:
-            assert hub.epoch == 2
+            assert hub.incarnation == 2
             roles.learn(Version(1, 0))
             assert parked.result(timeout=10).tickets == tuple(first) == (0, 1)
             assert lost.result(timeout=10) == {}
-            roles["actor"].call("publish", version="e000001-v000001", digest="d")
+            roles["actor"].call("publish", version="i000001-v000001", digest="d")
             roles["actor"].call("trained", step=0, leases=[parked.result().lease])
             roles.step(1)
             assert roles["actor"].call("status")["trained_steps"] == 2
@@ -57,7 +57,7 @@ def test_a_killed_controller_comes_back_and_clients_go_on(tmp_path):
 
 def test_who_waits_for_a_hub_that_has_gone_for_good_is_told(tmp_path, monkeypatch):
     """A run that was asked to stop starts none again; one that was not does."""
-    monkeypatch.setattr(client, "_NO_HUB_S", 0.2)
+    monkeypatch.setattr(queue_client, "_NO_HUB_S", 0.2)
     run, config = make_run(tmp_path / "run"), small()
     with Roles(run, config) as roles:
         with HubProcess(run) as hub:
@@ -81,8 +81,8 @@ def test_what_a_dead_owner_held_comes_back(tmp_path):
         roles.generate(version)
         held = roles["reference"].claim("reference", BUDGET)
         with QueueClient(run, config, "supervisor", 1) as supervisor:
-            supervisor.call("down", group="reference", epoch=1)
-        with pytest.raises(FencedError, match="reference epoch 1 is over"):
+            supervisor.call("down", group="reference", incarnation=1)
+        with pytest.raises(FencedError, match="reference incarnation 1 is over"):
             roles["reference"].give_back(held)
         with QueueClient(run, config, "reference", 2) as successor:
             assert successor.claim("reference", BUDGET).tickets == held.tickets
@@ -91,29 +91,29 @@ def test_what_a_dead_owner_held_comes_back(tmp_path):
 def test_a_second_controller_fences_the_first(tmp_path):
     """The first stops at its next reply, and what it wrote after the seal is never read."""
     run, config = make_run(tmp_path / "run"), small()
-    old = Controller(run, Plan.of(config), claim_epoch(run, "hub"))
-    new = Controller(run, Plan.of(config), claim_epoch(run, "hub"))
-    with pytest.raises(FencedError, match="hub epoch 1 is over"):
+    old = Controller(run, Plan.of(config), claim_incarnation(run, "hub"))
+    new = Controller(run, Plan.of(config), claim_incarnation(run, "hub"))
+    with pytest.raises(FencedError, match="hub incarnation 1 is over"):
         old.serve(lambda: False)
-    old._record(op="register", group="late", epoch=7)
+    old._record(op="register", group="late", incarnation=7)
     old.journal.commit()
     with old.journal.path.open("ab") as file:
         file.write(b"\xffgarbage that no checksum fits")
-    third = Controller(run, Plan.of(config), claim_epoch(run, "hub"))
-    assert "late" not in third.state.epochs
+    third = Controller(run, Plan.of(config), claim_incarnation(run, "hub"))
+    assert "late" not in third.state.incarnations
     for controller in (old, new, third):
         controller.close()
 
 
-def journal(folder, epoch: int) -> tuple[Journal, list[dict]]:
-    made = Journal(folder, epoch)
+def journal(folder, incarnation: int) -> tuple[Journal, list[dict]]:
+    made = Journal(folder, incarnation)
     return made, list(made.replay())
 
 
 def test_a_torn_tail_is_cut_off(tmp_path):
     (first, _), ends = journal(tmp_path, 1), []
     for number in range(3):
-        first.append({"op": "register", "group": "g", "epoch": number})
+        first.append({"op": "register", "group": "g", "incarnation": number})
         first.commit()
         ends.append(first.position.offset)
     first.close()
@@ -121,7 +121,7 @@ def test_a_torn_tail_is_cut_off(tmp_path):
     for cut in range(1, 12):
         first.path.write_bytes(whole[:-cut])
         second, records = journal(tmp_path, 1 + cut)
-        assert [record["epoch"] for record in records] == [0, 1]
+        assert [record["incarnation"] for record in records] == [0, 1]
         assert sum(second.cut.values()) == len(whole) - cut - ends[-2], "reported"
         second.close()
         second.path.unlink()
@@ -131,24 +131,24 @@ def test_a_journal_of_another_format_is_refused(tmp_path):
     first = Journal(tmp_path, 1)
     first.append({"op": "seal", "lengths": {}})
     first.close()
-    with pytest.raises(JournalError, match=r"epoch-000001.journal: format 1, this program reads 3; finish the run"):
+    with pytest.raises(JournalError, match=r"inc-000001.journal: format 1, this program reads 3; finish the run"):
         journal(tmp_path, 2)
 
 
 def test_a_replay_goes_on_from_any_position_that_the_journal_covers(tmp_path):
     positions = [Position(1, 0)]
-    for epoch in (1, 2, 3):
-        made, _ = journal(tmp_path, epoch)
+    for incarnation in (1, 2, 3):
+        made, _ = journal(tmp_path, incarnation)
         for number in range(3):
-            made.append({"op": "register", "group": "g", "epoch": 10 * epoch + number})
+            made.append({"op": "register", "group": "g", "incarnation": 10 * incarnation + number})
             made.commit()
             positions.append(made.position)
         made.close()
-    everything = [10 * epoch + number for epoch in (1, 2, 3) for number in range(3)]
+    everything = [10 * incarnation + number for incarnation in (1, 2, 3) for number in range(3)]
     for number, position in enumerate(positions):
         last = Journal(tmp_path, 9)
         assert last.covers(position)
-        assert [record["epoch"] for record in last.replay(position)] == everything[number:]
+        assert [record["incarnation"] for record in last.replay(position)] == everything[number:]
         last.close()
         last.path.unlink()
     made = Journal(tmp_path, 9)
@@ -159,7 +159,7 @@ def test_a_replay_goes_on_from_any_position_that_the_journal_covers(tmp_path):
 
 def test_zeros_that_a_power_loss_left_at_the_end_are_cut_off(tmp_path):
     first, _ = journal(tmp_path, 1)
-    first.append({"op": "register", "group": "g", "epoch": 1})
+    first.append({"op": "register", "group": "g", "incarnation": 1})
     first.close()
     with first.path.open("ab") as file:
         file.write(bytes(5000))
@@ -200,7 +200,7 @@ def test_events_that_a_crash_cost_are_written_again(tmp_path):
 
 def test_an_events_file_that_an_older_controller_put_back_is_noticed(tmp_path):
     run, config = make_run(tmp_path / "run"), small()
-    hub = Controller(run, Plan.of(config), claim_epoch(run, "hub"))
+    hub = Controller(run, Plan.of(config), claim_incarnation(run, "hub"))
     (tmp_path / "older").write_bytes(b"")
     (tmp_path / "older").replace(run.events)
     with pytest.raises(RelaxError, match=r"events\.jsonl: replaced or removed"):
@@ -213,7 +213,7 @@ def test_a_damaged_middle_is_refused_with_its_offset(tmp_path):
     first.commit()
     at = first.path.stat().st_size
     for number in range(3):
-        first.append({"op": "register", "group": "g", "epoch": number})
+        first.append({"op": "register", "group": "g", "incarnation": number})
     first.close()
     whole = first.path.read_bytes()
     for byte in range(at, at + 20):
@@ -222,18 +222,18 @@ def test_a_damaged_middle_is_refused_with_its_offset(tmp_path):
             damaged[byte] ^= bit
             first.path.write_bytes(damaged)
             made = Journal(tmp_path, 2)
-            with pytest.raises(JournalError, match=rf"epoch-000001.journal: .* at offset {at}$"):
+            with pytest.raises(JournalError, match=rf"inc-000001.journal: .* at offset {at}$"):
                 list(made.replay())
             made.close()
             made.path.unlink()
 
 
 def test_sealed_records_must_be_whole(tmp_path):
-    for epoch in (1, 2):
-        made, _ = journal(tmp_path, epoch)
-        made.append({"op": "register", "group": "g", "epoch": epoch})
+    for incarnation in (1, 2):
+        made, _ = journal(tmp_path, incarnation)
+        made.append({"op": "register", "group": "g", "incarnation": incarnation})
         made.close()
-    path = tmp_path / "epoch-000001.journal"
+    path = tmp_path / "inc-000001.journal"
     path.write_bytes(path.read_bytes()[:-3])
     with pytest.raises(JournalError, match="sealed at"):
         journal(tmp_path, 3)
@@ -242,7 +242,7 @@ def test_sealed_records_must_be_whole(tmp_path):
 def test_a_zombie_that_opens_late_is_not_replayed(tmp_path):
     newer, _ = journal(tmp_path, 3)
     zombie, _ = journal(tmp_path, 2)
-    zombie.append({"op": "register", "group": "late", "epoch": 1})
+    zombie.append({"op": "register", "group": "late", "incarnation": 1})
     zombie.close()
     assert zombie.superseded() == 3 and not newer.superseded()
     newer.close()
@@ -252,18 +252,18 @@ def test_a_zombie_that_opens_late_is_not_replayed(tmp_path):
 
 def test_what_is_no_request_ends_its_connection_and_changes_nothing(tmp_path):
     run, config = make_run(tmp_path / "run"), small()
-    good = {"id": 1, "client": "c", "group": "actor", "epoch": 9, "op": "beat", "args": {}, "patience": 1.0}
-    odd = [{"epoch": float("inf")}, {"patience": "x"}, {"args": 3}, {"op": None}]
+    good = {"id": 1, "client": "c", "group": "actor", "incarnation": 9, "op": "beat", "args": {}, "patience": 1.0}
+    odd = [{"incarnation": float("inf")}, {"patience": "x"}, {"args": 3}, {"op": None}]
     payloads = [b"x" * 100, b"\x01", pack({}), pack(good)[:-1], *(pack(good | change) for change in odd)]
     with in_thread(run, config) as controller, Roles(run, config) as roles:
         roles.start()
         for number, payload in enumerate(payloads, 1):
-            connection = dial(run, controller.endpoint, controller.epoch)
+            connection = dial(run, controller.endpoint, controller.incarnation)
             connection.send(payload)
             with pytest.raises(ConnectionResetError):
                 next_payload(connection)
             assert roles["actor"].call("status")["refused_connections"] == number
-        assert controller.state.epochs["actor"] == 1
+        assert controller.state.incarnations["actor"] == 1
 
 
 def test_requests_with_bad_arguments_are_refused_and_not_journaled(tmp_path):
@@ -296,7 +296,7 @@ def test_requests_with_bad_arguments_are_refused_and_not_journaled(tmp_path):
 def test_waits_end_with_an_error_that_says_where_to_look(tmp_path):
     run, config = make_run(tmp_path / "run"), small()
     with QueueClient(run, config, "actor", 1) as alone:
-        with pytest.raises(DeadlineError, match=r"status: the hub has not answered .* open .*logs/hub/epoch-000001"):
+        with pytest.raises(DeadlineError, match=r"status: the hub has not answered .* open .*logs/hub/inc-000001"):
             alone.call("status", timeout=0.1)
     with in_thread(run, config), Roles(run, config) as roles:
         started = time.monotonic()
@@ -342,7 +342,10 @@ def test_a_resume_with_other_groups_takes_over_from_the_old_ones(tmp_path):
     with in_thread(run, config) as controller, Roles(run, config, 2) as roles:
         assert controller.state.readers == {} and list(controller.state.reissued) == [2, 3]
         assert controller.state.leases == {}
-        with QueueClient(run, config, "rollout", 1) as former, pytest.raises(FencedError, match="rollout epoch 1"):
+        with (
+            QueueClient(run, config, "rollout", 1) as former,
+            pytest.raises(FencedError, match="rollout incarnation 1"),
+        ):
             former.call("status")
         roles.start()
         assert roles.train(0)
@@ -355,13 +358,13 @@ def test_files_that_no_put_told_of_go_with_their_writers(tmp_path):
     with in_thread(run, config), Roles(run, config) as roles:
         roles.generate(roles.start())
         with QueueClient(run, config, "supervisor", 1) as supervisor:
-            supervisor.call("down", group="reference", epoch=1)
+            supervisor.call("down", group="reference", incarnation=1)
     (kept,) = run.shards.iterdir()
-    over = ["reference-e000001-7-ab-000001.shard", ".reference-e000001-7-ab-000001.shard.7"]
-    living = ["reference-e000002-8-ab-000001.shard", "rollout-e000001-9-ab-000009.shard", "unrelated"]
+    over = ["reference-i000001-7-ab-000001.shard", ".reference-i000001-7-ab-000001.shard.7"]
+    living = ["reference-i000002-8-ab-000001.shard", "rollout-i000001-9-ab-000009.shard", "unrelated"]
     for name in over + living:
         (run.shards / name).touch()
-    Controller(run, Plan.of(config), claim_epoch(run, "hub")).close()
+    Controller(run, Plan.of(config), claim_incarnation(run, "hub")).close()
     assert {path.name for path in run.shards.iterdir()} == {kept.name, *living}
 
 

@@ -16,25 +16,25 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from relax_hpc.rendezvous.roster import latest_card
-from relax_hpc.transfer_queue import wire
-from relax_hpc.transfer_queue.client import Claim, read_rows
-from relax_hpc.transfer_queue.controller import Controller
-from relax_hpc.transfer_queue.desk import SCHEMAS, Parked
-from relax_hpc.transfer_queue.files import ShardFiles
-from relax_hpc.transfer_queue.journal import Journal, JournalError
+from relax_hpc.transfer_queue.client.queue_client import Claim, read_rows
+from relax_hpc.transfer_queue.controller.desk import SCHEMAS, Parked
+from relax_hpc.transfer_queue.controller.journal import Journal, JournalError
+from relax_hpc.transfer_queue.controller.messages import Refused, parse
+from relax_hpc.transfer_queue.controller.server import Controller
 from relax_hpc.transfer_queue.plan import GENERATED, Plan
-from relax_hpc.transfer_queue.requests import Refused, parse
-from relax_hpc.transfer_queue.shard import MAX_NAME_BYTES, ShardError, check_name, pack
-from relax_hpc.transfer_queue.sockets import framed
-from relax_hpc.transfer_queue.store import ShardReader
-from relax_hpc.transfer_queue.wire import MAX_MESSAGE_BYTES, BadMessage, unpack
+from relax_hpc.transfer_queue.storage.shard import MAX_NAME_BYTES, ShardError, check_name, pack
+from relax_hpc.transfer_queue.storage.shard_files import ShardFiles
+from relax_hpc.transfer_queue.storage.shard_store import ShardReader
+from relax_hpc.transport import wire
+from relax_hpc.transport.sockets import framed
+from relax_hpc.transport.wire import MAX_MESSAGE_BYTES, BadMessage, unpack
 from relax_hpc.versions import Version
 from tests.effort import effort
 from tests.plane_helpers import plane_here
 from tests.queue_helpers import BUDGET, HubProcess, Roles, dial, make_run, rows_of, small
 from tests.queue_world import World, contents
 
-ORIGIN = {"group": "rollout", "epoch": 1}
+ORIGIN = {"group": "rollout", "incarnation": 1}
 MARK = "@@ deep @@"
 OUTSIDE = ["../../token", "/etc/passwd", "a/../../b", "..", ".hidden", "a\0b", "", "x" * (MAX_NAME_BYTES + 1)]
 OF_OTHERS = ("down", "resume", "trained", "checkpoint", "publish", "evaluated", "serve")
@@ -48,7 +48,15 @@ def deep(levels: int) -> bytes:
 
 def payload_of(op: str, args: Any, levels: int = 0, /, **over: Any) -> bytes:
     """A request; where `MARK` stands in it are that many lists."""
-    message = {"id": 1, "client": "stranger", "group": "stranger", "epoch": 1, "op": op, "args": args, "patience": 0.0}
+    message = {
+        "id": 1,
+        "client": "stranger",
+        "group": "stranger",
+        "incarnation": 1,
+        "op": op,
+        "args": args,
+        "patience": 0.0,
+    }
     payload = msgpack.packb(message | over)
     return payload.replace(msgpack.packb(MARK), deep(levels)) if levels else payload
 
@@ -56,7 +64,7 @@ def payload_of(op: str, args: Any, levels: int = 0, /, **over: Any) -> bytes:
 # -- messages, to a desk without sockets -------------------------------------------------------------------------------
 
 whole = st.sampled_from([0, 1, 2, 7, -1, 1 << 31, (1 << 53) - 1, -(1 << 53) + 1, 1 << 53, (1 << 64) - 1, -(1 << 63)])
-text = st.sampled_from(["", "r", "token_ids", "reward", "\0", "é" * 3000, "e000001-v000000", *OUTSIDE]) | st.text(
+text = st.sampled_from(["", "r", "token_ids", "reward", "\0", "é" * 3000, "i000001-v000000", *OUTSIDE]) | st.text(
     max_size=5
 )
 leaves = st.none() | st.booleans() | whole | st.floats() | text | st.binary(max_size=5) | st.just(MARK)
@@ -98,7 +106,7 @@ def requests(draw: Callable, ops: list[str]) -> bytes:
         args |= draw(st.dictionaries(text, anything, max_size=2))
     levels = draw(st.sampled_from([1, 7, 400, 505, 511, 900, 5000]))
     over = draw(
-        st.just({}) | st.fixed_dictionaries({}, optional=dict.fromkeys(("id", "epoch", "patience", "op"), leaves))
+        st.just({}) | st.fixed_dictionaries({}, optional=dict.fromkeys(("id", "incarnation", "patience", "op"), leaves))
     )
     return payload_of(op, args, levels, **over)
 
@@ -110,7 +118,7 @@ def ask(it: World, payload: bytes) -> None:
         answer = it.desk.handle(request)
     except (BadMessage, Refused, Parked) as refusal:
         answer = str(refusal)
-    wire.pack({"id": 1, "hub_epoch": 1, "result": answer})
+    wire.pack({"id": 1, "hub_incarnation": 1, "result": answer})
 
 
 def world() -> World:
@@ -124,8 +132,8 @@ def world() -> World:
 
 def end_stranger(it: World) -> None:
     """Its supervisor has noticed."""
-    for epoch in (1, *(e for group, e in it.desk.state.epochs.items() if group == "stranger")):
-        it.desk.ask("supervisor", 1, f"end{epoch}", "down", group="stranger", epoch=epoch)
+    for incarnation in (1, *(e for group, e in it.desk.state.incarnations.items() if group == "stranger")):
+        it.desk.ask("supervisor", 1, f"end{incarnation}", "down", group="stranger", incarnation=incarnation)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
@@ -202,9 +210,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Roles, Hu
 
 def odd_payloads() -> list[bytes]:
     """What has been trouble somewhere, from who holds the token."""
-    descriptor = {"name": "x-e000001-1.h5", "bytes": (1 << 64) - 1, "planes": {"shm": [], "tcp": "x"}}
+    descriptor = {"name": "x-i000001-1.h5", "bytes": (1 << 64) - 1, "planes": {"shm": [], "tcp": "x"}}
     put = {"shard": descriptor, "rows": [], "fields": ["token_ids", "reward"]}
-    long = {"names": ["stranger-e000001-" + "x" * 4000]}
+    long = {"names": ["stranger-i000001-" + "x" * 4000]}
     return [
         os.urandom(64),
         deep(500_000),
@@ -233,7 +241,7 @@ def test_a_real_controller_outlives_them_all(served):
         sockets.append(socket.create_connection((host, int(port)), 10.0))
         sockets[-1].sendall(raw)
     for payload in odd_payloads():
-        connection = dial(run, endpoint, hub.epoch)
+        connection = dial(run, endpoint, hub.incarnation)
         with contextlib.suppress(OSError):
             connection.send(payload)
             connection.send(payload)
@@ -252,7 +260,7 @@ def test_a_real_controller_outlives_them_all(served):
 def test_a_real_controller_answers_after_any_bytes(served, frames, proven):
     roles, hub, endpoint = served
     host, port = endpoint.removeprefix("tcp://").split(":")
-    connection = dial(roles["actor"].run, endpoint, hub.epoch) if proven else None
+    connection = dial(roles["actor"].run, endpoint, hub.incarnation) if proven else None
     with connection.socket if connection else socket.create_connection((host, int(port)), 10.0) as made:
         with contextlib.suppress(OSError):
             for frame in frames:
@@ -300,7 +308,7 @@ def replayed(folder: Path, content: bytes) -> tuple[list[dict[str, Any]], int]:
     """Records of a journal of this content, and bytes of its torn tail."""
     for path in folder.iterdir():
         path.unlink()
-    (folder / "epoch-000001.journal").write_bytes(content)
+    (folder / "inc-000001.journal").write_bytes(content)
     made = Journal(folder, 2, durable=False)
     try:
         return list(made.replay()), sum(made.cut.values())
@@ -319,7 +327,7 @@ def test_a_damaged_journal_is_cut_at_its_end_or_refused(tmp_path, journal_bytes,
         found, torn = replayed(tmp_path, content)
     except JournalError as error:
         offset = int(str(error).rpartition(" ")[2])
-        assert offset in (0, *ends) and "epoch-000001.journal" in str(error)
+        assert offset in (0, *ends) and "inc-000001.journal" in str(error)
         return
     good = sum(end <= at for end in ends) - 1
     assert found == records[: max(0, good)] if not junk else found == records[: len(found)]
@@ -332,10 +340,10 @@ def test_a_controller_that_finds_a_damaged_journal_says_where(tmp_path):
         roles.start()
         roles.step(0)
         hub.kill()
-    path = run.journal / "epoch-000001.journal"
+    path = run.journal / "inc-000001.journal"
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    with pytest.raises(JournalError, match=r"epoch-000001\.journal: .* at offset \d+"):
+    with pytest.raises(JournalError, match=r"inc-000001\.journal: .* at offset \d+"):
         Controller(run, Plan.of(config), 2)
     assert path.read_bytes() == content, "nothing is overwritten"

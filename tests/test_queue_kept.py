@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from relax_hpc.config import dump
-from relax_hpc.transfer_queue.audit import Ledger
-from relax_hpc.transfer_queue.client import QueueClient
-from relax_hpc.transfer_queue.image import image_of, state_of
-from relax_hpc.transfer_queue.kept_client import keep, kept_rows
+from relax_hpc.transfer_queue.client.kept_client import keep, kept_rows
+from relax_hpc.transfer_queue.client.queue_client import QueueClient
+from relax_hpc.transfer_queue.controller.image import image_of, state_of
+from relax_hpc.transfer_queue.inspect.audit import Ledger
 from relax_hpc.transfer_queue.lengths import packed
 from relax_hpc.transfer_queue.plan import GENERATED, Plan
 from relax_hpc.versions import Version
@@ -31,30 +31,34 @@ class Scene:
         self.ask("actor", "resume", step=0)
         self.publish(V0)
 
-    def ask(self, group: str, op: str, epoch: int = 1, /, **args):
+    def ask(self, group: str, op: str, incarnation: int = 1, /, **args):
         self.asked += 1
-        return self.desk.ask(group, epoch, str(self.asked), op, **args)
+        return self.desk.ask(group, incarnation, str(self.asked), op, **args)
 
     def publish(self, version: Version) -> None:
-        self.ask("actor", "publish", version.epoch, version=str(version), digest="d")
+        self.ask("actor", "publish", version.incarnation, version=str(version), digest="d")
 
-    def admit(self, epoch: int = 1, count: int = 2, version: Version = V0) -> dict:
-        self.ask("rollout", "serve", epoch, reader="r", version=str(version))
-        return self.ask("rollout", "admit", epoch, reader="r", count=count)
+    def admit(self, incarnation: int = 1, count: int = 2, version: Version = V0) -> dict:
+        self.ask("rollout", "serve", incarnation, reader="r", version=str(version))
+        return self.ask("rollout", "admit", incarnation, reader="r", count=count)
 
-    def keep(self, name: str, samples: list[list[int]], ticket: int = 0, epoch: int = 1, **about) -> dict[int, str]:
+    def keep(
+        self, name: str, samples: list[list[int]], ticket: int = 0, incarnation: int = 1, **about
+    ) -> dict[int, str]:
         row = {"ticket": ticket, "attempt": 0, "reused": 0, "samples": samples, "versions": [V0.encode()]}
         surplus = about.pop("surplus", False)
         put = {"shard": {"name": name, "bytes": 10}, "rows": [row | about], "fields": list(GENERATED)}
-        return self.ask("rollout", "keep", epoch, **put, surplus=surplus)["refused"]
+        return self.ask("rollout", "keep", incarnation, **put, surplus=surplus)["refused"]
 
-    def put(self, name: str, tickets: list[int], epoch: int = 1, saved: bool = True, **reused: int) -> dict[int, str]:
+    def put(
+        self, name: str, tickets: list[int], incarnation: int = 1, saved: bool = True, **reused: int
+    ) -> dict[int, str]:
         rows = [
             {"ticket": ticket, "mask": 3, "lengths": packed([5, 5]), "versions": [V0.encode()]} for ticket in tickets
         ]
         put = {"shard": {"name": name, "bytes": 10}, "rows": rows, "fields": list(GENERATED)}
         extras = [{"ticket": tickets[0], **reused}] if reused else []
-        return self.ask("rollout", "put", epoch, **put, saved=saved, extras=extras)["refused"]
+        return self.ask("rollout", "put", incarnation, **put, saved=saved, extras=extras)["refused"]
 
     def counts(self) -> dict[str, int]:
         """What became of the tokens; zeros left out."""
@@ -74,8 +78,8 @@ def test_the_next_incarnation_gets_the_newest_of_every_sample():
     assert it.keep("b", [[1, 3, 0]], reused=2) == {} and it.keep("c", [[1, 5, 1]], reused=3) == {}
     assert it.desk.state.shelf.garbage == ["b"], "the first still holds a sample"
     it.check()
-    it.ask("supervisor", "down", 1, group="rollout", epoch=1)
-    again = it.admit(epoch=2)
+    it.ask("supervisor", "down", 1, group="rollout", incarnation=1)
+    again = it.admit(incarnation=2)
     (kept,) = again["kept"]
     assert again["tickets"] == [0, 1] and (kept["ticket"], kept["source"], kept["attempt"]) == (0, 0, 0)
     assert [(shard["name"], shard["samples"]) for shard in kept["shards"]] == [("a", [0]), ("c", [1])]
@@ -111,9 +115,9 @@ def test_rows_that_are_lost_with_their_maker_leave_what_was_kept():
     it.put("whole", [0, 1], saved=False, reused=4)
     assert it.counts() == {"total": 4, "held": 4}
     it.check()
-    it.ask("supervisor", "down", 1, group="rollout", epoch=1)
+    it.ask("supervisor", "down", 1, group="rollout", incarnation=1)
     assert it.desk.state.dropped == {"lost": 4}
-    assert [shard["name"] for shard in it.admit(epoch=2)["kept"][0]["shards"]] == ["a"]
+    assert [shard["name"] for shard in it.admit(incarnation=2)["kept"][0]["shards"]] == ["a"]
     it.put("again", [0, 1], 2, saved=False, reused=4)
     it.ask("rollout", "saved", 2, names=["again"])
     assert it.counts() == {"total": 4, "used": 4}
@@ -146,8 +150,8 @@ def test_surplus_groups_get_the_next_tickets_that_may_be_trained_on_them():
     (kept,) = admitted["kept"]
     assert admitted["tickets"] == [2] and (kept["ticket"], kept["source"], kept["attempt"]) == (2, 1, 3)
     it.check()
-    it.ask("supervisor", "down", 1, group="rollout", epoch=1)
-    again = it.admit(epoch=2, count=3)
+    it.ask("supervisor", "down", 1, group="rollout", incarnation=1)
+    again = it.admit(incarnation=2, count=3)
     assert again["tickets"] == [0, 1, 2]
     assert [(kept["ticket"], kept["source"]) for kept in again["kept"]] == [(0, 0), (2, 1)]
     assert it.put("whole", [2], 2, reused=7) == {} and it.put("first", [0], 2, reused=10) == {}

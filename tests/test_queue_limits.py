@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from relax_hpc.transfer_queue.controller.rules import amounts
 from relax_hpc.transfer_queue.plan import Plan
-from relax_hpc.transfer_queue.rules import amounts
 from relax_hpc.versions import Version
 from tests.queue_helpers import GIVES, Roles, in_thread, learned, make_run, rows_of, small
 from tests.queue_world import BYTES, GROUPS, World

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 
 from relax_hpc.errors import RefusedError
-from relax_hpc.transfer_queue import media
-from relax_hpc.transfer_queue.claims import check_claim, sound_claim
-from relax_hpc.transfer_queue.client import QueueClient
-from relax_hpc.transfer_queue.handing import MAX_MEDIA
-from relax_hpc.transfer_queue.image import image_of, state_of
-from relax_hpc.transfer_queue.kept_client import keep, kept_rows
-from relax_hpc.transfer_queue.media import BadMedia, MediaStore, check_media, id_of
-from relax_hpc.transfer_queue.media_client import TOO_LARGE, store_media
+from relax_hpc.transfer_queue.client.claims import check_claim, sound_claim
+from relax_hpc.transfer_queue.client.kept_client import keep, kept_rows
+from relax_hpc.transfer_queue.client.media_client import TOO_LARGE, store_media
+from relax_hpc.transfer_queue.client.queue_client import QueueClient
+from relax_hpc.transfer_queue.controller.handing import MAX_MEDIA
+from relax_hpc.transfer_queue.controller.image import image_of, state_of
 from relax_hpc.transfer_queue.plan import Plan
-from relax_hpc.transfer_queue.schema import Row
+from relax_hpc.transfer_queue.row_schema import Row
+from relax_hpc.transfer_queue.storage import media
+from relax_hpc.transfer_queue.storage.media import BadMedia, MediaStore, check_media, id_of
 from relax_hpc.versions import Version
 from tests.queue_helpers import BUDGET, GIVES, HubProcess, Roles, in_thread, learned, make_run, rows_of, small
 from tests.queue_world import Paper, contents, refused_kind
@@ -93,7 +93,7 @@ def test_media_are_read_by_the_trainer_and_removed_when_their_steps_are_checkpoi
         step(roles, 0)
         first = {id_of(png(0)), id_of(png(1))}
         assert files(run) == first | {shared}
-    with in_thread(run, config, snapshot_every=1) as hub, Roles(run, config, epoch=1) as roles:
+    with in_thread(run, config, snapshot_every=1) as hub, Roles(run, config, incarnation=1) as roles:
         assert hub.state.media.counts == {shared: 2, id_of(png(0)): 1, id_of(png(1)): 1}
         assert files(run) == first | {shared}, "trained, and not checkpointed"
         store = MediaStore(run.media)

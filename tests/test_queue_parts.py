@@ -9,13 +9,13 @@ from dataclasses import asdict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_hpc.transfer_queue.answers import REMEMBERED, Answers
-from relax_hpc.transfer_queue.events import Told, expand, lines
-from relax_hpc.transfer_queue.parking import Parking
+from relax_hpc.transfer_queue.controller.events import Told, expand, lines
+from relax_hpc.transfer_queue.controller.messages import Request
+from relax_hpc.transfer_queue.controller.parking import Parking
+from relax_hpc.transfer_queue.controller.reply_cache import REMEMBERED, Answers
+from relax_hpc.transfer_queue.controller.stock import ALL
+from relax_hpc.transfer_queue.controller.tickets import Place, TicketMap, TicketSet
 from relax_hpc.transfer_queue.records import Event
-from relax_hpc.transfer_queue.requests import Request
-from relax_hpc.transfer_queue.stock import ALL
-from relax_hpc.transfer_queue.tickets import Place, TicketMap, TicketSet
 
 tickets = st.integers(0, 40)
 runs = st.tuples(tickets, st.integers(0, 8)).map(lambda run: list(range(run[0], run[0] + run[1])))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from relax_hpc.transfer_queue.client import QueueClient
+from relax_hpc.transfer_queue.client.queue_client import QueueClient
 from relax_hpc.transfer_queue.lengths import packed
 from relax_hpc.transfer_queue.plan import GENERATED, Plan
 from relax_hpc.versions import Version
@@ -24,27 +24,29 @@ class Scene:
         self.ask("actor", "resume", step=0)
         self.ask("actor", "publish", version=str(V0), digest="d")
 
-    def ask(self, group: str, op: str, epoch: int = 1, /, **args):
+    def ask(self, group: str, op: str, incarnation: int = 1, /, **args):
         self.asked += 1
-        return self.desk.ask(group, epoch, str(self.asked), op, **args)
+        return self.desk.ask(group, incarnation, str(self.asked), op, **args)
 
-    def put(self, group: str, name: str, tickets: list[int], lease: int = 0, epoch: int = 1, fields=GENERATED) -> dict:
+    def put(
+        self, group: str, name: str, tickets: list[int], lease: int = 0, incarnation: int = 1, fields=GENERATED
+    ) -> dict:
         codes = [V0.encode()] if group in ("rollout", "actor_fwd") else []
         lengths = packed([5, 5]) if group == "rollout" else b""
         rows = [{"ticket": ticket, "mask": 3, "lengths": lengths, "versions": codes} for ticket in tickets]
         put = {"shard": {"name": name, "bytes": 10}, "rows": rows, "fields": list(fields), "lease": lease}
-        return self.ask(group, "put", epoch, **put, saved=group not in self.late)["refused"]
+        return self.ask(group, "put", incarnation, **put, saved=group not in self.late)["refused"]
 
-    def generate(self, name: str = "gen", epoch: int = 1) -> list[int]:
-        self.ask("rollout", "serve", epoch, reader="r", version=str(V0))
-        tickets = self.ask("rollout", "admit", epoch, reader="r", count=9)["tickets"]
-        assert self.put("rollout", name, tickets, epoch=epoch) == {}
+    def generate(self, name: str = "gen", incarnation: int = 1) -> list[int]:
+        self.ask("rollout", "serve", incarnation, reader="r", version=str(V0))
+        tickets = self.ask("rollout", "admit", incarnation, reader="r", count=9)["tickets"]
+        assert self.put("rollout", name, tickets, incarnation=incarnation) == {}
         return tickets
 
-    def learn(self, group: str, name: str, epoch: int = 1, task: str = "") -> None:
+    def learn(self, group: str, name: str, incarnation: int = 1, task: str = "") -> None:
         task = task or group
-        claim = self.ask(group, "claim", epoch, task=task, **WINDOW)
-        assert self.put(group, name, claim["tickets"], claim["lease"], epoch, GIVES[task]) == {}
+        claim = self.ask(group, "claim", incarnation, task=task, **WINDOW)
+        assert self.put(group, name, claim["tickets"], claim["lease"], incarnation, GIVES[task]) == {}
 
     def learn_all(self) -> None:
         self.learn("actor_fwd", "old")
@@ -91,7 +93,7 @@ def test_prompt_groups_that_only_their_maker_had_are_generated_again(noticed):
     held = it.ask("reference", "claim", task="reference", **WINDOW)
     it.told()
     if noticed:
-        it.ask("supervisor", "down", 1, group="rollout", epoch=1)
+        it.ask("supervisor", "down", 1, group="rollout", incarnation=1)
     else:
         it.ask("rollout", "next_version", 2, after=str(V0))
     assert it.told() == ["dropped"] and it.desk.state.dropped == {"lost": 4} and it.desk.state.accepted == 0
@@ -101,7 +103,7 @@ def test_prompt_groups_that_only_their_maker_had_are_generated_again(noticed):
         1: "lease_lost",
     }
     assert it.desk.state.shelf.garbage == ["ref", "gen"], "the lease has ended"
-    assert it.generate("again", epoch=2) == [0, 1]
+    assert it.generate("again", incarnation=2) == [0, 1]
     it.ask("rollout", "saved", 2, names=["again"])
     assert it.desk.state.accepted == 4
     it.check()
@@ -111,7 +113,7 @@ def test_saved_rows_stay_when_their_maker_dies():
     it = Scene(late=("rollout",))
     it.generate()
     it.ask("rollout", "saved", names=["gen"])
-    it.ask("supervisor", "down", 1, group="rollout", epoch=1)
+    it.ask("supervisor", "down", 1, group="rollout", incarnation=1)
     assert it.desk.state.dropped == {} and it.ask("reference", "claim", task="reference", **WINDOW)
     it.check()
 
@@ -122,12 +124,12 @@ def test_a_task_gives_again_the_fields_that_were_lost():
     it.learn_all()
     assert it.ask("actor", "claim", task="actor", **WINDOW)["tickets"] == [0, 1]
     it.told()
-    it.ask("supervisor", "down", 1, group="reference", epoch=1)
+    it.ask("supervisor", "down", 1, group="reference", incarnation=1)
     assert it.told() == ["lost"] and it.desk.state.dropped == {}
     with_ref = it.desk.state.bits.of(("ref_logprobs",))
     assert not any(it.desk.state.has(group, with_ref) for group in it.desk.state.groups.values())
     assert it.ask("actor_fwd", "claim", task="actor_fwd", **WINDOW) is None, "the others have given theirs"
-    it.learn("reference", "again", epoch=2)
+    it.learn("reference", "again", incarnation=2)
     it.ask("reference", "saved", 2, names=["again"])
     assert it.told() == ["ref_logprobs"] and it.ask("actor", "trained", step=0, leases=[4]) == {
         "staleness": [0, 0],
@@ -142,9 +144,9 @@ def test_fields_that_were_given_again_are_not_those_that_were_claimed():
     it.generate()
     it.learn_all()
     lease = it.ask("actor", "claim", task="actor", **WINDOW)["lease"]
-    it.ask("supervisor", "down", 1, group="reference", epoch=1)
+    it.ask("supervisor", "down", 1, group="reference", incarnation=1)
     assert it.ask("actor", "settled", leases=[lease]) == {"tickets": []}, "nobody need wait for what is lost"
-    it.learn("reference", "again", epoch=2)
+    it.learn("reference", "again", incarnation=2)
     it.ask("reference", "saved", 2, names=["again"])
     assert it.ask("actor", "settled", leases=[lease]) == {"tickets": []}
     it.desk.restart()
@@ -162,8 +164,8 @@ def test_what_others_lose_is_nothing_to_a_task_that_does_not_need_it():
     it.learn("reference", "ref")
     claim = it.ask("actor_fwd", "claim", task="actor_fwd", **WINDOW)
     assert [shard["name"] for shard in claim["shards"]] == ["gen"]
-    it.ask("supervisor", "down", 1, group="reference", epoch=1)
-    it.learn("reference", "again", epoch=2)
+    it.ask("supervisor", "down", 1, group="reference", incarnation=1)
+    it.learn("reference", "again", incarnation=2)
     it.ask("reference", "saved", 2, names=["again"])
     assert it.ask("actor_fwd", "settled", leases=[claim["lease"]]) == {"tickets": [0, 1]}
     it.check()
@@ -173,9 +175,9 @@ def test_a_claim_is_not_ready_while_fields_are_lost():
     it = Scene(late=("reference",))
     it.generate()
     it.learn_all()
-    it.ask("supervisor", "down", 1, group="reference", epoch=1)
+    it.ask("supervisor", "down", 1, group="reference", incarnation=1)
     assert it.ask("actor", "claim", task="actor", **WINDOW) is None
-    it.learn("reference", "again", epoch=2)
+    it.learn("reference", "again", incarnation=2)
     assert it.ask("actor", "claim", task="actor", **WINDOW)["tickets"] == [0, 1]
     it.check()
 
@@ -202,12 +204,12 @@ def test_an_actor_learns_before_it_trains_that_rows_were_lost():
     it.generate()
     it.learn_all()
     lease = it.ask("actor", "claim", task="actor", **WINDOW)["lease"]
-    it.ask("supervisor", "down", 1, group="rollout", epoch=1)
+    it.ask("supervisor", "down", 1, group="rollout", incarnation=1)
     assert it.ask("actor", "settled", leases=[lease]) == {"tickets": []}
     assert refused_kind(it.desk, "actor", 1, "t", "trained", step=0, leases=[lease]) == "refused"
     it.ask("actor", "release", lease=lease)
     it.late = ()
-    it.generate("again", epoch=2)
+    it.generate("again", incarnation=2)
     it.learn_all()
     lease = it.ask("actor", "claim", task="actor", **WINDOW)["lease"]
     assert it.ask("actor", "trained", step=0, leases=[lease])
@@ -218,7 +220,7 @@ def test_nobody_but_the_maker_says_that_rows_are_saved():
     it = Scene(late=("rollout",))
     it.generate()
     assert refused_kind(it.desk, "actor", 1, "k", "saved", names=["gen"]) == "refused"
-    it.ask("supervisor", "down", 1, group="rollout", epoch=1)
+    it.ask("supervisor", "down", 1, group="rollout", incarnation=1)
     assert refused_kind(it.desk, "rollout", 1, "k", "saved", names=["gen"]) == "fenced"
     assert it.desk.state.accepted == 0
 
@@ -227,14 +229,14 @@ def test_the_file_of_a_shard_that_was_dropped_meanwhile_is_removed():
     it = Scene(late=("rollout",), staleness=1)
     it.generate()
     it.ask("actor", "resume", 2, step=0)
-    it.ask("actor", "publish", 2, version="e000002-v000000", digest="d")
+    it.ask("actor", "publish", 2, version="i000002-v000000", digest="d")
     assert it.desk.state.dropped == {}, "version 0 survives a resume at step 0"
     it.ask("actor", "checkpoint", 2, step=0, name="c", digest="d")
     assert it.desk.state.shelf.garbage == []
     it.ask(
-        "rollout", "saved", names=["gen", "rollout-e000001-unheard-of", "actor-e000001-of-others", "rollout-e000002-1"]
+        "rollout", "saved", names=["gen", "rollout-i000001-unheard-of", "actor-i000001-of-others", "rollout-i000002-1"]
     )
-    assert it.desk.state.shelf.garbage == ["rollout-e000001-unheard-of"]
+    assert it.desk.state.shelf.garbage == ["rollout-i000001-unheard-of"]
 
 
 def test_a_client_hears_which_of_the_shards_that_it_holds_are_free():

@@ -12,16 +12,16 @@ from pathlib import Path
 import msgpack
 import pytest
 
-from relax_hpc.rendezvous.roster import claim_epoch
+from relax_hpc.rendezvous.roster import claim_incarnation
 from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue import snapshots
-from relax_hpc.transfer_queue.controller import Controller
-from relax_hpc.transfer_queue.eventlog import EventLog, Extent
-from relax_hpc.transfer_queue.image import image_of, state_of
-from relax_hpc.transfer_queue.journal import Journal, Position
+from relax_hpc.transfer_queue.controller import snapshots
+from relax_hpc.transfer_queue.controller.eventlog import EventLog, Extent
+from relax_hpc.transfer_queue.controller.image import image_of, state_of
+from relax_hpc.transfer_queue.controller.journal import Journal, Position
+from relax_hpc.transfer_queue.controller.server import Controller
+from relax_hpc.transfer_queue.controller.snapshots import Snapshots
+from relax_hpc.transfer_queue.controller.state import QueueState
 from relax_hpc.transfer_queue.plan import Plan
-from relax_hpc.transfer_queue.snapshots import Snapshots
-from relax_hpc.transfer_queue.state import QueueState
 from tests.queue_helpers import HubProcess, Roles, in_thread, make_run, small
 from tests.queue_world import GROUPS, World, contents
 
@@ -90,7 +90,7 @@ def test_a_snapshot_that_is_not_whole_is_not_read(tmp_path):
         damaged.append(bytes(flipped))
     for data in damaged:
         path.write_bytes(data)
-        with pytest.raises(snapshots.SnapshotError, match=r"epoch-000001-000000000000500\.snapshot: not used"):
+        with pytest.raises(snapshots.SnapshotError, match=r"inc-000001-000000000000500\.snapshot: not used"):
             shots.load(path)
 
 
@@ -110,8 +110,8 @@ def test_the_newest_two_are_kept(tmp_path):
         shots.write(it.desk.state, Position(1, offset), EXTENT)
     shots.write(it.desk.state, Position(2, 50), EXTENT)
     assert [path.name for path in shots.found()] == [
-        "epoch-000002-000000000000050.snapshot",
-        "epoch-000001-000000000000800.snapshot",
+        "inc-000002-000000000000050.snapshot",
+        "inc-000001-000000000000800.snapshot",
     ]
     (tmp_path / ".half-written").touch()
     assert len(list(Snapshots(tmp_path, it.plan, durable=True).found())) == len(list(tmp_path.iterdir())) == 2
@@ -121,7 +121,7 @@ def test_the_newest_two_are_kept(tmp_path):
 
 
 def controller(run, config, every: int = 10**9) -> Controller:
-    return Controller(run, Plan.of(config), claim_epoch(run, "hub"), snapshot_every=every)
+    return Controller(run, Plan.of(config), claim_incarnation(run, "hub"), snapshot_every=every)
 
 
 def full_replay(run, config) -> tuple[QueueState, int]:
@@ -205,7 +205,7 @@ def test_a_torn_tail_behind_a_snapshot_is_cut_off(lived, again, capsys):
     assert replayed == 1, "the note of it"
     assert found == lived[2] | {"noted": {"torn_tail/journal": 1}}
     assert events.startswith(lived[0].events.read_bytes()) and b'"torn_tail"' in events.splitlines()[-1]
-    assert "epoch-000002.journal: the last 7 bytes are no whole record and were cut off" in capsys.readouterr().out
+    assert "inc-000002.journal: the last 7 bytes are no whole record and were cut off" in capsys.readouterr().out
     assert start()[0] == found, "told once"
 
 
@@ -213,12 +213,12 @@ def test_what_a_fenced_controller_saved_after_the_seal_is_not_used(tmp_path):
     run, config = make_run(tmp_path / "run"), small()
     old = controller(run, config)
     new = controller(run, config)
-    old._record(op="register", group="late", epoch=7)
+    old._record(op="register", group="late", incarnation=7)
     old.journal.commit()
     old.event_log.write(old.state.take_lines())
     old.snapshots.write(old.state, old.journal.position, old.event_log.extent)
     third = controller(run, config)
-    assert "late" not in third.state.epochs
+    assert "late" not in third.state.incarnations
     for one in (old, new, third):
         one.close()
 
@@ -250,7 +250,7 @@ def test_a_controller_takes_snapshots_while_it_works(tmp_path):
             roles["actor"].call("status")
     assert hub.snapshots.taken
     newest = hub.snapshots.load(next(hub.snapshots.found()))
-    assert newest.position.epoch == 1 and 0 < newest.position.offset <= hub.journal.position.offset
+    assert newest.position.incarnation == 1 and 0 < newest.position.offset <= hub.journal.position.offset
 
 
 def test_a_child_that_fails_is_reported_and_does_no_harm(tmp_path, monkeypatch, capfd):

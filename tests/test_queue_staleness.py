@@ -44,7 +44,7 @@ class Queue(Paper):
         codes = [Version(1, number).encode() for number in versions]
         lengths = packed([] if lease else [3, 3])
         rows = [{"ticket": ticket, "mask": FULL, "lengths": lengths, "versions": codes}]
-        shard = {"name": f"{group}-e000001-{next(self.names)}"}
+        shard = {"name": f"{group}-i000001-{next(self.names)}"}
         return self.by(group, "put", shard=shard, rows=rows, fields=list(fields), lease=lease)["refused"]
 
     def claim(self, group: str) -> dict:

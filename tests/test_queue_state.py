@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from relax_hpc.transfer_queue.controller.rules import admissible
+from relax_hpc.transfer_queue.controller.state import QueueState
 from relax_hpc.transfer_queue.lengths import packed
 from relax_hpc.transfer_queue.plan import GENERATED, Plan
-from relax_hpc.transfer_queue.rules import admissible
-from relax_hpc.transfer_queue.state import QueueState
 from relax_hpc.versions import Version
 from tests.queue_helpers import GIVES, small
 from tests.queue_world import GROUPS, World, contents, refused_kind
@@ -125,7 +125,7 @@ def test_resume_twice_to_ever_older_steps():
         it.older = older
         it.act("actor")
         step = it.step
-        assert not it.alive(Version(1, step + 1)) and it.alive(Version(it.epochs["actor"], step))
+        assert not it.alive(Version(1, step + 1)) and it.alive(Version(it.incarnations["actor"], step))
         assert admissible(it.desk.state, Version(1, 4), 9) == []
     assert it.desk.state.dropped["rolled_back"] > 0
     it.go_to_the_end()
@@ -194,16 +194,16 @@ def lengths_of(ticket: int) -> list[int]:
 def generated(plan: Plan, order: list[int], budget: int, boundary: int, padded: bool) -> list[tuple[int, ...]]:
     """Windows of the reference when prompt groups of various lengths arrive in ``order``."""
     state, windows = QueueState(plan), []
-    state.apply({"op": "resume", "epoch": 1, "step": 0})
+    state.apply({"op": "resume", "incarnation": 1, "step": 0})
     tickets = sorted(order)
-    state.apply({"op": "admit", "owner": ["rollout", 1], "key": "k", "tickets": tickets, "version": "e000001-v000000"})
+    state.apply({"op": "admit", "owner": ["rollout", 1], "key": "k", "tickets": tickets, "version": "i000001-v000000"})
     for ticket in order:
         row = [ticket, packed(lengths_of(ticket)), [Version(1, 0).encode()]]
         put = {"key": f"p{ticket}", "shard": {"name": f"s{ticket}"}, "rows": [row], "refused": {}, "lease": 0}
         put |= {"owner": ["rollout", 1], "saved": True}
         state.apply({"op": "put", "fields": list(GENERATED), **put})
         windows += claim_all(state, budget, boundary, padded)
-    state.apply({"op": "down", "group": "reference", "epoch": 1})
+    state.apply({"op": "down", "group": "reference", "incarnation": 1})
     assert claim_all(state, budget, boundary, padded) == windows, "windows of a dead owner come back as they were"
     return windows
 
@@ -233,7 +233,7 @@ def test_windows_in_order_do_not_depend_on_arrival(budget, boundary, padded):
         assert len(window) == 1 or (len(rows) * max(rows) if padded else sum(rows)) <= budget
 
 
-def test_an_older_epoch_can_change_nothing():
+def test_an_older_incarnation_can_change_nothing():
     it = world()
     until_trained(it, 1)
     it.kill("actor", False)
@@ -243,7 +243,7 @@ def test_an_older_epoch_can_change_nothing():
         "put": {"shard": {"name": "s"}, "rows": [], "fields": ["ref_logprobs"], "lease": 1},
         "claim": {"task": "actor", "budget": 9, "boundary": 2},
         "release": {"lease": 1},
-        "publish": {"version": "e000001-v000002", "digest": "d"},
+        "publish": {"version": "i000001-v000002", "digest": "d"},
         "trained": {"step": 1, "leases": []},
         "checkpoint": {"step": 1, "name": "n", "digest": "d"},
         "resume": {"step": 1},
@@ -258,7 +258,7 @@ def test_whoever_was_seen_to_end_is_fenced_before_its_successor_comes():
     it.act("actor")
     it.act("rollout")
     it.kill("rollout", True)
-    assert refused_kind(it.desk, "rollout", 1, "late", "serve", reader="rollout", version="e000001-v000000") == "fenced"
+    assert refused_kind(it.desk, "rollout", 1, "late", "serve", reader="rollout", version="i000001-v000000") == "fenced"
     assert it.desk.state.readers == {}
     it.go_to_the_end()
 

@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 
 from relax_hpc.errors import DeadlineError
 from relax_hpc.rendezvous.open_files import connection_limit
-from relax_hpc.rendezvous.roster import Card, claim_epoch, publish_card
-from relax_hpc.transfer_queue import lobby, proof, sockets
-from relax_hpc.transfer_queue.client import QueueClient
-from relax_hpc.transfer_queue.listener import FRAMES_A_TURN, Listener, listen
-from relax_hpc.transfer_queue.lobby import ACCEPTED_A_TURN
-from relax_hpc.transfer_queue.proof import ANSWER_BYTES, GREETING_BYTES, MAX_UNPROVEN, Challenge, Response
-from relax_hpc.transfer_queue.sockets import Connection, Knock, connect, framed
-from relax_hpc.transfer_queue.wire import BadMessage, Seal, pack, unpack
+from relax_hpc.rendezvous.roster import Card, claim_incarnation, publish_card
+from relax_hpc.transfer_queue.client.queue_client import QueueClient
+from relax_hpc.transport import lobby, proof, sockets
+from relax_hpc.transport.listener import FRAMES_A_TURN, Listener, listen
+from relax_hpc.transport.lobby import ACCEPTED_A_TURN
+from relax_hpc.transport.proof import ANSWER_BYTES, GREETING_BYTES, MAX_UNPROVEN, Challenge, Response
+from relax_hpc.transport.sockets import Connection, Knock, connect, framed
+from relax_hpc.transport.wire import BadMessage, Seal, pack, unpack
 from tests.effort import effort
 from tests.queue_helpers import Roles, dial, in_thread, make_run, small
 from tests.test_queue_sockets import PURPOSE, TOKEN, come, meet
@@ -212,7 +212,7 @@ CROWDED = """
 import resource, socket, sys, tempfile
 from pathlib import Path
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 96))
-from relax_hpc.transfer_queue.controller import Controller
+from relax_hpc.transfer_queue.controller.server import Controller
 from relax_hpc.transfer_queue.plan import Plan
 from tests.queue_helpers import dial, make_run, small
 run = make_run(Path(sys.argv[1]))
@@ -233,11 +233,11 @@ def test_no_number_of_connections_takes_a_controllers_files(tmp_path):
             _, port, *limits = process.stdout.readline().split()
             assert limits == ["(96,", "96)"], "the soft limit is the hard one"
             held = [socket.create_connection(("127.0.0.1", int(port)), 5.0) for _ in range(300)]
-            publish_card(run, Card("hub", claim_epoch(run, "hub"), [], f"tcp://127.0.0.1:{port}"))
+            publish_card(run, Card("hub", claim_incarnation(run, "hub"), [], f"tcp://127.0.0.1:{port}"))
             with QueueClient(run, small(), "actor", 1) as actor:
                 actor.call("resume", timeout=20.0, step=0)
                 for number in range(3):
-                    actor.call("publish", timeout=20.0, version=f"e000001-v00000{number}", digest="d")
+                    actor.call("publish", timeout=20.0, version=f"i000001-v00000{number}", digest="d")
             assert process.poll() is None and sum(map(is_open, held)) < 96
             for one in held:
                 one.close()
@@ -311,7 +311,7 @@ def test_what_was_sent_before_is_no_request_of_anybody(tmp_path, monkeypatch):
             client.call("status")
         before, replayed = controller.journal.records, sent[:30]
         for frame in replayed:
-            one = dial(run, controller.endpoint, controller.epoch)
+            one = dial(run, controller.endpoint, controller.incarnation)
             one.socket.setblocking(True)
             one.socket.sendall(frame)
             with pytest.raises(ConnectionResetError):
@@ -350,7 +350,7 @@ class Squatter:
 @pytest.mark.parametrize("answer", [b"", bytes(GREETING_BYTES), b"RLXLINK1" + bytes(32), None])
 def test_a_client_tells_nothing_to_who_does_not_prove_that_it_holds_the_token(tmp_path, answer):
     run, squatter = make_run(tmp_path / "run"), Squatter(answer)
-    publish_card(run, Card("hub", claim_epoch(run, "hub"), [], squatter.endpoint))
+    publish_card(run, Card("hub", claim_incarnation(run, "hub"), [], squatter.endpoint))
     with QueueClient(run, small(), "actor", 1) as actor:
         asked = actor.submit("resume", timeout=20.0, step=0)
         squatter.serve_one()
@@ -364,20 +364,22 @@ def test_a_client_tells_nothing_to_who_does_not_prove_that_it_holds_the_token(tm
 def test_a_silent_squatter_costs_a_call_no_more_than_its_patience(tmp_path):
     """Nor does it hold up a client once there is a newer controller."""
     run, squatter = make_run(tmp_path / "run"), Squatter(b"")
-    publish_card(run, Card("hub", claim_epoch(run, "hub"), [], squatter.endpoint))
+    publish_card(run, Card("hub", claim_incarnation(run, "hub"), [], squatter.endpoint))
     with QueueClient(run, small(), "actor", 1) as actor:
         with pytest.raises(DeadlineError):
             actor.call("status", timeout=0.2)
         asked = actor.submit("resume", timeout=20.0, step=0)
         with in_thread(run, small()) as controller:
             asked.result(timeout=15)
-            assert controller.epoch == 2
+            assert controller.incarnation == 2
     squatter.server.close()
 
 
 leaves = st.none() | st.booleans() | st.integers(0, 3) | st.text(max_size=3) | st.sampled_from(["fenced", "deadline"])
 values = leaves | st.lists(leaves, max_size=2) | st.dictionaries(st.sampled_from(["free", "id"]), leaves, max_size=2)
-replies = st.dictionaries(st.sampled_from(["id", "result", "error", "kind", "hub_epoch"]) | leaves, values, max_size=4)
+replies = st.dictionaries(
+    st.sampled_from(["id", "result", "error", "kind", "hub_incarnation"]) | leaves, values, max_size=4
+)
 
 
 @settings(max_examples=effort(100, 10_000))

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from relax_hpc.transfer_queue.client import QueueClient
-from relax_hpc.transfer_queue.image import image_of, state_of
+from relax_hpc.transfer_queue.client.queue_client import QueueClient
+from relax_hpc.transfer_queue.controller.image import image_of, state_of
 from tests.queue_helpers import Roles, in_thread, make_run, small
 
 

@@ -7,11 +7,11 @@ import time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from relax_hpc.transfer_queue.controller.state import QueueState
+from relax_hpc.transfer_queue.controller.tasks import WAITING
+from relax_hpc.transfer_queue.controller.tickets import TicketMap
+from relax_hpc.transfer_queue.controller.windows import awaited
 from relax_hpc.transfer_queue.plan import Plan
-from relax_hpc.transfer_queue.state import QueueState
-from relax_hpc.transfer_queue.tasks import WAITING
-from relax_hpc.transfer_queue.tickets import TicketMap
-from relax_hpc.transfer_queue.windows import awaited
 from relax_hpc.versions import Version
 from tests.queue_helpers import BUDGET, GIVES, Roles, in_thread, learned, make_run, rows_of, small
 from tests.queue_world import GROUPS, World

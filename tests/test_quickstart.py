@@ -15,7 +15,7 @@ import xxhash
 import yaml
 
 from relax_hpc.metrics.writer import TAG_GROUPS
-from relax_hpc.weights.staging import staging_root
+from relax_hpc.weights.node_cache import staging_root
 from tests.audit import audit
 from tests.requirements import requires
 from tests.run_helpers import Running, queue_state, read_metrics, running, trained_steps
@@ -44,8 +44,10 @@ def test_the_quickstart_learns_and_survives_its_engine(tmp_path: Path) -> None:
         live.wait_for_step(KILL_AFTER + 5, START_S)
         family += psutil.Process(live.process.pid).children(recursive=True)
         live.finish(RUN_S)
-        epochs = {path.name: live.epochs(path.name) for path in (live.run.root / "logs").iterdir() if path.is_dir()}
-    assert epochs == {"hub": 1, "rollout": 2, "actor": 1, "actor_fwd": 1}
+        incarnations = {
+            path.name: live.incarnations(path.name) for path in (live.run.root / "logs").iterdir() if path.is_dir()
+        }
+    assert incarnations == {"hub": 1, "rollout": 2, "actor": 1, "actor_fwd": 1}
     psutil.wait_procs(family, timeout=10.0)
     assert not [process for process in family if process.is_running()]
     assert not staging_root(live.run).exists()

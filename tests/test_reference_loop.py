@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from relax_hpc.metrics.read_spans import read_spans
-from relax_hpc.transfer_queue import hdf5
-from relax_hpc.transfer_queue.schema import Row
+from relax_hpc.transfer_queue.row_schema import Row
+from relax_hpc.transfer_queue.storage import hdf5
 from tests import late_news, run_helpers
 from tests.audit import audit
 from tests.requirements import requires
@@ -213,7 +213,7 @@ def test_forward_roles_inside_of_the_actor(plain, tmp_path):
             running.kill("actor")
             found = outcome_of(running)
             assert audit(running.run).problems == []
-        assert running.epochs("actor") == 2
+        assert running.incarnations("actor") == 2
         assert_close(found, expected())
 
 
@@ -246,7 +246,7 @@ def test_taking_turns_on_shared_devices_changes_nothing(plain, tmp_path):
         running.wait_for_step(0, RUN_S)
         running.kill("actor")
         found = outcome_of(running)
-        assert running.epochs("actor") == 2
+        assert running.incarnations("actor") == 2
     assert_equal(found, expected)
     spans = read_spans(running.run.root)
     generated = [(s.start, s.end) for s in spans if s.what in ("generate", "engine_update", "eval")]

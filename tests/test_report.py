@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from relax_hpc.cli import main
+from relax_hpc.cli.program import main
 from relax_hpc.config import dump, load
 from relax_hpc.errors import EXIT_CONFIG
-from relax_hpc.launch.records import Launch, record
-from relax_hpc.launch.report import report
-from relax_hpc.launch.report_view import lines
 from relax_hpc.metrics.writer import MetricsWriter
+from relax_hpc.observe.report import report
+from relax_hpc.observe.report_view import lines
 from relax_hpc.rendezvous.exit_mark import leave_mark
-from relax_hpc.rendezvous.roster import claim_epoch
+from relax_hpc.rendezvous.roster import claim_incarnation
 from relax_hpc.rundir import RunDir, write_json
+from relax_hpc.supervise.launch_records import Launch, record
 
 ORIGIN = 1000.0
 """Wall time at which the run began; spans count from there."""
@@ -32,7 +32,7 @@ Spanned = list[tuple]
 def make_run(path: Path, **over: Any) -> RunDir:
     run = RunDir(path)
     run.create()
-    shape = {"steps": 5, "groups_per_step": 2, "samples_per_group": 2, "max_staleness": 1, "layout": "jobs"}
+    shape = {"steps": 5, "prompts_per_step": 2, "samples_per_prompt": 2, "max_staleness": 1, "layout": "jobs"}
     dump(
         load([], shape | {"run_dir": str(path), "groups.reference": None, "groups.actor_fwd": None} | over), run.config
     )
@@ -42,10 +42,10 @@ def make_run(path: Path, **over: Any) -> RunDir:
 def incarnation(
     run: RunDir, group: str, began: float, spans: Spanned, ended: float | None, lane: str = "", attempt: int = 1
 ) -> int:
-    """Spans of the next epoch of a group with a role of its name; without ``ended`` it left no word."""
-    epoch = claim_epoch(run, group)
-    record(run, group, epoch, Launch(attempt, (0, 0, 0), "11", f"11/{attempt}"))
-    folder = run.logs(group, epoch)
+    """Spans of the next incarnation of a group with a role of its name; without ``ended`` it left no word."""
+    incarnation = claim_incarnation(run, group)
+    record(run, group, incarnation, Launch(attempt, (0, 0, 0), "11", f"11/{attempt}"))
+    folder = run.logs(group, incarnation)
     folder.mkdir(parents=True)
     role = "advantages" if group == "hub" else group
     text = [{"role": role, "monotonic": began, "wall": ORIGIN + began, "boot": "b", "began": began}]
@@ -55,7 +55,7 @@ def incarnation(
         text.append(line | (dict(zip(("peer", "reason"), about, strict=True)) if what == "wait" else {}))
     text += [{"ended": ended}] if ended is not None else []
     (folder / f"spans-{role}-0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in text))
-    return epoch
+    return incarnation
 
 
 def generated() -> Spanned:
@@ -99,10 +99,10 @@ def run(tmp_path: Path) -> RunDir:
     run = make_run(tmp_path / "run", **GPU)
     incarnation(run, "hub", 0, [("wait", 1, 70, *ROWS)], 70)
     incarnation(run, "rollout", 0, generated(), 70, lane="0")
-    epoch = incarnation(run, "actor", 0, trained_until_killed(), None)
-    with (run.logs("actor", epoch) / "spans-actor-0.jsonl").open("a") as file:
+    number = incarnation(run, "actor", 0, trained_until_killed(), None)
+    with (run.logs("actor", number) / "spans-actor-0.jsonl").open("a") as file:
         file.write('7\n[]\n\0\0\n{"role": "act')
-    mark = run.exit_mark("actor", epoch, "actor")
+    mark = run.exit_mark("actor", incarnation, "actor")
     leave_mark(mark, 75, "rank 0 was ended by signal 9")
     os.utime(mark, (ORIGIN + 48, ORIGIN + 48))
     incarnation(run, "actor", 50, trained_again(), 70)
@@ -164,7 +164,14 @@ def test_hours_and_restarts(run: RunDir) -> None:
     """Between 38 and 55 the actor's GPUs were lost; 2 s of training were for nothing."""
     found = report(run)
     assert found["restarts"] == [
-        {"group": "actor", "epoch": 2, "at_s": 48, "gap_s": 17, "fault": True, "why": "rank 0 was ended by signal 9"}
+        {
+            "group": "actor",
+            "incarnation": 2,
+            "at_s": 48,
+            "gap_s": 17,
+            "fault": True,
+            "why": "rank 0 was ended by signal 9",
+        }
     ]
     expected = {"asked": 560, "used": 204, "waiting": 188, "lost_restarting": 68, "lost_again": 8, "rest": 92}
     assert found["hours"] == {"unit": "GPU"} | {name: pytest.approx(s / 3600) for name, s in expected.items()}
@@ -245,8 +252,8 @@ def test_files_and_lines_that_are_no_spans_of_ours_change_nothing(run: RunDir) -
         (folder / name).write_text("\n".join(lines) if number == 1 else whole)
     (folder / "spans-actor-1.jsonl").mkdir()
     os.mkfifo(folder / "spans-actor-2.jsonl")
-    (run.root / "logs/actor/epoch-backup").mkdir()
-    (run.root / "logs/actor/epoch-backup/spans-actor-0.jsonl").write_text(whole)
+    (run.root / "logs/actor/inc-backup").mkdir()
+    (run.root / "logs/actor/inc-backup/spans-actor-0.jsonl").write_text(whole)
     assert report(run) == before
 
 
@@ -254,7 +261,7 @@ def test_a_live_run_lasts_until_now(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", layout="local")
     incarnation(run, "rollout", 0, [("start", 0, 4), ("generate", 4, 10, 0)], None)
     assert report(run, now=ORIGIN + 15)["roles"]["rollout"]["worker_s"] == 10, "nobody beats: it ended unseen"
-    write_json(run.rendezvous("rollout") / "beat-rollout.json", {"time": time.time(), "epoch": 1})
+    write_json(run.rendezvous("rollout") / "beat-rollout.json", {"time": time.time(), "incarnation": 1})
     found = report(run, now=ORIGIN + 15)
     assert found["roles"]["rollout"]["seconds"] == {"generate": 6, "unfinished": 5, "start": 4}
     assert found["hours"]["unit"] == "process" and found["hours"]["asked"] == pytest.approx(15 / 3600)
@@ -265,8 +272,8 @@ def test_what_the_user_wanted_is_no_fault(tmp_path: Path) -> None:
     run, day = make_run(tmp_path / "run"), 86400.0
     for attempt, at in enumerate((0.0, day), start=1):
         spans = [("start", at, at + 2), ("train", at + 2, at + 10, attempt)]
-        epoch = incarnation(run, "actor", at, spans, at + 10, attempt=attempt)
-        leave_mark(run.exit_mark("actor", epoch, "actor"), 75, "saved step 2", stopped=True)
+        number = incarnation(run, "actor", at, spans, at + 10, attempt=attempt)
+        leave_mark(run.exit_mark("actor", number, "actor"), 75, "saved step 2", stopped=True)
     found = report(run)
     assert [(one["fault"], one["gap_s"], one["why"]) for one in found["restarts"]] == [(False, day - 8, "saved step 2")]
     assert found["wall_s"] == 20 and found["hours"]["asked"] == pytest.approx(20 / 3600)

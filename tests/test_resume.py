@@ -17,12 +17,12 @@ from relax_hpc.config import dump, load_resolved
 from relax_hpc.config.schema import Config
 from relax_hpc.data.prompts import prompt_at
 from relax_hpc.errors import EXIT_CONFIG
-from relax_hpc.launch.local import check_resumable
-from relax_hpc.launch.records import all_ended, is_done
+from relax_hpc.lifecycle.establish import check_resumable
 from relax_hpc.rendezvous.exit_mark import leave_mark
-from relax_hpc.rendezvous.roster import claim_epoch
+from relax_hpc.rendezvous.roster import claim_incarnation
 from relax_hpc.rundir import RunDir
-from relax_hpc.weights.staging import staging_root
+from relax_hpc.supervise.launch_records import all_ended, is_done
+from relax_hpc.weights.node_cache import staging_root
 from tests.audit import audit, read_events
 from tests.requirements import requires
 from tests.run_helpers import Running, queue_rows, queue_state, rollbacks, running, trained_steps
@@ -131,7 +131,7 @@ def assert_prompts_of_tickets(live: Running) -> None:
     ids = [json.loads(line)["id"] for line in (live.run.data / "train.jsonl").read_text().splitlines()]
     config = load_resolved(live.run.root)
     found = {row["ticket"]: row["prompt_id"] for row in queue_rows(live.run).values()}
-    tickets = range(STEPS * config.groups_per_step)
+    tickets = range(STEPS * config.prompts_per_step)
     assert found == {t: ids[prompt_at(t, 0, len(ids), config.seed, config.data.shuffle)] for t in tickets}
 
 
@@ -149,7 +149,7 @@ def test_a_finished_run_with_more_steps_has_nobody_who_is_done(tmp_path: Path) -
     config = Config(steps=3)
     dump(config, run.config)
     for role in ("rollout", "actor"):
-        mark = run.exit_mark(role, claim_epoch(run, role), role)
+        mark = run.exit_mark(role, claim_incarnation(run, role), role)
         mark.parent.mkdir(parents=True)
         leave_mark(mark)
     run.logs("hub", 1).mkdir(parents=True)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_hpc.config.schema import AlgorithmConfig, Config
-from relax_hpc.launch.processes import environment
+from relax_hpc.engines.deadline import within
 from relax_hpc.local_dir import LOCAL_DIR
 from relax_hpc.metrics.read import read_metrics
 from relax_hpc.metrics.spans import Spans
@@ -24,12 +24,12 @@ from relax_hpc.roles.advantages import advantages_of
 from relax_hpc.roles.board import Board
 from relax_hpc.roles.rollout import first_error
 from relax_hpc.rollout.activity import Activity
-from relax_hpc.rollout.deadline import within
 from relax_hpc.rollout.outcomes import Failure, generated
+from relax_hpc.supervise.processes import environment
+from relax_hpc.transfer_queue.controller.state import QueueState
 from relax_hpc.transfer_queue.plan import Plan
+from relax_hpc.transfer_queue.row_schema import sample_id
 from relax_hpc.transfer_queue.samplers import share
-from relax_hpc.transfer_queue.schema import sample_id
-from relax_hpc.transfer_queue.state import QueueState
 from tests.requirements import requires
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from relax_hpc.config import dump
-from relax_hpc.transfer_queue.audit import Ledger
-from relax_hpc.transfer_queue.client import QueueClient
-from relax_hpc.transfer_queue.kept_client import keep
+from relax_hpc.transfer_queue.client.kept_client import keep
+from relax_hpc.transfer_queue.client.queue_client import QueueClient
+from relax_hpc.transfer_queue.inspect.audit import Ledger
 from relax_hpc.versions import Version
 from tests.queue_helpers import in_thread, make_run, rows_of
 from tests.requirements import requires
@@ -22,7 +22,7 @@ requires("torch", "transformers")
 
 from safetensors.torch import load_file  # noqa: E402
 
-from relax_hpc.weights.staging import staging_root  # noqa: E402
+from relax_hpc.weights.node_cache import staging_root  # noqa: E402
 from tests.drawing_rollout import LONG, config_of, drawn, in_process, rollout_of, sglang_process, stop_server  # noqa: E402
 from tests.run_helpers import ALL  # noqa: E402
 from tests.test_bad_input import make_data  # noqa: E402
@@ -75,13 +75,13 @@ def world(tmp_path: Path):
 def test_a_rollout_killed_anywhere_draws_no_kept_token_again(world, mode, points):
     """The first request has four samples: the kills come within the first, between two, in the last, and again."""
     run, hub = world
-    for epoch, draws in enumerate(points, start=1):
-        due, made = kept_of(mode, points[:epoch])[0], sum(points[:epoch])
+    for incarnation, draws in enumerate(points, start=1):
+        due, made = kept_of(mode, points[:incarnation])[0], sum(points[:incarnation])
 
         def is_kept(due: int = due, made: int = made) -> bool:
             return hub.state.kept.held == due and drawn(run).total() == made
 
-        with rollout_of(run, epoch, draws, mode) as process:
+        with rollout_of(run, incarnation, draws, mode) as process:
             until(is_kept, f"{due} tokens are kept")
             process.kill()
     due, lost = kept_of(mode, points)

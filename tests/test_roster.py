@@ -1,4 +1,4 @@
-"""The run directory and the roster: epochs are taken once, secrets stay secret."""
+"""The run directory and the roster: incarnations are taken once, secrets stay secret."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from pathlib import Path
 import pytest
 
 from relax_hpc.errors import ConfigError
-from relax_hpc.rendezvous.roster import Card, claim_epoch, latest_card, publish_card
+from relax_hpc.rendezvous.roster import Card, claim_incarnation, latest_card, publish_card
 from relax_hpc.rundir import RunDir
 from tests.queue_helpers import make_run
 
 RACER = """
 import sys
 from pathlib import Path
-from relax_hpc.rendezvous.roster import claim_epoch
+from relax_hpc.rendezvous.roster import claim_incarnation
 from relax_hpc.rundir import RunDir
 run = RunDir(Path(sys.argv[1]))
 run.create()
-print(run.token().decode(), *(claim_epoch(run, "actor") for _ in range(50)))
+print(run.token().decode(), *(claim_incarnation(run, "actor") for _ in range(50)))
 """
 
 
-def test_racing_processes_never_take_the_same_epoch_or_make_two_tokens(tmp_path):
+def test_racing_processes_never_take_the_same_incarnation_or_make_two_tokens(tmp_path):
     words = [sys.executable, "-c", RACER, str(tmp_path / "run")]
     root = Path(__file__).resolve().parent.parent
     racers = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=root) for _ in range(3)]
     answers = [racer.communicate(timeout=30)[0].split() for racer in racers]
     assert len({answer[0] for answer in answers}) == 1
-    assert sorted(int(epoch) for answer in answers for epoch in answer[1:]) == list(range(1, 151))
+    assert sorted(int(incarnation) for answer in answers for incarnation in answer[1:]) == list(range(1, 151))
 
 
-def test_the_highest_published_epoch_is_followed(tmp_path):
+def test_the_highest_published_incarnation_is_followed(tmp_path):
     run = make_run(tmp_path / "run")
     assert latest_card(run, "hub") is None
     for _ in range(3):
-        epoch = claim_epoch(run, "hub")
+        incarnation = claim_incarnation(run, "hub")
     assert latest_card(run, "hub") is None, "claimed is not published"
-    for published in (epoch, 1):
+    for published in (incarnation, 1):
         publish_card(run, Card("hub", published, [], f"tcp://127.0.0.1:{published}"))
     assert latest_card(run, "hub") == Card("hub", 3, [], "tcp://127.0.0.1:3")
 

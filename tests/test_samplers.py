@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relax_hpc.transfer_queue.row_schema import sample_id
 from relax_hpc.transfer_queue.samplers import (
     balanced,
     micro_batches,
@@ -18,7 +19,6 @@ from relax_hpc.transfer_queue.samplers import (
     share,
     whole_groups,
 )
-from relax_hpc.transfer_queue.schema import sample_id
 
 PARTS = st.integers(1, 8)
 BUDGETS = st.integers(1, 400)

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_hpc.data.prompts import Prompt
+from relax_hpc.engines.engine import Generation
 from relax_hpc.errors import ConfigError
 from relax_hpc.rewards import RewardInput
-from relax_hpc.rollout.engine import Generation
 from relax_hpc.rollout.filters import get_filter
 from relax_hpc.rollout.outcomes import Failure
 from relax_hpc.rollout.samples import group_rows
-from relax_hpc.transfer_queue.schema import Row
+from relax_hpc.transfer_queue.row_schema import Row
 from relax_hpc.versions import Version
 
 PROMPT = Prompt("p", (5, 6, 7), "2?", "2", {})

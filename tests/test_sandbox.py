@@ -17,7 +17,7 @@ import pytest
 from relax_hpc.config.load import build, compose
 from relax_hpc.config.schema import Config
 from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, EXIT_RETRY, ConfigError, RelaxError
-from relax_hpc.sandbox import Options, Sandbox, cluster, command, files, machine, processes
+from relax_hpc.sandbox import Options, Sandbox, cluster, command, config_files, machine, processes
 from relax_hpc.sandbox.processes import until
 from tests.plain_user import plain_user
 from tests.requirements import requires
@@ -228,7 +228,7 @@ def test_unfit_machine_teaches(short_folder: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(ConfigError, match=r"no munged, slurmctld .*apt-get install .* munge slurm-wlm"):
         cluster.up(folder)
     monkeypatch.setattr(machine, "missing", list)
-    monkeypatch.setattr(files, "host", lambda: "nowhere.invalid")
+    monkeypatch.setattr(config_files, "host", lambda: "nowhere.invalid")
     with pytest.raises(ConfigError, match=r"nowhere\.invalid does not resolve, add `127\.0\.0\.1"):
         cluster.up(folder)
     assert not folder.exists()
@@ -248,14 +248,16 @@ def test_taken_port_and_unknown_node(sandbox: Sandbox) -> None:
 
 
 def test_extra_lines_take_the_place_of_settings() -> None:
-    text = files.slurm_conf(Path("/x"), Options(extra=("KillWait=7", "PartitionName=main Nodes=node1", "Licenses=a")))
+    text = config_files.slurm_conf(
+        Path("/x"), Options(extra=("KillWait=7", "PartitionName=main Nodes=node1", "Licenses=a"))
+    )
     assert text.count("KillWait=") == 1 and "KillWait=7\n" in text
     assert text.count("PartitionName=main ") == 1 and text.endswith("Licenses=a\n")
 
 
 def test_sandboxes_beside_each_other_have_no_job_of_the_same_number() -> None:
     def first(port: int) -> int:
-        text = files.slurm_conf(Path("/x"), Options(port=port))
+        text = config_files.slurm_conf(Path("/x"), Options(port=port))
         return next(int(line.partition("=")[2]) for line in text.splitlines() if line.startswith("FirstJobId="))
 
     assert first(41001) - first(41000) == 100 and 0 < first(65471) < 0x03FF0000, "Slurm's default MaxJobId"

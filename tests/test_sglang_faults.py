@@ -26,13 +26,14 @@ from aiohttp.test_utils import TestServer  # noqa: E402
 
 import tests.engine_fake_server as fake  # noqa: E402
 from relax_hpc import local_dir  # noqa: E402
+from relax_hpc.engines.engine import Draft, EngineFault, GenerateRequest, Generation, Sampling  # noqa: E402
+from relax_hpc.engines.sglang import engine as sglang_engine  # noqa: E402
+from relax_hpc.engines.sglang import server as sglang_server  # noqa: E402
+from relax_hpc.engines.sglang.client import SglangClient  # noqa: E402
+from relax_hpc.engines.sglang.engine import SglangEngine, server_arguments  # noqa: E402
+from relax_hpc.engines.sglang.session import Session  # noqa: E402
 from relax_hpc.errors import ConfigError  # noqa: E402
 from relax_hpc.local_dir import LOCAL_DIR, Scratch  # noqa: E402
-from relax_hpc.rollout import sglang_engine, sglang_server  # noqa: E402
-from relax_hpc.rollout.engine import Draft, EngineFault, GenerateRequest, Generation, Sampling  # noqa: E402
-from relax_hpc.rollout.session import Session  # noqa: E402
-from relax_hpc.rollout.sglang_client import SglangClient  # noqa: E402
-from relax_hpc.rollout.sglang_engine import SglangEngine, server_arguments  # noqa: E402
 from relax_hpc.versions import Version  # noqa: E402
 from tests.engine_helpers import TOKEN, make_config, session_of  # noqa: E402
 
@@ -127,7 +128,7 @@ def test_tokens_of_older_weights_than_those_served_are_a_fault() -> None:
 
     (fault,) = asyncio.run(generate())
     assert isinstance(fault, EngineFault) and fault.reason == "old_version"
-    assert "found tokens of e000001-v000004 from an engine that serves e000001-v000005" in str(fault)
+    assert "found tokens of i000001-v000004 from an engine that serves i000001-v000005" in str(fault)
 
 
 def drafts_after(*kinds: int, served: Version = SERVED) -> list[Draft]:
@@ -186,7 +187,7 @@ def test_only_an_update_beside_running_requests_pauses_the_server() -> None:
             return server.app[fake.CALLS]
 
     calls = asyncio.run(updates())
-    assert calls == ["/freeze_gc", "e000001-v000005", "/pause_generation", "e000001-v000006", "/continue_generation"]
+    assert calls == ["/freeze_gc", "i000001-v000005", "/pause_generation", "i000001-v000006", "/continue_generation"]
 
 
 def test_a_server_that_does_not_give_requests_up_is_not_asked_to_flush_or_release() -> None:
@@ -205,7 +206,7 @@ def test_a_server_that_does_not_give_requests_up_is_not_asked_to_flush_or_releas
                 await client.release()
             return server.app[fake.CALLS]
 
-    assert asyncio.run(updates()) == ["/pause_generation", "e000001-v000006", "/continue_generation"]
+    assert asyncio.run(updates()) == ["/pause_generation", "i000001-v000006", "/continue_generation"]
 
 
 def test_nothing_is_asked_of_unknown_weights() -> None:

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_hpc.transfer_queue.client import Claim, read_rows
-from relax_hpc.transfer_queue.files import ShardFiles
+from relax_hpc.transfer_queue.client.queue_client import Claim, read_rows
 from relax_hpc.transfer_queue.plan import GENERATED
-from relax_hpc.transfer_queue.shard import ShardError, pack, unpack
+from relax_hpc.transfer_queue.storage.shard import ShardError, pack, unpack
+from relax_hpc.transfer_queue.storage.shard_files import ShardFiles
 from relax_hpc.versions import Version
 from tests.queue_helpers import rows_of
 
-ORIGIN = {"group": "rollout", "epoch": 1}
+ORIGIN = {"group": "rollout", "incarnation": 1}
 
 
 def packed(rows: list[dict], fields: tuple[str, ...] = GENERATED) -> memoryview:

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 
 from relax_hpc.config import Config
-from relax_hpc.launch.slurm.checkup import exclude_option
-from relax_hpc.launch.slurm.commands import SlurmError
-from relax_hpc.launch.slurm.ledger import Entry, Ledger
-from relax_hpc.launch.slurm.silence import Silence
 from relax_hpc.rendezvous.exit_mark import leave_mark
-from relax_hpc.rendezvous.roster import claim_epoch
+from relax_hpc.rendezvous.roster import claim_incarnation
 from relax_hpc.rundir import RunDir
+from relax_hpc.slurm.commands import SlurmError
+from relax_hpc.slurm.node_check import exclude_option
+from relax_hpc.slurm.silence import Silence
+from relax_hpc.slurm.submissions import Entry, Ledger
 
 
 @dataclass
@@ -95,7 +95,7 @@ LEASE_S = 30.0
 @pytest.fixture
 def world(run_dir: Path) -> World:
     run = RunDir(run_dir)
-    claim_epoch(run, "rollout")
+    claim_incarnation(run, "rollout")
     Ledger(run).add(Entry("7", "group", "rollout"))
     world = World(run, Config())
     world.config.liveness.lease_s = LEASE_S
@@ -138,7 +138,7 @@ def test_who_was_asleep_itself_has_not_seen_anybody_stand_still(world: World) ->
 
 
 def test_a_group_that_has_begun_again_is_none_of_its_business(world: World) -> None:
-    claim_epoch(world.run, "rollout")
+    claim_incarnation(world.run, "rollout")
     world.sleep(100.0, suspected=1)
     assert not world.told
 

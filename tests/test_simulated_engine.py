@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from relax_hpc.config.schema import Config, TinyModelConfig
-from relax_hpc.rollout.engine import Draft, EngineFault, GenerateRequest, Generation, Sampling, make_engine
-from relax_hpc.rollout.simulated_engine import SimulatedEngine
+from relax_hpc.engines.engine import Draft, EngineFault, GenerateRequest, Generation, Sampling, make_engine
+from relax_hpc.engines.simulated_engine import SimulatedEngine
 from relax_hpc.versions import Version
 from tests.requirements import requires
 from tests.virtual_clock import run_on_a_clock

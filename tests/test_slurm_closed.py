@@ -52,7 +52,7 @@ def another_rider_leads(live: SlurmRun) -> None:
     holder = live.lease_holder()
     with live.only("hub", "kill -9 of a supervisor that rides on rollout's nodes"):
         psutil.Process(holder["pid"]).kill()
-        live.supervised_anew(holder["epoch"])
+        live.supervised_anew(holder["incarnation"])
 
 
 def the_successor_takes_over(live: SlurmRun, successor: str) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc.launch.slurm import commands
-from relax_hpc.launch.slurm.commands import Slurm, SlurmError, clean_environment, parse_time
+from relax_hpc.slurm import commands
+from relax_hpc.slurm.commands import Slurm, SlurmError, clean_environment, parse_time
 from tests.fake_slurm import FakeSlurm
 
 DOWN = {"err": "slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n", "code": 1}

@@ -40,5 +40,5 @@ def test_a_run_inside_of_containers_survives_a_kill(layout: str, sandbox: Sandbo
         live.finish()
         live.assert_nothing_left()
     calls = [json.loads(line) for line in (tmp_path / "bin" / "calls").read_text().splitlines()]
-    assert any("relax_hpc.launch.slurm.preflight" in call for call in calls)
+    assert any("relax_hpc.slurm.node_probe" in call for call in calls)
     assert {call[call.index("--role") + 1] for call in calls if "--role" in call} == {"actor", "actor_fwd", "rollout"}

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from relax_hpc.errors import EXIT_NO_PROGRESS
-from relax_hpc.launch.requests import asked_to_stop
 from relax_hpc.sandbox import Sandbox
+from relax_hpc.supervise.requests import asked_to_stop
 from tests.requirements import requires
 from tests.run_helpers import ALL, rollbacks
 from tests.slurm_runs import ENDLESS, START_S, SlurmRun, submitted
@@ -68,7 +68,7 @@ def test_a_crash_loop_ends_the_run(layout: str, sandbox: Sandbox, tmp_path: Path
         assert asked["code"] == EXIT_NO_PROGRESS and "max_restarts" in asked["reason"]
         live.assert_nothing_left()
         live.survived("a crash loop: it ends with code 93 and gives everything back")
-        assert (live.epochs("rollout"), live.epochs("actor")) == (3, 1)
+        assert (live.incarnations("rollout"), live.incarnations("actor")) == (3, 1)
         ended = sandbox.client("scontrol", "show", "job", live.jobs[0])
         assert f"ExitCode={EXIT_NO_PROGRESS}:0" in ended
 
@@ -76,9 +76,9 @@ def test_a_crash_loop_ends_the_run(layout: str, sandbox: Sandbox, tmp_path: Path
 @contextmanager
 def succeeded(live: SlurmRun, fault: str) -> Iterator[None]:
     """In the block the job of the run ends; the next one goes on with every group, and training with every step."""
-    former, epoch = live.job("hub"), live.epochs("actor")
+    former, incarnation = live.job("hub"), live.incarnations("actor")
     yield
-    live.wait_until(lambda: live.epochs("actor") > epoch, "the successor has started", LIMIT_S)
+    live.wait_until(lambda: live.incarnations("actor") > incarnation, "the successor has started", LIMIT_S)
     live.goes_on()
     assert live.job("hub") != former
     live.wait_until(lambda: f"{former}+0 " not in live.queued(), "the former job is gone", START_S)

@@ -72,13 +72,13 @@ def processes_stop_for_longer_than_their_lease(live: SlurmRun) -> None:
 
 def a_stopped_node_goes_on_too_late(live: SlurmRun, role: str) -> None:
     """All of the role on a node stands still, Slurm's stepd too; the group has long gone on when it moves again."""
-    epoch, former = live.epochs(role), live.processes(role)[0]
+    incarnation, former = live.incarnations(role), live.processes(role)[0]
     with live.frozen(live.nodes_of(role)[0]):
         with live.only(role, f"SIGSTOP of a whole node of {role}, and SIGCONT when it has been replaced"):
             pass
         # The role alone goes on: nobody is there to kill it.
         former.resume()
-        mark = live.wait_until(lambda: live.mark(role, epoch, role), f"the former {role} has ended", START_S)
+        mark = live.wait_until(lambda: live.mark(role, incarnation, role), f"the former {role} has ended", START_S)
         assert mark["status"] == "failed", mark
         psutil.wait_procs([former], timeout=10.0)
     live.assert_trained_once()
@@ -89,18 +89,18 @@ def supervisors_end(live: SlurmRun) -> None:
     holder = live.lease_holder()
     with live.only("hub", "kill -9 of the supervisor"):
         psutil.Process(holder["pid"]).kill()
-        live.supervised_anew(holder["epoch"])
+        live.supervised_anew(holder["incarnation"])
     holder = live.lease_holder()
     former = psutil.Process(holder["pid"])
     with live.only("hub", "SIGSTOP of the supervisor for longer than its lease"):
         former.suspend()
-        live.supervised_anew(holder["epoch"])
+        live.supervised_anew(holder["incarnation"])
     assert live.lease_holder()["node"] != holder["node"]
     live.wait_until(lambda: len(live.processes("controller")) == 1, "the former hub has ended", START_S)
     live.wait_until(lambda: len(live.processes("advantages")) == 1, "its advantages too", START_S)
     with live.nobody_notices("SIGCONT of that supervisor when the standby leads"):
         former.resume()
-        said = f"supervisor {holder['epoch'] + 1} has taken over"
+        said = f"supervisor {holder['incarnation'] + 1} has taken over"
         live.wait_until(lambda: said in live.log(), "the former supervisor knows that it is none", LEASE_S)
 
 
@@ -144,7 +144,7 @@ def the_leading_node_lost(live: SlurmRun) -> Iterator[None]:
     holder = live.lease_holder()
     with live.only("hub", "power loss of the leading node of the hub"):
         live.sandbox.kill_node(holder["node"])
-        live.supervised_anew(holder["epoch"])
+        live.supervised_anew(holder["incarnation"])
     assert live.lease_holder()["node"] != holder["node"]
     yield
     live.power_on(holder["node"])

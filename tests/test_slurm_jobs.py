@@ -73,7 +73,7 @@ def nodes_lose_power(live: SlurmRun) -> None:
     job, holder = live.job("hub"), live.lease_holder("supervisor-hub")
     with live.only("hub", "power loss of the leading node of the hub"):
         live.sandbox.kill_node(holder["node"])
-        live.supervised_anew(holder["epoch"], "supervisor-hub")
+        live.supervised_anew(holder["incarnation"], "supervisor-hub")
     assert live.job("hub") == job and live.lease_holder("supervisor-hub")["node"] != holder["node"]
     silent = [holder["node"], lose_node_silently(live, "actor_fwd", 0)]
     if ALL:

@@ -80,7 +80,7 @@ def test_a_full_disk_is_noticed_by_everybody_and_ends_nobody(layout: str, sandbo
             live.wait_until(lambda: full(live), "status says so", 10.0)
             live.wait_until(lambda: full(live) > FULL_S, f"somebody has waited for {FULL_S} s", 60.0)
             disk.free()
-        assert live.lease_holder(name)["epoch"] == head["epoch"], live.story()
+        assert live.lease_holder(name)["incarnation"] == head["incarnation"], live.story()
         live.finish()
 
 

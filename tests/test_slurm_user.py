@@ -59,7 +59,7 @@ def test_a_plain_user_runs_it_all() -> None:
             live.wait_until(live.run.finished.exists, "the run finished", START_S)
             live.finish()
             assert {path.owner() for path in root.rglob("*")} == {user.name}
-            assert live.epochs("actor") == 2, live.story()
+            assert live.incarnations("actor") == 2, live.story()
             call(user, "relax_hpc.sandbox", "down", folder)
         finally:
             cluster.down(folder)

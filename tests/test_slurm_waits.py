@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from relax_hpc.errors import EXIT_NO_PROGRESS
-from relax_hpc.launch.requests import asked_to_stop
 from relax_hpc.sandbox import Sandbox
+from relax_hpc.supervise.requests import asked_to_stop
 from tests.requirements import requires
 from tests.run_helpers import ALL, rollbacks
 from tests.slurm_runs import ENDLESS, START_S, SlurmRun, submitted
@@ -55,7 +55,7 @@ def test_who_waits_for_a_queued_group_is_not_judged(sandbox: Sandbox, tmp_path: 
         assert "waits for actor, which is queued (JobHeld" in live.call("status")
         sandbox.client("scontrol", "release", live.job("actor"))
         live.wait_for_step(2)
-        assert {name: live.epochs(name) for name in ("hub", "rollout", "actor_fwd")} == dict.fromkeys(
+        assert {name: live.incarnations(name) for name in ("hub", "rollout", "actor_fwd")} == dict.fromkeys(
             ("hub", "rollout", "actor_fwd"), 1
         ), live.story()
         # The hub is what all others need: who cancels its job wants an end.
@@ -80,7 +80,7 @@ def test_a_group_that_fails_itself_ends_what_is_queued_too(sandbox: Sandbox, tmp
         asked = live.wait_until(lambda: asked_to_stop(live.run), "it gives up", START_S)
         assert asked["code"] == EXIT_NO_PROGRESS and asked["reason"].startswith("rollout: ended 2 times")
         live.assert_nothing_left()
-        assert (live.epochs("rollout"), live.epochs("actor")) == (2, 0)
+        assert (live.incarnations("rollout"), live.incarnations("actor")) == (2, 0)
 
 
 def test_a_successor_gets_the_nodes_of_what_slurm_leaves_behind(sandbox: Sandbox, tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_successor_gets_the_nodes_of_what_slurm_leaves_behind(sandbox: Sandbox
         assert not rollbacks(live.run), "the actor did not save, or had no hub any more to save to"
         node, holder = live.nodes_of("actor_fwd")[0], live.lease_holder()
         lose_and_bring_back(live, holder["node"])
-        live.supervised_anew(holder["epoch"])
+        live.supervised_anew(holder["incarnation"])
         with succeeded(live, LOST):
             # With one node left, component 0 ends when any node is lost; those of two nodes live on.
             lose_and_bring_back(live, node)

@@ -36,7 +36,7 @@ class Clock:
 
 
 def span_file(run_dir: Path, group: str) -> Path:
-    return run_dir / "logs" / group / "epoch-000001" / f"spans-{group}-0.jsonl"
+    return run_dir / "logs" / group / "inc-000001" / f"spans-{group}-0.jsonl"
 
 
 def test_spans_are_written_and_read(tmp_path, monkeypatch):
@@ -186,7 +186,7 @@ def test_breakdown_needs_every_step():
 def test_a_long_file_is_cut_into_parts_and_read_as_one(tmp_path, monkeypatch):
     monkeypatch.setattr(spans_module, "PART_BYTES", 2000)
     monkeypatch.setattr(spans_module, "_FLUSH_S", 0.0)
-    path = tmp_path / "logs/rollout/epoch-000001/spans-rollout-0.jsonl"
+    path = tmp_path / "logs/rollout/inc-000001/spans-rollout-0.jsonl"
     spans = Spans(path, "rollout", process_began())
     for step in range(100):
         with spans("generate", step=step):

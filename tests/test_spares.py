@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from relax_hpc.config import dump
 from relax_hpc.data.prompts import prompt_at
+from relax_hpc.engines.engine import EngineFault, GenerateRequest, Generation, Sampling
 from relax_hpc.roles import rollout, ticket_worker
-from relax_hpc.rollout.engine import EngineFault, GenerateRequest, Generation, Sampling
 from relax_hpc.rollout.spares import has_spare
-from relax_hpc.transfer_queue.controller import Controller
+from relax_hpc.transfer_queue.controller.server import Controller
 from tests.audit import audit
 from tests.run_helpers import queue_rows
 from tests.test_bad_input import FaultyEngine, train_the_step, world  # noqa: F401

@@ -13,13 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from relax_hpc.launch import group
-from relax_hpc.launch.group import Member
-from relax_hpc.launch.processes import Processes
-from relax_hpc.launch.slurm.commands import Slurm
-from relax_hpc.launch.slurm.steps import Steps
 from relax_hpc.rendezvous.process import shows_stacks
 from relax_hpc.rundir import RunDir
+from relax_hpc.slurm.commands import Slurm
+from relax_hpc.slurm.steps import Steps
+from relax_hpc.supervise import group
+from relax_hpc.supervise.group import Member
+from relax_hpc.supervise.processes import Processes
 from tests.fake_slurm import FakeSlurm
 
 CODE = """
@@ -68,7 +68,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_native_hang_leaves_the_stacks_of_all_threads(tmp_path: Path) -> None:
     with hanging(RunDir(tmp_path / "run")) as (incarnation, child):
         incarnation.dump_stacks()
-        told = (tmp_path / "run/logs/rollout/epoch-000001/rollout-rank-0.log").read_text()
+        told = (tmp_path / "run/logs/rollout/inc-000001/rollout-rank-0.log").read_text()
         assert child.is_running() and child.status() == psutil.STATUS_SLEEPING, "an engine is killed, not asked"
         assert incarnation.members[0].process.poll() is None, "it goes on"
     current, other = told.split("Current thread")[1], told.split("Current thread")[0]
@@ -80,7 +80,7 @@ def test_one_that_is_stopped_is_not_waited_for(tmp_path: Path, monkeypatch: pyte
     with hanging(RunDir(tmp_path / "run")) as (incarnation, _):
         incarnation.members[0].process.send_signal(signal.SIGSTOP)
         incarnation.dump_stacks()
-    assert (tmp_path / "run/logs/rollout/epoch-000001/rollout-rank-0.log").read_text() == ""
+    assert (tmp_path / "run/logs/rollout/inc-000001/rollout-rank-0.log").read_text() == ""
 
 
 def test_who_handles_the_signal_is_known() -> None:
@@ -95,7 +95,7 @@ def test_the_steps_of_a_group_are_signalled_by_slurm(tmp_path: Path, monkeypatch
     monkeypatch.setattr(group, "_STACKS_S", 0.0)
     monkeypatch.setattr(group, "in_thread", lambda act: act())
     slurm = FakeSlurm(tmp_path / "slurm", monkeypatch)
-    steps = {"7.3": "actor.actor.e000002", "7.4": "actor.actor.e000001", "7.5": "rollout.rollout.e000002"}
+    steps = {"7.3": "actor.actor.i000002", "7.4": "actor.actor.i000001", "7.5": "rollout.rollout.i000002"}
     slurm.set(jobs={"7": {"state": "RUNNING", "steps": steps}})
     run = RunDir(tmp_path / "run")
     run.create()

@@ -13,14 +13,14 @@ import pytest
 from relax_hpc import local_dir
 from relax_hpc.config import Config
 from relax_hpc.errors import ConfigError, DeadlineError
-from relax_hpc.roles import staging
+from relax_hpc.roles import node_files
 from relax_hpc.rundir import RunDir
 
 ROOT = Path(__file__).resolve().parent.parent
 WHERE = """
 import sys
 from relax_hpc.config import Config
-from relax_hpc.roles.staging import go_on_in_local_environment
+from relax_hpc.roles.node_files import go_on_in_local_environment
 config = Config()
 config.site.stage = ["environment"]
 go_on_in_local_environment(config, "where", sys.argv[1:])
@@ -37,9 +37,9 @@ def model(folder: Path) -> Path:
 
 def test_many_processes_copy_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, target, copies = model(tmp_path / "model"), tmp_path / "local", []
-    real = staging.shutil.copytree
-    monkeypatch.setattr(staging.shutil, "copytree", lambda *a, **k: (copies.append(a), real(*a, **k))[1])
-    threads = [threading.Thread(target=staging.copy_once, args=(source, target, 30.0)) for _ in range(8)]
+    real = node_files.shutil.copytree
+    monkeypatch.setattr(node_files.shutil, "copytree", lambda *a, **k: (copies.append(a), real(*a, **k))[1])
+    threads = [threading.Thread(target=node_files.copy_once, args=(source, target, 30.0)) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -53,10 +53,10 @@ def test_a_dead_copier_is_replaced_and_a_living_one_waited_for(tmp_path: Path) -
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     claim.write_text(str(dead.pid))
-    assert (staging.copy_once(source, tmp_path / "local", 30.0) / "config.json").exists()
+    assert (node_files.copy_once(source, tmp_path / "local", 30.0) / "config.json").exists()
     (tmp_path / ".other.claim").write_text("1")
     with pytest.raises(DeadlineError, match="other"):
-        staging.copy_once(source, tmp_path / "other", 0.3)
+        node_files.copy_once(source, tmp_path / "other", 0.3)
 
 
 def test_the_model_is_staged_where_the_site_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,9 +64,9 @@ def test_the_model_is_staged_where_the_site_says_so(tmp_path: Path, monkeypatch:
     run.create()
     model(run.model)
     monkeypatch.setenv(local_dir.LOCAL_DIR, str(tmp_path / "disk"))
-    assert staging.model_directory(run, config) == run.model
+    assert node_files.model_directory(run, config) == run.model
     config.site.stage = ["model"]
-    found = staging.model_directory(run, config)
+    found = node_files.model_directory(run, config)
     assert found.parent == tmp_path / "disk" and (found / "config.json").exists()
     (tmp_path / "disk").chmod(0o777)
     with pytest.raises(ConfigError, match="not a folder of this user alone"):

@@ -12,21 +12,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relax_hpc.config.check import check
+from relax_hpc.checks.settings import check
 from relax_hpc.config.schema import Config, Mode, PlanesConfig, QueueConfig, SiteConfig
 from relax_hpc.errors import ConfigError, RelaxError
-from relax_hpc.transfer_queue.files import ShardFiles
 from relax_hpc.transfer_queue.plan import GENERATED
-from relax_hpc.transfer_queue.planes import ShmPlane, SlabPool, TcpPlane, rdma_agent, rdma_path
-from relax_hpc.transfer_queue.planes.choice import check_required
-from relax_hpc.transfer_queue.schema import BadRow
-from relax_hpc.transfer_queue.shard import ShardError
-from relax_hpc.transfer_queue.store import Descriptor, ShardReader, ShardStore, planes_of
+from relax_hpc.transfer_queue.row_schema import BadRow
+from relax_hpc.transfer_queue.storage.shard import ShardError
+from relax_hpc.transfer_queue.storage.shard_files import ShardFiles
+from relax_hpc.transfer_queue.storage.shard_store import Descriptor, ShardReader, ShardStore, planes_of
+from relax_hpc.transport import ShmPlane, SlabPool, TcpPlane, rdma_agent, rdma_path
+from relax_hpc.transport.choice import check_required
 from relax_hpc.versions import Version
 from tests.queue_helpers import make_run, rows_of
 
 TOKEN = b"t" * 32
-ORIGIN = {"group": "rollout", "epoch": 1}
+ORIGIN = {"group": "rollout", "incarnation": 1}
 WAIT_S = 20.0
 
 
@@ -125,7 +125,7 @@ def test_the_way_that_is_taken_is_told_once_a_maker_and_counted(tmp_path: Path, 
     made = ShardStore(ShardFiles(tmp_path), [ShmPlane(TOKEN, pool), tcp], pool, 1 << 24, Saved())
     descriptors = []
     for number in range(4):
-        name = f"rollout-e000001-{number:06d}.h5"
+        name = f"rollout-i000001-{number:06d}.h5"
         descriptor, _ = made.make(name, rows_of([number], Version(1, 0)), GENERATED, ORIGIN)
         if number > 1:
             descriptor["planes"]["shm"]["node"] = "another"
@@ -138,13 +138,13 @@ def test_the_way_that_is_taken_is_told_once_a_maker_and_counted(tmp_path: Path, 
     assert made.ways.since_last() == {}
     made.close()
     shm, other = [line for line in capfd.readouterr().err.splitlines() if line.startswith("queue: ")]
-    assert shm == "queue: shards of rollout-e000001 come by shm"
-    assert re.fullmatch("queue: shards of rollout-e000001 come by tcp, for shm: .*take another plane", other)
+    assert shm == "queue: shards of rollout-i000001 come by shm"
+    assert re.fullmatch("queue: shards of rollout-i000001 come by tcp, for shm: .*take another plane", other)
 
 
 def planes_by_name(tmp_path: Path, config: Config) -> list[str]:
     run, pool = make_run(tmp_path / "run"), SlabPool()
-    planes = planes_of(run, config, "rollout", "rollout-e000001", pool)
+    planes = planes_of(run, config, "rollout", "rollout-i000001", pool)
     for plane in planes:
         plane.close()
     pool.close()

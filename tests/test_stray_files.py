@@ -8,17 +8,19 @@ import pytest
 
 from relax_hpc.config import Config, dump, load_resolved
 from relax_hpc.errors import ConfigError
-from relax_hpc.launch import records, requests, status_groups
-from relax_hpc.launch.incarnations import _nodes
-from relax_hpc.launch.lease import Lease, holder_of, outcome_of
-from relax_hpc.launch.local import check_resumable, latest_attempt, new_attempt, reopen
-from relax_hpc.launch.requests import Request
-from relax_hpc.launch.slurm.ledger import Entry, Ledger
-from relax_hpc.launch.status import last_checkpoint, status
+from relax_hpc.lifecycle.establish import check_resumable, reopen
+from relax_hpc.observe import status_groups
+from relax_hpc.observe.status import last_checkpoint, status
 from relax_hpc.rendezvous.exit_mark import leave_mark
-from relax_hpc.rendezvous.roster import Card, claim_epoch, latest_card, latest_epoch, publish_card
+from relax_hpc.rendezvous.roster import Card, claim_incarnation, latest_card, latest_incarnation, publish_card
 from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue.client import QueueClient
+from relax_hpc.slurm.submissions import Entry, Ledger
+from relax_hpc.supervise import launch_records, requests
+from relax_hpc.supervise.attempts import latest_attempt, new_attempt
+from relax_hpc.supervise.incarnations import _nodes
+from relax_hpc.supervise.lease import Lease, holder_of, outcome_of
+from relax_hpc.supervise.requests import Request
+from relax_hpc.transfer_queue.client.queue_client import QueueClient
 from tests.queue_helpers import Roles, in_thread, make_run, small
 from tests.stray_files import ODD, WRONG, leave
 
@@ -54,29 +56,37 @@ def test_a_stop_that_nobody_asked_for_is_none_and_a_right_one_takes_its_place(ru
 
 @pytest.mark.parametrize("content", [*ODD, WRONG])
 def test_what_groups_tell_each_other_is_read_where_it_is_sound(run, content):
-    assert claim_epoch(run, "actor") == 1
+    assert claim_incarnation(run, "actor") == 1
     publish_card(run, Card("actor", 1, [{"node": "n1"}]))
     folder = run.rendezvous("actor")
-    for name in ("epoch-000002.json", "beat-actor.json", "epoch-000001.launch.json", "epoch-x.json", "outcome-7.json"):
+    for name in (
+        "inc-000002.json",
+        "beat-actor.json",
+        "inc-000001.launch.json",
+        "inc-x.json",
+        "outcome-7.json",
+    ):
         leave(folder / name, content)
     leave(run.rendezvous("notes"), b"a file among folders")
     leave(run.exit_mark("actor", 1, "actor"), content)
     config = Config()
     assert latest_card(run, "actor") == Card("actor", 1, [{"node": "n1"}]) and _nodes(run, "actor", 1) == 1
-    assert latest_epoch(run, "actor") == 1 and latest_epoch(run, "notes") == 0
-    assert records.members_of(run, config) == list(config.groups)
-    assert records.last_beat_s(run, "actor") == float("inf") and status_groups._beats(run, "actor", 1, {}) == []
-    assert records.read_launch(run, "actor", 1) is None and records.read_mark(run, "actor", 1, "actor") == {}
-    assert not records.all_ended(run, config, "actor") and outcome_of(run, "actor", "7") is None
+    assert latest_incarnation(run, "actor") == 1 and latest_incarnation(run, "notes") == 0
+    assert launch_records.members_of(run, config) == list(config.groups)
+    assert launch_records.last_beat_s(run, "actor") == float("inf") and status_groups._beats(run, "actor", 1, {}) == []
+    assert (
+        launch_records.read_launch(run, "actor", 1) is None and launch_records.read_mark(run, "actor", 1, "actor") == {}
+    )
+    assert not launch_records.all_ended(run, config, "actor") and outcome_of(run, "actor", "7") is None
     assert status(run, 0.1)["groups"]["actor"]["state"] in ("absent", "ended")
     if content is not None:
         leave_mark(run.exit_mark("actor", 1, "actor"), 75, "it says so")
-        assert records.read_mark(run, "actor", 1, "actor")["code"] == 75
+        assert launch_records.read_mark(run, "actor", 1, "actor")["code"] == 75
 
 
 @pytest.mark.parametrize("content", [c for c in [*ODD, WRONG] if c is not None])
 def test_a_lease_of_anything_stands_still(run, content):
-    claim_epoch(run, "supervisor")
+    claim_incarnation(run, "supervisor")
     leave(run.rendezvous("supervisor") / "lease", content)
     lease = Lease(run, "supervisor", Config().liveness, "node")
     assert not lease.free() and lease.former == 1 and holder_of(run, "supervisor") == {}
@@ -99,7 +109,7 @@ def test_numbers_are_taken_from_what_has_one(run):
         leave(run.root / "attempts" / name, b"")
     before = latest_attempt(run)
     assert new_attempt(run) == 1 and latest_attempt(run) == max(1, before)
-    for name in ("e-step-backup", "e000001-step-000004.old", "e000001-step-000002"):
+    for name in ("i-step-backup", "i000001-step-000004.old", "i000001-step-000002"):
         leave(run.checkpoints / name / "COMPLETE.json", b"{}")
     assert last_checkpoint(run)["step"] == 2
     check_resumable(run, load_resolved(run.root))
@@ -135,17 +145,17 @@ def test_a_change_that_is_none_is_left_out_and_said(run, capsys, content):
     ["", "tcp://", "tcp://127.0.0.1", "tcp://127.0.0.1:x", "tcp://[::1", "tcp://127.0.0.1:99999999", "ü"],
 )
 def test_a_client_outlives_cards_that_lead_nowhere(run, endpoint):
-    publish_card(run, Card("hub", claim_epoch(run, "hub"), [], endpoint))
+    publish_card(run, Card("hub", claim_incarnation(run, "hub"), [], endpoint))
     with QueueClient(run, small(), "actor", 1) as actor:
         asked = actor.submit("resume", timeout=20.0, step=0)
-        leave(run.rendezvous("hub") / "epoch-000009.json", b"{")
+        leave(run.rendezvous("hub") / "inc-000009.json", b"{")
         with in_thread(run, small()):
             assert asked.result(timeout=15) is not None
 
 
 def test_a_controller_starts_among_strange_files(run):
     for folder in (run.shards, run.journal, run.media, run.journal.with_name("snapshots"), run.root / "queue"):
-        for name in ("notes.txt", ".hidden", "rollout-e000001-000001.h5.orig"):
+        for name in ("notes.txt", ".hidden", "rollout-i000001-000001.h5.orig"):
             leave(folder / name, b"what is that?")
         leave(folder / "folder", None)
     for step in range(2):

@@ -17,17 +17,17 @@ import pytest
 from relax_hpc.config.groups import roles_of
 from relax_hpc.config.schema import Config, GroupConfig
 from relax_hpc.errors import EXIT_DONE, EXIT_RETRY, ConfigError, FencedError, NoProgressError, RelaxError
-from relax_hpc.launch import requests, supervisor
-from relax_hpc.launch.disk_watch import NoRoom
-from relax_hpc.launch.group import Incarnation, Member, Unavailable
-from relax_hpc.launch.processes import Processes
-from relax_hpc.launch.records import Launch, read_mark, record
-from relax_hpc.launch.supervisor import RELEASED, Outcome, Supervisor
-from relax_hpc.launch.terminal import Terminal
 from relax_hpc.rendezvous.exit_mark import leave_mark
 from relax_hpc.rendezvous.process import STOP_SIGNALS
-from relax_hpc.rendezvous.roster import claim_epoch
+from relax_hpc.rendezvous.roster import claim_incarnation
 from relax_hpc.rundir import RunDir
+from relax_hpc.supervise import requests, supervisor
+from relax_hpc.supervise.console import Terminal
+from relax_hpc.supervise.disk_watch import NoRoom
+from relax_hpc.supervise.group import Incarnation, Member, Unavailable
+from relax_hpc.supervise.launch_records import Launch, read_mark, record
+from relax_hpc.supervise.processes import Processes
+from relax_hpc.supervise.supervisor import RELEASED, Outcome, Supervisor
 from tests.queue_helpers import make_run
 
 DEADLINE_S = 20.0
@@ -63,7 +63,7 @@ sys.exit(1)
 class Hub:
     """In place of the connection to the queue: it never answers, and remembers what it was told."""
 
-    def __init__(self, run: RunDir, config: Config, name: str, epoch: int) -> None:
+    def __init__(self, run: RunDir, config: Config, name: str, incarnation: int) -> None:
         self.told: list[tuple[str, dict[str, Any]]] = []
 
     def submit(self, op: str, timeout: float = 0.0, **args: Any) -> Future:
@@ -77,8 +77,8 @@ class Hub:
 class Tiny(Processes):
     """Processes that say when they are asked to end."""
 
-    def __init__(self, world: World, name: str, epoch: int, members: list[Member]) -> None:
-        super().__init__(world.run, name, epoch, members)
+    def __init__(self, world: World, name: str, incarnation: int, members: list[Member]) -> None:
+        super().__init__(world.run, name, incarnation, members)
         self.world = world
 
     def ask_to_end(self) -> None:
@@ -125,18 +125,20 @@ class World:
 
     # -- as a launcher -----------------------------------------------------------------------------------------
 
-    def start(self, name: str, epoch: int, launch: Launch) -> Incarnation:
-        self.run.logs(name, epoch).mkdir(parents=True)
-        record(self.run, name, epoch, launch)
+    def start(self, name: str, incarnation: int, launch: Launch) -> Incarnation:
+        self.run.logs(name, incarnation).mkdir(parents=True)
+        record(self.run, name, incarnation, launch)
         plan = self.plans.get(name, ["lives"])
         what = plan.pop(0) if len(plan) > 1 else plan[0]
-        members = [Member.of(role, self._process(what, name, epoch, role)) for role in roles_of(self.config, name)]
-        self.started.append((name, epoch))
-        self.on_start(name, epoch)
-        return Tiny(self, name, epoch, members)
+        members = [
+            Member.of(role, self._process(what, name, incarnation, role)) for role in roles_of(self.config, name)
+        ]
+        self.started.append((name, incarnation))
+        self.on_start(name, incarnation)
+        return Tiny(self, name, incarnation, members)
 
-    def _process(self, what: str, name: str, epoch: int, role: str) -> subprocess.Popen:
-        mark = str(self.run.exit_mark(name, epoch, role))
+    def _process(self, what: str, name: str, incarnation: int, role: str) -> subprocess.Popen:
+        mark = str(self.run.exit_mark(name, incarnation, role))
         words = [sys.executable, "-S", "-E", "-c", ROLE, what, mark]
         process = subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True)
         if what in ("lives", "deaf"):
@@ -144,7 +146,7 @@ class World:
         process.stdout.close()
         return process
 
-    def adopt(self, name: str, epoch: int) -> Incarnation | None:
+    def adopt(self, name: str, incarnation: int) -> Incarnation | None:
         return self.adopted.get(name)
 
     def _answer(self, what: str) -> Any:
@@ -268,19 +270,21 @@ def test_a_group_that_dies_comes_back_while_the_others_go_on(world: World, fault
     world.plans = {"rollout": [fault, "done:0"], "actor": ["done:0"]}
     assert world.supervise("rollout", "actor") is Outcome.FINISHED
     assert world.started == [("rollout", 1), ("actor", 1), ("rollout", 2)]
-    assert world.told("down") == [{"group": "rollout", "epoch": 1}]
+    assert world.told("down") == [{"group": "rollout", "incarnation": 1}]
     assert words in world.said()
     assert "ended by its supervisor" in read_mark(world.run, "rollout", 1, "rollout")["reason"]
 
 
 def test_one_role_of_several_takes_its_group_along(world: World) -> None:
     world.config.groups["both"] = GroupConfig(roles=["actor", "reference"])
-    world.on_start = lambda name, epoch: epoch == 1 and leave_mark(world.run.exit_mark("both", 1, "actor"), 75, "oh")
+    world.on_start = lambda name, incarnation: (
+        incarnation == 1 and leave_mark(world.run.exit_mark("both", 1, "actor"), 75, "oh")
+    )
     world.plans = {"both": ["lives", "done:0"]}
 
     def kill_first() -> None:
         group = world.supervisor.groups["both"]
-        if group.epoch == 1:
+        if group.incarnation == 1:
             group.members[0].process.kill()
 
     assert world.supervise("both", then=kill_first) is Outcome.FINISHED
@@ -293,7 +297,7 @@ def test_one_role_of_several_takes_its_group_along(world: World) -> None:
 )
 def test_what_trying_again_cannot_mend_ends_the_run(world: World, mark: str, error: type, code: int) -> None:
     world.plans = {"actor": [mark]}
-    with pytest.raises(error, match=r"actor: it says so \(log: .*logs/actor/epoch-000001"):
+    with pytest.raises(error, match=r"actor: it says so \(log: .*logs/actor/inc-000001"):
         world.supervise("rollout", "actor")
     assert requests.asked_to_stop(world.run)["code"] == code
     assert world.started == [("rollout", 1), ("actor", 1)]
@@ -310,9 +314,9 @@ def test_a_group_may_be_one_that_ends_the_run(world: World) -> None:
 def goes_on_in_a_job(world: World) -> None:
     """What happens to a group that was handed over: its job starts it, and it comes to its good end."""
     if world.supervisor.elsewhere and not world.supervisor.groups.keys() & {"rollout"}:
-        epoch = claim_epoch(world.run, "rollout")
-        world.run.logs("rollout", epoch).mkdir(parents=True)
-        leave_mark(world.run.exit_mark("rollout", epoch, "rollout"))
+        incarnation = claim_incarnation(world.run, "rollout")
+        world.run.logs("rollout", incarnation).mkdir(parents=True)
+        leave_mark(world.run.exit_mark("rollout", incarnation, "rollout"))
 
 
 @pytest.mark.parametrize(("policy", "whole"), [("resubmit", True), ("restart", False)])
@@ -399,8 +403,8 @@ def test_progress_between_two_deaths_lets_it_go_on(world: World) -> None:
     world.config.liveness.max_restarts = 1
     world.plans = {"rollout": [*["crashes"] * 5, "done:0"]}
 
-    def progress(name: str, epoch: int) -> None:
-        world.supervisor.lookout.progress = (epoch, 0, 0)
+    def progress(name: str, incarnation: int) -> None:
+        world.supervisor.lookout.progress = (incarnation, 0, 0)
 
     world.on_start = progress
     assert world.supervise("rollout") is Outcome.FINISHED
@@ -423,7 +427,7 @@ def test_what_a_silent_group_of_others_held_goes_to_others(world: World, layout:
         lambda: requests.ask_to_stop(world.run),
     )
     world.supervise(*names, then=silent)
-    expected = [{"group": "rollout-2", "epoch": 3}] if "hub" in names else []
+    expected = [{"group": "rollout-2", "incarnation": 3}] if "hub" in names else []
     assert [told for told in world.told("down") if told["group"] != "actor"] == expected
     assert [name for name, _ in world.started] == list(names)
 
@@ -486,24 +490,26 @@ def test_a_role_that_stops_for_no_reason_is_started_again(world: World) -> None:
 
 def adopted(world: World, name: str) -> Adopted:
     """A group of which an earlier supervisor has started an incarnation."""
-    epoch = claim_epoch(world.run, name)
-    world.run.logs(name, epoch).mkdir(parents=True)
-    world.adopted[name] = group = Adopted(world.run, name, epoch, [Member(name)])
+    incarnation = claim_incarnation(world.run, name)
+    world.run.logs(name, incarnation).mkdir(parents=True)
+    world.adopted[name] = group = Adopted(world.run, name, incarnation, [Member(name)])
     return group
 
 
 def test_what_runs_is_taken_over_and_watched_by_its_marks(world: World) -> None:
     group = adopted(world, "rollout")
     world.plans = {"rollout": ["done:0"]}
-    fail = world.once(lambda: leave_mark(world.run.exit_mark("rollout", group.epoch, "rollout"), 75, "lost its node"))
+    fail = world.once(
+        lambda: leave_mark(world.run.exit_mark("rollout", group.incarnation, "rollout"), 75, "lost its node")
+    )
     assert world.supervise("rollout", then=fail) is Outcome.FINISHED
     assert world.started == [("rollout", 2)] and group.fate == "killed"
 
 
 def test_what_was_done_before_is_not_started_again(world: World) -> None:
-    epoch = claim_epoch(world.run, "rollout")
-    world.run.logs("rollout", epoch).mkdir(parents=True)
-    leave_mark(world.run.exit_mark("rollout", epoch, "rollout"))
+    incarnation = claim_incarnation(world.run, "rollout")
+    world.run.logs("rollout", incarnation).mkdir(parents=True)
+    leave_mark(world.run.exit_mark("rollout", incarnation, "rollout"))
     assert world.supervise("rollout") is Outcome.FINISHED
     assert world.started == []
 
@@ -512,8 +518,8 @@ def test_a_fenced_supervisor_touches_nothing_that_its_successor_has(world: World
     mine, lost = adopted(world, "rollout"), adopted(world, "actor")
 
     def successor() -> None:
-        claim_epoch(world.run, "supervisor")
-        claim_epoch(world.run, "actor")
+        claim_incarnation(world.run, "supervisor")
+        claim_incarnation(world.run, "actor")
 
     with pytest.raises(FencedError, match="supervisor 2 has taken over"):
         world.supervise("rollout", "actor", "reference", then=world.once(successor))
@@ -537,7 +543,7 @@ def test_a_fenced_supervisor_that_is_told_to_stop_stops_nothing(world: World) ->
     mine = adopted(world, "rollout")
 
     def stop() -> None:
-        claim_epoch(world.run, "supervisor")
+        claim_incarnation(world.run, "supervisor")
         os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.raises(FencedError):
@@ -573,10 +579,10 @@ def test_a_start_that_is_asked_for_twice_starts_once(world: World) -> None:
 def test_a_restart_that_cannot_be_now_is_done_later(world: World, error: Exception) -> None:
     start, fails = world.start, [error]
 
-    def once_in_vain(name: str, epoch: int, launch: Launch) -> Incarnation:
-        if epoch > 1 and fails:
+    def once_in_vain(name: str, incarnation: int, launch: Launch) -> Incarnation:
+        if incarnation > 1 and fails:
             raise fails.pop()
-        return start(name, epoch, launch)
+        return start(name, incarnation, launch)
 
     world.start = once_in_vain
     world.supervise("rollout", then=asks(world, ("restart", "rollout")))

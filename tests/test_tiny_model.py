@@ -61,7 +61,7 @@ def test_impossible_shapes_are_refused(tmp_path):
 
 
 def test_transformers_loads_model_and_tokenizer(tmp_path):
-    pytest.importorskip("relax_hpc.rollout.sglang_cpu").install_transformers_hook()
+    pytest.importorskip("relax_hpc.engines.sglang.cpu").install_transformers_hook()
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
     make_tiny_model(tmp_path / "m", TinyModelConfig(), 0)

@@ -7,8 +7,7 @@ import torch
 
 from relax_hpc.config.schema import OptimizerConfig
 from relax_hpc.errors import ConfigError
-from relax_hpc.training.batches import collate, split_rows
-from relax_hpc.training.hf_mapping import (
+from relax_hpc.models.hf_mapping import (
     Qwen3Shape,
     all_pieces,
     check_names,
@@ -18,6 +17,7 @@ from relax_hpc.training.hf_mapping import (
     split,
     stage_entries,
 )
+from relax_hpc.training.batches import collate, split_rows
 from relax_hpc.training.optimizer import learning_rate
 
 SHAPE = Qwen3Shape(hidden=8, inner=12, layers=4, heads=8, groups=4, head_dim=2, vocab=13, tied=False)

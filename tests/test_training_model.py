@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from relax_hpc.config.schema import ModelConfig, ParallelConfig
 from relax_hpc.errors import ConfigError
-from relax_hpc.training.hf_files import read_config
+from relax_hpc.models.hf_files import read_config
 from relax_hpc.training.model import PolicyModel
 from tests.training_helpers import batch, one_rank_fixture, policy, rows, tiny_fixture, tiny_model  # noqa: F401
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def reference_logprobs(directory: Path, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
-    from relax_hpc.rollout.sglang_cpu import install_transformers_hook
+    from relax_hpc.engines.sglang.cpu import install_transformers_hook
 
     install_transformers_hook()
     from transformers import Qwen3ForCausalLM

@@ -53,7 +53,7 @@ def test_two_ranks_agree_with_one(tmp_path: Path, name: str):
     for found, expected in zip(found_metrics, metrics, strict=True):
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
-    resumed = one_rank_run(directory, distributed, tmp_path / "e000001-step-000001")
+    resumed = one_rank_run(directory, distributed, tmp_path / "i000001-step-000001")
     for key, value in resumed[1].items():
         torch.testing.assert_close(value, weights[key], atol=1e-5, rtol=0)
     assert resumed[2][0] == pytest.approx(metrics[1], rel=1e-4, abs=1e-5)
@@ -64,8 +64,8 @@ def test_a_checkpoint_of_one_rank_goes_on_in_two(tmp_path: Path):
     ours = trainer(directory)
     ours.accumulate([batch(rows(4, seed=1))])
     ours.step(LR)
-    save(tmp_path / "e000001-step-000005", ours, {"step": 5})
-    launch(2, LAYOUTS["tensor and sequence"], directory, tmp_path, tmp_path / "e000001-step-000005")
+    save(tmp_path / "i000001-step-000005", ours, {"step": 5})
+    launch(2, LAYOUTS["tensor and sequence"], directory, tmp_path, tmp_path / "i000001-step-000005")
     ours.accumulate([batch(rows(4, seed=9))])
     ours.step(LR)
     first = load_file(tmp_path / "first.safetensors")
@@ -79,8 +79,8 @@ def test_a_split_that_does_not_fit_the_processes_is_refused():
 
 
 def test_a_split_that_does_not_fit_the_model_is_refused():
-    from relax_hpc.training.hf_mapping import Qwen3Shape
-    from relax_hpc.training.qwen3 import check_split
+    from relax_hpc.models.hf_mapping import Qwen3Shape
+    from relax_hpc.models.qwen3 import check_split
 
     shape = Qwen3Shape(hidden=8, inner=12, layers=3, heads=8, groups=2, head_dim=2, vocab=13, tied=False)
     check_split(shape, ParallelConfig(tensor=2, pipeline=3))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from relax_hpc.config.schema import AlgorithmConfig, OptimizerConfig
 from relax_hpc.training.trainer import Trainer, supervised_loss
-from relax_hpc.transfer_queue.schema import Row
+from relax_hpc.transfer_queue.row_schema import Row
 from tests.training_helpers import (  # noqa: F401
     ALGORITHM,
     ARRIVAL,
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 def independent_step(directory: Path, samples: list[Row], steps: int) -> dict[str, Tensor]:
     """Weights after AdamW steps on GRPO's loss, written from the formulas on transformers' model, sample by sample."""
-    from relax_hpc.rollout.sglang_cpu import install_transformers_hook
+    from relax_hpc.engines.sglang.cpu import install_transformers_hook
 
     install_transformers_hook()
     from transformers import Qwen3ForCausalLM

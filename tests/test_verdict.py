@@ -8,7 +8,7 @@ import pytest
 
 from relax_hpc.config.schema import LivenessConfig
 from relax_hpc.errors import EXIT_CONFIG, EXIT_NO_PROGRESS, EXIT_RETRY
-from relax_hpc.launch.verdict import GONE, LIVES, Evidence, Fate, Verdict, ended_in_order, verdict
+from relax_hpc.supervise.verdict import GONE, LIVES, Evidence, Fate, Verdict, ended_in_order, verdict
 
 LIMITS = LivenessConfig(beat_s=1.0, lease_s=30.0, start_timeout_s=600.0, hang_s=1800.0)
 FRESH, STALE = [{"age_s": 0.5, "busy_s": 0.0}], [{"age_s": 31.0, "busy_s": 0.0}]

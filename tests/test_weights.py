@@ -15,17 +15,17 @@ from safetensors.torch import load_file
 
 from relax_hpc.config.schema import WeightsConfig
 from relax_hpc.disk import CURES, WAITS
+from relax_hpc.engines.sglang.cpu import install_transformers_hook
 from relax_hpc.errors import ConfigError, FencedError
-from relax_hpc.rollout.sglang_cpu import install_transformers_hook
 from relax_hpc.rundir import private_folder
-from relax_hpc.transfer_queue.client import QueueClient
+from relax_hpc.transfer_queue.client.queue_client import QueueClient
 from relax_hpc.versions import Version
-from relax_hpc.weights import files, publisher
-from relax_hpc.weights.files import FOLDER, LISTING, TENSORS
+from relax_hpc.weights import publisher, version_files
 from relax_hpc.weights.manifest import MANIFEST, WeightsError, read_manifest
+from relax_hpc.weights.node_cache import staging_root
 from relax_hpc.weights.pull import Puller
-from relax_hpc.weights.staging import staging_root
 from relax_hpc.weights.subscriber import NOTHING, Fetcher, News, Subscriber
+from relax_hpc.weights.version_files import FOLDER, LISTING, TENSORS
 from tests.engine_helpers import make_model
 from tests.queue_helpers import in_thread, make_run, small
 from tests.weights_helpers import Source
@@ -93,9 +93,9 @@ def test_a_reader_gets_what_was_published(stage):
     reader.served(Version(1, 0))
     waiting = reader.newer()
     stage.put(1)
-    assert waiting.result(timeout=SOON)["version"] == "e000001-v000001"
+    assert waiting.result(timeout=SOON)["version"] == "i000001-v000001"
     assert stage.fetch(reader) == 1
-    assert not (stage.run.weights / "e000001-v000001" / FOLDER).exists(), "in memory alone"
+    assert not (stage.run.weights / "i000001-v000001" / FOLDER).exists(), "in memory alone"
 
 
 def test_of_a_dead_actor_the_newest_version_with_files_is_readable(stage):
@@ -111,7 +111,7 @@ def test_of_a_dead_actor_the_newest_version_with_files_is_readable(stage):
 
 def test_the_files_are_a_hugging_face_directory(stage):
     stage.put(0)
-    directory = stage.run.weights / "e000001-v000000"
+    directory = stage.run.weights / "i000001-v000000"
     assert sorted(path.name for path in directory.iterdir()) == [LISTING, MANIFEST, FOLDER]
     assert sorted(path.name for path in (directory / FOLDER).iterdir()) == ["config.json", TENSORS]
     assert load_file(directory / FOLDER / TENSORS)["w"].tolist() == [0, 0, 0]
@@ -134,13 +134,13 @@ def test_damaged_files_are_refused_by_name_and_the_last_good_version_stays(stage
     reader.served(Version(1, 0))
     stage.put(1)
     stage.actor_dies()
-    damage(stage.run.weights / "e000001-v000001" / name, how)
+    damage(stage.run.weights / "i000001-v000001" / name, how)
     if name == MANIFEST:
         assert stage.fetch(reader) == 1, "the files do without it"
         return
     assert stage.fetch(reader) is None
     assert name.rpartition("/")[2] in (line := capfd.readouterr().err) and line.endswith(
-        "goes on with e000001-v000000\n"
+        "goes on with i000001-v000000\n"
     )
     assert stage.rollout.call("status")["noted"] == {"weights_unreadable/unreadable": 1}
 
@@ -150,15 +150,15 @@ def test_no_flipped_bit_of_what_the_tensors_mean_is_unseen(stage, capfd):
     config = stage.run.model / "config.json"
     config.write_text('{"rope_theta": 10000}')
     stage.put(0)
-    model, whole = stage.run.weights / "e000001-v000000" / FOLDER, config.read_bytes()
-    files.check_unchanged(stage.run.weights, stage.run.model)
-    files.check_listed(model)
+    model, whole = stage.run.weights / "i000001-v000000" / FOLDER, config.read_bytes()
+    version_files.check_unchanged(stage.run.weights, stage.run.model)
+    version_files.check_listed(model)
     for bit in range(8 * len(whole)):
         flipped = bytearray(whole)
         flipped[bit // 8] ^= 1 << bit % 8
         for path, check in (
-            (config, lambda: files.check_unchanged(stage.run.weights, stage.run.model)),
-            (model / "config.json", lambda: files.check_listed(model)),
+            (config, lambda: version_files.check_unchanged(stage.run.weights, stage.run.model)),
+            (model / "config.json", lambda: version_files.check_listed(model)),
         ):
             path.write_bytes(flipped)
             with pytest.raises(ConfigError, match=r"config\.json: was replaced or damaged"):
@@ -169,15 +169,15 @@ def test_no_flipped_bit_of_what_the_tensors_mean_is_unseen(stage, capfd):
     assert stage.fetch(reader) == 0 and reader.fetcher.puller.bytes.keys() == {"file"}, "which have their own"
     (stage.run.model / "README.md").write_text("may change")
     config.write_bytes(whole)
-    files.check_unchanged(stage.run.weights, stage.run.model)
+    version_files.check_unchanged(stage.run.weights, stage.run.model)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format_version": 1}', '{"format_version": 2, "tensors": 7}'])
 def test_a_manifest_that_is_none_is_refused(stage, text):
     stage.put(0, file_every=0)
-    path = stage.run.weights / "e000001-v000000" / MANIFEST
+    path = stage.run.weights / "i000001-v000000" / MANIFEST
     path.write_text(text)
-    news = News("e000001-v000000", files.digest(text.encode()))
+    news = News("i000001-v000000", version_files.digest(text.encode()))
     with pytest.raises(WeightsError, match=f"{MANIFEST}: "):
         Fetcher(stage.run, stage.rollout.store.planes, WeightsConfig()).fetch(news)
 
@@ -196,7 +196,7 @@ def test_a_reader_that_stops_in_the_middle_holds_nobody_and_gets_a_newer_version
     stage.put(0, file_every=0)
     reader = stage.reader()
     reader.fetcher.puller.planes = [one for one in reader.fetcher.puller.planes if one.name == plane]
-    put, passed = files.SafetensorsFile.put, []
+    put, passed = version_files.SafetensorsFile.put, []
 
     def stops(self, part, record) -> None:
         put(self, part, record)
@@ -204,7 +204,7 @@ def test_a_reader_that_stops_in_the_middle_holds_nobody_and_gets_a_newer_version
             passed.append(part)
             stage.put(1, 2)
 
-    monkeypatch.setattr(files.SafetensorsFile, "put", stops)
+    monkeypatch.setattr(version_files.SafetensorsFile, "put", stops)
     assert stage.fetch(reader) == (2 if plane == "shm" else 0), "what came by a socket is a copy"
 
 
@@ -257,13 +257,13 @@ def test_a_reference_is_given_multiples_alone_and_they_are_kept_for_it(stage):
     stage.source.publisher.refresh_every = 3
     stage.put(1, 2, 3, 4, 5)
     every = {"after": str(NOTHING), "multiple_of": 3}
-    assert stage.rollout.call("next_version", **every)["version"] == "e000001-v000003"
-    assert stage.rollout.call("filed_version", **every)["version"] == "e000001-v000003"
-    assert stage.directories()[0] == "e000001-v000003"
+    assert stage.rollout.call("next_version", **every)["version"] == "i000001-v000003"
+    assert stage.rollout.call("filed_version", **every)["version"] == "i000001-v000003"
+    assert stage.directories()[0] == "i000001-v000003"
     late = Subscriber(stage.run, stage.rollout, "reference", [], WeightsConfig(), 3)
     news, staged = late.fetch(late.newer().result(timeout=SOON))
     staged.release()
-    assert news.version == "e000001-v000003", "from its files, long after"
+    assert news.version == "i000001-v000003", "from its files, long after"
 
 
 def test_versions_are_deleted_below_every_living_reader(stage):
@@ -274,34 +274,34 @@ def test_versions_are_deleted_below_every_living_reader(stage):
     stage.put(1)
     quick.served(Version(1, 1))
     stage.put(2)
-    assert stage.directories() == ["e000001-v000000", "e000001-v000001", "e000001-v000002"]
+    assert stage.directories() == ["i000001-v000000", "i000001-v000001", "i000001-v000002"]
     slow.served(Version(1, 1))
     stage.put(3)
-    assert stage.directories()[0] == "e000001-v000001"
+    assert stage.directories()[0] == "i000001-v000001"
     with QueueClient(stage.run, stage.config, "supervisor", 1) as supervisor:
-        supervisor.call("down", group="rollout", epoch=1)
+        supervisor.call("down", group="rollout", incarnation=1)
     stage.put(4)
-    assert stage.directories() == ["e000001-v000003", "e000001-v000004"], "a dead reader holds nothing"
+    assert stage.directories() == ["i000001-v000003", "i000001-v000004"], "a dead reader holds nothing"
 
 
 def test_versions_to_be_kept_are(stage):
     stage.put(*range(8), file_every=0, keep_every=3)
-    kept = ["e000001-v000000", "e000001-v000003", "e000001-v000006"]
-    assert stage.directories() == [*kept, "e000001-v000007"]
+    kept = ["i000001-v000000", "i000001-v000003", "i000001-v000006"]
+    assert stage.directories() == [*kept, "i000001-v000007"]
     assert [name for name in kept if (stage.run.weights / name / FOLDER / TENSORS).exists()] == kept
 
 
 def test_the_last_version_always_has_files(stage):
     stage.put(0, file_every=0)
     stage.put(1, last=True)
-    assert stage.rollout.call("filed_version", after=str(NOTHING))["version"] == "e000001-v000001"
+    assert stage.rollout.call("filed_version", after=str(NOTHING))["version"] == "i000001-v000001"
 
 
 def test_what_a_dead_actor_left_half_written_goes_too(stage):
-    (stage.run.weights / ".e000001-v000000.123").mkdir()
+    (stage.run.weights / ".i000001-v000000.123").mkdir()
     (stage.run.weights / "unrelated").mkdir()
     stage.put(1)
-    assert stage.directories() == ["e000001-v000001", "unrelated"]
+    assert stage.directories() == ["i000001-v000001", "unrelated"]
 
 
 def test_a_reader_that_lost_the_race_with_deletion_gets_the_newer_version(stage):
@@ -309,7 +309,7 @@ def test_a_reader_that_lost_the_race_with_deletion_gets_the_newer_version(stage)
     reader = stage.reader()
     announced = reader.newer().result(timeout=SOON)
     stage.put(1, 2)
-    assert "e000001-v000000" not in stage.directories()
+    assert "i000001-v000000" not in stage.directories()
     news, staged = reader.fetch(announced)
     staged.release()
     assert news == News(**reader.newer().result(timeout=SOON)), "with its digests, for whoever reads it too"
@@ -322,10 +322,10 @@ def test_rolled_back_weights_are_not_announced(stage):
     with QueueClient(stage.run, stage.config, "actor", 2) as successor:
         successor.call("resume", step=1)
         waiting = reader.newer()
-        assert stage.rollout.call("filed_version", after=str(NOTHING))["version"] == "e000001-v000001"
+        assert stage.rollout.call("filed_version", after=str(NOTHING))["version"] == "i000001-v000001"
         again = Source(stage.run, successor, {"w": torch.ones(3)})
         again.publish(Version(2, 1))
-        assert waiting.result(timeout=SOON)["version"] == "e000002-v000001"
+        assert waiting.result(timeout=SOON)["version"] == "i000002-v000001"
 
 
 def test_an_older_actor_publishes_nothing(stage):
@@ -339,7 +339,7 @@ def test_an_older_actor_publishes_nothing(stage):
 @pytest.mark.parametrize("number", sorted(CURES))
 @pytest.mark.parametrize("where", ["write_summed", "sync_directory"])
 def test_on_a_full_disk_files_are_written_when_there_is_room(stage, monkeypatch, capfd, number, where):
-    real, left = getattr(files, where), [1, 1]
+    real, left = getattr(version_files, where), [1, 1]
 
     def full(*args, **kwargs):
         if left:
@@ -347,10 +347,10 @@ def test_on_a_full_disk_files_are_written_when_there_is_room(stage, monkeypatch,
             raise OSError(number, os.strerror(number))
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(files, where, full)
+    monkeypatch.setattr(version_files, where, full)
     stage.put(0, last=True)
     assert stage.fetch(stage.reader()) == 0 and not left and not WAITS
-    assert (stage.run.weights / "e000001-v000000" / "model" / TENSORS).exists()
+    assert (stage.run.weights / "i000001-v000000" / "model" / TENSORS).exists()
     assert os.strerror(number) in capfd.readouterr().err
     assert stage.rollout.call("status")["noted"] == {}
 
@@ -359,11 +359,11 @@ def test_a_disk_that_takes_no_such_file_costs_the_files_alone(stage, monkeypatch
     def refuse(*_, **__):
         raise OSError(27, "File too large")
 
-    monkeypatch.setattr(files, "write_summed", refuse)
+    monkeypatch.setattr(version_files, "write_summed", refuse)
     stage.put(0)
     assert stage.fetch(stage.reader()) == 0
-    assert "version e000001-v000000 has no files: rank 0: [Errno 27] File too large" in capfd.readouterr().err
-    assert [path.name for path in (stage.run.weights / "e000001-v000000").iterdir()] == [MANIFEST]
+    assert "version i000001-v000000 has no files: rank 0: [Errno 27] File too large" in capfd.readouterr().err
+    assert [path.name for path in (stage.run.weights / "i000001-v000000").iterdir()] == [MANIFEST]
     assert stage.rollout.call("status")["noted"] == {"weights_unwritten/unwritten": 1}
 
 
@@ -386,7 +386,7 @@ def test_a_manifest_that_cannot_be_written_ends_the_actor(stage, monkeypatch):
     stage.put(0)
     shutil.rmtree(stage.run.weights)
     stage.run.weights.write_text("no folder")
-    with pytest.raises(Exception, match="e000001-v000001: Not a directory; version e000001-v000001 is not published"):
+    with pytest.raises(Exception, match="i000001-v000001: Not a directory; version i000001-v000001 is not published"):
         stage.put(1)
 
 
@@ -400,12 +400,12 @@ def test_a_version_in_several_files_is_loaded_by_transformers(stage, tmp_path):
     tensors = load_file(model / TENSORS)
     source = Source(stage.run, stage.actor, tensors, file_every=0)
     source.publish(Version(1, 0))
-    directory = stage.run.weights / "e000001-v000000"
+    directory = stage.run.weights / "i000001-v000000"
     manifest = read_manifest(directory, stage.rollout.call("next_version", after=str(NOTHING))["digest"])
     (partial := directory / ".partial").mkdir()
     puller = Puller(stage.rollout.store.planes, SOON)
-    sums = [files.write_share(manifest, puller, partial, rank, 3, tmp_path, sync=True) for rank in range(3)]
-    files.finish(manifest, partial, model, sums, 3, sync=True)
+    sums = [version_files.write_share(manifest, puller, partial, rank, 3, tmp_path, sync=True) for rank in range(3)]
+    version_files.finish(manifest, partial, model, sums, 3, sync=True)
     found = AutoModelForCausalLM.from_pretrained(directory / FOLDER, dtype=torch.float32).state_dict()
     assert len(list((directory / FOLDER).glob("*.safetensors"))) == 3
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
@@ -413,8 +413,8 @@ def test_a_version_in_several_files_is_loaded_by_transformers(stage, tmp_path):
 
 @pytest.mark.parametrize("writers", [1, 2, 3, 7])
 def test_shares_are_whole_tensors_and_all_of_them(writers):
-    tensors = {f"t{number}": files.Tensor("F32", (number + 1, 10)) for number in range(5)}
-    shares = files.shares(tensors, writers)
+    tensors = {f"t{number}": version_files.Tensor("F32", (number + 1, 10)) for number in range(5)}
+    shares = version_files.shares(tensors, writers)
     assert sorted(name for share in shares for name in share) == sorted(tensors) and len(shares) == writers
 
 
@@ -439,7 +439,7 @@ def test_a_staging_folder_that_others_can_enter_is_refused(tmp_path):
 
 def test_the_manifest_says_where_everything_is(stage):
     stage.put(0)
-    value = json.loads((stage.run.weights / "e000001-v000000" / MANIFEST).read_bytes())
+    value = json.loads((stage.run.weights / "i000001-v000000" / MANIFEST).read_bytes())
     assert value["tensors"]["half"] == {"dtype": "BF16", "shape": [5, 2]}
     (chunk,) = value["chunks"]
     assert [(part["name"], part["start"], part["stop"]) for part in chunk["parts"]] == [("w", 0, 3), ("half", 0, 5)]

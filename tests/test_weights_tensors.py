@@ -55,7 +55,7 @@ def test_parts_come_together(tmp_path_factory: pytest.TempPathFactory, version, 
     assert found.keys() == arrays.keys()
     for name, array in arrays.items():
         assert found[name].dtype == array.dtype and np.array_equal(found[name], array)
-    manifest = Manifest("e000001-v000001", tensors, tuple(chunks))
+    manifest = Manifest("i000001-v000001", tensors, tuple(chunks))
     assert Manifest.decode(manifest.encode()) == manifest
 
 
@@ -82,7 +82,7 @@ def test_what_is_no_partition_is_named(parts, wrong: str) -> None:
         assert not uncovered(WHOLE, [part for chunk in chunks for part in chunk.parts])
         return
     with pytest.raises(ValueError, match=wrong):
-        Manifest("e000001-v000001", WHOLE, chunks).encode()
+        Manifest("i000001-v000001", WHOLE, chunks).encode()
 
 
 def test_wide_types_come_first_and_are_aligned() -> None:

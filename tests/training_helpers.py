@@ -26,16 +26,16 @@ from relax_hpc.config.schema import (
     TinyModelConfig,
 )
 from relax_hpc.data.tiny_model import make_tiny_model
+from relax_hpc.models.hf_files import read_config
 from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.roles.inner import InnerRoles
 from relax_hpc.training import parallel
 from relax_hpc.training.batches import Batch, collate
-from relax_hpc.training.hf_files import read_config
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.trainer import Trainer
 from relax_hpc.transfer_queue.lengths import packed
 from relax_hpc.transfer_queue.plan import GENERATED, Plan
-from relax_hpc.transfer_queue.schema import Row
+from relax_hpc.transfer_queue.row_schema import Row
 from relax_hpc.versions import Version
 from tests.queue_helpers import small
 from tests.queue_world import Paper
@@ -112,7 +112,7 @@ def streamed(samples: list[Row], ranks: int, arrival: Sequence[int]) -> list[lis
     def ask(group: str, op: str, **args: Any) -> Any:
         return desk.ask(group, 1, f"k{next(keys)}", op, **args)
 
-    version, window = Version(1, 0), {"task": "actor", "budget": ranks * 35, "boundary": config.groups_per_step}
+    version, window = Version(1, 0), {"task": "actor", "budget": ranks * 35, "boundary": config.prompts_per_step}
     ask("actor", "resume", step=0)
     ask("actor", "publish", version=str(version), digest="d")
     ask("rollout", "serve", reader="r", version=str(version))

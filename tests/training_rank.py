@@ -24,18 +24,18 @@ from relax_hpc.checkpoint import saver, store
 from relax_hpc.checkpoint.saver import Saver
 from relax_hpc.checkpoint.strategy import StagedState
 from relax_hpc.config.schema import ParallelConfig
+from relax_hpc.models.hf_files import SafetensorFiles
 from relax_hpc.rendezvous import channel
 from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.roles.inner import InnerRoles
 from relax_hpc.roles.ranks import Ranks
 from relax_hpc.training import parallel
 from relax_hpc.training.batches import Batch
-from relax_hpc.training.hf_files import SafetensorFiles
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.trainer import Trainer
-from relax_hpc.transfer_queue.client import Claim
-from relax_hpc.transfer_queue.schema import Row
-from relax_hpc.transfer_queue.shard import ShardError
+from relax_hpc.transfer_queue.client.queue_client import Claim
+from relax_hpc.transfer_queue.row_schema import Row
+from relax_hpc.transfer_queue.storage.shard import ShardError
 from relax_hpc.weights.tensors import Part, uncovered
 from tests import training_helpers as helpers
 
@@ -94,7 +94,7 @@ def check_who_waits_for_the_leader() -> None:
 def check_rows_that_one_rank_cannot_read() -> None:
     """What a maker took along after the leader had read it costs a claim, and no rank; what is only late is awaited."""
     ranks, line, leads = Ranks.__new__(Ranks), Channel(60.0), dist.get_rank() == 0
-    claim = Claim(5, 0, (7,), ({"name": "maker-e000001-1-aa-000001.h5", "tickets": [7]},), 0)
+    claim = Claim(5, 0, (7,), ({"name": "maker-i000001-1-aa-000001.h5", "tickets": [7]},), 0)
     given_back: list[int] = []
     for held, expected in (([7], [{"reward": 1.0}]), ([], None)):
         answer = {"tickets": held}
@@ -137,7 +137,7 @@ def check(trainer: Trainer, out: Path) -> None:
     trainer.accumulate([helpers.batch(helpers.rows(4, seed=9), multiple)] if layout.data_rank == 0 else [])
     steps.append(trainer.step(helpers.LR))
     first = trainer.model.export_hf()
-    helpers.save(out / "e000001-step-000001", trainer, {"step": 1})
+    helpers.save(out / "i000001-step-000001", trainer, {"step": 1})
     check_a_save_that_fails(trainer, out)
     for window in windows_of(trainer):
         trainer.accumulate([helpers.batch(samples, multiple) for samples in window[layout.data_rank]])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from relax_hpc.config import load
 from relax_hpc.errors import ConfigError
-from relax_hpc.launch.slurm.render import render_size
+from relax_hpc.slurm.render import render_size
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -23,6 +23,8 @@ MAX_DEPTH = 16
 REMOVED = {
     "rollout.max_attempts": "rollout.max_failed_share says when failing prompt groups end a run; delete the line",
     "algorithm.tis_cap": "it is algorithm.correction_high now",
+    "groups_per_step": "it is prompts_per_step now",
+    "samples_per_group": "it is samples_per_prompt now",
 }
 """Keys that configurations of older runs may still have -> what to do about them."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")

@@ -56,7 +56,7 @@ def load(files: Sequence[Path | str], overrides: Mapping[str, Any] | None = None
     """Compose defaults, `files` from left to right and `overrides` (nested, or by dotted key) into a `Config`.
 
     ConfigError, one line with source, key, found and allowed, for unknown keys, wrong types and values out of range.
-    What concerns several fields is found by `relax_hpc.config.check`.
+    What concerns several fields is found by `relax_hpc.checks.settings`.
     """
     return build(Config, compose(files, overrides).tree)
 

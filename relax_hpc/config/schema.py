@@ -1,6 +1,6 @@
 """The configuration of a run: one slotted dataclass a subject, every field documented under it.
 
-Ranges stand beside the defaults (`bounded`); checks over several fields are in `relax_hpc.config.check`.
+Ranges stand beside the defaults (`bounded`); checks over several fields are in `relax_hpc.checks.settings`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class DataConfig:
     eval: dict[str, str] = field(default_factory=dict)
     """Name of an evaluation set -> jsonl file."""
     shuffle: bool = True
-    """Visit prompts in an order drawn from the run's seed, anew each epoch."""
+    """Visit prompts in an order drawn from the run's seed, anew each incarnation."""
     special_tokens: list[Literal["prompt"]] = field(default_factory=list)
     """Columns in which the name of a special token, such as `<|im_end|>`, means that token, as in prompts that a chat
     template has made. In all others it is text like any other."""
@@ -92,7 +92,7 @@ class AlgorithmConfig:
     passes: int = bounded(1, 1)
     """Times a training batch is gone through."""
     mini_batches: int = bounded(1, 1)
-    """Optimizer steps a pass makes; divides groups_per_step."""
+    """Optimizer steps a pass makes; divides prompts_per_step."""
     clip_low: float = bounded(0.2, 0.0, 1.0)
     """Lower edge of the ratio is 1 - clip_low."""
     clip_high: float = bounded(0.28, 0.0)
@@ -533,9 +533,9 @@ class Config:
     """`local`: process trees on this machine; `het`: one heterogeneous Slurm job; `jobs`: one Slurm job a group."""
     seed: int = bounded(0, 0)
     steps: int = bounded(100, 1)
-    groups_per_step: int = bounded(32, 1)
+    prompts_per_step: int = bounded(32, 1)
     """Prompt groups a training step takes."""
-    samples_per_group: int = bounded(8, 2)
+    samples_per_prompt: int = bounded(8, 2)
     """Responses to each prompt."""
     max_staleness: int = bounded(0, 0, 64)
     """0: on-policy, the synchronous run; 1: near-on-policy; more: fully asynchronous."""

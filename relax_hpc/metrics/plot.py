@@ -193,7 +193,7 @@ def _line(axes: Axes, curve: Curve, colour: str, dash: Any) -> int:
 def _mark_restarts(axes: Axes, number: int, runs: list[_Run]) -> bool:
     """Thin vertical lines at the steps where a run was taken up again; returns whether there are any."""
     metrics = runs[number].metrics
-    steps = {row["step"] for before, row in pairwise(metrics.rows) if row["epoch"] > before["epoch"]}
+    steps = {row["step"] for before, row in pairwise(metrics.rows) if row["incarnation"] > before["incarnation"]}
     steps |= {step for _, step in metrics.rollbacks}
     for step in steps:
         axes.axvline(step, color=_COLOURS[number % len(_COLOURS)] if len(runs) > 1 else _GREY, **_RESTART)

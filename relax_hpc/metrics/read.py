@@ -17,11 +17,11 @@ class Metrics:
     """What metrics.jsonl says."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
-    """By ascending step: {"step": int, "time": s, "epoch": int, tag: float, ...}; a null is nan."""
+    """By ascending step: {"step": int, "time": s, "incarnation": int, tag: float, ...}; a null is nan."""
     lines: list[dict[str, Any]] = field(default_factory=list)
     """Everything that was ever written of a step, in the order of the file."""
     rollbacks: list[tuple[int, int]] = field(default_factory=list)
-    """(epoch, step) of each return to an earlier step, in the order of the file."""
+    """(incarnation, step) of each return to an earlier step, in the order of the file."""
     torn: int = 0
     """Lines left out because they are not whole (their writer was killed)."""
 
@@ -34,20 +34,20 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 def load_metrics(run_dir: Path) -> Metrics:
     """Read and merge <run_dir>/metrics.jsonl.
 
-    A line of step s vanishes when a rollback to a step <= s stands in a newer epoch, or after it in its own epoch;
-    so a straggler of an older epoch cannot come back. Evaluations at the very step of the rollback stay: they are of
-    the weights that training resumed from. Of the remaining lines of a step the newest epoch wins, tag by tag.
+    A line of step s vanishes when a rollback to a step <= s stands in a newer incarnation, or after it in its own; a
+    straggler of an older one cannot come back. Evaluations at the very step of the rollback stay: they are of the
+    weights that training resumed from. Of the remaining lines of a step the newest incarnation wins, tag by tag.
     """
     path = run_dir / METRICS_FILE
     if not path.exists():
         return Metrics()
     lines, torn = _parse(path.read_bytes().splitlines())
-    cuts = [(line["epoch"], place, line["step"]) for place, line in enumerate(lines) if "event" in line]
+    cuts = [(line["incarnation"], place, line["step"]) for place, line in enumerate(lines) if "event" in line]
     merged: dict[int, dict[str, Any]] = {}
-    for place, line in sorted(enumerate(lines), key=lambda item: (item[1]["epoch"], item[0])):
+    for place, line in sorted(enumerate(lines), key=lambda item: (item[1]["incarnation"], item[0])):
         if "event" not in line and (kept := _surviving(line, place, cuts)):
             merged.setdefault(line["step"], {}).update(kept)
-    rollbacks = [(epoch, step) for epoch, _, step in cuts]
+    rollbacks = [(incarnation, step) for incarnation, _, step in cuts]
     written = [line for line in lines if "event" not in line]
     return Metrics(rows=[merged[step] for step in sorted(merged)], lines=written, rollbacks=rollbacks, torn=torn)
 
@@ -59,7 +59,7 @@ def tags_of(rows: Iterable[dict[str, Any]]) -> list[str]:
 
 def _surviving(line: dict[str, Any], place: int, cuts: list[tuple[int, int, int]]) -> dict[str, Any] | None:
     """What no rollback has superseded: all of a line, its evaluations, or None."""
-    later = [step for epoch, at, step in cuts if (epoch, at) > (line["epoch"], place)]
+    later = [step for incarnation, at, step in cuts if (incarnation, at) > (line["incarnation"], place)]
     cut = min(later, default=math.inf)
     if line["step"] < cut:
         return line
@@ -75,10 +75,10 @@ def _parse(texts: Iterable[bytes]) -> tuple[list[dict[str, Any]], int]:
     for text in filter(None, texts):
         try:
             line = json.loads(text)
-            step, epoch, time = int(line["step"]), int(line["epoch"]), float(line["time"])
+            step, incarnation, time = int(line["step"]), int(line["incarnation"]), float(line["time"])
         except (ValueError, KeyError, TypeError):
             torn += 1
             continue
         values = {key: math.nan if value is None else value for key, value in line.items()}
-        lines.append(values | {"step": step, "epoch": epoch, "time": time})
+        lines.append(values | {"step": step, "incarnation": incarnation, "time": time})
     return lines, torn

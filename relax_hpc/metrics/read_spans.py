@@ -16,7 +16,7 @@ from relax_hpc.metrics.spans import MODEL_KINDS
 from relax_hpc.parts import lines_of
 from relax_hpc.rundir import is_map
 
-_FILE = re.compile(r"epoch-(\d{6})/spans-(\w+)-(\d+)\.jsonl", re.ASCII)
+_FILE = re.compile(r"inc-(\d{6})/spans-(\w+)-(\d+)\.jsonl", re.ASCII)
 _TEXT, _TIME = (str, type(None)), (int, float)
 _CLOCK = {"role": str, "boot": str, "wall": _TIME, "monotonic": _TIME, "began": (*_TIME, type(None))}
 _SPAN = {"role": str, "what": str, "step": (int, type(None)), "start": _TIME, "end": _TIME}
@@ -45,7 +45,7 @@ class Process:
     """One process of a role, as its file tells; times as those of its spans."""
 
     group: str
-    epoch: int
+    incarnation: int
     role: str
     rank: str
     began: float
@@ -65,15 +65,15 @@ class Process:
 
 
 def read_spans(run_dir: Path) -> list[Span]:
-    """All spans of logs/<group>/epoch-*/spans-*.jsonl by start; see `read_processes`."""
+    """All spans of logs/<group>/inc-*/spans-*.jsonl by start; see `read_processes`."""
     spans = (span for process in read_processes(run_dir) for span in process.spans)
     return sorted(spans, key=lambda span: span.start)
 
 
 def read_processes(run_dir: Path) -> list[Process]:
-    """All processes that wrote spans, by group, epoch and name; files and lines that are none of ours are left out."""
+    """All processes that wrote spans, by group, incarnation and name; what is none of ours is left out."""
     offsets: dict[str, float] = {}
-    paths = sorted(run_dir.glob("logs/*/epoch-*/spans-*.jsonl"))
+    paths = sorted(run_dir.glob("logs/*/inc-*/spans-*.jsonl"))
     found = (_read_process(path, offsets) for path in paths)
     return [process for process in found if process]
 

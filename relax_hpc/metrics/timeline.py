@@ -30,7 +30,7 @@ class Worker:
     """A rank of a role, or one of the engines of a rank, from the start of its process to its end."""
 
     group: str
-    epoch: int
+    incarnation: int
     role: str
     began: float
     ended: float
@@ -69,7 +69,7 @@ class Worker:
 
 def workers_of(process: Process, ended: float) -> list[Worker]:
     """The workers of a process, which ended, if it does not say so itself, at ``ended``."""
-    about = (process.group, process.epoch, process.role, process.began)
+    about = (process.group, process.incarnation, process.role, process.began)
     end = max(process.last, ended if process.ended is None else process.ended)
     return [Worker(*about, end, spans, process.ended is not None) for spans in process.workers()]
 
@@ -88,8 +88,8 @@ def trained_again(workers: Iterable[Worker]) -> list[tuple[Worker, Span]]:
     trained = [(worker, span, span.step) for worker, span in _training(workers) if span.step is not None]
     newest: dict[int, int] = {}
     for worker, _, step in trained:
-        newest[step] = max(worker.epoch, newest.get(step, 0))
-    return [(worker, span) for worker, span, step in trained if worker.epoch < newest[step]]
+        newest[step] = max(worker.incarnation, newest.get(step, 0))
+    return [(worker, span) for worker, span, step in trained if worker.incarnation < newest[step]]
 
 
 def _training(workers: Iterable[Worker]) -> Iterator[tuple[Worker, Span]]:

@@ -24,26 +24,26 @@ GENERATED, GENERATED_SUM = "reward/generated", "reward/generated_sum"
 """Samples that were drawn and given a reward since the last step, kept or not, and the sum of it: rollouts report
 both, and the hub makes `reward/mean_generated` of them."""
 
-RESERVED = frozenset({"step", "time", "epoch", "event"})
+RESERVED = frozenset({"step", "time", "incarnation", "event"})
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_DIR = "tensorboard"
 
 
 class MetricsWriter:
-    """Appends to <run_dir>/metrics.jsonl and to one event file an epoch in <run_dir>/tensorboard.
+    """Appends to <run_dir>/metrics.jsonl and to one event file an incarnation in <run_dir>/tensorboard.
 
     Nothing that was written is ever changed: after a resume, ``rolled_back`` says which steps no longer count and
     `relax_hpc.metrics.read` leaves them out.
 
-    >>> with MetricsWriter(run_dir, epoch=1) as metrics:
+    >>> with MetricsWriter(run_dir, incarnation=1) as metrics:
     ...     metrics.write(0, {"reward/mean": 0.25})
     """
 
-    def __init__(self, run_dir: Path, epoch: int) -> None:
-        """Open for appending, making directories as needed; `epoch` is the incarnation that writes."""
-        self.epoch = epoch
+    def __init__(self, run_dir: Path, incarnation: int) -> None:
+        """Open for appending, making directories as needed; `incarnation` is the incarnation that writes."""
+        self.incarnation = incarnation
         self._file = Lines(run_dir / METRICS_FILE)
-        self._events = _EventFile(run_dir / TENSORBOARD_DIR, epoch)
+        self._events = _EventFile(run_dir / TENSORBOARD_DIR, incarnation)
 
     def write(self, step: int, values: Mapping[str, float], time: float | None = None) -> None:
         """Record the scalars of a step; several lines of one step add up, and of one tag the later value counts.
@@ -61,13 +61,13 @@ class MetricsWriter:
         time = clock.time() if time is None else time
         scalars = {tag: float(value) for tag, value in values.items()}
         finite = {tag: value if math.isfinite(value) else None for tag, value in scalars.items()}
-        self._append({"step": step, "time": time, "epoch": self.epoch, **finite})
+        self._append({"step": step, "time": time, "incarnation": self.incarnation, **finite})
         self._events.write(_summary(step, time, scalars))
 
     def rolled_back(self, step: int) -> None:
         """Training goes on at `step`: what was written before for this and later steps no longer counts."""
         now = clock.time()
-        self._append({"step": step, "time": now, "epoch": self.epoch, "event": "rolled_back"})
+        self._append({"step": step, "time": now, "incarnation": self.incarnation, "event": "rolled_back"})
         self._events.write(_restart(step, now))
 
     def close(self) -> None:
@@ -89,11 +89,11 @@ class MetricsWriter:
 class _EventFile:
     """A file as TensorBoard reads them; the writer of its own package ends for good when a disk is full."""
 
-    def __init__(self, folder: Path, epoch: int) -> None:
+    def __init__(self, folder: Path, incarnation: int) -> None:
         from tensorboard.summary.writer.record_writer import RecordWriter  # 0.2 s, so not at import
 
         now = clock.time()
-        name = f"events.out.tfevents.{now:010.0f}.{socket.gethostname()}.{os.getpid()}.0.epoch-{epoch:06d}"
+        name = f"events.out.tfevents.{now:010.0f}.{socket.gethostname()}.{os.getpid()}.0.inc-{incarnation:06d}"
         self._lines = Lines(folder / name)
         self._records = RecordWriter(self._lines)
         self.write(_first(now))

@@ -1,8 +1,8 @@
 """Between groups: numbered files in the run directory say who is where, and in which incarnation.
 
-A group's launcher takes an epoch by exclusive create; the group's leader then publishes its card under that epoch.
-Readers follow the highest published epoch. Nothing is ever overwritten, and a power loss takes nothing back: an epoch
-that the queue knows must not be taken twice.
+A group's launcher takes an incarnation by exclusive create; the group's leader then publishes its card under it.
+Readers follow the highest one published. Nothing is ever overwritten, and a power loss takes nothing back: an
+incarnation that the queue knows must not be taken twice.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from relax_hpc.disk import patiently
 from relax_hpc.errors import FencedError
 from relax_hpc.rundir import RunDir, read_map, sync_directory, write_json
 
-_CARD = re.compile(r"epoch-(\d{6})\.json")
-_CLAIM = re.compile(r"epoch-(\d{6})\.claim")
+_CARD = re.compile(r"inc-(\d{6})\.json")
+_CLAIM = re.compile(r"inc-(\d{6})\.claim")
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What a group's leader tells the others: its epoch and, for the hub, the controller's endpoint."""
+    """What a group's leader tells the others: its incarnation and, for the hub, the controller's endpoint."""
 
     group: str
-    epoch: int
+    incarnation: int
     ranks: list[dict[str, Any]]
     endpoint: str = ""
 
 
-def claim_epoch(run: RunDir, group: str, former: int | None = None) -> int:
+def claim_incarnation(run: RunDir, group: str, former: int | None = None) -> int:
     """Take the next incarnation number of ``group``; two launchers never get the same one.
 
     With ``former`` the one after that and no other: FencedError if somebody has been faster. OSError on a disk that
@@ -39,50 +39,52 @@ def claim_epoch(run: RunDir, group: str, former: int | None = None) -> int:
     """
     folder = run.rendezvous(group)
     folder.mkdir(parents=True, exist_ok=True)
-    epoch = 1 + (latest_epoch(run, group) if former is None else former)
-    if epoch == 1:
+    incarnation = 1 + (latest_incarnation(run, group) if former is None else former)
+    if incarnation == 1:
         sync_directory(folder.parent)
         sync_directory(run.root)
     while True:
         try:
-            _create(folder / f"epoch-{epoch:06d}.claim")
+            _create(folder / f"inc-{incarnation:06d}.claim")
             sync_directory(folder)
-            return epoch
+            return incarnation
         except FileExistsError:
             if former is not None:
-                raise FencedError(f"another has taken {group} epoch {epoch} just before") from None
-            epoch += 1
+                raise FencedError(f"another has taken {group} incarnation {incarnation} just before") from None
+            incarnation += 1
 
 
 def _create(path: Path) -> None:
     os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
 
 
-def latest_epoch(run: RunDir, group: str) -> int:
+def latest_incarnation(run: RunDir, group: str) -> int:
     """The highest incarnation number taken by ``group``; 0 if none was."""
     return max(_numbers(run.rendezvous(group), _CLAIM), default=0)
 
 
 def publish_card(run: RunDir, card: Card) -> None:
     """Let the other groups find this incarnation."""
-    value = {"group": card.group, "epoch": card.epoch, "ranks": card.ranks, "endpoint": card.endpoint}
-    path = run.rendezvous(card.group) / f"epoch-{card.epoch:06d}.json"
+    value = {"group": card.group, "incarnation": card.incarnation, "ranks": card.ranks, "endpoint": card.endpoint}
+    path = run.rendezvous(card.group) / f"inc-{card.incarnation:06d}.json"
     patiently(path, lambda: write_json(path, value, sync=True))
 
 
 def latest_card(run: RunDir, group: str) -> Card | None:
     """The newest published incarnation of ``group``, or None."""
-    epochs = _numbers(run.rendezvous(group), _CARD)
-    return next((card for epoch in sorted(epochs, reverse=True) if (card := card_of(run, group, epoch))), None)
+    incarnations = _numbers(run.rendezvous(group), _CARD)
+    return next(
+        (card for incarnation in sorted(incarnations, reverse=True) if (card := card_of(run, group, incarnation))), None
+    )
 
 
-def card_of(run: RunDir, group: str, epoch: int) -> Card | None:
+def card_of(run: RunDir, group: str, incarnation: int) -> Card | None:
     """What an incarnation of ``group`` has published, or None."""
-    path = run.rendezvous(group) / f"epoch-{epoch:06d}.json"
-    value = read_map(path, group=str, epoch=int, ranks=list, endpoint=str)
-    if not value or (value["group"], value["epoch"]) != (group, epoch):
+    path = run.rendezvous(group) / f"inc-{incarnation:06d}.json"
+    value = read_map(path, group=str, incarnation=int, ranks=list, endpoint=str)
+    if not value or (value["group"], value["incarnation"]) != (group, incarnation):
         return None
-    return Card(group, epoch, [rank for rank in value["ranks"] if isinstance(rank, dict)], value["endpoint"])
+    return Card(group, incarnation, [rank for rank in value["ranks"] if isinstance(rank, dict)], value["endpoint"])
 
 
 def _numbers(folder: Path, name: re.Pattern) -> list[int]:

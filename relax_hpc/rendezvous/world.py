@@ -1,6 +1,6 @@
 """Inside a group: the ranks are told of each other, once, at start. Everything later goes other ways.
 
-Within a node whoever started them tells them (`relax_hpc.launch.ranks`), over several nodes MPI does. One MPI world
+Within a node whoever started them tells them (`relax_hpc.supervise.ranks`), over several nodes MPI does. One MPI world
 never spans groups: a killed peer would leave its survivors hanging without an error. MPI runs in a child of each rank
 that ends with the meeting: its memory and its sockets go then, and where it fails, which it does by ending its process,
 the rank lives to say what to set.

@@ -24,10 +24,10 @@ from relax_hpc.parts import Keeper, own_log
 from relax_hpc.rendezvous.affinity import take_share
 from relax_hpc.rendezvous.exit_mark import leave_mark
 from relax_hpc.rendezvous.process import Flag, die_with_parent, on_terminate, show_stacks, stay_private, watched
-from relax_hpc.roles.staging import go_on_in_local_environment
+from relax_hpc.roles.node_files import go_on_in_local_environment
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.presence import longest_wait_s
-from relax_hpc.weights.staging import clear_staging
+from relax_hpc.weights.node_cache import clear_staging
 
 MEETING_SHARE = 0.75
 """Of liveness.start_timeout_s."""
@@ -38,7 +38,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--run_dir", type=Path, required=True)
     parser.add_argument("--group", required=True)
     parser.add_argument("--role", required=True, choices=[CONTROLLER, *ROLES])
-    parser.add_argument("--epoch", type=int, required=True, help="incarnation of the group, taken by its launcher")
+    parser.add_argument(
+        "--incarnation", type=int, required=True, help="incarnation of the group, taken by its launcher"
+    )
     parser.add_argument("--watch", action="store_true", help="leave a mark of its end however it comes")
     parser.add_argument("--led", action="store_true", help="end only when its parent says so, whatever Slurm signals")
     parser.add_argument("--deadline", type=float, help="end of the allocation, seconds since 1970")
@@ -51,7 +53,7 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: Flag) -> 
         from relax_hpc.roles import controller
 
         Keeper(own_log())
-        if not controller.run(run, config, args.epoch, stop):
+        if not controller.run(run, config, args.incarnation, stop):
             raise StoppedError("asked to stop before the run was finished")
         return
     from relax_hpc.metrics.spans import Spans, process_began
@@ -59,8 +61,8 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: Flag) -> 
     from relax_hpc.rendezvous.roster import Card, publish_card
     from relax_hpc.rendezvous.world import alone, join
     from relax_hpc.roles.context import Context
-    from relax_hpc.transfer_queue.client import QueueClient
-    from relax_hpc.transfer_queue.planes.choice import check_required
+    from relax_hpc.transfer_queue.client.queue_client import QueueClient
+    from relax_hpc.transport.choice import check_required
 
     check_required(config)
     ranks = ranks_of(config, args.group, args.role)
@@ -69,21 +71,21 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: Flag) -> 
         local_folder()
     address = own_address(config, args.group)
     world = alone(address) if ranks == 1 else join(address, ranks, config.site.mpi, meeting_s(config))
-    logs = run.logs(args.group, args.epoch)
+    logs = run.logs(args.group, args.incarnation)
     redirect_output(logs / f"{args.role}-rank-{world.rank}.log")
     kept_short = Keeper(own_log())
     talks = world.leader or args.role == "rollout"
     member = args.role if world.leader else f"{args.role}-{world.rank}"
-    client = QueueClient(run, config, args.group, args.epoch, member) if talks else None
+    client = QueueClient(run, config, args.group, args.incarnation, member) if talks else None
     if world.leader and args.group != "hub":
-        publish_card(run, Card(args.group, args.epoch, world.cards))
+        publish_card(run, Card(args.group, args.incarnation, world.cards))
     spans = Spans(logs / f"spans-{args.role}-{world.rank}.jsonl", args.role, process_began())
     context = Context(
         run,
         config,
         args.group,
         args.role,
-        args.epoch,
+        args.incarnation,
         world,
         client,
         spans,
@@ -159,7 +161,7 @@ def work(args: argparse.Namespace) -> int:
         print(f"{args.role}: {reason}", file=sys.stderr, flush=True)
     # Where there are ranks, their leader has said that all are done (Ranks.close).
     if code != EXIT_DONE or args.role not in WITH_RANKS:
-        leave_mark(run.exit_mark(args.group, args.epoch, args.role), code, reason, stopped)
+        leave_mark(run.exit_mark(args.group, args.incarnation, args.role), code, reason, stopped)
     return code
 
 
@@ -172,7 +174,7 @@ def main(
     """
     stay_private()
     args = parse(argv)
-    mark = RunDir(args.run_dir).exit_mark(args.group, args.epoch, args.role)
+    mark = RunDir(args.run_dir).exit_mark(args.group, args.incarnation, args.role)
     settle_on_this_node()
     try:
         config = load_resolved(args.run_dir, args.group)

@@ -16,20 +16,20 @@ from relax_hpc.checkpoint import store
 from relax_hpc.checkpoint.saver import Saver
 from relax_hpc.config.schema import CheckpointConfig, Config
 from relax_hpc.errors import DeadlineError, RelaxError, StoppedError
+from relax_hpc.models.hf_files import read_config
 from relax_hpc.roles.context import HUB, Context
 from relax_hpc.roles.inner import InnerRoles
 from relax_hpc.roles.prefetch import Prefetch, Window
 from relax_hpc.roles.ranks import Ranks
 from relax_hpc.training.batches import PAD, Batch, collate
-from relax_hpc.training.hf_files import read_config
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.optimizer import learning_rate
 from relax_hpc.training.simulated_trainer import SimulatedTrainer
 from relax_hpc.training.trainer import Trainer
-from relax_hpc.transfer_queue.client import Claim, then
-from relax_hpc.transfer_queue.media import placeholders_of
+from relax_hpc.transfer_queue.client.queue_client import Claim, then
 from relax_hpc.transfer_queue.presence import longest_wait_s
-from relax_hpc.transfer_queue.schema import Row
+from relax_hpc.transfer_queue.row_schema import Row
+from relax_hpc.transfer_queue.storage.media import placeholders_of
 from relax_hpc.versions import Version
 from relax_hpc.weights.publisher import Publisher
 
@@ -119,18 +119,23 @@ class Actor:
         return self.ranks.tell(self.context.client.submit(op, **args) if self.ranks.leader else None)
 
     def publish(self, number: int, due: bool = False) -> None:
-        """Make the present weights version ``number`` of this epoch, if it is one that is published, or ``due``."""
+        """Make the present weights version ``number`` of this incarnation, if such a one is published, or ``due``."""
         last = number == self.config.steps
         if due or last or number % self.config.weights.publish_every == 0:
             with self.context.spans("publish", step=number):
-                self.publisher.publish(Version(self.context.epoch, number), last)
+                self.publisher.publish(Version(self.context.incarnation, number), last)
 
     def checkpoint(self, step: int) -> None:
         """Save everything that training step ``step`` needs; what is older than `keep_last` goes once it is saved."""
         with self.context.spans("checkpoint", step=step):
-            name = f"e{self.context.epoch:06d}-step-{step:06d}"
-            first = step * self.config.groups_per_step
-            meta = {"step": step, "first_ticket": first, "seed": self.config.seed, "epoch": self.context.epoch}
+            name = f"i{self.context.incarnation:06d}-step-{step:06d}"
+            first = step * self.config.prompts_per_step
+            meta = {
+                "step": step,
+                "first_ticket": first,
+                "seed": self.config.seed,
+                "incarnation": self.context.incarnation,
+            }
             journal = partial(self._journal, step, time.time(), name)
             self.saver.save(self.context.run.checkpoints / name, meta, journal)
 
@@ -141,7 +146,7 @@ class Actor:
         self.saved, client.unsaved = (step, at), {}
         points = client.call("checkpoints")["checkpoints"]
         store.remove_others(
-            root, {point["name"] for point in kept_points(points, self.config.checkpoint)}, self.context.epoch
+            root, {point["name"] for point in kept_points(points, self.config.checkpoint)}, self.context.incarnation
         )
 
     def _note_unsaved(self, why: str) -> None:
@@ -281,8 +286,8 @@ class Actor:
         asked whether all rows are on disk.
         """
         minis = self.config.algorithm.mini_batches
-        size = self.config.groups_per_step // minis
-        first = step * self.config.groups_per_step + number * size
+        size = self.config.prompts_per_step // minis
+        first = step * self.config.prompts_per_step + number * size
         leases: list[int] = []
         tickets: set[int] = set()
         if not self.prefetch.asked:

@@ -9,9 +9,9 @@ import numpy as np
 from relax_hpc.algorithms.advantages import group_advantages, token_advantages
 from relax_hpc.config.schema import AlgorithmConfig
 from relax_hpc.roles.context import END, HUB, Context
-from relax_hpc.transfer_queue.claims import check_claim
-from relax_hpc.transfer_queue.media import placeholders_of
-from relax_hpc.transfer_queue.schema import Row
+from relax_hpc.transfer_queue.client.claims import check_claim
+from relax_hpc.transfer_queue.row_schema import Row
+from relax_hpc.transfer_queue.storage.media import placeholders_of
 
 _EVERYTHING = 1 << 40
 
@@ -45,6 +45,6 @@ def run(context: Context) -> None:
                 continue
             rows = client.rows(claim)
             client.put(
-                advantages_of(rows, config.samples_per_group, config.algorithm, config.seed), ("advantages",), claim
+                advantages_of(rows, config.samples_per_prompt, config.algorithm, config.seed), ("advantages",), claim
             )
         context.report(claim.step, client.store.ways.since_last())

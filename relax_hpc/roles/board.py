@@ -9,7 +9,7 @@ from relax_hpc.metrics.progress import Progress
 from relax_hpc.metrics.read import read_metrics
 from relax_hpc.metrics.shares import tags_of_time
 from relax_hpc.metrics.writer import GENERATED, GENERATED_SUM, MetricsWriter
-from relax_hpc.transfer_queue.state import QueueState
+from relax_hpc.transfer_queue.controller.state import QueueState
 
 _ADDED_UP = ("perf/rollout_tokens", "queue/by_", GENERATED)
 """Beginnings of tags."""
@@ -18,10 +18,10 @@ _ADDED_UP = ("perf/rollout_tokens", "queue/by_", GENERATED)
 class Board:
     """Collects reports until the actor's closes the step."""
 
-    def __init__(self, run_dir: Path, epoch: int, steps: int, state: QueueState) -> None:
+    def __init__(self, run_dir: Path, incarnation: int, steps: int, state: QueueState) -> None:
         rows = read_metrics(run_dir)
         self._next = 1 + max((row["step"] for row in rows if "reward/mean" in row), default=-1)
-        self.writer = MetricsWriter(run_dir, epoch)
+        self.writer = MetricsWriter(run_dir, incarnation)
         self.progress = Progress(steps)
         self.state = state
         self._values: dict[str, float] = defaultdict(float)

@@ -11,9 +11,9 @@ from relax_hpc.metrics.spans import Spans
 from relax_hpc.parts import Keeper
 from relax_hpc.rendezvous.process import Flag
 from relax_hpc.rendezvous.world import World
-from relax_hpc.roles.staging import model_directory
+from relax_hpc.roles.node_files import model_directory
 from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue.client import QueueClient
+from relax_hpc.transfer_queue.client.queue_client import QueueClient
 
 HUB = ("hub", "an answer of the queue")
 """Of a wait, where the queue names nobody else."""
@@ -31,14 +31,14 @@ class Context:
     config: Config
     group: str
     role: str
-    epoch: int
+    incarnation: int
     world: World
     client: QueueClient | None
     spans: Spans
     stop: Flag
     """Set when the process is asked to end."""
     deadline: float | None = None
-    """When the allocation ends, in seconds of the epoch; None: it does not."""
+    """When the allocation ends, in seconds of the incarnation; None: it does not."""
     kept_short: Keeper | None = None
     """Cuts the logs of this process, and of those that it starts."""
 
@@ -50,7 +50,7 @@ class Context:
     @property
     def logs(self) -> Path:
         """Where this incarnation of the group logs."""
-        return self.run.logs(self.group, self.epoch)
+        return self.run.logs(self.group, self.incarnation)
 
     def says(self, what: str) -> None:
         """Tell people what this process is at before it begins to work; empty: it has begun."""

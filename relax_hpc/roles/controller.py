@@ -13,7 +13,7 @@ from relax_hpc.rendezvous.process import Flag
 from relax_hpc.rendezvous.roster import Card, publish_card
 from relax_hpc.roles.board import Board
 from relax_hpc.rundir import RunDir, sync_directory, write_json
-from relax_hpc.transfer_queue.controller import Controller
+from relax_hpc.transfer_queue.controller.server import Controller
 from relax_hpc.transfer_queue.plan import Plan
 
 _ELSEWHERE = ("checkpoints", "logs", "queue", "rendezvous", "tensorboard", "weights")
@@ -34,18 +34,18 @@ def make_durable(directory: RunDir) -> None:
     sync_directory(directory.journal.parent)
 
 
-def run(directory: RunDir, config: Config, epoch: int, stop: Flag) -> bool:
+def run(directory: RunDir, config: Config, incarnation: int, stop: Flag) -> bool:
     """Serve until asked to stop; whether the run was finished by then."""
     durability = config.queue.durability
     if durable := durability == "commit":
         make_durable(directory)
     address, lease_s = own_address(config, "hub"), config.liveness.lease_s
-    controller = Controller(directory, Plan.of(config), epoch, address, durability, lease_s=lease_s)
-    board = Board(directory.root, epoch, config.steps, controller.state)
+    controller = Controller(directory, Plan.of(config), incarnation, address, durability, lease_s=lease_s)
+    board = Board(directory.root, incarnation, config.steps, controller.state)
     unmarked = Patience(directory.finished)
     controller.on_report = board.report
     controller.on_resume = board.rolled_back
-    publish_card(directory, Card("hub", epoch, [], controller.endpoint))
+    publish_card(directory, Card("hub", incarnation, [], controller.endpoint))
 
     def ended() -> bool:
         if controller.state.finished() and not controller.stuck and not directory.finished.exists() and unmarked.due():

@@ -15,17 +15,17 @@ from typing import Any
 
 import numpy as np
 
+from relax_hpc.models.hf_files import read_config
 from relax_hpc.roles.context import END, HUB, NEWS, Context
 from relax_hpc.roles.ranks import Ranks
 from relax_hpc.training.batches import PAD, collate, split_rows
-from relax_hpc.training.hf_files import read_config
 from relax_hpc.training.model import PolicyModel
-from relax_hpc.transfer_queue.claims import check_claim
-from relax_hpc.transfer_queue.client import Claim, QueueClient
-from relax_hpc.transfer_queue.media import placeholders_of
-from relax_hpc.transfer_queue.schema import Row
+from relax_hpc.transfer_queue.client.claims import check_claim
+from relax_hpc.transfer_queue.client.queue_client import Claim, QueueClient
+from relax_hpc.transfer_queue.row_schema import Row
+from relax_hpc.transfer_queue.storage.media import placeholders_of
 from relax_hpc.versions import Version
-from relax_hpc.weights.staging import Staged
+from relax_hpc.weights.node_cache import Staged
 from relax_hpc.weights.subscriber import NOTHING, Fetcher, News, Subscriber
 
 _LOOK_S = 1.0

@@ -10,9 +10,9 @@ from typing import Any
 from relax_hpc.config.schema import Config, ModelConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.families import rope_theta, understood
+from relax_hpc.models.hf_files import read_config
+from relax_hpc.models.hf_mapping import Qwen3Shape
 from relax_hpc.training.batches import Batch
-from relax_hpc.training.hf_files import read_config
-from relax_hpc.training.hf_mapping import Qwen3Shape
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.swapped import SwappedWeights
 

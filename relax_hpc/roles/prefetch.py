@@ -11,9 +11,9 @@ from typing import Any
 from relax_hpc.background import Background
 from relax_hpc.roles.context import Context
 from relax_hpc.roles.ranks import Ranks
-from relax_hpc.transfer_queue.claims import check_claim
-from relax_hpc.transfer_queue.client import Claim
-from relax_hpc.transfer_queue.schema import Row
+from relax_hpc.transfer_queue.client.claims import check_claim
+from relax_hpc.transfer_queue.client.queue_client import Claim
+from relax_hpc.transfer_queue.row_schema import Row
 
 _AHEAD_S = 30 * 86400.0
 
@@ -72,7 +72,7 @@ class Prefetch:
         The request is never given up, as its answer, a lease, would come to nobody: who needs it has the deadline.
         """
         config, client, ranks = self.context.config, self.context.client, self.ranks.layout.data_size
-        most, size = config.actor.max_tokens_per_micro_batch, config.groups_per_step // config.algorithm.mini_batches
+        most, size = config.actor.max_tokens_per_micro_batch, config.prompts_per_step // config.algorithm.mini_batches
         budget, about = config.actor.balance_window * most * ranks, {"ranks": ranks, "max_tokens": most, "batch": batch}
         while True:
             claim = client.claim_later("actor", budget, size, _AHEAD_S, **about).result()

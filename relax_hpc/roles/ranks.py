@@ -17,13 +17,13 @@ from relax_hpc.rendezvous.exit_mark import leave_mark
 from relax_hpc.roles.context import Context
 from relax_hpc.training import parallel
 from relax_hpc.training.meeting import store_of
-from relax_hpc.transfer_queue.claims import APPEARS_S, still_held
-from relax_hpc.transfer_queue.client import Claim, read_rows
-from relax_hpc.transfer_queue.planes import SlabPool
+from relax_hpc.transfer_queue.client.claims import APPEARS_S, still_held
+from relax_hpc.transfer_queue.client.queue_client import Claim, read_rows
+from relax_hpc.transfer_queue.row_schema import Row
 from relax_hpc.transfer_queue.samplers import share
-from relax_hpc.transfer_queue.schema import Row
-from relax_hpc.transfer_queue.shard import ShardError
-from relax_hpc.transfer_queue.store import ShardReader, files_of, planes_of
+from relax_hpc.transfer_queue.storage.shard import ShardError
+from relax_hpc.transfer_queue.storage.shard_store import ShardReader, files_of, planes_of
+from relax_hpc.transport import SlabPool
 
 _LOOK_S = 0.5
 _LATER_S = 60.0
@@ -42,8 +42,8 @@ class Ranks:
             shape, world.rank, world.size, world.local_rank, store, config.model.device, config.seed, timeout
         )
         self.layout = parallel.layout()
-        self.samples = config.samples_per_group
-        self._mark = context.run.exit_mark(context.group, context.epoch, context.role)
+        self.samples = config.samples_per_prompt
+        self._mark = context.run.exit_mark(context.group, context.incarnation, context.role)
         self.leader = world.leader
         self.size = world.size
         self.pool = context.client.store.pool if context.client else SlabPool()
@@ -59,7 +59,7 @@ class Ranks:
         return Channel(max(self._timeout_s, patience_s))
 
     def _own_reader(self, context: Context) -> ShardReader:
-        owner = f"{context.group}-e{context.epoch:06d}-rank-{context.world.rank}"
+        owner = f"{context.group}-i{context.incarnation:06d}-rank-{context.world.rank}"
         planes = planes_of(context.run, context.config, context.group, owner, self.pool)
         return ShardReader(files_of(context.run, context.config), planes)
 

@@ -9,16 +9,16 @@ from collections.abc import Awaitable
 from typing import TYPE_CHECKING
 
 from relax_hpc.data.prompts import Prompt
+from relax_hpc.engines.deadline import within
+from relax_hpc.engines.engine import Engine, EngineFault, GenerateRequest, Generation, Sampling, make_engine
 from relax_hpc.errors import RelaxError
 from relax_hpc.rewards import RewardError
 from relax_hpc.roles.context import NEWS, TURN
 from relax_hpc.roles.ticket_worker import Repeat, TicketWorker
 from relax_hpc.rollout.activity import Activity
-from relax_hpc.rollout.deadline import within
-from relax_hpc.rollout.engine import Engine, EngineFault, GenerateRequest, Generation, Sampling, make_engine
 from relax_hpc.rollout.samples import requests_for, reward_of
 from relax_hpc.versions import Version
-from relax_hpc.weights.staging import Staged
+from relax_hpc.weights.node_cache import Staged
 from relax_hpc.weights.subscriber import NOTHING, Subscriber
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ class Replica:
         """Greedy responses to the evaluation sets; the weights stay as they are meanwhile."""
         values: dict[str, float] = {}
         metric = self.config.eval.reward.rpartition(":")[2]
-        size = self.config.rollout.groups_per_request * self.config.samples_per_group
+        size = self.config.rollout.groups_per_request * self.config.samples_per_prompt
         for name, prompts in self.rollout.eval_sets.items():
             scores = 0.0
             for start in range(0, len(prompts), size):

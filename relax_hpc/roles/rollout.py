@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from relax_hpc.data.prompts import Prompt, load_tokenizer
+from relax_hpc.engines.deadline import within
+from relax_hpc.engines.engine import EngineFault, Generation, Sampling
 from relax_hpc.errors import ConfigError, StoppedError
 from relax_hpc.rewards import get_reward
 from relax_hpc.roles.context import Context
 from relax_hpc.roles.replica import FOR_TURN, Replica
-from relax_hpc.rollout.deadline import within
-from relax_hpc.rollout.engine import EngineFault, Generation, Sampling
 from relax_hpc.rollout.filters import get_filter
 from relax_hpc.rollout.outcomes import Failure, Outcomes
 from relax_hpc.rollout.samples import PromptSource, group_rows
 from relax_hpc.rollout.unfinished import Unfinished
-from relax_hpc.transfer_queue.schema import Row
+from relax_hpc.transfer_queue.row_schema import Row
 
 _NOTED_LINES = 10_000
 """Bad lines beyond so many are left out of the counts."""
@@ -94,7 +94,7 @@ class Rollout:
         return judged
 
     def _rows(self, groups: Unfinished, answers: list[Generation | EngineFault]) -> list[list[Row] | Failure]:
-        size, newest_only = self.config.samples_per_group, self.config.algorithm.mask_older_tokens
+        size, newest_only = self.config.samples_per_prompt, self.config.algorithm.mask_older_tokens
         parts = [answers[start : start + size] for start in range(0, len(answers), size)]
         return [
             group_rows(prompt, ticket, part, self.tokenizer, self.reward, self.filter, newest_only)

@@ -7,14 +7,14 @@ import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from relax_hpc.engines.engine import Draft, EngineFault, Generation
 from relax_hpc.errors import RelaxError
 from relax_hpc.roles.context import END
-from relax_hpc.rollout.engine import Draft, EngineFault, Generation
 from relax_hpc.rollout.outcomes import Failure, generated
 from relax_hpc.rollout.saving import saving
 from relax_hpc.rollout.spares import Spare, abort, has_spare
 from relax_hpc.rollout.unfinished import Unfinished, Work
-from relax_hpc.transfer_queue.kept_client import Leftover, keep, kept_rows
+from relax_hpc.transfer_queue.client.kept_client import Leftover, keep, kept_rows
 from relax_hpc.transfer_queue.records import FILTERED
 
 if TYPE_CHECKING:
@@ -116,11 +116,11 @@ class TicketWorker:
     def groups_of(self, work: Work, kept: dict[int, Leftover], drawn: dict[int, list[Draft]]) -> Unfinished:
         """What there is of the groups of ``work``."""
         prompts = [self.rollout.source.prompt(ticket, attempt) for ticket, attempt in work]
-        return Unfinished(work, prompts, self.config.samples_per_group, kept, drawn)
+        return Unfinished(work, prompts, self.config.samples_per_prompt, kept, drawn)
 
     def step_of(self, work: Work) -> int:
         """The step that the first ticket of ``work`` is for."""
-        return work[0][0] // self.config.groups_per_step
+        return work[0][0] // self.config.prompts_per_step
 
     async def finish(self, groups: Unfinished) -> list[Generation | EngineFault]:
         """The samples of ``groups``, of which the engine draws what is missing."""
@@ -146,7 +146,7 @@ class TicketWorker:
             if not self.handing_over.done():
                 return {}
             self.handing_over.result()
-        share, size = self.config.rollout.over_sampling, self.config.samples_per_group
+        share, size = self.config.rollout.over_sampling, self.config.samples_per_prompt
         drawn = [one for one in work if not (one[0] in kept and kept[one[0]].whole(size))]
         chosen = [(ticket, attempt + 1) for ticket, attempt in drawn if has_spare(ticket, share)]
         groups = {one: self.groups_of([one], {}, {}) for one in chosen}

@@ -11,7 +11,7 @@ from relax_hpc.config.schema import RolloutConfig
 from relax_hpc.errors import NoProgressError
 from relax_hpc.metrics.writer import GENERATED, GENERATED_SUM
 from relax_hpc.transfer_queue.records import FILTERED
-from relax_hpc.transfer_queue.schema import Row
+from relax_hpc.transfer_queue.row_schema import Row
 
 _FAILURE_WINDOW = 64
 _FILTER_WINDOW = 256

@@ -10,12 +10,12 @@ import numpy as np
 
 from relax_hpc.config.schema import Config
 from relax_hpc.data.prompts import BadLine, Prompt, Tokenizer, load_prompts, prompt_at
+from relax_hpc.engines.engine import EngineFault, GenerateRequest, Generation
 from relax_hpc.rewards import Reward, RewardError, RewardInput, safe_reward
-from relax_hpc.rollout.engine import EngineFault, GenerateRequest, Generation
 from relax_hpc.rollout.filters import Filter
 from relax_hpc.rollout.outcomes import Failure
 from relax_hpc.transfer_queue.records import FILTERED
-from relax_hpc.transfer_queue.schema import Row, sample_id
+from relax_hpc.transfer_queue.row_schema import Row, sample_id
 
 
 @dataclass(slots=True)

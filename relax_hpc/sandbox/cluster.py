@@ -10,7 +10,7 @@ from typing import Any
 
 from relax_hpc.errors import ConfigError, DeadlineError, RelaxError
 from relax_hpc.rendezvous.process import clean_environment
-from relax_hpc.sandbox import files, machine, options, processes
+from relax_hpc.sandbox import config_files, machine, options, processes
 from relax_hpc.sandbox.options import Options
 
 _START_S, _STOP_S, _COMMAND_S = 60.0, 10.0, 30.0
@@ -34,14 +34,14 @@ def up(folder: Path | str, wanted: Options | None = None) -> Sandbox:
         # What is refused leaves no folder behind; somebody else may have made it by now.
         folder.mkdir(parents=True, exist_ok=True)
         machine.check_owner(folder)
-        files.write(folder, wanted)
+        config_files.write(folder, wanted)
         options.save(wanted, folder / "options.json")
     elif saved is None or replace(wanted, port=wanted.port or saved.port) != saved:
         raise ConfigError(f"sandbox: {folder}: already runs with other options ({saved}), call down first")
     sandbox = Sandbox(folder, saved if running and saved else wanted)
     sandbox.start()
     if not (folder / "site.yaml").exists() or not running:
-        files.write_site(folder, sandbox.options, sandbox.has_pmix())
+        config_files.write_site(folder, sandbox.options, sandbox.has_pmix())
     return sandbox
 
 
@@ -205,7 +205,7 @@ class Sandbox:
         if not self.nodes:
             return False
         command = ("srun", "--mpi=pmix", "--nodes=1", "--ntasks=1", "--immediate=5", "echo", "works")
-        return bool(files.open_mpi()) and "works" in self.client(*command, check=False)
+        return bool(config_files.open_mpi()) and "works" in self.client(*command, check=False)
 
     def _processes_of(self, node: str) -> list[Any]:
         slurmd = processes.daemons(self.folder).get(f"slurmd-{node}", [])

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from relax_hpc.errors import ConfigError
-from relax_hpc.sandbox import files, options
+from relax_hpc.sandbox import config_files, options
 from relax_hpc.sandbox.options import Options
 
 PROGRAMS = {
@@ -42,12 +42,12 @@ def check(folder: Path) -> None:
             f"apt-get install --no-install-recommends {packages}"
         )
     options.check_folder(folder)
+    name = config_files.host()
     try:
-        socket.getaddrinfo(files.host(), None)
+        socket.getaddrinfo(name, None)
     except OSError:
         raise ConfigError(
-            f"sandbox: this machine's own name {files.host()} does not resolve, add `127.0.0.1 {files.host()}` to "
-            "/etc/hosts"
+            f"sandbox: this machine's own name {name} does not resolve, add `127.0.0.1 {name}` to /etc/hosts"
         ) from None
 
 

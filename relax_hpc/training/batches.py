@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from relax_hpc.transfer_queue.schema import Row
+from relax_hpc.transfer_queue.row_schema import Row
 
 PAD = 0
 """Token id after a row's end; nothing that is used depends on it."""

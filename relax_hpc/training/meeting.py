@@ -20,10 +20,10 @@ from typing import Any
 import torch.distributed as dist
 
 from relax_hpc.rendezvous.world import World
-from relax_hpc.transfer_queue.listener import Listener
-from relax_hpc.transfer_queue.planes.links import ACCEPT_SHARE, CONNECT_S, Deadline
-from relax_hpc.transfer_queue.sockets import Connection, connect, endpoint_of
-from relax_hpc.transfer_queue.wire import BadMessage, pack, unpack
+from relax_hpc.transport.links import ACCEPT_SHARE, CONNECT_S, Deadline
+from relax_hpc.transport.listener import Listener
+from relax_hpc.transport.sockets import Connection, connect, endpoint_of
+from relax_hpc.transport.wire import BadMessage, pack, unpack
 
 _PAUSE_S = 0.1
 _PATIENCE_S = 3600.0

@@ -15,10 +15,8 @@ from torch import Tensor
 from relax_hpc.config.schema import ModelConfig, ParallelConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.families import understood
-from relax_hpc.training import parallel as ranks
-from relax_hpc.training.batches import Batch
-from relax_hpc.training.hf_files import SafetensorFiles, write_directory
-from relax_hpc.training.hf_mapping import (
+from relax_hpc.models.hf_files import SafetensorFiles, write_directory
+from relax_hpc.models.hf_mapping import (
     Entry,
     Piece,
     Qwen3Shape,
@@ -32,6 +30,8 @@ from relax_hpc.training.hf_mapping import (
     stage_entries,
     unique_pieces,
 )
+from relax_hpc.training import parallel as ranks
+from relax_hpc.training.batches import Batch
 from relax_hpc.training.logprobs import token_logprobs
 from relax_hpc.weights.ring import Slice
 from relax_hpc.weights.tensors import Tensor as WholeTensor
@@ -50,8 +50,8 @@ class PolicyModel:
         from megatron.core import parallel_state
         from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-        from relax_hpc.training import qwen3
-        from relax_hpc.training.layer_spec import uses_transformer_engine
+        from relax_hpc.models import qwen3
+        from relax_hpc.models.layer_spec import uses_transformer_engine
 
         known = understood(hf_config, model.ignore_keys)
         self.hf_config = hf_config

@@ -16,7 +16,7 @@ class SimulatedTrainer(Trainer):
 
     def __init__(self, model: PolicyModel, config: Config) -> None:
         super().__init__(model, config.algorithm, config.actor.optimizer, config.rollout.temperature)
-        rows = config.groups_per_step * config.samples_per_group / config.actor.parallel.data
+        rows = config.prompts_per_step * config.samples_per_prompt / config.actor.parallel.data
         self._row_s = config.actor.simulated_step_s / rows
 
     def accumulate(self, micro_batches: Sequence[Batch]) -> None:

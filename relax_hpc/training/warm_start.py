@@ -17,7 +17,7 @@ from relax_hpc.config.schema import AlgorithmConfig, Config, OptimizerConfig, Pa
 from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.imports import many_imports
 from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue.schema import Row
+from relax_hpc.transfer_queue.row_schema import Row
 
 START_TIMEOUT_S = 60.0
 
@@ -59,8 +59,8 @@ def warm_start(config: Config, source: Path, demonstrations: Path, target: Path)
 
 
 def _train(config: Config, steps: int, rows: list[Row], source: Path, target: Path) -> float:
+    from relax_hpc.models.hf_files import read_config
     from relax_hpc.training.batches import collate, split_rows
-    from relax_hpc.training.hf_files import read_config
     from relax_hpc.training.model import PolicyModel
     from relax_hpc.training.trainer import Trainer, supervised_loss
 

@@ -8,20 +8,20 @@ rows. Here all of them are in one; elsewhere, each opens the same run and finds 
 >>> import numpy as np
 >>> from relax_hpc.transfer_queue import Config, GroupConfig, QueueClient, RunDir, Version, sample_id, serving
 >>> groups = {"rollout": GroupConfig(roles=["rollout"]), "actor": GroupConfig(roles=["actor"])}
->>> config = Config(groups=groups, steps=1, groups_per_step=2, samples_per_group=2)
+>>> config = Config(groups=groups, steps=1, prompts_per_step=2, samples_per_prompt=2)
 >>> run = RunDir(Path(tempfile.mkdtemp()))
->>> version = Version(epoch=1, number=0)
+>>> version = Version(incarnation=1, number=0)
 >>> def row(ticket, k):
 ...     about = {"sample_id": sample_id(ticket, k), "prompt_len": 1, "reward": float(k)}
 ...     about["token_ids"] = np.array([7, 8, ticket], np.int32)
 ...     return {**about, "token_versions": np.array([0] + 2 * [version.encode()], np.int32), "mine": np.ones(5)}
 >>> run.create()
->>> maker, user = (QueueClient(run, config, group, epoch=1) for group in groups)
+>>> maker, user = (QueueClient(run, config, group, incarnation=1) for group in groups)
 >>> with serving(run, config), maker, user:
 ...     _ = user.call("resume", step=0), user.call("publish", version=str(version), digest="")
 ...     _ = maker.call("serve", reader="engine", version=str(version))
 ...     tickets = maker.call("admit", reader="engine", count=2)["tickets"]
-...     rows = [row(ticket, k) for ticket in tickets for k in range(config.samples_per_group)]
+...     rows = [row(ticket, k) for ticket in tickets for k in range(config.samples_per_prompt)]
 ...     refused = maker.put(rows, ["token_ids", "token_versions", "reward", "mine"])
 ...     claim = user.claim("actor", budget=1000)
 ...     total = sum(row["mine"].sum() for row in user.rows(claim))
@@ -30,18 +30,18 @@ rows. Here all of them are in one; elsewhere, each opens the same run and finds 
 ([0, 1], {}, (0, 1), 20.0)
 
 A claim that its holder neither answers, by a `put` with it, nor trains on, comes back when the holder is said to be
-down (``call("down", group=..., epoch=...)``) or a later epoch of its group speaks.
+down (``call("down", group=..., incarnation=...)``) or a later incarnation of its group speaks.
 """
 
 from relax_hpc.config.schema import Config, GroupConfig
 from relax_hpc.fields import FIELDS, FieldSpec
 from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue.client import Claim, QueueClient
-from relax_hpc.transfer_queue.controller import Controller
-from relax_hpc.transfer_queue.hdf5 import Column
+from relax_hpc.transfer_queue.client.queue_client import Claim, QueueClient
+from relax_hpc.transfer_queue.controller.server import Controller
 from relax_hpc.transfer_queue.plan import Plan, Task
-from relax_hpc.transfer_queue.schema import Row, sample_id
+from relax_hpc.transfer_queue.row_schema import Row, sample_id
 from relax_hpc.transfer_queue.serving import serving
+from relax_hpc.transfer_queue.storage.hdf5 import Column
 from relax_hpc.versions import Version
 
 __all__ = [

@@ -28,11 +28,11 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Shape of the run. A ticket belongs to step ``ticket // groups_per_step``."""
+    """Shape of the run. A ticket belongs to step ``ticket // prompts_per_step``."""
 
     steps: int
-    groups_per_step: int
-    samples_per_group: int
+    prompts_per_step: int
+    samples_per_prompt: int
     max_staleness: int
     eval_every: int
     keep_steps: int
@@ -68,8 +68,8 @@ class Plan:
         tasks["actor"] = Task((*ROLES["actor"].needs, *learned), (), True)
         return cls(
             steps=config.steps,
-            groups_per_step=config.groups_per_step,
-            samples_per_group=config.samples_per_group,
+            prompts_per_step=config.prompts_per_step,
+            samples_per_prompt=config.samples_per_prompt,
             max_staleness=config.max_staleness,
             eval_every=config.eval.every,
             keep_steps=config.queue.keep_steps,
@@ -88,7 +88,7 @@ class Plan:
         return group == SUPERVISOR or bool(base_name(group.removeprefix(f"{SUPERVISOR}-"), self.groups))
 
     def step_of(self, ticket: int) -> int:
-        return ticket // self.groups_per_step
+        return ticket // self.prompts_per_step
 
     def eval_due(self, evaluated: int, version: int) -> bool:
         """Whether an engine that serves ``version`` owes an evaluation, ``evaluated`` (-1: none) being the last."""

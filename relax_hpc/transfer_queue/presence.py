@@ -51,7 +51,7 @@ class Presence:
         if (passed := now - self._looked) < LOOK_S:
             return
         self._looked = now
-        here = [b for b in beats.values() if now - b["at"] <= self.lease_s and not over((b["group"], b["epoch"]))]
+        here = [b for b in beats.values() if now - b["at"] <= self.lease_s and not over((b["group"], b["incarnation"]))]
         found = {name: why for name in self.groups if (why := self._why_lacking(name, here))}
         self.lacking = {name: (why, self.lacking.get(name, ("", now))[1]) for name, why in found.items()}
         self.stands = full or bool(found) or any(beat.get("busy_s") or beat.get("loads") for beat in here)

@@ -9,11 +9,11 @@ from typing import Any
 from relax_hpc.transfer_queue.samplers import Assignment
 
 Owner = tuple[str, int]
-"""A group and the epoch of its incarnation."""
+"""A group and the incarnation of its incarnation."""
 Cause = tuple[str, str]
 """The role that somebody waits for, and why, in few words that are the same in every step."""
-OBSERVER_EPOCH = 0
-"""Epoch of clients that only look: they are no group and may change nothing."""
+OBSERVER_INCARNATION = 0
+"""Incarnation of clients that only look: they are no group and may change nothing."""
 FILTERED = "filtered"
 """Reason why an attempt was dropped that was none of its own faults."""
 MAX_SHARD_BYTES = 1 << 42

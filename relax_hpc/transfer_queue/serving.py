@@ -9,11 +9,11 @@ from contextlib import contextmanager
 
 from relax_hpc.config.schema import Config
 from relax_hpc.disk import patiently
-from relax_hpc.rendezvous.roster import Card, claim_epoch, publish_card
+from relax_hpc.rendezvous.roster import Card, claim_incarnation, publish_card
 from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue.controller import Controller
+from relax_hpc.transfer_queue.controller.server import Controller
 from relax_hpc.transfer_queue.plan import Plan
-from relax_hpc.transfer_queue.sockets import wake
+from relax_hpc.transport.sockets import wake
 
 _END_S = 10.0
 
@@ -26,9 +26,9 @@ def serving(run: RunDir, config: Config, host: str = "127.0.0.1") -> Iterator[Co
     ended the thread before is raised, such as FencedError once another has taken over.
     """
     run.create()
-    epoch = patiently(run.rendezvous("hub"), lambda: claim_epoch(run, "hub"))
-    controller = Controller(run, Plan.of(config), epoch, host, config.queue.durability)
-    publish_card(run, Card("hub", epoch, [], controller.endpoint))
+    incarnation = patiently(run.rendezvous("hub"), lambda: claim_incarnation(run, "hub"))
+    controller = Controller(run, Plan.of(config), incarnation, host, config.queue.durability)
+    publish_card(run, Card("hub", incarnation, [], controller.endpoint))
     stop = threading.Event()
     with ThreadPoolExecutor(1, thread_name_prefix="queue-controller") as pool:
         served = pool.submit(controller.serve, stop.is_set)

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from relax_hpc.transfer_queue.planes import SlabPool
+from relax_hpc.transport import SlabPool
 from relax_hpc.versions import Version
 from relax_hpc.weights.manifest import Chunk, Delta, checksum
 from relax_hpc.weights.ring import SlabRing
@@ -40,7 +40,7 @@ class Deltas:
         """The chunks with their deltas, and the anchor; "" without."""
         if not self.every:
             return list(chunks), ""
-        if version.epoch != self.anchor.epoch or version.number - self.anchor.number >= self.every:
+        if version.incarnation != self.anchor.incarnation or version.number - self.anchor.number >= self.every:
             self.anchor = version
             for index, (begin, end, _) in enumerate(self._ring.chunks):
                 self._copy[begin:end] = self._ring.record(slab, index)

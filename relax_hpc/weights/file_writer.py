@@ -15,13 +15,13 @@ from relax_hpc.disk import CURES, Patience
 from relax_hpc.errors import RelaxError
 from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.rundir import RunDir, private_folder
-from relax_hpc.transfer_queue.client import QueueClient
-from relax_hpc.transfer_queue.planes import Plane
+from relax_hpc.transfer_queue.client.queue_client import QueueClient
+from relax_hpc.transport import Plane
 from relax_hpc.versions import Version
-from relax_hpc.weights.files import finish, write_share
 from relax_hpc.weights.manifest import Manifest
+from relax_hpc.weights.node_cache import staging_root
 from relax_hpc.weights.pull import Puller
-from relax_hpc.weights.staging import staging_root
+from relax_hpc.weights.version_files import finish, write_share
 
 _PARTIAL = ".model.partial"
 

@@ -20,15 +20,15 @@ from relax_hpc.disk import patiently
 from relax_hpc.errors import DeadlineError, RelaxError
 from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.rundir import RunDir, write_atomic
-from relax_hpc.transfer_queue.client import QueueClient
-from relax_hpc.transfer_queue.planes import Plane, SlabPool
+from relax_hpc.transfer_queue.client.queue_client import QueueClient
+from relax_hpc.transport import Plane, SlabPool
 from relax_hpc.versions import Version
 from relax_hpc.weights.delta import Deltas
 from relax_hpc.weights.file_writer import FileWriter
-from relax_hpc.weights.files import FOLDER, check_unchanged, small_sums
 from relax_hpc.weights.manifest import MANIFEST, Chunk, FileSums, Manifest, digest
 from relax_hpc.weights.ring import SlabRing, Slice
 from relax_hpc.weights.tensors import Tensor
+from relax_hpc.weights.version_files import FOLDER, check_unchanged, small_sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class _Job:
 class Publisher:
     """One rank's. ``client``: the leader's, None elsewhere. Every rank makes and calls it alike.
 
-    >>> publisher.publish(Version(epoch, step + 1))
+    >>> publisher.publish(Version(incarnation, step + 1))
     >>> publisher.settle(timeout_s)
     """
 

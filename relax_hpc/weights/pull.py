@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
-from relax_hpc.transfer_queue.planes import Plane, PlaneError
+from relax_hpc.transport import Plane, PlaneError
 from relax_hpc.weights import delta
 from relax_hpc.weights.manifest import Chunk, Manifest, WeightsError, checksum
 from relax_hpc.weights.tensors import SafetensorsFile

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from relax_hpc.copies import Copier
-from relax_hpc.transfer_queue.planes import Plane, PlaneError, Slab, SlabPool
+from relax_hpc.transport import Plane, PlaneError, Slab, SlabPool
 from relax_hpc.weights.manifest import Chunk, checksum, chunks_of
 from relax_hpc.weights.tensors import Part, Tensor
 

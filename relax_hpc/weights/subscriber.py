@@ -14,14 +14,14 @@ from relax_hpc.background import say
 from relax_hpc.config.schema import WeightsConfig
 from relax_hpc.errors import DeadlineError
 from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue.client import QueueClient
-from relax_hpc.transfer_queue.planes import Plane
+from relax_hpc.transfer_queue.client.queue_client import QueueClient
+from relax_hpc.transport import Plane
 from relax_hpc.versions import Version
-from relax_hpc.weights.files import TENSORS, check_small, copy_small, copy_verified
 from relax_hpc.weights.manifest import Manifest, WeightsError, read_manifest
+from relax_hpc.weights.node_cache import Staged, Staging, staging_root
 from relax_hpc.weights.pull import Anchor, Puller
-from relax_hpc.weights.staging import Staged, Staging, staging_root
 from relax_hpc.weights.tensors import SafetensorsFile
+from relax_hpc.weights.version_files import TENSORS, check_small, copy_small, copy_verified
 
 NOTHING = Version(0, 0)
 """What a reader serves before its first pull."""

@@ -27,9 +27,9 @@ from relax_hpc.checkpoint.saver import Saver
 from relax_hpc.checkpoint.store import remove_others
 from relax_hpc.config.schema import AlgorithmConfig, ModelConfig, OptimizerConfig, ParallelConfig, TinyModelConfig
 from relax_hpc.data.tiny_model import make_tiny_model
+from relax_hpc.models.hf_files import read_config
 from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.training import parallel
-from relax_hpc.training.hf_files import read_config
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.trainer import Trainer
 
@@ -63,7 +63,7 @@ def measure(trainer: Trainer, folder: Path, rounds: int) -> list[Figure]:
     times: dict[str, list[float]] = {name: [] for name in ("kept", "copied", "written", "raw")}
     source = room = np.empty(0, np.uint8)
     for turn in range(rounds + 1):
-        target = folder / f"e000001-step-{turn:06d}"
+        target = folder / f"i000001-step-{turn:06d}"
         found = {"kept": timed(lambda at=target: saver.save(at, {"step": 0}))}
         found["written"] = timed(saver.settle)
         if not turn:

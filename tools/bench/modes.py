@@ -19,7 +19,7 @@ from typing import Any
 
 from convergence import run
 
-from relax_hpc.launch.report import report
+from relax_hpc.observe.report import report
 from relax_hpc.rundir import RunDir
 
 WARM_UP_STEPS = 5

@@ -30,10 +30,10 @@ import yaml
 from relax_hpc.config import load_resolved
 from relax_hpc.config.schema import Config
 from relax_hpc.data.prompts import load_tokenizer
+from relax_hpc.engines.engine import Sampling
+from relax_hpc.engines.simulated_engine import SimulatedEngine
 from relax_hpc.metrics.read import read_metrics
-from relax_hpc.rollout.engine import Sampling
 from relax_hpc.rollout.samples import PromptSource, requests_for
-from relax_hpc.rollout.simulated_engine import SimulatedEngine
 from relax_hpc.rundir import RunDir
 from relax_hpc.versions import Version
 
@@ -72,8 +72,8 @@ class Case:
         window = groups * samples * _LONGEST // (_WINDOWS if self.streaming else 1)
         return {
             "steps": steps,
-            "groups_per_step": groups,
-            "samples_per_group": samples,
+            "prompts_per_step": groups,
+            "samples_per_prompt": samples,
             "max_staleness": self.staleness,
             "model": {"tiny": {"hidden_size": 32, "num_layers": 1, "head_dim": 16, "intermediate_size": 64}},
             "data": {"task": "sort_digits", "digits": 4, "max_prompt_tokens": 32},
@@ -153,11 +153,11 @@ def responses_s(run: RunDir, config: Config) -> list[list[float]]:
     sampling = Sampling(shape.temperature, shape.top_p, shape.max_new_tokens, tuple(tokenizer.eos_ids), config.seed)
 
     def seconds(ticket: int) -> Iterator[float]:
-        for request in requests_for(source.prompt(ticket, 0), ticket, config.samples_per_group):
+        for request in requests_for(source.prompt(ticket, 0), ticket, config.samples_per_prompt):
             share = len(engine.tokens(request, sampling)) / sampling.max_new_tokens
             yield engine.seconds(request, sampling.seed) * share
 
-    size = config.groups_per_step
+    size = config.prompts_per_step
     steps = (range(step * size, (step + 1) * size) for step in range(config.steps))
     return [[found for ticket in tickets for found in seconds(ticket)] for tickets in steps]
 
@@ -170,7 +170,7 @@ def schedule(responses: Sequence[Sequence[float]], config: Config, streaming: bo
     """
     places = [0.0] * config.rollout.engine.simulated.concurrency
     windows = _WINDOWS if streaming else 1
-    together = config.rollout.groups_per_request * config.samples_per_group
+    together = config.rollout.groups_per_request * config.samples_per_prompt
     trained: list[float] = []
     for step, seconds in enumerate(responses):
         before = step - config.max_staleness - 1

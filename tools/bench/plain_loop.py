@@ -28,20 +28,20 @@ from safetensors.torch import save_file
 from relax_hpc.config import Config, load_resolved
 from relax_hpc.config.schema import ParallelConfig
 from relax_hpc.data.prompts import load_tokenizer
+from relax_hpc.engines.engine import Engine, Sampling, make_engine
 from relax_hpc.errors import RelaxError
+from relax_hpc.models.hf_files import read_config
 from relax_hpc.rendezvous.process import die_with_parent
 from relax_hpc.rewards import get_reward
 from relax_hpc.roles.advantages import advantages_of
-from relax_hpc.rollout.engine import Engine, Sampling, make_engine
 from relax_hpc.rollout.samples import Failure, PromptSource, group_rows, requests_for
 from relax_hpc.rundir import RunDir
 from relax_hpc.training import parallel
 from relax_hpc.training.batches import Batch, collate, split_rows
-from relax_hpc.training.hf_files import read_config
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.optimizer import learning_rate
 from relax_hpc.training.trainer import Trainer
-from relax_hpc.transfer_queue.schema import Row
+from relax_hpc.transfer_queue.row_schema import Row
 from relax_hpc.versions import Version
 
 WARM_UP_STEPS = 4
@@ -89,7 +89,7 @@ class PlainLoop:
     async def step(self, engine: Engine, step: int, forward: bool) -> dict[str, Any]:
         """One step on-policy; with ``forward`` also the passes of the reference and of the policy before the step."""
         clock = Clock()
-        size, samples = self.config.groups_per_step, self.config.samples_per_group
+        size, samples = self.config.prompts_per_step, self.config.samples_per_prompt
         prompts = {ticket: self.source.prompt(ticket, 0) for ticket in range(step * size, (step + 1) * size)}
         requests = [request for ticket, prompt in prompts.items() for request in requests_for(prompt, ticket, samples)]
         answers = await engine.generate(requests, self.sampling)

@@ -25,10 +25,10 @@ from typing import Any
 from recovery_figures import COLUMNS, NEVER, Record, result, share, table, targets
 from recovery_run import Run
 
-from relax_hpc.launch.status import status
 from relax_hpc.metrics.read import read_metrics
+from relax_hpc.observe.status import status
 from relax_hpc.sandbox import Options, Sandbox, cluster
-from relax_hpc.transfer_queue.audit import audit
+from relax_hpc.transfer_queue.inspect.audit import audit
 
 BEAT_S, LEASE_S, CHECKPOINT_STEPS = 1.0, 5.0, 5
 LAYOUTS, POLICIES = ("het", "jobs"), ("toolkit", "restart-all")
@@ -53,8 +53,8 @@ SANDBOX = Options(nodes=14, cpus=8, memory=4000, gpus=2, slurmd_timeout=10, kill
 SETTINGS: dict[str, Any] = {
     "seed": 3,
     "steps": 100_000,
-    "groups_per_step": 4,
-    "samples_per_group": 4,
+    "prompts_per_step": 4,
+    "samples_per_prompt": 4,
     "max_staleness": 1,
     "model": {"tiny": {"hidden_size": 32, "num_layers": 1, "head_dim": 16, "intermediate_size": 64}},
     "data": {"task": "sort_digits", "digits": 3, "max_prompt_tokens": 32},
@@ -140,13 +140,13 @@ def _restart_all(run: Run, record: Record) -> None:
     run.wait(lambda: _works(run, record, since), "the run is back where it was", RECOVERY_S)
     record.detected = detected
     others = {name for name in run.config.groups if name != record.victim}
-    record.gaps = {name: run.first(name, "epoch-*[0-9].json", since)[0] - detected for name in others}
+    record.gaps = {name: run.first(name, "inc-*[0-9].json", since)[0] - detected for name in others}
 
 
 def _detected(run: Run, record: Record) -> float:
     """The first sign that the fault is known: a word about the victim, its new incarnation, its job queued again."""
     names = {record.victim, run.supervisor if record.victim == "hub" else f"supervisor-{record.victim}"}
-    claims = [run.first(name, "epoch-*.claim", record.at)[0] for name in names]
+    claims = [run.first(name, "inc-*.claim", record.at)[0] for name in names]
     takes_the_job = record.layout == "jobs" and record.fault.startswith(("node:", "down:", "scancel:"))
     if takes_the_job and record.left == NEVER and not run.runs(record.job):
         record.left = time.time()
@@ -164,8 +164,8 @@ def _works(run: Run, record: Record, since: float) -> bool:
 def _look(run: Run, record: Record, since: float) -> None:
     """Bring ``record`` up to date; the new incarnation is one that was started after ``since``."""
     record.detected = _detected(run, record)
-    record.launched, epoch = run.first(record.victim, "epoch-*.launch.json", since)
-    record.beaten = run.first(record.victim, f"epoch-{epoch:06d}.json", since)[0]
+    record.launched, incarnation = run.first(record.victim, "inc-*.launch.json", since)
+    record.beaten = run.first(record.victim, f"inc-{incarnation:06d}.json", since)[0]
     record.accepted = [moment for moment in list(run.follower.accepted) if moment > since]
     steps = run.trained()
     record.steps = steps[: sum(moment <= record.at for moment, _ in steps)][-1:]
@@ -211,7 +211,7 @@ def _used_up(record: Record) -> bool:
 def _account(run: Run, records: list[Record]) -> None:
     """Samples lost and duplicated, by fault, once everything of the run has ended."""
     found = audit(run.run, steps=len([row for row in read_metrics(run.run.root) if "reward/mean" in row]))
-    size = run.config.groups_per_step
+    size = run.config.prompts_per_step
     for record, lost, twice in zip(
         records, share(found.lost, records, size), share(found.duplicated, records, size), strict=True
     ):

@@ -149,7 +149,7 @@ def targets(beat_s: float, lease_s: float) -> str:
     )
 
 
-def share(ids: Iterable[str], records: Sequence[Record], groups_per_step: int) -> list[int]:
+def share(ids: Iterable[str], records: Sequence[Record], prompts_per_step: int) -> list[int]:
     """How many of the samples ``ids`` each of a run's faults has on its account: the last that reached their step.
 
     A fault reaches from the first step that was trained after it, be it a second time.
@@ -157,7 +157,7 @@ def share(ids: Iterable[str], records: Sequence[Record], groups_per_step: int) -
     reach = [min((s for moment, s in r.steps if moment > r.at), default=r.step + 1) for r in records]
     counts = [0] * len(records)
     for name in ids:
-        step = int(name.partition(".")[0]) // groups_per_step
+        step = int(name.partition(".")[0]) // prompts_per_step
         # What was there before the first fault is on its account too: somebody has to answer for it.
         counts[max((place for place, low in enumerate(reach) if low <= step), default=0)] += 1
     return counts

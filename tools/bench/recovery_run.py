@@ -17,9 +17,9 @@ import psutil
 import yaml
 
 from relax_hpc.config import load_resolved
-from relax_hpc.launch.slurm.whereabouts import job_of
 from relax_hpc.rundir import RunDir
 from relax_hpc.sandbox import Sandbox
+from relax_hpc.slurm.job_lookup import job_of
 
 _LOOK_S, _WAIT_S = 0.02, 0.1
 _COMMAND_S = 120.0
@@ -149,7 +149,7 @@ class Run:
         return (self.trained() or [(0.0, -1)])[-1][1]
 
     def first(self, name: str, pattern: str, since: float) -> tuple[float, int]:
-        """When the first file of a group's rendezvous that fits ``pattern`` was written, and its epoch.
+        """When the first file of a group's rendezvous that fits ``pattern`` was written, and its incarnation.
 
         (inf, 0) if none was since.
         """
@@ -241,5 +241,5 @@ def moment(text: str) -> float:
 def _works(process: psutil.Process) -> bool:
     """Whether this is no process that only watches one like itself, as those under Slurm have."""
     words, parent = process.cmdline(), process.parent()
-    watched = "--watch" in words or "relax_hpc.launch.slurm.head" in words
+    watched = "--watch" in words or "relax_hpc.lifecycle.head" in words
     return watched == (parent is not None and parent.cmdline() == words)

@@ -35,8 +35,8 @@ from relax_hpc.rundir import RunDir
 SETTINGS = {
     "seed": 3,
     "steps": 1_000_000,
-    "groups_per_step": 4,
-    "samples_per_group": 4,
+    "prompts_per_step": 4,
+    "samples_per_prompt": 4,
     "max_staleness": 1,
     "model": {"tiny": {"hidden_size": 32, "num_layers": 1, "head_dim": 16, "intermediate_size": 64}},
     "data": {"task": "sort_digits", "digits": 3, "max_prompt_tokens": 32},
@@ -82,7 +82,7 @@ class Watch:
             with contextlib.suppress(psutil.Error):
                 words = process.cmdline()
                 if "--role" in words:
-                    name = words[words.index("--role") + 1], int(words[words.index("--epoch") + 1])
+                    name = words[words.index("--role") + 1], int(words[words.index("--incarnation") + 1])
                     self.processes[name] = process
 
     def spent(self, name: tuple[str, int], at: float) -> float:
@@ -123,9 +123,9 @@ def steps_of(run: RunDir) -> int:
 def newest(run: RunDir, role: str) -> Process | None:
     """The newest incarnation of ``role``, if it is at work."""
     found = [one for one in read_processes(run.root) if one.role == role]
-    epoch = max((int(path.name[-6:]) for path in run.root.glob(f"logs/{role}/epoch-*")), default=0)
+    incarnation = max((int(path.name[-6:]) for path in run.root.glob(f"logs/{role}/inc-*")), default=0)
     working = [one for one in found if any(span.what == "start" for span in one.spans)]
-    return next((one for one in working if one.epoch == epoch), None)
+    return next((one for one in working if one.incarnation == incarnation), None)
 
 
 def kill(run: RunDir, watch: Watch, role: str) -> tuple[float, Process]:
@@ -134,8 +134,8 @@ def kill(run: RunDir, watch: Watch, role: str) -> tuple[float, Process]:
     wait_for(watch, "steps", lambda: steps_of(run) >= goal)
     assert before
     at = time.time()
-    watch.processes[role, before.epoch].kill()
-    wait_for(watch, f"{role} is back", lambda: (now := newest(run, role)) and now.epoch > before.epoch)
+    watch.processes[role, before.incarnation].kill()
+    wait_for(watch, f"{role} is back", lambda: (now := newest(run, role)) and now.incarnation > before.incarnation)
     after = newest(run, role)
     assert after
     return at, after
@@ -149,7 +149,7 @@ def at_work(process: Process) -> float:
 def starts(name: str, watch: Watch, found: Sequence[Process], target: bool = False) -> Iterator[Figure]:
     """Wall and CPU seconds from the start of these processes until they were at work."""
     wall = [at_work(one) - one.began for one in found]
-    cpu = [watch.spent((one.role, one.epoch), at_work(one)) for one in found]
+    cpu = [watch.spent((one.role, one.incarnation), at_work(one)) for one in found]
     words, ok = (f"<= {TARGET_S:g}", median(wall) <= TARGET_S) if target else (None, None)
     yield Figure(f"{name}, wall", median(wall), "s", words, ok, wall)
     yield Figure(f"{name}, CPU", median(cpu), "s", None, None, cpu)

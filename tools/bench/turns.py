@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import psutil
 
-from relax_hpc.launch.processes import family
 from relax_hpc.rendezvous.process import die_with_parent
+from relax_hpc.supervise.processes import family
 
 _SAMPLE_S = 5.0
 

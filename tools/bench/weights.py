@@ -31,24 +31,24 @@ from figures import Figure, print_figures
 
 from relax_hpc.config.schema import Config, GroupConfig, ModelConfig, ParallelConfig, TinyModelConfig
 from relax_hpc.data.tiny_model import make_tiny_model
+from relax_hpc.models.hf_files import read_config
 from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.rendezvous.process import die_with_parent
-from relax_hpc.rendezvous.roster import Card, claim_epoch, publish_card
+from relax_hpc.rendezvous.roster import Card, claim_incarnation, publish_card
 from relax_hpc.rundir import RunDir
 from relax_hpc.training import parallel
-from relax_hpc.training.hf_files import read_config
 from relax_hpc.training.model import PolicyModel
-from relax_hpc.transfer_queue.client import QueueClient
-from relax_hpc.transfer_queue.controller import Controller
+from relax_hpc.transfer_queue.client.queue_client import QueueClient
+from relax_hpc.transfer_queue.controller.server import Controller
 from relax_hpc.transfer_queue.plan import Plan
 from relax_hpc.versions import Version
 from relax_hpc.weights import delta
-from relax_hpc.weights.files import TENSORS
 from relax_hpc.weights.manifest import read_manifest
+from relax_hpc.weights.node_cache import Staging
 from relax_hpc.weights.publisher import Publisher
-from relax_hpc.weights.staging import Staging
 from relax_hpc.weights.subscriber import News, Subscriber
 from relax_hpc.weights.tensors import SafetensorsFile
+from relax_hpc.weights.version_files import TENSORS
 
 WAIT_S = 120.0
 LEARNING_RATE = 1e-6
@@ -63,7 +63,7 @@ class Actor:
     """A policy with its publisher, a queue beside it, and no training."""
 
     def __init__(self, folder: Path, shape: TinyModelConfig) -> None:
-        self.run, self.config, self.number = RunDir(folder / "run"), Config(groups_per_step=1), -1
+        self.run, self.config, self.number = RunDir(folder / "run"), Config(prompts_per_step=1), -1
         self.run.create()
         self.config.groups = {name: GroupConfig(roles=[name]) for name in ("actor", "rollout")}
         self.config.weights.file_every = 0
@@ -77,7 +77,7 @@ class Actor:
     def working(self) -> Iterator[Actor]:
         """With its queue and its publisher."""
         self.controller = Controller(self.run, Plan.of(self.config), 1)
-        claim_epoch(self.run, "hub")
+        claim_incarnation(self.run, "hub")
         publish_card(self.run, Card("hub", 1, [], self.controller.endpoint))
         ended = threading.Event()
         thread = threading.Thread(target=self.controller.serve, args=(ended.is_set,), daemon=True)
@@ -176,7 +176,7 @@ def timed(act: Callable[[], object]) -> float:
 
 def reader(folder: Path, number: int, plane: str, rounds: int) -> None:
     """A process that follows the weights; with ``rounds`` it first measures its reads, and prints them."""
-    run, config = RunDir(folder / "run"), Config(groups_per_step=1)
+    run, config = RunDir(folder / "run"), Config(prompts_per_step=1)
     config.groups = {name: GroupConfig(roles=[name]) for name in ("actor", "rollout")}
     with QueueClient(run, config, "rollout", 1) as client:
         planes = [one for one in client.store.planes if one.name == plane]
@@ -288,8 +288,8 @@ def broadcast(folder: Path, rank: int, world: int, rounds: int) -> None:
 
 def engine_pause(folder: Path, rounds: int) -> list[Figure]:
     """How long a real SGLang server that is generating stands still for an update of a small model, and why."""
-    from relax_hpc.rollout.engine import GenerateRequest, Sampling
-    from relax_hpc.rollout.sglang_engine import SglangEngine
+    from relax_hpc.engines.engine import GenerateRequest, Sampling
+    from relax_hpc.engines.sglang.engine import SglangEngine
 
     model = make_tiny_model(folder / "served", TinyModelConfig(), 0) or folder / "served"
     config = Config()

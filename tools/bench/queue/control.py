@@ -36,12 +36,12 @@ from work import (
     work,
 )
 
-from relax_hpc.transfer_queue.desk import Desk
-from relax_hpc.transfer_queue.eventlog import EventLog
-from relax_hpc.transfer_queue.journal import Journal
+from relax_hpc.transfer_queue.controller.desk import Desk
+from relax_hpc.transfer_queue.controller.eventlog import EventLog
+from relax_hpc.transfer_queue.controller.journal import Journal
+from relax_hpc.transfer_queue.controller.messages import Request
+from relax_hpc.transfer_queue.controller.state import QueueState
 from relax_hpc.transfer_queue.plan import Plan
-from relax_hpc.transfer_queue.requests import Request
-from relax_hpc.transfer_queue.state import QueueState
 
 TOGETHER = 32
 """Requests that a `Table` commits together."""
@@ -104,7 +104,7 @@ def without_sockets(folder: Path, samples: int, durable: bool) -> float:
     while trained < plan.steps:
         for worker in workers:
             next(worker)
-        while len(taken) >= (trained + 1) * plan.groups_per_step:
+        while len(taken) >= (trained + 1) * plan.prompts_per_step:
             next(trainer)
             trained += 1
     table.commit()
@@ -179,11 +179,11 @@ def deep_queue(folder: Path, depth: int) -> Iterator[Deep]:
 def timed_claims(line: Line, plan: Plan, count: int) -> float:
     """Median of the seconds of ``count`` claims of `CLAIM_ROWS`."""
     seconds = []
-    window = {"task": "reference", "budget": CLAIM_ROWS * WIDTH, "boundary": plan.groups_per_step}
+    window = {"task": "reference", "budget": CLAIM_ROWS * WIDTH, "boundary": plan.prompts_per_step}
     for _ in range(count):
         started = time.perf_counter()
         claim = line.ask("reference", "claim", **window)
         seconds.append(time.perf_counter() - started)
-        assert len(claim["tickets"]) == CLAIM_ROWS // plan.samples_per_group
+        assert len(claim["tickets"]) == CLAIM_ROWS // plan.samples_per_prompt
         line.ask("reference", "release", lease=claim["lease"])
     return statistics.median(seconds)

@@ -22,9 +22,9 @@ from work import VERSION, WAIT_S, begin, hub, process, receive
 from relax_hpc.config.schema import Config, GroupConfig
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue import Claim, Column, Plan, QueueClient
-from relax_hpc.transfer_queue.planes import TcpPlane
-from relax_hpc.transfer_queue.schema import Row, sample_id
-from relax_hpc.transfer_queue.store import ShardReader, files_of
+from relax_hpc.transfer_queue.row_schema import Row, sample_id
+from relax_hpc.transfer_queue.storage.shard_store import ShardReader, files_of
+from relax_hpc.transport import TcpPlane
 
 STEPS = 1 << 19
 """More than anybody measures; each round is one."""
@@ -78,7 +78,7 @@ class Load:
 def config_of(load: Load, durability: str) -> Config:
     """A run whose every step is one put."""
     groups = {name: GroupConfig(roles=[name]) for name in ("rollout", "actor")}
-    about = {"samples_per_group": load.group, "groups_per_step": load.samples // load.group}
+    about = {"samples_per_prompt": load.group, "prompts_per_step": load.samples // load.group}
     config = Config(groups=groups, steps=STEPS, max_staleness=STEPS, **about)
     config.eval.every = config.queue.keep_steps = 0
     config.queue.durability, config.queue.wait_timeout_s = durability, WAIT_S
@@ -119,8 +119,8 @@ def make(run: RunDir, config: Config, load: Load, pipe: Connection) -> None:
         client.call("serve", reader="r", version=str(VERSION))
         pipe.send(digest_of([columns[name] for name in load.names]))
         while pipe.recv() != "end":
-            tickets = client.call("admit", reader="r", count=config.groups_per_step)["tickets"]
-            rows = rows_of(columns, tickets, config.samples_per_group)
+            tickets = client.call("admit", reader="r", count=config.prompts_per_step)["tickets"]
+            rows = rows_of(columns, tickets, config.samples_per_prompt)
             pipe.send("ready")
             pipe.recv()
             started = time.monotonic()

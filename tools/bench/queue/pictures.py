@@ -16,9 +16,9 @@ from work import VERSION, begin, hub, process, receive
 from relax_hpc.config.schema import Config
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue import Claim, Plan, QueueClient
-from relax_hpc.transfer_queue.claims import check_claim
-from relax_hpc.transfer_queue.media_client import store_media
-from relax_hpc.transfer_queue.schema import Row, sample_id
+from relax_hpc.transfer_queue.client.claims import check_claim
+from relax_hpc.transfer_queue.client.media_client import store_media
+from relax_hpc.transfer_queue.row_schema import Row, sample_id
 
 PLACEHOLDER = 99
 
@@ -40,7 +40,7 @@ class Pictures:
 
     def config(self) -> Config:
         config = config_of(Load(self.groups * self.samples, self.tokens, 1), "flush")
-        config.groups_per_step, config.samples_per_group = self.groups, self.samples
+        config.prompts_per_step, config.samples_per_prompt = self.groups, self.samples
         return config
 
     def rows(self, ticket: int, ids: list[str]) -> list[Row]:

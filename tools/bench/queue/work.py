@@ -15,19 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from relax_hpc.config.schema import Config, GroupConfig
-from relax_hpc.rendezvous.roster import Card, claim_epoch, publish_card
+from relax_hpc.rendezvous.roster import Card, claim_incarnation, publish_card
 from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue.controller import Controller
+from relax_hpc.transfer_queue.controller.server import Controller
 from relax_hpc.transfer_queue.lengths import packed
 from relax_hpc.transfer_queue.plan import GENERATED, Plan
-from relax_hpc.transfer_queue.sockets import connect, wake
-from relax_hpc.transfer_queue.wire import pack, purpose_of, unpack
+from relax_hpc.transport.sockets import connect, wake
+from relax_hpc.transport.wire import pack, purpose_of, unpack
 from relax_hpc.versions import Version
 
 VERSION = Version(1, 0)
 WIDTH = 512
 """Tokens that every row is said to have."""
-_EPOCH = 1
+_INCARNATION = 1
 """Of the hub."""
 WAIT_S = 600.0
 Ask = Callable[..., dict[str, Any]]
@@ -37,17 +37,17 @@ def plan_of(samples: int, group: int, step_groups: int, ahead: int) -> Plan:
     """A run of ``samples`` in prompt groups of ``group``, at most ``ahead`` samples of it waiting at a time."""
     roles = ("rollout", "actor", "reference")
     config = Config(
-        groups={name: GroupConfig(roles=[name]) for name in roles}, samples_per_group=group, max_staleness=1
+        groups={name: GroupConfig(roles=[name]) for name in roles}, samples_per_prompt=group, max_staleness=1
     )
     config.eval.every = config.queue.keep_steps = 0
-    shape = {"steps": -(-samples // (group * step_groups)), "groups_per_step": step_groups, "max_rows": ahead}
+    shape = {"steps": -(-samples // (group * step_groups)), "prompts_per_step": step_groups, "max_rows": ahead}
     # Readers serve the first version to the end, so engines lag as far as the run is long.
     endless = {"max_staleness": shape["steps"], "publish_lag": shape["steps"], "max_bytes": 1 << 60}
     return replace(Plan.of(config), **endless, **shape)
 
 
 def samples_of(plan: Plan) -> int:
-    return plan.steps * plan.groups_per_step * plan.samples_per_group
+    return plan.steps * plan.prompts_per_step * plan.samples_per_prompt
 
 
 # -- the work ----------------------------------------------------------------------------------------------------------
@@ -67,11 +67,11 @@ def admit(ask: Ask, reader: str, count: int) -> list[int]:
 def put(ask: Ask, plan: Plan, tickets: list[int], name: str, lease: int = 0) -> None:
     """Generated rows, or with a lease what the reference adds to them."""
     codes = [] if lease else [VERSION.encode()]
-    mask = (1 << plan.samples_per_group) - 1
-    lengths = b"" if lease else packed([WIDTH] * plan.samples_per_group)
+    mask = (1 << plan.samples_per_prompt) - 1
+    lengths = b"" if lease else packed([WIDTH] * plan.samples_per_prompt)
     rows = [{"ticket": ticket, "mask": mask, "lengths": lengths, "versions": codes} for ticket in tickets]
     group, fields = ("reference", ["ref_logprobs"]) if lease else ("rollout", list(GENERATED))
-    shard = {"plane": "file", "name": f"{group}-e000001-{name}.shard", "bytes": 16 * WIDTH * len(rows)}
+    shard = {"plane": "file", "name": f"{group}-i000001-{name}.shard", "bytes": 16 * WIDTH * len(rows)}
     assert ask(group, "put", shard=shard, rows=rows, fields=fields, lease=lease)["refused"] == {}
 
 
@@ -79,7 +79,7 @@ def produce(ask: Ask, plan: Plan, batch: int, name: str) -> Iterator[None]:
     """Tickets and puts of ``batch`` samples until there are no more."""
     ask("rollout", "serve", reader=name, version=str(VERSION))
     for number in itertools.count():
-        tickets = admit(ask, name, batch // plan.samples_per_group)
+        tickets = admit(ask, name, batch // plan.samples_per_prompt)
         if not tickets:
             return
         put(ask, plan, tickets, f"{name}-{number:06d}")
@@ -89,7 +89,7 @@ def produce(ask: Ask, plan: Plan, batch: int, name: str) -> Iterator[None]:
 def consume(ask: Ask, plan: Plan, batch: int, name: str, taken: array) -> Iterator[None]:
     """Claims of at most ``batch`` samples, and their answers, until there are no more; ``taken``: their tickets."""
     for number in itertools.count():
-        claim = ask("reference", "claim", task="reference", budget=batch * WIDTH, boundary=plan.groups_per_step)
+        claim = ask("reference", "claim", task="reference", budget=batch * WIDTH, boundary=plan.prompts_per_step)
         if "finished" in claim:
             return
         taken.extend(claim["tickets"])
@@ -100,7 +100,7 @@ def consume(ask: Ask, plan: Plan, batch: int, name: str, taken: array) -> Iterat
 def train(ask: Ask, plan: Plan) -> Iterator[None]:
     """Whole steps, each followed by a checkpoint, which frees its rows."""
     for step in range(plan.steps):
-        claim = ask("actor", "claim", task="actor", budget=1 << 40, boundary=plan.groups_per_step)
+        claim = ask("actor", "claim", task="actor", budget=1 << 40, boundary=plan.prompts_per_step)
         ask("actor", "trained", step=step, leases=[claim["lease"]])
         ask("actor", "checkpoint", step=step + 1, name=f"c{step + 1}", digest="d")
         yield
@@ -109,7 +109,7 @@ def train(ask: Ask, plan: Plan) -> Iterator[None]:
 def check_all_taken(taken: Sequence[array], plan: Plan) -> None:
     """Every ticket went to one consumer, once."""
     tickets = sorted(itertools.chain.from_iterable(taken))
-    assert tickets == list(range(plan.steps * plan.groups_per_step)), f"{len(tickets)} tickets were taken"
+    assert tickets == list(range(plan.steps * plan.prompts_per_step)), f"{len(tickets)} tickets were taken"
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
@@ -120,11 +120,18 @@ class Line:
 
     def __init__(self, token: bytes, endpoint: str, name: str) -> None:
         self.name, self.numbers = name, itertools.count(1)
-        self.connection = connect(endpoint, token, purpose_of(_EPOCH), WAIT_S)
+        self.connection = connect(endpoint, token, purpose_of(_INCARNATION), WAIT_S)
         self.connection.socket.settimeout(WAIT_S)
 
     def send(self, group: str, op: str, **args: Any) -> None:
-        message = {"id": next(self.numbers), "client": self.name, "group": group, "epoch": 1, "op": op, "args": args}
+        message = {
+            "id": next(self.numbers),
+            "client": self.name,
+            "group": group,
+            "incarnation": 1,
+            "op": op,
+            "args": args,
+        }
         self.connection.send(pack({**message, "patience": WAIT_S}))
 
     def receive(self) -> dict[str, Any]:
@@ -196,8 +203,8 @@ def hub(folder: Path, plan: Plan, durability: str) -> Iterator[Hub]:
 
 
 def _serve(run: RunDir, plan: Plan, durability: str, pipe: Connection) -> None:
-    controller = Controller(run, plan, _EPOCH, durability=durability)
-    publish_card(run, Card("hub", claim_epoch(run, "hub"), [], controller.endpoint))
+    controller = Controller(run, plan, _INCARNATION, durability=durability)
+    publish_card(run, Card("hub", claim_incarnation(run, "hub"), [], controller.endpoint))
     pipe.send((controller.endpoint, os.getpid()))
     controller.serve(pipe.poll)
     pipe.send({"cpu_s": time.process_time()})

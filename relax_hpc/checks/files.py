@@ -1,0 +1,162 @@
+"""Mistakes in what a run reads: its model, cut as the parallel layouts say, and its prompts."""
+
+from __future__ import annotations
+
+import functools
+import re
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from relax_hpc.checks.model_files import Model, find_model, stamp, unread
+from relax_hpc.config.roles import RANKED
+from relax_hpc.config.schema import Config, DataConfig, ParallelConfig
+from relax_hpc.data.prompts import Prompt, Tally, Tokenizer, prompts_of
+from relax_hpc.data.rows import count_rows, read_rows
+from relax_hpc.errors import ConfigError
+
+READ_S = 5.0
+"""Seconds after which the rest of a prompt file is left to when the run begins."""
+BLOCK = 1000
+"""Rows that are read in any case, and between two looks at the clock."""
+
+
+def check_files(config: Config) -> Iterator[str]:
+    """What is wrong with the model, the layouts it is cut into, and the prompts."""
+    model, policy = config.model, Model()
+    if not model.path and not config.data.task:
+        yield "model.path: found nothing, and no data.task; name a Hugging Face directory (only tasks get a tiny model)"
+    else:
+        policy = find_model(model)
+        yield from policy.problems
+        if not policy.problems:
+            yield from _lengths(config, policy)
+            for group, parallel in _parallels(config):
+                yield from _split(group, parallel, policy)
+    if model.reference_path:
+        yield from find_model(model, "reference_path").problems
+    for key, path in _prompt_files(config).items():
+        if not Path(path).is_file():
+            yield f"{key}: found {path!r}, which is not a file; name a jsonl file"
+        else:
+            yield from _prompts(key, path, policy.tokenizer, config.data)
+
+
+def _prompt_files(config: Config) -> dict[str, str]:
+    train = {"data.train": config.data.train} if config.data.train else {}
+    return train | {f"data.eval.{name}": path for name, path in config.data.eval.items()}
+
+
+def _prompts(key: str, path: str, tokenizer: Tokenizer | None, data: DataConfig) -> Iterator[str]:
+    try:
+        problem = read_prompts(path, tokenizer, data).problem(data)
+    except ConfigError as error:
+        yield f"{key}: {error}"
+        return
+    if problem:
+        yield f"{key}: {path}: {problem}"
+
+
+def notes(config: Config) -> Iterator[str]:
+    """What is no mistake, but may not be meant, or was not looked at."""
+    if missing := unread():
+        yield f"model.path: tokenizer and weights were not looked at, for want of {', '.join(missing)} here"
+    tokenizer = find_model(config.model).tokenizer if config.model.path else None
+    for key, path in _prompt_files(config).items():
+        # What cannot be read is a mistake, and was said.
+        with suppress(ConfigError):
+            if Path(path).is_file():
+                yield from _prompt_notes(key, read_prompts(path, tokenizer, config.data), config.data)
+
+
+def _prompt_notes(key: str, found: Reading, data: DataConfig) -> Iterator[str]:
+    if not found.is_whole:
+        yield (
+            f"{key}: read {found.tally.rows} of {found.total} rows in {READ_S:g} s, {found.tally.bad} of them bad; "
+            "all of them are read when the run begins"
+        )
+    if found.named and "prompt" not in data.special_tokens:
+        yield (
+            f"{key}: {found.named} of {found.tally.rows} prompts have names of special tokens, such as "
+            f"{found.example}, which are text here; if a chat template made them, set data.special_tokens: [prompt]"
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class Reading:
+    """What was seen of a prompt file."""
+
+    tally: Tally
+    total: int = 0
+    """Its rows, also those that were not read."""
+    named: int = 0
+    """Prompts with names of special tokens in their text."""
+    example: str = ""
+
+    @property
+    def is_whole(self) -> bool:
+        return self.tally.rows == self.total
+
+    def problem(self, data: DataConfig) -> str:
+        """Why a run could not take it, whatever is in the rows that were not read; empty if it may."""
+        if not self.is_whole and self.tally.bad <= data.max_bad_share * self.total:
+            return ""
+        return self.tally.problem(data.max_bad_share, self.total)
+
+
+def read_prompts(path: str, tokenizer: Tokenizer | None, data: DataConfig) -> Reading:
+    """All rows of a file, or those of the first READ_S seconds; once, as long as it does not change. ConfigError: it
+    cannot be read."""
+    return _read(path, stamp(Path(path)), tokenizer, data.max_prompt_tokens, tuple(data.special_tokens), READ_S)
+
+
+@functools.lru_cache(maxsize=16)
+def _read(
+    path: str, _: tuple[int, ...], tokenizer: Tokenizer | None, most: int, special: tuple[str, ...], read_s: float
+) -> Reading:
+    names = re.compile("|".join(map(re.escape, tokenizer.special_names)) or "(?!)") if tokenizer else None
+    found, until = Reading(tally=Tally()), time.monotonic() + read_s
+    rows = prompts_of(read_rows(path), tokenizer, most, special)
+    while block := list(islice(rows, BLOCK)):
+        for one in block:
+            found.tally.add(one)
+            if names and isinstance(one, Prompt) and (match := names.search(one.text)):
+                found.named, found.example = found.named + 1, found.example or match[0]
+        if time.monotonic() >= until:
+            found.total = count_rows(path)
+            return found
+    found.total = found.tally.rows
+    return found
+
+
+def _lengths(config: Config, model: Model) -> Iterator[str]:
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_new_tokens
+    if model.positions and prompt + response > model.positions:
+        yield (
+            f"rollout.max_new_tokens: found {response}, with data.max_prompt_tokens {prompt} together "
+            f"{prompt + response}; allowed: max_position_embeddings of the model, {model.positions}; lower one of them"
+        )
+
+
+def _parallels(config: Config) -> Iterator[tuple[str, ParallelConfig]]:
+    roles = {role for group in config.groups.values() for role in group.roles}
+    for name in RANKED:
+        if name in roles:
+            yield name, getattr(config, name).parallel
+
+
+def _split(group: str, parallel: ParallelConfig, model: Model) -> Iterator[str]:
+    key, tensor = f"{group}.parallel", parallel.tensor
+    for name, size in model.tensor_sizes().items():
+        if size % tensor:
+            yield f"{key}.tensor: found {tensor}, allowed: a divisor of the model's {name}, {size}"
+    if model.layers % parallel.pipeline:
+        yield (
+            f"{key}.pipeline: found {parallel.pipeline}, allowed: a divisor of the model's num_hidden_layers, "
+            f"{model.layers}"
+        )
+    if parallel.sequence_parallel and tensor == 1:
+        yield f"{key}.sequence_parallel: found true with {key}.tensor 1, allowed: false, or a larger tensor"

@@ -1,0 +1,187 @@
+"""What a Hugging Face directory says about its model, read without torch or transformers: headers, not weights."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from relax_hpc.config.schema import ModelConfig
+from relax_hpc.errors import ConfigError
+from relax_hpc.models.families import problems, understood
+
+if TYPE_CHECKING:
+    from relax_hpc.data.prompts import Tokenizer
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json")
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(kw_only=True, slots=True)
+class Model:
+    """The sizes that parallel layouts and lengths depend on; 0 where the model does not say."""
+
+    problems: list[str] = field(default_factory=list)
+    """Findings about its files; with any of them the sizes mean nothing."""
+    tokenizer: Tokenizer | None = None
+    """None: there is none, or it is broken, which is among the problems."""
+    layers: int = 0
+    heads: int = 0
+    kv_heads: int = 0
+    hidden: int = 0
+    inner: int = 0
+    positions: int = 0
+    vocab: int = 0
+
+    def tensor_sizes(self) -> dict[str, int]:
+        """Sizes that tensor parallelism divides, by their names in config.json."""
+        return {
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.inner,
+        }
+
+
+def find_model(config: ModelConfig, field_name: str = "path") -> Model:
+    """The model in the directory `config.<field_name>`, or the tiny one if that is empty."""
+    key, name = f"model.{field_name}", getattr(config, field_name)
+    try:
+        if not name:
+            from relax_hpc.data.tiny_model import qwen3_config
+
+            return _sizes(qwen3_config(config.tiny))
+    except ConfigError as error:
+        return Model(problems=[str(error)])
+    path = Path(name)
+    if not path.is_dir():
+        return Model(problems=[f"{key}: found {name!r}, which is not a directory; name a Hugging Face directory"])
+    found = _look(path, config)
+    found.problems = [f"{key}: {problem}" for problem in found.problems]
+    return found
+
+
+def unread() -> list[str]:
+    """Packages that are not installed here, without which tokenizers and headers of weights are not looked at."""
+    return [name for name in ("safetensors", "tokenizers") if find_spec(name) is None]
+
+
+def _look(path: Path, config: ModelConfig) -> Model:
+    """Everything that is wrong with the files, and the sizes if config.json is in order."""
+    about, known = path / "config.json", None
+    try:
+        found = _read_json(about)
+        wrong = [f"{about}: {one}" for one in problems(found, config.ignore_keys)]
+        known = None if wrong else understood(found, config.ignore_keys)
+    except ConfigError as error:
+        wrong = [str(error)]
+    model = _sizes(known) if known else Model()
+    wrong += _weights(path, known)
+    try:
+        model.tokenizer = _tokenizer(path, model.vocab)
+    except ConfigError as error:
+        # End tokens are looked for in config.json too.
+        wrong += [] if any(str(about) in one for one in wrong) and str(about) in str(error) else [str(error)]
+    model.problems = wrong
+    return model
+
+
+def _sizes(known: dict[str, Any]) -> Model:
+    return Model(
+        layers=known["num_hidden_layers"],
+        heads=known["num_attention_heads"],
+        kv_heads=known.get("num_key_value_heads", known["num_attention_heads"]),
+        hidden=known["hidden_size"],
+        inner=known["intermediate_size"],
+        positions=known.get("max_position_embeddings", 0),
+        vocab=known["vocab_size"],
+    )
+
+
+def _tokenizer(path: Path, vocab: int) -> Tokenizer | None:
+    if not (path / "tokenizer.json").is_file():
+        raise ConfigError(f"found no tokenizer.json in {path}; save the fast tokenizer there")
+    if "tokenizers" in unread():
+        return None
+    found = _load_tokenizer(path, tuple(stamp(path / name) for name in _TOKENIZER_FILES))
+    if vocab and found.vocab_size > vocab:
+        raise ConfigError(
+            f"{path / 'tokenizer.json'}: {found.vocab_size} tokens, but vocab_size of config.json is {vocab}; they are "
+            "of different models"
+        )
+    return found
+
+
+@functools.lru_cache(maxsize=4)
+def _load_tokenizer(path: Path, _: tuple[tuple[int, ...], ...]) -> Tokenizer:
+    """Large ones take a second, and several checks ask for them."""
+    from relax_hpc.data.prompts import load_tokenizer
+
+    return load_tokenizer(path)
+
+
+def stamp(path: Path) -> tuple[int, ...]:
+    """What changes with a file; empty if it is not there."""
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _weights(path: Path, known: dict[str, Any] | None) -> Iterator[str]:
+    """What is wrong with the weights, by their names and headers; with the tensors if config.json is ``known``."""
+    # A pipe of that name would be waited for.
+    files = [file for file in sorted(path.glob("*.safetensors")) if file.is_file()]
+    if (path / _INDEX).is_file():
+        try:
+            named = _read_json(path / _INDEX).get("weight_map")
+        except ConfigError as error:
+            yield str(error)
+            return
+        names = sorted({str(name) for name in named.values()}) if isinstance(named, dict) else []
+        missing = [name for name in names if not (path / name).is_file()]
+        if missing:
+            yield f"found no {', '.join(missing[:4])} in {path}, which its index names; download it again"
+            return
+    if not files:
+        yield f"found no *.safetensors in {path}; convert the weights, pickled ones are not read"
+    elif "safetensors" not in unread():
+        yield from _headers(path, files, known)
+
+
+def _headers(path: Path, files: list[Path], known: dict[str, Any] | None) -> Iterator[str]:
+    from safetensors import SafetensorError, safe_open
+
+    shapes: dict[str, tuple[int, ...]] = {}
+    whole = True
+    for file in files:
+        try:
+            with safe_open(file, framework="np") as opened:
+                shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError, ValueError) as error:
+            whole = False
+            yield f"{file}: not a whole safetensors file ({error}); download it again"
+    if known and whole:
+        from relax_hpc.models.hf_mapping import Qwen3Shape, check_names
+
+        try:
+            check_names(Qwen3Shape.of(known), shapes, str(path))
+        except ConfigError as error:
+            yield str(error)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ConfigError(f"found no {path.name} in {path.parent}; name a Hugging Face directory") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"found an unreadable {path}: {error}; download it again") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"found no JSON object in {path}; download it again")
+    return found

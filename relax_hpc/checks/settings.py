@@ -1,0 +1,311 @@
+"""Mistakes that show only when several fields, or the machine, are looked at together.
+
+Every finding is one line: key, what was found, what is allowed or how to mend it. Nothing is changed or started.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import socket
+from collections import Counter
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from relax_hpc.config.clean import near
+from relax_hpc.config.schema import Config, SimulatedConfig
+from relax_hpc.engines.sglang.flags import OWN_FLAGS, own_flag, server_flags
+from relax_hpc.errors import ConfigError
+
+ALWAYS_NEEDED = ("rollout", "actor", "advantages")
+"""Roles that every run has; `reference` is needed when its KL is in the loss, `actor_fwd` when a step has more than
+one update."""
+
+Findings = Iterator[str]
+
+
+def check(config: Config) -> list[str]:
+    """What is wrong with `config`, one line each; empty: nothing was found."""
+    checks = (
+        _run,
+        _data,
+        _files,
+        _groups,
+        _colocate,
+        _algorithm,
+        _rollout,
+        _top_p,
+        _devices,
+        _queue,
+        _engine,
+        _rewards,
+        _planes,
+        _weights,
+    )
+    return [finding for function in checks for finding in function(config)]
+
+
+def check_request(config: Config) -> list[str]:
+    """As `check`, and what Slurm cannot be asked for: of a run that is not in its job yet. A script by hand may have
+    asked otherwise. Layout `local` may run without Slurm."""
+    found = check(config)
+    said = {finding.partition(":")[0] for finding in found}
+    return found + [finding for finding in _request(config) if finding.partition(":")[0] not in said]
+
+
+def _run(config: Config) -> Findings:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", config.name):
+        yield f"name: found {config.name!r}, allowed: letters, digits, ., _ and - (it may name a directory)"
+    path = Path(config.run_dir or f"runs/{config.name}").absolute()
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not existing.is_dir():
+        yield f"run_dir: found {path}, but {existing} is a file; name a directory"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        yield f"run_dir: found {path}, but {existing} is not writable for you; name another directory"
+    if config.liveness.lease_s <= 2 * config.liveness.beat_s:
+        yield (
+            f"liveness.lease_s: found {config.liveness.lease_s}, allowed: more than two beats "
+            f"(liveness.beat_s is {config.liveness.beat_s}), else every group is taken for dead"
+        )
+
+
+def _weights(config: Config) -> Findings:
+    weights, every = config.weights, config.weights.publish_every
+    if every > config.max_staleness + 1:
+        yield (
+            f"weights.publish_every: found {every}, allowed: at most max_staleness + 1, {config.max_staleness + 1}; "
+            "samples by the version before would be too old"
+        )
+    if weights.publish_lag < every - 1:
+        yield (
+            f"weights.publish_lag: found {weights.publish_lag}, allowed: at least weights.publish_every - 1, "
+            f"{every - 1}; an engine can have no newer version"
+        )
+    if weights.slabs == 1:
+        yield "weights.slabs: found 1, allowed: 0, or at least 2; one is written while another is read"
+    for name in ("file_every", "keep_every"):
+        found = getattr(weights, name)
+        if found and found % every and every % found:
+            yield f"weights.{name}: found {found}, allowed: 0, or multiples of weights.publish_every, {every}"
+    if (found := config.algorithm.refresh_reference_every) % every:
+        yield (
+            f"algorithm.refresh_reference_every: found {found}, allowed: 0, or multiples of weights.publish_every, "
+            f"{every}; other versions are not published"
+        )
+
+
+def _data(config: Config) -> Findings:
+    data = config.data
+    if data.task and data.train:
+        yield f"data.train: found {data.train!r} beside data.task {data.task!r}, which makes its own; remove one"
+    if not data.task and not data.train:
+        yield "data.train: found nothing, and no data.task; name a jsonl file, or set data.task: sort_digits"
+    if config.warm_start.steps and not data.task:
+        yield (
+            f"warm_start.steps: found {config.warm_start.steps} without data.task, allowed: 0; "
+            "only built-in tasks have demonstrations"
+        )
+
+
+def _files(config: Config) -> Findings:
+    # It imports what reads them, which other commands need not wait for.
+    from relax_hpc.checks.files import check_files
+
+    return check_files(config)
+
+
+def _groups(config: Config) -> Findings:
+    if "hub" not in config.groups:
+        yield f"groups: found {', '.join(config.groups) or 'none'}, but no hub; add hub: {{roles: [advantages]}}"
+    places: Counter[str] = Counter(role for group in config.groups.values() for role in group.roles)
+    for role, count in places.items():
+        if count > 1:
+            groups = [name for name, group in config.groups.items() if role in group.roles]
+            yield f"groups: found role {role} {count} times (in {', '.join(groups)}), allowed: once; remove the others"
+    for needed in ALWAYS_NEEDED:
+        if needed not in places:
+            yield f"groups: found role {needed} in no group; every run needs it, add it to the roles of one"
+    if config.algorithm.kl_coefficient > 0 and "reference" not in {*places, *config.actor.forward}:
+        yield (
+            f"algorithm.kl_coefficient: found {config.algorithm.kl_coefficient}, but role reference is in no group; "
+            "set it to 0, or add reference to the roles of a group, or to actor.forward"
+        )
+    yield from _forward(config, places)
+    for name, group in config.groups.items():
+        if not group.roles and name != "hub":
+            yield f"groups.{name}.roles: found none; give it a role, or remove the group (groups: {{{name}: null}})"
+
+
+def _request(config: Config) -> Findings:
+    if config.layout == "local":
+        return
+    from relax_hpc.config.load import resolve
+    from relax_hpc.slurm.render import render
+
+    try:
+        render(resolve(config))
+    except ConfigError as problem:
+        yield from problem.mistakes
+
+
+def _colocate(config: Config) -> Findings:
+    if not config.colocate:
+        return
+    if config.max_staleness:
+        yield (
+            f"colocate: found true with max_staleness {config.max_staleness}, allowed: 0; engines generate what is "
+            "stale while the actor trains, for which they need devices of their own"
+        )
+    roles = next((group.roles for group in config.groups.values() if "actor" in group.roles), [])
+    if "rollout" not in roles:
+        yield (
+            "colocate: found true with rollout and actor in different groups, which have devices of their own; put "
+            "both into one (groups: {rollout: null, actor: {roles: [rollout, actor]}})"
+        )
+
+
+def _forward(config: Config, places: Collection[str]) -> Findings:
+    """Who scores: roles in groups, ``places``, in the actor, or, for want of an actor_fwd, nobody."""
+    for role in sorted({*places}.intersection(config.actor.forward)):
+        yield f"actor.forward: found {role}, which is in a group too, allowed: one of them; remove it here or there"
+    if "actor_fwd" not in {*places, *config.actor.forward}:
+        for name in ("passes", "mini_batches"):
+            if (found := getattr(config.algorithm, name)) > 1:
+                yield (
+                    f"algorithm.{name}: found {found} without role actor_fwd, allowed: 1; the ratio to the policy "
+                    "before the step would be taken for 1, so that nothing is clipped; add actor_fwd to the roles of a "
+                    "group, or to actor.forward"
+                )
+    if "reference" in config.actor.forward and (every := config.algorithm.refresh_reference_every):
+        yield (
+            f"algorithm.refresh_reference_every: found {every} with reference in actor.forward, allowed: 0; "
+            "checkpoints do not hold the weights it would have after a restart; give it a group"
+        )
+
+
+def _algorithm(config: Config) -> Findings:
+    groups, parts, data = config.prompts_per_step, config.algorithm.mini_batches, config.actor.parallel.data
+    rows = groups // parts * config.samples_per_prompt
+    if groups % parts:
+        yield f"algorithm.mini_batches: found {parts}, allowed: a divisor of prompts_per_step, {groups}"
+    elif rows < data:
+        yield (
+            f"actor.parallel.data: found {data}, allowed: at most {rows} (prompts_per_step {groups} / "
+            f"algorithm.mini_batches {parts} * samples_per_prompt), else a rank gets no sample"
+        )
+
+
+def _rollout(config: Config) -> Findings:
+    for key in ("temperature", "top_p"):
+        if getattr(config.rollout, key) == 0:
+            yield f"rollout.{key}: found 0.0, allowed: more; equal responses to a prompt teach nothing"
+
+
+def _top_p(config: Config) -> Findings:
+    # The engine's log-probs are those before top_p; of the truncated distribution, which the tokens are drawn from,
+    # the ratio old / rollout would be wrong by a factor that differs from token to token.
+    if 0 < config.rollout.top_p < 1:
+        yield (
+            f"rollout.top_p: found {config.rollout.top_p}, allowed: 1.0; log-probabilities of rollouts are those "
+            "before it, so that ratios of the loss and its correction would be of another distribution"
+        )
+
+
+def _devices(config: Config) -> Findings:
+    if config.model.device != "cuda":
+        return
+    if config.layout == "local":
+        # With a site, `local` is the layout of one job: what counts is its node, and not the one that submits.
+        if not config.site.name and not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/dxg").exists():
+            yield "model.device: found cuda, but this machine has no NVIDIA device (/dev/nvidia0); set cpu"
+        return
+    for name, group in config.groups.items():
+        if {*group.roles} - {"advantages"} and not group.resources.gpus_per_node:
+            yield (
+                f"groups.{name}.resources.gpus_per_node: found 0 with model.device cuda; ask for GPUs, or add its "
+                "roles to a group that has some"
+            )
+
+
+def _queue(config: Config) -> Findings:
+    most, step = config.queue.max_rows, config.prompts_per_step * config.samples_per_prompt
+    if most < step * (config.max_staleness + 1):
+        yield (
+            f"queue.max_rows: found {most}, but max_staleness {config.max_staleness} lets rollout be "
+            f"{step * (config.max_staleness + 1)} rows ahead (prompts_per_step * samples_per_prompt * "
+            f"(max_staleness + 1)); allowed: at least that, or a max_staleness of at most {max(0, most // step - 1)}"
+        )
+
+
+def _engine(config: Config) -> Findings:
+    engine, replicas = config.rollout.engine, config.rollout.replicas
+    known = server_flags() if engine.kind == "sglang" and _is_here(config) else frozenset()
+    for flag in engine.flags:
+        name = flag.lstrip("-").replace("-", "_")
+        key = f"rollout.engine.flags.{flag}"
+        if name in OWN_FLAGS:
+            yield f"{key}: found {engine.flags[flag]!r}, but this argument is set by the rollout role; {own_flag(name)}"
+        elif name != flag:
+            yield f"{key}: found a flag with dashes, allowed: underscores ({name})"
+        elif known and name not in known:
+            yield f"{key}: SGLang has no such server argument{near(name, sorted(known))}"
+    if config.rollout.partial_rollout == "recompute" and not engine.flags.get("disable_radix_cache", True):
+        # SGLang 0.5.21 finds the keys and values of older weights there again for the request that left them.
+        yield (
+            "rollout.partial_rollout: found recompute with rollout.engine.flags.disable_radix_cache false, allowed: "
+            "keep or off; or leave out the flag"
+        )
+    if engine.simulated != SimulatedConfig() and engine.kind != "simulated":
+        yield f"rollout.engine.simulated: found settings, but kind is {engine.kind}; leave them out, or set the kind"
+    if not engine.port:
+        return
+    last = engine.port + replicas - 1
+    if last > 65535:
+        yield (
+            f"rollout.engine.port: found {engine.port}, with {replicas} replicas up to {last}; "
+            f"allowed: at most {65536 - replicas}, or 0 for free ports"
+        )
+        return
+    for port in range(engine.port, last + 1):
+        if reason := _cannot_bind(port):
+            yield f"rollout.engine.port: found {engine.port}, but {port} is {reason}; name another, or 0 for free ones"
+
+
+def _is_here(config: Config) -> bool:
+    """Whether roles run with the environment of this process."""
+    return not config.site.python and config.site.container.runtime == "none"
+
+
+def _cannot_bind(port: int) -> str:
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError as error:
+            return "in use" if error.errno == errno.EADDRINUSE else f"refused ({error.strerror})"
+    return ""
+
+
+def _rewards(config: Config) -> Findings:
+    from relax_hpc.rewards import get_reward
+    from relax_hpc.rollout.filters import get_filter
+
+    rewards = {"rollout.reward": config.rollout.reward, "eval.reward": config.eval.reward}
+    named = [(key, name, get_reward) for key, name in rewards.items()]
+    for key, name, find in [*named, ("rollout.filter", config.rollout.filter, get_filter)]:
+        try:
+            find(name)
+        except ConfigError as error:
+            yield f"{key}: {str(error).partition(': ')[2]}"
+
+
+def _planes(config: Config) -> Findings:
+    # The nodes of a cluster may have another environment: there each process looks for itself, and `doctor --deep`.
+    if config.layout != "local" or config.queue.planes.rdma != "required":
+        return
+    from relax_hpc.transport.choice import missing_plane
+    from relax_hpc.transport.rdma_agent import why_not_installed
+
+    if why := why_not_installed():
+        yield missing_plane("rdma", why)

@@ -1,0 +1,321 @@
+"""`relax-hpc`: start, check, watch and plot runs. Each parser is made when asked for, heavy parts load in handlers."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jsonargparse import SUPPRESS, ArgumentParser
+
+from relax_hpc import __version__
+from relax_hpc.checks.settings import check_request
+from relax_hpc.cli.command import CONFIG_USAGE, Command, complain, config_arguments
+from relax_hpc.cli.convert import CONVERT
+from relax_hpc.cli.living import LIVING
+from relax_hpc.cli.queue import QUEUE
+from relax_hpc.config.changes import change_files
+from relax_hpc.config.clean import COMMAND_LINE, Mistake, near
+from relax_hpc.config.load import Layers, build, compose, gather, load_resolved, print_config, resolve
+from relax_hpc.config.options import OptionError, explain, split_groups, without
+from relax_hpc.config.schema import Config
+from relax_hpc.disk import may_pass, with_cure
+from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_RETRY, ConfigError, Mistakes, RelaxError
+from relax_hpc.rendezvous.process import PRIVATE_UMASK
+from relax_hpc.rundir import RunDir
+
+
+class _Parser(ArgumentParser):
+    """Errors end as one line, like all others."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        explain(message)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code: 0 done, 75 try again, 78 configuration, 93 no progress."""
+    try:
+        return _dispatch(list(sys.argv[1:] if argv is None else argv))
+    except ConfigError as error:
+        complain(*error.mistakes)
+        return error.exit_code
+    except RelaxError as error:
+        complain(str(error))
+        return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader has seen enough, as in `relax-hpc logs RUN | head`.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_DONE
+    except OSError as error:
+        if not may_pass(error):
+            raise
+        complain(with_cure(error.filename or "disk", error))
+        return EXIT_RETRY
+
+
+def parser_of(name: str) -> ArgumentParser:
+    """The parser of the subcommand `name`."""
+    command = COMMANDS[name]
+    prog = f"relax-hpc {name}"
+    parser = _Parser(prog=prog, usage=f"{prog} {command.usage}", description=command.help, allow_abbrev=False)
+    command.add_arguments(parser)
+    return parser
+
+
+def _dispatch(argv: list[str]) -> int:
+    if argv and argv[0] in COMMANDS:
+        command = COMMANDS[argv[0]]
+        rest, groups = split_groups(argv[1:]) if command.takes_config else (argv[1:], {})
+        given, wrong = _parse(argv[0], rest)
+        if wrong:
+            raise ConfigError(*_with_other_mistakes(wrong, given | groups, command))
+        return _handle(command, given | groups)
+    if argv and not argv[0].startswith("-"):
+        raise ConfigError(
+            f"{COMMAND_LINE}: {argv[0]}: unknown command, allowed: {', '.join(COMMANDS)}{near(argv[0], list(COMMANDS))}"
+        )
+    parser = _top_parser()
+    parser.parse_args(argv)
+    parser.print_help()
+    return EXIT_DONE
+
+
+def _parse(name: str, argv: list[str]) -> tuple[dict[str, Any], list[OptionError]]:
+    """The arguments that were given, and what is wrong with the others."""
+    wrong: list[OptionError] = []
+    while True:
+        try:
+            return parser_of(name).parse_args(argv, defaults=False).as_dict(), wrong
+        except OptionError as error:
+            left = without(argv, error.option)
+            if len(left) == len(argv):
+                raise
+            argv = left
+            wrong.append(error)
+
+
+def _with_other_mistakes(wrong: list[OptionError], given: dict[str, Any], command: Command) -> list[str]:
+    """What is wrong with options, and with the configuration that all others make."""
+    found = [text for error in wrong for text in error.mistakes]
+    if not command.is_whole:
+        return found
+    settings = {key: value for key, value in given.items() if key in Config.__dataclass_fields__ or "." in key}
+    layers = gather(given.get("config") or [], settings)
+    layers.mistakes += [Mistake(error.option.lstrip("-"), "") for error in wrong]
+    return found + findings_of(resolve(build(Config, layers.tree)), layers)
+
+
+def findings_of(config: Config, layers: Layers) -> list[str]:
+    """Everything that is wrong with a configuration: mistakes of its layers, and what `check` finds about the rest."""
+    texts = [mistake.text for mistake in layers.mistakes if mistake.text]
+    rest = [] if layers.lack_one else [one for one in check_request(config) if not layers.explain(one)]
+    return texts + [layers.placed(finding) for finding in rest]
+
+
+def _handle(command: Command, given: dict[str, Any]) -> int:
+    if command.for_others:
+        return command.handle(given)
+    before = os.umask(PRIVATE_UMASK)
+    try:
+        return command.handle(given)
+    finally:
+        os.umask(before)
+
+
+def _top_parser() -> ArgumentParser:
+    parser = _Parser(
+        prog="relax-hpc",
+        usage="relax-hpc COMMAND ...",
+        description="Reinforcement-learning post-training of language models on a Slurm cluster or one machine.",
+        version=__version__,
+        allow_abbrev=False,
+    )
+    commands = parser.add_argument_group("commands (relax-hpc COMMAND --help tells more)")
+    for name, command in COMMANDS.items():
+        commands.add_argument(f"command_{name}", nargs="?", default=SUPPRESS, metavar=name, help=command.help)
+    return parser
+
+
+def _run_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--resume", action="store_true", help="Go on with the run that lies in run_dir")
+    config_arguments(parser)
+
+
+def _plot_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="Run directories")
+    parser.add_argument("--output", default="rewards.png", metavar="F.png", help="Image to write")
+    parser.add_argument("--tags", nargs="+", default=[], metavar="TAG", help="Metrics to draw; none: the usual ones")
+
+
+def _run(given: dict[str, Any]) -> int:
+    resume = given.pop("resume", False)
+    if resume and not given.get("config"):
+        given["config"] = _files_of(_run_dir(given))
+    layers = _layers(given)
+    if layers is None:
+        return EXIT_DONE
+    config = _sound(layers, resume)
+    from relax_hpc.lifecycle import local
+
+    return local.run(config, resume)
+
+
+def _submit_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--resume", action="store_true", help="Go on with the run that lies in run_dir")
+    parser.add_argument("--dry-run", action="store_true", help="Write every file, contact nothing")
+    parser.add_argument("--json", action="store_true", help="For programs")
+    parser.add_argument("--parsable", action="store_true", help="Job ids only, as sbatch does")
+    config_arguments(parser)
+
+
+def _submit(given: dict[str, Any]) -> int:
+    resume, dry_run = given.pop("resume", False), given.pop("dry_run", False)
+    form = "json" if given.pop("json", False) else "parsable" if given.pop("parsable", False) else ""
+    if resume and not given.get("config"):
+        given["config"] = _files_of(_run_dir(given))
+    layers = _layers(given)
+    if layers is None:
+        return EXIT_DONE
+    asked, wrong = build(Config, layers.tree), list[str]()
+    if asked.layout == "local" and asked.site.name == "":
+        wrong.append("layout: found 'local', allowed with submit: het or jobs, or local with a site; see run")
+    config = _sound(layers, resume, wrong)
+    from relax_hpc.lifecycle.submit import submit
+    from relax_hpc.slurm.commands import Slurm
+    from relax_hpc.slurm.job_lookup import check_gone
+
+    if resume and not dry_run:
+        check_gone(RunDir(Path(config.run_dir)), config, Slurm())
+    return submit(config, resume, dry_run, form)
+
+
+def _check(given: dict[str, Any]) -> int:
+    layers = _layers(given)
+    if layers is None:
+        return EXIT_DONE
+    config = resolve(build(Config, layers.tree))
+    findings = findings_of(config, layers)
+    print("\n".join([*findings, *(f"note: {note}" for note in notes_of(config))] or ["no findings"]))
+    return EXIT_CONFIG if findings else EXIT_DONE
+
+
+def _plot(given: dict[str, Any]) -> int:
+    from relax_hpc.metrics import plot
+
+    return plot.main(given["runs"], given.get("output", "rewards.png"), given.get("tags", []))
+
+
+def _doctor_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--deep", action="store_true", help="Also look from the nodes, by a job of a minute")
+    parser.add_argument("--json", action="store_true", help="For programs")
+    config_arguments(parser)
+
+
+def _doctor(given: dict[str, Any]) -> int:
+    deep, as_json = given.pop("deep", False), given.pop("json", False)
+    layers = _layers(given)
+    if layers is None:
+        return EXIT_DONE
+    from relax_hpc.doctor import doctor
+
+    return doctor.main(resolve(build(Config, layers.tree)), deep, as_json, layers)
+
+
+def _layers(given: dict[str, Any]) -> Layers | None:
+    """The configuration asked for, with what is wrong with it; None if it was only to be printed."""
+    files, only_print = given.pop("config", None) or [], given.pop("print_config", None) is not None
+    if not only_print:
+        return gather(files, given)
+    print(print_config(compose(files, given)), end="")
+    return None
+
+
+def notes_of(config: Config) -> list[str]:
+    """What is no mistake, but may not be meant."""
+    from relax_hpc.checks.files import notes
+
+    return list(notes(config))
+
+
+def _sound(layers: Layers, resume: bool, wrong: Sequence[str] = ()) -> Config:
+    """The whole configuration of a run that may begin, or go on. ConfigError: everything that is wrong with it,
+    ``wrong`` among it."""
+    config, mistakes = resolve(build(Config, layers.tree)), Mistakes()
+    mistakes.add(*wrong)
+    with mistakes:
+        _check_run_dir(RunDir(Path(config.run_dir)), resume)
+    mistakes.found = [one for one in mistakes.found if not layers.explain(one)]
+    mistakes.add(*findings_of(config, layers))
+    mistakes.refuse()
+    for note in notes_of(config):
+        print(f"relax-hpc: note: {note}", file=sys.stderr)
+    return config
+
+
+def _run_dir(given: dict[str, Any]) -> RunDir:
+    """Where a resume without files finds its configuration."""
+    if not (given.get("run_dir") or given.get("name")):
+        raise ConfigError(f"{COMMAND_LINE}: --resume: found neither --run_dir nor --config, give one of them")
+    run = RunDir(Path(given.get("run_dir") or f"runs/{given['name']}"))
+    # A run directory that was moved counts from where it is now.
+    given["run_dir"] = str(run.root)
+    _check_run_dir(run, resume=True)
+    return run
+
+
+def _files_of(run: RunDir) -> list[str]:
+    """A run's own configuration, with what was changed for whole groups since."""
+    names = load_resolved(run.root).groups
+    return [str(path) for path in (run.config, *(f for f in change_files(run) if f.stem[7:] in names))]
+
+
+def _check_run_dir(run: RunDir, resume: bool) -> None:
+    if resume and not run.config.is_file():
+        raise ConfigError(f"run_dir: found no run in {run.root} (no config.yaml), leave out --resume to start one")
+    if not resume and run.config.exists():
+        raise ConfigError(f"run_dir: {run.root} already holds a run, --resume it or name another --run_dir")
+
+
+COMMANDS = {
+    "run": Command(
+        "Start a run, or go on with one, and supervise it until it ends.",
+        f"[--resume] [--run_dir D] {CONFIG_USAGE}",
+        _run_arguments,
+        _run,
+        takes_config=True,
+        is_whole=True,
+    ),
+    "submit": Command(
+        "Hand a run to Slurm.",
+        f"[--resume] [--dry-run] [--json | --parsable] {CONFIG_USAGE}",
+        _submit_arguments,
+        _submit,
+        takes_config=True,
+        is_whole=True,
+    ),
+    "check": Command(
+        "Look for mistakes without starting anything.", CONFIG_USAGE, config_arguments, _check, True, True
+    ),
+    "doctor": Command(
+        "Look for what would go wrong on this cluster, before anything is submitted.",
+        f"[--deep] [--json] {CONFIG_USAGE}",
+        _doctor_arguments,
+        _doctor,
+        takes_config=True,
+        is_whole=True,
+    ),
+    **LIVING,
+    "plot": Command(
+        "Draw the metrics of one or more runs.",
+        "RUN [RUN ...] [--output F] [--tags T ...]",
+        _plot_arguments,
+        _plot,
+        for_others=True,
+    ),
+    "queue": QUEUE,
+    "convert": CONVERT,
+}

@@ -1,0 +1,158 @@
+"""Safetensors files read and written piece by piece: strict about headers, and never more in memory than one tensor."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from relax_hpc.errors import ConfigError
+from relax_hpc.models.hf_mapping import EMBEDDING, OUTPUT, Qwen3Shape, StoredForm, all_pieces, stored_forms
+
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""Types that weights may have, by their names in files."""
+TYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+INDEX = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000
+"""The safetensors library's own limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor of a file; `start` in bytes from the beginning of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a file says about itself: its text, byte for byte, and its tensors in the order of their bytes."""
+
+    text: str
+    tensors: dict[str, Stored]
+
+
+def read_header(path: Path) -> Header:
+    """The header of a whole file. ConfigError says what is wrong with it."""
+    try:
+        with path.open("rb") as file:
+            size, length = path.stat().st_size, int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+                raise ValueError(f"a header of {length} bytes in a file of {size}")
+            text = file.read(length).decode()
+        return Header(text, _tensors(text, 8 + length, size))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{path}: not a whole safetensors file ({error}); download it again") from error
+
+
+def _tensors(text: str, begin: int, size: int) -> dict[str, Stored]:
+    found = json.loads(text)
+    found.pop("__metadata__", None)
+    tensors, at = {}, begin
+    for name, about in sorted(found.items(), key=lambda item: item[1]["data_offsets"]):
+        if about["dtype"] not in DTYPES:
+            raise ValueError(f"tensor {name} is of type {about['dtype']}, allowed: {', '.join(DTYPES)}")
+        one = Stored(about["dtype"], tuple(about["shape"]), at)
+        if any(type(length) is not int or length < 0 for length in one.shape):
+            raise ValueError(f"tensor {name} has shape {about['shape']}")
+        if about["data_offsets"] != [at - begin, at - begin + one.bytes]:
+            raise ValueError(f"tensor {name} lies at {about['data_offsets']}, expected {at - begin} on")
+        tensors[name], at = one, at + one.bytes
+    if at != size:
+        raise ValueError(f"{size} bytes, expected {at}")
+    return tensors
+
+
+def write_tensors(file: Any, text: str, tensors: Iterable[Tensor]) -> None:
+    """A file's header and then its tensors, each taken when the one before it is written."""
+    data = text.encode()
+    file.write(len(data).to_bytes(8, "little") + data)
+    for tensor in tensors:
+        file.write(bytes_of(tensor))
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a CPU tensor, without a copy if it is contiguous."""
+    return memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())
+
+
+class HfTensors:
+    """The pieces of a model that lie in a Hugging Face directory, whichever form they are stored in.
+
+    ConfigError names the file that is broken, or the tensor that is unknown, missing, mis-shaped or there twice.
+    """
+
+    def __init__(self, directory: Path, shape: Qwen3Shape) -> None:
+        paths = sorted(directory.glob("*.safetensors"))
+        if not paths:
+            raise ConfigError(f"{directory}: no *.safetensors file; expected a Hugging Face model directory")
+        self.directory = directory
+        self.headers = {path.name: read_header(path) for path in paths}
+        """By file."""
+        self._place: dict[str, tuple[Path, Stored]] = {}
+        forms = stored_forms(shape)
+        for path in paths:
+            for name, stored in self.headers[path.name].tensors.items():
+                self._add(path, name, stored, forms.get(name), shape)
+        self._check_complete(shape)
+
+    def _add(self, path: Path, name: str, stored: Stored, form: StoredForm | None, shape: Qwen3Shape) -> None:
+        if form is None:
+            raise ConfigError(f"{path}: unknown tensor {name}; this is not the model that config.json describes")
+        if stored.shape != form.shape:
+            raise ConfigError(f"{path}: tensor {name} has shape {list(stored.shape)}, expected {list(form.shape)}")
+        if shape.tied and name == OUTPUT:
+            self._place[OUTPUT] = path, stored
+            return
+        at = stored.start
+        for piece in form.pieces:
+            if piece.name in self._place:
+                raise ConfigError(f"{path}: tensor {name}: {piece.name} lies in another file or tensor too")
+            one = Stored(stored.dtype, piece.shape, at)
+            self._place[piece.name], at = (path, one), at + one.bytes
+
+    def _check_complete(self, shape: Qwen3Shape) -> None:
+        for name, piece in all_pieces(shape).items():
+            if name not in self._place:
+                where = f"{self.directory}: tensor {name}"
+                raise ConfigError(f"{where} is missing, expected shape {list(piece.shape)}")
+        if shape.tied and OUTPUT in self._place:
+            path, stored = self._place[OUTPUT]
+            if not torch.equal(_read(path, stored), self.read(EMBEDDING)):
+                raise ConfigError(
+                    f"{path}: tensor {OUTPUT} differs from {EMBEDDING}, and config.json has tie_word_embeddings true; "
+                    "one of the two is wrong"
+                )
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of a piece."""
+        return DTYPES[self._place[name][1].dtype]
+
+    def read(self, name: str) -> Tensor:
+        """A piece."""
+        return _read(*self._place[name])
+
+
+def _read(path: Path, stored: Stored) -> Tensor:
+    room = torch.empty(stored.bytes, dtype=torch.uint8)
+    with path.open("rb") as file:
+        file.seek(stored.start)
+        _fill(file, memoryview(room.numpy()), path)
+    return room.view(DTYPES[stored.dtype]).view(stored.shape)
+
+
+def _fill(file: BinaryIO, view: memoryview, path: Path) -> None:
+    if file.readinto(view) != len(view):  # type: ignore[attr-defined]
+        raise ConfigError(f"{path}: shorter than its header says; download it again")

@@ -1,0 +1,60 @@
+"""Where megatron-core's distributed checkpoint keeps each parameter: layers and experts stacked along leading axes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from relax_hpc.models.hf_mapping import Entry, Qwen3Shape, stage_entries
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of one layer (and expert)."""
+
+    entry: Entry
+    key: str
+    """Of the stacked tensor."""
+    index: tuple[int, ...]
+    """Layer and expert, as far as it has them: its place on the leading axes."""
+    stack: tuple[int, ...]
+    """The sizes of those axes."""
+    shape: tuple[int, ...]
+    """Without them."""
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """Shape of the stacked tensor."""
+        return self.stack + self.shape
+
+    @property
+    def own_key(self) -> str:
+        """The key that older checkpoints, which stack nothing, have instead."""
+        return self.key.replace("decoder.layers.", f"decoder.layers.{self.index[0]}.") if self.index else self.key
+
+    @property
+    def extra_state(self) -> str | None:
+        """The key of the (empty) extra state that megatron-core keeps beside the weight of each linear layer."""
+        if not self.index or ".linear_" not in self.key or self.key.endswith("layer_norm_weight"):
+            return None
+        index, stack = (".".join(map(str, numbers)) for numbers in (self.index, self.stack))
+        return f"{self.key.removesuffix('weight')}_extra_state/shard_{index}_{stack}"
+
+
+def parameters(shape: Qwen3Shape) -> list[Parameter]:
+    """Of the whole model, in the order of its layers."""
+    # Both layer specs have the keys of Transformer Engine's names.
+    entries = stage_entries(shape, range(shape.layers), first=True, last=True, spec="te")
+    return [_parameter(entry, shape) for entry in entries]
+
+
+def _parameter(entry: Entry, shape: Qwen3Shape) -> Parameter:
+    rows, *columns = entry.pieces[0].shape
+    own = (sum(piece.shape[0] for piece in entry.pieces) if columns else rows, *columns)
+    layer, expert = _LAYER.match(entry.name), _EXPERT.search(entry.name)
+    index = tuple(int(found[1]) for found in (layer, expert) if found)
+    key = _EXPERT.sub(".experts.", _LAYER.sub("decoder.layers.", entry.name))
+    return Parameter(entry, key, index, (shape.layers, shape.experts)[: len(index)], own)

@@ -1,0 +1,190 @@
+"""A megatron-core distributed checkpoint, a run's or a converted one, as a Hugging Face model, file after file."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from relax_hpc.convert.hf_tensors import DTYPES, INDEX, TYPE_NAMES, write_tensors
+from relax_hpc.convert.sharded_names import Parameter, parameters
+from relax_hpc.convert.to_megatron import HEADERS, SMALL_FILES
+from relax_hpc.convert.torch_dist import METADATA, StoredState
+from relax_hpc.convert.workspace import Workspace, in_files
+from relax_hpc.errors import ConfigError
+from relax_hpc.models.hf_mapping import EMBEDDING, OUTPUT, Qwen3Shape, StoredForm, all_pieces, split, stored_forms
+from relax_hpc.weights.tensors import header_text
+from relax_hpc.weights.version_files import file_name
+
+_NORM_BESIDE_EXPERTS = ("decoder.layers.pre_mlp_layernorm.weight", "decoder.layers.mlp.linear_fc1.layer_norm_weight")
+"""megatron-core's own layers store it under the second name."""
+
+
+class MegatronTensors:
+    """The pieces of a model that lie in a distributed checkpoint, saved under any split.
+
+    ConfigError names the tensor that is unknown, missing or mis-shaped. Rows that pad the vocabulary are left out.
+    """
+
+    def __init__(self, state: StoredState, shape: Qwen3Shape) -> None:
+        self.state, self.shape = state, shape
+        self._place: dict[str, tuple[Parameter, str, bool]] = {}
+        found = set()
+        for one in parameters(shape):
+            key = self._key(one)
+            self._check_shape(one, key)
+            found.add(key)
+            self._place |= {piece.name: (one, key, key != one.own_key or not one.index) for piece in one.entry.pieces}
+        for key in state.tensors:
+            if key not in found and "optimizer." not in key:
+                where = state.directory / METADATA
+                raise ConfigError(f"{where}: unknown tensor {key}; this is not the model that config.json describes")
+        self._fused: tuple[Parameter, list[Tensor]] | None = None
+
+    def _key(self, one: Parameter) -> str:
+        keys = [one.key, one.own_key]
+        if one.key == _NORM_BESIDE_EXPERTS[0]:
+            keys.append(_NORM_BESIDE_EXPERTS[1])
+        for key in keys:
+            if key in self.state.tensors:
+                return key
+        where = self.state.directory / METADATA
+        raise ConfigError(f"{where}: tensor {one.key} is missing, expected shape {list(one.whole)}")
+
+    def _check_shape(self, one: Parameter, key: str) -> None:
+        found = tuple(self.state.tensors[key].size)
+        expected = one.whole if key != one.own_key or not one.index else one.stack[1:] + one.shape
+        padded = one.entry.pieces[0].name in (EMBEDDING, OUTPUT) and found[0] >= expected[0]
+        if found[padded:] != expected[padded:]:
+            where = self.state.directory / METADATA
+            raise ConfigError(f"{where}: tensor {key} has shape {list(found)}, expected {list(expected)}")
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of a piece."""
+        return self.state.tensors[self._place[name][1]].properties.dtype
+
+    def read(self, name: str) -> Tensor:
+        """A piece."""
+        one, key, stacked = self._place[name]
+        number = [piece.name for piece in one.entry.pieces].index(name)
+        if one.entry.fuse == "none":
+            return self._read(one, key, stacked)
+        # The pieces of a parameter are asked for one after the other.
+        if self._fused is None or self._fused[0] is not one:
+            self._fused = one, split(one.entry, self._read(one, key, stacked), self.shape)
+        return self._fused[1][number]
+
+    def _read(self, one: Parameter, key: str, stacked: bool) -> Tensor:
+        index = one.index if stacked else one.index[1:]
+        start, shape = index + (0,) * len(one.shape), (1,) * len(index) + one.shape
+        return self.state.read(key, start, shape).view(one.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlan:
+    """A safetensors file to write: its header, and the pieces whose bytes follow."""
+
+    name: str
+    header: str
+    pieces: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ToHf:
+    """The conversion of a whole model. Holds one parameter and its pieces at a time."""
+
+    source: MegatronTensors
+    shape: Qwen3Shape
+    hf_config: dict[str, Any]
+    small_files: Path
+    """Folder with config.json and tokenizer."""
+    headers: dict[str, str] | None
+    """The headers of the files that the model came from, to be made again; None: new files."""
+    dtype: torch.dtype | None
+    """None: the types of the source."""
+    shard_bytes: int
+    """How large a new file may be."""
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """That a piece is stored in."""
+        return self.dtype or self.source.dtype(name)
+
+    def files(self) -> list[FilePlan]:
+        """What goes into each file."""
+        if self.headers is None:
+            return self._new_files()
+        forms = stored_forms(self.shape)
+        return [self._file_again(name, text, forms) for name, text in self.headers.items()]
+
+    def _file_again(self, name: str, text: str, forms: dict[str, StoredForm]) -> FilePlan:
+        about = json.loads(text)
+        metadata = about.pop("__metadata__", None)
+        order = sorted(about, key=lambda tensor: about[tensor]["data_offsets"])
+        if unknown := [tensor for tensor in order if tensor not in forms]:
+            raise ConfigError(f"{self.small_files}: unknown tensor {unknown[0]} in the headers of {name}")
+        pieces = tuple(piece.name for tensor in order for piece in forms[tensor].pieces)
+        types = {tensor: TYPE_NAMES[self.dtype_of(forms[tensor].pieces[0].name)] for tensor in order}
+        if any(about[tensor]["dtype"] != types[tensor] for tensor in order):
+            text = header_text([(tensor, types[tensor], forms[tensor].shape) for tensor in order], metadata)
+        return FilePlan(name, text, pieces)
+
+    def _new_files(self) -> list[FilePlan]:
+        pieces, plans = all_pieces(self.shape), []
+        sizes = ((name, math.prod(one.shape) * self.dtype_of(name).itemsize) for name, one in pieces.items())
+        groups = in_files(sizes, self.shard_bytes)
+        for number, names in enumerate(groups):
+            about = [(name, TYPE_NAMES[self.dtype_of(name)], pieces[name].shape) for name in names]
+            file = file_name(number, len(groups))
+            plans.append(FilePlan(file, header_text(about, {"format": "pt"}), tuple(names)))
+        return plans
+
+    def write(self, work: Workspace, progress: Callable[[str], None], check: Callable[[Path], None]) -> None:
+        """All files, those that are finished left as they are; if it passes the ``check``, the directory appears."""
+        plans = self.files()
+        for number, plan in enumerate(plans, start=1):
+            tensors = (self.source.read(name).to(self.dtype_of(name)) for name in plan.pieces)
+            record = work.file(plan.name, partial(write_tensors, text=plan.header, tensors=tensors))
+            progress(f"file {number} of {len(plans)}, {record['bytes'] / 1e6:.1f} MB: {plan.name}")
+        work.finish(lambda path: self._describe(path, plans), check)
+
+    def _describe(self, path: Path, plans: list[FilePlan]) -> None:
+        for pattern in SMALL_FILES:
+            for file in self.small_files.glob(pattern):
+                if file.name not in (INDEX, HEADERS):
+                    shutil.copyfile(file, path / file.name)
+        self._write_index(path, plans)
+        types = {str(self.dtype_of(name)).removeprefix("torch.") for name in all_pieces(self.shape)}
+        key = "dtype" if "dtype" in self.hf_config else "torch_dtype"
+        if len(types) == 1 and self.hf_config.get(key) not in types:
+            changed = self.hf_config | {key: types.pop()}
+            (path / "config.json").write_text(json.dumps(changed, indent=2) + "\n")
+
+    def _write_index(self, path: Path, plans: list[FilePlan]) -> None:
+        there = self.small_files / INDEX
+        if self.headers == {plan.name: plan.header for plan in plans}:
+            if there.exists():
+                shutil.copyfile(there, path / INDEX)
+        elif len(plans) > 1:
+            names = {plan.name: [name for name in json.loads(plan.header) if name != "__metadata__"] for plan in plans}
+            where = {name: file for file, found in names.items() for name in found}
+            pieces = all_pieces(self.shape)
+            sizes = {name: math.prod(piece.shape) * self.dtype_of(name).itemsize for name, piece in pieces.items()}
+            total = sum(sizes[name] for plan in plans for name in plan.pieces)
+            about = {"metadata": {"total_size": total}, "weight_map": where}
+            (path / INDEX).write_text(json.dumps(about, indent=2) + "\n")
+
+
+def check_types(source: MegatronTensors) -> None:
+    """ConfigError naming a parameter whose type no safetensors file of ours has."""
+    for name in all_pieces(source.shape):
+        if source.dtype(name) not in TYPE_NAMES:
+            allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES.values())
+            raise ConfigError(f"{source.state.directory}: tensor {name} is {source.dtype(name)}, allowed: {allowed}")

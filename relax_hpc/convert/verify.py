@@ -1,0 +1,137 @@
+"""Whether a conversion is right: digests of all tensors on both sides, and the logits of both models on a prompt."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor
+
+from relax_hpc.config.schema import ModelConfig, ParallelConfig
+from relax_hpc.convert.hf_tensors import bytes_of
+from relax_hpc.errors import ConfigError
+from relax_hpc.models.hf_mapping import Qwen3Shape, all_pieces
+from relax_hpc.training import parallel
+
+START_TIMEOUT_S = 60.0
+DEFAULT_PROMPT_TOKENS = 32
+TOLERANCE = 1e-2
+"""Of logits, as a share of the largest: float32 stays far below, a wrong mapping far above."""
+
+
+class Pieces(Protocol):
+    """One side."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of a piece."""
+
+    def read(self, name: str) -> Tensor:
+        """A piece."""
+
+
+def digest(tensor: Tensor) -> str:
+    """XXH3, 128 bits, of its bytes."""
+    return xxhash.xxh3_128(bytes_of(tensor)).hexdigest()
+
+
+def compare(source: Pieces, target: Pieces, shape: Qwen3Shape) -> dict[str, str]:
+    """The digest of every tensor, read again from both sides; the source's in the target's type.
+
+    ConfigError names the tensors that differ.
+    """
+    found, differing = {}, []
+    for name in all_pieces(shape):
+        found[name] = digest(target.read(name))
+        if digest(source.read(name).to(target.dtype(name))) != found[name]:
+            differing.append(name)
+    if differing:
+        raise ConfigError(f"verify: {len(differing)} of {len(found)} tensors differ: {', '.join(differing[:3])}")
+    return found
+
+
+def compare_logits(hf: Path, megatron: Path, hf_config: dict[str, Any], ids: list[int]) -> dict[str, float]:
+    """How far the logits of the two models are from each other. ConfigError: further than rounding takes them."""
+    theirs, ours = hf_logits(hf, ids), megatron_logits(megatron, hf_config, ids)
+    largest, difference = float(theirs.abs().max()), float((theirs - ours).abs().max())
+    if not difference <= TOLERANCE * largest:
+        raise ConfigError(f"verify: logits differ by {difference:.3g}, the largest is {largest:.3g}")
+    return {"tokens": len(ids), "largest": largest, "largest_difference": difference}
+
+
+def prompt_ids(prompt: str, directory: Path, vocab: int) -> list[int]:
+    """Token ids of a prompt: numbers with commas between, or a text for the tokenizer of ``directory``; empty: any."""
+    if not prompt:
+        return [(7 * position + 3) % vocab for position in range(DEFAULT_PROMPT_TOKENS)]
+    if re.fullmatch(r"\d+(,\d+)*", prompt):
+        ids = [int(number) for number in prompt.split(",")]
+    else:
+        ids = _tokenize(prompt, directory)
+    if not ids or max(ids) >= vocab:
+        raise ConfigError(f"--prompt: found token ids {ids[:8]}, allowed: at least one, each below {vocab}")
+    return ids
+
+
+def _tokenize(text: str, directory: Path) -> list[int]:
+    from tokenizers import Tokenizer
+
+    path = directory / "tokenizer.json"
+    # tokenizers raises plain Exception.
+    try:
+        return Tokenizer.from_file(str(path)).encode(text).ids
+    except Exception as error:
+        raise ConfigError(f"--prompt: {path}: {error}; give token ids with commas between") from error
+
+
+@torch.no_grad()
+def hf_logits(directory: Path, ids: list[int]) -> Tensor:
+    """[tokens, vocabulary] float32 of transformers' model in float32."""
+    from relax_hpc.engines.sglang.cpu import install_transformers_hook
+
+    install_transformers_hook()
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+    model = model.to(_device()).eval()
+    return model(torch.tensor([ids], device=model.device)).logits[0].cpu()
+
+
+@torch.no_grad()
+def megatron_logits(directory: Path, hf_config: dict[str, Any], ids: list[int]) -> Tensor:
+    """[tokens, vocabulary] float32 of megatron-core's model in float32, loaded as megatron-core loads."""
+    ours = not dist.is_initialized()
+    if ours:
+        parallel.initialize_alone(_device(), 0, START_TIMEOUT_S)
+    try:
+        from relax_hpc.models import qwen3
+
+        config = qwen3.transformer_config(hf_config, ModelConfig(device=_device()), ParallelConfig())
+        module = qwen3.build(hf_config, config, _device(), first=True, last=True).eval()
+        load_module(module, directory)
+        tokens = torch.tensor([ids], device=_device())
+        logits = module(tokens, torch.arange(len(ids), device=tokens.device)[None], None)
+        return logits[0, :, : Qwen3Shape.of(hf_config).vocab].float().cpu()
+    finally:
+        if ours:
+            parallel.destroy()
+
+
+def load_module(module: torch.nn.Module, directory: Path) -> None:
+    """Fill this rank's part of a megatron-core model from a checkpoint that was saved under any split. Collective."""
+    from megatron.core import dist_checkpointing
+
+    state = {"model": module.sharded_state_dict(prefix="")}
+    with warnings.catch_warnings():
+        # megatron-core uses what torch is about to give up.
+        warnings.simplefilter("ignore", FutureWarning)
+        module.load_state_dict(dist_checkpointing.load(state, str(directory))["model"])
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,239 @@
+"""SGLang's HTTP protocol, as much of it as a rollout needs (written against 0.5.21; the same in 0.5.17)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+
+from relax_hpc.config.schema import EngineConfig, PartialRollout
+from relax_hpc.engines.deadline import Silence
+from relax_hpc.engines.door import Door
+from relax_hpc.engines.engine import EngineFault, GenerateRequest, Generation, Sampling
+from relax_hpc.engines.sglang.stream import Events, Response, answers_of
+from relax_hpc.models.sizes import read_seconds
+from relax_hpc.versions import Version
+
+_HEALTH = "/health"
+_HEALTH_TIMEOUT_S = 5.0
+_GIVE_UP_S = 1.0
+"""For a server to end requests that nobody waits for any more."""
+_PAUSES: dict[PartialRollout, str] = {"keep": "in_place", "recompute": "retract"}
+
+
+class SglangClient:
+    """Requests to one server; make it inside a running event loop. Every call has a deadline from `settings`."""
+
+    def __init__(
+        self, url: str, key: str, settings: EngineConfig, version: Version, partial: PartialRollout = "keep"
+    ) -> None:
+        """``version``: what the server serves. ``partial``: what an update does to running requests."""
+        headers = {"Content-Type": "application/json"}
+        self._key = {"Authorization": f"Bearer {key}"}
+        # A new connection a request: the server closes idle ones, and a request on its way there would be lost.
+        # No limit: the role decides how many are in flight. No proxies: the key stays between the two.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        self._session = aiohttp.ClientSession(url, headers=headers, connector=connector, trust_env=False)
+        self._settings, self._version, self._partial = settings, version, partial
+        self._silence = Silence(settings.request_timeout_s)
+        self._numbers = itertools.count()
+        self._froze_gc = False
+        self._unknown_weights = False
+        self._released = False
+        self._left_behind = False
+        """With requests that nobody waits for, and that may run still."""
+        self.door = Door()
+        self.pause_s = 0.0
+        """How long the last update kept requests from going on, or new ones from beginning."""
+
+    async def healthy(self) -> bool:
+        """Whether the server answers and serves; a paused one does not. It answers anybody, and gets no key."""
+        try:
+            await self._call(_HEALTH, None, _HEALTH_TIMEOUT_S)
+        except EngineFault:
+            return False
+        return True
+
+    async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Generation | EngineFault]:
+        """See `Engine.generate`. One HTTP request for all: on a CPU that is the quickest."""
+        async with self.door.request():
+            if self._unknown_weights:
+                raise EngineFault("update_failed", "the last update failed; the server's weights are unknown")
+            responses = [Response(request, self._version, sampling.max_new_tokens) for request in requests]
+            asked = [pair for pair in zip(requests, responses, strict=True) if not pair[1].answer]
+            await self._complete(asked, sampling)
+        answers = answers_of(responses)
+        await self._freeze_gc()
+        return answers
+
+    async def _complete(self, asked: list[tuple[GenerateRequest, Response]], sampling: Sampling) -> None:
+        """Have the server give each response what it lacks."""
+        if not asked:
+            return
+        shared = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "stop_token_ids": sampling.stop_token_ids,
+        }
+        body = {
+            "input_ids": [request.so_far for request, _ in asked],
+            "sampling_params": [{**shared, "max_new_tokens": response.missing} for _, response in asked],
+            "return_logprob": True,
+            "stream": True,
+            # Keys and values of other weights are never found.
+            "extra_key": str(self._version),
+        }
+        names = [f"{next(self._numbers):012d}" for _ in asked]
+        reading = asyncio.create_task(self._read(asked, body | {"rid": names}))
+        try:
+            await asyncio.shield(reading)
+        except asyncio.CancelledError:
+            await self._give_up(names, reading)
+            raise
+
+    async def _read(self, asked: list[tuple[GenerateRequest, Response]], body: dict[str, Any]) -> None:
+        try:
+            async with self._silence.limited():
+                async for piece in self._stream("/generate", body):
+                    self._silence.heard()
+                    _take(piece, asked)
+        except TimeoutError as error:
+            raise EngineFault("timeout", f"/generate: no token for {self._silence.seconds} s") from error
+
+    async def _give_up(self, names: list[str], reading: asyncio.Task[None]) -> None:
+        """The server would go on with requests for 2 s after nobody waits for them, and have no room to update."""
+        aborts = (self._call("/abort_request", {"rid": name}, _GIVE_UP_S) for name in names)
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_GIVE_UP_S):
+                    await asyncio.gather(*aborts, return_exceptions=True)
+                    await asyncio.wait([reading])
+        finally:
+            reading.cancel()
+            (ended,) = await asyncio.gather(reading, return_exceptions=True)
+            self._left_behind |= ended is not None
+
+    async def _is_done(self, patience_s: float) -> bool:
+        """Whether the server has ended all that it was left behind with, after some time if need be."""
+        if self._left_behind:
+            with contextlib.suppress(EngineFault):
+                await self._call(f"/flush_cache?timeout={patience_s:g}", {}, patience_s + _HEALTH_TIMEOUT_S)
+                self._left_behind = False
+        return not self._left_behind
+
+    async def update_weights(self, directory: Path, version: Version) -> None:
+        """See `Engine.update_weights`. After a fault, whose weights are unknown, only another update may follow.
+
+        Running requests stop between two tokens and go on by the new weights, with the keys and values that they have
+        or with new ones; unless they are waited for. A new request never sees keys and values of older weights, which
+        are cached under the version it was asked for by. Updates from disk take no begin/end_weight_update in any
+        version of SGLang; those frame updates by tensors or broadcast, which need them from 0.5.21 on.
+        """
+        limit, began = self._settings.update_timeout_s + read_seconds(directory), time.monotonic()
+        async with self.door.update(when_empty=self._partial == "off"):
+            waited = time.monotonic() - began
+            busy = self.door.inside > 0 or (self._unknown_weights and not self._released)
+            busy = busy or not await self._is_done(0.0)
+            self._unknown_weights = True
+            # The cache cannot be flushed while requests stand in it.
+            weights = {"model_path": str(directory), "weight_version": str(version), "flush_cache": not busy}
+            try:
+                with self._silence.excused():
+                    info = await self._swap(weights, busy, limit)
+                self.pause_s += waited
+            except EngineFault as fault:
+                raise EngineFault("update_failed", f"{version} from {directory}: {fault}") from fault
+        if (found := info.get("weight_version")) != str(version):
+            raise EngineFault("update_failed", f"the server reports version {found} after an update to {version}")
+        self._version, self._unknown_weights = version, False
+
+    async def release(self) -> None:
+        """See `Engine.release`: its weights are gone too, and nothing can be asked before the next update."""
+        async with self.door.update(when_empty=True):
+            self._unknown_weights = self._released = True
+            limit = self._settings.update_timeout_s
+            if not await self._is_done(limit):
+                raise EngineFault("timeout", f"requests that were given up are drawn still, after {limit} s")
+            await self._call("/release_memory_occupation", {}, limit)
+
+    async def _swap(self, weights: dict[str, Any], busy: bool, limit: float) -> dict[str, Any]:
+        """Update from disk, a ``busy`` server's requests paused meanwhile; what it then says of its model."""
+        started = time.monotonic()
+        if self._released:
+            await self._call("/resume_memory_occupation", {}, limit)
+            self._released = False
+        if busy:
+            await self._call("/pause_generation", {"mode": _PAUSES.get(self._partial, "in_place")}, limit)
+        await self._call("/update_weights_from_disk", weights, limit)
+        if busy:
+            await self._call("/continue_generation", {"torch_empty_cache": False}, limit)
+        self.pause_s = time.monotonic() - started
+        return await self._call("/model_info", None, limit)
+
+    async def close(self) -> None:
+        """Drop the connections."""
+        await self._session.close()
+
+    async def _freeze_gc(self) -> None:
+        """Once, after the first batch: without it every tenth batch on a CPU takes 0.4 s more (measured)."""
+        if not self._froze_gc:
+            self._froze_gc = True
+            with contextlib.suppress(EngineFault):
+                await self._call("/freeze_gc", {}, self._settings.update_timeout_s)
+
+    async def _call(self, path: str, body: dict[str, Any] | None, timeout_s: float) -> Any:
+        """POST `body`, or GET if it is None; the JSON answer, or None where the answer is text."""
+        async with self._exchange(path, body, timeout_s) as reply:
+            content = await reply.read()
+            try:
+                return orjson.loads(content) if reply.content_type == "application/json" else None
+            except ValueError as error:
+                raise EngineFault("http_error", f"{path}: {error} in {content[:300]!r}") from error
+
+    async def _stream(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """The events that answer a POST of `body`, which may take any time."""
+        events = Events()
+        async with self._exchange(path, body, None) as reply:
+            async for part in reply.content.iter_any():
+                try:
+                    found = events.of(part)
+                except ValueError as error:
+                    raise EngineFault("http_error", f"{path}: {error} in {part[:300]!r}") from error
+                for event in found:
+                    yield event
+
+    @contextlib.asynccontextmanager
+    async def _exchange(
+        self, path: str, body: dict[str, Any] | None, timeout_s: float | None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A request whose answer is good so far; what goes wrong, in the body of the block too, is a fault."""
+        method, data = ("GET", None) if body is None else ("POST", orjson.dumps(body))
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        key = {} if path == _HEALTH else self._key
+        try:
+            async with self._session.request(method, path, data=data, timeout=timeout, headers=key) as reply:
+                if reply.status != 200:
+                    content = await reply.read()
+                    raise EngineFault("http_error", f"{path}: {reply.status} {content[:300].decode(errors='replace')}")
+                yield reply
+        except TimeoutError as error:
+            raise EngineFault("timeout", f"{path}: no answer within {timeout_s} s") from error
+        except aiohttp.ClientError as error:
+            raise EngineFault("connection", f"{path}: {error!r}") from error
+
+
+def _take(piece: dict[str, Any], asked: Sequence[tuple[GenerateRequest, Response]]) -> None:
+    """Give a piece of the answer to the response that it is of. EngineFault: it is of none."""
+    try:
+        if "error" in piece:
+            raise EngineFault("http_error", f"/generate: {str(piece['error'])[:300]}")
+        asked[piece["index"]][1].add(piece)
+    except (LookupError, TypeError) as error:
+        raise EngineFault("http_error", f"/generate: {error!r} in {str(piece)[:300]}") from error

@@ -1,0 +1,135 @@
+"""What SGLang needs in order to run without a GPU, installed before it is imported. Nothing is done beside a GPU.
+
+Written for SGLang 0.5.21 with the `torch_native` attention and `pytorch` sampling backends. Packages that are
+installed for real always win over the stand-ins here.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_TORCHVISION_SCHEMAS = (
+    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+)
+_declaring = threading.Lock()
+_declared: list[Any] = []
+
+
+def install() -> None:
+    """Make `import sglang` and its CPU engine work in this process; call it before anything imports sglang."""
+    import torch
+
+    if torch.cuda.is_available() or installed():
+        return
+    # Without it SGLang takes the CUDA code paths and asks for vllm's rotary embedding.
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    # SGLang's model classes come through transformers' image processors.
+    install_transformers_hook()
+    # `import triton` (kernels that are defined, never compiled, here) and `import sgl_kernel` have no CPU packages.
+    # Last in the list, so that installed packages are found first.
+    sys.meta_path.append(_StandIns())
+
+
+def installed() -> bool:
+    """Whether `install` has found that this is needed."""
+    return any(isinstance(finder, _StandIns) for finder in sys.meta_path)
+
+
+def install_transformers_hook() -> None:
+    """Let transformers' model classes be imported where torchvision was built for another torch (CUDA beside CPU).
+
+    torchvision describes two of its operators to the compiler as it is imported, and fails on "operator
+    torchvision::nms does not exist" when its library could not be loaded; declared, they exist. Cheap; idempotent;
+    safe from several threads.
+    """
+    with _declaring:
+        _declare_operators()
+
+
+def _declare_operators() -> None:
+    if _declared or "torchvision" in sys.modules or not (spec := importlib.util.find_spec("torchvision")):
+        return
+    import torch
+
+    if torch.cuda.is_available() or _loads(Path(spec.origin or "").with_name("_C.so")):
+        return
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for schema in _TORCHVISION_SCHEMAS:
+        library.define(schema)
+    _declared.append(library)
+
+
+def _loads(path: Path) -> bool:
+    import torch
+
+    try:
+        torch.ops.load_library(path)
+    except OSError:
+        return False
+    return True
+
+
+class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds `sgl_kernel` and every `triton.*` module that is not installed."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """See `importlib.abc.MetaPathFinder`."""
+        if fullname == "sgl_kernel":
+            return importlib.util.spec_from_file_location(fullname, Path(__file__).with_name("kernel_cpu.py"))
+        if fullname.partition(".")[0] == "triton":
+            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        return None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        """See `importlib.abc.Loader`."""
+        return _Triton(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """A stand-in has no code."""
+
+
+class _StubClass:
+    """Base of the classes that kernels' modules derive from, make settings of, or test instances against."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class _Constexpr:
+    """`tl.constexpr(4)` at module level must keep its value."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+
+class _Triton(ModuleType):
+    """A module of `triton` whose attributes are classes (capitalised), submodules (else), or decorators if called."""
+
+    __version__ = "0.0.0"
+    constexpr = _Constexpr
+    cdiv = staticmethod(lambda n, d: -(n // -d))
+    next_power_of_2 = staticmethod(lambda n: 1 << (n - 1).bit_length())
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        full = f"{self.__name__}.{name}"
+        value = type(name, (_StubClass,), {}) if name[0].isupper() else importlib.import_module(full)
+        setattr(self, name, value)
+        return value
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """`@triton.jit` gives the function back, `@triton.jit(...)` a decorator that does."""
+        return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else lambda function: function

@@ -1,0 +1,62 @@
+"""The run directory of a run that begins or goes on: made, or found as it should be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from relax_hpc.checks.settings import check
+from relax_hpc.config import Config, dump, load_resolved, resolve
+from relax_hpc.config.changes import retire_changes
+from relax_hpc.errors import EXIT_DONE, ConfigError
+from relax_hpc.observe.status import status
+from relax_hpc.rundir import RunDir, read_map, write_json
+
+_ANSWER_S = 1.0
+FIXED = ("seed", "prompts_per_step", "samples_per_prompt", "model", "data", "warm_start")
+"""Settings that a run keeps for life: its tickets and its first weights are made of them."""
+
+
+def establish(config: Config, resume: bool) -> tuple[RunDir, Config]:
+    """Make the run directory of ``config``, or go back to it; ConfigError if it is not as it should be."""
+    config = resolve(config)
+    directory = RunDir(Path(config.run_dir))
+    if findings := check(config):
+        raise ConfigError(findings[0])
+    if directory.config.exists():
+        if not resume:
+            raise ConfigError(f"run_dir: {directory.root} holds a run already; add --resume or name another --run_dir")
+        check_resumable(directory, config)
+        if directory.finished.exists():
+            return directory, config
+    elif directory.root.exists() and not directory.token_file.exists() and any(directory.root.iterdir()):
+        raise ConfigError(f"run_dir: {directory.root} holds other files; name a new or empty folder")
+    directory.create()
+    directory.stop.unlink(missing_ok=True)
+    dump(config, directory.config)
+    retire_changes(directory)
+    return directory, config
+
+
+def check_resumable(directory: RunDir, config: Config) -> None:
+    """ConfigError if a fixed setting changed or the run is being run; a finished run with more steps is reopened."""
+    before = load_resolved(directory.root)
+    for key in FIXED:
+        if (found := getattr(config, key)) != (kept := getattr(before, key)):
+            raise ConfigError(f"{directory.config}: {key}: found {found}, a run keeps {kept}; start a new run_dir")
+    saved = max((step for step, _ in directory.saved()), default=0)
+    if config.steps < saved:
+        raise ConfigError(f"steps: found {config.steps}, but step {saved} is checkpointed; allowed: at least {saved}")
+    if not directory.finished.exists():
+        if status(directory, _ANSWER_S)["hub"]:
+            raise ConfigError(f"run_dir: {directory.root} is being run now; look with: relax-hpc status RUN")
+    elif config.steps > before.steps:
+        reopen(directory)
+
+
+def reopen(directory: RunDir) -> None:
+    """A finished run is to go on: no role has come to its good end any more."""
+    for mark in directory.root.glob("logs/*/inc-*/exit-*.json"):
+        # What a power loss has emptied says nothing.
+        if read_map(mark).get("status") == "done":
+            write_json(mark, {"status": "stopped", "code": EXIT_DONE, "reason": "the run goes on with more steps"})
+    directory.finished.unlink()

@@ -1,0 +1,148 @@
+"""`relax-hpc logs`: what the processes of a run print, of the newest incarnations unless another is asked for."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from relax_hpc.config import load_resolved
+from relax_hpc.errors import EXIT_DONE, ConfigError
+from relax_hpc.parts import number_of, parts_of, read_part
+from relax_hpc.rendezvous.roster import latest_incarnation
+from relax_hpc.rundir import RunDir
+from relax_hpc.supervise.launch_records import all_ended, members_of
+from relax_hpc.supervise.requests import asked_to_stop
+
+_LOOK_S = 0.5
+_BLOCK = 1 << 16
+_QUIET_S = 3.0
+"""After the end of a run nothing more is waited for than this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which logs; empty or None: all."""
+
+    group: str = ""
+    role: str = ""
+    rank: int | None = None
+    incarnation: int | None = None
+    lines: int = 20
+
+
+def main(root: str, wanted: Wanted, follow: bool = False) -> int:
+    """Print the last lines of each file, prefixed by its name when there are several; then what is added."""
+    run = RunDir(root)
+    if not run.config.exists():
+        raise ConfigError(f"{run.root}: no run here (config.yaml is missing); name a run directory")
+    found = files(run, wanted)
+    if not found and not follow:
+        raise ConfigError(f"{run.root / 'logs'}: no log of what was asked for yet; see relax-hpc status {run.root}")
+    tails = {path: Tail(path, _prefix(run, path)) for path in found}
+    for tail in tails.values():
+        _print(tail.last(wanted.lines), tail.prefix if len(tails) > 1 else "")
+    if follow:
+        _follow(run, wanted, tails)
+    return EXIT_DONE
+
+
+def files(run: RunDir, wanted: Wanted) -> list[Path]:
+    """The logs that are there; without any choice the supervisors' too."""
+    config = load_resolved(run.root)
+    living = [n for n in members_of(run, config) if n in config.groups or not all_ended(run, config, n)]
+    names = [wanted.group] if wanted.group else living
+    found = []
+    for name in names:
+        incarnation = wanted.incarnation or latest_incarnation(run, name)
+        found += [path for path in sorted(run.logs(name, incarnation).glob("*.log")) if _is_wanted(path.stem, wanted)]
+    if not (wanted.group or wanted.role or wanted.rank is not None or wanted.incarnation):
+        found += [run.root / "supervisor.log", *sorted((run.root / "logs").glob("*.log"))]
+    return [path for path in found if path.is_file() and (path.stat().st_size or parts_of(path))]
+
+
+class Tail:
+    """A file that grows, and whose beginning is cut off into parts from time to time."""
+
+    def __init__(self, path: Path, prefix: str) -> None:
+        self.path, self.prefix = path, prefix
+        self._offset = 0
+        self._part = 0
+        """The newest part that was read."""
+        self._rest = b""
+
+    def last(self, count: int) -> list[str]:
+        """Its last lines now; `new` goes on after them."""
+        parts = parts_of(self.path)
+        self._part = max(map(number_of, parts), default=0)
+        with self.path.open("rb") as file:
+            position = end = file.seek(0, 2)
+            data = b""
+            while position and data.count(b"\n") <= count:
+                size = min(_BLOCK, position)
+                position -= size
+                file.seek(position)
+                data = file.read(size) + data
+        self._offset = end
+        while not position and parts and data.count(b"\n") < count:
+            data = read_part(parts.pop()) + data
+        return data.decode(errors="replace").splitlines()[-count:] if count else []
+
+    def new(self) -> list[str]:
+        """Whole lines since the last call."""
+        data = self._cut_off() + self._grown()
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        return [line.decode(errors="replace") for line in whole]
+
+    def _cut_off(self) -> bytes:
+        """What has come and is in a part by now: the one that holds what was read begins like the file did."""
+        found = b""
+        for part in parts_of(self.path):
+            if number_of(part) > self._part:
+                found += read_part(part)[self._offset :]
+                self._offset, self._part = 0, number_of(part)
+        return found
+
+    def _grown(self) -> bytes:
+        with self.path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        self._offset += len(data)
+        return data
+
+
+def _follow(run: RunDir, wanted: Wanted, tails: dict[Path, Tail]) -> None:
+    """Until the run has ended; incarnations that come are followed too."""
+    quiet_since = time.monotonic()
+    while not _over(run) or time.monotonic() - quiet_since < _QUIET_S:
+        for path in files(run, wanted):
+            tails.setdefault(path, Tail(path, _prefix(run, path)))
+        for tail in tails.values():
+            if lines := tail.new():
+                quiet_since = time.monotonic()
+                _print(lines, tail.prefix if len(tails) > 1 else "")
+        time.sleep(_LOOK_S)
+
+
+def _over(run: RunDir) -> bool:
+    return run.finished.exists() or bool(asked_to_stop(run))
+
+
+def _is_wanted(stem: str, wanted: Wanted) -> bool:
+    """Files are named ROLE, ROLE-rank-K, ROLE-srun, and engines as they like."""
+    role, _, rank = stem.partition("-rank-")
+    if wanted.rank is not None and rank != str(wanted.rank):
+        return False
+    return not wanted.role or role == wanted.role or role.startswith(f"{wanted.role}-")
+
+
+def _prefix(run: RunDir, path: Path) -> str:
+    """`rollout/inc-000002/rollout-rank-0: `"""
+    base = run.root / "logs" if (run.root / "logs") in path.parents else run.root
+    return f"{path.relative_to(base).with_suffix('')}: "
+
+
+def _print(lines: list[str], prefix: str) -> None:
+    sys.stdout.writelines(f"{prefix}{line}\n" for line in lines)
+    sys.stdout.flush()

@@ -1,0 +1,165 @@
+"""What a run is doing: from the hub if it answers, from Slurm if it answers, and from the run directory in any case."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from typing import Any
+
+from relax_hpc.config import Config, load_resolved
+from relax_hpc.errors import ConfigError, RelaxError
+from relax_hpc.metrics.read import read_metrics
+from relax_hpc.metrics.shares import shares_of_time
+from relax_hpc.observe.states import exit_code, state_of
+from relax_hpc.observe.status_groups import ALIVE, all_names, group_status
+from relax_hpc.rendezvous.roster import latest_card
+from relax_hpc.rendezvous.signs import said
+from relax_hpc.rundir import RunDir, read_map
+from relax_hpc.slurm.commands import Job, Slurm, SlurmError
+from relax_hpc.slurm.job_lookup import known_jobs
+from relax_hpc.slurm.node_probe import excluded
+from relax_hpc.slurm.submissions import Ledger
+from relax_hpc.supervise.launch_records import all_ended
+from relax_hpc.supervise.requests import asked_to_stop
+from relax_hpc.supervise.unsaved import unsaved
+from relax_hpc.supervise.waits import waits
+from relax_hpc.transfer_queue.client.queue_client import QueueClient
+from relax_hpc.transfer_queue.records import OBSERVER_INCARNATION
+from relax_hpc.versions import Version
+
+SLURM_S = 2.0
+"""slurmctld serves the whole cluster: one question a look, and no second try."""
+_MARKER = "COMPLETE.json"
+_LITTLE_BYTES = 1 << 20
+_PACE = 20
+"""Steps that the pace of a run is taken from."""
+
+
+def status(run: RunDir, patience_s: float = 3.0, slurm: Slurm | None = None) -> dict[str, Any]:
+    """Everything that is known; JSON values. `hub`: it answered within ``patience_s``.
+
+    ``slurm``: None does not ask for jobs. What could not be found out is None, or absent.
+    """
+    if not run.config.exists():
+        raise ConfigError(f"{run.root}: no run here (config.yaml is missing); name a run directory")
+    config = load_resolved(run.root)
+    finished, asked = run.finished.exists(), asked_to_stop(run)
+    found = {} if finished else _ask_hub(run, config, patience_s)
+    jobs, squeue = _jobs(run, config, slurm)
+    about = {
+        "run_dir": str(run.root),
+        "name": config.name,
+        "layout": config.layout,
+        "time": time.time(),
+        "finished": finished,
+        "hub": bool(found),
+        "squeue": squeue,
+        "stop": asked,
+        "jobs": _job_rows(run, jobs),
+        "excluded_nodes": excluded(run),
+        "checkpoint": last_checkpoint(run),
+        "preparing": said(run.preparing),
+        "groups": {
+            name: group_status(run, config, name, found, jobs, squeue, bool(asked))
+            for name in all_names(run, config, jobs)
+        },
+    }
+    about |= _training(run, config, found) | found | {"weights": _weights(found)}
+    about.setdefault("disk", [] if finished else _full(run))
+    about["unsaved"] = unsaved(config, found.get("beats", {}), about["trained_steps"])
+    about["waits"] = waits(config, found.get("lacking", {}), about["groups"])
+    state = _state(about)
+    return about | {"state": state, "exit_code": exit_code(state, asked)}
+
+
+def last_checkpoint(run: RunDir) -> dict[str, Any] | None:
+    """{"step", "path", "age_s"} of the newest whole checkpoint."""
+    whole = [(step, path) for step, path in run.saved() if (path / _MARKER).exists()]
+    if not whole:
+        return None
+    step, path = max(whole, key=lambda found: (found[1] / _MARKER).stat().st_mtime)
+    return {"step": step, "path": str(path), "age_s": time.time() - (path / _MARKER).stat().st_mtime}
+
+
+def _state(about: dict[str, Any]) -> str:
+    """See `state_of`."""
+    states = {group["state"] for group in about["groups"].values()} | ({"starting"} if about["preparing"] else set())
+    # On a full disk nobody can leave a sign for others than Slurm.
+    held = bool(about["disk"]) and any(job["state"] == "RUNNING" for job in about["jobs"])
+    alive = about["hub"] or held or bool(states & set(ALIVE))
+    waits = next((word for word in ("starting", "queued") if word in states), "")
+    return state_of(about["finished"], about["stop"], alive, waits)
+
+
+def _training(run: RunDir, config: Config, found: dict[str, Any]) -> dict[str, Any]:
+    """Steps, pace and throughput; the metrics file knows them while the hub does not answer."""
+    rows = [row for row in read_metrics(run.root) if "reward/mean" in row]
+    trained = found.get("trained_steps", rows[-1]["step"] + 1 if rows else 0)
+    # What lies between two lives of the hub says nothing of the pace.
+    last = [row for row in rows[-_PACE:] if row["incarnation"] == rows[-1]["incarnation"]]
+    pace = (last[-1]["time"] - last[0]["time"]) / (len(last) - 1) if len(last) > 1 else None
+    end = rows[-1] if rows else {}
+    dropped = {tag[14:]: int(value) for tag, value in end.items() if tag.startswith("queue/dropped_")}
+    dropped = read_map(run.finished, dropped=dict).get("dropped", dropped)
+    return {
+        "trained_steps": trained,
+        "steps": config.steps,
+        "step_s": pace,
+        "eta_s": pace * (config.steps - trained) if pace is not None else None,
+        "reward": end.get("reward/mean"),
+        "tokens_per_s": end.get("perf/rollout_tokens_per_s"),
+        "shares": {"steps": len(last), "roles": shares_of_time(last)},
+        "dropped": dropped,
+    }
+
+
+def _weights(found: dict[str, Any]) -> dict[str, Any] | None:
+    """Newest version, what each engine serves, and how many versions the slowest is behind."""
+    if not found.get("newest"):
+        return None
+    newest = Version.parse(found["newest"]).number
+    behind = [newest - Version.parse(version).number for version in found["readers"].values()]
+    return {"newest": found["newest"], "served": found["readers"], "lag": max(behind, default=0)}
+
+
+def _jobs(run: RunDir, config: Config, slurm: Slurm | None) -> tuple[dict[str, Job], bool]:
+    """Jobs that squeue knows, and whether it answered."""
+    if slurm is None or not any(run.submit.glob("jobs/*.json")):
+        return {}, False
+    try:
+        return known_jobs(run, config, slurm), True
+    except SlurmError:
+        return {}, False
+
+
+def _job_rows(run: RunDir, jobs: dict[str, Job]) -> list[dict[str, Any]]:
+    entries = {entry.job: entry for entry in Ledger(run).entries()}
+    rows = []
+    for job in jobs.values():
+        entry = entries.get(job.id)
+        about = {"job": job.id, "name": job.name, "kind": entry.kind if entry else "component"}
+        about |= {"state": job.state, "reason": "" if job.reason == "None" else job.reason, "nodes": job.node_list}
+        rows.append(about | {"time_left_s": job.time_left_s})
+    return sorted(rows, key=lambda row: int(row["job"]))
+
+
+def _full(run: RunDir) -> list[dict[str, Any]]:
+    """What can be seen of a disk without writing to it."""
+    found = os.statvfs(run.root)
+    # Some file systems do not say how large they are.
+    if not found.f_blocks or found.f_bavail * found.f_frsize >= _LITTLE_BYTES:
+        return []
+    return [{"who": "the run", "path": str(run.root), "errno": errno.ENOSPC, "seconds": 0.0, "loose": False}]
+
+
+def _ask_hub(run: RunDir, config: Config, patience_s: float) -> dict[str, Any]:
+    card = latest_card(run, "hub")
+    if card is None or not card.endpoint or all_ended(run, config, "hub"):
+        # Nobody is waited for who has not begun, or has said that it ended.
+        return {}
+    with QueueClient(run, config, "observer", OBSERVER_INCARNATION) as client:
+        try:
+            return client.call("status", timeout=patience_s)
+        except RelaxError:
+            return {}

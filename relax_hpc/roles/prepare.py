@@ -1,0 +1,78 @@
+"""`python -m relax_hpc.roles.prepare`: make what a run starts from: its model, its data, its warm start."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from relax_hpc.config import load_resolved
+from relax_hpc.config.schema import Config
+from relax_hpc.errors import RelaxError
+from relax_hpc.rendezvous.process import die_with_parent
+from relax_hpc.rendezvous.signs import say
+from relax_hpc.rundir import RunDir
+
+
+def prepare(run: RunDir, config: Config) -> None:
+    """Leave a Hugging Face directory at <run>/model and the task's files in <run>/data. Done twice, it does nothing."""
+    if run.model.exists():
+        return
+    say(run.preparing, "making model and data")
+    start = Path(config.model.path).absolute() if config.model.path else _tiny_model(run, config)
+    if config.data.task == "sort_digits":
+        _sort_digits(run, config, start)
+    else:
+        _check_prompts(config, start)
+    if config.warm_start.steps:
+        from relax_hpc.training.warm_start import warm_start
+
+        say(run.preparing, f"warm start of {config.warm_start.steps} steps")
+        warm_start(config, start, run.data / "warm_start.jsonl", run.model)
+    else:
+        run.model.symlink_to(start)
+    say(run.preparing, "")
+
+
+def _tiny_model(run: RunDir, config: Config) -> Path:
+    from relax_hpc.data.tiny_model import make_tiny_model
+
+    directory = run.root / "model-init"
+    make_tiny_model(directory, config.model.tiny, config.seed)
+    return directory
+
+
+def _sort_digits(run: RunDir, config: Config, model: Path) -> None:
+    from relax_hpc.data.prompts import load_tokenizer
+    from relax_hpc.data.sort_digits import make_sort_digits
+
+    warm = config.warm_start
+    rows = warm.steps * warm.batch_size
+    make_sort_digits(run.data, load_tokenizer(model), config.data.digits, config.seed, rows, warm.noise)
+
+
+def _check_prompts(config: Config, model: Path) -> None:
+    """ConfigError now, before anything waits for a GPU, if a prompt file is of no use."""
+    from relax_hpc.data.prompts import load_prompts, load_tokenizer
+
+    data, tokenizer = config.data, load_tokenizer(model)
+    for path in (data.train, *data.eval.values()):
+        load_prompts(path, tokenizer, data.max_prompt_tokens, data.max_bad_share, data.special_tokens)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prepare the run at ``--run_dir``; the exit code says how it went."""
+    parser = argparse.ArgumentParser(prog="python -m relax_hpc.roles.prepare", description=__doc__)
+    parser.add_argument("--run_dir", type=Path, required=True)
+    args = parser.parse_args(argv)
+    die_with_parent()
+    try:
+        prepare(RunDir(args.run_dir), load_resolved(args.run_dir))
+    except RelaxError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""Which of a run's jobs Slurm still knows, and in which of them a group lives."""
+
+from __future__ import annotations
+
+from relax_hpc.config import Config, load_resolved
+from relax_hpc.errors import ConfigError
+from relax_hpc.rendezvous.roster import latest_incarnation
+from relax_hpc.rundir import RunDir
+from relax_hpc.slurm.commands import Job, Slurm
+from relax_hpc.slurm.submissions import Ledger
+from relax_hpc.supervise.launch_records import members_of, read_launch
+from relax_hpc.supervise.requests import asked_to_stop
+from relax_hpc.transfer_queue.plan import SUPERVISOR
+
+ENDED = ("COMPLETING", "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY")
+"""States of jobs that will do nothing more."""
+_NEWEST = 200
+"""Older entries of the ledger are of jobs that ended long ago."""
+
+
+def known_jobs(run: RunDir, config: Config, slurm: Slurm) -> dict[str, Job]:
+    """All jobs of a run that squeue knows, by id, asked in one call; the components of a het job too."""
+    ids = {entry.job: None for entry in Ledger(run).entries()[-_NEWEST:]}
+    launches = (read_launch(run, name, latest_incarnation(run, name)) for name in members_of(run, config))
+    return slurm.jobs(*ids, *{launch.job for launch in launches if launch and launch.job not in {"", *ids}})
+
+
+def own_job(run: RunDir, group: str) -> str:
+    """The job last submitted for ``group`` alone; empty if it lives in the job of the whole run."""
+    entry = Ledger(run).newest(group)
+    return entry.job if entry else ""
+
+
+def job_of(run: RunDir, group: str) -> str:
+    """The job, or component, that a group was last submitted for or started in; empty: none."""
+    launch = read_launch(run, group, latest_incarnation(run, group))
+    started = launch.job if launch and group != "hub" else ""
+    return own_job(run, group) or started or whole_job(run)
+
+
+def whole_job(run: RunDir) -> str:
+    """Of the jobs that hold the whole run: where the hub was last started, or the next one once that has ended."""
+    jobs = [entry.job for entry in Ledger(run).living() if entry.kind in ("run", "successor")]
+    launch = read_launch(run, "hub", latest_incarnation(run, "hub"))
+    if launch and launch.job in jobs:
+        ended = any(run.rendezvous(SUPERVISOR).glob(f"outcome-{launch.job}-*"))
+        jobs = jobs[jobs.index(launch.job) :][ended:] or [launch.job]
+    return next(iter(jobs), launch.job if launch else "")
+
+
+def check_gone(run: RunDir, config: Config, slurm: Slurm) -> None:
+    """ConfigError if jobs of a run hold nodes or are queued: a second submission would fight them."""
+    if left := [job.id for job in known_jobs(run, config, slurm).values() if job.state not in ENDED]:
+        raise ConfigError(
+            f"{run.root}: has jobs in the queue ({', '.join(left)}); look with: relax-hpc status {run.root}, "
+            f"or end them first: relax-hpc stop {run.root}"
+        )
+
+
+def living_run(root: RunDir) -> Config:
+    """The configuration of a run that goes on; ConfigError if there is none, or it has ended."""
+    if not root.config.exists():
+        raise ConfigError(f"{root.root}: no run here (config.yaml is missing); name a run directory")
+    if root.finished.exists():
+        raise ConfigError(f"{root.root}: the run is finished; to go on, resume it with more --steps")
+    if asked := asked_to_stop(root):
+        raise ConfigError(f"{root.root}: the run has stopped ({asked['reason']}); go on with: {resume_words(root)}")
+    return load_resolved(root.root)
+
+
+def resume_words(run: RunDir) -> str:
+    """What a user types to go on with a run."""
+    verb = "submit" if run.submit.is_dir() else "run"
+    return f"relax-hpc {verb} --run_dir {run.root} --resume"

@@ -1,0 +1,97 @@
+"""Which disk a run waits for: said when it begins and when it is over, and known before a group is started."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from relax_hpc.disk import in_words, may_pass, probe
+from relax_hpc.rundir import RunDir
+from relax_hpc.supervise.group import Unavailable
+
+_SILENT_S = 3.0
+"""While the hub does not answer for so long, the disks are tried instead, as often."""
+
+
+class NoRoom(Unavailable):
+    """A group cannot be started while nothing can be written; the message names path, cause and cure."""
+
+
+class DiskWatch:
+    """One supervisor's. ``say`` is its terminal's."""
+
+    def __init__(self, run: RunDir, limit_s: float, say: Callable[[str], None], sure_s: float = 0.0) -> None:
+        """``limit_s``: a run that waits longer is ended. ``sure_s``: a wait is over when nobody has told of it for as
+        long, because a new hub has to hear from everybody first."""
+        self.run, self.limit_s, self.say, self.sure_s = run, limit_s, say, sure_s
+        self._said: set[tuple[Path, int]] = set()
+        self._since: float | None = None
+        """When it was first heard that somebody waits."""
+        self._heard_at = 0.0
+        """When it last was."""
+        self._places: set[Path] = set()
+        """Where that is."""
+        self._words = ""
+        self._probed_at = 0.0
+
+    def look(self, told: Collection[Mapping[str, Any]], answered_at: float) -> None:
+        """Take what the hub has told of all members, at its last answer."""
+        now = time.monotonic()
+        if now - answered_at > _SILENT_S:
+            if now - self._probed_at < _SILENT_S:
+                return
+            self._probed_at = now
+            told = self._try()
+        else:
+            self._places |= {Path(one["path"]).parent for one in told if not one["loose"]}
+        for one in told:
+            self._say_once(one)
+        if any(not one["loose"] for one in told):
+            self._since, self._heard_at = now if self._since is None else self._since, now
+        elif self._since is not None and now - self._heard_at >= self.sure_s:
+            self.say(f"the disk is written again, after {now - self._since:.0f} s")
+            self._since, self._places = None, set()
+        if not told and self._since is None:
+            self._said.clear()
+
+    def _try(self) -> list[Mapping[str, Any]]:
+        """What hinders writing in the run directory, which may lie on several disks, and where somebody waits."""
+        found = []
+        for place in sorted({self.run.root, *self._places}):
+            # What is not there, or not on this node, is not what hinders.
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+                found += [told] if (told := probe(place)) else []
+        return found
+
+    def met(self, path: Path, error: OSError) -> None:
+        """The supervisor itself cannot go on for it. Raises ``error`` unless it `may_pass`."""
+        if not may_pass(error):
+            raise error
+        told = {"path": str(path), "errno": error.errno, "seconds": 0.0, "loose": False}
+        self.look([told], time.monotonic())
+
+    def _say_once(self, told: Mapping[str, Any]) -> None:
+        """Of one folder and cause one line."""
+        key = Path(told["path"]).parent, told["errno"]
+        if not told["loose"]:
+            self._words = in_words(told)
+        if key not in self._said:
+            self._said.add(key)
+            self.say(in_words(told))
+
+    def too_long(self) -> str:
+        """Why the run is to end; empty: it is not."""
+        waited = 0.0 if self._since is None else time.monotonic() - self._since
+        return f"waited {waited:.0f} s for a disk: {self._words}" if waited > self.limit_s else ""
+
+    def check_room(self) -> None:
+        """NoRoom: whoever is started now could not even say so."""
+        if told := probe(self.run.root):
+            raise NoRoom(in_words(told))
+
+    def hinders(self) -> bool:
+        """Whether nothing can be written now."""
+        return bool(probe(self.run.root))

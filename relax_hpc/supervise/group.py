@@ -1,0 +1,150 @@
+"""One incarnation of a group as its supervisor sees it, and what can be done with it; launchers make them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Protocol
+
+from relax_hpc.background import in_thread
+from relax_hpc.errors import EXIT_RETRY, RelaxError
+from relax_hpc.rendezvous.exit_mark import leave_mark
+from relax_hpc.rundir import RunDir
+from relax_hpc.supervise.launch_records import Launch, read_mark
+
+_WORDS = 300
+_RANK_LOG = re.compile(r"controller\.log|.*-rank-\d+\.log")
+_STACKS_S, _LOOK_S = 0.5, 0.02
+"""Of a group that is to be replaced: it takes a living process milliseconds."""
+
+
+class Unavailable(RelaxError):
+    """What a launcher needs did not do it; ``later``: the same may be possible in a while."""
+
+    later = True
+
+
+@dataclass(slots=True)
+class Member:
+    """A role of the group; without a process an earlier supervisor started it, and its end shows in its mark."""
+
+    role: str
+    process: subprocess.Popen | None = None
+    pidfd: int = -1
+
+    @classmethod
+    def of(cls, role: str, process: subprocess.Popen) -> Member:
+        """With a descriptor that becomes readable when the process ends."""
+        return cls(role, process, os.pidfd_open(process.pid))
+
+
+class Incarnation(ABC):
+    """The processes of one incarnation of a group."""
+
+    outlives = False
+    """Whether it lives on when its supervisor ends, so that another can take it over."""
+
+    def __init__(self, run: RunDir, name: str, incarnation: int, members: list[Member]) -> None:
+        self.run, self.name, self.incarnation, self.members = run, name, incarnation, members
+
+    def ended(self) -> list[Member]:
+        """Members that are gone: their process has ended, or they say so themselves."""
+        return [m for m in self.members if (m.process and m.process.poll() is not None) or self.mark(m)]
+
+    def mark(self, member: Member) -> dict:
+        """How the member's role says it ended; empty while it has said nothing."""
+        return read_mark(self.run, self.name, self.incarnation, member.role)
+
+    def last_words(self, member: Member) -> str:
+        """The last line of what the member or its launcher printed."""
+        for path in (self.run.logs(self.name, self.incarnation) / f"{member.role}{end}.log" for end in ("-srun", "")):
+            lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
+            if lines:
+                return lines[-1][:_WORDS]
+        return ""
+
+    def alive(self) -> bool:
+        """Whether any role still runs."""
+        return len(self.ended()) < len(self.members)
+
+    @abstractmethod
+    def ask_to_end(self) -> None:
+        """Have every role that still runs end in good order."""
+
+    def dump_stacks(self) -> None:
+        """Have all processes that may hang write the stacks of their threads to their logs, which takes a moment."""
+        logs = [
+            path for path in self.run.logs(self.name, self.incarnation).glob("*.log") if _RANK_LOG.fullmatch(path.name)
+        ]
+        # A file system that is ill must not keep the group from being replaced.
+        with contextlib.suppress(OSError):
+            before = [path.stat().st_size for path in logs]
+            # Slurm may take 20 s to find that a node does not answer.
+            in_thread(self.ask_for_stacks)
+            # One that is stopped, or whose node does not answer, never writes any.
+            deadline, last = time.monotonic() + _STACKS_S, before
+            while time.monotonic() < deadline:
+                time.sleep(_LOOK_S)
+                sizes = [path.stat().st_size for path in logs]
+                if sizes == last and all(size > known for size, known in zip(sizes, before, strict=True)):
+                    return
+                last = sizes
+
+    @abstractmethod
+    def ask_for_stacks(self) -> None:
+        """Send STACKS_SIGNAL to all processes that take it."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End everything of this incarnation now; the object is of no use afterwards."""
+
+    def end(self) -> None:
+        """`kill`, and a mark for each role that left none: nobody shall wait for its word."""
+        roles = [member.role for member in self.members]
+        self.kill()
+        for role in roles:
+            # The disk may be full, which is no reason to end the others too.
+            with contextlib.suppress(OSError):
+                if not read_mark(self.run, self.name, self.incarnation, role):
+                    mark = self.run.exit_mark(self.name, self.incarnation, role)
+                    leave_mark(mark, EXIT_RETRY, "ended by its supervisor", patience_s=0.0)
+
+    def leave(self) -> None:
+        """Look after it no more, without touching it."""
+        for member in self.members:
+            if member.pidfd >= 0:
+                os.close(member.pidfd)
+        self.members.clear()
+
+
+class Launcher(Protocol):
+    """Where incarnations of a group come from. `start`, `whole` and `hand_over` may raise Unavailable."""
+
+    def start(self, name: str, incarnation: int, launch: Launch) -> Incarnation:
+        """Start every role of a group under ``incarnation``, and record that it was started."""
+        ...
+
+    def adopt(self, name: str, incarnation: int) -> Incarnation | None:
+        """What an earlier supervisor has started and still runs; None if there is nothing to take over."""
+        ...
+
+    def whole(self, name: str) -> bool:
+        """Whether all nodes are there that the group needs to start again in place."""
+        ...
+
+    def lost(self, name: str) -> bool:
+        """Whether nodes of the group are gone for good, so that it cannot start in place any more."""
+        ...
+
+    def ending(self) -> bool:
+        """Whether the whole allocation is about to end: time limit, preemption, cancellation."""
+        ...
+
+    def hand_over(self, name: str, reason: str) -> str:
+        """Give the group to a job of its own; the job, or empty where that cannot be."""
+        ...

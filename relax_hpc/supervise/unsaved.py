@@ -1,0 +1,34 @@
+"""Work that no checkpoint holds, because the last ones could not be written."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from relax_hpc.config import Config
+from relax_hpc.supervise.incarnations import unit_of
+from relax_hpc.supervise.waits import held_by
+
+_HOUR_S = 3600.0
+
+
+def unsaved(config: Config, beats: Mapping[str, Mapping[str, Any]], trained_steps: int) -> dict[str, Any]:
+    """What the actor's beat says of it, and what is at risk: `steps`, `seconds`, and hours `spent` of a `unit`.
+
+    Empty: all checkpoints so far are written, or none is due yet.
+    """
+    told = next((beat["unsaved"] for beat in beats.values() if beat.get("unsaved")), {})
+    if not told:
+        return {}
+    seconds, unit = max(0.0, time.time() - told["since"]), unit_of(config)
+    spent = seconds / _HOUR_S * sum(held_by(config, name, unit) for name in config.groups)
+    about = {"step": told["step"], "failed": told["failed"], "why": told["why"]}
+    return about | {"steps": max(0, trained_steps - told["step"]), "seconds": seconds, "unit": unit, "spent": spent}
+
+
+def in_words(found: Mapping[str, Any]) -> str:
+    """As the terminal and `status` say it."""
+    since = f"NOT SAVED since step {found['step']} ({found['failed']} failed: {found['why']})"
+    minutes, spent = found["seconds"] / 60, f"{found['spent']:.1f} {found['unit']}-hours"
+    return f"{since}; at risk: {found['steps']} steps, {minutes:.0f} minutes, {spent}"

@@ -1,0 +1,50 @@
+"""What a run waits for: groups that are queued, load or are being replaced, and what the others spend meanwhile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from relax_hpc.config import Config
+from relax_hpc.config.groups import group_of
+from relax_hpc.supervise.incarnations import unit_of
+from relax_hpc.transfer_queue.presence import longest_wait_s
+
+_AT_WORK = ("running", "suspect")
+_HOUR_S = 3600.0
+
+
+def waits(
+    config: Config, lacking: Mapping[str, Mapping[str, Any]], groups: Mapping[str, Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Each group that is waited for, the longest awaited first; JSON values.
+
+    ``lacking``: see `Presence.told`; ``groups``: see `group_status`. `spent`: hours of a `unit` (GPU, node, process)
+    that the groups at work have held since, to no use.
+    """
+    unit = unit_of(config)
+    there = {name: group for name, group in groups.items() if group["state"] in _AT_WORK}
+    held = sum(held_by(config, name, unit) for name in there)
+    # Whose time is over first makes way, or has the whole run end.
+    job_s = min(
+        (group["time_left_s"] for group in there.values() if group["time_left_s"] is not None), default=math.inf
+    )
+    found = []
+    for name, wait in sorted(lacking.items(), key=lambda item: -item[1]["since_s"]):
+        state, reason = (groups[name][word] for word in ("state", "reason")) if name in groups else ("", "")
+        if state == "done":
+            continue
+        # What the queue and the marks say is more than that the hub sees nothing.
+        known = state not in ("", *_AT_WORK) and wait["why"] != "is loading"
+        why = f"is {state} ({reason})" if known and reason else f"is {state}" if known else wait["why"]
+        about = {"group": name, "why": why, "since_s": wait["since_s"], "unit": unit}
+        left_s, spent = longest_wait_s(config) - wait["since_s"], held * wait["since_s"] / _HOUR_S
+        found.append(about | {"left_s": max(0.0, min(left_s, job_s)), "spent": spent})
+    return found
+
+
+def held_by(config: Config, name: str, unit: str) -> int:
+    """GPUs, nodes or processes of a group: see `unit_of`."""
+    resources = group_of(config, name).resources
+    return 1 if unit == "process" else resources.nodes * (resources.gpus_per_node if unit == "GPU" else 1)

@@ -1,0 +1,190 @@
+"""Requests about what is not accepted yet, or may not be: parts of groups, surplus ones, media, and what is bad."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from relax_hpc.transfer_queue.controller.kept import Handed
+from relax_hpc.transfer_queue.controller.messages import MAX_WHOLE, Refused, Request, check_size
+from relax_hpc.transfer_queue.plan import GENERATED
+from relax_hpc.transfer_queue.records import Owner
+from relax_hpc.transfer_queue.storage.media import MediaError, check_id
+from relax_hpc.transfer_queue.storage.shard import check_name
+
+if TYPE_CHECKING:
+    from relax_hpc.transfer_queue.controller.desk import Desk
+    from relax_hpc.transfer_queue.controller.state import QueueState
+
+UNSCORED = tuple(name for name in GENERATED if name != "reward")
+"""What rows have that are kept: rewards come when the group is whole."""
+MAX_MEDIA = 256
+"""Of a prompt group, all its attempts together."""
+_NUMBERS = ("ticket", "attempt", "reused")
+
+
+class HandingDesk:
+    """These handlers of a `Desk`."""
+
+    def _do_keep(self: Desk, request: Request, shard: dict, rows: list[dict], fields: list[str], surplus: bool) -> Any:
+        """Rows, on disk already, of groups that their maker generates; or whole groups that nobody asked for."""
+        if (refused := self.state.puts.recall(request.key)) is not None:
+            return {"refused": refused}
+        if check_name(shard["name"]) in self.state.shelf.numbers:
+            raise Refused("refused", f"keep: the queue has a shard {shard['name']}; a name is used once")
+        if missing := set(GENERATED if surplus else UNSCORED).difference(fields):
+            raise Refused("refused", f"keep: {min(missing)} is missing in the fields {fields}")
+        check_size("keep: shard", shard)
+        groups = [_handed(row, self.plan.samples_per_prompt) for row in rows]
+        if len({group[0] for group in groups}) < len(groups):
+            raise Refused("refused", "keep: a ticket is there twice; of a prompt group one attempt comes in one piece")
+        judge = _refuse_surplus if surplus else _refuse_part
+        refused = {group[0]: why for group in groups if (why := judge(self.state, request.owner, group))}
+        about = {"owner": list(request.owner), "shard": shard, "fields": fields, "surplus": surplus}
+        self._record(op="keep", key=request.key, rows=groups, refused=refused, **about)
+        return {"refused": refused}
+
+    def _do_spared(self: Desk, request: Request, tickets: list[int], reason: str) -> Any:
+        """Groups that were begun beside those of ``tickets``, to take their place if need be, and came to nothing."""
+        if not reason:
+            raise Refused("refused", "spared: reason: found an empty text, expected why, in a word")
+        if unknown := [ticket for ticket in tickets if not 0 <= ticket < self.state.next_ticket]:
+            raise Refused("refused", f"spared: tickets: found {unknown[0]}, allowed those that were admitted")
+        if self.state.puts.recall(request.key) is None:
+            about = {"tickets": tickets, "reason": reason}
+            self._record(op="spared", key=request.key, owner=list(request.owner), **about)
+        return {}
+
+    def _do_media(self: Desk, request: Request, ticket: int, ids: list[str]) -> Any:
+        """The prompt group of ``ticket`` needs these media, which are stored as soon as this is answered with true."""
+        try:
+            fresh = {check_id(media_id) for media_id in ids}.difference(self.state.media.of(ticket))
+        except MediaError as error:
+            raise Refused("refused", f"media: {error}") from error
+        found = len(fresh) + len(self.state.media.of(ticket))
+        if found > MAX_MEDIA:
+            text = f"media: ticket {ticket} has {found} of them, allowed {MAX_MEDIA}; join small ones into one"
+            raise Refused("refused", text)
+        group = self.state.groups.get(ticket)
+        if not group or group.owner != request.owner:
+            return {"named": False}
+        if fresh:
+            self._record(op="media", ticket=ticket, ids=sorted(fresh))
+        return {"named": True}
+
+    def _do_quarantine(self: Desk, request: Request, lease: int, tickets: list[int], reason: str) -> Any:
+        """Of a lease, rows that nobody may use: they are dropped, and other prompts take the place of theirs."""
+        if not reason:
+            raise Refused("refused", "quarantine: reason: found an empty text, expected what was wrong, in a word")
+        held = self.state.leases.get(lease)
+        mine = set(held.tickets) if held and held.owner == request.owner else ()
+        if bad := sorted(set(tickets).intersection(mine)):
+            self._record(op="quarantine", tickets=bad, reason=reason)
+        return {}
+
+
+def _handed(row: dict, samples_per_prompt: int) -> Handed:
+    """One of the rows of a keep; Refused if it is not as it should be."""
+    numbers, samples, versions = [row.get(name) for name in _NUMBERS], row.get("samples"), row.get("versions")
+    good = _are_whole(numbers) and _are_whole(versions) and type(samples) is list and samples
+    good = good and all(_are_whole(sample) and len(sample) == 3 and sample[1] > 0 for sample in samples)
+    good = good and 0 <= numbers[2] <= sum(sample[1] for sample in samples)
+    numbered = {k for k, _, _ in samples} if good else set()
+    if not good or len(numbered) < len(samples) or not numbered.issubset(range(samples_per_prompt)):
+        expected = f"{', '.join(_NUMBERS)}, versions, samples as [number below {samples_per_prompt}, tokens, finished]"
+        raise Refused("refused", f"keep: rows: found {row!r:.80}, expected {expected}")
+    return numbers[0], numbers[1], [[k, tokens, int(bool(end))] for k, tokens, end in samples], versions, numbers[2]
+
+
+def _are_whole(values: Any) -> bool:
+    return type(values) is list and all(type(value) is int and 0 <= value < MAX_WHOLE for value in values)
+
+
+def _refuse_part(state: QueueState, owner: Owner, handed: Handed) -> str:
+    """Why parts of a group in generation cannot be kept."""
+    ticket, attempt, samples, versions, reused = handed
+    group, kept = state.groups.get(ticket), state.kept.groups.get(ticket)
+    if group is None or group.owner != owner or group.attempt != attempt:
+        return "not_owner"
+    known = kept.samples if kept and (kept.source, kept.attempt) == (ticket, attempt) else {}
+    if reused > sum(known[k][1] for k, _, _ in samples if k in known):
+        return "unknown_tokens"
+    return _refuse_versions(state, versions, state.plan.step_of(ticket))
+
+
+def _refuse_surplus(state: QueueState, _: Owner, handed: Handed) -> str:
+    """Why a whole group cannot be kept for a later ticket."""
+    plan, shelf = state.plan, state.shelf
+    if sum(1 << k for k, _, finished in handed[2] if finished) != state.full:
+        return "incomplete"
+    if handed[4]:
+        return "unknown_tokens"
+    if state.trained_steps >= plan.steps:
+        return "unwanted"
+    held = (*state.kept.surplus.values(), *state.kept.groups.values())
+    if any((group.source, group.attempt) == (handed[0], handed[1]) for group in held):
+        return "duplicate"
+    groups = len(state.generating) + len(state.untrained) + len(state.kept.surplus)
+    if shelf.untrained_bytes >= plan.max_bytes or (groups + 1) * plan.samples_per_prompt > plan.max_rows:
+        return "no_room"
+    return _refuse_versions(state, handed[3], state.trained_steps)
+
+
+def _refuse_versions(state: QueueState, versions: Iterable[int], step: int) -> str:
+    survive, oldest = state.origin(tuple(versions))
+    if not survive or oldest < 0:
+        return "rolled_back"
+    return "" if oldest >= step - state.plan.max_staleness else "stale_version"
+
+
+def surplus_for(state: QueueState, tickets: Iterable[int]) -> dict[int, int]:
+    """Of tickets that are about to be admitted, those that get a surplus group, the oldest first, and its number."""
+    given: dict[int, int] = {}
+    for ticket in tickets if state.kept.surplus else ():
+        lowest = state.plan.step_of(ticket) - state.plan.max_staleness
+        fits = (
+            number
+            for number, group in state.kept.surplus.items()
+            if number not in given.values() and state.origin(tuple(group.versions))[1] >= lowest
+        )
+        if ticket not in state.kept.groups and (number := next(fits, None)) is not None:
+            given[ticket] = number
+    return given
+
+
+def kept_for(state: QueueState, tickets: Iterable[int]) -> list[dict[str, Any]]:
+    """What is kept of them: where the newest of each sample lies, under which ticket's ids, and whose attempt."""
+    found = []
+    for ticket in tickets if state.kept.groups else ():
+        if group := state.kept.groups.get(ticket):
+            places = {
+                number: [k for k, (at, *_) in group.samples.items() if at == number] for number in sorted(group.shards)
+            }
+            shards = [{**state.shards[number].descriptor, "samples": ks} for number, ks in places.items()]
+            about = {"ticket": ticket, "source": group.source, "attempt": group.attempt}
+            found.append({**about, "shards": shards})
+    return found
+
+
+def check_extras(extras: list[dict], tickets: list[int]) -> None:
+    """Refused unless the extras of a put are as they should be, and about some of its ``tickets``."""
+    for extra in extras:
+        reused, media = extra.get("reused", 0), extra.get("media", [])
+        good = type(reused) is int and reused >= 0 and type(media) is list
+        good = good and all(type(media_id) is str for media_id in media)
+        if not good or extra.get("ticket") not in tickets:
+            expected = "the ticket of a generated row, reused (tokens) and media (ids)"
+            raise Refused("refused", f"put: extras: found {extra!r:.80}, expected {expected}")
+
+
+def reused_of(state: QueueState, extras: list[dict]) -> dict[int, int]:
+    """Of a put, by ticket: how many tokens that are kept are among its rows, never more than there are."""
+    said = {extra["ticket"]: extra["reused"] for extra in extras if "reused" in extra}
+    groups = state.kept.groups
+    return {ticket: min(tokens, groups[ticket].tokens) for ticket, tokens in said.items() if ticket in groups}
+
+
+def without_media(state: QueueState, extras: list[dict]) -> dict[int, str]:
+    """Of a put the prompt groups that name media which they have not said they need."""
+    named = {extra["ticket"]: extra["media"] for extra in extras if "media" in extra}
+    return {ticket: "unknown_media" for ticket, ids in named.items() if not set(ids) <= set(state.media.of(ticket))}

@@ -1,0 +1,315 @@
+"""The queue controller: one process, one writer. Requests come over TCP, effects go through the journal.
+
+A request that cannot be answered yet (no rows, no ticket, no newer version) is parked and answered the moment it can,
+so nobody polls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from relax_hpc.config.schema import Durability
+from relax_hpc.disk import Patience, may_pass, patiently
+from relax_hpc.errors import FencedError
+from relax_hpc.rundir import RunDir
+from relax_hpc.transfer_queue.controller.desk import LEASE_S, Desk, Parked
+from relax_hpc.transfer_queue.controller.eventlog import EventLog
+from relax_hpc.transfer_queue.controller.journal import Journal
+from relax_hpc.transfer_queue.controller.messages import Refused, Request, parse
+from relax_hpc.transfer_queue.controller.snapshots import RECORDS, Snapshot, SnapshotError, Snapshots
+from relax_hpc.transfer_queue.controller.state import QueueState
+from relax_hpc.transfer_queue.plan import SUPERVISOR, Plan
+from relax_hpc.transfer_queue.storage.media import MediaStore
+from relax_hpc.transfer_queue.storage.shard import SHARD_NAME
+from relax_hpc.transport.listener import Listener, listen
+from relax_hpc.transport.wire import Bytes, pack, purpose_of, unpack
+
+Reply = dict[str, Any]
+TELLING = ("beat", "status")
+"""Requests that are answered whatever becomes of the journal: they tell whom to wait for."""
+_LOOK_S = 0.05
+"""How often at least to look for a successor while nothing changes, seconds."""
+_LATE_S = 1.0
+"""How late at most the journal is with durability `none`, seconds."""
+
+
+class Answer(NamedTuple):
+    """To a request of one peer."""
+
+    peer: int
+    op: str
+    reply: Reply
+
+
+class Controller(Desk):
+    """Serves one run."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        plan: Plan,
+        incarnation: int,
+        host: str = "127.0.0.1",
+        durability: Durability = "commit",
+        snapshot_every: int = RECORDS,
+        lease_s: float = LEASE_S,
+    ) -> None:
+        self.run = run
+        durable, self.late_s = durability == "commit", _LATE_S if durability == "none" else 0.0
+        self._journal_at, self._shards = 0.0, str(run.shards)
+        journal = patiently(run.journal, lambda: Journal(run.journal, incarnation, durable))
+        self.stuck = Patience(journal.path)
+        """True while the journal cannot be written: nobody is told of anything, or waits in vain."""
+        self._untold: list[Answer] = []
+        """What was answered and is not in the journal yet."""
+        self._later: list[Request] = []
+        """Requests that came since."""
+        folder = run.journal.with_name("snapshots")
+        self.snapshots = patiently(folder, lambda: Snapshots(folder, plan, durable, snapshot_every))
+        self.event_log = EventLog(run.events, incarnation)
+        super().__init__(plan, incarnation, QueueState(plan), journal, lease_s)
+        self._replay()
+        self._end_former_groups()
+        self._sweep()
+        self.listener = Listener(listen(host), run.token(), purpose_of(incarnation))
+        self.endpoint = self.listener.endpoint
+
+    # -- start -------------------------------------------------------------------------------------------------
+
+    def _replay(self) -> None:
+        """Apply the journal, or what of it is newer than a snapshot, and write events.jsonl anew as it goes."""
+        after = None
+        if snapshot := self._snapshot():
+            self.state, after = snapshot.state, snapshot.position
+        for number, record in enumerate(self.journal.replay(after)):
+            self.state.apply(record)
+            if number % 1000 == 0:
+                self.event_log.write(self.state.take_lines())
+        self.event_log.write(self.state.take_lines())
+        self._check_successor()
+        self.event_log.publish()
+        for name, size in self.journal.cut.items():
+            path = self.journal.folder / name
+            print(f"{path}: the last {size} bytes are no whole record and were cut off", flush=True)
+            self._record(op="note", what="torn_tail", name=name, reason="journal")
+
+    def _snapshot(self) -> Snapshot | None:
+        """The newest that can be used; its events are in the new events.jsonl."""
+        for path in self.snapshots.found():
+            try:
+                snapshot = self.snapshots.load(path)
+            except SnapshotError as error:
+                print(error, flush=True)
+                continue
+            if self.journal.covers(snapshot.position) and self.event_log.begin_with(snapshot.events):
+                return snapshot
+        return None
+
+    def _end_former_groups(self) -> None:
+        """After a resume with other groups nobody speaks for the old ones: what they hold comes back.
+
+        So it is with all of them if the journal may lack what they were told: they begin again with what it has.
+        """
+        for group, incarnation in self.state.incarnations.items():
+            gone = not self.plan.knows(group) or (self.late_s and group.partition("-")[0] != SUPERVISOR)
+            if gone and not self.state.over((group, incarnation)):
+                self._record(op="down", group=group, incarnation=incarnation)
+
+    def _sweep(self) -> None:
+        """Remove the files of shards that are garbage, or were never put by a group incarnation that is over.
+
+        A living one's are left alone: its put may have been sent to an earlier controller and be sent again.
+        """
+        needed, garbage = self.state.shelf.numbers, set(self._take_garbage())
+        for path in self.run.shards.iterdir():
+            made = SHARD_NAME.match(path.name)
+            orphan = made and path.name not in needed and self.state.over((made[1], int(made[2])))
+            if orphan or path.name in garbage:
+                _remove(str(path))
+        if self.run.media.exists():
+            with contextlib.suppress(OSError):
+                MediaStore(self.run.media).keep_only(self.state.media.counts)
+
+    # -- loop --------------------------------------------------------------------------------------------------
+
+    def serve(self, until: Callable[[], bool]) -> None:
+        """Answer requests until ``until()``; asked at least once a second. FencedError once there is a successor."""
+        look_at = 0.0
+        while not until():
+            self._untold += self._take(self.listener.receive(self._patience()))
+            self.refused_connections = self.listener.refused
+            wrote = self._commit()
+            # A change counts only if a successor replays it, so look before telling of it; other answers may be late.
+            if wrote or time.monotonic() >= look_at:
+                look_at = time.monotonic() + _LOOK_S
+                self._look()
+            self._tell()
+            if not self.stuck and (not self.late_s or wrote):
+                self._after_replies()
+
+    def _commit(self) -> bool:
+        """Have the journal hold what was done, before anybody is told of it unless it may be late; whether it did."""
+        if not self.stuck.due() or (self.late_s and time.monotonic() < self._journal_at):
+            return False
+        self._journal_at = time.monotonic() + self.late_s
+        try:
+            wrote = self.journal.commit()
+        except OSError as error:
+            self.stuck.failed(error)
+            return False
+        self.stuck.done()
+        return wrote
+
+    def _tell(self) -> None:
+        """Send the answers that there are: while the journal is stuck those alone that say whom to wait for."""
+        answers, self._untold = self._untold, []
+        for answer in answers:
+            if self.stuck and answer.op not in TELLING:
+                self._untold.append(answer)
+                continue
+            if self.stuck:
+                # It may follow from what is not in the journal.
+                answer.reply.get("result", {}).pop("free", None)
+            self.listener.send(answer.peer, pack(answer.reply))
+
+    def _patience(self) -> float:
+        if self.stuck:
+            until = self.stuck.again_at
+        else:
+            until = 0.0 if self._later or self.state.woken else self.parking.next_deadline()
+        return max(0.0, min(1.0, until - time.monotonic()))
+
+    def _look(self) -> None:
+        """See that this one is still the newest. While the disk does not say, nobody is told of anything either."""
+        try:
+            self._check_successor()
+            self.event_log.check()
+        except OSError as error:
+            self.stuck.failed(error)
+
+    def _check_successor(self) -> None:
+        if successor := self.journal.superseded():
+            raise FencedError(
+                f"hub incarnation {self.incarnation} is over: incarnation {successor} has taken its place"
+            )
+
+    def _after_replies(self) -> None:
+        self.event_log.write(self.state.take_lines())
+        self.event_log.flush()
+        for name in self._take_garbage():
+            # Building a path costs more than the rest of it.
+            _remove(f"{self._shards}/{name}")
+        for media_id in self.state.media.take_garbage():
+            _remove(str(self.run.media / media_id))
+        if self.snapshots.due(self.journal.records):
+            log = self.event_log
+            self.snapshots.take(self.state, self.journal.records, self.journal.position, log.extent, log.fileno())
+
+    def _take_garbage(self) -> list[str]:
+        garbage, self.state.shelf.garbage = self.state.shelf.garbage, []
+        return garbage
+
+    def close(self) -> None:
+        """Flush and release everything. What the journal's disk does not take by now nobody was told of."""
+        try:
+            self.journal.commit()
+            self._after_replies()
+        except OSError as error:
+            if not may_pass(error):
+                raise
+        self.snapshots.close()
+        self.event_log.close()
+        with contextlib.suppress(OSError):
+            self.journal.close()
+        self.stuck.done()
+        self.listener.close()
+
+    # -- messages ----------------------------------------------------------------------------------------------
+
+    def _take(self, payloads: list[tuple[int, Bytes]]) -> list[Answer]:
+        """Take what has come; the answers that there are now. What it does is committed together."""
+        answers: list[Answer] = []
+        for request in self._requests(payloads):
+            if self.stuck and request.op not in TELLING:
+                self._later.append(request)
+            elif not self._answer(request, answers):
+                self.parking.add(request)
+        self.presence.look(self.beats, self.state.over, time.monotonic(), full=bool(self.waits()))
+        if self.stuck:
+            return answers
+        # Who waited is told first: its work is late, while who put something goes on to write its file.
+        waited: list[Answer] = []
+        self.parking.wake(self.state.woken, lambda request: self._answer(request, waited))
+        answers = waited + answers
+        for request in self.parking.take_overdue():
+            if self._answer(request, answers):
+                continue
+            if self._put_off(request):
+                self.parking.add(request)
+            else:
+                reply = self._reply(request, error=self._overdue(request), kind="deadline")
+                answers.append(Answer(request.peer, request.op, reply))
+        return answers
+
+    def _requests(self, payloads: list[tuple[int, Bytes]]) -> list[Request]:
+        """Those that have come, and before them those that were to come later, if they can be answered now."""
+        found: list[Request] = []
+        if not self.stuck:
+            found, self._later = self._later, []
+        for peer, payload in payloads:
+            try:
+                request = parse(peer, unpack(payload))
+            except ValueError:
+                self.listener.refuse(peer)
+                continue
+            request.stood_s = self.presence.stood_s
+            found.append(request)
+        return found
+
+    def _put_off(self, request: Request) -> bool:
+        """Whether a request has more time, as clocks have stood since it came."""
+        stood_s = min(self.presence.stood_s - request.stood_s, request.may_stand_s)
+        request.deadline, request.stood_s = request.deadline + stood_s, self.presence.stood_s
+        request.may_stand_s -= stood_s
+        return stood_s > 0
+
+    def _answer(self, request: Request, answers: list[Answer]) -> bool:
+        """Whether there is an answer, which is in ``answers`` then."""
+        try:
+            reply = self._reply(request, result=self.handle(request))
+        except Refused as refusal:
+            reply = self._reply(request, error=str(refusal), kind=refusal.kind)
+        except Parked as parked:
+            request.put_down()
+            request.topic, request.why, request.common = parked.topic, parked.why, parked.common
+            request.cause = parked.cause
+            return False
+        answers.append(Answer(request.peer, request.op, reply))
+        return True
+
+    def _overdue(self, request: Request) -> str:
+        """What was waited for, how long, how far the run is, and where to look."""
+        what = " ".join([request.op, *(str(request.args[name]) for name in ("task", "reader") if name in request.args)])
+        at = ", ".join(f"{count} {name}" for name, count in self.state.depth().items())
+        why = f" ({request.why})" if request.why else ""
+        return (
+            f"{what}: nothing came for {time.monotonic() - request.since:.1f} s{why}; trained steps: "
+            f"{self.state.trained_steps}, prompt groups: {at}; open the logs of the group that is behind in "
+            f"{self.run.root / 'logs'}"
+        )
+
+    def _reply(self, request: Request, **content: Any) -> Reply:
+        return {"id": request.id, "hub_incarnation": self.incarnation, **content}
+
+
+def _remove(path: str) -> None:
+    """A file that nobody needs. What cannot be removed now the next controller finds (`_sweep`)."""
+    try:
+        os.unlink(path)  # noqa: PTH108
+    except OSError as error:
+        if not isinstance(error, FileNotFoundError) and not may_pass(error):
+            raise

@@ -1,0 +1,94 @@
+"""The shards that somebody needs: prompt groups whose fields lie in them, and leases that may still read them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from relax_hpc.transfer_queue.records import Owner, Shard
+
+
+@dataclass(slots=True)
+class Shelf:
+    """Shards by number. One that nobody needs any more is garbage, and its number is never used again."""
+
+    shards: dict[int, Shard] = field(default_factory=dict)
+    numbers: dict[str, int] = field(default_factory=dict)
+    """By the shard's name."""
+    unsaved: dict[Owner, set[int]] = field(default_factory=dict)
+    """By who put them."""
+    next_number: int = 1
+    untrained_bytes: int = 0
+    """Of shards with rows that wait for training."""
+    garbage: list[str] = field(default_factory=list, compare=False)
+    """Names of files to be removed; whoever removes them empties the list."""
+
+    def add(self, shard: Shard) -> int:
+        """Keep ``shard``, whose counts are right already; its number."""
+        number, self.next_number = self.next_number, self.next_number + 1
+        self.put_back(number, shard)
+        return number
+
+    def put_back(self, number: int, shard: Shard) -> None:
+        """Keep ``shard`` under a number that it was given before."""
+        self.shards[number] = shard
+        self.numbers[shard.descriptor["name"]] = number
+        if shard.unsaved:
+            self.unsaved.setdefault(shard.owner, set()).add(number)
+        if shard.untrained:
+            self.untrained_bytes += shard.bytes
+
+    def count_untrained(self, number: int, change: int) -> None:
+        """So many more prompt groups of it, or fewer, wait for training."""
+        shard = self.shards[number]
+        before, shard.untrained = shard.untrained, shard.untrained + change
+        self.untrained_bytes += shard.bytes * (bool(shard.untrained) - bool(before))
+
+    def drop(self, number: int, count: int, untrained: int) -> None:
+        """``count`` prompt groups need it no more, of which ``untrained`` waited for training."""
+        if untrained:
+            self.count_untrained(number, -untrained)
+        self.shards[number].needed -= count
+        self._collect(number)
+
+    def hold(self, numbers: Iterable[int]) -> None:
+        """A lease needs them."""
+        for number in numbers:
+            self.shards[number].leases += 1
+
+    def let_go(self, numbers: Iterable[int]) -> None:
+        """The lease has ended."""
+        for number in numbers:
+            self.shards[number].leases -= 1
+            self._collect(number)
+
+    def saved(self, number: int) -> tuple[int, ...]:
+        """It is on disk, or lost; the tickets that waited to be accepted."""
+        shard = self.shards[number]
+        tickets, shard.unsaved = shard.unsaved, ()
+        self._forget_unsaved(number, shard)
+        return tickets
+
+    def unsaved_of(self, group: str, below: int) -> list[int]:
+        """Shards not on disk that incarnations of ``group`` before incarnation ``below`` put."""
+        over = [numbers for (who, incarnation), numbers in self.unsaved.items() if who == group and incarnation < below]
+        return sorted(number for numbers in over for number in numbers)
+
+    def waits_for_disk(self, tickets: Collection[int]) -> bool:
+        """Whether a row of ``tickets`` is not on disk."""
+        shards = [self.shards[number] for numbers in self.unsaved.values() for number in numbers]
+        wanted = frozenset(tickets) if shards else frozenset()
+        return any(not wanted.isdisjoint(shard.unsaved) for shard in shards)
+
+    def _forget_unsaved(self, number: int, shard: Shard) -> None:
+        if numbers := self.unsaved.get(shard.owner):
+            numbers.discard(number)
+            if not numbers:
+                del self.unsaved[shard.owner]
+
+    def _collect(self, number: int) -> None:
+        shard = self.shards[number]
+        if not shard.needed and not shard.leases:
+            del self.shards[number], self.numbers[shard.descriptor["name"]]
+            self._forget_unsaved(number, shard)
+            self.garbage.append(shard.descriptor["name"])

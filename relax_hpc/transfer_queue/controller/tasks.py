@@ -1,0 +1,80 @@
+"""What each task may take, holds and has consumed, so that a claim costs by its size and not by the queue's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from relax_hpc.transfer_queue.controller.tickets import TicketMap
+
+WAITING, READY, HELD, DONE = range(4)
+"""Of a ticket, for one task: not all that it needs is there, it may be taken, a lease has it, it was consumed."""
+
+
+@dataclass(slots=True)
+class TaskQueue:
+    """One task's view of all tickets. `needs` and `gives` are `FieldBits`."""
+
+    needs: int
+    gives: int
+    in_order: bool
+    statuses: TicketMap = field(default_factory=TicketMap)
+    position: int = 0
+    """No lower ticket is left to take."""
+    returned: list[tuple[int, ...]] = field(default_factory=list)
+    """Windows in order that were given back, ascending: they are offered again as they were."""
+    low: int = field(default=0, compare=False)
+    """No lower ticket is ready."""
+
+    def lowest_ready(self) -> int:
+        """The lowest ticket that may be taken; one beyond all tickets if there is none."""
+        found = self.statuses.find(READY, max(self.low, self.position))
+        return found if found >= 0 else self.statuses.end
+
+    def lowest_waiting(self) -> int:
+        """The lowest ticket that is left to take and lacks something that they need."""
+        return self.statuses.lowest_unset(self.position)
+
+    def offer(self, tickets: Sequence[int]) -> None:
+        """All that they need is there now; those that are taken stay so."""
+        self.statuses.change(tickets, WAITING, READY)
+        self.low = min(self.low, *tickets)
+
+    def take(self, tickets: tuple[int, ...]) -> None:
+        """They are a lease's."""
+        self.statuses.change(tickets, READY, HELD)
+        if self.returned:
+            left = [tuple(t for t in window if self.statuses[t] < HELD) for window in self.returned]
+            self.returned = [window for window in left if window]
+        self._raise_low()
+        self._advance()
+
+    def consume(self, tickets: Sequence[int]) -> None:
+        self.statuses.change(tickets, HELD, DONE)
+
+    def reopen(self, ticket: int, ready: bool) -> None:
+        """``ticket`` is not taken, or no more; whether it may be."""
+        self.statuses[ticket] = READY if ready else WAITING
+        self.position = min(self.position, ticket)
+        self.low = min(self.low, ticket)
+        self._raise_low()
+
+    def rewind(self, first: int) -> None:
+        """Windows are cut anew from ticket ``first`` on."""
+        self.position, self.returned = first, []
+        self._advance()
+
+    def forget(self, below: int) -> None:
+        """Tickets lower than ``below`` are gone."""
+        self.statuses.forget(below)
+        self.position = max(self.position, below)
+        self._advance()
+
+    def _raise_low(self) -> None:
+        if self.statuses[self.low] != READY:
+            found = self.statuses.find(READY, self.low)
+            self.low = found if found >= 0 else max(self.low, self.statuses.end)
+
+    def _advance(self) -> None:
+        while self.statuses[self.position] >= HELD:
+            self.position += 1

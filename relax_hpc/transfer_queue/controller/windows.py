@@ -1,0 +1,82 @@
+"""Cutting the prompt groups of a task into windows, which become micro-batches. Functions of the state alone."""
+
+from __future__ import annotations
+
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+from relax_hpc.transfer_queue.controller.tasks import HELD, READY
+from relax_hpc.transfer_queue.lengths import unpacked
+from relax_hpc.transfer_queue.records import PromptGroup
+
+if TYPE_CHECKING:
+    from relax_hpc.transfer_queue.controller.state import QueueState
+
+
+class _Room:
+    """What a window may still take: all its tokens, each row as long as the longest or as they are, fit ``budget``."""
+
+    def __init__(self, state: QueueState, budget: int, padded: bool) -> None:
+        self.samples, self.budget, self.padded = state.plan.samples_per_prompt, budget, padded
+        self.groups = self.longest = self.tokens = 0
+
+    def takes(self, group: PromptGroup) -> bool:
+        """Whether ``group``, which is counted in, fits; the first one always does."""
+        self.groups += 1
+        if self.padded:
+            self.longest = max(self.longest, group.width)
+            self.tokens = self.groups * self.samples * self.longest
+        else:
+            self.tokens += sum(unpacked(group.lengths, self.samples))
+        return self.groups == 1 or self.tokens <= self.budget
+
+
+def in_order(state: QueueState, task: str, budget: int, boundary: int, padded: bool) -> tuple[int, ...]:
+    """The next window in ticket order, known to be complete; empty while it is not, or not all of it is ready.
+
+    What it holds depends on the groups' lengths alone, never on when they arrived.
+    """
+    queue, start, room = state.tasks[task], state.tasks[task].position, _Room(state, budget, padded)
+    held = {ticket for window in queue.returned for ticket in window}
+    window: list[int] = []
+    for ticket in range(start, (start // boundary + 1) * boundary):
+        status = queue.statuses[ticket]
+        if status >= HELD or ticket in held:
+            continue
+        group = state.groups.get(ticket)
+        if group is None or not group.present & state.generated:
+            return ()
+        if not room.takes(group):
+            break
+        if status != READY:
+            return ()
+        window.append(ticket)
+    return tuple(window)
+
+
+def as_ready(state: QueueState, task: str, budget: int, boundary: int, padded: bool) -> tuple[int, ...]:
+    """What is ready now, lowest tickets first, as much as fits."""
+    queue, room = state.tasks[task], _Room(state, budget, padded)
+    window: list[int] = []
+    first = queue.lowest_ready()
+    for ticket in queue.statuses.each(READY, first, (first // boundary + 1) * boundary):
+        if not room.takes(state.groups[ticket]):
+            break
+        window.append(ticket)
+    return tuple(window)
+
+
+def awaited(state: QueueState, task: str) -> str:
+    """The role whose output the lowest ticket lacks that ``task`` cannot take yet: rollout before all others."""
+    queue = state.tasks[task]
+    group = state.groups.get(queue.lowest_waiting())
+    if group is None or not group.present & state.generated:
+        return "rollout"
+    lacks = queue.needs & ~group.present
+    return next((name for name, other in state.tasks.items() if other.gives & lacks), "rollout")
+
+
+def fitting(state: QueueState, window: tuple[int, ...], budget: int, padded: bool) -> tuple[int, ...]:
+    """As much of ``window`` as fits: a row that was lost and made again may be longer."""
+    room = _Room(state, budget, padded)
+    return tuple(takewhile(lambda ticket: room.takes(state.groups[ticket]), window))

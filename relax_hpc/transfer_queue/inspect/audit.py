@@ -1,0 +1,314 @@
+"""The audit of a run by sample id, from its journal: each accepted sample is consumed once by every task, or dropped.
+
+A sample has a life for every time that it was accepted; a life ends when the sample is trained or dropped. What weights
+did that were rolled back later does not count.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from relax_hpc.config import load_resolved
+from relax_hpc.rundir import RunDir
+from relax_hpc.transfer_queue.controller.eventlog import event_lines
+from relax_hpc.transfer_queue.controller.journal import Journal, JournalError
+from relax_hpc.transfer_queue.controller.state import QueueState
+from relax_hpc.transfer_queue.plan import Plan
+from relax_hpc.transfer_queue.records import Event
+from relax_hpc.transfer_queue.row_schema import sample_id
+from relax_hpc.versions import Version
+
+_AFTER_ALL_INCARNATIONS = 999_999
+_DROPPED = "dropped"
+_Mark = tuple[str, str]
+"""A task and the version that it used ("": it uses none), or _DROPPED and the reason."""
+_Lives = list[list[_Mark]]
+
+
+@dataclass(slots=True)
+class Audit:
+    """What became of the samples of a run. `problems` is empty when all is well."""
+
+    problems: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    """Ids of samples that the surviving steps should have trained, and did not."""
+    duplicated: list[str] = field(default_factory=list)
+    """Ids of samples that the surviving steps trained more than once."""
+    accepted: int = 0
+    """Lives: a sample that was dropped is accepted again. Each was trained, dropped or is in flight."""
+    trained: int = 0
+    in_flight: int = 0
+    waiting: Counter[str] = field(default_factory=Counter)
+    """Of those in flight, how many each task has yet to consume."""
+    consumed: Counter[str] = field(default_factory=Counter)
+    """Of those in flight or trained, how many each task has consumed."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Samples by the reason of their drop."""
+    refused: Counter[str] = field(default_factory=Counter)
+    """Those among `dropped` that were never accepted."""
+    failed: Counter[str] = field(default_factory=Counter)
+    """Prompt groups that never came to be, by reason."""
+    noted: Counter[str] = field(default_factory=Counter)
+    """Other events with a reason: `engine_fault/timeout`, `bad_prompt/over_long`."""
+    kept: dict[str, int] = field(default_factory=dict)
+    """Tokens of responses that were kept before their prompt groups were accepted, and what became of them: see
+    `Kept.counts`, zeros left out. A partial or surplus group is no accepted sample."""
+    torn: dict[str, int] = field(default_factory=dict)
+    """Bytes at the end of journal files that do not count: see `JournalCopy`."""
+
+
+def audit(run: RunDir, steps: int | None = None) -> Audit:
+    """Follow every sample of a run that has ended.
+
+    ``steps``: of a run that was ended early, how many it has trained; None: all that were planned. JournalError if the
+    journal is damaged; events.jsonl must be its projection to the last line.
+    """
+    ledger = Ledger(run)
+    result = ledger.judge(ledger.plan.steps if steps is None else steps)
+    result.problems += ledger.events.problems(ended_well=True)
+    return result
+
+
+def next_of(trained: str) -> Version:
+    """The version that a step made: it survives exactly when the step does."""
+    version = Version.parse(trained)
+    return Version(version.incarnation, version.number + 1)
+
+
+def read_events(run: RunDir) -> list[dict[str, Any]]:
+    """Lines of events.jsonl; every one must be whole."""
+    return [json.loads(line) for line in event_lines(run.events)]
+
+
+def journal_records(run: RunDir) -> Iterator[dict[str, Any]]:
+    """Everything the controllers of ``run`` journaled, in order. The run's own files stay as they are."""
+    return JournalCopy(run).records()
+
+
+class JournalCopy:
+    """A journal as it is now, also of a live run: the newest file is copied first, because it seals the others."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.folder = run.journal
+        self.torn: dict[str, int] = {}
+        """File -> bytes behind its last record that counts: cut off by a crash, or written after a successor began."""
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """All records in order; JournalError, which names the file and the offset, if a middle is damaged."""
+        if not self.folder.is_dir():
+            return
+        with tempfile.TemporaryDirectory() as name:
+            copy = Path(name)
+            for path in sorted(filter(Path.is_file, self.folder.iterdir()), reverse=True):
+                shutil.copyfile(path, copy / path.name)
+            journal = _Unsealed(copy, _AFTER_ALL_INCARNATIONS, durable=False)
+            try:
+                yield from journal.replay()
+            except JournalError as error:
+                raise JournalError(str(error).replace(name, str(self.folder))) from None
+            finally:
+                journal.close()
+            sizes = {
+                incarnation: (copy / f"inc-{int(incarnation):06d}.journal").stat().st_size
+                for incarnation in journal.lengths
+            }
+            self.torn = {f"inc-{int(e):06d}.journal": sizes[e] - end for e, end in journal.lengths.items()}
+
+    def replay(self, state: QueueState) -> Iterator[Iterator[Event]]:
+        """Apply all records to ``state``; the events of each. JournalError also if one cannot follow the others."""
+        for number, record in enumerate(self.records(), start=1):
+            try:
+                state.apply(record)
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                text = f"{self.folder}: record {number} ({record.get('op')}) cannot follow those before it: {error!r}"
+                raise JournalError(text) from error
+            yield state.take_events()
+
+
+class _Unsealed(Journal):
+    """Keeps to itself the seal that it would write: how many bytes of each file count."""
+
+    def append(self, record: dict[str, Any]) -> None:
+        self.lengths: dict[str, int] = record["lengths"]
+
+
+class Ledger:
+    """The lives of all samples, as the journal of ``run`` tells them. JournalError if it is damaged."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.plan = Plan.of(load_resolved(run.root))
+        self.state = QueueState(self.plan)
+        self.events = Projection(run.events)
+        self.records = 0
+        self._result = Audit()
+        self._lives: dict[str, _Lives] = defaultdict(list)
+        self._marks: dict[_Mark, _Mark] = {}
+        self._tasks = {task.gives[0]: name for name, task in self.plan.tasks.items() if task.gives}
+        """Event of a middle task -> the task."""
+        self._since: dict[str, int] = {}
+        """Middle task -> lowest ticket that it consumed: one that joined at a resume owes nothing of those before."""
+        copy = JournalCopy(run)
+        for events in copy.replay(self.state):
+            self.records += 1
+            for event in events:
+                self.events.compare(event)
+                self._take(event)
+        self._result.torn = {name: size for name, size in copy.torn.items() if size}
+
+    def _take(self, event: Event) -> None:
+        result, lives = self._result, self._lives
+        if event.what == "accepted":
+            lives[event.id].append([])
+        elif event.what == "trained":
+            self._mark(event.id, "actor", event.version)
+        elif event.what == "dropped":
+            self._drop(event.id, event.reason)
+        elif event.what in self._tasks:
+            self._consume(int(event.id), self._tasks[event.what])
+        elif event.what == "failed":
+            result.failed[event.reason] += 1
+        elif event.reason:
+            result.noted[f"{event.what}/{event.reason}"] += 1
+
+    def _mark(self, name: str, what: str, about: str) -> None:
+        lives, mark = self._lives[name], (what, about)
+        if lives and not _ended(lives[-1]):
+            # Millions of samples share few marks.
+            lives[-1].append(self._marks.setdefault(mark, mark))
+        else:
+            self._result.problems.append(f"{name}: {what}, although it was not accepted, or dropped since")
+
+    def _drop(self, name: str, reason: str) -> None:
+        self._result.dropped[reason] += 1
+        if not reason:
+            self._result.problems.append(f"{name}: dropped without a reason")
+        if self._lives[name] and not _ended(self._lives[name][-1]):
+            self._mark(name, _DROPPED, reason)
+        else:
+            self._result.refused[reason] += 1
+
+    def _consume(self, ticket: int, task: str) -> None:
+        uses = self.state.groups[ticket].old_version if "old_logprob_version" in self.plan.tasks[task].gives else 0
+        self._since[task] = min(ticket, self._since.get(task, ticket))
+        for k in range(self.plan.samples_per_prompt):
+            self._mark(sample_id(ticket, k), task, str(Version.decode(uses)) if uses else "")
+
+    def judge(self, steps: int) -> Audit:
+        """What became of every sample, ``steps`` being trained."""
+        result, state = self._result, self.state
+        result.kept = {fate: tokens for fate, tokens in state.kept.counts().items() if tokens}
+        if 2 * state.kept.total != sum(result.kept.values()):
+            result.problems.append(f"tokens kept: {state.kept.total}, found: {result.kept}")
+        for name in _names(self.plan, 0, steps):
+            self._judge(name, self._lives.pop(name, []), True)
+        later = set(_names(self.plan, steps, self.plan.steps))
+        for name, lives in self._lives.items():
+            self._judge(name, lives, False)
+            if lives and name not in later:
+                result.problems.append(f"{name}: accepted beyond the last step")
+        for reason in state.dropped.keys() | result.dropped.keys():
+            counted = result.dropped[reason] + result.failed[reason] * self.plan.samples_per_prompt
+            if state.dropped[reason] != counted:
+                result.problems.append(f"dropped, {reason}: counted {state.dropped[reason]}, found {counted} samples")
+        return result
+
+    def _judge(self, name: str, lives: _Lives, due: bool) -> None:
+        """Note what is wrong with one sample; ``due``: it should have been trained by now."""
+        kept = [[what for what, about in life if self._survives(what, about)] for life in lives]
+        trained = sum(life.count("actor") for life in kept)
+        if trained > 1 or (due and not trained):
+            (self._result.duplicated if trained else self._result.lost).append(name)
+            self._complain(name, f"trained {trained} times in the surviving lineage", lives)
+        elif not all(_ended(life) for life in lives[:-1]):
+            self._complain(name, "accepted again without having been dropped", lives)
+        elif any("actor" in life and _DROPPED in life for life in kept):
+            self._complain(name, "dropped, although it was trained", lives)
+        for life in kept:
+            self._count(life)
+            for task in self._unlawful(int(name.partition(".")[0]), life):
+                self._complain(name, f"consumed {life.count(task)} times by {task}", lives)
+
+    def _count(self, life: list[str]) -> None:
+        result = self._result
+        result.accepted += 1
+        if _DROPPED in life:
+            return
+        result.consumed.update(set(life))
+        if "actor" in life:
+            result.trained += 1
+        else:
+            result.in_flight += 1
+            result.waiting.update(task for task in self._needed() if task not in life)
+
+    def _unlawful(self, ticket: int, life: list[str]) -> list[str]:
+        """Middle tasks that consumed the sample more than once, or not at all although it was trained."""
+        owing = {task for task, since in self._since.items() if since <= ticket} & self._needed()
+        missing = owing - set(life) if "actor" in life else set()
+        return sorted(missing | {task for task in self._since if life.count(task) > 1})
+
+    def _needed(self) -> set[str]:
+        """Tasks that a sample goes through."""
+        needs, tasks = set(self.plan.tasks["actor"].needs), self.plan.tasks
+        return {name for name, task in tasks.items() if needs.issuperset(task.gives)}
+
+    def _survives(self, what: str, about: str) -> bool:
+        if what == _DROPPED or not about:
+            return True
+        return self.state.in_lineage(next_of(about) if what == "actor" else Version.parse(about))
+
+    def _complain(self, name: str, what: str, lives: _Lives) -> None:
+        told = "; ".join(", ".join(" ".join(mark).strip() for mark in life) or "accepted" for life in lives)
+        self._result.problems.append(f"{name}: {what} ({told or 'never accepted'})")
+
+
+class Projection:
+    """events.jsonl, compared with the events of the journal as these come."""
+
+    def __init__(self, path: Path) -> None:
+        self._lines = event_lines(path)
+        self._journaled = self._read = self._same = 0
+        self._torn = False
+
+    def compare(self, event: Event) -> None:
+        """The next event of the journal."""
+        if self._same == self._journaled and (line := next(self._lines, None)) is not None:
+            told = _told(line)
+            self._read += 1
+            self._same += told == (event.id, event.what, event.version, event.reason)
+            self._torn = not told
+        self._journaled += 1
+
+    def problems(self, ended_well: bool) -> list[str]:
+        """How the file differs. A controller that was killed may have left out the last lines, or torn one."""
+        total = self._read + sum(1 for _ in self._lines)
+        behind = total == self._same + self._torn and total <= self._journaled
+        if self._same == self._journaled == total or (behind and not ended_well):
+            return []
+        text = f"events.jsonl has {total} lines, the journal says {self._journaled}"
+        return [f"{text}; line {self._same + 1} is the first that differs"]
+
+
+def _told(line: bytes) -> tuple[str, ...]:
+    """What one line of events.jsonl says; nothing if it is torn."""
+    try:
+        event = json.loads(line)
+        return (event["id"], event["what"], event["version"], event["reason"])
+    except (ValueError, LookupError, TypeError):
+        return ()
+
+
+def _ended(life: list[_Mark]) -> bool:
+    return bool(life) and life[-1][0] == _DROPPED
+
+
+def _names(plan: Plan, first: int, end: int) -> Iterator[str]:
+    """Ids of the samples of steps ``first`` to ``end``, which is left out."""
+    for ticket in range(first * plan.prompts_per_step, end * plan.prompts_per_step):
+        yield from (sample_id(ticket, k) for k in range(plan.samples_per_prompt))

@@ -1,0 +1,12 @@
+"""Planes: ways for the bytes of a shard from one process to another, all behind the interface `Plane`.
+
+`ShmPlane` within a node and `TcpPlane` between nodes are here. `rdma.RdmaPlane` needs an optional package and is not
+imported; `choice.make_planes` makes those that a configuration asks for.
+"""
+
+from relax_hpc.transport.plane import Descriptor, Plane, PlaneError
+from relax_hpc.transport.shm import ShmPlane
+from relax_hpc.transport.slab import Slab, SlabPool
+from relax_hpc.transport.tcp import TcpPlane
+
+__all__ = ["Descriptor", "Plane", "PlaneError", "ShmPlane", "Slab", "SlabPool", "TcpPlane"]

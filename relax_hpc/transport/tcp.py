@@ -1,0 +1,197 @@
+"""The plane that is there wherever nodes have a network: plain sockets, one copy in the maker's kernel, one here."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import struct
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from relax_hpc.transport.links import (
+    Deadline,
+    Listener,
+    prove,
+    receive,
+    receive_into,
+    wait_for_request,
+)
+from relax_hpc.transport.peers import Link, Peers
+from relax_hpc.transport.plane import Descriptor, Plane, PlaneError
+
+MAX_NAME_BYTES = 1024
+MAX_TIMEOUT_S = 3600.0
+_REQUEST_S = 5.0
+_REQUEST = struct.Struct("<dH")
+"""Seconds that the reader waits, bytes of the name that follows."""
+_ANSWER = struct.Struct("<?QQ")
+"""Whether the record is offered, its bytes, their XXH3 (64 bits); the bytes follow."""
+_OPTIONS = {socket.TCP_NODELAY: 1, socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
+"""An idle connection to a node that has lost its power ends after 30 s and three times 10 s."""
+_ANYWHERE = ("", "0.0.0.0", "::")
+
+
+@dataclass(slots=True)
+class _Place:
+    """A descriptor: the record `name` of `size` bytes, of the plane `maker` that listens at `host` and `port`."""
+
+    host: str
+    port: int
+    maker: str
+    name: str
+    size: int
+
+    def __str__(self) -> str:
+        return f"record {self.name} from {self.host}:{self.port}"
+
+    @classmethod
+    def of(cls, descriptor: Descriptor) -> _Place:
+        try:
+            place = cls(**descriptor)
+        except TypeError as error:
+            raise PlaneError(f"tcp: no descriptor of this plane: {error}") from error
+        words, numbers = (place.host, place.maker, place.name), (place.port, place.size)
+        if not all(isinstance(word, str) for word in words) or not all(isinstance(n, int) for n in numbers):
+            raise PlaneError(f"tcp: no descriptor of this plane: {descriptor}")
+        return place
+
+
+@dataclass(slots=True, eq=False)
+class _Record:
+    memory: memoryview
+    checksum: int | None = None
+    """Made when it is first asked for: most records are read by a better plane."""
+
+
+def _checked_name(name: str) -> bytes:
+    encoded = name.encode()
+    if len(encoded) > MAX_NAME_BYTES:
+        raise PlaneError(f"tcp: a name of {len(encoded)} bytes, allowed {MAX_NAME_BYTES}")
+    return encoded
+
+
+def _tune(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _OPTIONS.items():
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _connect(address: tuple[str, int, str], token: bytes, deadline: Deadline) -> socket.socket:
+    host, port, maker = address
+    connection = socket.create_connection((host, port), deadline.left())
+    try:
+        _tune(connection)
+        prove(connection, token, maker.encode(), deadline)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _fetch(connection: socket.socket, place: _Place, deadline: Deadline) -> memoryview | None:
+    """Ask for a record and receive it into memory that nothing else uses; None if its maker does not offer it.
+
+    An OSError if it does not come whole.
+    """
+    name = _checked_name(place.name)
+    connection.settimeout(deadline.left())
+    connection.sendall(_REQUEST.pack(min(deadline.left(), MAX_TIMEOUT_S), len(name)) + name)
+    offered, size, checksum = _ANSWER.unpack(receive(connection, _ANSWER.size, deadline))
+    if not offered:
+        return None
+    if size != place.size:
+        raise PlaneError(f"its maker has {size} bytes of it, the descriptor says {place.size}")
+    record, found = memoryview(np.empty(size, np.uint8)), xxhash.xxh3_64()
+    receive_into(connection, record, deadline, found.update)
+    if found.intdigest() != checksum:
+        raise PlaneError("the checksum does not match: damaged, or retired while it was sent")
+    return record.toreadonly()
+
+
+class TcpPlane(Plane):
+    """Records over plain sockets; one connection to each maker is kept, and one thread of a maker serves one reader."""
+
+    name = "tcp"
+
+    def __init__(self, token: bytes, host: str) -> None:
+        """``host``: the address of this node at which others reach it. ValueError if it stands for all addresses."""
+        if host in _ANYWHERE:
+            raise ValueError(f"tcp: found host {host!r}, allowed one address of this node, such as 127.0.0.1")
+        self._host, self._maker = host, secrets.token_hex(8)
+        self._lock = threading.Lock()
+        self._records: dict[bytes, _Record] = {}
+        self._peers: Peers[tuple[str, int, str], Link] = Peers(
+            lambda address: Link(lambda deadline: _connect(address, token, deadline))
+        )
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = socket.create_server((host, 0), family=family)
+        self._port = listening.getsockname()[1]
+        self._listener = Listener(listening, token, self._maker.encode(), self._serve, "plane-tcp")
+
+    def publish(self, name: str, record: memoryview) -> Descriptor:
+        """See `Plane`. Nothing is copied. PlaneError if ``name`` is taken or too long."""
+        memory = memoryview(record).cast("B")
+        with self._lock:
+            if self._records.setdefault(_checked_name(name), made := _Record(memory)) is not made:
+                raise PlaneError(f"tcp: record {name} is published already; retire it first")
+        where = {"host": self._host, "port": self._port, "maker": self._maker}
+        return where | {"name": name, "size": len(memory)}
+
+    def read(self, descriptor: Descriptor, timeout_s: float) -> memoryview:
+        """See `Plane`: a copy, whose checksum was compared."""
+        place = _Place.of(descriptor)
+        deadline = Deadline(timeout_s)
+        try:
+            with self._peers.link((place.host, place.port, place.maker)).use(deadline) as connection:
+                record = _fetch(connection, place, deadline)
+        except (OSError, ValueError, OverflowError, MemoryError) as error:
+            raise PlaneError(f"tcp: {place} (in {timeout_s:g} s): {error}") from error
+        if record is None:
+            raise PlaneError(f"tcp: {place}: its maker has retired it")
+        return record
+
+    def retire(self, name: str) -> None:
+        """See `Plane`. Whoever is just receiving it finds that the checksum does not match if it then changes."""
+        with self._lock:
+            self._records.pop(name.encode(), None)
+
+    def close(self) -> None:
+        """See `Plane`."""
+        self._listener.close()
+        self._peers.close()
+        self._records.clear()
+
+    def _serve(self, connection: socket.socket) -> None:
+        _tune(connection)
+        while wait_for_request(connection):
+            patience, size = _REQUEST.unpack(receive(connection, _REQUEST.size, Deadline(_REQUEST_S)))
+            if size > MAX_NAME_BYTES or not 0 < patience <= MAX_TIMEOUT_S:
+                return
+            self._send(connection, receive(connection, size, Deadline(_REQUEST_S)), patience)
+
+    def _send(self, connection: socket.socket, name: bytes, patience: float) -> None:
+        """Answer with the record ``name``, within ``patience`` seconds: then nobody waits for it any more."""
+        connection.settimeout(patience)
+        record = self._offered(name)
+        if record is None:
+            connection.sendall(_ANSWER.pack(False, 0, 0))
+            return
+        # Head and bytes share a packet; with nothing to follow it would be held back.
+        more = socket.MSG_MORE if record.memory else 0
+        connection.sendall(_ANSWER.pack(True, len(record.memory), record.checksum), more)
+        connection.sendall(record.memory)
+
+    def _offered(self, name: bytes) -> _Record | None:
+        """The record with its checksum, which is of bytes that were offered until it was made."""
+        record = self._records.get(name)
+        if record is None or record.checksum is not None:
+            return record
+        checksum = xxhash.xxh3_64_intdigest(record.memory)
+        with self._lock:
+            if self._records.get(name) is not record:
+                return None
+            record.checksum = checksum
+        return record

@@ -1,0 +1,76 @@
+"""Imports run downward: each package knows those below its own line alone, functions that import late included."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "relax_hpc"
+LINES = (
+    ("cli",),
+    ("lifecycle",),
+    ("observe", "doctor", "sandbox", "convert"),
+    ("checks",),
+    ("slurm",),
+    ("supervise",),
+    ("roles",),
+    ("rollout", "checkpoint"),
+    ("training", "engines"),
+    ("weights", "models"),
+    ("transfer_queue",),
+    ("transport", "metrics"),
+    ("rendezvous",),
+    ("data", "rewards"),
+    ("config",),
+    ("algorithms",),
+)
+"""The packages from top to bottom. Those of one line do not know each other; single modules are below all."""
+ABOVE_ALL = ("__main__",)
+KNOWN = {("algorithms", "config")}
+"""What is still wrong."""
+
+
+def level(name: str) -> int:
+    """Line of a package; modules of the top level lie below the last."""
+    return next((number for number, line in enumerate(LINES) if name in line), len(LINES))
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and the first name below ``relax_hpc`` of everything that a file imports, for types alone left out."""
+    tree = ast.parse(path.read_bytes())
+    for_types = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if node in for_types or not isinstance(node, (ast.Import, ast.ImportFrom)):
+            continue
+        module = getattr(node, "module", None)
+        for alias in node.names:
+            _, _, inner = (f"{module}.{alias.name}" if module else alias.name).partition("relax_hpc.")
+            if inner:
+                yield node.lineno, inner.split(".")[0]
+
+
+def test_every_package_has_its_line() -> None:
+    packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert packages == {name for line in LINES for name in line}
+
+
+@pytest.mark.parametrize("package", ["", *(name for line in LINES for name in line)])
+def test_imports_run_downward(package: str) -> None:
+    files = (PACKAGE / package).rglob("*.py") if package else PACKAGE.glob("*.py")
+    upward = [
+        f"{path.relative_to(PACKAGE.parent)}:{line} imports {name}"
+        for path in files
+        if path.stem not in ABOVE_ALL
+        for line, name in imports(path)
+        if level(name) < len(LINES) and level(name) <= level(package) and name != package
+        if (package, name) not in KNOWN
+    ]
+    assert not upward
