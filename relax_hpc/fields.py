@@ -1,55 +1,101 @@
-"""What a row carries between the roles: each field declared once, with who makes it.
+"""What a row carries between the roles: each field is declared once, here, with who makes it.
 
-The queue's plan, its shards, the table of roles and exports derive from it.
+The queue's plan, its records, files and exports, the batches of the trainer and of the loss, and docs/fields.md derive
+from this table. A new field is one line in it, and whoever makes its values.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
 class FieldSpec:
-    """One field: `kind` is "token" (1-d array, one entry a token), "scalar", "text" or "json" (msgpack-able value)."""
+    """One field of a row.
 
-    kind: Literal["token", "scalar", "text", "json"]
+    >>> str(FieldSpec("routes", "token", "uint8", "experts that were chosen", tail=(None, 8)))
+    'uint8 [tokens, *, 8]'
+    """
+
+    name: str
+    kind: Literal["token", "row", "blob"]
+    """"token": an array with an entry a token, "row": one number or text, "blob": any value that msgpack can carry."""
     dtype: str
+    """numpy's name for numbers, "str" for text, Python's name of a blob."""
     meaning: str
     unit: str = ""
     """Empty: a pure number, or none."""
     by: str = ""
-    """The role that puts it into every row; empty: none does."""
+    """The role that puts it into every row; empty: the queue itself."""
+    tail: tuple[int | None, ...] = ()
+    """Of a token field, the shape of one token's entry; None: any length, the same in all rows put together."""
+    pad: float = 0
+    """What stands in a batch after the end of a row."""
+    loss: bool = False
+    """Whether the loss gets it, [rows, tokens, *tail]."""
+    optional: bool = False
+    """Whether a row may lack it."""
+
+    @property
+    def is_number(self) -> bool:
+        """Whether its values are numbers, which lie in arrays."""
+        return self.kind == "token" or (self.kind == "row" and self.dtype != "str")
+
+    def __str__(self) -> str:
+        if self.kind == "token":
+            axes = ("tokens", *("*" if size is None else str(size) for size in self.tail))
+            return f"{self.dtype} [{', '.join(axes)}]"
+        return self.dtype
 
 
-FIELDS: dict[str, FieldSpec] = {
-    "sample_id": FieldSpec("text", "str", "{ticket:09d}.{k:02d}"),
-    "prompt_id": FieldSpec("text", "str", "id of the prompt in its file", by="rollout"),
-    "ticket": FieldSpec("scalar", "int64", "number of the prompt group in the order of admission", by="rollout"),
-    "token_ids": FieldSpec("token", "int32", "prompt and response", by="rollout"),
-    "prompt_len": FieldSpec("scalar", "int32", "length of the prompt", "tokens", by="rollout"),
-    "loss_mask": FieldSpec("token", "uint8", "1: chosen by the policy and trained on", by="rollout"),
-    "rollout_logprobs": FieldSpec("token", "float32", "by the engine that sampled", "nats", by="rollout"),
-    "token_versions": FieldSpec(
-        "token", "int32", "Version.encode() of the weights that sampled; 0 on the prompt", by="rollout"
-    ),
-    "old_logprobs": FieldSpec("token", "float32", "by actor_fwd: the clip's denominator", "nats", by="actor_fwd"),
-    "old_logprob_version": FieldSpec(
-        "scalar", "int32", "Version.encode() of the weights actor_fwd used", by="actor_fwd"
-    ),
-    "ref_logprobs": FieldSpec("token", "float32", "by the reference", "nats", by="reference"),
-    "reward": FieldSpec("scalar", "float32", "task reward", by="rollout"),
-    "advantages": FieldSpec("token", "float32", "0 where loss_mask is 0", by="advantages"),
-    "spans": FieldSpec("json", "list", "media in the sequence: [{kind, start, length, media_id}]", by="rollout"),
-    "media_tokens": FieldSpec("json", "dict", "placeholders by media id, as whoever prepared the prompt counted them"),
-    "finish_reason": FieldSpec("text", "str", "stop | length | abort | partial: kept, and not ended yet", by="rollout"),
-}
+_TABLE = (
+    FieldSpec("sample_id", "row", "str", "{ticket:09d}.{k:02d}"),
+    FieldSpec("prompt_id", "row", "str", "id of the prompt in its file", by="rollout"),
+    FieldSpec("ticket", "row", "int64", "number of the prompt group in the order of admission", by="rollout"),
+    FieldSpec("token_ids", "token", "int32", "prompt and response", by="rollout"),
+    FieldSpec("prompt_len", "row", "int32", "length of the prompt", "tokens", by="rollout"),
+    FieldSpec("loss_mask", "token", "uint8", "1: chosen by the policy and trained on", by="rollout"),
+    FieldSpec("rollout_logprobs", "token", "float32", "by the engine that sampled", "nats", by="rollout", loss=True),
+    FieldSpec("token_versions", "token", "int32", "encoded version that sampled; 0 on the prompt", by="rollout"),
+    FieldSpec("old_logprobs", "token", "float32", "the clip's denominator", "nats", by="actor_fwd", loss=True),
+    FieldSpec("old_logprob_version", "row", "int32", "encoded version of the weights that scored", by="actor_fwd"),
+    FieldSpec("ref_logprobs", "token", "float32", "by the reference", "nats", by="reference", loss=True),
+    FieldSpec("reward", "row", "float32", "task reward", by="rollout"),
+    FieldSpec("advantages", "token", "float32", "0 where loss_mask is 0", by="advantages", loss=True),
+    FieldSpec("spans", "blob", "list", "media in the sequence: [{kind, start, length, media_id}]", by="rollout"),
+    FieldSpec("media_tokens", "blob", "dict", "placeholders counted, by media id", by="rollout", optional=True),
+    FieldSpec("finish_reason", "row", "str", "stop | length | abort | partial: kept, and not ended yet", by="rollout"),
+)
+
+FIELDS: dict[str, FieldSpec] = {spec.name: spec for spec in _TABLE}
+"""By name, in the order of the table."""
 
 
-def fields_by(role: str) -> tuple[str, ...]:
-    """What ``role`` puts into every row.
+def fields_by(role: str, optional: bool = False) -> tuple[str, ...]:
+    """What ``role`` puts into every row, or what it may put beside that.
 
-    >>> fields_by("actor_fwd")
-    ('old_logprobs', 'old_logprob_version')
+    >>> fields_by("actor_fwd"), fields_by("rollout", optional=True)
+    (('old_logprobs', 'old_logprob_version'), ('media_tokens',))
     """
-    return tuple(name for name, spec in FIELDS.items() if spec.by == role)
+    return tuple(name for name, spec in FIELDS.items() if spec.by == role and spec.optional == optional)
+
+
+def loss_fields() -> tuple[str, ...]:
+    """What the loss gets of a row beside its mask and the log-probabilities of the policy that is trained.
+
+    >>> loss_fields()
+    ('rollout_logprobs', 'old_logprobs', 'ref_logprobs', 'advantages')
+    """
+    return tuple(name for name, spec in FIELDS.items() if spec.loss)
+
+
+def as_markdown() -> Iterator[str]:
+    """The lines of the table in docs/fields.md."""
+    yield "| field | kind | values | by | in the loss | meaning |"
+    yield "|---|---|---|---|---|---|"
+    for name, spec in FIELDS.items():
+        by = f"{spec.by}, may lack" if spec.optional else spec.by or "the queue"
+        meaning = f"{spec.meaning} ({spec.unit})" if spec.unit else spec.meaning
+        yield f"| `{name}` | {spec.kind} | {spec} | {by} | {'yes' if spec.loss else ''} | {meaning.replace('|', '/')} |"

@@ -14,11 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_hpc.algorithms.advantages import ADVANTAGES, group_advantages, token_advantages
+from relax_hpc.algorithms.batch import TokenBatch
 from relax_hpc.algorithms.correction import correction, effective_share
 from relax_hpc.algorithms.kl import KL_ESTIMATORS
-from relax_hpc.algorithms.losses import MAX_SUFFIX, TokenBatch, mean_metrics, policy_loss
+from relax_hpc.algorithms.losses import MAX_SUFFIX, mean_metrics, policy_loss
 from relax_hpc.config.schema import AlgorithmConfig
 from relax_hpc.errors import ConfigError
+from relax_hpc.fields import loss_fields
+
+NAMES = ("logprobs", "entropy", "mask", *loss_fields())
 
 configs = st.builds(
     AlgorithmConfig,
@@ -59,7 +63,7 @@ def one_token(config: AlgorithmConfig, ratio: float, advantage: float, **values:
     """Loss and metrics of a batch of one token whose old log-probability is -1."""
     given = {"logprobs": -1 + math.log(ratio), "old_logprobs": -1.0, "rollout_logprobs": -1.0, "advantages": advantage}
     given |= {"mask": 1.0} | values
-    tensors = {field.name: None for field in dataclasses.fields(TokenBatch)}
+    tensors = dict.fromkeys(NAMES)
     tensors |= {name: torch.tensor([[value]], dtype=torch.float64) for name, value in given.items()}
     loss, metrics = policy_loss(TokenBatch(**tensors), config)
     return loss.item(), {name: value.item() for name, value in metrics.items()}
@@ -150,9 +154,7 @@ def test_parts_of_a_batch_add_up_to_the_whole(config, shape, cut):
     loss, whole = policy_loss(batch, config)
     slices = [slice(0, cut), slice(cut, None)]
     parts = [
-        policy_loss(
-            TokenBatch(**{f.name: getattr(batch, f.name)[part] for f in dataclasses.fields(TokenBatch)}), config
-        )
+        policy_loss(TokenBatch(**{name: getattr(batch, name)[part] for name in NAMES}), config)
         for part in slices
         if len(batch.mask[part])
     ]
@@ -179,7 +181,7 @@ def test_gradient_equals_finite_differences(reduction, estimator, kind, level):
     batch = random_batch(3, 4, seed=7)
 
     def loss(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
-        return policy_loss(dataclasses.replace(batch, logprobs=logprobs, entropy=entropy), config)[0]
+        return policy_loss(batch.replace(logprobs=logprobs, entropy=entropy), config)[0]
 
     assert torch.autograd.gradcheck(loss, (batch.logprobs.requires_grad_(), batch.entropy.requires_grad_()))
 
@@ -205,7 +207,7 @@ def test_the_correction_only_weighs_the_gradient(config, shape):
 def test_without_old_logprobs_the_weight_is_the_policys_own_over_the_engines():
     """True on-policy: the ratio is 1, and its gradient the policy gradient, weighed by exp(new - rollout) = e^0.5."""
     logprobs = torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True)
-    values = {field.name: logprobs.detach() for field in dataclasses.fields(TokenBatch)}
+    values = dict.fromkeys(NAMES, logprobs.detach())
     values |= {"logprobs": logprobs, "rollout_logprobs": logprobs.detach() - 0.5, "mask": torch.ones(1, 1)}
     values |= {"advantages": torch.tensor([[3.0]], dtype=torch.float64)}
     loss, _ = policy_loss(TokenBatch(**values), AlgorithmConfig())
@@ -260,7 +262,7 @@ def test_a_response_is_masked_as_a_whole_and_still_counts():
     """Ratios e^0.4 and e^0.4: each is inside of [0.5, 2], their product is not; the other response is e^0.3 e^-0.3."""
     old = torch.full((2, 2), -1.0, dtype=torch.float64)
     difference = torch.tensor([[0.4, 0.4], [0.3, -0.3]], dtype=torch.float64)
-    values = {field.name: old for field in dataclasses.fields(TokenBatch)}
+    values = dict.fromkeys(NAMES, old)
     values |= {"rollout_logprobs": old - difference, "advantages": torch.ones(2, 2), "mask": torch.ones(2, 2)}
     batch, config = TokenBatch(**values), AlgorithmConfig(correction="mask", correction_level="sequence")
     loss, metrics = policy_loss(batch, config)
@@ -314,7 +316,7 @@ def test_reference_kl_is_reported_without_entering_the_loss():
 
 
 def test_far_log_ratios_stay_finite_in_float32():
-    values = {field.name: torch.full((1, 2), -1.0) for field in dataclasses.fields(TokenBatch)}
+    values = dict.fromkeys(NAMES, torch.full((1, 2), -1.0))
     values |= {"logprobs": torch.tensor([[-1.0, -300.0]]), "old_logprobs": torch.tensor([[-300.0, -1.0]])}
     values |= {"mask": torch.ones(1, 2)}
     loss, metrics = policy_loss(TokenBatch(**values), AlgorithmConfig(kl_coefficient=0.1))
@@ -322,7 +324,7 @@ def test_far_log_ratios_stay_finite_in_float32():
 
 
 def test_a_batch_without_chosen_tokens_is_zero_and_differentiable():
-    batch = dataclasses.replace(random_batch(2, 3, seed=0), mask=torch.zeros(2, 3))
+    batch = random_batch(2, 3, seed=0).replace(mask=torch.zeros(2, 3))
     batch.logprobs.requires_grad_()
     loss, metrics = policy_loss(batch, AlgorithmConfig(reduction="sequence_mean", kl_coefficient=0.1))
     loss.backward()
@@ -333,11 +335,11 @@ def test_a_batch_without_chosen_tokens_is_zero_and_differentiable():
 def test_missing_inputs_and_wrong_shapes_are_named():
     batch = random_batch(2, 3, seed=0)
     with pytest.raises(ValueError, match="no ref_logprobs"):
-        policy_loss(dataclasses.replace(batch, ref_logprobs=None), AlgorithmConfig(kl_coefficient=0.1))
+        policy_loss(batch.replace(ref_logprobs=None), AlgorithmConfig(kl_coefficient=0.1))
     with pytest.raises(ValueError, match="no entropy"):
-        policy_loss(dataclasses.replace(batch, entropy=None), AlgorithmConfig(entropy_coefficient=0.1))
+        policy_loss(batch.replace(entropy=None), AlgorithmConfig(entropy_coefficient=0.1))
     with pytest.raises(ValueError, match=r"advantages has shape \(2,\), the mask \(2, 3\)"):
-        policy_loss(dataclasses.replace(batch, advantages=torch.zeros(2)), AlgorithmConfig())
+        policy_loss(batch.replace(advantages=torch.zeros(2)), AlgorithmConfig())
 
 
 def test_mean_metrics():

@@ -100,7 +100,7 @@ def test_old_log_probs_are_those_before_the_step(tiny: Path, passes: int, number
     ours = trained(tiny)
     inner, samples = inner_roles(ours.model, passes=passes), [batch(rows(3, seed=5)), batch(rows(2, seed=6))]
     for one in samples:
-        one.old_logprobs = None
+        one.fields.pop("old_logprobs")
     expected = ours.model.batch_logprobs(samples, 0.9)
     inner.begin_step()
     if number:
@@ -108,8 +108,8 @@ def test_old_log_probs_are_those_before_the_step(tiny: Path, passes: int, number
         ours.step(LR)
     inner.score(number, samples)
     for one, values in zip(samples, expected, strict=True):
-        assert torch.equal(one.ref_logprobs, values)
-        assert torch.equal(one.old_logprobs, values) if scored else one.old_logprobs is None
+        assert torch.equal(one.fields["ref_logprobs"], values)
+        assert torch.equal(one.fields["old_logprobs"], values) if scored else "old_logprobs" not in one.fields
     inner.score(number, [])
 
 
@@ -120,7 +120,7 @@ def test_a_mini_batch_without_old_log_probs_trains_as_with_them(tiny: Path) -> N
         ours = Trainer(trained(tiny).model, AlgorithmConfig(), OptimizerConfig(lr=LR), 0.9)
         one = batch([{name: value for name, value in row.items() if name != "old_logprobs"} for row in rows(6)])
         if scored:
-            (one.old_logprobs,) = ours.model.batch_logprobs([one], 0.9)
+            (one.fields["old_logprobs"],) = ours.model.batch_logprobs([one], 0.9)
         ours.accumulate([one])
         found.append(ours.step(LR))
     assert found[0] == pytest.approx(found[1], rel=1e-5, abs=1e-6)
@@ -148,7 +148,7 @@ def test_a_reference_of_its_own(tiny: Path, tmp_path: Path) -> None:
     config.actor.forward, config.model.reference_path = ["reference"], str(tmp_path / "saved")
     inner = InnerRoles(model, config, tiny)
     inner.score(0, samples)
-    assert torch.equal(samples[0].ref_logprobs, expected) and same(weights_of(model), before)
+    assert torch.equal(samples[0].fields["ref_logprobs"], expected) and same(weights_of(model), before)
 
 
 @pytest.mark.parametrize(("key", "value"), [("num_hidden_layers", 1), ("rms_norm_eps", 1e-5), ("rope_theta", 5.0)])

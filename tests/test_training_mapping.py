@@ -80,7 +80,7 @@ def test_collate_pads_right_and_leaves_out_what_a_row_lacks():
     rows = [{"token_ids": [5, 6, 7], "old_logprobs": [0.0, -1.0, -2.0]}, {"token_ids": [8]}]
     batch = collate(rows, 0, "cpu", multiple=2)
     assert batch.tokens.tolist() == [[5, 6, 7, 0], [8, 0, 0, 0]]
-    assert batch.lengths == [3, 1] and batch.old_logprobs is None and not batch.mask.any()
+    assert batch.lengths == [3, 1] and "old_logprobs" not in batch.fields and not batch.mask.any()
 
 
 def test_micro_batches_keep_order_and_budget():

@@ -154,18 +154,17 @@ def check_inner(inner: InnerRoles, micro: list[Batch], scored: list[np.ndarray] 
     """With the weights of before the first step, which both roles have, rows get the log-probs they had, to the bit."""
     live = [value.detach().clone() for value in inner.model.module.parameters()]
     for one in micro:
-        one.ref_logprobs = one.old_logprobs = None
+        one.fields.clear()
     inner.score(1, micro)
     assert all(map(torch.equal, inner.model.module.parameters(), live))
     for one in micro:
         if not inner.model.layout.last_stage:
-            assert one.ref_logprobs is None and one.old_logprobs is None
+            assert not one.fields
         elif scored is None:
-            assert torch.equal(one.ref_logprobs, one.old_logprobs)
+            assert torch.equal(one.fields["ref_logprobs"], one.fields["old_logprobs"])
         else:
-            for line, own, reference, length in zip(
-                scored, one.old_logprobs, one.ref_logprobs, one.lengths, strict=False
-            ):
+            both = one.fields["old_logprobs"], one.fields["ref_logprobs"]
+            for line, own, reference, length in zip(scored, *both, one.lengths, strict=False):
                 assert torch.equal(own, reference) and np.array_equal(own[:length].numpy(), line)
             scored = scored[len(one.lengths) :]
 

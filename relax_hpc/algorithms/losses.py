@@ -5,39 +5,16 @@ Losses and metrics are *sums*, so that micro-batches and ranks add up and the tr
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-
 import torch
 from torch import Tensor
 
+from relax_hpc.algorithms.batch import TokenBatch
 from relax_hpc.algorithms.correction import correction
 from relax_hpc.algorithms.kl import KL_ESTIMATORS, k3, safe_exp
 from relax_hpc.config.schema import AlgorithmConfig
 
 MAX_SUFFIX = "_max"
 """Metrics with this suffix are maxima and combine by max; all others are sums."""
-
-
-@dataclass(slots=True)
-class TokenBatch:
-    """Aligned per-token values of whole samples, each [b, s] float32 (or float64): entry i belongs to token i.
-
-    Only entries with mask 1 are looked at; the others may hold anything, inf and NaN included.
-    """
-
-    logprobs: Tensor
-    """By the policy that is trained, with gradient; nats."""
-    entropy: Tensor | None
-    """Of the policy's distribution at each token, with gradient if it enters the loss; nats."""
-    old_logprobs: Tensor
-    """By the policy before the step: the ratio's denominator."""
-    rollout_logprobs: Tensor
-    """By the engine that sampled the token."""
-    ref_logprobs: Tensor | None
-    """By the frozen reference."""
-    advantages: Tensor
-    mask: Tensor
-    """1 where the policy chose the token and is trained on it, else 0."""
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
@@ -131,13 +108,7 @@ def _checked(batch: TokenBatch, config: AlgorithmConfig, keep: Tensor) -> TokenB
         raise ValueError("algorithm.kl_coefficient is set but the batch has no ref_logprobs")
     if config.entropy_coefficient and batch.entropy is None:
         raise ValueError("algorithm.entropy_coefficient is set but the batch has no entropy")
-    clean = {}
-    for name in (field.name for field in fields(TokenBatch)):
-        value = getattr(batch, name)
-        if value is not None and value.shape != keep.shape:
-            raise ValueError(f"{name} has shape {tuple(value.shape)}, the mask {tuple(keep.shape)}")
-        clean[name] = None if value is None else torch.where(keep, value, torch.zeros_like(value))
-    return TokenBatch(**clean)
+    return batch.clean()
 
 
 def _scaled(coefficient: float, share: Tensor, value: Tensor | None) -> Tensor:

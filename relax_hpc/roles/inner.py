@@ -68,7 +68,7 @@ class InnerRoles:
             found = self.model.batch_logprobs(batches, self.temperature)
         # The last stage alone has them, and needs them.
         for batch, values in zip(batches, found, strict=False):
-            setattr(batch, field, values)
+            batch.fields[field] = values
 
 
 def check_same(reference: dict[str, Any], policy: dict[str, Any], ignore_keys: Sequence[str] = ()) -> None:

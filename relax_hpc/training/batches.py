@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from relax_hpc.fields import FIELDS, loss_fields
 from relax_hpc.transfer_queue.row_schema import Row
 
 PAD = 0
@@ -17,47 +18,49 @@ PAD = 0
 
 @dataclass(slots=True)
 class Batch:
-    """A micro-batch, right padded: everything [b, s] but `lengths`; float32 but the int64 `tokens`."""
+    """A micro-batch of b rows, right padded to s tokens."""
 
     tokens: Tensor
+    """[b, s] int64."""
     mask: Tensor
-    """1 where the token was chosen by the policy and is trained on."""
+    """[b, s] float32, 1 where the token was chosen by the policy and is trained on."""
     lengths: list[int]
     """Tokens of each row before padding."""
-    advantages: Tensor
-    rollout_logprobs: Tensor | None = None
-    """None (a row lacks them): taken to be `old_logprobs`."""
-    old_logprobs: Tensor | None = None
-    """None (a row lacks them): taken to be the policy's own before the update, so that the ratio is 1."""
-    ref_logprobs: Tensor | None = None
+    fields: dict[str, Tensor] = field(default_factory=dict)
+    """By name, [b, s, *tail] of the declared type: of the fields that were asked for, those that every row has."""
 
 
-def collate(rows: Sequence[Row], pad_id: int, device: str | torch.device, multiple: int = 1) -> Batch:
+def collate(
+    rows: Sequence[Row],
+    pad_id: int,
+    device: str | torch.device,
+    multiple: int = 1,
+    also: Sequence[str] = (),
+) -> Batch:
     """One micro-batch of `rows` (at least one), as long as the longest rounded up to a multiple of `multiple`.
 
-    Needs `token_ids`; a row without `loss_mask` has no trained token, one without `advantages` has advantage 0.
+    It has the fields that the loss takes, and `also` token fields that a model's forward pass needs. A row needs
+    `token_ids`; one without `loss_mask` has no trained token.
     """
     lengths = [len(row["token_ids"]) for row in rows]
     size = -(-max(lengths) // multiple) * multiple
 
-    def stack(name: str, fill: float, dtype: type) -> Tensor:
-        out = np.full((len(rows), size), fill, dtype)
+    def stack(name: str, pad: float, dtype: type | str, tail: tuple[int, ...] = ()) -> Tensor:
+        out = np.full((len(rows), size, *tail), pad, dtype)
         for line, row, length in zip(out, rows, lengths, strict=True):
             if row.get(name) is not None:
                 line[:length] = row[name]
         return torch.from_numpy(out).to(device)
 
-    def optional(name: str) -> Tensor | None:
-        return stack(name, 0.0, np.float32) if all(row.get(name) is not None for row in rows) else None
+    def stacked(name: str) -> Tensor:
+        return stack(name, FIELDS[name].pad, FIELDS[name].dtype, np.shape(rows[0][name])[1:])
 
+    known = [name for name in (*loss_fields(), *also) if all(row.get(name) is not None for row in rows)]
     return Batch(
         tokens=stack("token_ids", pad_id, np.int64),
         mask=stack("loss_mask", 0.0, np.float32),
         lengths=lengths,
-        advantages=stack("advantages", 0.0, np.float32),
-        rollout_logprobs=optional("rollout_logprobs"),
-        old_logprobs=optional("old_logprobs"),
-        ref_logprobs=optional("ref_logprobs"),
+        fields={name: stacked(name) for name in known},
     )
 
 

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from relax_hpc.algorithms.losses import MAX_SUFFIX, TokenBatch, mean_metrics, policy_loss
+from relax_hpc.algorithms.batch import TokenBatch
+from relax_hpc.algorithms.losses import MAX_SUFFIX, mean_metrics, policy_loss
 from relax_hpc.config.schema import AlgorithmConfig, OptimizerConfig
+from relax_hpc.fields import FIELDS, loss_fields
 from relax_hpc.training.batches import Batch
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.optimizer import build_optimizer, set_rates
@@ -85,7 +87,7 @@ class Trainer:
 
     def _loss_of(self, batch: Batch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         logprobs, entropy = self.model.token_logprobs(logits, batch, self.temperature, self._needs_entropy)
-        loss, metrics = self._loss(_token_batch(batch, logprobs, entropy))
+        loss, metrics = self._loss(token_batch(batch, logprobs, entropy))
         # The count in the middle is for megatron's own division, which is not used; metrics stay on the last stage.
         return loss, torch.zeros((), dtype=torch.int), metrics
 
@@ -157,28 +159,20 @@ def _combine(name: str, left: Tensor, right: Tensor) -> Tensor:
     return torch.maximum(left, right) if name.endswith(MAX_SUFFIX) else left + right
 
 
-def _token_batch(batch: Batch, logprobs: Tensor, entropy: Tensor | None) -> TokenBatch:
-    old = batch.old_logprobs if batch.old_logprobs is not None else logprobs.detach()
-    return TokenBatch(
-        logprobs=logprobs,
-        entropy=entropy,
-        old_logprobs=old,
-        rollout_logprobs=old if batch.rollout_logprobs is None else batch.rollout_logprobs,
-        ref_logprobs=batch.ref_logprobs,
-        advantages=batch.advantages,
-        mask=batch.mask,
-    )
+def token_batch(batch: Batch, logprobs: Tensor, entropy: Tensor | None) -> TokenBatch:
+    """What the loss gets. Rows without old log-probabilities were not trained on yet: their ratio is 1. Rows without
+    the engine's were sampled by nobody else."""
+    known = {name: value for name, value in batch.fields.items() if FIELDS[name].loss}
+    old = known.setdefault("old_logprobs", logprobs.detach())
+    known.setdefault("rollout_logprobs", old)
+    return TokenBatch(logprobs=logprobs, entropy=entropy, mask=batch.mask, **known)
 
 
 def _probe(device: torch.device) -> TokenBatch:
     """A batch with every field, to learn the names of a loss's metrics without communication."""
-    ones = torch.ones((1, 1), device=device)
-    return TokenBatch(
-        logprobs=ones,
-        entropy=ones,
-        old_logprobs=ones,
-        rollout_logprobs=ones,
-        ref_logprobs=ones,
-        advantages=ones,
-        mask=ones,
-    )
+
+    def ones(tail: tuple[int | None, ...] = (), dtype: str = "float32") -> Tensor:
+        return torch.ones((1, 1, *(size or 1 for size in tail)), dtype=getattr(torch, dtype), device=device)
+
+    known = {name: ones(FIELDS[name].tail, FIELDS[name].dtype) for name in loss_fields()}
+    return TokenBatch(logprobs=ones(), entropy=ones(), mask=ones(), **known)

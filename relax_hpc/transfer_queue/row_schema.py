@@ -3,8 +3,8 @@
 A row is a dict of fields. Per-token arrays all have the length of the whole sequence, prompt and response, so index i
 of every one of them belongs to token i: ``loss_mask[i]`` says whether token i was chosen by the policy and
 ``rollout_logprobs[i]`` is its log-probability given the tokens before it (0 on the prompt).
-Unknown fields are kept and passed on; where their values are 1-d arrays of numbers, of any length but of one dtype, as
-arrays.
+Unknown fields are kept and passed on; where their values are arrays of numbers, of any length but of one dtype and one
+shape behind the first axis, as arrays.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from relax_hpc.fields import FIELDS, FieldSpec
+from relax_hpc.fields import FIELDS, FieldSpec, fields_by
 
 FORMAT_VERSION = 1
 
@@ -39,34 +39,52 @@ def spec_of(name: str, values: Sequence[Any]) -> FieldSpec:
     if name in FIELDS:
         return FIELDS[name]
     if not values or not isinstance(values[0], np.ndarray):
-        return FieldSpec("json", "object", "not in the schema")
+        return FieldSpec(name, "blob", "object", "not in the schema")
     if values[0].dtype.kind not in "biuf":
         raise BadRow(f"{name}: found an array of {values[0].dtype}, allowed are integers, floats and bool")
-    return FieldSpec("token", values[0].dtype.name, "not in the schema")
+    tail = (None,) * (values[0].ndim - 1)
+    return FieldSpec(name, "token", values[0].dtype.name, "not in the schema", tail=tail)
 
 
-def lengths_of(name: str, dtype: str, values: Sequence[Any]) -> list[int]:
-    """Entries of each array of the per-token field ``name``; BadRow if one is none, or not of its dtype."""
-    expected = np.dtype(dtype)
+def lengths_of(spec: FieldSpec, values: Sequence[Any]) -> tuple[list[int], tuple[int, ...]]:
+    """Entries of each array of a per-token field, and the shape of one entry: it is the same in all of them.
+
+    BadRow if one is no array, or not of its dtype and shape.
+    """
+    expected, axes = np.dtype(spec.dtype), 1 + len(spec.tail)
     for value in values:
-        if not isinstance(value, np.ndarray) or value.dtype != expected or value.ndim != 1:
-            raise BadRow(_unfit(name, dtype, np.asarray(value)))
-    return [len(value) for value in values]
+        if not isinstance(value, np.ndarray) or value.dtype != expected or value.ndim != axes:
+            raise BadRow(_unfit(spec, np.asarray(value)))
+    tails = {value.shape[1:] for value in values} if spec.tail else set()
+    for tail in tails:
+        if not all(found == (want or found) > 0 for want, found in zip(spec.tail, tail, strict=True)):
+            raise BadRow(_unfit(spec, next(value for value in values if value.shape[1:] == tail)))
+    if len(tails) > 1:
+        raise BadRow(f"{spec.name}: found entries of {' and of '.join(map(str, sorted(tails)))}, expected one shape")
+    return [len(value) for value in values], next(iter(tails), ())
 
 
-def copy_column(name: str, spec: FieldSpec, values: Sequence[Any], memory: memoryview) -> None:
-    """Write field ``name`` of several rows to the start of ``memory``, per-token arrays end to end.
+def with_optional(rows: Sequence[Row], fields: Sequence[str]) -> tuple[Sequence[Row], tuple[str, ...]]:
+    """Generated ``rows``, and ``fields`` with the optional ones that some of them have; a row without a blob has {}."""
+    also = tuple(name for name in fields_by("rollout", optional=True) if any(name in row for row in rows))
+    empty = {name: {} for name in also if FIELDS[name].kind == "blob"}
+    return [{**empty, **row} for row in rows] if empty else rows, (*fields, *also)
+
+
+def copy_column(spec: FieldSpec, values: Sequence[Any], memory: memoryview) -> None:
+    """Write a field of several rows to the start of ``memory``, per-token arrays end to end.
 
     BadRow if the values may not enter the queue: wrong shape, out of range, NaN or infinite.
     """
+    name = spec.name
     try:
         if spec.kind == "token":
-            flat = np.frombuffer(memory, spec.dtype, sum(map(len, values)))
-            np.concatenate(values, out=flat)
+            flat = np.frombuffer(memory, spec.dtype, sum(value.size for value in values))
+            np.concatenate(values, out=flat.reshape(-1, *values[0].shape[1:]))
         else:
             found = np.array(values)
             if found.ndim != 1 or found.dtype.kind not in ("biuf" if spec.dtype.startswith("float") else "iu"):
-                raise BadRow(_unfit(name, spec.dtype, found))
+                raise BadRow(_unfit(spec, found))
             flat = np.frombuffer(memory, spec.dtype, len(values))
             with np.errstate(over="ignore"):
                 np.copyto(flat, found, casting="unsafe")
@@ -78,5 +96,6 @@ def copy_column(name: str, spec: FieldSpec, values: Sequence[Any], memory: memor
         raise BadRow(f"{name}: found {flat[~finite][0]}, expected a finite {spec.dtype}")
 
 
-def _unfit(name: str, dtype: str, found: np.ndarray) -> str:
-    return f"{name}: found {found.dtype} with {found.ndim} dimensions, expected {dtype} with one"
+def _unfit(spec: FieldSpec, found: np.ndarray) -> str:
+    of = "" if spec.kind == "token" else " for each row"
+    return f"{spec.name}: found {found.dtype} {list(found.shape)}, expected {spec}{of}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from relax_hpc.errors import RefusedError
 from relax_hpc.transfer_queue.controller.handing import UNSCORED
 from relax_hpc.transfer_queue.plan import GENERATED
-from relax_hpc.transfer_queue.row_schema import BadRow, Row, sample_id
+from relax_hpc.transfer_queue.row_schema import BadRow, Row, sample_id, with_optional
 from relax_hpc.transfer_queue.storage.shard import ShardError, pack
 from relax_hpc.transfer_queue.storage.shard_files import ShardFiles
 from relax_hpc.transfer_queue.storage.shard_store import files_of
@@ -60,11 +60,10 @@ def keep(
     ``attempts``: by ticket. ``reused``: by ticket, how many tokens of these rows the queue had kept before. With
     ``surplus`` they are whole groups, rewards included, that wait for a later ticket. Returns why tickets were refused.
     """
-    fields = GENERATED if surplus else UNSCORED
-    fields = (*fields, "media_tokens") if any(row["spans"] for row in rows) else fields
+    whole, fields = with_optional(rows, GENERATED if surplus else UNSCORED)
     name, origin = client.next_shard(), {"group": client.group, "incarnation": client.incarnation}
     try:
-        record = pack([{"media_tokens": {}, **row} for row in rows], fields, origin)
+        record = pack(whole, fields, origin)
     except BadRow as error:
         raise RefusedError(f"keep: {error}") from error
     shard = files_of(client.run, client.config).write(name, record)

@@ -30,7 +30,7 @@ from relax_hpc.transfer_queue.lengths import packed
 from relax_hpc.transfer_queue.plan import GENERATED
 from relax_hpc.transfer_queue.presence import longest_wait_s
 from relax_hpc.transfer_queue.records import OBSERVER_INCARNATION
-from relax_hpc.transfer_queue.row_schema import BadRow, Row, sample_id
+from relax_hpc.transfer_queue.row_schema import BadRow, Row, sample_id, with_optional
 from relax_hpc.transfer_queue.storage.hdf5 import Column, column_of
 from relax_hpc.transfer_queue.storage.media import MediaStore, media_by_ticket
 from relax_hpc.transfer_queue.storage.shard import ShardError, aligned
@@ -305,13 +305,12 @@ class QueueClient:
     def generated(self, rows: Sequence[Row], reused: Mapping[int, int] | None = None) -> dict[int, str]:
         """Put freshly generated prompt groups; ``reused``: by ticket, how many tokens of them were kept before."""
         extras = [{"ticket": ticket, "reused": tokens} for ticket, tokens in (reused or {}).items()]
-        if not any(row.get("spans") for row in rows):
-            return self.put(rows, GENERATED, extras=extras)
-        try:
-            extras += [{"ticket": ticket, "media": ids} for ticket, ids in media_by_ticket(rows).items()]
-        except BadRow as error:
-            raise RefusedError(f"put: {error}") from error
-        return self.put([{"media_tokens": {}, **row} for row in rows], (*GENERATED, "media_tokens"), extras=extras)
+        if any(row.get("spans") for row in rows):
+            try:
+                extras += [{"ticket": ticket, "media": ids} for ticket, ids in media_by_ticket(rows).items()]
+            except BadRow as error:
+                raise RefusedError(f"put: {error}") from error
+        return self.put(*with_optional(rows, GENERATED), extras=extras)
 
     # -- the talking thread ------------------------------------------------------------------------------------
 

@@ -135,8 +135,10 @@ def _arrow_types(pyarrow: Any) -> dict[str, Any]:
     """Column -> type, in the order of the schema."""
     types = {"versions": pyarrow.list_(pyarrow.string())}
     for name, spec in FIELDS.items():
-        number = None if spec.kind in ("text", "json") else pyarrow.from_numpy_dtype(np.dtype(spec.dtype))
-        types[name] = pyarrow.string() if number is None else pyarrow.list_(number) if spec.kind == "token" else number
+        found = pyarrow.from_numpy_dtype(np.dtype(spec.dtype)) if spec.is_number else pyarrow.string()
+        for _ in (None, *spec.tail) if spec.kind == "token" else ():
+            found = pyarrow.list_(found)
+        types[name] = found
     return types | {"other": pyarrow.string()}
 
 
@@ -145,7 +147,9 @@ def _cell(row: Row, name: str) -> Any:
         unknown = {key: value for key, value in row.items() if key not in FIELDS and key not in _BESIDE}
         return json.dumps(unknown, default=_plain) if unknown else None
     value = row.get(name)
-    lies_as_text = name in FIELDS and FIELDS[name].kind in ("text", "json") and value is not None
+    if name in FIELDS and isinstance(value, np.ndarray) and value.ndim > 1:
+        return value.tolist()
+    lies_as_text = name in FIELDS and not FIELDS[name].is_number and value is not None
     return json.dumps(value, default=_plain) if lies_as_text and not isinstance(value, str) else value
 
 

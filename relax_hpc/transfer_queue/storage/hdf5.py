@@ -29,7 +29,7 @@ from h5py import h5a, h5d, h5f, h5p, h5s, h5t
 from relax_hpc.fields import FIELDS
 from relax_hpc.rundir import sync_directory
 from relax_hpc.transfer_queue.row_schema import FORMAT_VERSION, Row
-from relax_hpc.transfer_queue.storage.shard import ShardError, parts_of
+from relax_hpc.transfer_queue.storage.shard import ShardError, flat_of, parts_of
 
 SUFFIX = ".h5"
 _LINE = "relax_hpc shard {}: {} bytes, XXH3-64 of the data {:016x}, of the next {} bytes {:016x}\n"
@@ -42,9 +42,10 @@ _TEXT_TYPES = h5t.py_create(_TEXT, logical=True), h5t.py_create(_TEXT)
 """In the file, and in memory."""
 _ONE = h5s.create(h5s.SCALAR)
 _LAYOUT = """One dataset a field, its name written as in a URL; entry i of each belongs to entry i of sample_id.
-Attribute `kind`: token: numbers of all rows end to end, row i is [o[i]:o[i+1]] of them, o being the int64 dataset
-named by `offsets`; scalar: one number a row; json: a JSON list, one entry a row; msgpack: the same in msgpack.
-Without a `unit` it is a pure number. `digest`: XXH3-64 of the bytes of all datasets, in the order of `digest_of`."""
+Attribute `kind`: token: numbers of all rows end to end, row i is [o[i]:o[i+1]] of the first axis, o being the int64
+dataset named by `offsets`; scalar: one number a row; json: a JSON list, one entry a row; msgpack: the same in msgpack.
+Without a `unit` it is a pure number. `by`: the role that made it.
+`digest`: XXH3-64 of the bytes of all datasets, in the order of `digest_of`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +85,7 @@ def column_of(name: str, values: list[Any]) -> Column:
 def _column(head: dict[str, Any], payload: memoryview) -> Column:
     if "values" in head:
         return Column(head["name"], values=head["values"])
-    flat = np.frombuffer(payload, head["dtype"], head["count"], head["at"])
-    return Column(head["name"], flat=flat, lengths=head["lengths"])
+    return Column(head["name"], flat=flat_of(head, payload), lengths=head["lengths"])
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ class _Dataset:
     @property
     def raw(self) -> memoryview:
         """Its bytes."""
-        return self.flat.view(np.uint8).data
+        return self.flat.reshape(-1).view(np.uint8).data
 
     @property
     def link(self) -> str:
@@ -147,7 +147,7 @@ class _Dataset:
             return {"kind": "offsets", "meaning": "where each row begins, and the end of the last"}
         spec = FIELDS.get(self.name)
         about = {"kind": self.kind, "meaning": spec.meaning if spec else "not in the schema"}
-        about |= {"unit": spec.unit} if spec and spec.unit else {}
+        about |= {name: text for name, text in (("unit", spec.unit), ("by", spec.by)) if text} if spec else {}
         return about | ({"offsets": self.offsets} if self.offsets else {})
 
 
@@ -204,11 +204,10 @@ def _create(path: Path, datasets: list[_Dataset], about: dict[str, Any]) -> list
 
 
 def _allocate(file: h5f.FileID, dataset: _Dataset, how: h5p.PropDCID) -> int:
-    size = len(dataset.flat)
     if dataset.kind == "json":
-        shape, type_ = _ONE, h5t.py_create(np.dtype(f"S{size}"))
+        shape, type_ = _ONE, h5t.py_create(np.dtype(f"S{len(dataset.flat)}"))
     else:
-        shape, type_ = h5s.create_simple((size,)), h5t.py_create(dataset.flat.dtype)
+        shape, type_ = h5s.create_simple(dataset.flat.shape), h5t.py_create(dataset.flat.dtype)
     made = h5d.create(file, dataset.link.encode(), type_, shape, how)
     _describe(made, dataset.about())
     return made.get_offset() or 0
@@ -225,9 +224,9 @@ def _describe(where: h5f.FileID | h5d.DatasetID, about: dict[str, str | int]) ->
 
 def _block(datasets: list[_Dataset], places: list[int], size: int, data: int) -> bytes:
     """The user block: a line with the size of the file and its checksums, and one in JSON that says what lies where."""
-    keys = ("name", "kind", "dtype", "count", "at", "offsets")
+    keys = ("name", "kind", "dtype", "count", "at", "offsets", "tail")
     pairs = zip(datasets, places, strict=True)
-    parts = ((d.name, d.kind, d.flat.dtype.name, len(d.flat), at, d.offsets) for d, at in pairs)
+    parts = ((d.name, d.kind, d.flat.dtype.name, d.flat.size, at, d.offsets, d.flat.shape[1:]) for d, at in pairs)
     index = json.dumps([dict(zip(keys, part, strict=True)) for part in parts]).encode()
     line = _LINE.format(FORMAT_VERSION, size, data, len(index), xxhash.xxh3_64_intdigest(index))
     text = line.encode() + index + b"\n"
@@ -279,7 +278,7 @@ def _read_index(whole: memoryview) -> list[dict[str, Any]]:
     index = json.loads(text)
     found = xxhash.xxh3_64()
     for entry in index:
-        found.update(_view(entry, whole).view(np.uint8).data)
+        found.update(_view(entry, whole).reshape(-1).view(np.uint8).data)
     if found.hexdigest().encode() != data:
         raise ShardError("checksum does not match")
     return index
@@ -304,4 +303,4 @@ def _entries(kind: str, flat: np.ndarray, offsets: list[int]) -> list[Any]:
 
 
 def _view(entry: dict[str, Any], whole: memoryview) -> np.ndarray:
-    return np.frombuffer(whole, entry["dtype"], entry["count"], entry["at"])
+    return np.frombuffer(whole, entry["dtype"], entry["count"], entry["at"]).reshape(-1, *entry["tail"])

@@ -6,6 +6,7 @@ A record is a fixed prefix, a msgpack header and a payload in which each per-tok
 
 from __future__ import annotations
 
+import math
 import re
 import reprlib
 import struct
@@ -90,7 +91,7 @@ def pack(
     record[PREFIX.size : PREFIX.size + len(header)] = header
     for column in columns:
         if column.size:
-            copy_column(column.head["name"], column.spec, column.values, record[body_at + column.at :])
+            copy_column(column.spec, column.values, record[body_at + column.at :])
     return record
 
 
@@ -100,13 +101,13 @@ def _column(name: str, rows: Sequence[Row], tokens: list[int | None], at: int) -
         missing = next(row["sample_id"] for row, value in zip(rows, values, strict=True) if value is None)
         raise BadRow(f"{name}: missing in {missing}")
     spec = spec_of(name, values)
-    if spec.kind in ("text", "json"):
+    if not spec.is_number:
         return _Column({"name": name, "values": values}, spec)
-    lengths = lengths_of(name, spec.dtype, values) if spec.kind == "token" else None
+    lengths, tail = lengths_of(spec, values) if spec.kind == "token" else (None, ())
     if name in FIELDS and lengths is not None and lengths != tokens:
         _check_lengths(name, rows, lengths, tokens)
-    count = sum(lengths) if lengths is not None else len(values)
-    head = {"name": name, "dtype": spec.dtype, "at": at, "count": count, "lengths": lengths}
+    count = math.prod(tail) * (sum(lengths) if lengths is not None else len(values))
+    head = {"name": name, "dtype": spec.dtype, "at": at, "count": count, "lengths": lengths, "tail": tail}
     return _Column(head, spec, values, at, count * np.dtype(spec.dtype).itemsize)
 
 
@@ -139,10 +140,15 @@ def unpack(record: memoryview | bytes, name: str = "shard") -> dict[str, Row]:
     return {row[0]: dict(zip(names, row, strict=True)) for row in zip(*values, strict=True)}
 
 
+def flat_of(head: dict[str, Any], payload: memoryview) -> np.ndarray:
+    """The numbers of all rows of a column, end to end: [n, *tail]."""
+    return np.frombuffer(payload, head["dtype"], head["count"], head["at"]).reshape(-1, *head["tail"])
+
+
 def _values(column: dict[str, Any], payload: memoryview) -> list[Any]:
     if "values" in column:
         return column["values"]
-    flat = np.frombuffer(payload, column["dtype"], column["count"], column["at"])
+    flat = flat_of(column, payload)
     if column["lengths"] is None:
         return list(flat)
     ends = list(accumulate(column["lengths"]))

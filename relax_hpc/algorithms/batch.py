@@ -1,0 +1,66 @@
+"""What a loss gets: values of every token by the names of their fields."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from relax_hpc.fields import loss_fields
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class TokenBatch:
+    """Aligned per-token values of b whole rows, [b, s] float32 (or float64): entry i belongs to token i.
+
+    Beside the three below, every field that `relax_hpc.fields` declares for the loss is an attribute by its name,
+    [b, s, *tail] of its declared type, or None where the rows lack it. Only entries with mask 1 are looked at; the
+    others may hold anything, inf and NaN included.
+
+    >>> import torch
+    >>> batch = TokenBatch(logprobs=torch.zeros(1, 2), mask=torch.ones(1, 2), advantages=torch.ones(1, 2))
+    >>> batch.advantages.shape, batch.ref_logprobs
+    (torch.Size([1, 2]), None)
+    """
+
+    __slots__ = ("entropy", "fields", "logprobs", "mask")
+
+    def __init__(
+        self, *, logprobs: Tensor, mask: Tensor, entropy: Tensor | None = None, **fields: Tensor | None
+    ) -> None:
+        """TypeError: one of ``fields`` is none that the loss takes."""
+        if unknown := set(fields).difference(loss_fields()):
+            raise TypeError(f"{min(unknown)}: no field that the loss takes; those are {', '.join(loss_fields())}")
+        self.logprobs = logprobs
+        """By the policy that is trained, with gradient; nats."""
+        self.mask = mask
+        """1 where the policy chose the token and is trained on it, else 0."""
+        self.entropy = entropy
+        """Of the policy's distribution at each token, with gradient if it enters the loss; nats."""
+        self.fields = fields
+        """By name; see `relax_hpc.fields`."""
+
+    def __getattr__(self, name: str) -> Tensor | None:
+        if name not in loss_fields():
+            raise AttributeError(f"{name}: no field that the loss takes; those are {', '.join(loss_fields())}")
+        return self.fields.get(name)
+
+    def replace(self, **changes: Tensor | None) -> TokenBatch:
+        """A batch with other values by name."""
+        return TokenBatch(
+            **{"logprobs": self.logprobs, "mask": self.mask, "entropy": self.entropy, **self.fields, **changes}
+        )
+
+    def clean(self) -> TokenBatch:
+        """With zeros where the mask is 0. ValueError: a value is not of the mask's shape."""
+        import torch
+
+        keep, found = self.mask > 0, {}
+        for name, value in {"logprobs": self.logprobs, "entropy": self.entropy, **self.fields}.items():
+            if value is None:
+                continue
+            if value.shape[:2] != keep.shape:
+                raise ValueError(f"{name} has shape {tuple(value.shape)}, the mask {tuple(keep.shape)}")
+            inside = keep.reshape(*keep.shape, *(1,) * (value.dim() - 2))
+            found[name] = torch.where(inside, value, torch.zeros_like(value))
+        return TokenBatch(**found, mask=self.mask)

@@ -1,0 +1,75 @@
+"""`python -m tests.new_fields FOLDER`: two new lines in the table of fields, and what becomes of their values."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from relax_hpc.fields import FIELDS, FieldSpec
+
+NEW = (
+    FieldSpec("values", "token", "float32", "expected reward from here", by="rollout", loss=True),
+    FieldSpec("routes", "token", "uint8", "experts that were chosen", by="rollout", tail=(2, 4), pad=255, loss=True),
+)
+# Before anything derives from the table.
+FIELDS.update({spec.name: spec for spec in NEW})
+
+import torch  # noqa: E402
+
+from relax_hpc.config.load import dump  # noqa: E402
+from relax_hpc.training.batches import collate  # noqa: E402
+from relax_hpc.training.trainer import token_batch  # noqa: E402
+from relax_hpc.transfer_queue.inspect.export import KeptRows, export  # noqa: E402
+from relax_hpc.transfer_queue.storage.hdf5 import read  # noqa: E402
+from tests.queue_helpers import Roles, in_thread, make_run, rows_of, small  # noqa: E402
+
+
+def main(path: Path) -> None:
+    """The rollout puts them, the actor claims them; a file, an export and the loss's batch have them too."""
+    run, config = make_run(path / "run"), small(2, 2)
+    dump(config, run.root / "config.yaml")
+    with in_thread(run, config), Roles(run, config) as roles:
+        version = roles.start()
+        made = [row | drawn(row) for row in rows_of(roles.admit(version), version)]
+        assert roles["rollout"].generated(made) == {}
+        roles["rollout"].settle()
+        roles.learn(version)
+        rows = roles["actor"].rows(roles["actor"].claim("actor", 1 << 20))
+        assert same(rows, made)
+        written = [row for file in run.shards.glob("rollout-*.h5") for row in read(file).values()]
+        assert same(sorted(written, key=lambda row: row["sample_id"]), made)
+        export(KeptRows(run), [0], "jsonl", path / "rows.jsonl")
+    told = [json.loads(line) for line in (path / "rows.jsonl").read_text().splitlines()]
+    assert [row["routes"] for row in told] == [row["routes"].tolist() for row in made]
+
+    batch = collate(rows, 0, "cpu", multiple=4)
+    assert batch.tokens.shape == (4, 8), "three tokens are padding"
+    given = token_batch(batch, torch.zeros(4, 8), None)
+    assert given.values.dtype == torch.float32 and given.routes.dtype == torch.uint8
+    assert given.routes.shape == (4, 8, 2, 4) and given.routes[:, 5:].eq(255).all()
+    for number, row in enumerate(rows):
+        assert np.array_equal(given.values[number, :5], row["values"])
+        assert np.array_equal(given.routes[number, :5], row["routes"])
+    assert given.clean().routes[:, :2].eq(0).all(), "nothing is looked at where the mask is 0"
+
+
+def drawn(row: dict[str, Any], length: int = 5) -> dict[str, np.ndarray]:
+    draw = np.random.default_rng(int(row["ticket"]))
+    return {"values": draw.random(length, np.float32), "routes": draw.integers(0, 9, (length, 2, 4), np.uint8)}
+
+
+def same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> bool:
+    """With types."""
+    return len(found) == len(expected) and all(
+        one[spec.name].dtype == np.dtype(spec.dtype) and np.array_equal(one[spec.name], other[spec.name])
+        for one, other in zip(found, expected, strict=True)
+        for spec in NEW
+    )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

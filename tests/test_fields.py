@@ -1,0 +1,71 @@
+"""Fields are declared once: one line more in the table, and the values come from the rollout's put to the loss."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from relax_hpc import fields
+from relax_hpc.fields import FieldSpec, as_markdown
+from relax_hpc.transfer_queue.plan import GENERATED
+from relax_hpc.transfer_queue.row_schema import BadRow
+from relax_hpc.transfer_queue.storage.hdf5 import columns_of, read, write
+from relax_hpc.transfer_queue.storage.shard import pack, unpack
+from relax_hpc.versions import Version
+from tests.queue_helpers import rows_of
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_every_field_is_explained_in_the_docs() -> None:
+    told = (ROOT / "docs/fields.md").read_text()
+    table = "\n".join(as_markdown())
+    assert table in told, f"the table in docs/fields.md is not that of relax_hpc/fields.py, which is now\n{table}"
+
+
+def test_new_fields_go_from_the_rollout_to_the_loss(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.new_fields", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(name="routes")
+def routes_fixture(monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """What a row has where the table has a field with a tail of any length."""
+    monkeypatch.setitem(fields.FIELDS, "routes", FieldSpec("routes", "token", "uint8", "", tail=(None, 2)))
+    return (*GENERATED, "routes")
+
+
+@pytest.mark.parametrize(
+    ("shapes", "says"),
+    [
+        ([(5, 3, 2), (5, 3, 2)], ""),
+        ([(5, 3), (5, 3)], r"routes: found uint8 \[5, 3\], expected uint8 \[tokens, \*, 2\]"),
+        ([(5, 3, 4), (5, 3, 4)], r"routes: found uint8 \[5, 3, 4\], expected"),
+        ([(5, 3, 2), (5, 4, 2)], r"routes: found entries of \(3, 2\) and of \(4, 2\), expected one shape"),
+        ([(5, 0, 2), (5, 0, 2)], r"routes: found uint8 \[5, 0, 2\], expected"),
+        ([(4, 3, 2), (5, 3, 2)], r"routes: 4 entries for 5 tokens in 000000000\.00"),
+    ],
+)
+def test_entries_of_tokens_have_one_shape(tmp_path: Path, routes: tuple[str, ...], shapes: list, says: str) -> None:
+    rows = [
+        {**row, "routes": np.full(shape, k, np.uint8)}
+        for k, (row, shape) in enumerate(zip(rows_of([0], Version(1, 0)), shapes, strict=True))
+    ]
+    if says:
+        with pytest.raises(BadRow, match=says):
+            pack(rows, routes, {})
+        return
+    record = pack(rows, routes, {"group": "rollout", "incarnation": 1})
+    write(tmp_path / "a.h5", columns_of(record), {"run": "a"}, sync=False)
+    for found in (unpack(record), read(tmp_path / "a.h5")):
+        assert all(np.array_equal(found[row["sample_id"]]["routes"], row["routes"]) for row in rows)
