@@ -102,7 +102,7 @@ def run(tmp_path: Path) -> RunDir:
     number = incarnation(run, "actor", 0, trained_until_killed(), None)
     with (run.logs("actor", number) / "spans-actor-0.jsonl").open("a") as file:
         file.write('7\n[]\n\0\0\n{"role": "act')
-    mark = run.exit_mark("actor", incarnation, "actor")
+    mark = run.exit_mark("actor", number, "actor")
     leave_mark(mark, 75, "rank 0 was ended by signal 9")
     os.utime(mark, (ORIGIN + 48, ORIGIN + 48))
     incarnation(run, "actor", 50, trained_again(), 70)
