@@ -24,7 +24,7 @@ from relax_hpc.rewards import RewardInput
 from relax_hpc.roles import rollout
 from relax_hpc.roles.context import Context
 from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue.client.queue_client import QueueClient
+from relax_hpc.transfer_queue.client import QueueClient
 
 install_transformers_hook()
 import_module("transformers.models.qwen3.modeling_qwen3")

@@ -17,7 +17,7 @@ import numpy as np
 from relax_hpc.config.schema import Config, Durability, optional_groups
 from relax_hpc.rendezvous.roster import Card, claim_incarnation, publish_card
 from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue.client.queue_client import QueueClient
+from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transfer_queue.controller.server import Controller
 from relax_hpc.transfer_queue.controller.snapshots import RECORDS
 from relax_hpc.transfer_queue.plan import Plan
@@ -175,7 +175,7 @@ class Roles:
         """Whether status says, soon, that somebody waits for what ``text`` says: nothing orders what is asked on one
         connection before what is asked on another."""
         until = time.monotonic() + self.config.queue.wait_timeout_s
-        while not (found := any(text in why for why in self["advantages"].call("status")["waiting"])):
+        while not (found := any(text in why for why in self["advantages"].connection.call("status")["waiting"])):
             if time.monotonic() > until:
                 break
         return found
@@ -183,13 +183,13 @@ class Roles:
     def start(self, step: int = 0) -> Version:
         """Resume at ``step`` and publish its weights."""
         version = Version(self.incarnation, step)
-        self["actor"].call("resume", step=step)
-        self["actor"].call("publish", version=str(version), digest="d")
+        self["actor"].connection.call("resume", step=step)
+        self["actor"].connection.call("publish", version=str(version), digest="d")
         return version
 
     def admit(self, version: Version, count: int = BUDGET) -> list[int]:
-        self["rollout"].call("serve", reader="rollout/0", version=str(version))
-        return self["rollout"].call("admit", reader="rollout/0", count=count)["tickets"]
+        self["rollout"].connection.call("serve", reader="rollout/0", version=str(version))
+        return self["rollout"].connection.call("admit", reader="rollout/0", count=count)["tickets"]
 
     def generate(self, version: Version) -> list[int]:
         tickets = self.admit(version)
@@ -209,8 +209,8 @@ class Roles:
         claim = self["actor"].claim("actor", BUDGET)
         assert claim is not None and claim.step == step
         rows = self["actor"].rows(claim)
-        self["actor"].call("publish", version=str(Version(self.incarnation, step + 1)), digest="d")
-        self["actor"].call("trained", step=step, leases=[claim.lease])
+        self["actor"].connection.call("publish", version=str(Version(self.incarnation, step + 1)), digest="d")
+        self["actor"].connection.call("trained", step=step, leases=[claim.lease])
         return rows
 
     def step(self, step: int) -> list[Row]:

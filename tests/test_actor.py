@@ -17,7 +17,8 @@ from relax_hpc.config.schema import Config
 from relax_hpc.errors import DeadlineError, FencedError, RelaxError, StoppedError
 from relax_hpc.metrics.spans import OpenSpan
 from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue.client.queue_client import Claim
+from relax_hpc.transfer_queue.client import Claim
+from relax_hpc.transfer_queue.client.training import Training
 from tests.requirements import requires
 
 requires("torch", "megatron")
@@ -65,9 +66,8 @@ def test_a_step_that_cannot_end_before_the_limit_is_not_started() -> None:
 class Queue:
     """Answers claims when it is told to."""
 
-    stood_s = 0.0
-
     def __init__(self) -> None:
+        self.beat, self.training = SimpleNamespace(stood_s=0.0), Training(self.submit)
         self.claims: list[Future] = []
         self.dealt: list[int] = []
         self.asked = threading.Event()
@@ -78,13 +78,16 @@ class Queue:
         self.asked.set()
         return self.claims[-1]
 
-    def submit(self, op: str, **args: Any) -> Future:
+    def submit(self, op: str, timeout: float | None = None, **args: Any) -> Future:
         future: Future = Future()
-        future.set_result(self.call(op, **args))
+        future.set_result(self.answer(op, **args))
         return future
 
-    def call(self, op: str, **args: Any) -> dict:
-        return {}
+    def answer(self, op: str, **args: Any) -> dict:
+        return {"tickets": []}
+
+    def release(self, claim: Claim) -> Future:
+        return self.submit("release", lease=claim.lease)
 
 
 def waiting(deadline: float | None = None) -> Any:
@@ -222,7 +225,7 @@ class Losing(Giving):
         self.held: list[list[int]] = [[12], [12, 13]]
         self.released: list[int] = []
 
-    def call(self, op: str, **args: Any) -> dict:
+    def answer(self, op: str, **args: Any) -> dict:
         if op == "settled":
             return {"tickets": self.held.pop(0)}
         assert op == "release"

@@ -32,7 +32,7 @@ from relax_hpc.roles import replica, rollout
 from relax_hpc.roles.context import Context
 from relax_hpc.rollout.outcomes import Failure, Outcomes
 from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue.client.queue_client import QueueClient
+from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transfer_queue.controller.server import Controller
 from relax_hpc.versions import Version
 from tests.audit import audit, read_events
@@ -244,7 +244,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     config.data.train, config.rollout.groups_per_request = settings["data"]["train"], 4
     config.groups = {name: GroupConfig(roles=[name]) for name in ("rollout", "actor")}
     with in_thread(run, config) as controller, QueueClient(run, config, "actor", 1) as actor:
-        actor.call("resume", step=0)
+        actor.connection.call("resume", step=0)
         publish(run, actor, Version(1, 0), {"weight": torch.zeros(1)})
 
         def act(
@@ -266,8 +266,8 @@ def train_the_step(actor: QueueClient, run: RunDir) -> None:
         claim = actor.claim("actor", 1 << 20)
         leases, tickets = [*leases, claim.lease], tickets + len(claim.tickets)
     publish(run, actor, Version(1, 1), {"weight": torch.ones(1)})
-    actor.call("trained", step=0, leases=leases)
-    actor.call("checkpoint", step=1, name="i000001-step-000001", digest="")
+    actor.connection.call("trained", step=0, leases=leases)
+    actor.connection.call("checkpoint", step=1, name="i000001-step-000001", digest="")
 
 
 def test_faults_of_the_engine_are_counted_and_the_run_goes_on(world: SimpleNamespace) -> None:

@@ -16,7 +16,7 @@ from relax_hpc.checks.settings import check
 from relax_hpc.config import load
 from relax_hpc.config.schema import Config
 from relax_hpc.metrics.read_spans import Process, Span
-from relax_hpc.transfer_queue.client.queue_client import QueueClient
+from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transport.proof import MAX_UNPROVEN
 from tests.queue_helpers import in_thread, make_run, small
 
@@ -154,10 +154,10 @@ def test_strangers_come_again_and_a_controller_serves_its_clients(bench, tmp_pat
     strangers, run = bench("strangers"), make_run(tmp_path / "run")
     with in_thread(run, small()) as controller, strangers.strangers(controller.endpoint):
         with QueueClient(run, small(), "actor", 1) as actor:
-            while actor.call("status")["refused_connections"] < strangers.SENDERS:
+            while actor.connection.call("status")["refused_connections"] < strangers.SENDERS:
                 assert len(controller.listener.lobby.guests) <= MAX_UNPROVEN
         with QueueClient(run, small(), "rollout", 1) as rollout:
-            assert rollout.call("status")["trained_steps"] == 0, "who comes among them gets in"
+            assert rollout.connection.call("status")["trained_steps"] == 0, "who comes among them gets in"
 
 
 def test_steps_count_that_lie_within_a_time(bench):

@@ -256,13 +256,13 @@ def test_nobody_is_told_of_what_the_journal_does_not_have(
         roles.admit(version)
         failing = Failing(monkeypatch, run.journal, number, (call,))
         with failing.while_failing():
-            late = roles["rollout"].submit("note", what="w", name="n", reason="r")
-            later = roles["advantages"].submit("checkpoints")
+            late = roles["rollout"].connection.submit("note", what="w", name="n", reason="r")
+            later = roles["advantages"].connection.submit("checkpoints")
             wait_for(lambda: roles["actor"].waits)
             assert roles["actor"].waits["path"].startswith(str(run.journal))
-            found = roles["actor"].call("status", timeout=5.0)["disk"]
+            found = roles["actor"].connection.call("status", timeout=5.0)["disk"]
             assert {one["errno"] for one in found} == {number} and found[0]["who"] == "hub/controller"
-            wait_for(lambda: roles["rollout"].stood_s > 2 * config.queue.wait_timeout_s)
+            wait_for(lambda: roles["rollout"].beat.stood_s > 2 * config.queue.wait_timeout_s)
             assert not late.done() and not later.done()
             written = [record["op"] for _, record in journal_frames(controller.journal.path, 0, None)]
             assert call == "fdatasync" or "note" not in written
@@ -283,7 +283,7 @@ def test_a_journal_whose_folder_cannot_be_read_ends_no_controller(tmp_path: Path
     with in_thread(run, small()), Roles(run, small()) as roles:
         version = roles.start()
         monkeypatch.setattr(Journal, "superseded", superseded)
-        late = roles["rollout"].submit("note", what="w", name="n", reason="r")
+        late = roles["rollout"].connection.submit("note", what="w", name="n", reason="r")
         wait_for(lambda: roles["actor"].waits)
         assert not late.done()
         out.clear()
@@ -306,9 +306,9 @@ def test_shards_are_written_when_there_is_room(tmp_path: Path, monkeypatch, numb
                 claim = roles[role].claim(role, BUDGET)
                 roles[role].put(learned(roles[role].rows(claim), version), fields, claim)
             claim = roles["actor"].claim("actor", BUDGET)
-            settled = roles["actor"].submit("settled", leases=[claim.lease])
-            wait_for(lambda: "disk" in roles["rollout"]._about())
-            assert roles["rollout"]._about()["busy_s"] < 1.0 and not settled.done()
+            settled = roles["actor"].connection.submit("settled", leases=[claim.lease])
+            wait_for(lambda: "disk" in roles["rollout"].beat.about())
+            assert roles["rollout"].beat.about()["busy_s"] < 1.0 and not settled.done()
         assert settled.result(10)["tickets"] == tickets
         assert not WAITS
 
@@ -363,7 +363,7 @@ def test_an_acknowledgement_that_was_lost_stops_nothing(tmp_path: Path, number: 
             if not number:
                 roles.learn(version)
             claim = roles["actor"].claim("actor", BUDGET)
-            settled = roles["actor"].submit("settled", timeout=10.0, leases=[claim.lease])
+            settled = roles["actor"].connection.submit("settled", timeout=10.0, leases=[claim.lease])
             assert settled.result()["tickets"] == list(claim.tickets)
-            roles["actor"].call("publish", version=str(Version(1, 1)), digest="d")
-            roles["actor"].call("trained", step=0, leases=[claim.lease])
+            roles["actor"].connection.call("publish", version=str(Version(1, 1)), digest="d")
+            roles["actor"].connection.call("trained", step=0, leases=[claim.lease])

@@ -13,7 +13,7 @@ from relax_hpc.config.schema import Config
 from relax_hpc.metrics.spans import OpenSpan
 from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.roles import forward
-from relax_hpc.transfer_queue.client.queue_client import Claim
+from relax_hpc.transfer_queue.client import Claim
 from relax_hpc.transfer_queue.client.ways import Ways
 from relax_hpc.versions import Version
 from relax_hpc.weights.subscriber import NOTHING, News
@@ -32,13 +32,13 @@ class Reader:
 
     def __init__(self, *_) -> None:
         self.serving = NOTHING
-        self.news = iter([done({"version": "i000001-v000001", "digest": "old"})])
+        self.news = iter([done(News(version="i000001-v000001", digest="old"))])
 
     def newer(self) -> Future:
         return next(self.news, Future())
 
     def fetch(self, announced):
-        return News("i000002-v000000", "new"), "staged"
+        return News(version="i000002-v000000", digest="new"), "staged"
 
     def served(self, version: Version) -> None:
         self.serving = version
@@ -87,7 +87,9 @@ def test_a_claim_from_before_a_rollback_is_given_back_and_training_goes_on(monke
     forward._lead(context, ranks, scorer, every=1)
     assert client.given_back == [7]
     assert client.put_rows == [(8, Version(2, 0).encode())]
-    assert told[0] == {"do": "load", "news": asdict(News("i000002-v000000", "new"))}, "what the leader read"
+    assert told[0] == {"do": "load", "news": asdict(News(version="i000002-v000000", digest="new"))}, (
+        "what the leader read"
+    )
     assert [message["do"] for message in told] == ["load", "score", "score", "end"]
 
 
@@ -103,7 +105,7 @@ class Refreshed:
         return next(self.told, Future())
 
     def fetch(self, announced):
-        return News(**announced), "staged"
+        return announced, "staged"
 
 
 def test_a_reference_takes_the_policy_once_in_so_many_steps(monkeypatch):
@@ -120,7 +122,7 @@ def test_a_reference_takes_the_policy_once_in_so_many_steps(monkeypatch):
     weights = forward._Weights(context, ranks, SimpleNamespace(load=loaded.append), every=10)
     assert weights.reader.every == 10, "it is told of multiples alone"
     assert weights.fit(Claim(1, 9, (), (), 9)) and not weights.fit(Claim(1, 10, (), (), 10))
-    weights.reader.told = iter([done({"version": str(Version(1, number)), "digest": "d"}) for number in (10, 30)])
+    weights.reader.told = iter([done(News(version=str(Version(1, number)), digest="d")) for number in (10, 30)])
     weights.news = weights.reader.newer()
     weights.pull()
     assert weights.reader.serving == Version(1, 10) and loaded == ["staged"]

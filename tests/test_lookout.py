@@ -19,19 +19,25 @@ STARTED: Any = object()
 """In place of a process that this supervisor has started."""
 
 
+def status(beats: dict[str, Any]) -> SimpleNamespace:
+    """What of a `QueueStatus` is looked at."""
+    return SimpleNamespace(beats=beats, trained_steps=3, accepted=40, checkpoints=[{}], lacking={}, disk=[])
+
+
 class World:
     """A clock, a hub that answers what it is told, and groups of one role each."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
         self.asked: list[Future] = []
+        self.status = SimpleNamespace(get=self.get)
         monkeypatch.setattr(liveness, "time", SimpleNamespace(monotonic=lambda: self.now))
         self.hub = 0
         self.lookout = Lookout(self, LIMITS, hub_incarnation=lambda: self.hub)
         self.groups: dict[str, Any] = {}
 
-    def submit(self, op: str, timeout: float) -> Future:
-        assert (op, timeout) == ("status", LIMITS.lease_s)
+    def get(self, timeout: float) -> Future[SimpleNamespace]:
+        assert timeout == LIMITS.lease_s
         self.asked.append(Future())
         return self.asked[-1]
 
@@ -47,8 +53,7 @@ class World:
         self.now += seconds
         assert self.look(done) == []
         found = {f"{b['group']}/{b.pop('member', b['group'])}": b for b in map(dict, beats)}
-        answer = {"beats": found, "trained_steps": 3, "accepted": 40, "checkpoints": [{}]}
-        self.asked[-1].set_result(answer)
+        self.asked[-1].set_result(status(found))
         return self.look(done)
 
 
@@ -68,7 +73,7 @@ def test_the_hub_is_asked_every_other_beat_and_never_twice_at_a_time(world: Worl
     world.now += 10.0
     world.look()
     assert len(world.asked) == 1
-    world.asked[0].set_result({"beats": {}, "trained_steps": 3, "accepted": 40, "checkpoints": [{}]})
+    world.asked[0].set_result(status({}))
     assert world.look() == [] and world.lookout.progress == (3, 40, 1)
     world.look()
     assert len(world.asked) == 2

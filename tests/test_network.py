@@ -281,7 +281,7 @@ def two_ranks(run: RunDir, output: Path) -> Iterator[subprocess.Popen]:
 def ready(ranks: subprocess.Popen, roles: Roles) -> None:
     """Wait until both replicas serve, so that both have a share of the steps that come."""
     deadline = time.monotonic() + 60
-    while sorted(roles["actor"].call("status")["readers"]) != ["rollout/0", "rollout/1"]:
+    while sorted(roles["actor"].connection.call("status")["readers"]) != ["rollout/0", "rollout/1"]:
         assert time.monotonic() < deadline and ranks.poll() is None
         time.sleep(0.02)
 
@@ -290,14 +290,14 @@ def train(run: RunDir, roles: Roles, step: int) -> None:
     """What the other groups do in a step, with the weights that the run began with; the last one is saved."""
     version = Version(1, step)
     if step == 0:
-        roles["actor"].call("resume", step=0)
+        roles["actor"].connection.call("resume", step=0)
         publish_start(run, roles, version)
     roles.learn(version)
     claim = roles["actor"].claim("actor", BUDGET)
     publish_start(run, roles, Version(1, step + 1))
-    roles["actor"].call("trained", step=step, leases=[claim.lease])
+    roles["actor"].connection.call("trained", step=step, leases=[claim.lease])
     if step + 1 == roles.config.steps:
-        roles["actor"].call("checkpoint", step=step + 1, name="last", digest="d")
+        roles["actor"].connection.call("checkpoint", step=step + 1, name="last", digest="d")
 
 
 def publish_start(run: RunDir, roles: Roles, version: Version) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,8 @@ from relax_hpc.roles.replica import FOR_TURN, Replica
 from relax_hpc.roles.rollout import Rollout
 from relax_hpc.sandbox.processes import until
 from relax_hpc.transfer_queue import presence
-from relax_hpc.transfer_queue.client.queue_client import QueueClient
+from relax_hpc.transfer_queue.client import QueueClient
+from relax_hpc.transfer_queue.client.training import Training
 from relax_hpc.transfer_queue.presence import Presence
 from tests.queue_helpers import BUDGET, in_thread, make_run, small
 
@@ -72,7 +74,7 @@ def test_a_wait_outlasts_its_time_while_a_group_is_absent(tmp_path: Path, monkey
     with in_thread(run, config) as controller, QueueClient(run, config, "actor", 1) as actor:
         asked = actor.claim_later("actor", BUDGET)
         deadline = time.monotonic() + 20.0
-        while actor.stood_s < 3 * config.queue.wait_timeout_s and time.monotonic() < deadline:
+        while actor.beat.stood_s < 3 * config.queue.wait_timeout_s and time.monotonic() < deadline:
             assert not asked.done()
             # A look at the clock that stands; the deadline above ends it.
             time.sleep(0.01)
@@ -99,18 +101,18 @@ def test_nobody_is_waited_for_longer_than_allowed(tmp_path: Path, monkeypatch: p
 def test_how_long_one_part_is_loaded_is_told_but_for_waits_for_a_disk(tmp_path: Path) -> None:
     run, config = make_run(tmp_path / "run"), small()
     with in_thread(run, config), QueueClient(run, config, "actor", 1) as actor:
-        actor.call("status")
-        actor.loads = lambda: True
-        actor.at_work("loading the model")
-        actor._doing_since, actor._waited_at = actor._doing_since - 100.0, -math.inf
-        assert actor._about()["loading_s"] >= 100.0
+        actor.connection.call("status")
+        actor.beat.loads = lambda: True
+        actor.beat.at_work("loading the model")
+        actor.beat._doing_since, actor.beat._waited_at = actor.beat._doing_since - 100.0, -math.inf
+        assert actor.beat.about()["loading_s"] >= 100.0
         WAITS.begin(run.root, OSError(28, "No space left on device"))
         try:
-            assert actor._about()["loading_s"] == 0.0
+            assert actor.beat.about()["loading_s"] == 0.0
         finally:
             WAITS.end(run.root)
-        actor.at_work("")
-        assert "loading_s" not in actor._about(), "it may wait for the hub"
+        actor.beat.at_work("")
+        assert "loading_s" not in actor.beat.about(), "it may wait for the hub"
 
 
 def test_who_waits_for_its_turn_on_devices_is_not_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,17 +121,17 @@ def test_who_waits_for_its_turn_on_devices_is_not_loading(tmp_path: Path, monkey
     run, config = make_run(tmp_path / "run"), small()
     config.liveness.beat_s = 0.05
     with in_thread(run, config) as controller, QueueClient(run, config, "rollout", 1) as client:
-        client.call("status")
-        client.loads, client.busy = lambda: True, lambda: 3600.0
-        client.at_work("waiting for the actor to make room", waits=True)
-        client._waited_at = -math.inf
-        about = client._about()
+        client.connection.call("status")
+        client.beat.loads, client.beat.busy = lambda: True, lambda: 3600.0
+        client.beat.at_work("waiting for the actor to make room", waits=True)
+        client.beat._waited_at = -math.inf
+        about = client.beat.about()
         assert about["doing"] == "waiting for the actor to make room" and not about["loads"]
         assert about["busy_s"] < 60.0 and "loading_s" not in about
         until(lambda: "rollout" not in controller.presence.lacking, 20.0, "the rollout is there")
-        client.at_work("starting")
-        client._doing_since -= 100.0
-        assert client._about()["loads"] and client._about()["loading_s"] < 60.0, "it has waited until now"
+        client.beat.at_work("starting")
+        client.beat._doing_since -= 100.0
+        assert client.beat.about()["loads"] and client.beat.about()["loading_s"] < 60.0, "it has waited until now"
         until(lambda: controller.presence.lacking.get("rollout", [""])[0] == "is loading", 20.0, "the rollout loads")
 
 
@@ -138,7 +140,15 @@ def test_an_engine_that_has_to_wait_for_the_devices_says_so() -> None:
     told: list[tuple[str, bool]] = []
     rollout = Rollout.__new__(Rollout)
     rollout.phases = {}
-    rollout.client = SimpleNamespace(at_work=lambda doing, waits: told.append((doing, waits)))
+
+    def submit(op: str, timeout: float | None = None, **args: object) -> Future:
+        told.append((op, False))
+        answer: Future = Future()
+        answer.set_result({})
+        return answer
+
+    beat = SimpleNamespace(at_work=lambda doing, waits: told.append((doing, waits)))
+    rollout.client = SimpleNamespace(beat=beat, training=Training(submit))
 
     class Engine:
         phase = "loading weights"
@@ -146,10 +156,6 @@ def test_an_engine_that_has_to_wait_for_the_devices_says_so() -> None:
         async def start(self) -> None:
             await asyncio.sleep(0)
 
-    async def ask(op: str, **args: object) -> None:
-        told.append((op, False))
-
-    rollout.ask = ask
     replica = Replica.__new__(Replica)
     replica.rollout, replica.number, replica.engine = rollout, 1, Engine()
     replica.config = SimpleNamespace(colocate=True)
@@ -164,10 +170,10 @@ def test_who_waits_for_a_hub_that_is_away_is_at_no_work(tmp_path: Path) -> None:
     """It may be away for longer than anything may take, and is told of that before it has answered."""
     run, config = make_run(tmp_path / "run"), small()
     with QueueClient(run, config, "reference", 1) as client:
-        client.busy = lambda: 3600.0
-        assert client._about()["busy_s"] < 60.0
+        client.beat.busy = lambda: 3600.0
+        assert client.beat.about()["busy_s"] < 60.0
         with in_thread(run, config):
-            client.call("status")
-            assert client._about()["busy_s"] < 60.0, "nor has it been since before"
-            client._waited_at = -math.inf
-            assert client._about()["busy_s"] == 3600.0
+            client.connection.call("status")
+            assert client.beat.about()["busy_s"] < 60.0, "nor has it been since before"
+            client.beat._waited_at = -math.inf
+            assert client.beat.about()["busy_s"] == 3600.0

@@ -12,7 +12,7 @@ import relax_hpc.transfer_queue as package
 from relax_hpc.config.schema import PlanesConfig
 from relax_hpc.errors import RefusedError
 from relax_hpc.transfer_queue import Claim, QueueClient, Version, serving
-from relax_hpc.transfer_queue.client.queue_client import read_columns
+from relax_hpc.transfer_queue.client import read_columns
 from relax_hpc.transfer_queue.plan import GENERATED
 from relax_hpc.transfer_queue.storage.shard import pack
 from relax_hpc.transfer_queue.storage.shard_files import ShardFiles
@@ -42,10 +42,10 @@ def test_every_public_name_is_there_and_explained():
 def test_a_run_is_gone_on_with_by_the_next_who_serves_it(tmp_path):
     run, config = make_run(tmp_path / "run"), small()
     with serving(run, config), QueueClient(run, config, "actor", 1) as client:
-        client.call("resume", step=0)
+        client.connection.call("resume", step=0)
     with serving(run, config) as controller, QueueClient(run, config, "actor", 1) as client:
         assert controller.incarnation == 2 and controller.state.lineage == [(1, 0)]
-        assert client.call("status")["incarnations"] == {"actor": 1}
+        assert client.connection.call("status")["incarnations"] == {"actor": 1}
 
 
 def test_arrays_that_the_schema_does_not_know_are_carried(tmp_path):
@@ -56,10 +56,10 @@ def test_arrays_that_the_schema_does_not_know_are_carried(tmp_path):
         QueueClient(run, config, "actor", 1) as actor,
         QueueClient(run, config, "rollout", 1) as it,
     ):
-        actor.call("resume", step=0)
-        actor.call("publish", version="i000001-v000000", digest="d")
-        it.call("serve", reader="r", version="i000001-v000000")
-        tickets = it.call("admit", reader="r", count=1)["tickets"]
+        actor.connection.call("resume", step=0)
+        actor.connection.call("publish", version="i000001-v000000", digest="d")
+        it.connection.call("serve", reader="r", version="i000001-v000000")
+        tickets = it.connection.call("admit", reader="r", count=1)["tickets"]
         mine = {"bits": np.array([True, False]), "halves": np.arange(3, dtype=np.float16), "whole": np.arange(9)}
         rows = [{**row, **mine} for row in rows_of(tickets, Version(1, 0))]
         with pytest.raises(RefusedError, match="mine: found an array of <U1"):

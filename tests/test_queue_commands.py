@@ -50,7 +50,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         roles.start()
         for step in range(TRAINED):
             roles.step(step)
-            roles["actor"].call("checkpoint", step=min(step + 1, 2), name="c", digest="d")
+            roles["actor"].connection.call("checkpoint", step=min(step + 1, 2), name="c", digest="d")
         roles.generate(Version(1, TRAINED))
     return run.root
 
@@ -188,7 +188,7 @@ def test_drops_are_told_by_reason(tmp_path, capsys):
     run, config = new_run(tmp_path / "run")
     with in_thread(run, config), resumed_at_the_start(run, config) as roles:
         ticket = roles.admit(Version(2, 1))[0]
-        roles["rollout"].call("fail", ticket=ticket, attempt=0, reason="timeout")
+        roles["rollout"].connection.call("fail", ticket=ticket, attempt=0, reason="timeout")
     found = audited(run, capsys)
     assert found["dropped"] == {"rolled_back": 4} and found["never_accepted"] == {"timeout": 2}
     assert (found["accepted"], found["trained"], found["in_flight"]) == (8, 4, 0)
@@ -283,8 +283,8 @@ def test_a_task_that_joined_later_owes_nothing_of_before(tmp_path, capsys):
     config.groups["reference"] = reference
     dump(config, run.config)
     with in_thread(run, config), Roles(run, config, 2) as roles:
-        roles["actor"].call("resume", step=1)
-        roles["actor"].call("publish", version=str(Version(2, 1)), digest="d")
+        roles["actor"].connection.call("resume", step=1)
+        roles["actor"].connection.call("publish", version=str(Version(2, 1)), digest="d")
         roles.generate(Version(2, 1))
         roles.learn(Version(2, 1))
         roles.train(1)

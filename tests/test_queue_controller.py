@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from relax_hpc.transfer_queue.client.queue_client import QueueClient
+from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transfer_queue.controller.server import Controller
 from relax_hpc.transfer_queue.lengths import packed
 from relax_hpc.transport.wire import pack, unpack
@@ -33,9 +33,9 @@ def test_a_run_from_its_first_to_its_last_step(tmp_path, staleness):
             samples = itertools.product((2 * step, 2 * step + 1), range(2))
             assert [row["sample_id"] for row in rows] == [f"{ticket:09d}.{k:02d}" for ticket, k in samples]
             assert np.array_equal(rows[0]["ref_logprobs"], rows[0]["rollout_logprobs"] * 2)
-            roles["actor"].call("checkpoint", step=step + 1, name=f"c{step}", digest="d")
+            roles["actor"].connection.call("checkpoint", step=step + 1, name=f"c{step}", digest="d")
         assert roles["reference"].claim("reference", BUDGET) is None
-        roles["actor"].call("status")
+        roles["actor"].connection.call("status")
         assert list(run.shards.iterdir()) == []
     events = [json.loads(line) for line in run.events.read_text().splitlines()]
     trained = [event["id"] for event in events if event["what"] == "trained"]
@@ -50,7 +50,7 @@ def test_nobody_is_told_what_a_maker_had_in_memory_whose_lease_is_over(tmp_path)
         claim = reader.claim("reference", BUDGET)
         assert [list(shard["planes"]) for shard in claim.shards] == [["shm", "tcp"]]
         reader.give_back(claim)
-        roles["actor"].call("down", group="rollout", incarnation=1)
+        roles["actor"].connection.call("down", group="rollout", incarnation=1)
         claim = reader.claim("reference", BUDGET)
         assert [shard["planes"] for shard in claim.shards] == [{}]
         assert len(reader.rows(claim)) == 4 and reader.store.ways.shards == {"file": 1}
@@ -65,12 +65,12 @@ def test_a_waiting_consumer_is_told_by_the_put_itself(tmp_path):
         version = roles.start()
         tickets = roles.admit(version)
         waiting = roles["reference"].claim_later("reference", BUDGET)
-        news = roles["rollout"].submit("next_version", after=str(version))
-        roles["reference"].call("status")
+        news = roles["rollout"].connection.submit("next_version", after=str(version))
+        roles["reference"].connection.call("status")
         started = time.monotonic()
         roles["rollout"].generated(rows_of(tickets, version))
         assert waiting.result(timeout=2).tickets == (0, 1)
-        roles["actor"].call("publish", version="i000001-v000001", digest="d")
+        roles["actor"].connection.call("publish", version="i000001-v000001", digest="d")
         assert news.result(timeout=2)["version"] == "i000001-v000001"
         assert time.monotonic() - started < 2
 
@@ -81,13 +81,13 @@ def test_who_holds_many_shards_finds_the_next_controller_too(tmp_path):
     names = [f"rollout-i000001-{number:060d}.h5" for number in range(2000)]
     with QueueClient(run, config, "rollout", 1) as client:
         freed: list[str] = []
-        client._store = SimpleNamespace(
+        client._store = client.connection.shards = SimpleNamespace(
             holds=lambda: names[len(freed) :], free=freed.extend, settle=lambda _: True, close=lambda: None
         )
         for _ in range(2):
             freed.clear()
             with in_thread(run, config):
-                assert client.call("status", timeout=10.0)["trained_steps"] == 0
+                assert client.connection.call("status", timeout=10.0)["trained_steps"] == 0
                 deadline = time.monotonic() + 10.0
                 while freed != names:
                     assert time.monotonic() < deadline, "nobody needs them"

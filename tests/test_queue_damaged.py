@@ -49,7 +49,7 @@ def test_groups_in_a_damaged_shard_are_generated_again(tmp_path, damage, reason,
         tickets = generated(roles, version)
         damage(newest_shard(run))
         assert not check_claim(roles["reference"], roles["reference"].claim("reference", BUDGET))
-        assert roles["actor"].call("status")["dropped"] == {reason: config.samples_per_prompt}
+        assert roles["actor"].connection.call("status")["dropped"] == {reason: config.samples_per_prompt}
         assert roles.admit(version) == tickets[-1:]
         assert roles["rollout"].generated(rows_of(tickets[-1:], version)) == {}
         roles["rollout"].settle()
@@ -76,4 +76,4 @@ def test_a_file_that_is_seen_late_is_no_damage(tmp_path, monkeypatch):
         monkeypatch.setattr(claims, "_unseen", unseen)
         found = sound_claim(roles["reference"], "reference", BUDGET)
         assert found and set(found.tickets) <= set(tickets)
-        assert not roles["actor"].call("status")["dropped"] and not hidden.exists()
+        assert not roles["actor"].connection.call("status")["dropped"] and not hidden.exists()

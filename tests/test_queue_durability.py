@@ -44,9 +44,9 @@ def test_what_a_killed_controller_had_not_journaled_is_gone_and_all_begin_again(
     with serving(run, config) as controller, QueueClient(run, config, "actor", 1) as late:
         assert controller.incarnation == 2 and controller.state.lineage == [(1, 0)] and controller.state.newest is None
         with pytest.raises(FencedError, match="actor incarnation 1 is over"):
-            late.call("resume", step=0)
+            late.connection.call("resume", step=0)
         with QueueClient(run, config, "supervisor", 1) as supervisor:
-            assert supervisor.call("status")["trained_steps"] == 0
+            assert supervisor.connection.call("status")["trained_steps"] == 0
         with Roles(run, config, incarnation=2) as roles:
             roles.start()
             assert len(roles.step(0)) == 4

@@ -11,8 +11,7 @@ import pytest
 
 from relax_hpc.errors import DeadlineError, FencedError, RefusedError, RelaxError, StoppedError
 from relax_hpc.rendezvous.roster import claim_incarnation
-from relax_hpc.transfer_queue.client import queue_client
-from relax_hpc.transfer_queue.client.queue_client import QueueClient
+from relax_hpc.transfer_queue.client import QueueClient, connection
 from relax_hpc.transfer_queue.controller.journal import Journal, JournalError, Position
 from relax_hpc.transfer_queue.controller.server import Controller
 from relax_hpc.transfer_queue.plan import Plan
@@ -41,35 +40,35 @@ def test_a_killed_controller_comes_back_and_clients_go_on(tmp_path):
             roles.start()
             first = roles.generate(Version(1, 0))
             parked = roles["actor"].claim_later("actor", BUDGET)
-            roles["actor"].call("status")
+            roles["actor"].connection.call("status")
             hub.kill()
-            lost = roles["rollout"].submit("note", what="engine_fault", name="x", reason="y")
+            lost = roles["rollout"].connection.submit("note", what="engine_fault", name="x", reason="y")
         with HubProcess(run) as hub:
             assert hub.incarnation == 2
             roles.learn(Version(1, 0))
             assert parked.result(timeout=10).tickets == tuple(first) == (0, 1)
             assert lost.result(timeout=10) == {}
-            roles["actor"].call("publish", version="i000001-v000001", digest="d")
-            roles["actor"].call("trained", step=0, leases=[parked.result().lease])
+            roles["actor"].connection.call("publish", version="i000001-v000001", digest="d")
+            roles["actor"].connection.call("trained", step=0, leases=[parked.result().lease])
             roles.step(1)
-            assert roles["actor"].call("status")["trained_steps"] == 2
+            assert roles["actor"].connection.call("status")["trained_steps"] == 2
 
 
 def test_who_waits_for_a_hub_that_has_gone_for_good_is_told(tmp_path, monkeypatch):
     """A run that was asked to stop starts none again; one that was not does."""
-    monkeypatch.setattr(queue_client, "_NO_HUB_S", 0.2)
+    monkeypatch.setattr(connection, "_NO_HUB_S", 0.2)
     run, config = make_run(tmp_path / "run"), small()
     with Roles(run, config) as roles:
         with HubProcess(run) as hub:
             roles.start()
             parked = roles["actor"].claim_later("actor", BUDGET)
             run.stop.write_text("{}")
-            roles["actor"].call("status")
+            roles["actor"].connection.call("status")
             hub.kill()
         with pytest.raises(StoppedError, match="hub has gone"):
             parked.result(timeout=30)
         run.stop.unlink()
-        waits = roles["actor"].submit("status")
+        waits = roles["actor"].connection.submit("status")
         with HubProcess(run):
             waits.result(timeout=30)
 
@@ -81,7 +80,7 @@ def test_what_a_dead_owner_held_comes_back(tmp_path):
         roles.generate(version)
         held = roles["reference"].claim("reference", BUDGET)
         with QueueClient(run, config, "supervisor", 1) as supervisor:
-            supervisor.call("down", group="reference", incarnation=1)
+            supervisor.connection.call("down", group="reference", incarnation=1)
         with pytest.raises(FencedError, match="reference incarnation 1 is over"):
             roles["reference"].give_back(held)
         with QueueClient(run, config, "reference", 2) as successor:
@@ -262,7 +261,7 @@ def test_what_is_no_request_ends_its_connection_and_changes_nothing(tmp_path):
             connection.send(payload)
             with pytest.raises(ConnectionResetError):
                 next_payload(connection)
-            assert roles["actor"].call("status")["refused_connections"] == number
+            assert roles["actor"].connection.call("status")["refused_connections"] == number
         assert controller.state.incarnations["actor"] == 1
 
 
@@ -285,7 +284,7 @@ def test_requests_with_bad_arguments_are_refused_and_not_journaled(tmp_path):
         roles.start()
         for op, args in bad:
             with pytest.raises(RelaxError):
-                roles["actor"].call(op, timeout=1.0, **args)
+                roles["actor"].connection.call(op, timeout=1.0, **args)
         assert run.token_file.exists()
         roles.step(0)
         trained = controller.state.trained_steps
@@ -297,33 +296,33 @@ def test_waits_end_with_an_error_that_says_where_to_look(tmp_path):
     run, config = make_run(tmp_path / "run"), small()
     with QueueClient(run, config, "actor", 1) as alone:
         with pytest.raises(DeadlineError, match=r"status: the hub has not answered .* open .*logs/hub/inc-000001"):
-            alone.call("status", timeout=0.1)
+            alone.connection.call("status", timeout=0.1)
     with in_thread(run, config), Roles(run, config) as roles:
         started = time.monotonic()
         said = r"claim actor: nothing came for 0\.\d s \(waits for rows of rollout\); .*open the logs .*logs"
         with pytest.raises(DeadlineError, match=said):
-            roles["actor"].call("claim", timeout=0.2, task="actor", budget=1, boundary=2)
+            roles["actor"].connection.call("claim", timeout=0.2, task="actor", budget=1, boundary=2)
         assert 0.15 < time.monotonic() - started < 1.2
 
 
 def test_a_closed_client_leaves_nobody_waiting(tmp_path):
     run, config = make_run(tmp_path / "run"), small()
     client = QueueClient(run, config, "actor", 1)
-    waiting = [client.submit("status") for _ in range(3)]
+    waiting = [client.connection.submit("status") for _ in range(3)]
     threading.Thread(target=client.close).start()
     assert len(wait(waiting, timeout=5).done) == 3
     assert all(isinstance(future.exception(), RelaxError) for future in waiting)
     with pytest.raises(RelaxError, match="closed"):
-        client.submit("status").result(timeout=5)
+        client.connection.submit("status").result(timeout=5)
 
 
 def test_a_waiter_that_goes_away_does_not_break_the_connection(tmp_path):
     run, config = make_run(tmp_path / "run"), small()
     with in_thread(run, config), QueueClient(run, config, "actor", 1) as client:
-        assert not client.submit("claim", task="actor", budget=1, boundary=2, timeout=0.1).cancel()
+        assert not client.connection.submit("claim", task="actor", budget=1, boundary=2, timeout=0.1).cancel()
         assert not client.claim_later("actor", 1).cancel()
         time.monotonic()
-        assert client.call("status")["trained_steps"] == 0
+        assert client.connection.call("status")["trained_steps"] == 0
 
 
 def test_a_resume_with_other_groups_takes_over_from_the_old_ones(tmp_path):
@@ -346,7 +345,7 @@ def test_a_resume_with_other_groups_takes_over_from_the_old_ones(tmp_path):
             QueueClient(run, config, "rollout", 1) as former,
             pytest.raises(FencedError, match="rollout incarnation 1"),
         ):
-            former.call("status")
+            former.connection.call("status")
         roles.start()
         assert roles.train(0)
     with in_thread(run, config) as controller:
@@ -358,7 +357,7 @@ def test_files_that_no_put_told_of_go_with_their_writers(tmp_path):
     with in_thread(run, config), Roles(run, config) as roles:
         roles.generate(roles.start())
         with QueueClient(run, config, "supervisor", 1) as supervisor:
-            supervisor.call("down", group="reference", incarnation=1)
+            supervisor.connection.call("down", group="reference", incarnation=1)
     (kept,) = run.shards.iterdir()
     over = ["reference-i000001-7-ab-000001.shard", ".reference-i000001-7-ab-000001.shard.7"]
     living = ["reference-i000002-8-ab-000001.shard", "rollout-i000001-9-ab-000009.shard", "unrelated"]

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from relax_hpc.rendezvous.roster import latest_card
-from relax_hpc.transfer_queue.client.queue_client import Claim, read_rows
+from relax_hpc.transfer_queue.client import Claim, read_rows
 from relax_hpc.transfer_queue.controller.desk import SCHEMAS, Parked
 from relax_hpc.transfer_queue.controller.journal import Journal, JournalError
 from relax_hpc.transfer_queue.controller.messages import Refused, parse
@@ -249,7 +249,7 @@ def test_a_real_controller_outlives_them_all(served):
     roles.learn(version)
     rows = roles.train(step)
     assert [row["sample_id"] for row in rows] == [row["sample_id"] for row in rows_of(tickets, version)]
-    assert hub.process.poll() is None and roles["actor"].call("status")["refused_connections"] >= 5
+    assert hub.process.poll() is None and roles["actor"].connection.call("status")["refused_connections"] >= 5
     for one in sockets:
         one.close()
     assert run.token_file.exists()
@@ -265,7 +265,7 @@ def test_a_real_controller_answers_after_any_bytes(served, frames, proven):
         with contextlib.suppress(OSError):
             for frame in frames:
                 connection.send(frame) if connection else made.sendall(framed(frame))
-        assert roles["actor"].call("status")["trained_steps"] <= 1 and hub.process.poll() is None
+        assert roles["actor"].connection.call("status")["trained_steps"] <= 1 and hub.process.poll() is None
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from relax_hpc.config import dump
-from relax_hpc.transfer_queue.client.kept_client import keep, kept_rows
-from relax_hpc.transfer_queue.client.queue_client import QueueClient
+from relax_hpc.transfer_queue.client import QueueClient
+from relax_hpc.transfer_queue.client.partials import keep, kept_rows
 from relax_hpc.transfer_queue.controller.image import image_of, state_of
 from relax_hpc.transfer_queue.inspect.audit import Ledger
 from relax_hpc.transfer_queue.lengths import packed
@@ -268,9 +268,9 @@ def test_kept_rows_come_back_byte_for_byte_after_the_hub_and_their_maker_died(tm
         shards = {path.name for path in run.shards.iterdir()}
     with in_thread(run, config), QueueClient(run, config, "rollout", 2) as rollout:
         assert {path.name for path in run.shards.iterdir()} == shards
-        rollout.call("serve", reader="r", version=str(V0))
-        admitted = rollout.call("admit", reader="r", count=4)
-        found = kept_rows(rollout, admitted["kept"])
+        rollout.connection.call("serve", reader="r", version=str(V0))
+        admitted = rollout.tickets.admit("r", 4).result()
+        found = kept_rows(rollout, admitted.partials)
         assert {ticket: sorted(kept.rows) for ticket, kept in found.items()} == {0: [0], 1: [0, 1], 2: [0, 1]}
         for row, again in ((made[0], found[0].rows[0]), (made[3], found[1].rows[1]), (extra[1], found[2].rows[1])):
             for name in ("token_ids", "rollout_logprobs", "token_versions", "loss_mask"):
@@ -294,9 +294,9 @@ def test_what_cannot_be_read_is_generated_anew_and_counted(tmp_path):
         (kept,) = [path for path in run.shards.iterdir() if path.suffix == ".h5"]
         kept.write_bytes(kept.read_bytes()[:-8])
         with QueueClient(run, config, "rollout", 2) as rollout:
-            rollout.call("serve", reader="r", version=str(V0))
-            admitted = rollout.call("admit", reader="r", count=2)
-            assert admitted["kept"] and kept_rows(rollout, admitted["kept"]) == {}
+            rollout.connection.call("serve", reader="r", version=str(V0))
+            admitted = rollout.tickets.admit("r", 2).result()
+            assert admitted.partials and kept_rows(rollout, admitted.partials) == {}
             assert rollout.generated(rows_of([0, 1], V0)) == {}
             rollout.settle()
         assert hub.state.kept.counts() == {"total": 3, "used": 0, "held": 0, "again": 3}
@@ -311,7 +311,7 @@ def test_a_killed_hub_keeps_what_it_was_given(tmp_path):
             assert keep(roles["rollout"], rows_of([0], V0, length=length)[:1], {0: 0}, reused) == {}
         hub.kill()
         with HubProcess(run), QueueClient(run, config, "rollout", 2) as rollout:
-            rollout.call("serve", reader="r", version=str(V0))
-            found = kept_rows(rollout, rollout.call("admit", reader="r", count=2)["kept"])
+            rollout.connection.call("serve", reader="r", version=str(V0))
+            found = kept_rows(rollout, rollout.tickets.admit("r", 2).result().partials)
             assert found[0].tokens == 3
-            assert rollout.call("status")["kept"] == {"total": 3, "used": 0, "held": 3, "again": 0}
+            assert rollout.connection.call("status")["kept"] == {"total": 3, "used": 0, "held": 3, "again": 0}

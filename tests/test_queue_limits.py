@@ -75,22 +75,22 @@ def test_status_says_why_nothing_is_generated(tmp_path):
     run, config = make_run(tmp_path / "run"), small(staleness=1, steps=9)
     config.queue.max_bytes = 1 << 10
     with in_thread(run, config) as hub, Roles(run, config) as roles:
-        early = roles["rollout"].submit("admit", reader="rollout/0", count=2)
+        early = roles["rollout"].connection.submit("admit", reader="rollout/0", count=2)
         assert roles.waits("rollout: admit: serves no version of this lineage yet")
         version = roles.start()
-        roles["rollout"].call("serve", reader="rollout/0", version=str(version))
+        roles["rollout"].connection.call("serve", reader="rollout/0", version=str(version))
         tickets = early.result(timeout=5)["tickets"]
         roles["rollout"].generated(rows_of(tickets, version))
         assert hub.state.shelf.untrained_bytes >= 1 << 10
-        full = roles["rollout"].submit("admit", reader="rollout/0", count=2)
+        full = roles["rollout"].connection.submit("admit", reader="rollout/0", count=2)
         assert roles.waits(f"rollout: admit: the queue holds {amounts(hub.state.shelf.untrained_bytes, 1 << 10)}")
         roles.learn(version)
         roles.train(0)
         assert full.result(timeout=5)["tickets"] == [2, 3], "there is room, and version 0 may begin step 1"
-        stale = roles["rollout"].submit("admit", reader="rollout/0", count=2)
+        stale = roles["rollout"].connection.submit("admit", reader="rollout/0", count=2)
         roles["rollout"].generated(rows_of([2, 3], version))
         assert roles.waits("rollout: admit: waits for version 1, newest is 1")
-        roles["rollout"].call("serve", reader="rollout/0", version=str(Version(1, 1)))
+        roles["rollout"].connection.call("serve", reader="rollout/0", version=str(Version(1, 1)))
         assert roles.waits("rollout: admit: the queue holds")
         for role, fields in GIVES.items():
             claim = roles[role].claim(role, 1 << 20)

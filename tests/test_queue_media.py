@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from relax_hpc.errors import RefusedError
+from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transfer_queue.client.claims import check_claim, sound_claim
-from relax_hpc.transfer_queue.client.kept_client import keep, kept_rows
 from relax_hpc.transfer_queue.client.media_client import TOO_LARGE, store_media
-from relax_hpc.transfer_queue.client.queue_client import QueueClient
+from relax_hpc.transfer_queue.client.partials import keep, kept_rows
 from relax_hpc.transfer_queue.controller.handing import MAX_MEDIA
 from relax_hpc.transfer_queue.controller.image import image_of, state_of
 from relax_hpc.transfer_queue.plan import Plan
@@ -101,12 +101,12 @@ def test_media_are_read_by_the_trainer_and_removed_when_their_steps_are_checkpoi
         with wave.open(io.BytesIO(store.read(shared))) as sound:
             assert sound.getnframes() == 160
         step(roles, 1)
-        roles["actor"].call("checkpoint", step=1, name="c1", digest="d")
-        roles["actor"].call("status")
+        roles["actor"].connection.call("checkpoint", step=1, name="c1", digest="d")
+        roles["actor"].connection.call("status")
         second = {id_of(png(2)), id_of(png(3))}
         assert files(run) == second | {shared}
-        roles["actor"].call("checkpoint", step=2, name="c2", digest="d")
-        roles["actor"].call("status")
+        roles["actor"].connection.call("checkpoint", step=2, name="c2", digest="d")
+        roles["actor"].connection.call("status")
         assert files(run) == set() and hub.state.media.holders == {}
 
 
@@ -190,7 +190,7 @@ def test_a_mismatch_is_quarantined_and_the_run_goes_on(tmp_path, how, reason):
         assert claim.tickets == (0, 1) and not check_claim(roles["reference"], claim, PADS)
         assert hub.state.dropped == {reason: 2} and hub.state.leases == {}
         assert id_of(png(1)) in hub.state.media.counts, "its ticket is generated again"
-        again = roles["rollout"].call("admit", reader="rollout/0", count=1)
+        again = roles["rollout"].connection.call("admit", reader="rollout/0", count=1)
         assert (again["tickets"], again["attempts"]) == ([1], [1]), "with another prompt"
         assert roles["rollout"].generated(with_media(roles["rollout"], [1])) == {}
         roles["rollout"].settle()
@@ -209,10 +209,10 @@ def test_a_dropped_group_keeps_its_media_until_it_was_made_again(tmp_path):
         assert roles["rollout"].generated(with_media(roles["rollout"], [0, 1])) == {}
         roles["rollout"].settle()
         with QueueClient(run, config, "actor", 2) as actor:
-            actor.call("publish", version=str(Version(2, 0)), digest="d")
-            actor.call("resume", step=0)
+            actor.connection.call("publish", version=str(Version(2, 0)), digest="d")
+            actor.connection.call("resume", step=0)
             with QueueClient(run, config, "rollout", 2) as rollout:
-                rollout.call("status")
+                rollout.connection.call("status")
                 names = {id_of(png(0)), id_of(png(1)), id_of(wav(7))}
                 assert files(run) == names == set(hub.state.media.counts)
                 image_ids = store_media(rollout, 0, [png(0)])
@@ -228,10 +228,10 @@ def test_surplus_groups_take_their_media_with_them(tmp_path):
         assert keep(rollout, extra, {0: 1}, surplus=True) == {}
         assert hub.state.media.counts[id_of(png(0))] == 2
         assert contents(state_of(hub.plan, image_of(hub.state))) == contents(hub.state)
-        admitted = rollout.call("admit", reader="rollout/0", count=1)
-        (ticket,) = admitted["tickets"]
+        admitted = rollout.tickets.admit("rollout/0", 1).result()
+        (ticket,) = admitted.tickets
         assert hub.state.media.of(ticket) == tuple(sorted([id_of(png(0)), id_of(wav(7))]))
-        assert rollout.generated(kept_rows(rollout, admitted["kept"])[ticket].as_ticket(ticket), {ticket: 6}) == {}
+        assert rollout.generated(kept_rows(rollout, admitted.partials)[ticket].as_ticket(ticket), {ticket: 6}) == {}
         rollout.settle()
         assert hub.state.kept.counts() == {"total": 6, "used": 6, "held": 0, "again": 0}
         claim = roles["reference"].claim("reference", BUDGET)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from relax_hpc.transfer_queue.client.queue_client import QueueClient
+from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transfer_queue.lengths import packed
 from relax_hpc.transfer_queue.plan import GENERATED, Plan
 from relax_hpc.versions import Version
@@ -259,14 +259,14 @@ def test_acceptance_is_journaled_by_a_live_controller(tmp_path):
     run, config = make_run(tmp_path / "run"), small()
     with in_thread(run, config), QueueClient(run, config, "rollout", 1) as rollout:
         with QueueClient(run, config, "actor", 1) as actor:
-            actor.call("resume", step=0)
-            actor.call("publish", version=str(V0), digest="d")
-        rollout.call("serve", reader="r", version=str(V0))
-        tickets = rollout.call("admit", reader="r", count=2)["tickets"]
+            actor.connection.call("resume", step=0)
+            actor.connection.call("publish", version=str(V0), digest="d")
+        rollout.connection.call("serve", reader="r", version=str(V0))
+        tickets = rollout.connection.call("admit", reader="r", count=2)["tickets"]
         rows = [{"ticket": t, "mask": 3, "lengths": packed([5, 5]), "versions": [V0.encode()]} for t in tickets]
         put = {"shard": {"name": "s"}, "rows": rows, "fields": list(GENERATED)}
-        assert rollout.call("put", **put, saved=False) == {"refused": {}}
-        rollout.call("saved", names=["s"])
+        assert rollout.connection.call("put", **put, saved=False) == {"refused": {}}
+        rollout.connection.call("saved", names=["s"])
     with in_thread(run, config) as successor:
         assert successor.state.accepted == 4 and successor.state.shelf.unsaved == {}
     assert run.events.read_text().count('"accepted"') == 4

@@ -247,7 +247,7 @@ def test_a_controller_takes_snapshots_while_it_works(tmp_path):
         roles.step(0)
         until = time.monotonic() + 10
         while not hub.snapshots.taken and time.monotonic() < until:
-            roles["actor"].call("status")
+            roles["actor"].connection.call("status")
     assert hub.snapshots.taken
     newest = hub.snapshots.load(next(hub.snapshots.found()))
     assert newest.position.incarnation == 1 and 0 < newest.position.offset <= hub.journal.position.offset
@@ -262,7 +262,7 @@ def test_a_child_that_fails_is_reported_and_does_no_harm(tmp_path, monkeypatch, 
         until = time.monotonic() + 10
         said = ""
         while "no snapshot of the queue" not in said and time.monotonic() < until:
-            roles["actor"].call("status")
+            roles["actor"].connection.call("status")
             said += capfd.readouterr().out
         assert "no snapshot of the queue" in said and hub.snapshots.taken == 0
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from relax_hpc.errors import DeadlineError
 from relax_hpc.rendezvous.open_files import connection_limit
 from relax_hpc.rendezvous.roster import Card, claim_incarnation, publish_card
-from relax_hpc.transfer_queue.client.queue_client import QueueClient
+from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transport import lobby, proof, sockets
 from relax_hpc.transport.listener import FRAMES_A_TURN, Listener, listen
 from relax_hpc.transport.lobby import ACCEPTED_A_TURN
@@ -235,9 +235,9 @@ def test_no_number_of_connections_takes_a_controllers_files(tmp_path):
             held = [socket.create_connection(("127.0.0.1", int(port)), 5.0) for _ in range(300)]
             publish_card(run, Card("hub", claim_incarnation(run, "hub"), [], f"tcp://127.0.0.1:{port}"))
             with QueueClient(run, small(), "actor", 1) as actor:
-                actor.call("resume", timeout=20.0, step=0)
+                actor.connection.call("resume", timeout=20.0, step=0)
                 for number in range(3):
-                    actor.call("publish", timeout=20.0, version=f"i000001-v00000{number}", digest="d")
+                    actor.connection.call("publish", timeout=20.0, version=f"i000001-v00000{number}", digest="d")
             assert process.poll() is None and sum(map(is_open, held)) < 96
             for one in held:
                 one.close()
@@ -308,7 +308,7 @@ def test_what_was_sent_before_is_no_request_of_anybody(tmp_path, monkeypatch):
     with in_thread(run, config) as controller, Roles(run, config) as roles:
         roles.start()
         for client in roles.clients.values():
-            client.call("status")
+            client.connection.call("status")
         before, replayed = controller.journal.records, sent[:30]
         for frame in replayed:
             one = dial(run, controller.endpoint, controller.incarnation)
@@ -317,7 +317,7 @@ def test_what_was_sent_before_is_no_request_of_anybody(tmp_path, monkeypatch):
             with pytest.raises(ConnectionResetError):
                 one.receive()
         assert controller.journal.records == before and len(replayed) > 10
-        assert roles["actor"].call("status")["refused_connections"] == len(replayed)
+        assert roles["actor"].connection.call("status")["refused_connections"] == len(replayed)
 
 
 # -- clients -----------------------------------------------------------------------------------------------------------
@@ -352,7 +352,7 @@ def test_a_client_tells_nothing_to_who_does_not_prove_that_it_holds_the_token(tm
     run, squatter = make_run(tmp_path / "run"), Squatter(answer)
     publish_card(run, Card("hub", claim_incarnation(run, "hub"), [], squatter.endpoint))
     with QueueClient(run, small(), "actor", 1) as actor:
-        asked = actor.submit("resume", timeout=20.0, step=0)
+        asked = actor.connection.submit("resume", timeout=20.0, step=0)
         squatter.serve_one()
         assert b"resume" not in squatter.heard and b"actor" not in squatter.heard
         assert len(squatter.heard) in (0, ANSWER_BYTES)
@@ -367,8 +367,8 @@ def test_a_silent_squatter_costs_a_call_no_more_than_its_patience(tmp_path):
     publish_card(run, Card("hub", claim_incarnation(run, "hub"), [], squatter.endpoint))
     with QueueClient(run, small(), "actor", 1) as actor:
         with pytest.raises(DeadlineError):
-            actor.call("status", timeout=0.2)
-        asked = actor.submit("resume", timeout=20.0, step=0)
+            actor.connection.call("status", timeout=0.2)
+        asked = actor.connection.submit("resume", timeout=20.0, step=0)
         with in_thread(run, small()) as controller:
             asked.result(timeout=15)
             assert controller.incarnation == 2
@@ -386,7 +386,7 @@ replies = st.dictionaries(
 @given(st.lists(replies | st.fixed_dictionaries({"id": st.integers(0, 2)}, optional={"kind": values, "error": values})))
 def test_no_answer_ends_a_client(client, found):
     for reply in found:
-        client._settle(unpack(pack(reply)))
+        client.connection._settle(unpack(pack(reply)))
 
 
 @pytest.fixture(scope="module")
@@ -395,8 +395,10 @@ def client(tmp_path_factory):
     run = make_run(tmp_path_factory.mktemp("client") / "run")
     with QueueClient(run, small(), "actor", 1) as made:
         for _ in range(3):
-            made.submit("status", timeout=600.0)
-        made._store = SimpleNamespace(holds=list, free="".join, settle=lambda _: True, close=lambda: None)
+            made.connection.submit("status", timeout=600.0)
+        made._store = made.connection.shards = SimpleNamespace(
+            holds=list, free="".join, settle=lambda _: True, close=lambda: None
+        )
         yield made
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from relax_hpc.transfer_queue.client.queue_client import QueueClient
+from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transfer_queue.controller.image import image_of, state_of
 from tests.queue_helpers import Roles, in_thread, make_run, small
 
@@ -25,12 +25,12 @@ def world(tmp_path: Path) -> Iterator[SimpleNamespace]:
 
 
 def take(client: QueueClient, side: str, step: int = 0) -> Future:
-    return client.submit("take_turn", side=side, step=step)
+    return client.connection.submit("take_turn", side=side, step=step)
 
 
 def rest(roles: Roles, number: int, step: int) -> None:
-    roles["rollout"].call("serve", reader=f"rollout/{number}", version=str(roles.version))
-    roles["rollout"].call("rest", reader=f"rollout/{number}", step=step)
+    roles["rollout"].connection.call("serve", reader=f"rollout/{number}", version=str(roles.version))
+    roles["rollout"].connection.call("rest", reader=f"rollout/{number}", step=step)
 
 
 def test_engines_wait_for_the_actor_and_the_actor_for_all_engines(world: SimpleNamespace) -> None:
@@ -38,9 +38,9 @@ def test_engines_wait_for_the_actor_and_the_actor_for_all_engines(world: SimpleN
     engines = take(roles["rollout"], "engines")
     assert roles.waits("waits for the actor to make room")
     roles.version = roles.start()
-    roles["actor"].call("end_turn")
+    roles["actor"].connection.call("end_turn")
     engines.result(timeout=10)
-    actor, generated = take(roles["actor"], "actor"), roles["rollout"].submit("step_generated", step=0)
+    actor, generated = take(roles["actor"], "actor"), roles["rollout"].connection.submit("step_generated", step=0)
     assert roles.waits("waits for engines to make room: 0 of 2 have")
     assert roles.waits("waits for the rows of step 0")
     roles.generate(roles.version)
@@ -56,7 +56,7 @@ def test_engines_wait_for_the_actor_and_the_actor_for_all_engines(world: SimpleN
 def test_what_engines_did_in_a_former_step_or_lineage_is_no_rest(world: SimpleNamespace) -> None:
     roles = world.roles
     roles.version = roles.start()
-    roles["actor"].call("end_turn")
+    roles["actor"].connection.call("end_turn")
     for number in range(2):
         rest(roles, number, 0)
     later = take(roles["actor"], "actor", step=1)
@@ -64,18 +64,18 @@ def test_what_engines_did_in_a_former_step_or_lineage_is_no_rest(world: SimpleNa
     for number in range(2):
         rest(roles, number, 1)
     later.result(timeout=10)
-    roles["actor"].call("end_turn")
-    roles["actor"].call("resume", step=0)
+    roles["actor"].connection.call("end_turn")
+    roles["actor"].connection.call("resume", step=0)
     assert world.hub.state.rested == {"rollout/0": 1, "rollout/1": 1}, "the same incarnation changes nothing"
     with QueueClient(world.run, world.config, "actor", 2) as actor:
-        actor.call("resume", step=0)
+        actor.connection.call("resume", step=0)
         assert world.hub.state.rested == {} and world.hub.state.turn == "actor"
 
 
 def test_the_turn_survives_the_controller(world: SimpleNamespace) -> None:
     roles = world.roles
     roles.version = roles.start()
-    roles["actor"].call("end_turn")
+    roles["actor"].connection.call("end_turn")
     rest(roles, 0, 0)
     state = state_of(world.hub.plan, image_of(world.hub.state))
     assert state.turn == "engines" and state.rested == {"rollout/0": 0}

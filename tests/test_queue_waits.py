@@ -40,7 +40,7 @@ def test_a_claim_was_for_one_role_after_the_other(tmp_path) -> None:
 
 def waiting(roles: Roles, who: str) -> list[str]:
     """Asked by ``who`` waits itself: what comes by one connection is seen to in its order."""
-    return roles[who].call("status")["waiting"]
+    return roles[who].connection.call("status")["waiting"]
 
 
 def test_what_need_not_wait_was_for_nobody(tmp_path) -> None:
@@ -58,11 +58,11 @@ def test_a_ticket_was_waited_for_in_the_same_way(tmp_path) -> None:
     with in_thread(run, config), Roles(run, config) as roles:
         version = roles.start()
         assert roles.admit(version) == [0, 1]
-        asked = [roles["rollout"].submit("admit", reader="rollout/0", count=1) for _ in range(2)]
+        asked = [roles["rollout"].connection.submit("admit", reader="rollout/0", count=1) for _ in range(2)]
         assert len(waiting(roles, "rollout")) == 2
         newer = Version(1, 1)
-        roles["actor"].call("publish", version=str(newer), digest="d")
-        roles["rollout"].call("serve", reader="rollout/0", version=str(newer))
+        roles["actor"].connection.call("publish", version=str(newer), digest="d")
+        roles["rollout"].connection.call("serve", reader="rollout/0", version=str(newer))
         for future in asked:
             ((peer, why, seconds),) = future.result(timeout=10)["waited"]
             assert (peer, why) == ("actor", "tickets: a newer version") and seconds > 0

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from relax_hpc.config import dump
-from relax_hpc.transfer_queue.client.kept_client import keep
-from relax_hpc.transfer_queue.client.queue_client import QueueClient
+from relax_hpc.transfer_queue.client import QueueClient
+from relax_hpc.transfer_queue.client.partials import keep
 from relax_hpc.transfer_queue.inspect.audit import Ledger
 from relax_hpc.versions import Version
 from tests.queue_helpers import in_thread, make_run, rows_of
@@ -63,7 +63,7 @@ def world(tmp_path: Path):
     config = config_of(run, "tokens")
     dump(config, run.config)
     with in_thread(run, config) as hub, QueueClient(run, config, "actor", 1) as actor:
-        actor.call("resume", step=0)
+        actor.connection.call("resume", step=0)
         publish(run, actor, V0, load_file(run.model / "model.safetensors"))
         yield run, hub
     # No supervisor is there to do it.

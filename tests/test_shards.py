@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_hpc.transfer_queue.client.queue_client import Claim, read_rows
+from relax_hpc.transfer_queue.client import Claim, read_rows
 from relax_hpc.transfer_queue.plan import GENERATED
 from relax_hpc.transfer_queue.storage.shard import ShardError, pack, unpack
 from relax_hpc.transfer_queue.storage.shard_files import ShardFiles

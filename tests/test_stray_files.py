@@ -20,7 +20,7 @@ from relax_hpc.supervise.attempts import latest_attempt, new_attempt
 from relax_hpc.supervise.incarnations import _nodes
 from relax_hpc.supervise.lease import Lease, holder_of, outcome_of
 from relax_hpc.supervise.requests import Request
-from relax_hpc.transfer_queue.client.queue_client import QueueClient
+from relax_hpc.transfer_queue.client import QueueClient
 from tests.queue_helpers import Roles, in_thread, make_run, small
 from tests.stray_files import ODD, WRONG, leave
 
@@ -147,7 +147,7 @@ def test_a_change_that_is_none_is_left_out_and_said(run, capsys, content):
 def test_a_client_outlives_cards_that_lead_nowhere(run, endpoint):
     publish_card(run, Card("hub", claim_incarnation(run, "hub"), [], endpoint))
     with QueueClient(run, small(), "actor", 1) as actor:
-        asked = actor.submit("resume", timeout=20.0, step=0)
+        asked = actor.connection.submit("resume", timeout=20.0, step=0)
         leave(run.rendezvous("hub") / "inc-000009.json", b"{")
         with in_thread(run, small()):
             assert asked.result(timeout=15) is not None

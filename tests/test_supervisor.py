@@ -28,6 +28,7 @@ from relax_hpc.supervise.group import Incarnation, Member, Unavailable
 from relax_hpc.supervise.launch_records import Launch, read_mark, record
 from relax_hpc.supervise.processes import Processes
 from relax_hpc.supervise.supervisor import RELEASED, Outcome, Supervisor
+from relax_hpc.transfer_queue.client.status import Status
 from tests.queue_helpers import make_run
 
 DEADLINE_S = 20.0
@@ -65,8 +66,9 @@ class Hub:
 
     def __init__(self, run: RunDir, config: Config, name: str, incarnation: int) -> None:
         self.told: list[tuple[str, dict[str, Any]]] = []
+        self.status = Status(self.submit)
 
-    def submit(self, op: str, timeout: float = 0.0, **args: Any) -> Future:
+    def submit(self, op: str, timeout: float | None = None, **args: Any) -> Future:
         self.told.append((op, args))
         return Future()
 

@@ -18,7 +18,7 @@ from relax_hpc.disk import CURES, WAITS
 from relax_hpc.engines.sglang.cpu import install_transformers_hook
 from relax_hpc.errors import ConfigError, FencedError
 from relax_hpc.rundir import private_folder
-from relax_hpc.transfer_queue.client.queue_client import QueueClient
+from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.versions import Version
 from relax_hpc.weights import publisher, version_files
 from relax_hpc.weights.manifest import MANIFEST, WeightsError, read_manifest
@@ -41,7 +41,7 @@ def stage(tmp_path):
     (run.model / "config.json").write_text("{}")
     (run.model / TENSORS).write_bytes(b"old")
     with in_thread(run, config) as controller, QueueClient(run, config, "actor", 1) as actor:
-        actor.call("resume", step=0)
+        actor.connection.call("resume", step=0)
         with QueueClient(run, config, "rollout", 1) as rollout:
             yield Stage(run, config, actor, rollout, controller)
     shutil.rmtree(staging_root(run), ignore_errors=True)
@@ -93,7 +93,7 @@ def test_a_reader_gets_what_was_published(stage):
     reader.served(Version(1, 0))
     waiting = reader.newer()
     stage.put(1)
-    assert waiting.result(timeout=SOON)["version"] == "i000001-v000001"
+    assert waiting.result(timeout=SOON).version == "i000001-v000001"
     assert stage.fetch(reader) == 1
     assert not (stage.run.weights / "i000001-v000001" / FOLDER).exists(), "in memory alone"
 
@@ -142,7 +142,7 @@ def test_damaged_files_are_refused_by_name_and_the_last_good_version_stays(stage
     assert name.rpartition("/")[2] in (line := capfd.readouterr().err) and line.endswith(
         "goes on with i000001-v000000\n"
     )
-    assert stage.rollout.call("status")["noted"] == {"weights_unreadable/unreadable": 1}
+    assert stage.rollout.connection.call("status")["noted"] == {"weights_unreadable/unreadable": 1}
 
 
 def test_no_flipped_bit_of_what_the_tensors_mean_is_unseen(stage, capfd):
@@ -177,7 +177,7 @@ def test_a_manifest_that_is_none_is_refused(stage, text):
     stage.put(0, file_every=0)
     path = stage.run.weights / "i000001-v000000" / MANIFEST
     path.write_text(text)
-    news = News("i000001-v000000", version_files.digest(text.encode()))
+    news = News(version="i000001-v000000", digest=version_files.digest(text.encode()))
     with pytest.raises(WeightsError, match=f"{MANIFEST}: "):
         Fetcher(stage.run, stage.rollout.store.planes, WeightsConfig()).fetch(news)
 
@@ -247,7 +247,7 @@ def test_after_a_record_that_is_not_to_be_had_the_others_are_not_asked_for(stage
     read = plane.read
     monkeypatch.setattr(plane, "read", lambda *a: (asked.append(a), read(*a))[1])
     with pytest.raises(WeightsError, match="retired"):
-        reader.fetcher.fetch(News(**reader.newer().result(timeout=SOON)))
+        reader.fetcher.fetch(reader.newer().result(timeout=SOON))
     assert 1 <= len(asked) < 10
 
 
@@ -257,8 +257,8 @@ def test_a_reference_is_given_multiples_alone_and_they_are_kept_for_it(stage):
     stage.source.publisher.refresh_every = 3
     stage.put(1, 2, 3, 4, 5)
     every = {"after": str(NOTHING), "multiple_of": 3}
-    assert stage.rollout.call("next_version", **every)["version"] == "i000001-v000003"
-    assert stage.rollout.call("filed_version", **every)["version"] == "i000001-v000003"
+    assert stage.rollout.connection.call("next_version", **every)["version"] == "i000001-v000003"
+    assert stage.rollout.connection.call("filed_version", **every)["version"] == "i000001-v000003"
     assert stage.directories()[0] == "i000001-v000003"
     late = Subscriber(stage.run, stage.rollout, "reference", [], WeightsConfig(), 3)
     news, staged = late.fetch(late.newer().result(timeout=SOON))
@@ -279,7 +279,7 @@ def test_versions_are_deleted_below_every_living_reader(stage):
     stage.put(3)
     assert stage.directories()[0] == "i000001-v000001"
     with QueueClient(stage.run, stage.config, "supervisor", 1) as supervisor:
-        supervisor.call("down", group="rollout", incarnation=1)
+        supervisor.connection.call("down", group="rollout", incarnation=1)
     stage.put(4)
     assert stage.directories() == ["i000001-v000003", "i000001-v000004"], "a dead reader holds nothing"
 
@@ -294,7 +294,7 @@ def test_versions_to_be_kept_are(stage):
 def test_the_last_version_always_has_files(stage):
     stage.put(0, file_every=0)
     stage.put(1, last=True)
-    assert stage.rollout.call("filed_version", after=str(NOTHING))["version"] == "i000001-v000001"
+    assert stage.rollout.connection.call("filed_version", after=str(NOTHING))["version"] == "i000001-v000001"
 
 
 def test_what_a_dead_actor_left_half_written_goes_too(stage):
@@ -312,7 +312,7 @@ def test_a_reader_that_lost_the_race_with_deletion_gets_the_newer_version(stage)
     assert "i000001-v000000" not in stage.directories()
     news, staged = reader.fetch(announced)
     staged.release()
-    assert news == News(**reader.newer().result(timeout=SOON)), "with its digests, for whoever reads it too"
+    assert news == reader.newer().result(timeout=SOON), "with its digests, for whoever reads it too"
 
 
 def test_rolled_back_weights_are_not_announced(stage):
@@ -320,18 +320,18 @@ def test_rolled_back_weights_are_not_announced(stage):
     reader = stage.reader()
     stage.actor_dies()
     with QueueClient(stage.run, stage.config, "actor", 2) as successor:
-        successor.call("resume", step=1)
+        successor.connection.call("resume", step=1)
         waiting = reader.newer()
-        assert stage.rollout.call("filed_version", after=str(NOTHING))["version"] == "i000001-v000001"
+        assert stage.rollout.connection.call("filed_version", after=str(NOTHING))["version"] == "i000001-v000001"
         again = Source(stage.run, successor, {"w": torch.ones(3)})
         again.publish(Version(2, 1))
-        assert waiting.result(timeout=SOON)["version"] == "i000002-v000001"
+        assert waiting.result(timeout=SOON).version == "i000002-v000001"
 
 
 def test_an_older_actor_publishes_nothing(stage):
     stage.put(0)
     with QueueClient(stage.run, stage.config, "actor", 2) as successor:
-        successor.call("resume", step=0)
+        successor.connection.call("resume", step=0)
         with pytest.raises(FencedError):
             stage.put(1)
 
@@ -352,7 +352,7 @@ def test_on_a_full_disk_files_are_written_when_there_is_room(stage, monkeypatch,
     assert stage.fetch(stage.reader()) == 0 and not left and not WAITS
     assert (stage.run.weights / "i000001-v000000" / "model" / TENSORS).exists()
     assert os.strerror(number) in capfd.readouterr().err
-    assert stage.rollout.call("status")["noted"] == {}
+    assert stage.rollout.connection.call("status")["noted"] == {}
 
 
 def test_a_disk_that_takes_no_such_file_costs_the_files_alone(stage, monkeypatch, capfd):
@@ -364,7 +364,7 @@ def test_a_disk_that_takes_no_such_file_costs_the_files_alone(stage, monkeypatch
     assert stage.fetch(stage.reader()) == 0
     assert "version i000001-v000000 has no files: rank 0: [Errno 27] File too large" in capfd.readouterr().err
     assert [path.name for path in (stage.run.weights / "i000001-v000000").iterdir()] == [MANIFEST]
-    assert stage.rollout.call("status")["noted"] == {"weights_unwritten/unwritten": 1}
+    assert stage.rollout.connection.call("status")["noted"] == {"weights_unwritten/unwritten": 1}
 
 
 @pytest.mark.parametrize("number", sorted(CURES))
@@ -401,7 +401,7 @@ def test_a_version_in_several_files_is_loaded_by_transformers(stage, tmp_path):
     source = Source(stage.run, stage.actor, tensors, file_every=0)
     source.publish(Version(1, 0))
     directory = stage.run.weights / "i000001-v000000"
-    manifest = read_manifest(directory, stage.rollout.call("next_version", after=str(NOTHING))["digest"])
+    manifest = read_manifest(directory, stage.rollout.connection.call("next_version", after=str(NOTHING))["digest"])
     (partial := directory / ".partial").mkdir()
     puller = Puller(stage.rollout.store.planes, SOON)
     sums = [version_files.write_share(manifest, puller, partial, rank, 3, tmp_path, sync=True) for rank in range(3)]

@@ -33,7 +33,7 @@ from relax_hpc.training import parallel
 from relax_hpc.training.batches import Batch
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.trainer import Trainer
-from relax_hpc.transfer_queue.client.queue_client import Claim
+from relax_hpc.transfer_queue.client import Claim
 from relax_hpc.transfer_queue.row_schema import Row
 from relax_hpc.transfer_queue.storage.shard import ShardError
 from relax_hpc.weights.tensors import Part, uncovered

@@ -9,7 +9,7 @@ import torch
 from relax_hpc.config.schema import WeightsConfig
 from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue.client.queue_client import QueueClient
+from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.versions import Version
 from relax_hpc.weights.publisher import Publisher
 from relax_hpc.weights.ring import Slice

@@ -137,7 +137,7 @@ def _answers(run: RunDir) -> bool:
     """Whether a controller of the run answers."""
     from relax_hpc.config.load import load_resolved
     from relax_hpc.rendezvous.roster import latest_card
-    from relax_hpc.transfer_queue.client.queue_client import QueueClient
+    from relax_hpc.transfer_queue.client import QueueClient
     from relax_hpc.transfer_queue.records import OBSERVER_INCARNATION
 
     if (card := latest_card(run, "hub")) is None:
@@ -147,7 +147,7 @@ def _answers(run: RunDir) -> bool:
         # Where nothing listens any more this fails at once; the question would wait for its deadline.
         socket.create_connection((place.hostname, place.port), _ANSWER_S).close()
         with QueueClient(run, load_resolved(run.root), "observer", OBSERVER_INCARNATION) as client:
-            client.call("status", timeout=_ANSWER_S)
+            client.status.get(timeout=_ANSWER_S).result()
     except (OSError, RelaxError):
         return False
     return True

@@ -21,7 +21,7 @@ from relax_hpc.slurm.commands import Job, Slurm, SlurmError
 from relax_hpc.slurm.submissions import Ledger
 from relax_hpc.supervise.launch_records import all_ended, is_there, last_beat_s, members_of
 from relax_hpc.supervise.requests import asked_to_stop
-from relax_hpc.transfer_queue.client.queue_client import BEAT_FILE_S
+from relax_hpc.transfer_queue.client import BEAT_FILE_S
 
 _DEPTH = 3
 _ROW = "{:<28} {:<9} {:>12} {:>8}  {:<7} {}"

@@ -24,7 +24,7 @@ from relax_hpc.supervise.launch_records import all_ended
 from relax_hpc.supervise.requests import asked_to_stop
 from relax_hpc.supervise.unsaved import unsaved
 from relax_hpc.supervise.waits import waits
-from relax_hpc.transfer_queue.client.queue_client import QueueClient
+from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transfer_queue.records import OBSERVER_INCARNATION
 from relax_hpc.versions import Version
 
@@ -160,6 +160,6 @@ def _ask_hub(run: RunDir, config: Config, patience_s: float) -> dict[str, Any]:
         return {}
     with QueueClient(run, config, "observer", OBSERVER_INCARNATION) as client:
         try:
-            return client.call("status", timeout=patience_s)
+            return client.status.get(timeout=patience_s).result().message()
         except RelaxError:
             return {}

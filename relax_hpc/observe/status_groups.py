@@ -18,7 +18,7 @@ from relax_hpc.slurm.submissions import Ledger
 from relax_hpc.supervise import launch_records
 from relax_hpc.supervise.launch_records import all_done, all_ended, last_beat_s, members_of, read_launch, read_mark
 from relax_hpc.supervise.verdict import Evidence, Fate, verdict
-from relax_hpc.transfer_queue.client.queue_client import BEAT_FILE_S
+from relax_hpc.transfer_queue.client import BEAT_FILE_S
 
 _SUSPECT_BEATS = 2
 ALIVE = ("running", "suspect", "restarting")

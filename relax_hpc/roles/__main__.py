@@ -61,7 +61,7 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: Flag) -> 
     from relax_hpc.rendezvous.roster import Card, publish_card
     from relax_hpc.rendezvous.world import alone, join
     from relax_hpc.roles.context import Context
-    from relax_hpc.transfer_queue.client.queue_client import QueueClient
+    from relax_hpc.transfer_queue.client import QueueClient
     from relax_hpc.transport.choice import check_required
 
     check_required(config)
@@ -94,7 +94,7 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: Flag) -> 
         kept_short=kept_short,
     )
     if client:
-        client.busy, client.loads = spans.busy, spans.loads
+        client.beat.busy, client.beat.loads = spans.busy, spans.loads
     try:
         context.says("importing libraries")
         import_role(args.role, config, world.local_rank).run(context)

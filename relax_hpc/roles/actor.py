@@ -6,8 +6,9 @@ It begins where the newest verified checkpoint ends and tells the queue, which g
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,7 @@ from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.optimizer import learning_rate
 from relax_hpc.training.simulated_trainer import SimulatedTrainer
 from relax_hpc.training.trainer import Trainer
-from relax_hpc.transfer_queue.client.queue_client import Claim, then
+from relax_hpc.transfer_queue.client import Checkpoint, Claim, QueueClient, StepTrained, then
 from relax_hpc.transfer_queue.presence import longest_wait_s
 from relax_hpc.transfer_queue.row_schema import Row
 from relax_hpc.transfer_queue.storage.media import placeholders_of
@@ -80,7 +81,7 @@ class Actor:
             patience,
             self._note_unsaved,
             limit,
-            stands=lambda: client is None or client.hindered,
+            stands=lambda: client is None or client.beat.hindered,
         )
         self.saved: tuple[int, float] = 0, time.time()
         """The newest step that can be resumed from, and when that was."""
@@ -96,27 +97,27 @@ class Actor:
     def resume(self) -> int:
         """Load the newest checkpoint that verifies; the step to begin with (0 without one)."""
         self.context.says("")
-        points = self._ask("checkpoints")["checkpoints"]
-        for point in reversed(points):
-            directory = self.context.run.checkpoints / point["name"]
-            self.context.says(f"loading checkpoint {point['name']}")
+        points = self._ask(lambda client: then(client.training.checkpoints(), _messages))
+        for point in reversed([Checkpoint(**about) for about in points]):
+            directory = self.context.run.checkpoints / point.name
+            self.context.says(f"loading checkpoint {point.name}")
             try:
-                step = int(store.load(directory, self.trainer, self.ranks.control, point["digest"])["step"])
+                step = int(store.load(directory, self.trainer, self.ranks.control, point.digest)["step"])
                 break
             except store.CheckpointError as error:
                 print(f"skipping a checkpoint that does not verify: {error}", flush=True)
         else:
             step = 0
         self.saved = step, time.time()
-        self._ask("resume", step=step)
+        self._ask(lambda client: client.training.resume(step))
         self.context.says("")
         self.publish(step, due=True)
         self.end_turn()
         return step
 
-    def _ask(self, op: str, **args: object) -> dict:
-        """A request to the queue by the leader, its answer in every rank."""
-        return self.ranks.tell(self.context.client.submit(op, **args) if self.ranks.leader else None)
+    def _ask(self, ask: Callable[[QueueClient], Future]) -> Any:
+        """What the queue answers the leader, in every rank: a message, see `Channel.tell`."""
+        return self.ranks.tell(ask(self.context.client) if self.ranks.leader else None)
 
     def publish(self, number: int, due: bool = False) -> None:
         """Make the present weights version ``number`` of this incarnation, if such a one is published, or ``due``."""
@@ -142,18 +143,18 @@ class Actor:
     def _journal(self, step: int, at: float, name: str, digest: str) -> None:
         """A checkpoint counts from here on. In the leader's saving thread."""
         client, root = self.context.client, self.context.run.checkpoints
-        client.call("checkpoint", step=step, name=name, digest=digest)
-        self.saved, client.unsaved = (step, at), {}
-        points = client.call("checkpoints")["checkpoints"]
+        client.training.checkpoint(step, name, digest).result()
+        self.saved, client.beat.unsaved = (step, at), {}
+        points = client.training.checkpoints().result()
         store.remove_others(
-            root, {point["name"] for point in kept_points(points, self.config.checkpoint)}, self.context.incarnation
+            root, {point.name for point in kept_points(points, self.config.checkpoint)}, self.context.incarnation
         )
 
     def _note_unsaved(self, why: str) -> None:
         """In the leader's saving thread."""
         client, (step, at) = self.context.client, self.saved
-        client.submit("note", what="checkpoint_unwritten", name=why, reason="unwritten")
-        client.unsaved = {"step": step, "since": at, "failed": self.saver.failed, "why": why[:_WORDS]}
+        client.status.note("checkpoint_unwritten", why, "unwritten")
+        client.beat.unsaved = {"step": step, "since": at, "failed": self.saver.failed, "why": why[:_WORDS]}
 
     def unsaved(self, step: int, saved: int) -> bool:
         """Whether there is something to save at ``step``, ``saved`` being the last that was tried; for all ranks."""
@@ -206,7 +207,7 @@ class Actor:
         self.publish(step + 1)
         if self.ranks.leader:
             values = report(first, metrics, tally, lr, time.monotonic() - started)
-            answer = self.context.client.submit("trained", step=step, leases=leases)
+            answer = self.context.client.training.trained(step, leases)
             self.told = then(answer, partial(self._report, step, values))
         due = (step + 1) % self.config.checkpoint.every == 0 or step + 1 == self.config.steps
         if due:
@@ -214,7 +215,7 @@ class Actor:
             self.checkpoint(step + 1)
         return due
 
-    def _report(self, step: int, values: dict[str, float], answer: dict[str, Any]) -> dict[str, Any]:
+    def _report(self, step: int, values: dict[str, float], answer: StepTrained) -> dict[str, Any]:
         values |= staleness_report(answer)
         values |= {"perf/unsaved_steps": step + 1 - self.saved[0], "perf/unsaved_checkpoints": self.saver.failed}
         if self.config.weights.anchor_every:
@@ -269,15 +270,18 @@ class Actor:
     def settled(self, step: int, claims: list[Claim]) -> bool:
         """Whether all rows of ``claims``, which `windows` has asked about, are on disk; if not, some were lost."""
         with self.context.spans("wait", step=step, cause=_DISK):
-            held = self.ranks.tell(self.settling if self.ranks.leader else None)["tickets"]
+            held = self.ranks.tell(self.settling if self.ranks.leader else None)
         return len(held) == sum(len(claim.tickets) for claim in claims)
 
     def give_back(self, step: int, number: int, claims: list[Claim]) -> None:
         """Hold nothing of mini-batch ``number`` any more, nor what was asked for last: it may be of this one too."""
         for claim in claims:
-            self._ask("release", lease=claim.lease)
+            self._release(claim)
         if self.prefetch.asked:
-            self._ask("release", lease=self._take(step, may_end=number == 0).claim.lease)
+            self._release(self._take(step, may_end=number == 0).claim)
+
+    def _release(self, claim: Claim) -> None:
+        self._ask(lambda client: client.release(claim))
 
     def windows(self, step: int, number: int) -> Iterator[Window]:
         """The windows of mini-batch ``number`` in ticket order, each as soon as its rows are there.
@@ -305,7 +309,7 @@ class Actor:
                 if step + 1 < self.config.steps or number + 1 < minis:
                     self.prefetch.ask(0)
                 if self.ranks.leader:
-                    self.settling = self.context.client.submit("settled", leases=leases)
+                    self.settling = self.context.client.training.settled(leases)
             yield window
 
     def _take(self, step: int, may_end: bool) -> Window:
@@ -323,10 +327,10 @@ class Actor:
     def _wait(self, work: Future, may_end: bool) -> str:
         """Wait for an answer of the queue, in the leader; why the actor has to end before, if it ``may_end``."""
         patience, client = self.config.queue.wait_timeout_s, self.context.client
-        longest, until, stood = longest_wait_s(self.config), time.monotonic() + patience, client.stood_s
+        longest, until, stood = longest_wait_s(self.config), time.monotonic() + patience, client.beat.stood_s
         while not wait([work], timeout=_LOOK_S).done:
             # While somebody is not there, the clock stands.
-            if time.monotonic() > until + min(client.stood_s - stood, longest):
+            if time.monotonic() > until + min(client.beat.stood_s - stood, longest):
                 text = (
                     f"no rows to train on came for {patience:g} s; see relax-hpc status, and the logs of the group that"
                 )
@@ -346,7 +350,7 @@ class Actor:
         reason = ""
         with self.context.spans("wait", step=step, cause=_TURN):
             if self.ranks.leader:
-                work = self.context.client.submit("take_turn", side="actor", step=step)
+                work = self.context.client.training.take_turn("actor", step)
                 if not (reason := self._wait(work, may_end=True)):
                     work.result()
             reason = self.ranks.tell({"reason": reason})["reason"]
@@ -357,13 +361,17 @@ class Actor:
         """Make room for engines on the same devices."""
         if self.config.colocate:
             self.publisher.await_copy()
-            self._ask("end_turn")
+            self._ask(lambda client: client.training.end_turn())
 
     def batches(self, window: Window) -> list[Batch]:
         """This data rank's micro-batches of a window, as the queue has assigned them."""
         assigned = window.claim.assignment[self.ranks.layout.data_rank]
         parts = [[window.rows[number] for number in part] for part in assigned]
         return [collate(part, PAD, self.model.device, self.model.length_multiple) for part in parts]
+
+
+def _messages(points: list[Checkpoint]) -> list[dict[str, Any]]:
+    return [asdict(point) for point in points]
 
 
 def check_range(claim: Claim, first: int, size: int) -> None:
@@ -406,14 +414,14 @@ class Tally:
         self.tokens += other.tokens
 
 
-def staleness_report(answer: dict[str, Any]) -> dict[str, float]:
+def staleness_report(answer: StepTrained) -> dict[str, float]:
     """Scalars of what the queue says of a step: how old its tokens were, how far behind readers are."""
-    staleness = answer["staleness"]
+    staleness = answer.staleness
     return {
         "staleness/min": min(staleness),
         "staleness/mean": sum(staleness) / len(staleness),
         "staleness/max": max(staleness),
-        "weights/publish_lag": max(0, answer["lag"]),
+        "weights/publish_lag": max(0, answer.lag),
     }
 
 
@@ -466,15 +474,15 @@ def correction_report(metrics: dict[str, float]) -> dict[str, float]:
     }
 
 
-def kept_points(points: list[dict[str, Any]], config: CheckpointConfig) -> list[dict[str, Any]]:
+def kept_points(points: list[Checkpoint], config: CheckpointConfig) -> list[Checkpoint]:
     """The checkpoints that stay: the last ones, and every so-manyth.
 
-    >>> points = [{"step": step} for step in (10, 20, 30, 40)]
-    >>> [point["step"] for point in kept_points(points, CheckpointConfig(keep_last=1, keep_every=20))]
+    >>> points = [Checkpoint(step=step, incarnation=1, name=f"c{step}", digest="") for step in (10, 20, 30, 40)]
+    >>> [point.step for point in kept_points(points, CheckpointConfig(keep_last=1, keep_every=20))]
     [20, 40]
     """
     every = config.keep_every
-    return [p for p in points[: -config.keep_last] if every and not p["step"] % every] + points[-config.keep_last :]
+    return [p for p in points[: -config.keep_last] if every and not p.step % every] + points[-config.keep_last :]
 
 
 class Clock:

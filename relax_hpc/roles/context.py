@@ -13,7 +13,7 @@ from relax_hpc.rendezvous.process import Flag
 from relax_hpc.rendezvous.world import World
 from relax_hpc.roles.node_files import model_directory
 from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue.client.queue_client import QueueClient
+from relax_hpc.transfer_queue.client import QueueClient
 
 HUB = ("hub", "an answer of the queue")
 """Of a wait, where the queue names nobody else."""
@@ -55,9 +55,9 @@ class Context:
     def says(self, what: str) -> None:
         """Tell people what this process is at before it begins to work; empty: it has begun."""
         if self.client:
-            self.client.at_work(what)
+            self.client.beat.at_work(what)
 
     def report(self, step: int, values: dict[str, float]) -> None:
         """Send metrics of ``step`` and the seconds spent by kind since the last report; nobody waits for it."""
         assert self.client is not None
-        self.client.submit("report", role=self.role, step=step, values=values, seconds=self.spans.take())
+        self.client.status.report(self.role, step, values, self.spans.take())

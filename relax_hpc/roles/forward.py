@@ -20,13 +20,13 @@ from relax_hpc.roles.context import END, HUB, NEWS, Context
 from relax_hpc.roles.ranks import Ranks
 from relax_hpc.training.batches import PAD, collate, split_rows
 from relax_hpc.training.model import PolicyModel
+from relax_hpc.transfer_queue.client import Claim, News, QueueClient
 from relax_hpc.transfer_queue.client.claims import check_claim
-from relax_hpc.transfer_queue.client.queue_client import Claim, QueueClient
 from relax_hpc.transfer_queue.row_schema import Row
 from relax_hpc.transfer_queue.storage.media import placeholders_of
 from relax_hpc.versions import Version
 from relax_hpc.weights.node_cache import Staged
-from relax_hpc.weights.subscriber import NOTHING, Fetcher, News, Subscriber
+from relax_hpc.weights.subscriber import NOTHING, Fetcher, Subscriber
 
 _LOOK_S = 1.0
 _FOR_NEWS = [(*NEWS, math.inf)]
@@ -171,10 +171,10 @@ class _Weights:
         planes, settings = ranks.reader.planes, context.config.weights
         self.reader = Subscriber(context.run, context.client, context.group, planes, settings, every)
         self.news = self.reader.newer()
-        while self.holds and self.reader.serving == NOTHING and "version" in self._await_news():
+        while self.holds and self.reader.serving == NOTHING and self._await_news():
             self.pull()
 
-    def _await_news(self) -> dict[str, str]:
+    def _await_news(self) -> News | None:
         with self.context.spans("wait", cause=NEWS):
             while not wait([self.news], _LOOK_S).done:
                 self.ranks.control.still_waits()
@@ -183,7 +183,7 @@ class _Weights:
     def pull(self) -> None:
         """Load the announced version in all ranks."""
         announced = self.news.result()
-        if "version" not in announced:
+        if announced is None:
             self.news = Future()
             return
         with self.context.spans("weights"):

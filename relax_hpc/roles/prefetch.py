@@ -11,8 +11,8 @@ from typing import Any
 from relax_hpc.background import Background
 from relax_hpc.roles.context import Context
 from relax_hpc.roles.ranks import Ranks
+from relax_hpc.transfer_queue.client import Claim
 from relax_hpc.transfer_queue.client.claims import check_claim
-from relax_hpc.transfer_queue.client.queue_client import Claim
 from relax_hpc.transfer_queue.row_schema import Row
 
 _AHEAD_S = 30 * 86400.0

@@ -17,8 +17,8 @@ from relax_hpc.rendezvous.exit_mark import leave_mark
 from relax_hpc.roles.context import Context
 from relax_hpc.training import parallel
 from relax_hpc.training.meeting import store_of
+from relax_hpc.transfer_queue.client import Claim, read_rows
 from relax_hpc.transfer_queue.client.claims import APPEARS_S, still_held
-from relax_hpc.transfer_queue.client.queue_client import Claim, read_rows
 from relax_hpc.transfer_queue.row_schema import Row
 from relax_hpc.transfer_queue.samplers import share
 from relax_hpc.transfer_queue.storage.shard import ShardError

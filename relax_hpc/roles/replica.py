@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Awaitable
 from typing import TYPE_CHECKING
 
 from relax_hpc.data.prompts import Prompt
@@ -17,6 +16,7 @@ from relax_hpc.roles.context import NEWS, TURN
 from relax_hpc.roles.ticket_worker import Repeat, TicketWorker
 from relax_hpc.rollout.activity import Activity
 from relax_hpc.rollout.samples import requests_for, reward_of
+from relax_hpc.transfer_queue.client import News
 from relax_hpc.versions import Version
 from relax_hpc.weights.node_cache import Staged
 from relax_hpc.weights.subscriber import NOTHING, Subscriber
@@ -87,10 +87,10 @@ class Replica:
         """Swap to each newest version as it is announced; evaluate where that is due."""
         while True:
             try:
-                if "version" not in (announced := await self.news()):
+                if (announced := await self.news()) is None:
                     return
                 self.activity.because([(*NEWS, math.inf)])
-                with self.activity("weights", Version.parse(announced["version"]).number):
+                with self.activity("weights", Version.parse(announced.version).number):
                     got = await asyncio.to_thread(self.reader.fetch, announced)
                 if got is None:
                     continue
@@ -107,18 +107,22 @@ class Replica:
             except EngineFault as fault:
                 await self.quarantine(fault)
 
-    async def news(self, beside: Awaitable[dict] | None = None) -> dict[str, str]:
-        """The next version, or {finished}; or what comes ``beside`` it, if that is first.
+    async def news(self) -> News | None:
+        """The next version; None: the run is finished. EngineFault: see `_come_first`."""
+        newer = asyncio.wrap_future(self.reader.newer())
+        await self._come_first(newer)
+        return newer.result()
+
+    async def _come_first(self, *answers: asyncio.Future) -> None:
+        """Wait for one of ``answers``; none of them is waited for any more then.
 
         EngineFault: the engine does not serve the version that it was given.
         """
         suspected = asyncio.create_task(self.suspected.wait())
-        answers = [asyncio.wrap_future(self.reader.newer()), *([asyncio.ensure_future(beside)] if beside else [])]
         try:
             await asyncio.wait((suspected, *answers), return_when=asyncio.FIRST_COMPLETED)
             if suspected.done():
                 raise EngineFault("old_version", f"tokens of a version before {self.reader.serving}")
-            return next(answer.result() for answer in answers if answer.done())
         finally:
             for task in (suspected, *answers):
                 task.cancel()
@@ -126,15 +130,18 @@ class Replica:
     async def take_turn(self) -> None:
         """Wait until the actor has made room, on devices that it shares."""
         if self.config.colocate:
-            await self.rollout.ask("take_turn", side="engines")
+            await asyncio.wrap_future(self.rollout.client.training.take_turn("engines"))
 
     async def rest(self, step: int) -> None:
         """Make room for the actor when all of ``step`` is generated, unless news come before: of another lineage."""
-        if await self.news(beside=self.rollout.ask("step_generated", step=step)):
+        training = self.rollout.client.training
+        newer, generated = map(asyncio.wrap_future, (self.reader.newer(), training.step_generated(step)))
+        await self._come_first(newer, generated)
+        if newer.done() and not newer.cancelled():
             return
         self.ready.clear()
         await self.engine.release()
-        await self.rollout.ask("rest", reader=self.reader.reader, step=step)
+        await asyncio.wrap_future(training.rest(self.reader.reader, step))
 
     async def update(self, version: Version, staged: Staged) -> None:
         """Have the engine serve what is staged, which is let go of."""
@@ -153,7 +160,7 @@ class Replica:
         self.ready.clear()
         self.suspected.clear()
         self.replaced += 1
-        await self.rollout.ask("note", what="engine_fault", name=self.reader.reader, reason=fault.reason)
+        await self.note(fault)
         print(f"{self.engine.name} of replica {self.number} is replaced: {fault}", flush=True)
         if self.replaced >= self.config.rollout.engine.max_failures:
             raise RelaxError(f"{self.engine.name}: {self.replaced} engines in a row, last: {fault}") from fault
@@ -195,7 +202,7 @@ class Replica:
                 with self.activity("eval", version.number):
                     scores += await self.scores(part)
             values[f"eval/{name}/{metric}"] = scores / max(1, len(prompts))
-        await self.rollout.ask("evaluated", version=version.number, values=values)
+        await asyncio.wrap_future(self.rollout.client.weights.evaluated(version.number, values))
 
     async def scores(self, prompts: list[Prompt]) -> float:
         """Sum of the evaluation's rewards for greedy responses, by one request; 0 if they take too long."""
@@ -244,8 +251,12 @@ class Replica:
         self.failures = self.replaced = 0
         return answers
 
+    async def note(self, fault: EngineFault) -> None:
+        """Have the queue count it."""
+        await asyncio.wrap_future(self.rollout.client.status.note("engine_fault", self.reader.reader, fault.reason))
+
     async def fault(self, fault: EngineFault) -> None:
         self.failures += 1
-        await self.rollout.ask("note", what="engine_fault", name=self.reader.reader, reason=fault.reason)
+        await self.note(fault)
         if self.failures >= self.config.rollout.engine.max_failures:
             raise RelaxError(f"{self.engine.name} failed {self.failures} times in a row, last: {fault}") from fault

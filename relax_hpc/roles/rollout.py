@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 from relax_hpc.data.prompts import Prompt, load_tokenizer
 from relax_hpc.engines.deadline import within
@@ -60,20 +59,17 @@ class Rollout:
         self.phases[number] = phase
         found = [phase for _, phase in sorted(self.phases.items()) if phase]
         doing = min(found, key=FOR_TURN.__eq__, default="")
-        self.client.at_work(doing, waits=doing == FOR_TURN)
+        self.client.beat.at_work(doing, waits=doing == FOR_TURN)
 
     def _note_bad_lines(self) -> None:
         """Count them, once a run: an earlier incarnation of the group may have done so."""
-        noted = self.client.call("status")["noted"]
+        noted = self.client.status.get().result().noted
         if not any(name.startswith("bad_prompt/") for name in noted):
             for line in self.source.bad[:_NOTED_LINES]:
-                self.client.submit("note", what="bad_prompt", name=f"line {line.line}", reason=line.reason)
+                self.client.status.note("bad_prompt", f"line {line.line}", line.reason)
 
     def _eval_prompts(self, path: Path) -> list[Prompt]:
         return PromptSource.load(path, self.tokenizer, self.config).prompts[: self.config.eval.samples]
-
-    async def ask(self, op: str, **args: Any) -> dict[str, Any]:
-        return await asyncio.wrap_future(self.client.submit(op, **args))
 
     async def serve(self) -> None:
         """Run the replicas until the run is finished; the first failure ends the others."""

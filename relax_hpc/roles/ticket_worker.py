@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from relax_hpc.engines.engine import Draft, EngineFault, Generation
 from relax_hpc.errors import RelaxError
@@ -14,7 +14,8 @@ from relax_hpc.rollout.outcomes import Failure, generated
 from relax_hpc.rollout.saving import saving
 from relax_hpc.rollout.spares import Spare, abort, has_spare
 from relax_hpc.rollout.unfinished import Unfinished, Work
-from relax_hpc.transfer_queue.client.kept_client import Leftover, keep, kept_rows
+from relax_hpc.transfer_queue.client import NextAttempt, Partial
+from relax_hpc.transfer_queue.client.partials import Leftover, keep, kept_rows
 from relax_hpc.transfer_queue.records import FILTERED
 
 if TYPE_CHECKING:
@@ -47,19 +48,19 @@ class TicketWorker:
         """Take tickets and turn them into rows, until there are no more."""
         count, reader, replica = self.config.rollout.groups_per_request, self.replica.reader.reader, self.replica
         try:
-            while "tickets" in (admitted := await self.rollout.ask("admit", reader=reader, count=count)):
-                work = list(zip(admitted["tickets"], admitted["attempts"], strict=True))
-                for ticket, failures in admitted["failures"].items():
+            while admitted := await asyncio.wrap_future(self.client.tickets.admit(reader, count)):
+                work = list(zip(admitted.tickets, admitted.attempts, strict=True))
+                for ticket, failures in admitted.failures.items():
                     self.rollout.outcomes.count_lost(ticket, failures, "rows that were dropped after they were put")
-                replica.activity.because(admitted["waited"])
-                await self.fill(*await self.put_surplus(work, admitted["kept"]))
+                replica.activity.because(admitted.waited)
+                await self.fill(*await self.put_surplus(work, admitted.partials))
             replica.activity.because(END)
         finally:
             if self.handing_over:
                 self.handing_over.cancel()
                 await asyncio.gather(self.handing_over, return_exceptions=True)
 
-    async def put_surplus(self, work: Work, kept: Sequence[Mapping[str, Any]]) -> tuple[Work, dict[int, Leftover]]:
+    async def put_surplus(self, work: Work, kept: Sequence[Partial]) -> tuple[Work, dict[int, Leftover]]:
         """Give tickets the whole groups that the queue had left over.
 
         Returns the tickets that are still to be generated, and what is ``kept`` of them.
@@ -110,8 +111,8 @@ class TicketWorker:
         self.replica.context.report(step, drawn | generated(judged.values()))
         await self.drop(unneeded)
         answered = {one[0]: await self.failed(*one, group) for one, group in judged.items() if one not in good}
-        again = [(ticket, answer["attempt"]) for ticket, answer in answered.items()]
-        return await self.put_surplus(again, [about for answer in answered.values() for about in answer["kept"]])
+        again = [(ticket, answer.attempt) for ticket, answer in answered.items()]
+        return await self.put_surplus(again, [about for answer in answered.values() for about in answer.partials])
 
     def groups_of(self, work: Work, kept: dict[int, Leftover], drawn: dict[int, list[Draft]]) -> Unfinished:
         """What there is of the groups of ``work``."""
@@ -129,13 +130,13 @@ class TicketWorker:
                 return groups.complete(requests, await self.replica.once(requests, self.rollout.sampling))
         return groups.complete([], [])
 
-    async def failed(self, ticket: int, attempt: int, failure: Failure) -> dict[str, Any]:
+    async def failed(self, ticket: int, attempt: int, failure: Failure) -> NextAttempt:
         """Count a group that is not put; the number of the next attempt, by another prompt under the same ticket."""
         self.rollout.outcomes.check_share(failure)
         if failure.reason != FILTERED:
             print(f"ticket {ticket}, attempt {attempt}: {failure.detail}", flush=True)
-        answer = await self.rollout.ask("fail", ticket=ticket, attempt=attempt, reason=failure.reason)
-        self.rollout.outcomes.note_failures(ticket, answer["failures"])
+        answer = await asyncio.wrap_future(self.client.tickets.fail(ticket, attempt, failure.reason))
+        self.rollout.outcomes.note_failures(ticket, answer.failures)
         return answer
 
     # -- spare groups ------------------------------------------------------------------------------------------
@@ -183,7 +184,7 @@ class TicketWorker:
                 await asyncio.to_thread(keep, self.client, rows, dict(good.keys()), surplus=True, timeout=_KEEP_S)
             for (ticket, _), group in judged.items():
                 if isinstance(group, Failure):
-                    await self.rollout.ask("spared", tickets=[ticket], reason=group.reason)
+                    await asyncio.wrap_future(self.client.tickets.drop_spares([ticket], group.reason))
             self.count([spares[one] for one in judged])
             await self.drop([spare for one, spare in spares.items() if one not in judged])
         except (RelaxError, OSError) as error:
@@ -195,7 +196,8 @@ class TicketWorker:
         """They come to nothing."""
         self.count(spares)
         if spares:
-            await self.rollout.ask("spared", tickets=[spare.group.work[0][0] for spare in spares], reason=_SURPLUS)
+            tickets = [spare.group.work[0][0] for spare in spares]
+            await asyncio.wrap_future(self.client.tickets.drop_spares(tickets, _SURPLUS))
 
     def count(self, spares: Sequence[Spare]) -> None:
         """What was drawn of them is work of the engine too."""

@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 from relax_hpc.config.schema import RolloutConfig
 from relax_hpc.errors import RelaxError
 from relax_hpc.rollout.unfinished import Unfinished
-from relax_hpc.transfer_queue.client.kept_client import keep
-from relax_hpc.transfer_queue.client.queue_client import QueueClient
+from relax_hpc.transfer_queue.client import QueueClient
+from relax_hpc.transfer_queue.client.partials import keep
 
 _LAST_SAVE_S = 3.0
 """For the queue to take what is unfinished when the role is asked to stop."""

@@ -9,7 +9,7 @@ import numpy as np
 from relax_hpc.data.prompts import Prompt
 from relax_hpc.engines.engine import Draft, EngineFault, GenerateRequest, Generation, check_generation
 from relax_hpc.rollout.samples import requests_for, unscored_row
-from relax_hpc.transfer_queue.client.kept_client import PARTIAL, Leftover
+from relax_hpc.transfer_queue.client.partials import PARTIAL, Leftover
 from relax_hpc.transfer_queue.row_schema import Row
 
 Work = list[tuple[int, int]]

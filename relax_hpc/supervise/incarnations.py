@@ -16,7 +16,7 @@ from relax_hpc.metrics.timeline import Worker, workers_of
 from relax_hpc.rendezvous.roster import card_of, latest_incarnation
 from relax_hpc.rundir import RunDir
 from relax_hpc.supervise.launch_records import last_beat_s, read_launch, read_mark
-from relax_hpc.transfer_queue.client.queue_client import BEAT_FILE_S
+from relax_hpc.transfer_queue.client import BEAT_FILE_S
 
 _GOOD_ENDS = ("done", "stopped")
 

@@ -12,7 +12,7 @@ from relax_hpc.errors import DeadlineError
 from relax_hpc.supervise.group import Incarnation
 from relax_hpc.supervise.launch_records import UNKNOWN, Progress
 from relax_hpc.supervise.verdict import LIVES, Evidence, Fate, Verdict, verdict
-from relax_hpc.transfer_queue.client.queue_client import QueueClient
+from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transfer_queue.plan import SUPERVISOR
 
 _FIND_BEATS = 4
@@ -74,7 +74,7 @@ class Lookout:
             if now >= self._next:
                 self._next = now + min(self.limits.beat_s, self.limits.lease_s / 3)
                 self._asked = self.hub_incarnation()
-                self._answer = self.client.submit("status", timeout=self.limits.lease_s)
+                self._answer = self.client.status.get(timeout=self.limits.lease_s)
                 self._answer.add_done_callback(lambda _: self.wake())
             return []
         if not answer.done():
@@ -84,11 +84,11 @@ class Lookout:
             self._suspects, self._quiet, self.silent = set(), set(), set()
             return self._judge_hub(groups, now) if isinstance(answer.exception(), DeadlineError) else []
         found = answer.result()
-        self.progress = (found["trained_steps"], found["accepted"], len(found["checkpoints"]))
-        self.lacking = found.get("lacking", {})
-        self.disk, self.answered_at, self.beats = found.get("disk", []), now, found["beats"]
-        self.doing = {beat["group"]: beat["doing"] for beat in found["beats"].values() if beat.get("doing")}
-        verdicts = {**self._of_roles(groups, done, found["beats"], now), **self._of_others(groups, found["beats"])}
+        self.progress = (found.trained_steps, found.accepted, len(found.checkpoints))
+        self.lacking = found.lacking
+        self.disk, self.answered_at, self.beats = found.disk, now, found.beats
+        self.doing = {beat["group"]: beat["doing"] for beat in found.beats.values() if beat.get("doing")}
+        verdicts = {**self._of_roles(groups, done, found.beats, now), **self._of_others(groups, found.beats)}
         suspects = {(*who, said.reason) for who, said in verdicts.items() if said.fate is Fate.DEAD}
         dead, self._suspects = suspects & self._suspects, suspects
         silent = {

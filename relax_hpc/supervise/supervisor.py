@@ -52,7 +52,7 @@ from relax_hpc.supervise.requests import Request
 from relax_hpc.supervise.unsaved import in_words as unsaved_in_words
 from relax_hpc.supervise.unsaved import unsaved
 from relax_hpc.supervise.verdict import Evidence, Fate, verdict
-from relax_hpc.transfer_queue.client.queue_client import QueueClient
+from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transfer_queue.presence import longest_wait_s
 
 _STOP_LOOK_S = 0.1
@@ -367,7 +367,7 @@ class Supervisor:
         if not role and group is None and "hub" in self.groups:
             # Its own supervisor may be as dead: at least what it held goes to others.
             self.terminal.say(f"{name}: {reason}; what incarnation {incarnation} held is given to others")
-            self.client.submit("down", group=name, incarnation=incarnation)
+            self.client.status.down(name, incarnation)
         if group is None or (incarnation and incarnation != group.incarnation):
             return
         self.terminal.say(f"{name}: {role} {reason}, taken for dead; stacks: {self.run.logs(name, group.incarnation)}")
@@ -459,7 +459,7 @@ class Supervisor:
         group.end()
         self.done -= {f"{name}/{role}" for role in roles_of(self.config, name)}
         if self.client and name != "hub":
-            self.client.submit("down", group=name, incarnation=group.incarnation)
+            self.client.status.down(name, group.incarnation)
 
     def _unwatch(self, member: Member) -> None:
         if member.pidfd >= 0 and member.pidfd in self.selector.get_map():

@@ -18,25 +18,25 @@ rows. Here all of them are in one; elsewhere, each opens the same run and finds 
 >>> run.create()
 >>> maker, user = (QueueClient(run, config, group, incarnation=1) for group in groups)
 >>> with serving(run, config), maker, user:
-...     _ = user.call("resume", step=0), user.call("publish", version=str(version), digest="")
-...     _ = maker.call("serve", reader="engine", version=str(version))
-...     tickets = maker.call("admit", reader="engine", count=2)["tickets"]
+...     _ = user.training.resume(step=0).result(), user.weights.publish(version, digest="").result()
+...     _ = maker.weights.serve("engine", version).result()
+...     tickets = maker.tickets.admit("engine", count=2).result().tickets
 ...     rows = [row(ticket, k) for ticket in tickets for k in range(config.samples_per_prompt)]
 ...     refused = maker.put(rows, ["token_ids", "token_versions", "reward", "mine"])
 ...     claim = user.claim("actor", budget=1000)
 ...     total = sum(row["mine"].sum() for row in user.rows(claim))
-...     _ = user.call("trained", step=claim.step, leases=[claim.lease])
+...     _ = user.training.trained(claim.step, [claim.lease]).result()
 >>> tickets, refused, claim.tickets, float(total)
 ([0, 1], {}, (0, 1), 20.0)
 
 A claim that its holder neither answers, by a `put` with it, nor trains on, comes back when the holder is said to be
-down (``call("down", group=..., incarnation=...)``) or a later incarnation of its group speaks.
+down (``client.status.down(group, incarnation)``) or a later incarnation of its group speaks.
 """
 
 from relax_hpc.config.schema import Config, GroupConfig
 from relax_hpc.fields import FIELDS, FieldSpec
 from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue.client.queue_client import Claim, QueueClient
+from relax_hpc.transfer_queue.client import Claim, QueueClient
 from relax_hpc.transfer_queue.controller.server import Controller
 from relax_hpc.transfer_queue.plan import Plan, Task
 from relax_hpc.transfer_queue.row_schema import Row, sample_id

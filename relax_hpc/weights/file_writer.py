@@ -15,7 +15,7 @@ from relax_hpc.disk import CURES, Patience
 from relax_hpc.errors import RelaxError
 from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.rundir import RunDir, private_folder
-from relax_hpc.transfer_queue.client.queue_client import QueueClient
+from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transport import Plane
 from relax_hpc.versions import Version
 from relax_hpc.weights.manifest import Manifest
@@ -94,14 +94,14 @@ class FileWriter:
             except (OSError, RelaxError) as error:
                 failures = [(str(error), getattr(error, "errno", None) or 0)]
         if not failures:
-            self.client.call("filed", version=str(job.version), digest=listing)
+            self.client.weights.filed(job.version, listing).result()
             return 0
         shutil.rmtree(partial, ignore_errors=True)
         say(f"weights: version {job.version} has no files: {'; '.join(why for why, _ in failures)}")
         # What a full disk has not caused no room on it will mend.
         number = min((number if number in CURES else 0) for _, number in failures)
         if not number:
-            self.client.submit("note", what="weights_unwritten", name=str(job.version), reason="unwritten")
+            self.client.status.note("weights_unwritten", str(job.version), "unwritten")
         return number
 
     def _share(self, manifest: Manifest, partial: Path, sync: bool) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from relax_hpc.disk import patiently
 from relax_hpc.errors import DeadlineError, RelaxError
 from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.rundir import RunDir, write_atomic
-from relax_hpc.transfer_queue.client.queue_client import QueueClient
+from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transport import Plane, SlabPool
 from relax_hpc.versions import Version
 from relax_hpc.weights.delta import Deltas
@@ -105,7 +105,7 @@ class Publisher:
 
     def _await(self, work: Background, timeout_s: float, most: int = 0) -> None:
         # The leader has the deadline: it knows of the hub, and ends with all others.
-        if not work.wait(timeout_s, most, lambda: self.client is None or self.client.hindered):
+        if not work.wait(timeout_s, most, lambda: self.client is None or self.client.beat.hindered):
             raise DeadlineError(f"publishing weights takes more than {timeout_s:g} s; see {self.run.weights}")
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ class Publisher:
             patiently(directory, lambda: _write_manifest(directory, text))
         except OSError as error:
             raise RelaxError(f"{directory}: {error.strerror}; version {version} is not published") from error
-        keep = set(self.client.call("publish", version=str(version), digest=digest(text))["keep"])
+        keep = set(self.client.weights.publish(version, digest(text)).result())
         for name in old_directories(self.run, version):
             if name not in keep and not self._is_kept(name):
                 shutil.rmtree(self.run.weights / name, ignore_errors=True)

@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from itertools import chain, repeat
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from relax_hpc.background import say
 from relax_hpc.config.schema import WeightsConfig
 from relax_hpc.errors import DeadlineError
 from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue.client.queue_client import QueueClient
+from relax_hpc.transfer_queue.client import News, QueueClient
 from relax_hpc.transport import Plane
 from relax_hpc.versions import Version
 from relax_hpc.weights.manifest import Manifest, WeightsError, read_manifest
@@ -28,15 +27,6 @@ NOTHING = Version(0, 0)
 _FILE = "file"
 _ASK_S = 10.0
 """For a newer version than one that cannot be read; then that is tried again."""
-
-
-@dataclass(frozen=True, slots=True)
-class News:
-    """A published version: the digest of its manifest, and of the listing of its files once there are any."""
-
-    version: str
-    digest: str
-    files: str = ""
 
 
 class Fetcher:
@@ -138,18 +128,17 @@ class Subscriber:
         self.serving = NOTHING
         self._given_up = NOTHING
 
-    def newer(self) -> Future:
-        """A future {version, digest, files} of the next version above the one served, or {finished}.
+    def newer(self) -> Future[News | None]:
+        """A future of the next version above the one served; None: the run is finished.
 
         Versions that could not be read are not told of again.
         """
-        after = str(max(self.serving, self._given_up))
-        return self.client.submit("next_version", after=after, multiple_of=self.every)
+        return self.client.weights.newer(max(self.serving, self._given_up), self.every)
 
-    def fetch(self, announced: dict[str, str]) -> tuple[News, Staged] | None:
+    def fetch(self, announced: News) -> tuple[News, Staged] | None:
         """The announced version, or a newer one; None if none can be had: then the last good one stays in use."""
         deadline = time.monotonic() + self.fetcher.settings.read_timeout_s
-        news, tried = News(**announced), set()
+        news, tried = announced, set()
         for pause in _pauses():
             try:
                 return news, self.fetcher.fetch(news)
@@ -169,24 +158,24 @@ class Subscriber:
 
     def _another(self, failed: News) -> News:
         """The newest version; if that has failed, in turns with the newest that has files."""
-        asked = {"timeout": _ASK_S, "after": str(self.serving), "multiple_of": self.every}
+        weights, about = self.client.weights, (self.serving, self.every, _ASK_S)
         try:
-            newest = self.client.call("next_version", **asked)
-            if newest.get("version") in (None, failed.version) and not failed.files:
-                newest = self.client.call("filed_version", **asked) or newest
+            newest = weights.newer(*about).result()
+            if (newest is None or newest.version == failed.version) and not failed.files:
+                newest = weights.newest_on_disk(*about).result() or newest
         except DeadlineError:
             return failed
-        return News(**newest) if "version" in newest else failed
+        return newest or failed
 
     def _give_up(self, news: News, why: WeightsError) -> None:
         self._given_up = Version.parse(news.version)
         say(f"weights: {why}; {self.reader} goes on with {self.serving}")
-        self.client.submit("note", what="weights_unreadable", name=self.reader, reason="unreadable")
+        self.client.status.note("weights_unreadable", self.reader, "unreadable")
 
     def served(self, version: Version) -> bool:
         """Tell the controller that this reader now works with ``version``; whether an evaluation is due."""
         self.serving = version
-        due = self.client.call("serve", reader=self.reader, version=str(version))["eval_due"]
+        due = self.client.weights.serve(self.reader, version).result()
         self.fetcher.forget_before(str(version))
         return due
 

@@ -38,7 +38,7 @@ from relax_hpc.rendezvous.roster import Card, claim_incarnation, publish_card
 from relax_hpc.rundir import RunDir
 from relax_hpc.training import parallel
 from relax_hpc.training.model import PolicyModel
-from relax_hpc.transfer_queue.client.queue_client import QueueClient
+from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transfer_queue.controller.server import Controller
 from relax_hpc.transfer_queue.plan import Plan
 from relax_hpc.versions import Version
@@ -83,7 +83,7 @@ class Actor:
         thread = threading.Thread(target=self.controller.serve, args=(ended.is_set,), daemon=True)
         thread.start()
         with QueueClient(self.run, self.config, "actor", 1) as self.client:
-            self.client.call("resume", step=0)
+            self.client.connection.call("resume", step=0)
             store, tensors, slices = self.client.store, self.model.tensors(), self.model.slices()
             self.publisher = Publisher(
                 self.run,
@@ -184,9 +184,9 @@ def reader(folder: Path, number: int, plane: str, rounds: int) -> None:
         subscriber.fetcher.staging = Staging(folder / f"node-{number}")
         announced = subscriber.newer().result(WAIT_S)
         if rounds:
-            print(json.dumps(reads(subscriber, News(**announced), rounds)), flush=True)
+            print(json.dumps(reads(subscriber, announced, rounds)), flush=True)
             return
-        while "version" in announced:
+        while announced is not None:
             news, staged = subscriber.fetch(announced)
             staged.release()
             subscriber.served(Version.parse(news.version))

@@ -1,0 +1,31 @@
+"""What roles ask of the queue: methods with typed answers. The operations' names are known here and nowhere else."""
+
+from relax_hpc.transfer_queue.client.answers import (
+    Admission,
+    Checkpoint,
+    Claim,
+    News,
+    NextAttempt,
+    Partial,
+    QueueStatus,
+    StepTrained,
+)
+from relax_hpc.transfer_queue.client.connection import BEAT_FILE_S, then
+from relax_hpc.transfer_queue.client.queue_client import QueueClient
+from relax_hpc.transfer_queue.client.reading import read_columns, read_rows
+
+__all__ = [
+    "BEAT_FILE_S",
+    "Admission",
+    "Checkpoint",
+    "Claim",
+    "News",
+    "NextAttempt",
+    "Partial",
+    "QueueClient",
+    "QueueStatus",
+    "StepTrained",
+    "read_columns",
+    "read_rows",
+    "then",
+]

@@ -11,7 +11,7 @@ from relax_hpc.transfer_queue.storage.media import BadMedia, MediaError, MediaSt
 from relax_hpc.transfer_queue.storage.shard import ShardError
 
 if TYPE_CHECKING:
-    from relax_hpc.transfer_queue.client.queue_client import Claim, QueueClient
+    from relax_hpc.transfer_queue.client import Claim, QueueClient
 
 DAMAGED, MISSING = "damaged_shard", "missing_shard"
 APPEARS_S = 60.0
@@ -51,14 +51,14 @@ def check_claim(client: QueueClient, claim: Claim, placeholders: Mapping[str, in
     for reason, ticket in wrong:
         by_reason.setdefault(reason, set()).add(ticket)
     for reason, tickets in by_reason.items():
-        client.call("quarantine", lease=claim.lease, tickets=sorted(tickets), reason=reason)
+        client.quarantine(claim, sorted(tickets), reason)
     client.give_back(claim)
     return False
 
 
 def still_held(client: QueueClient, claim: Claim) -> bool:
     """Whether all rows of ``claim`` are on disk, once the queue knows what becomes of them; else some were lost."""
-    return len(client.call("settled", leases=[claim.lease])["tickets"]) == len(claim.tickets)
+    return len(client.training.settled([claim.lease]).result()) == len(claim.tickets)
 
 
 def _damaged(client: QueueClient, claim: Claim) -> Wrong:

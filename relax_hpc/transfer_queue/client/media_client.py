@@ -10,7 +10,7 @@ import numpy as np
 from relax_hpc.transfer_queue.storage.media import BadMedia, id_of
 
 if TYPE_CHECKING:
-    from relax_hpc.transfer_queue.client.queue_client import QueueClient
+    from relax_hpc.transfer_queue.client import QueueClient
 
 TOO_LARGE = "media_too_large"
 """Reason of BadMedia, for whoever counts the prompt group as failed."""
@@ -32,7 +32,7 @@ def store_media(client: QueueClient, ticket: int, media: Sequence[bytes | memory
     if 0 in sizes:
         raise BadMedia("bad_media", f"ticket {ticket}: a medium of 0 bytes, allowed 1 or more; mend the prompt's file")
     ids = [id_of(data) for data in media]
-    if ids and client.call("media", ticket=ticket, ids=ids)["named"]:
+    if ids and client.tickets.name_media(ticket, ids).result():
         for media_id, data in zip(ids, media, strict=True):
             client.media.put(data, media_id)
     return ids

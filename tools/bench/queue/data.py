@@ -116,10 +116,10 @@ def make(run: RunDir, config: Config, load: Load, pipe: Connection) -> None:
     columns, memcpy = load.columns(), Memcpy(load.bytes)
     pipe.recv()
     with QueueClient(run, config, "rollout", 1) as client:
-        client.call("serve", reader="r", version=str(VERSION))
+        client.connection.call("serve", reader="r", version=str(VERSION))
         pipe.send(digest_of([columns[name] for name in load.names]))
         while pipe.recv() != "end":
-            tickets = client.call("admit", reader="r", count=config.prompts_per_step)["tickets"]
+            tickets = client.connection.call("admit", reader="r", count=config.prompts_per_step)["tickets"]
             rows = rows_of(columns, tickets, config.samples_per_prompt)
             pipe.send("ready")
             pipe.recv()
@@ -200,9 +200,9 @@ class Taker:
         return seconds
 
     def train(self, claim: Claim) -> None:
-        self.client.call("trained", step=self.step, leases=[claim.lease])
+        self.client.connection.call("trained", step=self.step, leases=[claim.lease])
         self.step += 1
-        self.client.call("checkpoint", step=self.step, name=f"c{self.step}", digest="d")
+        self.client.connection.call("checkpoint", step=self.step, name=f"c{self.step}", digest="d")
 
     def close(self) -> None:
         for reader in self.readers.values():
@@ -212,7 +212,7 @@ class Taker:
 def take(run: RunDir, config: Config, load: Load, pipe: Connection) -> None:
     """Get when told to; tell how long it took, or as one who waits for it, when it was there."""
     with QueueClient(run, config, "actor", 1) as client:
-        begin(lambda _, op, **args: client.call(op, **args))
+        begin(lambda _, op, **args: client.connection.call(op, **args))
         taker = Taker(client, load)
         pipe.send("ready")
         while (what := pipe.recv()) != "end":
@@ -220,7 +220,7 @@ def take(run: RunDir, config: Config, load: Load, pipe: Connection) -> None:
                 later = client.claim_later("actor", ALL)
                 # Answered after the claim was looked at, which waits from then on.
                 started = time.perf_counter()
-                client.call("checkpoints")
+                client.connection.call("checkpoints")
                 pipe.send(time.perf_counter() - started)
                 claim = later.result()
                 taker.copy_columns(claim)

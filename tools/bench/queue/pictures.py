@@ -69,10 +69,10 @@ def make(run: RunDir, about: Pictures, pipe: Connection) -> None:
     random = np.random.default_rng(0)
     shape = (about.side, about.side, 3)
     with QueueClient(run, about.config(), "rollout", 1) as client:
-        client.call("serve", reader="r", version=str(VERSION))
+        client.connection.call("serve", reader="r", version=str(VERSION))
         pipe.send("ready")
         while pipe.recv() != "end":
-            tickets = client.call("admit", reader="r", count=about.groups)["tickets"]
+            tickets = client.connection.call("admit", reader="r", count=about.groups)["tickets"]
             pictures = [[random.integers(0, 256, shape, np.uint8) for _ in range(about.pictures)] for _ in tickets]
             started = time.perf_counter()
             ids = [store_media(client, ticket, found) for ticket, found in zip(tickets, pictures, strict=True)]
@@ -97,9 +97,9 @@ class Gallery:
         claim = self.client.claim("actor", ALL)
         assert claim is not None
         seconds |= {"check": self._check(claim), "check again": self._check(claim), "memcpy": self.memcpy()}
-        self.client.call("trained", step=self.step, leases=[claim.lease])
+        self.client.connection.call("trained", step=self.step, leases=[claim.lease])
         self.step += 1
-        self.client.call("checkpoint", step=self.step, name=f"c{self.step}", digest="d")
+        self.client.connection.call("checkpoint", step=self.step, name=f"c{self.step}", digest="d")
         return seconds
 
     def _check(self, claim: Claim) -> float:
@@ -113,7 +113,7 @@ def gallery(folder: Path, about: Pictures) -> Iterator[Gallery]:
     config = about.config()
     with hub(folder, Plan.of(config), "flush") as server:
         with QueueClient(server.run, config, "actor", 1) as client, process(make, server.run, about) as maker:
-            begin(lambda _, op, **args: client.call(op, **args))
+            begin(lambda _, op, **args: client.connection.call(op, **args))
             receive(maker)
             yield Gallery(client, maker, about)
             maker.send("end")

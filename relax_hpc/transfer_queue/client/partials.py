@@ -15,7 +15,8 @@ from relax_hpc.transfer_queue.storage.shard_files import ShardFiles
 from relax_hpc.transfer_queue.storage.shard_store import files_of
 
 if TYPE_CHECKING:
-    from relax_hpc.transfer_queue.client.queue_client import QueueClient
+    from relax_hpc.transfer_queue.client import QueueClient
+    from relax_hpc.transfer_queue.client.answers import Partial
 
 PARTIAL = "partial"
 """`finish_reason` of a sample that has not ended yet."""
@@ -68,7 +69,7 @@ def keep(
         raise RefusedError(f"keep: {error}") from error
     shard = files_of(client.run, client.config).write(name, record)
     summary = _summarise(rows, attempts, reused or {})
-    return client.call("keep", timeout, shard=shard, rows=summary, fields=list(fields), surplus=surplus)["refused"]
+    return client.tickets.keep(shard, summary, fields, surplus, timeout).result()
 
 
 def _summarise(rows: Sequence[Row], attempts: Mapping[int, int], reused: Mapping[int, int]) -> list[dict[str, Any]]:
@@ -83,7 +84,7 @@ def _summarise(rows: Sequence[Row], attempts: Mapping[int, int], reused: Mapping
     return [{**group, "versions": sorted(group["versions"])} for group in groups.values()]
 
 
-def kept_rows(client: QueueClient, told: Sequence[Mapping[str, Any]]) -> dict[int, Leftover]:
+def kept_rows(client: QueueClient, told: Sequence[Partial]) -> dict[int, Leftover]:
     """By ticket, what the queue has kept of some, as it has ``told`` whom it gave them to.
 
     What cannot be read is left out: the tickets are generated anew, and the queue counts the tokens.
@@ -94,15 +95,15 @@ def kept_rows(client: QueueClient, told: Sequence[Mapping[str, Any]]) -> dict[in
         try:
             rows = _read(files, kept)
         except ShardError as error:
-            print(f"ticket {kept['ticket']} is generated anew: {error}", flush=True)
+            print(f"ticket {kept.ticket} is generated anew: {error}", flush=True)
             continue
-        found[kept["ticket"]] = Leftover(kept["source"], kept["attempt"], rows)
+        found[kept.ticket] = Leftover(kept.source, kept.attempt, rows)
     return found
 
 
-def _read(files: ShardFiles, kept: Mapping[str, Any]) -> dict[int, Row]:
+def _read(files: ShardFiles, kept: Partial) -> dict[int, Row]:
     rows: dict[int, Row] = {}
-    for descriptor in kept["shards"]:
+    for descriptor in kept.shards:
         lies = files.read(descriptor)
-        rows |= {k: lies[sample_id(kept["source"], k)] for k in descriptor["samples"]}
+        rows |= {k: lies[sample_id(kept.source, k)] for k in descriptor["samples"]}
     return rows

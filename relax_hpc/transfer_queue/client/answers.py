@@ -1,0 +1,195 @@
+"""What the controller answers, in types: the one place that knows the names in its messages.
+
+Whatever a later controller adds to an answer is passed over, so that groups can be upgraded one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+Message = Mapping[str, Any]
+Waited = tuple[str, str, float]
+"""Whom somebody waited for, why, and for how many seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partial:
+    """Where the newest of each sample lies that was generated of a ticket before its prompt group was whole."""
+
+    ticket: int
+    source: int
+    """The ticket in the ids of its rows, and `attempt`, the one that drew them: another's, if it was surplus."""
+    attempt: int
+    shards: Sequence[Message]
+    """Descriptors, each with the numbers of its `samples`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """Tickets that an engine may start."""
+
+    tickets: Sequence[int]
+    attempts: Sequence[int]
+    """Of each ticket, the number of the attempt that begins."""
+    failures: Mapping[int, int]
+    """By ticket, how many attempts came to nothing by their own fault; those without any are left out."""
+    partials: Sequence[Partial]
+    waited: Sequence[Waited]
+    """What kept the tickets from being admitted sooner."""
+
+    @classmethod
+    def of(cls, answer: Message) -> Admission | None:
+        """None: the run is finished."""
+        if answer.get("finished"):
+            return None
+        attempts, failures = answer["attempts"], answer["failures"]
+        about = {"attempts": attempts, "failures": failures, "waited": tuple(map(tuple, answer["waited"]))}
+        return cls(tickets=answer["tickets"], partials=_partials(answer["kept"]), **about)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NextAttempt:
+    """What follows an attempt at a ticket that came to nothing."""
+
+    attempt: int
+    failures: int
+    partials: Sequence[Partial]
+    """A surplus group in its place, if there is one."""
+
+    @classmethod
+    def of(cls, answer: Message) -> NextAttempt:
+        return cls(attempt=answer["attempt"], failures=answer["failures"], partials=_partials(answer["kept"]))
+
+
+def _partials(told: Sequence[Message]) -> Sequence[Partial]:
+    names = ("ticket", "source", "attempt", "shards")
+    return tuple(Partial(**{name: one[name] for name in names}) for one in told)
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Prompt groups that this client holds until it acks them, with where their rows lie."""
+
+    lease: int
+    step: int
+    tickets: tuple[int, ...]
+    shards: tuple[dict[str, Any], ...]
+    min_version: int
+    """At staleness 0 the number of the weights that forward passes must use."""
+    with_media: tuple[int, ...] = ()
+    """Tickets whose rows name media: see `check_claim`."""
+    assignment: Sequence[Sequence[Sequence[int]]] = ()
+    """[data rank][micro-batch][row], numbers of the rows in ticket and sample order, if it was claimed for ranks."""
+    waited: Sequence[Waited] = ()
+    """What the queue had to wait for until there was this."""
+
+    @classmethod
+    def of(cls, message: Message) -> Claim:
+        """From the controller's answer, or from ``message()`` in another rank of the group."""
+        tickets, shards = tuple(message["tickets"]), tuple(message["shards"])
+        with_media, assignment = tuple(message.get("with_media", ())), message["assignment"]
+        about = (message["lease"], message["step"], tickets, shards, message["min_version"], with_media, assignment)
+        return cls(*about, message.get("waited", ()))
+
+    @classmethod
+    def of_answer(cls, answer: Message) -> Claim | None:
+        """None: the run is finished."""
+        return None if answer.get("finished") else cls.of(answer)
+
+    def message(self) -> dict[str, Any]:
+        """A msgpack-able copy, for the other ranks of the group."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class News:
+    """A published version: the digest of its manifest, and of the listing of its files once there are any."""
+
+    version: str
+    digest: str
+    files: str = ""
+
+    @classmethod
+    def of(cls, answer: Message) -> News | None:
+        """None: no such version comes any more, or there is none."""
+        if "version" not in answer:
+            return None
+        return cls(version=answer["version"], digest=answer["digest"], files=answer.get("files", ""))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTrained:
+    """What the queue says of a step that was trained."""
+
+    staleness: Sequence[int]
+    """Of each prompt group: the version trained minus the oldest version of its tokens."""
+    lag: int
+    """The version trained minus the oldest that anybody generates or scores with."""
+
+    @classmethod
+    def of(cls, answer: Message) -> StepTrained:
+        return cls(staleness=answer["staleness"], lag=answer["lag"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """One that counts: what is in its folder is judged by the digest."""
+
+    step: int
+    incarnation: int
+    name: str
+    digest: str
+
+    @classmethod
+    def of_answer(cls, answer: Message) -> list[Checkpoint]:
+        """Those of the surviving lineage, oldest first."""
+        names = ("step", "incarnation", "name", "digest")
+        return [cls(**{name: point[name] for name in names}) for point in answer["checkpoints"]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueStatus:
+    """How far a run is, and who is at what; JSON values, as `relax-hpc status --json` prints them."""
+
+    trained_steps: int
+    steps: int
+    accepted: int
+    """Samples so far, also those that were dropped since."""
+    newest: str
+    """Version; empty before the first one."""
+    readers: Mapping[str, str]
+    """Version by who serves or scores with it."""
+    depth: Mapping[str, int]
+    """Prompt groups by how far they are."""
+    oldest_s: Mapping[str, float]
+    untrained_bytes: int
+    dropped: Mapping[str, int]
+    """Samples by reason."""
+    noted: Mapping[str, int]
+    disk: Sequence[Message]
+    """Whose writes do not succeed, see `Waits.told`."""
+    kept: Mapping[str, int]
+    refused_connections: int
+    checkpoints: Sequence[Message]
+    incarnations: Mapping[str, int]
+    beats: Mapping[str, Message]
+    """What each member said of itself last."""
+    lacking: Mapping[str, Message]
+    """Groups that the others wait for, see `Presence.told`."""
+    finished: bool
+    waiting: Sequence[str]
+    """Requests that cannot be answered yet, in words."""
+    later: Message = field(default_factory=dict)
+    """What a newer controller says beside these."""
+
+    @classmethod
+    def of(cls, answer: Message) -> QueueStatus:
+        known = {name: value for name, value in answer.items() if name in cls.__slots__ and name != "later"}
+        return cls(**known, later={name: value for name, value in answer.items() if name not in known})
+
+    def message(self) -> dict[str, Any]:
+        """JSON values, also of what is not known here."""
+        about = asdict(self)
+        return about | dict(about.pop("later"))

@@ -1,0 +1,34 @@
+"""Status: how far the run is, and what its groups tell people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+
+from relax_hpc.transfer_queue.client.answers import QueueStatus
+from relax_hpc.transfer_queue.client.connection import Submit, nothing, then
+
+
+class Status:
+    """What anybody may ask or tell. Every method returns a future; few wait for it."""
+
+    def __init__(self, submit: Submit) -> None:
+        self._submit = submit
+
+    def get(self, timeout: float | None = None) -> Future[QueueStatus]:
+        """How far the run is, and who is at what."""
+        return then(self._submit("status", timeout), QueueStatus.of)
+
+    def note(self, what: str, name: str, reason: str) -> Future[None]:
+        """Count something that went wrong outside of a ticket: an engine's fault, a broken line of a prompt file."""
+        return then(self._submit("note", what=what, name=name, reason=reason), nothing)
+
+    def report(
+        self, role: str, step: int, values: Mapping[str, float], seconds: Mapping[str, float] | None = None
+    ) -> Future[None]:
+        """Metrics of ``step``, and the seconds spent by kind since the last report."""
+        return then(self._submit("report", role=role, step=step, values=values, seconds=seconds or {}), nothing)
+
+    def down(self, group: str, incarnation: int) -> Future[None]:
+        """A supervisor saw this incarnation of ``group`` end."""
+        return then(self._submit("down", group=group, incarnation=incarnation), nothing)

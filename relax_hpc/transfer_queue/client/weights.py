@@ -1,0 +1,41 @@
+"""Weights: which versions there are, and who serves which."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+
+from relax_hpc.transfer_queue.client.answers import News
+from relax_hpc.transfer_queue.client.connection import Submit, nothing, then
+from relax_hpc.versions import Version
+
+
+class Weights:
+    """What the actor says of versions, and those who pull them ask. Every method returns a future with the answer."""
+
+    def __init__(self, submit: Submit) -> None:
+        self._submit = submit
+
+    def publish(self, version: Version, digest: str) -> Future[list[str]]:
+        """``version`` can be pulled, its manifest has this digest; the versions that somebody may still need."""
+        return then(self._submit("publish", version=str(version), digest=digest), lambda answer: answer["keep"])
+
+    def filed(self, version: Version, digest: str) -> Future[None]:
+        """The files of ``version`` are written; ``digest`` is that of their listing."""
+        return then(self._submit("filed", version=str(version), digest=digest), nothing)
+
+    def newer(self, after: Version, multiple_of: int = 1, timeout: float | None = None) -> Future[News | None]:
+        """The newest version whose number is a multiple, once it is above ``after``; None: the run is finished."""
+        return then(self._submit("next_version", timeout, after=str(after), multiple_of=multiple_of), News.of)
+
+    def newest_on_disk(self, after: Version, multiple_of: int = 1, timeout: float | None = None) -> Future[News | None]:
+        """The same of those that have files, now; None if there is none above ``after``."""
+        return then(self._submit("filed_version", timeout, after=str(after), multiple_of=multiple_of), News.of)
+
+    def serve(self, reader: str, version: Version) -> Future[bool]:
+        """``reader`` works with ``version`` from now on; whether it owes an evaluation."""
+        return then(self._submit("serve", reader=reader, version=str(version)), lambda answer: answer["eval_due"])
+
+    def evaluated(self, version: int, values: Mapping[str, float]) -> Future[None]:
+        """What the evaluation of version number ``version`` has given."""
+        return then(self._submit("evaluated", version=version, values=dict(values)), nothing)
