@@ -50,7 +50,7 @@ setup(
     packages=[*find_packages(include=["relax_hpc", "relax_hpc.*"]), "relax_hpc.templates"],
     # The templates lie in slurm/, where users look for them; in a checkout they are found there.
     package_dir={"relax_hpc.templates": "slurm"},
-    package_data={"relax_hpc.templates": ["*.j2"]},
+    package_data={"relax_hpc.templates": ["*.j2"], "relax_hpc.observe": ["*.html", "*.css", "*.js"]},
     include_package_data=False,
     install_requires=BASE,
     extras_require=EXTRAS,

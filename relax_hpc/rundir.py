@@ -160,6 +160,11 @@ class RunDir:
         return [(int(match[1]), path) for path in paths if (match := _CHECKPOINT.fullmatch(path.name))]
 
     @property
+    def samples(self) -> Path:
+        """What the model has written, for people: see `relax_hpc.rollout.sample_log`."""
+        return self.root / "samples"
+
+    @property
     def tensorboard(self) -> Path:
         return self.root / "tensorboard"
 

@@ -11,10 +11,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from relax_hpc.metrics.progress import Progress, progress_line
 from relax_hpc.metrics.read import load_metrics, read_metrics, tags_of
+from relax_hpc.metrics.tags import PARTS, TAGS, in_tensorboard
 from relax_hpc.metrics.writer import MetricsWriter
 
 
@@ -137,6 +139,35 @@ def test_torn_lines_are_counted_and_the_next_is_not_glued_to_them(tmp_path):
     assert load_metrics(tmp_path).torn == 1
 
 
+def test_tensorboard_shows_first_what_people_look_for_first():
+    shown = sorted(map(in_tensorboard, TAGS))
+    assert [tag.partition("/")[0][3:] for tag in dict.fromkeys(tag.partition("/")[0] + "/" for tag in shown)] == [
+        part.name for part in PARTS
+    ]
+    assert [part.name for part in PARTS][:4] == ["reward", "eval", "loss", "perf"]
+
+
+def test_tensorboard_has_texts_as_they_are_and_the_configuration(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams.metadata import parse_session_start_info_plugin_data as session
+    from tensorboard.plugins.text.text_plugin import text_array_to_html
+
+    with MetricsWriter(tmp_path, incarnation=1) as metrics:
+        metrics.configured({"steps": 7, "algorithm.name": "grpo", "colocate": False}, ["reward/mean"])
+        metrics.write(0, {"reward/mean": 0.5})
+        metrics.show(0, "samples", "reward 1\n# no heading\n```\n<script>alert(1)</script>")
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    [text] = events.Tensors("samples")
+    html = text_array_to_html(np.array(text.tensor_proto.string_val[0]), enable_markdown=True)
+    assert "<code>reward 1\n# no heading\n```\n&lt;script&gt;alert(1)&lt;/script&gt;\n</code>" in html
+    found = session(events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content).hparams
+    assert (found["steps"].number_value, found["algorithm.name"].string_value, found["colocate"].bool_value) == (
+        7.0,
+        "grpo",
+        False,
+    )
+
+
 def test_tensorboard_reads_one_curve_through_a_rollback(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -149,8 +180,13 @@ def test_tensorboard_reads_one_curve_through_a_rollback(tmp_path):
     files = sorted(path.name for path in (tmp_path / "tensorboard").iterdir())
     assert [name[-11:] for name in files] == [".inc-000001", ".inc-000002"]
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(0, 0), (1, 1), (2, 2), (3, 30)]
-    assert events.Scalars("reward/mean")[0].wall_time == 100.0
+    assert [(e.step, e.value) for e in events.Scalars(in_tensorboard("reward/mean"))] == [
+        (0, 0),
+        (1, 1),
+        (2, 2),
+        (3, 30),
+    ]
+    assert events.Scalars(in_tensorboard("reward/mean"))[0].wall_time == 100.0
 
 
 def test_writing_needs_neither_torch_nor_tensorflow(tmp_path):

@@ -20,6 +20,7 @@ import pytest
 from relax_hpc.cli.program import main
 from relax_hpc.config import dump
 from relax_hpc.config.schema import Config
+from relax_hpc.data.tiny_model import write_tokenizer
 from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.controller.journal import Journal
@@ -341,6 +342,18 @@ def test_rows_of_a_step_with_all_their_fields(run, capsys):
     assert (row["token_ids"], row["loss_mask"]) == ([201, 202, 203, 204, 205], [0, 0, 1, 1, 1])
     assert (row["ref_logprobs"], row["advantages"]) == ([-4.0] * 5, [0.0, 0.0, 1.0, 1.0, 1.0])
     assert (row["prompt_id"], row["finish_reason"], row["spans"], row["reward"]) == ("p2", "stop", [], 1.0)
+
+
+def test_rows_say_what_their_tokens_say(run, capsys):
+    exported(run, "--step", 1)
+    assert "the rows have no text: " in capsys.readouterr().err
+    run.model.mkdir()
+    write_tokenizer(run.model)
+    row = exported(run, "--step", 1)[0]
+    assert type(row["prompt"]) is type(row["response"]) is str and not capsys.readouterr().err
+    kept = export.KeptRows(run)
+    kept.spell = str
+    assert (kept.rows(1)[0]["prompt"], kept.rows(1)[0]["response"]) == ("[200, 201]", "[202, 203, 204]")
 
 
 def test_rows_of_several_steps_also_of_those_not_trained(run):

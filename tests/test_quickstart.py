@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean
@@ -13,8 +14,10 @@ import psutil
 import pytest
 import xxhash
 import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from relax_hpc.metrics.writer import TAG_GROUPS
+from relax_hpc.metrics.tags import PARTS, declared, in_tensorboard
+from relax_hpc.observe.sample_view import Wanted, find
 from relax_hpc.weights.node_cache import staging_root
 from tests.audit import audit
 from tests.requirements import requires
@@ -53,6 +56,7 @@ def test_the_quickstart_learns_and_survives_its_engine(tmp_path: Path) -> None:
     assert not staging_root(live.run).exists()
     assert_learned(live)
     assert_metrics_are_whole(live)
+    assert_what_was_written_is_kept(live)
     assert_last_lines_name_what_is_there(live)
     result = audit(live.run)
     assert result.problems == [] and not result.dropped and not result.failed
@@ -88,21 +92,38 @@ def assert_learned(live: Running) -> None:
 
 def assert_metrics_are_whole(live: Running) -> None:
     """One line a step, all groups of tags, and the same numbers for TensorBoard."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     lines = [json.loads(line) for line in live.run.metrics.read_text().splitlines()]
     steps = [line for line in lines if "reward/mean" in line]
     assert [line["step"] for line in steps] == list(range(STEPS))
     assert all(line["time"] <= after["time"] for line, after in pairwise(steps))
-    assert {tag.partition("/")[0] for line in lines for tag in line if "/" in tag} == set(TAG_GROUPS)
+    tags = {tag for line in lines for tag in line if "/" in tag}
+    assert {tag.partition("/")[0] for tag in tags} == {part.name for part in PARTS}
+    assert not {tag for tag in tags if not declared(tag)}, "docs/metrics.md is made of metrics/tags.py"
     for role in ("rollout", "actor", "actor_fwd", "advantages"):
         assert all(0 <= line.get(f"idle/{role}", 0.0) <= 1 for line in steps)
         assert any(tag.startswith(f"idle/{role}_for_") for line in steps for tag in line)
     board = EventAccumulator(str(live.run.tensorboard), {"scalars": 0})
     board.Reload()
-    shown = {event.step: event.value for event in board.Scalars("reward/mean")}
+    shown = {event.step: event.value for event in board.Scalars(in_tensorboard("reward/mean"))}
     assert shown.keys() == {line["step"] for line in steps}
     assert all(abs(shown[line["step"]] - line["reward/mean"]) < 1e-6 for line in steps)
+
+
+def assert_what_was_written_is_kept(live: Running) -> None:
+    """Of every step and evaluation, by both lives of the rollout, each sample with what became of it."""
+    trained = find(live.run, Wanted(limit=0))
+    each = Counter(one["step"] for one in trained.samples)
+    # A killed writer may have put rows that it had not written down.
+    assert set(each.values()) <= {8, 16} and sum(each.values()) >= 16 * STEPS - 32 and set(each) == set(range(STEPS))
+    assert {one["fate"].partition(" ")[0] for one in trained.samples} == {"trained"}
+    assert any(
+        one["reward"] == 1.0 and one["response"] == "".join(sorted(one["prompt"][:4])) for one in trained.samples
+    )
+    held_out = find(live.run, Wanted(of="heldout_prompts", limit=0))
+    assert {one["step"] for one in held_out.samples} == {0, 35, STEPS} and held_out.matching % 3 == 0
+    assert len({path.name for path in live.run.samples.iterdir()}) == 2
+    board = EventAccumulator(str(live.run.tensorboard), {"tensors": 0}).Reload()
+    assert {event.step for event in board.Tensors("samples")} == set(range(0, STEPS, 10))
 
 
 def assert_last_lines_name_what_is_there(live: Running) -> None:

@@ -16,6 +16,7 @@ from relax_hpc.cli.command import CONFIG_USAGE, Command, complain, config_argume
 from relax_hpc.cli.convert import CONVERT
 from relax_hpc.cli.living import LIVING
 from relax_hpc.cli.queue import QUEUE
+from relax_hpc.cli.samples import SAMPLES
 from relax_hpc.config.changes import change_files
 from relax_hpc.config.clean import COMMAND_LINE, Mistake, near
 from relax_hpc.config.load import Layers, build, compose, gather, load_resolved, print_config, resolve
@@ -316,6 +317,7 @@ COMMANDS = {
         _plot,
         for_others=True,
     ),
+    "samples": SAMPLES,
     "queue": QUEUE,
     "convert": CONVERT,
 }

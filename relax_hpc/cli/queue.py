@@ -6,7 +6,7 @@ import json
 import re
 import socket
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -166,11 +166,24 @@ def _export(run: RunDir, given: dict[str, Any]) -> int:
     if (gone := next((step for step in wanted if step not in there), None)) is not None:
         found = f"kept are steps {_ranges(there)}" if there else "none are kept"
         raise ConfigError(f"queue export: no rows of step {gone}; {found} (queue.keep_steps says how long they stay)")
+    kept.spell, textless = _speller(run)
     count = export(kept, wanted, given.get("format", "jsonl"), output)
     print(f"{output}: {count} rows of step {_ranges(list(wanted))}")
+    if textless:
+        complain(f"the rows have no text: {textless}")
     if kept.absent:
         complain(f"{len(kept.absent)} prompt groups left out: their shards are not, or no longer, in {kept.folder}")
     return EXIT_DONE
+
+
+def _speller(run: RunDir) -> tuple[Callable[[list[int]], str] | None, str]:
+    """What the run's own tokenizer says of tokens, or why it cannot be had."""
+    from relax_hpc.data.prompts import load_tokenizer
+
+    try:
+        return load_tokenizer(run.model).decode, ""
+    except (ConfigError, ImportError) as error:
+        return None, str(error)
 
 
 def _wanted(given: dict[str, Any]) -> range:

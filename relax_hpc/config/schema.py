@@ -370,6 +370,23 @@ class EvalConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class SamplesConfig:
+    """What the model has written, kept for people: `relax-hpc samples RUN` shows it."""
+
+    per_step: int = bounded(16, 0)
+    """Episodes of each step that are kept for good: as many whole prompt groups as hold so many; 0: none."""
+    evaluations: bool = True
+    """Keep all episodes of evaluations too."""
+    max_bytes: int = bounded(1 << 30, 0)
+    """Bytes, compressed, that the samples of a run may take. Steps share them evenly, so that the last ones have some
+    too; evaluations may use what is left."""
+    max_text_chars: int = bounded(32_768, 16)
+    """Characters of a prompt or a response; of a longer one its middle is left out."""
+    tensorboard_every: int = bounded(10, 0)
+    """Steps from one of which TensorBoard's Text tab shows a few episodes to the next; 0: none."""
+
+
+@dataclass(kw_only=True, slots=True)
 class LivenessConfig:
     """Deadlines and restarts."""
 
@@ -556,6 +573,7 @@ class Config:
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    samples: SamplesConfig = field(default_factory=SamplesConfig)
     liveness: LivenessConfig = field(default_factory=LivenessConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     site: SiteConfig = field(default_factory=SiteConfig)

@@ -7,22 +7,23 @@ import math
 import os
 import socket
 import time as clock
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from relax_hpc.disk import Lines
+from relax_hpc.metrics.tags import in_tensorboard
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
-
-TAG_GROUPS = ("reward", "loss", "kl", "parity", "correction", "staleness", "queue", "weights", "perf", "idle", "eval")
-"""First part of a tag (`reward/mean`, `eval/digits/exact_match`); TensorBoard folds its charts by it."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
 
 GENERATED, GENERATED_SUM = "reward/generated", "reward/generated_sum"
 """Samples that were drawn and given a reward since the last step, kept or not, and the sum of it: rollouts report
 both, and the hub makes `reward/mean_generated` of them."""
+
+SKIPPED = "queue/samples_skipped"
 
 RESERVED = frozenset({"step", "time", "incarnation", "event"})
 METRICS_FILE = "metrics.jsonl"
@@ -70,6 +71,23 @@ class MetricsWriter:
         self._append({"step": step, "time": now, "incarnation": self.incarnation, "event": "rolled_back"})
         self._events.write(_restart(step, now))
 
+    def show(self, step: int, tag: str, text: str) -> None:
+        """In TensorBoard's Text tab, as it is: every line is code, of which Markdown understands nothing."""
+        from tensorboard.plugins.text.summary_v2 import text_pb
+
+        # A code block needs a line before it that is none.
+        lines = "\n".join(f"    {line}" for line in text.splitlines())
+        self._events.write(_event(step, clock.time(), text_pb(tag, f"step {step}\n\n{lines}")))
+
+    def configured(self, values: Mapping[str, bool | float | str], metrics: Sequence[str]) -> None:
+        """In TensorBoard's HParams tab: the run's settings, beside the last value of each of ``metrics``."""
+        from tensorboard.plugins.hparams import summary_v2 as hparams
+
+        described = [hparams.HParam(name) for name in values]
+        wanted = [hparams.Metric(in_tensorboard(tag), display_name=tag) for tag in metrics]
+        for summary in (hparams.hparams_config_pb(described, wanted), hparams.hparams_pb(values)):
+            self._events.write(_event(0, clock.time(), summary))
+
     def close(self) -> None:
         """Flush both and close; a second call does nothing."""
         self._file.close()
@@ -113,10 +131,16 @@ def _first(time: float) -> Event:
 
 
 def _summary(step: int, time: float, scalars: Mapping[str, float]) -> Event:
-    from tensorboard.compat.proto import event_pb2, summary_pb2
+    from tensorboard.compat.proto import summary_pb2
 
-    values = [summary_pb2.Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
-    return event_pb2.Event(wall_time=time, step=step, summary=summary_pb2.Summary(value=values))
+    values = [summary_pb2.Summary.Value(tag=in_tensorboard(tag), simple_value=v) for tag, v in scalars.items()]
+    return _event(step, time, summary_pb2.Summary(value=values))
+
+
+def _event(step: int, time: float, summary: Summary) -> Event:
+    from tensorboard.compat.proto import event_pb2
+
+    return event_pb2.Event(wall_time=time, step=step, summary=summary)
 
 
 def _restart(step: int, time: float) -> Event:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+from relax_hpc.config.schema import Config
 from relax_hpc.metrics.progress import Progress
 from relax_hpc.metrics.read import read_metrics
 from relax_hpc.metrics.shares import tags_of_time
-from relax_hpc.metrics.writer import GENERATED, GENERATED_SUM, MetricsWriter
+from relax_hpc.metrics.writer import GENERATED, GENERATED_SUM, SKIPPED, MetricsWriter
 from relax_hpc.transfer_queue.controller.state import QueueState
 
-_ADDED_UP = ("perf/rollout_tokens", "queue/by_", GENERATED)
+_ADDED_UP = ("perf/rollout_tokens", "queue/by_", GENERATED, SKIPPED)
 """Beginnings of tags."""
+_TEXTS = 4
+"""Of a step, at most, in TensorBoard."""
+_ELSEWHERE = ("name", "run_dir", "groups", "site", "slurm")
+"""Parts of a configuration that say where a run is, and nothing of what is learned."""
 
 
 class Board:
@@ -27,6 +35,7 @@ class Board:
         self._values: dict[str, float] = defaultdict(float)
         self._seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         self._scores: dict[str, float] = {}
+        self._shown: Counter[int] = Counter()
 
     def report(self, role: str, step: int, values: dict[str, float], seconds: dict[str, float]) -> None:
         """Take a role's report; an evaluation is written at once, a step when the actor reports it."""
@@ -40,6 +49,18 @@ class Board:
             self._values[tag] = self._values[tag] + value if tag.startswith(_ADDED_UP) else value
         if role == "actor":
             self._write(step)
+
+    def show(self, step: int, texts: Iterable[str]) -> None:
+        """A few texts of a step, for TensorBoard."""
+        for text in list(texts)[: _TEXTS - self._shown[step]]:
+            self.writer.show(step, "samples", text)
+            self._shown[step] += 1
+
+    def configured(self, config: Config) -> None:
+        """Tell TensorBoard how the run is configured, and what to judge that by."""
+        reward = config.eval.reward.rpartition(":")[2]
+        scores = [f"eval/{name}/{reward}" for name in config.data.eval]
+        self.writer.configured(settings_of(config), ["reward/mean", *scores])
 
     def _write(self, step: int) -> None:
         values = dict(self._values) | self._shares() | self._queue()
@@ -59,6 +80,7 @@ class Board:
         self._values.clear()
         self._seconds.clear()
         self._scores = {}
+        self._shown.clear()
 
     def _shares(self) -> dict[str, float]:
         """Of each role's time since the last step: the share it waited, for whom, and seconds by kind."""
@@ -85,3 +107,21 @@ class Board:
 
     def close(self) -> None:
         self.writer.close()
+
+
+def settings_of(config: Config) -> dict[str, bool | float | str]:
+    """The settings that are numbers, names or switches, by their dotted keys.
+
+    >>> settings_of(Config(steps=7))["steps"]
+    7
+    """
+    parts = {name: value for name, value in asdict(config).items() if name not in _ELSEWHERE}
+    return {key: value for key, value in _leaves(parts) if isinstance(value, bool | int | float | str)}
+
+
+def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value

@@ -42,8 +42,10 @@ def run(directory: RunDir, config: Config, incarnation: int, stop: Flag) -> bool
     address, lease_s = own_address(config, "hub"), config.liveness.lease_s
     controller = Controller(directory, Plan.of(config), incarnation, address, durability, lease_s=lease_s)
     board = Board(directory.root, incarnation, config.steps, controller.state)
+    board.configured(config)
     unmarked = Patience(directory.finished)
     controller.on_report = board.report
+    controller.on_show = board.show
     controller.on_resume = board.rolled_back
     publish_card(directory, Card("hub", incarnation, [], controller.endpoint))
 

@@ -200,20 +200,23 @@ class Replica:
             for start in range(0, len(prompts), size):
                 part = prompts[start : start + size]
                 with self.activity("eval", version.number):
-                    scores += await self.scores(part)
+                    scored = await self.scored(part)
+                scores += sum(score for _, _, score in scored)
+                await asyncio.to_thread(self.rollout.samples.evaluated, name, version, scored)
             values[f"eval/{name}/{metric}"] = scores / max(1, len(prompts))
         await asyncio.wrap_future(self.rollout.client.weights.evaluated(version.number, values))
 
-    async def scores(self, prompts: list[Prompt]) -> float:
-        """Sum of the evaluation's rewards for greedy responses, by one request; 0 if they take too long."""
+    async def scored(self, prompts: list[Prompt]) -> list[tuple[Prompt, Generation | EngineFault, float]]:
+        """Greedy responses, by one request, each with the evaluation's reward; 0 if these take too long."""
         requests = [request for prompt in prompts for request in requests_for(prompt, 0, 1)]
         answers = await self.answers(requests, self.rollout.greedy)
         limit = self.config.rollout.reward_timeout_s
         try:
-            return await within(limit, lambda: sum(map(self.score, prompts, answers)))
+            values = await within(limit, lambda: list(map(self.score, prompts, answers)))
         except TimeoutError:
             print(f"evaluation: rewards took longer than rollout.reward_timeout_s={limit:g}, counted as 0", flush=True)
-            return 0.0
+            values = [0.0] * len(prompts)
+        return list(zip(prompts, answers, values, strict=True))
 
     def score(self, prompt: Prompt, answer: Generation | EngineFault) -> float:
         """An evaluation's reward; what failed counts as 0."""

@@ -13,11 +13,14 @@ from relax_hpc.data.prompts import Prompt, load_tokenizer
 from relax_hpc.engines.deadline import within
 from relax_hpc.engines.engine import EngineFault, Generation, Sampling
 from relax_hpc.errors import ConfigError, StoppedError
+from relax_hpc.metrics.writer import SKIPPED
 from relax_hpc.rewards import get_reward
 from relax_hpc.roles.context import Context
 from relax_hpc.roles.replica import FOR_TURN, Replica
 from relax_hpc.rollout.filters import get_filter
 from relax_hpc.rollout.outcomes import Failure, Outcomes
+from relax_hpc.rollout.sample_keeper import SampleKeeper, in_tensorboard
+from relax_hpc.rollout.sample_log import SUFFIX, Sample, SampleLog
 from relax_hpc.rollout.samples import PromptSource, group_rows
 from relax_hpc.rollout.unfinished import Unfinished
 from relax_hpc.transfer_queue.row_schema import Row
@@ -44,6 +47,8 @@ class Rollout:
         self.greedy = Sampling(0.0, 1.0, shape.max_new_tokens, stops, config.seed)
         self.filter = get_filter(shape.filter)
         self.outcomes = Outcomes(shape)
+        path = context.run.samples / f"{context.group}-inc-{context.incarnation:06d}-rank-{context.world.rank}{SUFFIX}"
+        self.samples = SampleKeeper(SampleLog(path, config.samples, config.steps), config, self.tokenizer)
         self.numbers = replica_numbers(shape.replicas, context.world.rank, context.world.size)
         self.phases: dict[int, str] = {}
         """What engines that start are at, by number."""
@@ -73,9 +78,27 @@ class Rollout:
 
     async def serve(self) -> None:
         """Run the replicas until the run is finished; the first failure ends the others."""
-        async with asyncio.TaskGroup() as tasks:
-            for number in self.numbers:
-                tasks.create_task(Replica(self, number).serve())
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for number in self.numbers:
+                    tasks.create_task(Replica(self, number).serve())
+        finally:
+            self.samples.log.close()
+
+    async def put(self, rows: list[Row], reused: dict[int, int]) -> None:
+        """Have the queue take prompt groups, and keep for people what is to be kept of them."""
+        name = self.client.next_shard()
+        refused = await asyncio.to_thread(self.client.generated, rows, reused, name)
+        if kept := [row for row in rows if row["ticket"] not in refused and self.samples.keeps(row["ticket"])]:
+            self.show(await asyncio.to_thread(self.samples.put, kept, name))
+
+    def show(self, samples: list[Sample]) -> None:
+        """Tell the hub of a few ``samples``, and of those that found no room."""
+        step, every = samples[0]["step"], self.config.samples.tensorboard_every
+        if every and step % every == 0:
+            self.client.submit("show", step=step, texts=in_tensorboard(samples))
+        if skipped := self.samples.log.take_skipped():
+            self.client.submit("report", role="rollout", step=step, values={SKIPPED: float(skipped)}, seconds={})
 
     async def judge(self, groups: Unfinished, answers: list[Generation | EngineFault]) -> list[list[Row] | Failure]:
         """Of each prompt group its rows, rewards included, or why it came to nothing."""

@@ -74,7 +74,7 @@ class TicketWorker:
             if whole:
                 rows = [row for ticket, group in whole.items() for row in group.as_ticket(ticket)]
                 reused = {ticket: group.tokens for ticket, group in whole.items()}
-                await asyncio.to_thread(self.client.generated, rows, reused)
+                await self.rollout.put(rows, reused)
         return [one for one in work if one[0] not in whole], found
 
     async def fill(self, work: Work, kept: dict[int, Leftover]) -> None:
@@ -106,7 +106,7 @@ class TicketWorker:
             reused = groups.reused()
             if rows:
                 here = {ticket: reused[ticket] for ticket, _ in good if ticket in reused}
-                await asyncio.to_thread(self.client.generated, rows, here)
+                await self.rollout.put(rows, here)
         drawn = {"perf/rollout_tokens": groups.tokens() - known}
         self.replica.context.report(step, drawn | generated(judged.values()))
         await self.drop(unneeded)

@@ -102,13 +102,16 @@ class QueueClient:
         fields: Sequence[str],
         claim: Claim | None = None,
         extras: Sequence[dict[str, Any]] = (),
+        name: str = "",
     ) -> dict[int, str]:
         """Add ``fields`` to whole prompt groups; with ``claim``, ack it in the same message. ``extras``: see the desk.
+
+        ``name``: of their shard, from `next_shard`, for who has to know it.
 
         Returns why tickets were refused, by ticket (`rolled_back`, `stale_version`, `lease_lost`, `duplicate`...).
         RefusedError, naming the field, if a row is not as the schema says.
         """
-        name = self.next_shard()
+        name = name or self.next_shard()
         try:
             shard, saved = self.store.make(name, rows, fields, {"group": self.group, "incarnation": self.incarnation})
         except BadRow as error:
@@ -149,7 +152,7 @@ class QueueClient:
         """The files of shards are written; the queue is told, and told again if its controller changes."""
         self._told = self.connection.submit("saved", names=names)
 
-    def generated(self, rows: Sequence[Row], reused: Mapping[int, int] | None = None) -> dict[int, str]:
+    def generated(self, rows: Sequence[Row], reused: Mapping[int, int] | None = None, name: str = "") -> dict[int, str]:
         """Put freshly generated prompt groups; ``reused``: by ticket, how many tokens of them were kept before."""
         extras = [{"ticket": ticket, "reused": tokens} for ticket, tokens in (reused or {}).items()]
         if any(row.get("spans") for row in rows):
@@ -157,7 +160,7 @@ class QueueClient:
                 extras += [{"ticket": ticket, "media": ids} for ticket, ids in media_by_ticket(rows).items()]
             except BadRow as error:
                 raise RefusedError(f"put: {error}") from error
-        return self.put(*with_optional(rows, GENERATED), extras=extras)
+        return self.put(*with_optional(rows, GENERATED), extras=extras, name=name)
 
     def settle(self, timeout: float | None = None) -> None:
         """Wait until everything put here is accepted: saved, as durably as configured, and journaled. DeadlineError."""

@@ -63,6 +63,7 @@ class Desk(HandingDesk, TurnsDesk):
         """By member, when it said last which of its writes does not succeed."""
         self.refused_connections = 0
         self.on_report: Callable[[str, int, dict[str, float], dict[str, float]], None] = lambda *_: None
+        self.on_show: Callable[[int, list[str]], None] = lambda *_: None
         self.on_resume: Callable[[int], None] = lambda _: None
 
     def handle(self, request: Request) -> Any:
@@ -426,6 +427,11 @@ class Desk(HandingDesk, TurnsDesk):
         self, request: Request, role: str, step: int, values: dict[str, float], seconds: dict[str, float]
     ) -> Any:
         self.on_report(role, step, values, seconds)
+        return {}
+
+    def _do_show(self, request: Request, step: int, texts: list[str]) -> Any:
+        """Texts for people, such as what was generated for ``step``."""
+        self.on_show(step, texts)
         return {}
 
     def _do_status(self, request: Request) -> Any:

@@ -38,6 +38,8 @@ class KeptRows:
         self._state = QueueState(self.plan)
         for _ in JournalCopy(run).replay(self._state):
             pass
+        self.spell: Callable[[list[int]], str] | None = None
+        """What tokens say; None: rows have no text."""
         self.absent: list[int] = []
         """Tickets that were left out, because a shard of theirs is not on disk."""
 
@@ -47,7 +49,8 @@ class KeptRows:
 
     def rows(self, step: int) -> list[Row]:
         """Rows of ``step`` in the order of their ids: the fields of the queue (numbers as arrays), and beside them
-        `step`, the version that was `trained` on it or None, and the `versions` that sampled its tokens.
+        `step`, the version that was `trained` on it or None, the `versions` that sampled its tokens, and what these say
+        as `prompt` and `response`.
 
         ShardError, naming the file, if a shard is damaged.
         """
@@ -73,7 +76,13 @@ class KeptRows:
         for rows, fields in parts:
             row |= {field: rows[name][field] for field in fields}
         sampled = np.unique(row["token_versions"][row["prompt_len"] :]) if "token_versions" in row else ()
-        return row | {"versions": [str(Version.decode(code)) for code in sampled]}
+        return row | {"versions": [str(Version.decode(code)) for code in sampled]} | self._texts(row)
+
+    def _texts(self, row: Row) -> Row:
+        if self.spell is None or "token_ids" not in row:
+            return {}
+        tokens, known = row["token_ids"].tolist(), int(row["prompt_len"])
+        return {"prompt": self.spell(tokens[:known]), "response": self.spell(tokens[known:])}
 
     def _trained(self, step: int) -> str | None:
         """The version that was trained on ``step`` in the surviving lineage."""
@@ -133,7 +142,7 @@ def write_parquet(path: Path, batches: Iterable[list[Row]]) -> None:
 
 def _arrow_types(pyarrow: Any) -> dict[str, Any]:
     """Column -> type, in the order of the schema."""
-    types = {"versions": pyarrow.list_(pyarrow.string())}
+    types = {"versions": pyarrow.list_(pyarrow.string()), "prompt": pyarrow.string(), "response": pyarrow.string()}
     for name, spec in FIELDS.items():
         found = pyarrow.from_numpy_dtype(np.dtype(spec.dtype)) if spec.is_number else pyarrow.string()
         for _ in (None, *spec.tail) if spec.kind == "token" else ():
@@ -153,5 +162,5 @@ def _cell(row: Row, name: str) -> Any:
     return json.dumps(value, default=_plain) if lies_as_text and not isinstance(value, str) else value
 
 
-_BESIDE = ("step", "trained", "versions")
+_BESIDE = ("step", "trained", "versions", "prompt", "response")
 FORMATS: dict[str, Writer] = {"jsonl": write_jsonl, "parquet": write_parquet}

@@ -1,0 +1,117 @@
+"""Every metric that a run writes: what it is, in which unit, and where it stands among the others.
+
+docs/metrics.md is made of this table, and tests compare it with what runs write. TensorBoard sorts tags by name, so
+there each has the place of its part before it (`01_reward/mean`): what people look for first comes first.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Tags with the same word before the slash."""
+
+    name: str
+    about: str
+
+
+PARTS = (
+    Part("reward", "What the policy gets for what it writes"),
+    Part("eval", "Held-out prompts, answered greedily"),
+    Part("loss", "What the optimizer sees"),
+    Part("perf", "Throughput and seconds"),
+    Part("kl", "How far policies are from each other, nats a token"),
+    Part("staleness", "How old the weights were that drew the tokens, versions"),
+    Part("correction", "What off-policy correction does"),
+    Part("parity", "How far engine and trainer differ in the same log-probability, nats"),
+    Part("idle", "Share of a role's time in which it waited"),
+    Part("weights", "Versions on their way to engines"),
+    Part("queue", "Prompt groups and samples on their way"),
+)
+"""In the order in which people look for them."""
+
+TAGS = {
+    "reward/mean": "mean reward of the samples that were trained on",
+    "reward/mean_generated": "mean reward of all samples that were drawn, those that a filter dropped too",
+    "reward/std": "standard deviation of the rewards trained on",
+    "reward/generated": "samples drawn and given a reward since the last step",
+    "reward/response_tokens": "mean length of a response, tokens",
+    "reward/stopped_share": "share of the responses that the policy ended itself",
+    "eval/<set>/<reward>": "mean reward of a set, written at the version that it is of",
+    "loss/policy": "the clipped surrogate, the loss's part that learns from rewards",
+    "loss/kl": "kl_coefficient times the KL to the reference",
+    "loss/entropy": "minus entropy_coefficient times the entropy",
+    "loss/entropy_nats": "entropy of the policy, nats a token",
+    "loss/grad_norm": "norm of the gradient before clipping",
+    "loss/clip_fraction": "share of the tokens whose ratio was clipped",
+    "loss/ratio": "mean of new / old probability",
+    "loss/lr": "learning rate",
+    "loss/skipped_updates": "optimizer steps left out, as a gradient was not finite",
+    "perf/step_s": "seconds from a step's first window to its last optimizer step",
+    "perf/rollout_tokens_per_s": "tokens drawn a second of generation",
+    "perf/train_tokens_per_s": "tokens trained on a second of training",
+    "perf/rollout_tokens": "tokens drawn since the last step, those of groups that came to nothing too",
+    "perf/trained_tokens": "tokens of the step, prompts included",
+    "perf/engine_pause_s": "seconds for which an engine stood still to take new weights",
+    "perf/unsaved_steps": "steps since the last checkpoint that is whole",
+    "perf/unsaved_checkpoints": "checkpoints in a row that could not be written",
+    "perf/<role>_<kind>_s": "seconds of the role at one kind of work since the last step, summed over its tasks",
+    "kl/reference": "policy to reference",
+    "kl/old": "policy to the one that the step began with",
+    "kl/rollout": "old log-probabilities to the engine's: staleness and two implementations together",
+    "staleness/mean": "version trained minus the oldest version that drew a token of the prompt group, mean",
+    "staleness/min": "the least of a step",
+    "staleness/max": "the most of a step, at most max_staleness",
+    "correction/weight": "mean weight of a token",
+    "correction/cut_share": "share of the tokens whose ratio was truncated or masked",
+    "correction/effective_share": "tokens of the old policy itself that would say as much, as a share",
+    "correction/ratio_min": "least ratio old / rollout",
+    "correction/ratio_max": "largest ratio old / rollout",
+    "parity/logprob_abs_diff": "mean difference of old and rollout log-probabilities",
+    "parity/logprob_max": "the largest",
+    "idle/<role>": "share of the role's time",
+    "idle/<role>_for_<peer>": "the part of it for which it waited for this role, for a disk or for another rank",
+    "weights/version": "newest version that is published",
+    "weights/publish_lag": "versions between the newest and the oldest that anybody generates or scores with",
+    "weights/delta_share": "bytes of a difference, as a share of the whole",
+    "queue/generating": "prompt groups in generation",
+    "queue/ready": "prompt groups that wait for training",
+    "queue/reissued": "tickets that wait to be given out again",
+    "queue/dropped_<reason>": "samples dropped so far, by reason",
+    "queue/by_<plane>_shards": "shards read since the last step, by the way they came",
+    "queue/by_<plane>_bytes": "the same in bytes",
+    "queue/samples_skipped": "episodes that were to be kept for people since the last step and found no room",
+    "queue/<what>_<reason>": "other things that went wrong so far: bad lines of prompt files, faults of engines ...",
+}
+"""Tag -> its meaning; `<name>` stands for any word. The first that fits counts."""
+
+
+@lru_cache(maxsize=4096)
+def declared(tag: str) -> str:
+    """The entry of TAGS that ``tag`` is one of; empty: it is none.
+
+    >>> declared("perf/actor_train_s"), declared("perf/mine")
+    ('perf/<role>_<kind>_s', '')
+    """
+    return next((known for known in TAGS if _pattern(known).fullmatch(tag)), "")
+
+
+def in_tensorboard(tag: str) -> str:
+    """``tag`` with the place of its part before it, so that sorting by name shows the first part first.
+
+    >>> in_tensorboard("reward/mean"), in_tensorboard("mine/score")
+    ('01_reward/mean', 'mine/score')
+    """
+    return _PLACES.get(tag.partition("/")[0], "") + tag
+
+
+_PLACES = {part.name: f"{place:02d}_" for place, part in enumerate(PARTS, start=1)}
+
+
+@lru_cache
+def _pattern(known: str) -> re.Pattern[str]:
+    return re.compile(re.sub(r"<\w+>", r"[^/]+", re.sub(r"([.+*?])", r"\\\1", known)))

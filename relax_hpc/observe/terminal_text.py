@@ -1,0 +1,56 @@
+"""Text that a model, or anybody, has written, made safe for a terminal and fitted to its width."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterator
+
+_PLAIN = {"\n", "\t", "\u200c", "\u200d"}
+"""Of control and format characters those that move no cursor and hide nothing; the last two join letters."""
+_HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
+_TAB = " " * 4
+
+
+def harmless(text: str) -> str:
+    """``text`` with every character spelled out that a terminal would obey, or hide.
+
+    >>> harmless("a\\x1b[31mb\\u202ec")
+    'a\\\\x1b[31mb\\\\u202ec'
+    """
+    return "".join(c if c in _PLAIN or unicodedata.category(c) not in _HIDDEN else _spelled(c) for c in text)
+
+
+def _spelled(character: str) -> str:
+    number = ord(character)
+    return f"\\x{number:02x}" if number < 0x100 else f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
+
+
+def wrapped(text: str, width: int) -> Iterator[str]:
+    """Lines of at most ``width`` columns, broken behind blanks where there are some; East Asian ones count twice.
+
+    >>> list(wrapped("one two three", 8))
+    ['one two ', 'three']
+    """
+    for line in text.expandtabs(len(_TAB)).split("\n"):
+        yield from _pieces(line, max(2, width))
+
+
+def _pieces(line: str, width: int) -> Iterator[str]:
+    start, used, blank = 0, 0, 0
+    for place, character in enumerate(line):
+        columns = _columns(character)
+        if used + columns > width:
+            end = blank if blank > start else place
+            yield line[start:end]
+            start = end
+            used = sum(map(_columns, line[start:place]))
+        used += columns
+        if character == " ":
+            blank = place + 1
+    yield line[start:]
+
+
+def _columns(character: str) -> int:
+    if unicodedata.combining(character) or character in _PLAIN:
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1

@@ -1,0 +1,169 @@
+"""What the model writes, kept for people to read: some episodes of every step, all of an evaluation.
+
+Each rollout rank appends to a file of its own incarnation, `samples/rollout-inc-000001-rank-0.jsonl.gz`, one gzip
+member at a time, so that a killed writer costs the last one alone. Whether an episode was accepted only the journal
+says: each names the shard it was put in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import math
+import mmap
+import threading
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from relax_hpc.config.schema import SamplesConfig
+from relax_hpc.disk import Lines
+
+SUFFIX = ".jsonl.gz"
+CUT = "\n[... {} characters left out ...]\n"
+"""In the middle of a text that is longer than `samples.max_text_chars`."""
+_HEAD_START = 0.02
+"""Share of `samples.max_bytes` that steps may use ahead of their even share."""
+_LOOK_S = 10.0
+"""Between two looks at what the other ranks have written."""
+_MAGIC = b"\x1f\x8b\x08"
+_CHUNK_BYTES = 1 << 16
+
+Sample = dict[str, Any]
+"""An episode as it is kept; `relax_hpc.rollout.samples_of` makes it."""
+
+
+class SampleLog:
+    """The file of one rank. Writing to it never fails and never waits for its disk; what finds no room is counted.
+
+    >>> log = SampleLog(run.samples / "rollout-inc-000001-rank-0.jsonl.gz", config.samples, steps=100)
+    >>> log.keep([{"id": "000000012.00", "step": 3, "response": "12", "reward": 1.0}], step=3)
+    """
+
+    def __init__(self, path: Path, limits: SamplesConfig, steps: int) -> None:
+        """``steps``: of the whole run, over which `samples.max_bytes` is spread."""
+        self.path, self.limits, self.steps = path, limits, steps
+        self._skipped = 0
+        self._lines: Lines | None = None
+        self._lock = threading.Lock()
+        self._used, self._looked_at = 0, -math.inf
+
+    def keep(self, samples: Sequence[Mapping[str, Any]], step: int | None = None) -> None:
+        """Append episodes of ``step``; of None: of an evaluation, which may use all the room that is left."""
+        if not samples:
+            return
+        text = "".join(json.dumps(self._short(one), ensure_ascii=False) + "\n" for one in samples)
+        # A lone surrogate, as a tokenizer may give for half of a character, is no UTF-8.
+        member = gzip.compress(text.encode(errors="replace"), mtime=0)
+        with self._lock:
+            if not (self._has_room(len(member), step) and self._append(member)):
+                self._skipped += len(samples)
+
+    def _append(self, member: bytes) -> bool:
+        """False: on a disk that has been full for so long that no more is kept for it in memory."""
+        lines = self._lines = self._lines or Lines(self.path)
+        before = lines.dropped
+        lines.write(member)
+        lines.flush()
+        self._used += len(member)
+        return lines.dropped == before
+
+    def _has_room(self, size: int, step: int | None) -> bool:
+        """Within the part of the bound that ``step`` may use. Of a run's last step that is all of it."""
+        if time.monotonic() >= self._looked_at + _LOOK_S:
+            self._looked_at = time.monotonic()
+            with contextlib.suppress(OSError):
+                self._used = sum(path.stat().st_size for path in self.path.parent.glob(f"*{SUFFIX}"))
+        share = 1.0 if step is None else min(1.0, (step + 1) / self.steps + _HEAD_START)
+        return self._used + size <= share * self.limits.max_bytes
+
+    def _short(self, sample: Mapping[str, Any]) -> Sample:
+        """Texts as long as they may be."""
+        most = self.limits.max_text_chars
+        return {name: _cut(value, most) if isinstance(value, str) else value for name, value in sample.items()}
+
+    def take_skipped(self) -> int:
+        """Episodes since the last call that found no room, within the bound or on a disk that was full for long."""
+        with self._lock:
+            skipped, self._skipped = self._skipped, 0
+        return skipped
+
+    def close(self) -> None:
+        """Write what the disk has not taken so far, if it does now."""
+        with self._lock:
+            if self._lines:
+                self._lines.close()
+
+
+def _cut(text: str, most: int) -> str:
+    """Beginning and end of ``text``.
+
+    >>> _cut("0123456789", 4)
+    '01\\n[... 6 characters left out ...]\\n89'
+    """
+    half = most // 2
+    return text if len(text) <= most else text[:half] + CUT.format(len(text) - 2 * half) + text[-half:]
+
+
+def kept_of(ticket: int, per_step: int, prompts_per_step: int, samples_per_prompt: int) -> bool:
+    """Whether the episodes of ``ticket`` are kept: of every step as many whole prompt groups as hold ``per_step``
+    episodes, evenly spread.
+
+    >>> [ticket for ticket in range(8) if kept_of(ticket, 4, 4, 2)]
+    [1, 3, 5, 7]
+    """
+    groups, place = min(prompts_per_step, -(-per_step // samples_per_prompt)), ticket % prompts_per_step
+    return (place + 1) * groups // prompts_per_step > place * groups // prompts_per_step
+
+
+def read_samples(folder: Path) -> Iterator[Sample]:
+    """Everything in the files of ``folder``, file by file in the order of their names, each from its beginning.
+
+    What is torn or damaged is left out.
+    """
+    for path in sorted(folder.glob(f"*{SUFFIX}")):
+        for member in _members(path):
+            yield from _samples(member)
+
+
+def _samples(member: bytes) -> Iterator[Sample]:
+    for line in member.splitlines():
+        try:
+            sample = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(sample, dict):
+            yield sample
+
+
+def _members(path: Path) -> Iterator[bytes]:
+    """The content of each gzip member that is whole."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            start = data.find(_MAGIC)
+            while start >= 0:
+                content, end = _inflate(data, start)
+                if content is not None:
+                    yield content
+                start = data.find(_MAGIC, end)
+    except (OSError, ValueError):
+        # Gone, not ours to read, or empty.
+        return
+
+
+def _inflate(data: mmap.mmap, start: int) -> tuple[bytes | None, int]:
+    """The content of the member at ``start``, and its end; None if it is damaged, and where to look for the next."""
+    stream, parts, at = zlib.decompressobj(zlib.MAX_WBITS | 16), [], start
+    try:
+        while not stream.eof and at < len(data):
+            piece = data[at : at + _CHUNK_BYTES]
+            parts.append(stream.decompress(piece))
+            at += len(piece)
+    except zlib.error:
+        return None, start + len(_MAGIC)
+    if not stream.eof:
+        return None, start + len(_MAGIC)
+    return b"".join(parts), at - len(stream.unused_data)
