@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import uuid
+from functools import cache
 from pathlib import Path
 
 import psutil
 import pytest
 from hypothesis import settings
 
+from tests.budgets import Budgets
 from tests.slurm_sandbox import sandbox, small_sandbox  # noqa: F401
 
 # Until all is imported, as ranks do (relax_hpc.imports): two fifths of the time that collecting takes.
@@ -40,19 +43,60 @@ def run_dir(tmp_path: Path) -> Path:
     return path
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """See tests/budgets.py."""
+    parser.addoption(
+        "--record-budgets", action="store_true", help="write what each test file takes to tests/budgets.json"
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Mark this session's environment before the first test starts a process."""
     os.environ[MARK] = uuid.uuid4().hex
     config.stash[LEAKS] = []
+    config.pluginmanager.register(Budgets(config), "budgets")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is not marked otherwise is quick."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What is not marked otherwise is quick; with workers, it comes last, and fills what whole runs leave over."""
     for item in items:
         if {"sandbox", "small_sandbox"}.intersection(item.fixturenames):
             item.add_marker(pytest.mark.slurm)
         if item.get_closest_marker("run") is None and item.get_closest_marker("slurm") is None:
             item.add_marker(pytest.mark.unit)
+    if hasattr(config, "workerinput"):
+        quick = dict.fromkeys((item.path for item in items), True)
+        for item in items:
+            quick[item.path] &= item.get_closest_marker("unit") is not None
+        budgets = config.pluginmanager.get_plugin("budgets")
+        items.sort(key=lambda item: (quick[item.path], -budgets.expected(item.path), item.path))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """A worker takes a file at a time, and one of them all that needs a private Slurm: there is one a process."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class OneSlurm(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "slurm" if asks_for_slurm(config.rootpath / file) else file
+
+    return OneSlurm(config, log)
+
+
+@cache
+def asks_for_slurm(file: Path) -> bool:
+    """Whether a test file names the fixtures of a private Slurm. Who schedules knows files, and no fixtures."""
+    return re.search(r"\b(small_)?sandbox: Sandbox\b", file.read_text()) is not None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: object, error: object) -> None:
+    """A worker tells what it found left behind."""
+    node.config.stash[LEAKS] += getattr(node, "workeroutput", {}).get("leaks", [])
 
 
 def pytest_collection_finish() -> None:
@@ -101,6 +145,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     for process in left_processes():
         session.config.stash[LEAKS].append(_describe(process))
         process.kill()
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["leaks"] = session.config.stash[LEAKS]
     if session.config.stash[LEAKS]:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

@@ -2,7 +2,8 @@
 
 There is no queue, publisher, shard or role here, only a loop over the steps that says what each of them is:
 `python tests/reference_loop.py CONFIG.yaml --run_dir D [--steps N]`. It prints one JSON line a step and leaves
-D/weights.safetensors (Hugging Face names) and D/rows.shard. One rank; the engine is `transformers`.
+D/weights.safetensors (Hugging Face names) and D/rows.h5. One rank; the engine is `transformers`. With `--serve` lines
+of standard input, "CONFIG.yaml D", name the runs, which are made one after the other; "D" ends what is printed of each.
 """
 
 from __future__ import annotations
@@ -228,17 +229,30 @@ def tensors(rows: Sequence[Row], config: Config) -> Batch:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="reference_loop.py", description=__doc__)
-    parser.add_argument("config", type=Path)
-    parser.add_argument("--run_dir", type=Path, required=True)
+    parser.add_argument("config", type=Path, nargs="?")
+    parser.add_argument("--run_dir", type=Path)
     parser.add_argument("--steps", type=int, help="only the first ones; the learning rate still follows the config")
+    parser.add_argument("--serve", action="store_true", help="runs that standard input names")
     args = parser.parse_args(argv)
-    result = reference_run(load([args.config]), args.run_dir, args.steps)
+    if args.serve:
+        for line in sys.stdin:
+            config, directory = map(Path, line.split())
+            leave(reference_run(load([config]), directory), directory)
+            print(directory, flush=True)
+    elif args.config and args.run_dir:
+        leave(reference_run(load([args.config]), args.run_dir, args.steps), args.run_dir)
+    else:
+        parser.error("a configuration and --run_dir, or --serve")
+    return 0
+
+
+def leave(result: ReferenceResult, directory: Path) -> None:
+    """Print the steps, write weights and rows."""
     for record in result.steps:
         print(json.dumps(record.line()))
-    save_file(result.weights, args.run_dir / "weights.safetensors", metadata={"format": "pt"})
+    save_file(result.weights, directory / "weights.safetensors", metadata={"format": "pt"})
     rows = [row for record in result.steps for row in record.rows]
-    ShardFiles(args.run_dir).write("rows.h5", pack(rows, FIELDS, {"by": "reference_loop"}))
-    return 0
+    ShardFiles(directory).write("rows.h5", pack(rows, FIELDS, {"by": "reference_loop"}))
 
 
 if __name__ == "__main__":

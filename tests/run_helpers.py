@@ -53,6 +53,14 @@ SMALL: dict[str, Any] = {
 """Overrides of a run that takes seconds and can be reproduced bit for bit; its shards are never deleted."""
 
 
+LIGHT: dict[str, Any] = {
+    "rollout": {"engine": {"kind": "simulated", "simulated": {"response_s": 0.1}}},
+    "actor": {"forward": ["actor_fwd"]},
+    "groups": {"actor_fwd": None, "reference": None},
+}
+"""Over SMALL, where models are not what is proven: one process imports torch, where it takes three or four."""
+
+
 def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     """`over` laid over `base`, section by section; neither is changed."""
     both = {k: merged(base[k], v) for k, v in over.items() if isinstance(v, dict) and isinstance(base.get(k), dict)}

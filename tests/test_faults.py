@@ -11,7 +11,7 @@ from relax_hpc.errors import EXIT_NO_PROGRESS
 from relax_hpc.weights.node_cache import staging_root
 from tests.audit import audit
 from tests.requirements import requires
-from tests.run_helpers import Running, open_to_others, rollbacks, running, trained_steps
+from tests.run_helpers import LIGHT, Running, merged, open_to_others, rollbacks, running, trained_steps, with_engine
 
 requires("mpi", "torch", "megatron", "transformers")
 
@@ -73,6 +73,7 @@ def test_every_role_can_die(tmp_path: Path) -> None:
     steps, parallel = 40, {"parallel": {"tensor": 2}, "optimizer": {"lr": 1e-3}}
     over = {"steps": steps, "max_staleness": 2, "checkpoint": {"every": 4}, "actor": parallel}
     over |= {"model": {"tiny": {"num_key_value_heads": 2}}, "groups": {"reference": {"roles": ["reference"]}}}
+    over |= with_engine("simulated")
     with running(tmp_path, over) as live:
         live.wait_for_step(1, START_S)
         assert len(live.processes("actor")) == 2
@@ -107,7 +108,7 @@ def test_a_crash_loop_ends_the_run(tmp_path: Path) -> None:
 
 def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
     """Ranks, whose parent is not ours, included."""
-    over = {"actor": {"parallel": {"tensor": 2}}, "model": {"tiny": {"num_key_value_heads": 2}}}
+    over = merged(LIGHT, {"actor": {"parallel": {"tensor": 2}}, "model": {"tiny": {"num_key_value_heads": 2}}})
     with running(tmp_path, over) as live:
         live.wait_until(lambda: len(live.processes("actor")) == 2, "both ranks have started", START_S)
         family = psutil.Process(live.process.pid).children(recursive=True)

@@ -28,13 +28,13 @@ requires("sglang", "mpi", "torch", "megatron")
 pytestmark = pytest.mark.run
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "runs" / "quickstart.yaml"
-STEPS = 70
-KILL_AFTER = 20
+STEPS = 40
+KILL_AFTER = 10
 SHORTER = {
     "steps": STEPS,
     "actor": {"optimizer": {"warmup_steps": 5}},
-    "checkpoint": {"every": 35},
-    "eval": {"every": 35},
+    "checkpoint": {"every": 20},
+    "eval": {"every": 20},
 }
 START_S = 300.0
 RUN_S = 900.0

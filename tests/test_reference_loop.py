@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,27 +82,59 @@ class Outcome:
     weights: dict[str, Tensor]
 
 
+class References:
+    """The reference loop in a process of its own, which does one run after the other: most of one is its start."""
+
+    def __init__(self, errors: Path) -> None:
+        self.errors, self.script = errors, Path(__file__).with_name("reference_loop.py")
+        with errors.open("wb") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-W", "ignore", str(self.script), "--serve"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                text=True,
+            )
+
+    def begin(self, directory: Path, overrides: dict[str, Any]) -> Callable[[], Outcome]:
+        """Start a reference run; call what this returns to wait for its outcome."""
+        config, root = run_helpers.write_config(directory / "reference.yaml", overrides), directory / "reference"
+        self.process.stdin.write(f"{config} {root}\n")
+        self.process.stdin.flush()
+        return partial(self._outcome, root)
+
+    def _outcome(self, root: Path) -> Outcome:
+        from safetensors.torch import load_file
+
+        lines: list[str] = []
+        while (line := self.process.stdout.readline().rstrip()) != str(root):
+            assert line, self.errors.read_text()
+            # What a test that failed has not waited for ends with its own folder.
+            lines = [*lines, line] if line.startswith("{") else []
+        return Outcome(
+            list(map(json.loads, lines)), hdf5.read(root / "rows.h5"), load_file(root / "weights.safetensors")
+        )
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=RUN_S)
+
+
 @contextmanager
 def reference(directory: Path, overrides: dict[str, Any]) -> Iterator[Callable[[], Outcome]]:
-    """Start the reference loop in a process of its own; call what this yields to wait for its outcome."""
-    from safetensors.torch import load_file
-
-    config = run_helpers.write_config(directory / "reference.yaml", overrides)
-    script, root = Path(__file__).with_name("reference_loop.py"), directory / "reference"
-    command = [sys.executable, "-W", "ignore", str(script), str(config), "--run_dir", str(root)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-    def outcome() -> Outcome:
-        output, errors = process.communicate(timeout=RUN_S)
-        assert process.returncode == 0, errors
-        lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-        return Outcome(lines, hdf5.read(root / "rows.h5"), load_file(root / "weights.safetensors"))
-
+    """One alone; call what this yields to wait for its outcome."""
+    made = References(directory / "errors.txt")
     try:
-        yield outcome
+        yield made.begin(directory, overrides)
     finally:
-        process.kill()
-        process.communicate(timeout=RUN_S)
+        made.end()
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Iterator[References]:
+    made = References(tmp_path_factory.mktemp("references") / "errors.txt")
+    yield made
+    made.end()
 
 
 def outcome_of(running: Running) -> Outcome:
@@ -132,13 +165,14 @@ def different(one: Outcome, other: Outcome) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, Outcome, Path]:
+def plain(references: References, tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcome, Outcome, Path]:
     """A run whose actor_fwd hears late of versions, its reference, and the model that both began with."""
     directory = tmp_path_factory.mktemp("plain")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in late_news.environment(directory / "hook").items():
             patch.setenv(name, value)
-        with reference(directory, PLAIN) as expected, run_helpers.running(directory, PLAIN) as running:
+        expected = references.begin(directory, PLAIN)
+        with run_helpers.running(directory, PLAIN) as running:
             found, should = outcome_of(running), expected()
     (log,) = running.run.logs("actor_fwd", 1).glob("actor_fwd-rank-0.log")
     late = [line for line in log.read_text().splitlines() if line.startswith(late_news.SAID)]
@@ -153,16 +187,15 @@ def test_a_run_equals_the_synchronous_loop(plain):
     assert_equal(found, expected)
 
 
-def test_two_data_ranks_train_as_one(tmp_path):
+def test_two_data_ranks_train_as_one(references, plain, tmp_path):
     """Each on its share of every window, while the rest is still generated; sums differ only in their order."""
     import torch
 
-    over = {"steps": 1, "actor": {"balance_window": 1, "optimizer": {"eps": 1e-6}}}
-    alone, both = run_helpers.merged(PLAIN, over), {"actor": {"parallel": {"data": 2}}}
-    with reference(tmp_path, alone) as expected:
-        with run_helpers.running(tmp_path, run_helpers.merged(alone, both)) as running:
-            found = outcome_of(running)
-        should = expected()
+    alone = with_model_of(plain, PLAIN, {"steps": 1, "actor": {"balance_window": 1}})
+    expected = references.begin(tmp_path, alone)
+    both = run_helpers.merged(alone, {"actor": {"parallel": {"data": 2}}})
+    with run_helpers.running(tmp_path, both) as running:
+        found, should = outcome_of(running), expected()
     ((line,), (wanted,)) = found.lines, should.lines
     assert line["loss/grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
     for name, value in should.weights.items():
@@ -191,44 +224,45 @@ def with_model_of(plain: tuple[Outcome, Outcome, Path], base: dict[str, Any], ov
     return run_helpers.merged(run_helpers.merged(base, quick), over)
 
 
-def test_without_actor_fwd_the_actors_own_log_probs_are_the_old_ones(plain, tmp_path):
+def test_without_actor_fwd_the_actors_own_log_probs_are_the_old_ones(references, plain, tmp_path):
     """True on-policy, with a reference inside of the actor."""
     once = with_model_of(plain, PLAIN, {"steps": 2, "algorithm": {"passes": 1}})
     inside = {"actor": {"forward": ["reference"]}, "groups": {"actor_fwd": None, "reference": None}}
-    with reference(tmp_path, once) as expected:
-        with run_helpers.running(tmp_path, run_helpers.merged(once, inside)) as running:
-            found = outcome_of(running)
-            assert audit(running.run).problems == []
-        assert not any({"old_logprobs", "ref_logprobs"} & row.keys() for row in found.rows.values())
-        assert_close(found, expected())
+    expected = references.begin(tmp_path, once)
+    with run_helpers.running(tmp_path, run_helpers.merged(once, inside)) as running:
+        found = outcome_of(running)
+        assert audit(running.run).problems == []
+    assert not any({"old_logprobs", "ref_logprobs"} & row.keys() for row in found.rows.values())
+    assert_close(found, expected())
 
 
-def test_forward_roles_inside_of_the_actor(plain, tmp_path):
+def test_forward_roles_inside_of_the_actor(references, plain, tmp_path):
     """Two passes of two mini-batches, with a KL to the reference, which comes back with the actor."""
     settings = with_model_of(plain, REGULARISED, {"steps": 3, "checkpoint": {"every": 1}})
     inside = {"actor": {"forward": ["actor_fwd", "reference"]}, "groups": {"actor_fwd": None, "reference": None}}
-    with reference(tmp_path, settings) as expected:
-        with run_helpers.running(tmp_path, run_helpers.merged(settings, inside)) as running:
-            running.wait_for_step(1, RUN_S)
-            running.kill("actor")
-            found = outcome_of(running)
-            assert audit(running.run).problems == []
-        assert running.incarnations("actor") == 2
-        assert_close(found, expected())
+    expected = references.begin(tmp_path, settings)
+    with run_helpers.running(tmp_path, run_helpers.merged(settings, inside)) as running:
+        running.wait_for_step(1, RUN_S)
+        running.kill("actor")
+        found = outcome_of(running)
+        assert audit(running.run).problems == []
+    assert running.incarnations("actor") == 2
+    assert_close(found, expected())
 
 
-def test_another_seed_differs(plain, tmp_path):
+def test_another_seed_differs(references, plain, tmp_path):
     found, _, model = plain
     overrides = PLAIN | {"seed": 5, "model": {"path": str(model)}, "warm_start": {"steps": 0}}
-    with reference(tmp_path, overrides) as other:
-        assert len(different(found, other())) == len(found.weights)
+    other = references.begin(tmp_path, overrides)
+    assert len(different(found, other())) == len(found.weights)
 
 
-def test_spare_groups_change_nothing(plain, tmp_path):
+def test_spare_groups_change_nothing(references, plain, tmp_path):
     """Nor does a kill among them: a ticket gets the first of its groups that passes the filter."""
     spare = {"steps": 2, "rollout": {"filter": "rewards_differ", "over_sampling": 1.0, "groups_per_request": 2}}
     settings = with_model_of(plain, PLAIN, spare)
-    with reference(tmp_path, settings) as expected, run_helpers.running(tmp_path, settings) as running:
+    expected = references.begin(tmp_path, settings)
+    with run_helpers.running(tmp_path, settings) as running:
         running.wait_for_step(0, RUN_S)
         running.kill("rollout")
         found, proof = outcome_of(running), audit(running.run)

@@ -15,6 +15,7 @@ from relax_hpc.config.schema import ParallelConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.training import parallel
+from relax_hpc.training.trainer import Trainer
 from tests.training_helpers import LR, batch, launch, one_rank_fixture, rows, save, tiny_fixture, tiny_model, trainer  # noqa: F401
 
 pytestmark = [pytest.mark.run, pytest.mark.usefixtures("one_rank")]
@@ -35,40 +36,66 @@ def one_rank_run(directory: Path, distributed: bool, checkpoint: Path | None = N
     return logprobs, ours.model.export_hf(), metrics
 
 
+FROM_ONE = "from a checkpoint of one rank"
+
+
+def trained(model: Path) -> Trainer:
+    """After one step, in this process."""
+    ours = trainer(model)
+    ours.accumulate([batch(rows(4, seed=1))])
+    ours.step(LR)
+    return ours
+
+
+@pytest.fixture(scope="module")
+def two_ranks(one_rank: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[bool, Path], dict[str, Path]]:
+    """Models, tied and not, and by case the folder in which two processes left what they found."""
+    root = tmp_path_factory.mktemp("ranks")
+    models = {tied: tiny_model(root, tied) for tied in (False, True)}
+    save(root / "i000001-step-000005", trained(models[False]), {"step": 5})
+    outs, words = {}, []
+    for number, name in enumerate([*LAYOUTS, FROM_ONE]):
+        (out := root / f"{number}").mkdir()
+        model, checkpoint = models[is_tied(name)], root / "i000001-step-000005" if name == FROM_ONE else ""
+        words += [LAYOUTS.get(name, LAYOUTS["tensor and sequence"]), model, out, checkpoint]
+        outs[name] = out
+    launch(2, *words, timeout_s=480.0)
+    return models, outs
+
+
+def is_tied(name: str) -> bool:
+    return name not in ("tensor and sequence", FROM_ONE)
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_two_ranks_agree_with_one(tmp_path: Path, name: str):
+def test_two_ranks_agree_with_one(two_ranks, name: str):
     layout = LAYOUTS[name]
     replicas, distributed = int(layout.split(",")[2]), layout.endswith("1")
-    directory = tiny_model(tmp_path, tied=name != "tensor and sequence")
-    launch(2, layout, directory, tmp_path)
+    directory, out = two_ranks[0][is_tied(name)], two_ranks[1][name]
     logprobs, weights, metrics = one_rank_run(directory, distributed)
     for replica in range(replicas):
-        found = load_file(tmp_path / f"logprobs-{replica}.safetensors")["logprobs"].numpy()
+        found = load_file(out / f"logprobs-{replica}.safetensors")["logprobs"].numpy()
         np.testing.assert_allclose(found, np.concatenate(logprobs[replica::replicas]), atol=1e-4)
-    second = load_file(tmp_path / "second.safetensors")
+    second = load_file(out / "second.safetensors")
     assert sorted(second) == sorted(weights)
     for key, value in weights.items():
         torch.testing.assert_close(second[key], value, atol=1e-5, rtol=0)
-    found_metrics = json.loads((tmp_path / "metrics.json").read_text())
+    found_metrics = json.loads((out / "metrics.json").read_text())
     for found, expected in zip(found_metrics, metrics, strict=True):
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
-    resumed = one_rank_run(directory, distributed, tmp_path / "i000001-step-000001")
+    resumed = one_rank_run(directory, distributed, out / "i000001-step-000001")
     for key, value in resumed[1].items():
         torch.testing.assert_close(value, weights[key], atol=1e-5, rtol=0)
     assert resumed[2][0] == pytest.approx(metrics[1], rel=1e-4, abs=1e-5)
 
 
-def test_a_checkpoint_of_one_rank_goes_on_in_two(tmp_path: Path):
-    directory = tiny_model(tmp_path, tied=False)
-    ours = trainer(directory)
-    ours.accumulate([batch(rows(4, seed=1))])
-    ours.step(LR)
-    save(tmp_path / "i000001-step-000005", ours, {"step": 5})
-    launch(2, LAYOUTS["tensor and sequence"], directory, tmp_path, tmp_path / "i000001-step-000005")
+def test_a_checkpoint_of_one_rank_goes_on_in_two(two_ranks):
+    models, outs = two_ranks
+    ours = trained(models[False])
     ours.accumulate([batch(rows(4, seed=9))])
     ours.step(LR)
-    first = load_file(tmp_path / "first.safetensors")
+    first = load_file(outs[FROM_ONE] / "first.safetensors")
     for key, value in ours.model.export_hf().items():
         torch.testing.assert_close(first[key], value, atol=1e-5, rtol=0)
 

@@ -1,8 +1,8 @@
 """One rank of a multi-rank training test.
 
-`python -m tests.training_rank FILE WORLD RANK LAYOUT MODEL OUT [CHECKPOINT]`, where the ranks meet in FILE, and LAYOUT
-is tensor, pipeline, data, sequence_parallel and distributed as numbers with commas between. Rank 0 writes what it found
-to OUT.
+`python -m tests.training_rank FILE WORLD RANK [LAYOUT MODEL OUT CHECKPOINT]...`, where the ranks meet in FILE, and
+LAYOUT is tensor, pipeline, data, sequence_parallel and distributed as numbers with commas between. Rank 0 writes what
+it found to OUT. CHECKPOINT may be empty. Several layouts are done one after the other: most of a process is its start.
 """
 
 from __future__ import annotations
@@ -41,16 +41,23 @@ from tests import training_helpers as helpers
 
 
 def main() -> None:
-    file, world, rank, layout, model, out, *checkpoint = sys.argv[1:]
+    file, world, rank, *cases = sys.argv[1:]
+    torch.set_num_threads(1)
+    meeting = dist.FileStore(file, int(world))
+    for number in range(0, len(cases), 4):
+        one_case(int(world), int(rank), dist.PrefixStore(f"{number}", meeting), *cases[number : number + 4])
+
+
+def one_case(world: int, rank: int, meeting: dist.Store, layout: str, model: str, out: str, checkpoint: str) -> None:
+    print(f"layout {layout}", flush=True)
     tensor, pipeline, data, sequence, distributed = map(int, layout.split(","))
     split = ParallelConfig(tensor=tensor, pipeline=pipeline, data=data, sequence_parallel=bool(sequence))
-    torch.set_num_threads(1)
-    parallel.initialize(split, int(rank), int(world), int(rank), dist.FileStore(file, int(world)), "cpu", 0, 60.0)
+    parallel.initialize(split, rank, world, rank, meeting, "cpu", 0, 60.0)
     trainer = helpers.trainer(Path(model), split, distributed=bool(distributed))
     check_slices(trainer.model, Path(model))
-    for path in checkpoint:
-        store.load(Path(path), trainer, Channel(60.0))
-    if int(world) > 1:
+    if checkpoint:
+        store.load(Path(checkpoint), trainer, Channel(60.0))
+    if world > 1:
         check_who_waits_for_the_leader()
         check_rows_that_one_rank_cannot_read()
     check(trainer, Path(out))
