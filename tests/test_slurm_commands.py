@@ -111,7 +111,8 @@ def test_a_job_that_may_exist_is_not_made_twice(fake: FakeSlurm, script: Path, h
     slurm = Slurm(timeout_s=1.0)
     with pytest.raises(SlurmError, match=r"may still appear.*relax-hpc-[0-9a-f]{12}"):
         slurm.submit(script)
-    assert len(fake.calls("sbatch")) == 1
+    # On a busy machine the program may be ended before it has noted that it was called.
+    assert len(fake.calls("sbatch")) <= 1
 
 
 def test_the_job_of_an_unsure_submission_is_found_by_its_tag(
