@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from relax_hpc.errors import ConfigError
+from relax_hpc.protocol import RUN_FORMAT
 
 MIN_TOKEN_BYTES = 32
 _NUMBERED = re.compile(r"(\d{6})\b", re.ASCII)
@@ -221,7 +222,22 @@ class RunDir:
         except OSError as error:
             raise ConfigError(f"run_dir: cannot make {self.root}: {error.strerror}; name a writable folder") from error
         if not self.token_file.exists():
+            write_json(self._format, {"format": RUN_FORMAT})
             self._make_token()
+
+    @property
+    def _format(self) -> Path:
+        return self.root / "format.json"
+
+    def check_format(self) -> None:
+        """ConfigError if the run was made by code of another format: its names mean something else."""
+        # Before there were numbers, an incarnation was an epoch.
+        unsaid = 1 if any(self.journal.glob("epoch-*.journal")) else RUN_FORMAT
+        if (found := read_map(self._format).get("format", unsaid)) != RUN_FORMAT:
+            raise ConfigError(
+                f"{self.root}: found a run of format {found}, this code reads {RUN_FORMAT}; go on with the code that "
+                "made it (<run>/code), or start anew from what it has learnt: relax-hpc convert takes its checkpoints"
+            )
 
     def _make_token(self) -> None:
         """The token appears whole and once, whoever else makes this run directory at the same time."""

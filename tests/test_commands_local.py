@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+import relax_hpc
+from relax_hpc.errors import EXIT_CONFIG
 from relax_hpc.metrics.read import read_metrics
+from relax_hpc.protocol import PROTOCOL
 from tests.audit import audit
 from tests.requirements import requires
 from tests.run_helpers import Running, running
@@ -28,12 +32,32 @@ pytestmark = pytest.mark.run
 SETTINGS = {"steps": 100_000, "max_staleness": 1, "groups": {"reference": None}, "liveness": {"beat_s": 0.2}}
 
 
-def call(live: Running, verb: str, *words: str, code: int = 0) -> str:
-    """What a command about the run prints; it ends with ``code``."""
+def upgraded(folder: Path, protocol: int = PROTOCOL) -> Path:
+    """A copy of the package that speaks ``protocol``, and reports one metric more."""
+    package = folder / "relax_hpc"
+    shutil.copytree(Path(relax_hpc.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    replace(package / "protocol.py", f"PROTOCOL = {PROTOCOL}\n", f"PROTOCOL = {protocol}\n")
+    replace(package / "roles/context.py", "values=values,", 'values=values | {f"upgraded/{self.role}": 1.0},')
+    return folder
+
+
+def replace(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new))
+
+
+def ask(live: Running, verb: str, *words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """A command about the run, which ends with ``code``."""
     command = [sys.executable, "-m", "relax_hpc", verb, str(live.run.root), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == code, f"{done.stderr}\n{live.story()}"
-    return done.stdout
+    return done
+
+
+def call(live: Running, verb: str, *words: str, code: int = 0) -> str:
+    """What a command about the run prints; it ends with ``code``."""
+    return ask(live, verb, *words, code=code).stdout
 
 
 def listens_at(process: psutil.Process) -> list[str]:
@@ -63,8 +87,13 @@ def test_commands_on_a_living_run(tmp_path: Path) -> None:
         assert "warm start" not in said
         others = [p.pid for role in ("actor", "actor_fwd", "controller") for p in live.processes(role)]
         no_requests = scatter(live.run.root)
-        call(live, "resubmit", "--group", "rollout", "--rollout.temperature", "0.9")
+        newer, other = upgraded(tmp_path / "newer"), upgraded(tmp_path / "other", PROTOCOL + 1)
+        refused = ask(live, "resubmit", "--group", "rollout", "--code", str(other), code=EXIT_CONFIG).stderr
+        assert f"--code: found code of protocol {PROTOCOL + 1} in {other}" in refused
+        assert live.incarnations("rollout") == 1
+        call(live, "resubmit", "--group", "rollout", "--code", str(newer), "--rollout.temperature", "0.9")
         assert live.incarnations("rollout") == 2
+        live.wait_until(lambda: "upgraded/rollout" in live.run.metrics.read_text(), "the newer code's metric", 60)
         call(live, "scale", "--replicas", "2")
         puts = "rollout-2 generates"
         live.wait_until(lambda: json.loads(call(live, "status", "--json"))["groups"]["rollout-2"]["puts"], puts, 60)

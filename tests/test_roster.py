@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from relax_hpc.config import load_resolved
 from relax_hpc.errors import ConfigError
+from relax_hpc.protocol import PROTOCOL, RUN_FORMAT
 from relax_hpc.rendezvous.roster import Card, claim_incarnation, latest_card, publish_card
 from relax_hpc.rundir import RunDir
 from tests.queue_helpers import make_run
@@ -64,3 +66,26 @@ def test_a_token_that_is_none_is_refused(tmp_path, text):
         run.token()
     with pytest.raises(ConfigError, match="token"):
         RunDir(tmp_path / "nowhere").token()
+
+
+def test_code_of_another_protocol_is_named(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.rendezvous("hub").mkdir(parents=True)
+    publish_card(run, Card("hub", 3, [], "tcp://127.0.0.1:3", PROTOCOL + 1))
+    card = latest_card(run, "hub")
+    assert card is not None
+    with pytest.raises(ConfigError, match=f"this code speaks {PROTOCOL}, hub incarnation 3 speaks {PROTOCOL + 1}"):
+        card.check_protocol()
+
+
+def test_a_run_of_an_older_format_is_not_gone_on_with(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    run.check_format()
+    (run.root / "format.json").unlink()
+    run.check_format()
+    (run.journal / "epoch-000001.journal").write_bytes(b"")
+    with pytest.raises(
+        ConfigError, match=f"found a run of format 1, this code reads {RUN_FORMAT}; .*relax-hpc convert"
+    ):
+        load_resolved(run.root)

@@ -17,6 +17,7 @@ from relax_hpc.config.clean import near
 from relax_hpc.config.schema import Config, SimulatedConfig
 from relax_hpc.engines.sglang.flags import OWN_FLAGS, own_flag, server_flags
 from relax_hpc.errors import ConfigError
+from relax_hpc.protocol import misfit
 
 ALWAYS_NEEDED = ("rollout", "actor", "advantages")
 """Roles that every run has; `reference` is needed when its KL is in the loss, `actor_fwd` when a step has more than
@@ -32,6 +33,7 @@ def check(config: Config) -> list[str]:
         _data,
         _files,
         _groups,
+        _code,
         _colocate,
         _algorithm,
         _rollout,
@@ -68,6 +70,12 @@ def _run(config: Config) -> Findings:
             f"liveness.lease_s: found {config.liveness.lease_s}, allowed: more than two beats "
             f"(liveness.beat_s is {config.liveness.beat_s}), else every group is taken for dead"
         )
+
+
+def _code(config: Config) -> Findings:
+    for name, group in config.groups.items():
+        if group.code and (why := misfit(Path(group.code))):
+            yield f"groups.{name}.code: {why}"
 
 
 def _weights(config: Config) -> Findings:

@@ -45,6 +45,9 @@ def _resubmit_arguments(parser: ArgumentParser) -> None:
     run_argument(parser)
     parser.add_argument("--group", metavar="G", help="Group to replace, the others go on")
     parser.add_argument("--nodes", type=int, metavar="N", help="Its new number of nodes")
+    parser.add_argument(
+        "--code", metavar="DIR", help="Upgrade it to the package relax_hpc in DIR, of the same protocol"
+    )
     parser.add_argument("--new-job", action="store_true", help="A job of its own (layout het: the rule with --nodes)")
     parser.add_argument("--in-place", action="store_true", help="On the nodes that it has (the rule in local and het)")
     parser.add_argument("--parsable", action="store_true", help="The job's id alone, as sbatch does")
@@ -55,7 +58,7 @@ def _resubmit(given: dict[str, Any]) -> int:
     from relax_hpc.lifecycle.resubmit import Wish, main
 
     run, group = given.pop("run"), _required(given, "group", "the group to replace")
-    names = ("nodes", "new_job", "in_place", "parsable")
+    names = ("nodes", "code", "new_job", "in_place", "parsable")
     own = {name: given.pop(name) for name in names if name in given}
     return main(run, Wish(group, files=given.pop("config", None) or (), overrides=given, **own))
 
@@ -156,7 +159,7 @@ LIVING = {
     ),
     "resubmit": Command(
         "Replace one group of a run, also with another size or setting, while the others go on.",
-        "RUN --group G [--nodes N] [--new-job | --in-place] [--parsable] [--config F]... [--KEY VALUE]...",
+        "RUN --group G [--nodes N] [--code DIR] [--new-job | --in-place] [--parsable] [--config F]... [--KEY VALUE]...",
         _resubmit_arguments,
         _resubmit,
         takes_config=True,

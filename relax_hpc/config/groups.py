@@ -5,6 +5,7 @@ A group whose only role is rollout may have further members, `rollout-2`, `rollo
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection
 
@@ -31,6 +32,16 @@ def group_of(config: Config, name: str) -> GroupConfig:
     if not base or (base != name and config.groups[base].roles != ["rollout"]):
         raise ConfigError(f"groups: found {name!r}, allowed: {', '.join(config.groups)}, or members like rollout-2")
     return config.groups[base]
+
+
+def variables_of(config: Config, name: str) -> dict[str, str]:
+    """Environment variables of a group's own."""
+    group = group_of(config, name)
+    if not group.code:
+        return dict(group.env)
+    # Python would look in the working directory first, which may be a checkout.
+    paths = [group.code, *filter(None, [group.env.get("PYTHONPATH")])]
+    return group.env | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
 
 
 def roles_of(config: Config, name: str) -> list[str]:

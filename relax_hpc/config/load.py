@@ -70,6 +70,7 @@ def load_resolved(run_dir: Path | str, group: str = "") -> Config:
     from relax_hpc.config.changes import change_files
 
     run = RunDir(Path(run_dir))
+    run.check_format()
     files = [run.config]
     config = load(files)
     for path in change_files(run, group) if group else []:

@@ -431,6 +431,8 @@ class GroupConfig:
     roles: list[Literal[tuple(ROLES)]] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)
     """Extra environment variables of its processes, such as CUDA_VISIBLE_DEVICES, which places a group on its GPUs."""
+    code: str = ""
+    """Folder with the package relax_hpc that its processes run, of the run's own protocol; empty: the run's code."""
     interface: str = ""
     """Network interface that its sockets and libraries use; empty: site.interface."""
     on_failure: Literal["restart", "resubmit", "stop_run"] = "restart"

@@ -16,8 +16,11 @@ from typing import Any
 from relax_hpc.checks.settings import check
 from relax_hpc.config import Config, load_resolved
 from relax_hpc.config.changes import add_change
-from relax_hpc.config.groups import group_of
+from relax_hpc.config.groups import base_name, group_of
 from relax_hpc.errors import EXIT_DONE, ConfigError, RelaxError
+from relax_hpc.lifecycle.snapshot import keep_code
+from relax_hpc.protocol import misfit
+from relax_hpc.rendezvous.roster import latest_card
 from relax_hpc.rundir import RunDir, write_atomic
 from relax_hpc.slurm.commands import Job, Slurm
 from relax_hpc.slurm.job_lookup import ENDED, job_of, known_jobs, living_run, own_job
@@ -42,6 +45,8 @@ class Wish:
     files: Sequence[str] = ()
     overrides: Mapping[str, Any] = field(default_factory=dict)
     nodes: int | None = None
+    code: str | None = None
+    """Folder with the package that it shall run."""
     new_job: bool = False
     """A job of its own, even where a restart in place is the rule (layout het)."""
     in_place: bool = False
@@ -67,6 +72,8 @@ def main(root: str, wish: Wish) -> int:
 def change(run: RunDir, config: Config, wish: Wish) -> None:
     """Validate and keep what the group shall have from its next start on."""
     size = {} if wish.nodes is None else {f"groups.{wish.group}.resources.nodes": wish.nodes}
+    if wish.code is not None:
+        size[f"groups.{base_name(wish.group, config.groups)}.code"] = _own_code(run, Path(wish.code))
 
     def judge(found: Config) -> None:
         if findings := check(found):
@@ -80,6 +87,15 @@ def change(run: RunDir, config: Config, wish: Wish) -> None:
     path = add_change(run, now, wish.group, wish.files, {**wish.overrides, **size}, judge)
     if path:
         tell(f"{wish.group}: keeps the change in {path}")
+
+
+def _own_code(run: RunDir, source: Path) -> str:
+    """A copy in the run of the package below ``source``. ConfigError unless the other groups understand it."""
+    if hub := latest_card(run, "hub"):
+        hub.check_protocol()
+    if why := misfit(source):
+        raise ConfigError(f"--code: {why}")
+    return str(keep_code(run, source))
 
 
 def replace_job(run: RunDir, config: Config, slurm: Slurm, group: str) -> str:

@@ -21,19 +21,27 @@ def take_snapshot(run: RunDir) -> None:
     """Copy the package to <run>/code and describe the environment in <run>/submit; what is there already stays."""
     run.submit.mkdir(exist_ok=True)
     if not run.code.exists():
-        _copy_code(run.code)
+        copy_code(Path(relax_hpc.__file__).resolve().parents[1], run.code)
     if not (run.submit / "environment.txt").exists():
         packages = sorted(f"{found.name}=={found.version}" for found in metadata.distributions())
         write_atomic(run.submit / "environment.txt", ("\n".join(packages) + "\n").encode())
         write_json(run.submit / "made_with.json", _made_with())
 
 
-def _copy_code(target: Path) -> None:
-    source = Path(relax_hpc.__file__).resolve().parent
-    temporary = target.with_name(f".code.{os.getpid()}")
+def keep_code(run: RunDir, source: Path) -> Path:
+    """Copy the package below ``source`` into the run, for groups that are upgraded to it; the folder of the copy."""
+    numbers = (int(path.suffix[1:]) for path in run.root.glob("code.*") if path.suffix[1:].isdecimal())
+    target = run.root / f"code.{max(numbers, default=0) + 1:06d}"
+    copy_code(source, target)
+    return target
+
+
+def copy_code(source: Path, target: Path) -> None:
+    """Copy the package relax_hpc, and the templates beside it if they are there, out of ``source``."""
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
     ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
-    shutil.copytree(source, temporary / "relax_hpc", ignore=ignored)
-    templates = source.parent / "slurm"
+    shutil.copytree(source / "relax_hpc", temporary / "relax_hpc", ignore=ignored)
+    templates = source / "slurm"
     if templates.is_dir():
         shutil.copytree(templates, temporary / "slurm", ignore=ignored)
     temporary.rename(target)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from relax_hpc.disk import patiently
-from relax_hpc.errors import FencedError
+from relax_hpc.errors import ConfigError, FencedError
+from relax_hpc.protocol import PROTOCOL
 from relax_hpc.rundir import RunDir, read_map, sync_directory, write_json
 
 _CARD = re.compile(r"inc-(\d{6})\.json")
@@ -29,6 +30,16 @@ class Card:
     incarnation: int
     ranks: list[dict[str, Any]]
     endpoint: str = ""
+    protocol: int = PROTOCOL
+    """What its code speaks, see `relax_hpc.protocol`."""
+
+    def check_protocol(self) -> None:
+        """ConfigError if this process has code of another protocol."""
+        if self.protocol != PROTOCOL:
+            raise ConfigError(
+                f"relax_hpc.protocol: this code speaks {PROTOCOL}, {self.group} incarnation {self.incarnation} speaks "
+                f"{self.protocol}; groups of one run need code of one protocol: give this group code of {self.protocol}"
+            )
 
 
 def claim_incarnation(run: RunDir, group: str, former: int | None = None) -> int:
@@ -65,7 +76,7 @@ def latest_incarnation(run: RunDir, group: str) -> int:
 
 def publish_card(run: RunDir, card: Card) -> None:
     """Let the other groups find this incarnation."""
-    value = {"group": card.group, "incarnation": card.incarnation, "ranks": card.ranks, "endpoint": card.endpoint}
+    value = asdict(card)
     path = run.rendezvous(card.group) / f"inc-{card.incarnation:06d}.json"
     patiently(path, lambda: write_json(path, value, sync=True))
 
@@ -81,10 +92,11 @@ def latest_card(run: RunDir, group: str) -> Card | None:
 def card_of(run: RunDir, group: str, incarnation: int) -> Card | None:
     """What an incarnation of ``group`` has published, or None."""
     path = run.rendezvous(group) / f"inc-{incarnation:06d}.json"
-    value = read_map(path, group=str, incarnation=int, ranks=list, endpoint=str)
+    value = read_map(path, group=str, incarnation=int, ranks=list, endpoint=str, protocol=int)
     if not value or (value["group"], value["incarnation"]) != (group, incarnation):
         return None
-    return Card(group, incarnation, [rank for rank in value["ranks"] if isinstance(rank, dict)], value["endpoint"])
+    ranks = [rank for rank in value["ranks"] if isinstance(rank, dict)]
+    return Card(group, incarnation, ranks, value["endpoint"], value["protocol"])
 
 
 def _numbers(folder: Path, name: re.Pattern) -> list[int]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from relax_hpc.config import Config, load_resolved
-from relax_hpc.config.groups import group_of, ranks_of, roles_of
+from relax_hpc.config.groups import group_of, ranks_of, roles_of, variables_of
 from relax_hpc.rendezvous.network import library_environment
 from relax_hpc.rendezvous.process import END_SIGNAL, PARENT, STACKS_SIGNAL
 from relax_hpc.rundir import RunDir
@@ -231,6 +231,6 @@ def step_environment(config: Config | None, name: str) -> dict[str, str]:
         from relax_hpc.rendezvous.process import clean_environment
 
         return clean_environment()
-    variables = environment(config, group_of(config, name).env)
+    variables = environment(config, variables_of(config, name))
     del variables[PARENT]
     return mpi_defaults(config) | library_environment(config, name) | variables | mpi_variables(config)

@@ -12,7 +12,7 @@ from dataclasses import replace
 import psutil
 
 from relax_hpc.config import Config, load_resolved
-from relax_hpc.config.groups import group_of, ranks_of, roles_of
+from relax_hpc.config.groups import ranks_of, roles_of, variables_of
 from relax_hpc.local_dir import LOCAL_DIR
 from relax_hpc.rendezvous.process import END_SIGNAL, PARENT, STACKS_SIGNAL, clean_environment, shows_stacks
 from relax_hpc.rundir import RunDir
@@ -61,7 +61,7 @@ class LocalLauncher:
         logs = self.run.logs(name, incarnation)
         logs.mkdir(parents=True, exist_ok=True)
         record(self.run, name, incarnation, replace(launch, job=self.job))
-        variables = environment(config, group_of(config, name).env)
+        variables = environment(config, variables_of(config, name))
         members = []
         for role in roles_of(config, name):
             words = [*command(self.run, config, name, role, incarnation), *(["--led"] if self.job else [])]
