@@ -9,8 +9,9 @@ from concurrent.futures import wait
 
 import pytest
 
-from relax_hpc.errors import DeadlineError, FencedError, RefusedError, RelaxError, StoppedError
-from relax_hpc.rendezvous.roster import claim_incarnation
+from relax_hpc.errors import ConfigError, DeadlineError, FencedError, RefusedError, RelaxError, StoppedError
+from relax_hpc.protocol import PROTOCOL
+from relax_hpc.rendezvous.roster import Card, claim_incarnation, publish_card
 from relax_hpc.transfer_queue.client import QueueClient, connection
 from relax_hpc.transfer_queue.controller.journal import Journal, JournalError, Position
 from relax_hpc.transfer_queue.controller.server import Controller
@@ -52,6 +53,18 @@ def test_a_killed_controller_comes_back_and_clients_go_on(tmp_path):
             roles["actor"].connection.call("trained", step=0, leases=[parked.result().lease])
             roles.step(1)
             assert roles["actor"].connection.call("status")["trained_steps"] == 2
+
+
+def test_a_hub_of_another_protocol_is_refused_by_name(tmp_path):
+    run, config = make_run(tmp_path / "run"), small()
+    run.rendezvous("hub").mkdir(parents=True)
+    publish_card(run, Card("hub", claim_incarnation(run, "hub"), [], "tcp://127.0.0.1:9", PROTOCOL + 1))
+    with QueueClient(run, config, "actor", 1) as client:
+        for _ in range(2):
+            with pytest.raises(
+                ConfigError, match=f"this code speaks {PROTOCOL}, hub incarnation 1 speaks {PROTOCOL + 1}"
+            ):
+                client.connection.call("status")
 
 
 def test_who_waits_for_a_hub_that_has_gone_for_good_is_told(tmp_path, monkeypatch):

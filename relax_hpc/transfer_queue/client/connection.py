@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from relax_hpc.config.schema import Config
-from relax_hpc.errors import DeadlineError, FencedError, RefusedError, RelaxError, StoppedError
+from relax_hpc.errors import ConfigError, DeadlineError, FencedError, RefusedError, RelaxError, StoppedError
 from relax_hpc.rendezvous.roster import latest_card
 from relax_hpc.rendezvous.signs import identity
 from relax_hpc.rundir import RunDir, write_json
@@ -86,6 +86,8 @@ class Connection:
         self._line = Line(run, run.token())
         self.beat = Beat(lambda: self._line.connected)
         self._connected_at = time.monotonic()
+        self._refused: ConfigError | None = None
+        """Why there will never be a connection."""
         self._ids = itertools.count(1)
         self._calls: dict[int, _Call] = {}
         self._lock = threading.Lock()
@@ -108,7 +110,7 @@ class Connection:
                 self._calls[number] = call
                 self._line.send(call)
         if not open_yet:
-            call.future.set_exception(RelaxError(f"{op}: this connection to the queue is closed"))
+            call.future.set_exception(self._refused or RelaxError(f"{op}: this connection to the queue is closed"))
         return call.future
 
     def call(self, op: str, timeout: float | None = None, **args: Any) -> dict[str, Any]:
@@ -132,6 +134,8 @@ class Connection:
         error = RelaxError("the connection to the queue was closed before the answer came")
         try:
             self._serve()
+        except ConfigError as failure:
+            error = self._refused = failure
         except Exception as failure:
             error = RelaxError(f"the connection to the queue broke: {type(failure).__name__}: {failure}")
             error.__cause__ = failure

@@ -40,6 +40,7 @@ class Line:
         card = latest_card(self.run, "hub")
         if card is None or (self._connection and self._card and card.incarnation <= self._card.incarnation):
             return None
+        card.check_protocol()
         try:
             connection = self._knock_at(card, seconds).proceed(seconds)
         except OSError:
