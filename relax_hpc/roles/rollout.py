@@ -96,9 +96,9 @@ class Rollout:
         """Tell the hub of a few ``samples``, and of those that found no room."""
         step, every = samples[0]["step"], self.config.samples.tensorboard_every
         if every and step % every == 0:
-            self.client.submit("show", step=step, texts=in_tensorboard(samples))
+            self.client.status.show(step, in_tensorboard(samples))
         if skipped := self.samples.log.take_skipped():
-            self.client.submit("report", role="rollout", step=step, values={SKIPPED: float(skipped)}, seconds={})
+            self.client.status.report("rollout", step, {SKIPPED: float(skipped)})
 
     async def judge(self, groups: Unfinished, answers: list[Generation | EngineFault]) -> list[list[Row] | Failure]:
         """Of each prompt group its rows, rewards included, or why it came to nothing."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
 from relax_hpc.transfer_queue.client.answers import QueueStatus
@@ -28,6 +28,10 @@ class Status:
     ) -> Future[None]:
         """Metrics of ``step``, and the seconds spent by kind since the last report."""
         return then(self._submit("report", role=role, step=step, values=values, seconds=seconds or {}), nothing)
+
+    def show(self, step: int, texts: Sequence[str]) -> Future[None]:
+        """A few texts for people, such as what was generated for ``step``."""
+        return then(self._submit("show", step=step, texts=list(texts)), nothing)
 
     def down(self, group: str, incarnation: int) -> Future[None]:
         """A supervisor saw this incarnation of ``group`` end."""
