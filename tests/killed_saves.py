@@ -1,7 +1,7 @@
 """Processes that train, save and die at a named point of it; `python -m tests.killed_saves MODEL FOLDER [POINT ...]`.
 
-For each point a child of this process trains to step 4, saving after step 2 and dying there; another one goes on from
-the newest checkpoint that verifies. Prints a line of JSON for each: what the weights at step 4 are, and the step from
+For each point a child of this process trains to step 3, saving after step 2 and dying there; another one goes on from
+the newest checkpoint that verifies. Prints a line of JSON for each: what the weights at step 3 are, and the step from
 which they were reached. Without a point nothing dies.
 """
 
@@ -25,7 +25,7 @@ from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.training import parallel
 from tests.training_helpers import LR, batch, rows, trainer
 
-LAST, SAVED = 4, (1, 2)
+LAST, SAVED = 3, (1, 2)
 POINTS = {
     "before the directory": (saver, "_begin", False),
     "after the directory": (saver, "_begin", True),

@@ -23,6 +23,7 @@ from relax_hpc.disk import WAITS
 from relax_hpc.errors import ConfigError, DeadlineError, FencedError, NoProgressError
 from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.training.trainer import Trainer
+from tests.effort import effort
 from tests.killed_saves import POINTS
 from tests.small_disk import small_disk
 from tests.training_helpers import LR, batch, launch, load, one_rank_fixture, rows, save, tiny_fixture, trainer  # noqa: F401
@@ -80,6 +81,7 @@ def test_training_continues_bit_for_bit(
     assert all(torch.equal(value, exported[name]) for name, value in second.model.export_hf().items())
 
 
+@pytest.mark.skipif(not effort(0, 1), reason="killed_saves has new processes go on too; alone: env/test.sh --all")
 def test_a_new_process_continues_bit_for_bit(saved: Path, tiny: Path, tmp_path: Path):
     from safetensors.torch import load_file
 

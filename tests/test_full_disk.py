@@ -14,7 +14,7 @@ from relax_hpc.observe.status import status
 from tests.audit import audit
 from tests.effort import effort
 from tests.requirements import requires
-from tests.run_helpers import Running, merged, running, trained_steps
+from tests.run_helpers import LIGHT, Running, merged, running, trained_steps
 from tests.small_disk import SmallDisk, small_disk
 
 requires("mpi", "torch", "megatron")
@@ -22,14 +22,17 @@ requires("mpi", "torch", "megatron")
 pytestmark = pytest.mark.run
 
 STEPS = 24
-OVER = {
-    "steps": STEPS,
-    "max_staleness": 1,
-    "checkpoint": {"every": 3},
-    "queue": {"keep_steps": 2},
-    "rollout": {"engine": {"kind": "simulated", "simulated": {"response_s": 0.2}}},
-    "liveness": {"lease_s": 12.0, "beat_s": 0.2},
-}
+OVER = merged(
+    LIGHT,
+    {
+        "steps": STEPS,
+        "max_staleness": 1,
+        "checkpoint": {"every": 3},
+        "queue": {"keep_steps": 2},
+        "rollout": {"engine": {"simulated": {"response_s": 0.2}}},
+        "liveness": {"lease_s": 12.0, "beat_s": 0.2},
+    },
+)
 """A run that is quick to notice who is dead."""
 RANKS = {"actor": {"parallel": {"data": 2}}, "queue": {"wait_timeout_s": 8.0}}
 """Of them the second waits for the word of the first for 16 s."""

@@ -33,7 +33,7 @@ from relax_hpc.versions import Version
 from tests.containers import PYTHON, install, make_image
 from tests.queue_helpers import BUDGET, Roles, in_thread, make_run
 from tests.requirements import mpiexec, requires
-from tests.run_helpers import write_config
+from tests.run_helpers import LIGHT, write_config
 from tests.weights_helpers import publish
 
 pytestmark = pytest.mark.run
@@ -241,7 +241,7 @@ def test_a_rollout_of_two_ranks_generates_evaluates_once_and_ends(tmp_path: Path
     """As on two nodes: every rank has its own replicas and its own line to the queue."""
     requires("mpi", "torch", "transformers")
     over = {"layout": "jobs", "steps": 4, "site": {"interface": LOOPBACK_NAME}}
-    over |= {"rollout": {"replicas": 2, "groups_per_request": 1, "requests_in_flight": 1}}
+    over |= {"rollout": {"replicas": 2, "groups_per_request": 1, "requests_in_flight": 1} | LIGHT["rollout"]}
     over |= {"groups": {"rollout": {"resources": {"nodes": 2}}, "reference": {}}, "eval": {"every": 1, "samples": 4}}
     config = load([write_config(tmp_path / "config.yaml", over)])
     run = make_run(tmp_path / "run")

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 2
 MARKER = "COMPLETE.json"
 _PIECE_BYTES = 4 << 20
-_INCARNATION = re.compile(r"\.?e(\d{6})-")
+_INCARNATION = re.compile(r"\.?i(\d{6})-")
 _OWNED = re.compile(r"__(\d+)_\d+\.distcp$|random-(\d+)\.safetensors$")
 """Files that each rank writes; all others are rank 0's."""
 
