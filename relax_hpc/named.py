@@ -12,15 +12,17 @@ from relax_hpc.errors import ConfigError
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def named(kind: str, name: str, known: Mapping[str, F]) -> F:
-    """The function called ``name``: one of ``known``, or imported from `package.module:function`.
+def named(kind: str, name: str, known: Mapping[str, F | str]) -> F:
+    """The function called ``name``: one of ``known``, which may say where it lies, or imported from
+    `package.module:function`.
 
     ConfigError if there is none; it begins with ``kind``, which says what the function is for.
     """
     if ":" in name:
         return _imported(kind, name)
     if name in known:
-        return known[name]
+        found = known[name]
+        return _imported(kind, found) if isinstance(found, str) else found
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {near[0]!r}?" if near else "write package.module:function for your own"
     raise ConfigError(f"{kind}: found {name!r}, allowed {', '.join(known)}; {hint}")

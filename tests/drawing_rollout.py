@@ -16,7 +16,7 @@ from pathlib import Path
 
 from relax_hpc.config.schema import Config, GroupConfig
 from relax_hpc.engines import transformers_engine as engine
-from relax_hpc.engines.sglang.cpu import install_transformers_hook
+from relax_hpc.engines.transformers_hook import install_transformers_hook
 from relax_hpc.metrics.spans import Spans
 from relax_hpc.rendezvous.process import Flag
 from relax_hpc.rendezvous.world import World

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from relax_hpc.config.schema import Config, EngineConfig, TinyModelConfig
 from relax_hpc.data.tiny_model import EOS_ID, make_tiny_model
 from relax_hpc.engines.engine import Generation
-from relax_hpc.engines.sglang.cpu import install_transformers_hook
+from relax_hpc.engines.transformers_hook import install_transformers_hook
 
 TOKEN = "b7d2-a-token-that-only-this-test-knows"
 

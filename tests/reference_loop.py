@@ -27,7 +27,8 @@ from relax_hpc.algorithms.advantages import group_advantages, token_advantages
 from relax_hpc.config import Config, load
 from relax_hpc.config.schema import ActorConfig, ParallelConfig
 from relax_hpc.data.prompts import Prompt, load_prompts, load_tokenizer, prompt_at
-from relax_hpc.engines.engine import GenerateRequest, Generation, Sampling, make_engine
+from relax_hpc.engines import make_engine
+from relax_hpc.engines.engine import GenerateRequest, Generation, Sampling
 from relax_hpc.models.hf_files import read_config
 from relax_hpc.rewards import get_reward
 from relax_hpc.roles.prepare import prepare
@@ -140,11 +141,12 @@ class Loop:
         config, shape = self.config, self.config.rollout
         prompt = self.prompts[prompt_at(ticket, number, len(self.prompts), config.seed, config.data.shuffle)]
         stops = tuple(self.tokenizer.eos_ids)
-        sampling = Sampling(shape.temperature, shape.top_p, shape.max_new_tokens, stops, config.seed)
+        sampling = Sampling(shape.temperature, shape.top_p, stops, config.seed)
         group = []
         for k in range(config.samples_per_prompt):
-            request = GenerateRequest(prompt.token_ids, f"{ticket}/{prompt.prompt_id}", k)
-            (answer,) = asyncio.run(self.engine.generate([request], sampling))
+            key = f"{ticket}/{prompt.prompt_id}"
+            request = GenerateRequest(prompt.token_ids, key, k, sampling, shape.max_new_tokens)
+            answer = asyncio.run(self.engine.generate(request))
             group.append(row_of(prompt, ticket, k, answer, reward_of(prompt, answer, self.tokenizer, self.reward)))
         rewards = np.array([[row["reward"] for row in group]])
         for row, advantage in zip(group, group_advantages(rewards, config.algorithm.advantage)[0], strict=True):

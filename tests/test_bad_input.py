@@ -21,7 +21,8 @@ from relax_hpc.cli.program import main
 from relax_hpc.config import dump
 from relax_hpc.config.schema import Config, GroupConfig, RolloutConfig, TinyModelConfig
 from relax_hpc.data.tiny_model import EOS_ID, make_tiny_model
-from relax_hpc.engines.engine import EngineFault, GenerateRequest, Generation, Sampling
+from relax_hpc.engines.engine import BadAnswer, EngineFault, GenerateRequest, Generation
+from relax_hpc.engines.turns import Turns
 from relax_hpc.errors import EXIT_CONFIG, EXIT_NO_PROGRESS, NoProgressError, RelaxError
 from relax_hpc.metrics.spans import Spans
 from relax_hpc.metrics.writer import GENERATED, GENERATED_SUM
@@ -72,7 +73,10 @@ def busy_port() -> socket.socket:
         (["--model.path", "/no/such/model"], ["model.path: found '/no/such/model'", "not a directory"]),
         (["--actor.parallel.tensor", "2"], ["actor.parallel.tensor: found 2", "num_key_value_heads, 1"]),
         (["--algorithm.mini_batches", "3"], ["algorithm.mini_batches: found 3", "divisor of prompts_per_step, 4"]),
-        (["--rollout.engine.port", "BUSY"], ["rollout.engine.port: found BUSY", "in use", "0 for free ones"]),
+        (
+            ["--rollout.engine.kind", "sglang", "--rollout.engine.port", "BUSY"],
+            ["rollout.engine.port: found BUSY", "in use", "0 for free ones"],
+        ),
     ],
     ids=["model", "tensor", "batch", "port"],
 )
@@ -191,8 +195,9 @@ def test_an_unknown_engine_flag_ends_the_run(tmp_path: Path) -> None:
 
 
 class FaultyEngine:
-    """An engine whose calls and answers are faults, as `script` says: one entry a call, then all is well. The first
-    `bad_updates` updates fail, and leave weights of which nothing is known."""
+    """An engine whose batches and answers are faults, as `script` says: one entry a batch, that is, for all that is
+    asked in one turn of the event loop; then all is well. The first `bad_updates` updates fail, and leave weights of
+    which nothing is known."""
 
     name = "faulty"
     pause_s = 0.0
@@ -201,6 +206,8 @@ class FaultyEngine:
         self.script, self.bad_updates = script, bad_updates or []
         self.version: Version | None = None
         self.closed = False
+        self.turns: Turns[tuple[GenerateRequest, asyncio.Future[Generation]]] = Turns(self.begin, 100)
+        self.batches: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None: ...
 
@@ -219,17 +226,31 @@ class FaultyEngine:
             raise EngineFault("update_failed", f"{version}: half of it")
         self.version = version
 
-    async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Generation | EngineFault]:
+    async def generate(self, request: GenerateRequest) -> Generation:
         assert self.version, "never asked while its weights are not known"
+        answer = asyncio.get_running_loop().create_future()
+        self.turns.add((request, answer))
+        return await answer
+
+    def begin(self, asked: list[tuple[GenerateRequest, asyncio.Future[Generation]]]) -> None:
+        self.batches.add(asyncio.create_task(self.answer(asked)))
+
+    async def answer(self, asked: list[tuple[GenerateRequest, asyncio.Future[Generation]]]) -> None:
+        found = await self.batch([request for request, _ in asked])
+        for (_, answer), made in zip(asked, found, strict=True):
+            if not answer.done():
+                (answer.set_exception if isinstance(made, EngineFault) else answer.set_result)(made)
+
+    async def batch(self, requests: Sequence[GenerateRequest]) -> list[Generation | EngineFault]:
         what = self.script.pop(0) if self.script else "well"
         if what == "timeout":
-            raise EngineFault("timeout", "/generate: no answer within 2 s")
+            return [EngineFault("timeout", "/generate: no answer within 2 s") for _ in requests]
+        if what == "old":
+            return [EngineFault("old_version", "found tokens of version 0") for _ in requests]
         versions = np.full(2, self.version.encode(), np.int32)
         answers: list = [Generation([7, EOS_ID], [-0.5, -0.5], versions, "stop") for _ in requests]
         if what == "nan":
-            answers[1] = EngineFault("nan_logprob", "found nan at response token 0")
-        if what == "old":
-            answers[1] = EngineFault("old_version", "found tokens of version 0")
+            answers[1] = BadAnswer("nan_logprob", "found nan at response token 0")
         return answers
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,8 @@ import psutil  # noqa: E402
 import torch  # noqa: E402
 
 from relax_hpc.config.schema import PartialRollout  # noqa: E402
+from relax_hpc.engines import make_engine  # noqa: E402
+from relax_hpc.engines.draws import keyed_uniform, sample_token  # noqa: E402
 from relax_hpc.engines.engine import (  # noqa: E402
     Draft,
     Engine,
@@ -25,10 +27,9 @@ from relax_hpc.engines.engine import (  # noqa: E402
     GenerateRequest,
     Generation,
     Sampling,
-    make_engine,
 )
 from relax_hpc.engines.sglang.client import SglangClient  # noqa: E402
-from relax_hpc.engines.transformers_engine import keyed_uniform, load_weights, sample_token  # noqa: E402
+from relax_hpc.engines.transformers_engine import load_weights  # noqa: E402
 from relax_hpc.errors import ConfigError  # noqa: E402
 from relax_hpc.versions import Version  # noqa: E402
 from tests.engine_helpers import (  # noqa: E402
@@ -44,7 +45,6 @@ from tests.engine_helpers import (  # noqa: E402
 pytestmark = pytest.mark.run
 
 PROMPTS = [(1, 3 + k, 9, 2 + k, 7) for k in range(4)]
-REQUESTS = [GenerateRequest(prompt, f"p{k}", sample) for k, prompt in enumerate(PROMPTS) for sample in range(2)]
 TOLERANCE = {"sglang": 1e-3, "transformers": 1e-4}
 
 
@@ -58,8 +58,8 @@ class Served:
     logs: Path
     version: Version
 
-    def generate(self, requests: list[GenerateRequest], **sampling: object) -> list[Generation]:
-        return self.runner.run(self.engine.generate(requests, draw(**sampling)))
+    def generate(self, *requests: GenerateRequest) -> list[Generation]:
+        return self.runner.run(together(self.engine, requests))
 
     def update(self) -> Path:
         """Go to the next version; its weights."""
@@ -72,9 +72,20 @@ class Served:
         return self.models[self.version.number % 2]
 
 
-def draw(**changes: object) -> Sampling:
-    defaults = {"temperature": 1.0, "top_p": 1.0, "max_new_tokens": 8, "stop_token_ids": (), "seed": 5}
-    return Sampling(**(defaults | changes))
+async def together(engine: Engine, requests: Sequence[GenerateRequest]) -> list[Generation]:
+    return await asyncio.gather(*map(engine.generate, requests))
+
+
+def ask(
+    prompt: tuple[int, ...], key: str = "p", sample: int = 0, budget: int = 8, draft: Draft | None = None, **how: object
+) -> GenerateRequest:
+    sampling = {"temperature": 1.0, "top_p": 1.0, "stop_token_ids": (), "seed": 5} | how
+    return GenerateRequest(prompt, key, sample, Sampling(**sampling), budget, draft=draft)
+
+
+def requests(**how: object) -> list[GenerateRequest]:
+    """Two samples of each prompt."""
+    return [ask(prompt, f"p{k}", sample, **how) for k, prompt in enumerate(PROMPTS) for sample in range(2)]
 
 
 @pytest.fixture(scope="module")
@@ -118,8 +129,9 @@ def served(request: pytest.FixtureRequest) -> Served:
 
 
 def test_log_probs_are_those_of_the_model_at_the_temperature(served: Served) -> None:
-    answers = served.generate(REQUESTS, temperature=0.7)
-    for request, answer in zip(REQUESTS, answers, strict=True):
+    asked = requests(temperature=0.7)
+    answers = served.generate(*asked)
+    for request, answer in zip(asked, answers, strict=True):
         assert len(answer.token_ids) == len(answer.logprobs) == len(answer.token_versions) == 8
         assert answer.finish_reason == "length"
         assert error_against(served.model, request.prompt_ids, answer, 0.7) < TOLERANCE[served.engine.name]
@@ -127,7 +139,7 @@ def test_log_probs_are_those_of_the_model_at_the_temperature(served: Served) -> 
 
 
 def test_temperature_zero_takes_the_most_probable_token(served: Served) -> None:
-    for prompt, answer in zip(PROMPTS, served.generate(REQUESTS, temperature=0.0)[::2], strict=True):
+    for prompt, answer in zip(PROMPTS, served.generate(*requests(temperature=0.0))[::2], strict=True):
         ids = list(prompt)
         for token in answer.token_ids:
             assert token == int(reference_model(served.model)(input_ids(ids)).logits[0, -1].argmax())
@@ -142,9 +154,9 @@ def input_ids(ids: list[int]) -> object:
 
 
 def test_a_stop_token_ends_the_response_and_belongs_to_it(served: Served) -> None:
-    [whole] = served.generate(REQUESTS[:1], temperature=0.0)
+    [whole] = served.generate(ask(PROMPTS[0], temperature=0.0))
     stop = whole.token_ids[3]
-    [cut] = served.generate(REQUESTS[:1], temperature=0.0, stop_token_ids=(stop,))
+    [cut] = served.generate(ask(PROMPTS[0], temperature=0.0, stop_token_ids=(stop,)))
     assert cut.finish_reason == "stop"
     assert cut.token_ids == whole.token_ids[: whole.token_ids.index(stop) + 1]
 
@@ -152,7 +164,7 @@ def test_a_stop_token_ends_the_response_and_belongs_to_it(served: Served) -> Non
 def test_after_an_update_the_new_weights_generate_under_the_new_version(served: Served) -> None:
     old = served.model
     new = served.update()
-    for request, answer in zip(REQUESTS, served.generate(REQUESTS), strict=True):
+    for request, answer in zip(requests(), served.generate(*requests()), strict=True):
         assert answer.token_versions.dtype == np.int32
         assert set(answer.token_versions) == {served.version.encode()}
         assert error_against(new, request.prompt_ids, answer) < TOLERANCE[served.engine.name]
@@ -164,19 +176,18 @@ def test_an_update_from_nowhere_is_a_fault_and_the_next_update_works(served: Ser
         served.runner.run(served.engine.update_weights(Path("/nonexistent"), Version(9, 9)))
     assert caught.value.reason == "update_failed"
     served.update()
-    assert {version for answer in served.generate(REQUESTS) for version in answer.token_versions} == {
+    assert {version for answer in served.generate(*requests()) for version in answer.token_versions} == {
         served.version.encode()
     }
 
 
 def test_a_response_goes_on_where_its_draft_ends(served: Served) -> None:
     prompt, limit = PROMPTS[0], 12
-    [whole] = served.generate([GenerateRequest(prompt, "p", 0)], temperature=0.0, max_new_tokens=limit)
+    [whole] = served.generate(ask(prompt, temperature=0.0, budget=limit))
     for count in (5, limit):
         drafted = np.full(count, Version(1, 7).encode(), np.int32)
         draft = Draft.of(Generation(whole.token_ids[:count], whole.logprobs[:count], drafted, "partial"))
-        request = GenerateRequest(prompt, "p", 0, draft)
-        [answer] = served.generate([request], temperature=0.0, max_new_tokens=limit)
+        [answer] = served.generate(ask(prompt, temperature=0.0, budget=limit, draft=draft))
         assert answer.token_ids == whole.token_ids and answer.finish_reason == "length"
         assert answer.logprobs == pytest.approx(whole.logprobs, abs=TOLERANCE[served.engine.name])
         assert answer.token_versions.tolist() == [*drafted, *[served.version.encode()] * (limit - count)]
@@ -186,14 +197,13 @@ def test_a_response_goes_on_where_its_draft_ends(served: Served) -> None:
 def test_what_there_is_of_a_response_is_in_its_draft_before_it_ends(served: Served) -> None:
     """Also of a response that is whole while another one of the request is not."""
     prompt, limit = PROMPTS[0], 200
-    [whole] = served.generate([GenerateRequest(prompt, "p", 0)], temperature=0.0, max_new_tokens=limit)
+    [whole] = served.generate(ask(prompt, temperature=0.0, budget=limit))
     last = Generation(whole.token_ids[:-1], whole.logprobs[:-1], whole.token_versions[:-1], "partial")
     drafts = [Draft.of(last), Draft()]
-    requests = [GenerateRequest(prompt, "p", k, draft) for k, draft in enumerate(drafts)]
+    asked = [ask(prompt, "p", k, limit, draft, temperature=0.0) for k, draft in enumerate(drafts)]
 
     async def watch() -> Generation:
-        sampling = draw(temperature=0.0, max_new_tokens=limit)
-        task = asyncio.create_task(served.engine.generate(requests, sampling))
+        task = asyncio.create_task(together(served.engine, asked))
         while not drafts[0].ended or not drafts[1].token_versions:
             assert not task.done()
             await asyncio.sleep(0)
@@ -210,11 +220,11 @@ def test_what_there_is_of_a_response_is_in_its_draft_before_it_ends(served: Serv
 def test_a_call_that_is_cancelled_leaves_nothing_in_the_engine(sglang: Served, moment: str) -> None:
     """The server would refuse to flush its cache, and to give memory back, while it is at something."""
     drafts = [Draft() for _ in PROMPTS]
-    requests = [GenerateRequest(prompt, "p", 0, draft) for prompt, draft in zip(PROMPTS, drafts, strict=True)]
+    asked = [ask(prompt, draft=draft, budget=240) for prompt, draft in zip(PROMPTS, drafts, strict=True)]
 
     async def cancelled() -> None:
-        task = asyncio.create_task(sglang.engine.generate(requests, draw(max_new_tokens=240)))
-        while not (sglang.engine._client.door.inside if moment == "asked" else any(d.token_ids for d in drafts)):
+        task = asyncio.create_task(together(sglang.engine, asked))
+        while not (sglang.engine._client.gate.inside if moment == "asked" else any(d.token_ids for d in drafts)):
             assert not task.done()
             await asyncio.sleep(0)
         task.cancel()
@@ -224,21 +234,21 @@ def test_a_call_that_is_cancelled_leaves_nothing_in_the_engine(sglang: Served, m
     sglang.runner.run(cancelled())
     sglang.runner.run(sglang.engine.release())
     sglang.update()
-    assert error_against(sglang.model, PROMPTS[0], sglang.generate(REQUESTS[:1])[0]) < 1e-3
+    assert error_against(sglang.model, PROMPTS[0], sglang.generate(ask(PROMPTS[0]))[0]) < 1e-3
 
 
 def test_no_new_request_reuses_keys_and_values_of_older_weights(sglang: Served) -> None:
     prompt = (1, *range(3, 43))
 
-    def ask() -> tuple[int, Generation]:
+    def look() -> tuple[int, Generation]:
         body = {"input_ids": [prompt], "sampling_params": {"max_new_tokens": 1}}
         [raw] = sglang.runner.run(sglang.engine._client._call("/generate", body, 30.0))
-        return raw["meta_info"]["cached_tokens"], sglang.generate([GenerateRequest(prompt, "long", 0)])[0]
+        return raw["meta_info"]["cached_tokens"], sglang.generate(ask(prompt, "long"))[0]
 
-    ask()
-    assert ask()[0] > 30, "the cache works within a version, so the rest of this test says something"
+    look()
+    assert look()[0] > 30, "the cache works within a version, so the rest of this test says something"
     new = sglang.update()
-    cached, answer = ask()
+    cached, answer = look()
     assert cached == 0
     assert error_against(new, prompt, answer) < 1e-3
 
@@ -248,14 +258,14 @@ def test_an_update_in_place_hides_what_it_leaves_in_the_cache(sglang: Served) ->
     old, prompt = str(sglang.version), (1, *range(3, 43))
 
     async def scene() -> tuple[int, Generation]:
-        engine, sampling = sglang.engine, draw(temperature=0.0, max_new_tokens=200)
-        await engine.generate([GenerateRequest(prompt, "first", 0)], draw(max_new_tokens=4))
-        running = asyncio.create_task(engine.generate([GenerateRequest(PROMPTS[0], "runs", 0)], sampling))
-        while not engine._client.door.inside:
+        engine = sglang.engine
+        await engine.generate(ask(prompt, "first", budget=4))
+        running = asyncio.create_task(engine.generate(ask(PROMPTS[0], "runs", budget=200, temperature=0.0)))
+        while not engine._client.gate.inside:
             await asyncio.sleep(0)
         sglang.version = Version(3, sglang.version.number + 1)
         await engine.update_weights(sglang.model, sglang.version)
-        [answer] = await engine.generate([GenerateRequest(prompt, "second", 0)], draw(max_new_tokens=4))
+        answer = await engine.generate(ask(prompt, "second", budget=4))
         body = {"input_ids": [prompt], "sampling_params": {"max_new_tokens": 1}, "extra_key": old}
         [raw] = await engine._client._call("/generate", body, 30.0)
         await running
@@ -270,13 +280,13 @@ def through_updates(served: Served, draft: Draft) -> Generation:
     """A response during which six versions come."""
 
     async def generate() -> Generation:
-        request = [GenerateRequest(PROMPTS[0], "p", 0, draft)]
-        task = asyncio.create_task(served.engine.generate(request, draw(temperature=0.0, max_new_tokens=200)))
+        request = ask(PROMPTS[0], budget=200, draft=draft, temperature=0.0)
+        task = asyncio.create_task(served.engine.generate(request))
         await asyncio.sleep(0)
         for _ in range(6):
             served.version = Version(3, served.version.number + 1)
             await served.engine.update_weights(served.model, served.version)
-        return (await task)[0]
+        return await task
 
     answer = served.runner.run(generate())
     assert len(answer.token_ids) == 200 and (np.diff(answer.token_versions) >= 0).all()
@@ -285,7 +295,7 @@ def through_updates(served: Served, draft: Draft) -> Generation:
 
 def test_memory_that_was_given_back_is_there_again_after_an_update(sglang: Served) -> None:
     async def generate() -> Generation:
-        return (await sglang.engine.generate([GenerateRequest(PROMPTS[0], "p", 0)], draw()))[0]
+        return await sglang.engine.generate(ask(PROMPTS[0]))
 
     sglang.runner.run(sglang.engine.release())
     with pytest.raises(EngineFault, match="weights are unknown"):
@@ -327,7 +337,7 @@ def test_an_update_may_wait_for_the_end_of_what_is_drawn(served: Served, monkeyp
     monkeypatch.setattr(getattr(served.engine, "_client", served.engine), "_partial", "off")
     before = served.version
     assert set(through_updates(served, Draft()).token_versions) == {before.encode()}
-    after = served.runner.run(served.engine.generate([GenerateRequest(PROMPTS[0], "p", 0)], draw()))[0]
+    [after] = served.generate(ask(PROMPTS[0]))
     assert set(after.token_versions) == {served.version.encode()} and served.version > before
 
 
@@ -360,10 +370,10 @@ def test_the_server_listens_on_the_loopback_interface_alone(sglang: Served) -> N
 
 
 def test_samples_of_the_seeded_engine_do_not_depend_on_what_is_generated_beside_them(transformers: Served) -> None:
-    together = transformers.generate(REQUESTS)
-    alone = [transformers.generate([request])[0] for request in reversed(REQUESTS)][::-1]
-    assert [answer.token_ids for answer in together] == [answer.token_ids for answer in alone]
-    assert [answer.logprobs for answer in together] == [answer.logprobs for answer in alone]
+    crowd = transformers.generate(*requests())
+    alone = [transformers.generate(request)[0] for request in reversed(requests())][::-1]
+    assert [answer.token_ids for answer in crowd] == [answer.token_ids for answer in alone]
+    assert [answer.logprobs for answer in crowd] == [answer.logprobs for answer in alone]
 
 
 def test_the_seeded_engine_runs_on_its_device_or_refuses(models: list[Path]) -> None:
@@ -377,8 +387,7 @@ def test_the_seeded_engine_runs_on_its_device_or_refuses(models: list[Path]) -> 
             await engine.start()
         except ConfigError as error:
             return str(error)
-        [answer] = await engine.generate(REQUESTS[:1], draw())
-        assert error_against(models[0], REQUESTS[0].prompt_ids, answer) < 1e-3
+        assert error_against(models[0], PROMPTS[0], await engine.generate(ask(PROMPTS[0]))) < 1e-3
         found = str(engine._model.device)
         await engine.release()
         assert str(engine._model.device) == "cpu"
@@ -394,7 +403,7 @@ def test_the_seeded_engine_runs_on_its_device_or_refuses(models: list[Path]) -> 
 def test_the_seeded_engine_keeps_its_deadline(transformers: Served, models: list[Path], tmp_path: Path) -> None:
     hurried = serve("transformers", models, tmp_path, request_timeout_s=1e-6)
     with pytest.raises(EngineFault) as caught:
-        next(hurried).generate(REQUESTS)
+        next(hurried).generate(*requests())
     hurried.close()
     assert caught.value.reason == "timeout"
 
@@ -468,7 +477,7 @@ def test_every_process_of_the_server_ends_with_it_and_nothing_is_left(
         said = served.runner.run(in_time(served.engine.wait_dead()))
         assert "sglang::detokenizer" in said
         with pytest.raises(EngineFault, match="dead: sglang::detokenizer"):
-            served.generate(REQUESTS)
+            served.generate(*requests())
     served.runner.run(served.engine.close())
     _, alive = psutil.wait_procs(members, timeout=0)
     assert not alive and not session_of(session.leader.pid)

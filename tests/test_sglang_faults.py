@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import select
 import socket
@@ -26,7 +25,7 @@ from aiohttp.test_utils import TestServer  # noqa: E402
 
 import tests.engine_fake_server as fake  # noqa: E402
 from relax_hpc import local_dir  # noqa: E402
-from relax_hpc.engines.engine import Draft, EngineFault, GenerateRequest, Generation, Sampling  # noqa: E402
+from relax_hpc.engines.engine import BadAnswer, Draft, EngineFault, GenerateRequest, Generation, Sampling  # noqa: E402
 from relax_hpc.engines.sglang import engine as sglang_engine  # noqa: E402
 from relax_hpc.engines.sglang import server as sglang_server  # noqa: E402
 from relax_hpc.engines.sglang.client import SglangClient  # noqa: E402
@@ -39,7 +38,7 @@ from tests.engine_helpers import TOKEN, make_config, session_of  # noqa: E402
 
 pytestmark = pytest.mark.run
 
-SAMPLING = Sampling(1.0, 1.0, 4, (), 0)
+SAMPLING = Sampling(1.0, 1.0, (), 0)
 SERVED = Version(1, 3)
 """What a fake server says that it serves, before the ends of its responses."""
 
@@ -57,12 +56,17 @@ async def client_and_server(**settings: float) -> AsyncIterator[tuple[SglangClie
         await server.close()
 
 
-def ask(*kinds: int, **settings: float) -> list[Generation | EngineFault]:
-    """The client's answers to one request of each kind."""
+def request(kind: int, sample: int = 0, draft: Draft | None = None) -> GenerateRequest:
+    return GenerateRequest((kind, 5), "p", sample, SAMPLING, 4, draft=draft)
+
+
+def ask(*kinds: int, served: Version = SERVED, **settings: float) -> list[Generation | EngineFault]:
+    """The client's answers to requests of each kind, which come at once."""
 
     async def generate() -> list[Generation | EngineFault]:
         async with client_and_server(**settings) as (client, _):
-            return await client.generate([GenerateRequest((kind, 5), "p", 0) for kind in kinds], SAMPLING)
+            client._version = served
+            return await asyncio.gather(*(client.generate(request(kind)) for kind in kinds), return_exceptions=True)
 
     return asyncio.run(generate())
 
@@ -79,10 +83,14 @@ def ask(*kinds: int, **settings: float) -> list[Generation | EngineFault]:
         (fake.HANG, "timeout"),
     ],
 )
-def test_a_broken_exchange_fails_the_whole_call(kind: int, reason: str) -> None:
-    with pytest.raises(EngineFault) as caught:
-        ask(fake.GOOD, kind, request_timeout_s=0.3)
-    assert caught.value.reason == reason
+def test_a_broken_exchange_fails_what_has_no_answer_yet(kind: int, reason: str) -> None:
+    _, fault = ask(fake.GOOD, kind, request_timeout_s=0.3)
+    assert type(fault) is EngineFault and fault.reason == reason
+
+
+def test_an_answer_that_is_there_is_no_longer_held_by_others_that_fail() -> None:
+    good, fault = ask(fake.GOOD, fake.HANG, request_timeout_s=0.3)
+    assert isinstance(good, Generation) and isinstance(fault, EngineFault)
 
 
 def test_an_answer_may_take_longer_than_the_engine_may_be_silent() -> None:
@@ -105,9 +113,9 @@ def test_an_answer_may_take_longer_than_the_engine_may_be_silent() -> None:
         (fake.ABORTED, "http_error"),
     ],
 )
-def test_a_bad_answer_is_a_fault_in_its_place(kind: int, reason: str) -> None:
+def test_a_bad_answer_is_a_fault_of_its_own(kind: int, reason: str) -> None:
     first, second, third = ask(fake.GOOD, kind, fake.GOOD)
-    assert isinstance(second, EngineFault)
+    assert isinstance(second, BadAnswer)
     assert second.reason == reason
     assert isinstance(first, Generation)
     assert isinstance(third, Generation)
@@ -121,13 +129,8 @@ def test_versions_come_from_spans_or_from_the_one_version() -> None:
 
 
 def test_tokens_of_older_weights_than_those_served_are_a_fault() -> None:
-    async def generate() -> list[Generation | EngineFault]:
-        async with client_and_server() as (client, _):
-            client._version = Version(1, 5)
-            return await client.generate([GenerateRequest((fake.GOOD,), "p", 0)], SAMPLING)
-
-    (fault,) = asyncio.run(generate())
-    assert isinstance(fault, EngineFault) and fault.reason == "old_version"
+    (fault,) = ask(fake.GOOD, served=Version(1, 5))
+    assert type(fault) is EngineFault and fault.reason == "old_version"
     assert "found tokens of i000001-v000004 from an engine that serves i000001-v000005" in str(fault)
 
 
@@ -135,13 +138,12 @@ def drafts_after(*kinds: int, served: Version = SERVED) -> list[Draft]:
     """What requests of these kinds have left in their drafts, of which the first has a token from before."""
     before = Generation([3], [-0.1], np.array([Version(1, 2).encode()], np.int32), "partial")
     drafts = [Draft.of(before), *(Draft() for _ in kinds[1:])]
-    requests = [GenerateRequest((kind, 5), "p", k, drafts[k]) for k, kind in enumerate(kinds)]
+    requests = [request(kind, k, drafts[k]) for k, kind in enumerate(kinds)]
 
     async def generate() -> None:
         async with client_and_server(request_timeout_s=1.0) as (client, _):
             client._version = served
-            with contextlib.suppress(EngineFault):
-                await client.generate(requests, SAMPLING)
+            await asyncio.gather(*map(client.generate, requests), return_exceptions=True)
 
     asyncio.run(generate())
     return drafts
@@ -166,20 +168,20 @@ def test_tokens_that_may_be_of_other_weights_wait_for_the_end_of_the_response() 
 def test_of_a_response_that_is_whole_nothing_is_asked() -> None:
     whole = Draft.of(Generation([3] * 4, [-0.1] * 4, np.ones(4, np.int32), "partial"))
 
-    async def generate() -> list[Generation | EngineFault]:
+    async def generate() -> Generation:
         async with client_and_server() as (client, _):
-            return await client.generate([GenerateRequest((fake.STATUS_500,), "p", 0, whole)], SAMPLING)
+            return await client.generate(request(fake.STATUS_500, draft=whole))
 
-    [answer] = asyncio.run(generate())
+    answer = asyncio.run(generate())
     assert answer is whole.ended and answer.finish_reason == "length"
 
 
 def test_only_an_update_beside_running_requests_pauses_the_server() -> None:
     async def updates() -> list[str]:
         async with client_and_server() as (client, server):
-            await client.generate([GenerateRequest((fake.GOOD,), "p", 0)], SAMPLING)
+            await client.generate(request(fake.GOOD))
             await client.update_weights(Path("weights"), Version(1, 5))
-            hanging = asyncio.create_task(client.generate([GenerateRequest((fake.HANG,), "p", 1)], SAMPLING))
+            hanging = asyncio.create_task(client.generate(request(fake.HANG)))
             async with asyncio.timeout(10):
                 await server.app[fake.HANGING].wait()
             await client.update_weights(Path("weights"), Version(1, 6))
@@ -195,12 +197,12 @@ def test_a_server_that_does_not_give_requests_up_is_not_asked_to_flush_or_releas
 
     async def updates() -> list[str]:
         async with client_and_server(update_timeout_s=0.2) as (client, server):
-            hanging = asyncio.create_task(client.generate([GenerateRequest((fake.HANG,), "p", 1)], SAMPLING))
+            hanging = asyncio.create_task(client.generate(request(fake.HANG)))
             async with asyncio.timeout(10):
                 await server.app[fake.HANGING].wait()
             hanging.cancel()
             await asyncio.wait([hanging])
-            assert hanging.cancelled() and not client.door.inside
+            assert hanging.cancelled() and not client.gate.inside
             await client.update_weights(Path("weights"), Version(1, 6))
             with pytest.raises(EngineFault, match=r"requests that were given up are drawn still, after 0\.2 s"):
                 await client.release()
@@ -215,9 +217,10 @@ def test_nothing_is_asked_of_unknown_weights() -> None:
             with pytest.raises(EngineFault, match="no such file"):
                 await client.update_weights(Path("broken"), Version(1, 5))
             with pytest.raises(EngineFault, match="weights are unknown"):
-                await client.generate([GenerateRequest((fake.GOOD,), "p", 0)], SAMPLING)
+                await client.generate(request(fake.GOOD))
             await client.update_weights(Path("weights"), Version(1, 5))
-            await client.generate([GenerateRequest((fake.GOOD,), "p", 0)], SAMPLING)
+            with pytest.raises(EngineFault, match="found tokens of"):
+                await client.generate(request(fake.GOOD))
 
     asyncio.run(generate())
 
@@ -257,7 +260,7 @@ def test_a_server_that_is_not_there_is_a_connection_fault() -> None:
     async def generate() -> None:
         client = SglangClient("http://127.0.0.1:9", TOKEN, make_config("sglang").rollout.engine, SERVED)
         try:
-            await client.generate([GenerateRequest((1,), "p", 0)], SAMPLING)
+            await client.generate(request(fake.GOOD))
         finally:
             await client.close()
 
@@ -283,7 +286,7 @@ def faked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make_engine(place: Path, **settings: object) -> SglangEngine:
     config = make_config("sglang", **settings)
-    return SglangEngine(config, 2, place / "model", Version(1, 0), place / "logs")
+    return SglangEngine(config, 2, place / "model", Version(1, 0), place / "logs", 2)
 
 
 def start(engine: SglangEngine) -> None:
@@ -303,7 +306,7 @@ def test_a_dead_server_is_told_from_a_broken_connection_and_leaves_no_children(p
         leader = engine._session.leader.pid
         assert len(session_of(leader)) == 3
         with pytest.raises(EngineFault) as caught:
-            await engine.generate([GenerateRequest((fake.EXIT,), "p", 0)], SAMPLING)
+            await engine.generate(request(fake.EXIT))
         what = await engine.wait_dead()
         await engine.close()
         await engine.close()
@@ -322,7 +325,7 @@ def test_who_waits_for_a_dying_server_can_be_cancelled_at_that_moment(place: Pat
     async def die() -> tuple[bool, bool]:
         engine = make_engine(place)
         await engine.start()
-        asked = asyncio.create_task(engine.generate([GenerateRequest((fake.HANG,), "p", 0)], SAMPLING))
+        asked = asyncio.create_task(engine.generate(request(fake.HANG)))
         engine._session.leader.kill()
         await engine.wait_dead()
         in_time = asked.cancel()
@@ -379,8 +382,8 @@ def test_a_part_that_dies_is_the_end_of_the_server(place: Path, faked: None) -> 
         parts["helper"].kill()
         assert select.select([helper], [], [], 5.0)[0]
         os.close(helper)
-        await engine.generate([GenerateRequest((fake.GOOD,), "p", 0)], SAMPLING)
-        asked = asyncio.create_task(engine.generate([GenerateRequest((fake.HANG,), "p", 0)], SAMPLING))
+        await engine.generate(request(fake.GOOD))
+        asked = asyncio.create_task(engine.generate(request(fake.HANG)))
         parts["sglang::part"].kill()
         async with asyncio.timeout(5.0):
             said = await engine.wait_dead()
@@ -439,7 +442,7 @@ def test_nobody_can_take_the_port_of_a_server_that_starts(place: Path, faked: No
         assert not starting.done()
         os.close(writer)
         await starting
-        await engine.generate([GenerateRequest((fake.GOOD,), "p", 0)], SAMPLING)
+        await engine.generate(request(fake.GOOD))
         await engine.close()
         return tried
 
@@ -459,7 +462,7 @@ def test_nothing_is_asked_of_a_dead_servers_port(place: Path, faked: None) -> No
         address = ("127.0.0.1", engine._arguments["port"])
         async with await asyncio.start_server(lambda *both: accepted.append(both), *address):
             with pytest.raises(EngineFault) as caught:
-                await engine.generate([GenerateRequest((fake.GOOD,), "p", 0)], SAMPLING)
+                await engine.generate(request(fake.GOOD))
         await engine.close()
         assert not accepted
         return str(caught.value)

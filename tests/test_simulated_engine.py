@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from relax_hpc.config.schema import Config, TinyModelConfig
-from relax_hpc.engines.engine import Draft, EngineFault, GenerateRequest, Generation, Sampling, make_engine
+from relax_hpc.engines import make_engine
+from relax_hpc.engines.engine import Draft, EngineFault, GenerateRequest, Generation, Sampling
 from relax_hpc.engines.simulated_engine import SimulatedEngine
 from relax_hpc.versions import Version
 from tests.requirements import requires
@@ -21,7 +22,14 @@ from tests.virtual_clock import run_on_a_clock
 
 requires("torch")
 
-REQUESTS = [GenerateRequest((1, 5), f"p{number}", sample) for number in range(50) for sample in range(4)]
+SAMPLING = Sampling(temperature=1.0, top_p=1.0, stop_token_ids=(), seed=5)
+
+
+def ask(key: str, sample: int = 0, budget: int = 40, draft: Draft | None = None) -> GenerateRequest:
+    return GenerateRequest((1, 5), key, sample, SAMPLING, budget, draft=draft)
+
+
+REQUESTS = [ask(f"p{number}", sample) for number in range(50) for sample in range(4)]
 OLD, NEW = Version(1, 3), Version(1, 4)
 
 
@@ -44,13 +52,13 @@ async def started(model: Path, timeout_s: float = 120.0, **settings: float) -> S
     return engine
 
 
-def sampling(tokens: int = 40) -> Sampling:
-    return Sampling(temperature=1.0, top_p=1.0, max_new_tokens=tokens, stop_token_ids=(), seed=5)
+async def answers(engine: SimulatedEngine, requests: Sequence[GenerateRequest]) -> list[Generation]:
+    return await asyncio.gather(*map(engine.generate, requests))
 
 
 def drawn(model: Path, requests: Sequence[GenerateRequest] = REQUESTS) -> list[Generation]:
     async def draw() -> list[Generation]:
-        return await (await started(model)).generate(requests, sampling())
+        return await answers(await started(model), requests)
 
     return asyncio.run(draw())
 
@@ -86,13 +94,11 @@ def test_an_update_is_served_from_the_next_token_on(model: Path) -> None:
     async def updated() -> Generation:
         engine = await started(model, response_s=2.0)
         draft = Draft()
-        generating = asyncio.create_task(
-            engine.generate([GenerateRequest((1,), "p0", 0, draft)], Sampling(1.0, 1.0, 200, (), 5))
-        )
+        generating = asyncio.create_task(engine.generate(ask("p0", budget=200, draft=draft)))
         while not draft.token_ids and not generating.done():
             await asyncio.sleep(0)
         await engine.update_weights(model, NEW)
-        return (await generating)[0]
+        return await generating
 
     versions = asyncio.run(updated()).token_versions
     assert set(versions) == {OLD.encode(), NEW.encode()} and (np.diff(versions) >= 0).all()
@@ -108,17 +114,17 @@ def test_weights_that_are_not_there_are_refused(model: Path, tmp_path: Path) -> 
 
 def test_times_are_lognormal_around_the_median(model: Path) -> None:
     engine = asyncio.run(started(model, response_s=2.0, sigma=0.5))
-    logs = np.log([engine.seconds(GenerateRequest((1,), str(number), 0), 0) for number in range(4000)])
+    logs = np.log([engine.seconds(ask(str(number))) for number in range(4000)])
     assert np.mean(logs) == pytest.approx(math.log(2.0), abs=0.04) and np.std(logs) == pytest.approx(0.5, abs=0.03)
     even = asyncio.run(started(model, response_s=2.0))
-    assert {even.seconds(request, 0) for request in REQUESTS} == {2.0}
+    assert {even.seconds(request) for request in REQUESTS} == {2.0}
 
 
 def test_as_many_are_drawn_at_a_time_as_it_is_told(model: Path) -> None:
     async def most() -> int:
         engine = await started(model, concurrency=3, response_s=0.05)
-        requests = [GenerateRequest((1,), f"p{number}", 0, Draft()) for number in range(9)]
-        generating = asyncio.create_task(engine.generate(requests, sampling()))
+        requests = [ask(f"p{number}", draft=Draft()) for number in range(9)]
+        generating = asyncio.create_task(answers(engine, requests))
         found = 0
         while not generating.done():
             found = max(found, sum(bool(r.draft.token_ids) and r.draft.ended is None for r in requests))
@@ -130,16 +136,16 @@ def test_as_many_are_drawn_at_a_time_as_it_is_told(model: Path) -> None:
 
 def test_what_takes_too_long_is_a_fault(model: Path) -> None:
     async def hurried() -> None:
-        await (await started(model, timeout_s=0.05, response_s=60.0)).generate(REQUESTS, sampling())
+        await answers(await started(model, timeout_s=0.05, response_s=60.0), REQUESTS)
 
     with pytest.raises(EngineFault, match=r"timeout: no token for 0\.05 s"):
         asyncio.run(hurried())
 
 
 def test_a_long_response_is_no_silence(model: Path) -> None:
-    async def long() -> list[Generation | EngineFault]:
+    async def long() -> list[Generation]:
         engine = await started(model, timeout_s=120.0, response_s=3200.0, concurrency=2)
         # The last of them wait for the others for an hour.
-        return await engine.generate(REQUESTS[:4], sampling())
+        return await answers(engine, REQUESTS[:4])
 
     assert all(isinstance(made, Generation) for made in run_on_a_clock(long()))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from relax_hpc.config import dump
 from relax_hpc.data.prompts import prompt_at
-from relax_hpc.engines.engine import EngineFault, GenerateRequest, Generation, Sampling
+from relax_hpc.engines.engine import BadAnswer, EngineFault, GenerateRequest, Generation
 from relax_hpc.roles import rollout, ticket_worker
 from relax_hpc.rollout.spares import has_spare
 from relax_hpc.transfer_queue.controller.server import Controller
@@ -36,17 +36,19 @@ class Drawing(FaultyEngine):
     """Of whom the first answer is bad."""
     asked: list[list[str]]
 
-    async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Generation | EngineFault]:
+    async def generate(self, request: GenerateRequest) -> Generation:
+        while self.hold(request.prompt_id):
+            await asyncio.sleep(0.001)
+        request.draft.ended = await super().generate(request)
+        return request.draft.ended
+
+    async def batch(self, requests: Sequence[GenerateRequest]) -> list[Generation | EngineFault]:
         keys = list(dict.fromkeys(request.prompt_id for request in requests))
         self.asked.append(keys)
-        while any(map(self.hold, keys)):
-            await asyncio.sleep(0.001)
-        answers = await super().generate(requests, sampling)
+        answers = await super().batch(requests)
         for number, request in enumerate(requests):
             if request.prompt_id in self.fails:
-                answers[number] = EngineFault("nan_logprob", "found nan at response token 0")
-            else:
-                request.draft.ended = answers[number]
+                answers[number] = BadAnswer("nan_logprob", "found nan at response token 0")
         self.fails = self.fails.difference(keys)
         return answers
 
@@ -80,10 +82,9 @@ def test_at_staleness_0_spares_save_attempts_and_change_nothing(world, monkeypat
     unused = sum(attempts[ticket] == 0 for ticket in spare)
     expected = {"filtered": 2 * sum(attempts.values()), "surplus": 2 * unused}
     assert controller.state.dropped == {reason: samples for reason, samples in expected.items() if samples}
-    first, *others = asked
-    assert first == [f"{ticket}/{prompt_of(ticket, 0)}" for ticket in range(4)]
-    early = [[f"{ticket}/{prompt_of(ticket, 1)}"] for ticket in sorted(spare)]
-    assert others[: len(early)] == early
+    first = {f"{ticket}/{prompt_of(ticket, 0)}" for ticket in range(4)}
+    early = {f"{ticket}/{prompt_of(ticket, 1)}" for ticket in spare}
+    assert set(asked[0]) | set(asked[1] if spare else ()) >= first | early, "spares are begun beside the others"
     drawn = [key for keys in asked for key in keys]
     assert len(drawn) == len(set(drawn)), "of nothing there was a second draw"
     result = audit(world.run)
@@ -94,7 +95,7 @@ def test_spares_that_nobody_waits_for_are_aborted_at_staleness_0(world, monkeypa
     world.config.rollout.over_sampling = 1.0
     spares = {f"{ticket}/{prompt_of(ticket, 1)}" for ticket in range(4)}
     controller, asked = run(world, monkeypatch, hold=staticmethod(lambda key: key in spares))
-    assert {key for keys in asked[1:] for key in keys} == spares and controller.state.dropped == {"surplus": 8}
+    assert not spares.intersection(*asked) and controller.state.dropped == {"surplus": 8}
 
 
 def test_surplus_groups_take_the_place_of_others_that_fail(world, monkeypatch):  # noqa: F811
@@ -106,7 +107,9 @@ def test_surplus_groups_take_the_place_of_others_that_fail(world, monkeypatch): 
     never = {f"{ticket}/{prompt_of(ticket, 1)}" for ticket in (2, 3)}
     hold = staticmethod(lambda key: key in never or (key in later and not kept.surplus and not kept.used))
     controller, _ = run(world, monkeypatch, hold=hold, fails={f"2/{prompt_of(2, 0)}"})
-    assert trained_prompts(world) == {0: prompt_of(0, 0), 1: prompt_of(1, 0), 2: prompt_of(0, 1), 3: prompt_of(3, 0)}
+    trained = trained_prompts(world)
+    assert trained.pop(2) in {prompt_of(0, 1), prompt_of(1, 1)}, "whichever was handed over first"
+    assert trained == {ticket: prompt_of(ticket, 0) for ticket in (0, 1, 3)}
     assert controller.state.dropped["nan_logprob"] == 2
     assert kept.used == 4 and kept.again == 0
     assert audit(world.run).problems == []
@@ -119,7 +122,7 @@ def test_a_spare_that_came_to_nothing_is_drawn_again(world, monkeypatch):  # noq
     controller, asked = run(world, monkeypatch, fails=fails)
     assert trained_prompts(world)[0] == prompt_of(0, 1)
     assert controller.state.dropped == {"nan_logprob": 2, "surplus": 6}
-    assert sum(keys == [f"0/{prompt_of(0, 1)}"] for keys in asked) == 2
+    assert sum(f"0/{prompt_of(0, 1)}" in keys for keys in asked) == 2
 
 
 def test_surplus_that_cannot_be_handed_over_is_no_loss(world, monkeypatch, capsys):  # noqa: F811
@@ -133,7 +136,7 @@ def test_surplus_that_cannot_be_handed_over_is_no_loss(world, monkeypatch, capsy
     later = {f"{ticket}/{prompt_of(ticket, 0)}" for ticket in (2, 3)}
     controller, _ = run(world, monkeypatch, hold=staticmethod(lambda key: key in later and next(waits, False)))
     assert not controller.state.dropped and controller.state.kept.total == 0
-    assert "2 spare prompt groups were not handed over: no space left on device" in capsys.readouterr().out
+    assert "a spare prompt group was not handed over: no space left on device" in capsys.readouterr().out
 
 
 @given(tickets=st.integers(1, 2000), share=st.floats(0, 1))

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def reference_logprobs(directory: Path, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
-    from relax_hpc.engines.sglang.cpu import install_transformers_hook
+    from relax_hpc.engines.transformers_hook import install_transformers_hook
 
     install_transformers_hook()
     from transformers import Qwen3ForCausalLM

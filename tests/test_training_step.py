@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 def independent_step(directory: Path, samples: list[Row], steps: int) -> dict[str, Tensor]:
     """Weights after AdamW steps on GRPO's loss, written from the formulas on transformers' model, sample by sample."""
-    from relax_hpc.engines.sglang.cpu import install_transformers_hook
+    from relax_hpc.engines.transformers_hook import install_transformers_hook
 
     install_transformers_hook()
     from transformers import Qwen3ForCausalLM

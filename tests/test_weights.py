@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from relax_hpc.config.schema import WeightsConfig
 from relax_hpc.disk import CURES, WAITS
-from relax_hpc.engines.sglang.cpu import install_transformers_hook
+from relax_hpc.engines.transformers_hook import install_transformers_hook
 from relax_hpc.errors import ConfigError, FencedError
 from relax_hpc.rundir import private_folder
 from relax_hpc.transfer_queue.client import QueueClient

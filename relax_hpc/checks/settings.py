@@ -5,24 +5,20 @@ Every finding is one line: key, what was found, what is allowed or how to mend i
 
 from __future__ import annotations
 
-import errno
 import os
 import re
-import socket
 from collections import Counter
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from relax_hpc.config.clean import near
 from relax_hpc.config.schema import Config, SimulatedConfig
-from relax_hpc.engines.sglang.flags import OWN_FLAGS, own_flag, server_flags
+from relax_hpc.engines.kinds import findings_of
 from relax_hpc.errors import ConfigError
 from relax_hpc.protocol import misfit
 
 ALWAYS_NEEDED = ("rollout", "actor", "advantages")
 """Roles that every run has; `reference` is needed when its KL is in the loss, `actor_fwd` when a step has more than
 one update."""
-
 Findings = Iterator[str]
 
 
@@ -247,52 +243,13 @@ def _queue(config: Config) -> Findings:
 
 
 def _engine(config: Config) -> Findings:
-    engine, replicas = config.rollout.engine, config.rollout.replicas
-    known = server_flags() if engine.kind == "sglang" and _is_here(config) else frozenset()
-    for flag in engine.flags:
-        name = flag.lstrip("-").replace("-", "_")
-        key = f"rollout.engine.flags.{flag}"
-        if name in OWN_FLAGS:
-            yield f"{key}: found {engine.flags[flag]!r}, but this argument is set by the rollout role; {own_flag(name)}"
-        elif name != flag:
-            yield f"{key}: found a flag with dashes, allowed: underscores ({name})"
-        elif known and name not in known:
-            yield f"{key}: SGLang has no such server argument{near(name, sorted(known))}"
-    if config.rollout.partial_rollout == "recompute" and not engine.flags.get("disable_radix_cache", True):
-        # SGLang 0.5.21 finds the keys and values of older weights there again for the request that left them.
-        yield (
-            "rollout.partial_rollout: found recompute with rollout.engine.flags.disable_radix_cache false, allowed: "
-            "keep or off; or leave out the flag"
-        )
+    engine = config.rollout.engine
     if engine.simulated != SimulatedConfig() and engine.kind != "simulated":
         yield f"rollout.engine.simulated: found settings, but kind is {engine.kind}; leave them out, or set the kind"
-    if not engine.port:
-        return
-    last = engine.port + replicas - 1
-    if last > 65535:
-        yield (
-            f"rollout.engine.port: found {engine.port}, with {replicas} replicas up to {last}; "
-            f"allowed: at most {65536 - replicas}, or 0 for free ports"
-        )
-        return
-    for port in range(engine.port, last + 1):
-        if reason := _cannot_bind(port):
-            yield f"rollout.engine.port: found {engine.port}, but {port} is {reason}; name another, or 0 for free ones"
-
-
-def _is_here(config: Config) -> bool:
-    """Whether roles run with the environment of this process."""
-    return not config.site.python and config.site.container.runtime == "none"
-
-
-def _cannot_bind(port: int) -> str:
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(("127.0.0.1", port))
-        except OSError as error:
-            return "in use" if error.errno == errno.EADDRINUSE else f"refused ({error.strerror})"
-    return ""
+    try:
+        yield from findings_of(engine.kind, config)
+    except ConfigError as error:
+        yield str(error)
 
 
 def _rewards(config: Config) -> Findings:

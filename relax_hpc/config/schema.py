@@ -136,9 +136,10 @@ class SimulatedConfig:
 class EngineConfig:
     """The inference engine of a rollout replica."""
 
-    kind: Literal["sglang", "transformers", "simulated"] = "sglang"
-    """`transformers` is a small seeded engine for tests: slow, reproducible bit for bit. `simulated` has no model and
-    draws tokens evenly: for trying a cluster, and for measuring and breaking what is around engines."""
+    kind: str = "sglang"
+    """`sglang`, `transformers`, `simulated`, or one's own as `package.module:Class`. `transformers` is a small seeded
+    engine for tests: slow, reproducible bit for bit. `simulated` has no model and draws tokens evenly: for trying a
+    cluster, and for measuring and breaking what is around engines."""
     simulated: SimulatedConfig = field(default_factory=SimulatedConfig)
     flags: dict[str, Any] = field(default_factory=dict)
     """SGLang server arguments by name (`max_total_tokens: 16384`), passed through as they are."""
@@ -165,9 +166,9 @@ class RolloutConfig:
     replicas: int = bounded(1, 1)
     """Engine processes."""
     groups_per_request: int = bounded(8, 1)
-    """Prompt groups sent to an engine in one HTTP request: larger is quicker on CPU, smaller streams sooner."""
+    """Prompt groups sent to an engine in one HTTP request, at most: those that come at once."""
     requests_in_flight: int = bounded(2, 1)
-    """HTTP requests an engine works on at once."""
+    """So many times `groups_per_request` prompt groups an engine works on at once, each by itself."""
     max_new_tokens: int = bounded(256, 1)
     temperature: float = bounded(1.0, 0.0)
     top_p: float = bounded(1.0, 0.0, 1.0)

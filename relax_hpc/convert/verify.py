@@ -90,7 +90,7 @@ def _tokenize(text: str, directory: Path) -> list[int]:
 @torch.no_grad()
 def hf_logits(directory: Path, ids: list[int]) -> Tensor:
     """[tokens, vocabulary] float32 of transformers' model in float32."""
-    from relax_hpc.engines.sglang.cpu import install_transformers_hook
+    from relax_hpc.engines.transformers_hook import install_transformers_hook
 
     install_transformers_hook()
     from transformers import AutoModelForCausalLM

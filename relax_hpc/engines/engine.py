@@ -1,16 +1,15 @@
-"""What a rollout role asks of an inference engine, whatever generates the tokens."""
+"""What a rollout asks of an inference engine, whatever generates the tokens."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
 
-from relax_hpc.config.schema import Config
 from relax_hpc.errors import ConfigError
 from relax_hpc.versions import Version
 
@@ -24,22 +23,24 @@ FaultReason = Literal[
     "old_version",
     "dead",
     "update_failed",
+    "unsupported",
 ]
 _LOGPROB_ROUNDING = 1e-3
 
 
 @dataclass(slots=True, frozen=True)
 class Sampling:
-    """How tokens are drawn; the same for all requests of a call."""
+    """How the tokens of a response are drawn."""
 
     temperature: float
     """0: the most probable token."""
     top_p: float
-    max_new_tokens: int
     stop_token_ids: tuple[int, ...]
     """Generation ends after one of them, which belongs to the response; the model's own end tokens count too."""
     seed: int
     """Used by engines that can reproduce a sample; SGLang's CPU backends cannot."""
+    stop: tuple[str, ...] = ()
+    """Generation ends after the token that completes one of these texts, which belongs to the response."""
 
 
 @dataclass(slots=True)
@@ -53,6 +54,9 @@ class Generation:
     """int32 [tokens]: `Version.encode()` of the weights that sampled each token."""
     finish_reason: Literal["stop", "length", "abort", "partial"]
     """`partial`: it has not ended yet."""
+    extras: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """What else the engine knows of each token: name -> [tokens, ...]. One that `relax_hpc.fields` declares is put into
+    the queue under its name, 0 on the prompt; others are left out."""
 
 
 @dataclass(slots=True)
@@ -86,11 +90,18 @@ class Draft:
 
 @dataclass(slots=True, frozen=True)
 class GenerateRequest:
-    """One response to draw. (seed, prompt_id, sample, position) keys the draws of an engine that is seeded."""
+    """One response to draw. (sampling.seed, prompt_id, sample, position) keys the draws of an engine that is seeded."""
 
     prompt_ids: tuple[int, ...]
     prompt_id: str
     sample: int
+    sampling: Sampling
+    budget: int
+    """Tokens that the response may have, those of the draft included."""
+    media: tuple[str, ...] = ()
+    """Ids of the media whose places are in the prompt, in their order."""
+    session: str = ""
+    """Requests of one session go on where the others ended: an engine may keep their keys and values. Empty: none."""
     draft: Draft | None = field(default=None, compare=False)
     """The engine goes on with what is in it, adds what it is sure of, and at last the whole response."""
 
@@ -101,11 +112,16 @@ class GenerateRequest:
 
 
 class EngineFault(Exception):
-    """An engine failed to answer, or answered nonsense; trying again may help. `reason` is what callers count."""
+    """An engine failed to answer, so that all that was asked of it is in doubt; trying again may help. `reason` is what
+    callers count."""
 
     def __init__(self, reason: FaultReason, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
+
+
+class BadAnswer(EngineFault):
+    """One response is none, of an engine that is well otherwise."""
 
 
 class Engine(Protocol):
@@ -115,16 +131,17 @@ class Engine(Protocol):
     phase: str
     """What it is at while it starts, for people."""
     pause_s: float
-    """How long the last update kept it from generating."""
+    """Seconds for which the last update kept it from generating."""
 
     async def start(self) -> None:
         """Return when requests are served. ConfigError: it can never start. EngineFault("dead"): it did not, this
         time; the message names its log."""
 
-    async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Generation | EngineFault]:
-        """One answer a request, in order; a bad one is an EngineFault in its place. EngineFault: all failed.
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """The response to one request. Any number may be under way; what is best done together the engine batches.
 
-        When a call that was cancelled ends, the engine's process has given its requests up, if it is well.
+        BadAnswer: this response is none. EngineFault: there is no answer. When a call that was cancelled ends, the
+        engine's process has given its request up, if it is well.
         """
 
     async def update_weights(self, directory: Path, version: Version) -> None:
@@ -142,44 +159,27 @@ class Engine(Protocol):
         """End the engine and every process of it; safe to call twice."""
 
 
-def make_engine(
-    config: Config,
-    replica: int,
-    model_dir: Path,
-    version: Version,
-    log_dir: Path,
-    place: int | None = None,
-) -> Engine:
-    """The engine that `config.rollout.engine.kind` names, not started. `model_dir` holds the weights of `version`.
-
-    `place` is the replica's number among those of its node, by which it finds its GPUs; `replica` if left out.
-    """
-    if config.rollout.engine.kind == "sglang":
-        from relax_hpc.engines.sglang.engine import SglangEngine
-
-        return SglangEngine(config, replica, model_dir, version, log_dir, place)
-    if config.rollout.engine.kind == "simulated":
-        from relax_hpc.engines.simulated_engine import SimulatedEngine
-
-        return SimulatedEngine(config, replica, model_dir, version)
-    from relax_hpc.engines.transformers_engine import TransformersEngine
-
-    return TransformersEngine(config, replica, model_dir, version, place)
-
-
 def require_model(model_dir: Path) -> None:
     """ConfigError unless `model_dir` looks like a Hugging Face model."""
     if not (model_dir / "config.json").is_file():
         raise ConfigError(f"model.path: {model_dir} has no config.json; give a Hugging Face model directory")
 
 
-def check_generation(generation: Generation, max_new_tokens: int) -> Generation | EngineFault:
-    """`generation` itself, or what is wrong with its counts or log-probabilities."""
+def refuse_media(request: GenerateRequest) -> None:
+    """BadAnswer if there are media in the prompt: of engines that take none yet."""
+    if request.media:
+        raise BadAnswer("unsupported", f"{len(request.media)} media in the prompt of an engine that takes text alone")
+
+
+def checked(generation: Generation, budget: int) -> Generation:
+    """`generation` itself. BadAnswer: its counts or log-probabilities cannot be."""
     tokens, logprobs = len(generation.token_ids), len(generation.logprobs)
-    if not 0 < tokens <= max_new_tokens or tokens != logprobs:
-        allowed = f"1 to {max_new_tokens} of both"
-        return EngineFault("wrong_count", f"found {tokens} tokens and {logprobs} log-probs, allowed {allowed}")
+    if not 0 < tokens <= budget or tokens != logprobs:
+        raise BadAnswer("wrong_count", f"found {tokens} tokens and {logprobs} log-probs, allowed 1 to {budget} of both")
     for position, value in enumerate(generation.logprobs):
         if not math.isfinite(value) or value > _LOGPROB_ROUNDING:
-            return EngineFault("nan_logprob", f"found {value} at response token {position}, allowed finite and <= 0")
+            raise BadAnswer("nan_logprob", f"found {value} at response token {position}, allowed finite and <= 0")
+    for name, values in generation.extras.items():
+        if len(values) != tokens:
+            raise BadAnswer("wrong_count", f"found {len(values)} entries of {name} for {tokens} tokens")
     return generation

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist
@@ -16,17 +15,18 @@ from statistics import NormalDist
 from relax_hpc.config.schema import Config
 from relax_hpc.data.prompts import load_tokenizer
 from relax_hpc.engines.deadline import Silence
-from relax_hpc.engines.door import Door
+from relax_hpc.engines.draws import keyed_uniform
 from relax_hpc.engines.engine import (
     Draft,
     EngineFault,
     GenerateRequest,
     Generation,
-    Sampling,
-    check_generation,
+    checked,
+    refuse_media,
     require_model,
 )
-from relax_hpc.engines.transformers_engine import keyed_uniform
+from relax_hpc.engines.gate import UpdateGate
+from relax_hpc.engines.stops import Stops
 from relax_hpc.versions import Version
 
 _PACE = -1
@@ -40,13 +40,11 @@ class SimulatedEngine:
     phase = "the engine is starting"
     pause_s = 0.0
 
-    def __init__(self, config: Config, replica: int, model_dir: Path, version: Version) -> None:
-        self._settings, self._silence = (
-            config.rollout.engine.simulated,
-            Silence(config.rollout.engine.request_timeout_s),
-        )
+    def __init__(self, config: Config, _: int, model_dir: Path, version: Version, *__: object) -> None:
+        self._settings = config.rollout.engine.simulated
+        self._silence = Silence(config.rollout.engine.request_timeout_s)
         self._model_dir, self._version = model_dir, version
-        self._places, self._door = asyncio.Semaphore(self._settings.concurrency), Door()
+        self._places, self._gate = asyncio.Semaphore(self._settings.concurrency), UpdateGate()
         self._free = [0.0] * self._settings.concurrency
         """Since when each of the places that are free is, a heap; of the event loop's clock."""
         self._waits = config.rollout.partial_rollout == "off"
@@ -56,20 +54,23 @@ class SimulatedEngine:
         require_model(self._model_dir)
         self._tokenizer = load_tokenizer(self._model_dir)
 
-    async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Generation | EngineFault]:
+    async def generate(self, request: GenerateRequest) -> Generation:
         """See `Engine.generate`."""
+        refuse_media(request)
+        await self._gate.enter()
         try:
-            async with self._door.request(), self._silence.limited():
-                answers = await asyncio.gather(*(self._draw(request, sampling) for request in requests))
+            async with self._silence.limited():
+                return checked(await self._draw(request), request.budget)
         except TimeoutError as error:
             raise EngineFault("timeout", f"no token for {self._silence.seconds} s") from error
-        return [check_generation(answer, sampling.max_new_tokens) for answer in answers]
+        finally:
+            self._gate.leave()
 
     async def update_weights(self, directory: Path, version: Version) -> None:
         """See `Engine.update_weights`; what is being drawn goes on under the new version, if not waited for."""
         if not any(directory.glob("*.safetensors")):
             raise EngineFault("update_failed", f"{version}: {directory} has no *.safetensors")
-        async with self._door.update(when_empty=self._waits):
+        async with self._gate.update(when_empty=self._waits):
             self._version = version
 
     async def release(self) -> None:
@@ -82,9 +83,9 @@ class SimulatedEngine:
     async def close(self) -> None:
         """Nothing to end."""
 
-    async def _draw(self, request: GenerateRequest, sampling: Sampling) -> Generation:
-        tokens, draft = self.tokens(request, sampling), request.draft or Draft()
-        drawn, pause_s = Draft.of(draft.so_far()), self.seconds(request, sampling.seed) / sampling.max_new_tokens
+    async def _draw(self, request: GenerateRequest) -> Generation:
+        tokens, draft = self.tokens(request), request.draft or Draft()
+        drawn, pause_s = Draft.of(draft.so_far()), self.seconds(request) / request.budget
         logprob, asked = -math.log(self._tokenizer.vocab_size), (clock := asyncio.get_running_loop().time)()
         async with self._places:
             # Each pause is a little longer than asked for, which must not add up, nor from one response to the next.
@@ -100,24 +101,24 @@ class SimulatedEngine:
                         draft.add(*made)
             finally:
                 heapq.heappush(self._free, min(due, clock()))
-        reason = "stop" if tokens[-1] in self._ends(sampling) else "length"
+        reason = "stop" if self._stops(request).met(tokens) else "length"
         draft.ended = replace(drawn.so_far(), finish_reason=reason)
         return draft.ended
 
-    def tokens(self, request: GenerateRequest, sampling: Sampling) -> list[int]:
+    def tokens(self, request: GenerateRequest) -> list[int]:
         """The whole response."""
-        size, ends, found = self._tokenizer.vocab_size, self._ends(sampling), []
-        for position in range(sampling.max_new_tokens):
-            found.append(int(keyed_uniform(sampling.seed, request.prompt_id, request.sample, position) * size))
-            if found[-1] in ends:
+        size, stops, found = self._tokenizer.vocab_size, self._stops(request), []
+        for position in range(request.budget):
+            found.append(int(keyed_uniform(request.sampling.seed, request.prompt_id, request.sample, position) * size))
+            if stops.met(found):
                 break
         return found
 
-    def _ends(self, sampling: Sampling) -> set[int]:
-        return {*self._tokenizer.eos_ids, *sampling.stop_token_ids}
+    def _stops(self, request: GenerateRequest) -> Stops:
+        return Stops.of(request.sampling, self._tokenizer.eos_ids, self._tokenizer)
 
-    def seconds(self, request: GenerateRequest, seed: int) -> float:
-        """What a response of max_new_tokens takes: lognormal, its median and sigma from the configuration."""
-        uniform = keyed_uniform(seed, request.prompt_id, request.sample, _PACE)
+    def seconds(self, request: GenerateRequest) -> float:
+        """What a response of the whole budget takes: lognormal, its median and sigma from the configuration."""
+        uniform = keyed_uniform(request.sampling.seed, request.prompt_id, request.sample, _PACE)
         deviation = NormalDist().inv_cdf(min(max(uniform, 1e-12), 1 - 1e-12))
         return self._settings.response_s * math.exp(self._settings.sigma * deviation)

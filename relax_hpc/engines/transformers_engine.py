@@ -3,77 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
-
-import numpy as np
+from typing import Any, Literal
 
 from relax_hpc.config.schema import Config
+from relax_hpc.data.prompts import load_tokenizer
 from relax_hpc.engines.deadline import Silence
+from relax_hpc.engines.draws import keyed_uniform, sample_token
 from relax_hpc.engines.engine import (
     Draft,
     EngineFault,
     GenerateRequest,
     Generation,
-    Sampling,
-    check_generation,
+    checked,
+    refuse_media,
     require_model,
 )
+from relax_hpc.engines.gate import UpdateGate
+from relax_hpc.engines.stops import Stops
 from relax_hpc.errors import ConfigError
 from relax_hpc.imports import many_imports
 from relax_hpc.versions import Version
 
 _IMPORTING = threading.Lock()
-
-if TYPE_CHECKING:
-    import torch
-
-
-def keyed_uniform(seed: int, prompt_id: str, sample: int, position: int) -> float:
-    """A uniform number in [0, 1) that depends on its key alone: 53 bits of BLAKE2b. `position` 0 is the first token
-    after the prompt.
-    """
-    key = f"{seed}\0{prompt_id}\0{sample}\0{position}".encode()
-    return (int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 11) * 2.0**-53
-
-
-def sample_token(logits: torch.Tensor, temperature: float, top_p: float, uniform: float) -> tuple[int, float]:
-    """A token of `logits` [vocabulary] and its log-probability in nats.
-
-    The inverse of the cumulative distribution, in float64 and in the order of token ids, at `uniform`. `top_p` keeps
-    the most probable tokens up to that mass. The log-probability is float32 log_softmax(logits / temperature), before
-    top_p. Temperature 0 takes the most probable token, with its log-probability at temperature 1.
-    """
-    logprobs = (logits.float() / (temperature or 1.0)).log_softmax(-1).cpu()
-    if temperature == 0:
-        token = int(logprobs.argmax())
-    else:
-        token = _inverse_cdf(_top_p(logprobs.double().exp().numpy(), top_p), uniform)
-    return token, float(logprobs[token])
-
-
-def _top_p(probabilities: np.ndarray, top_p: float) -> np.ndarray:
-    """Zero where the mass of strictly more probable tokens (ties: smaller ids first) reaches `top_p`."""
-    if top_p >= 1:
-        return probabilities
-    order = np.argsort(-probabilities, kind="stable")
-    before = np.cumsum(probabilities[order]) - probabilities[order]
-    kept = np.where(before < top_p, probabilities[order], 0.0)
-    kept[0] = probabilities[order[0]]
-    return kept[np.argsort(order)]
-
-
-def _inverse_cdf(weights: np.ndarray, uniform: float) -> int:
-    cumulative = np.cumsum(weights)
-    token = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
-    # Rounding may put the point at the very end.
-    return min(token, int(np.flatnonzero(weights)[-1]))
+_GIVE_UP_S = 1.0
+"""For a thread to end whose response nobody waits for."""
 
 
 class TransformersEngine:
@@ -84,46 +42,51 @@ class TransformersEngine:
     pause_s = 0.0
 
     def __init__(
-        self, config: Config, replica: int, model_dir: Path, version: Version, place: int | None = None
+        self, config: Config, number: int, model_dir: Path, version: Version, log_dir: Path, place: int
     ) -> None:
-        number = replica if place is None else place
-        self._device = f"cuda:{number}" if config.model.device == "cuda" else config.model.device
+        """See `make_engine`."""
+        self._device = f"cuda:{place}" if config.model.device == "cuda" else config.model.device
         self._dtype, self._silence = config.model.dtype, Silence(config.rollout.engine.request_timeout_s)
         self._model_dir, self._version = model_dir, version
         self._partial = config.rollout.partial_rollout
         self._lock = threading.Lock()
-        """Held while the weights are looked at or changed: for a token, or for a whole sample."""
+        """Held while the weights are looked at or changed: for a token."""
+        self._gate = UpdateGate()
+        self._turn = asyncio.Lock()
+        """Of the sample that is drawn: the others wait, in the order in which they came."""
 
     async def start(self) -> None:
         """See `Engine.start`. Sets this process's torch to one thread: sums then have one order."""
         require_model(self._model_dir)
-        self._model, self._stops = await asyncio.to_thread(_build, self._model_dir, self._dtype)
+        self._tokenizer = load_tokenizer(self._model_dir)
+        self._model, self._ends = await asyncio.to_thread(_build, self._model_dir, self._dtype)
         try:
             await asyncio.to_thread(move, self._model, self._device)
             await asyncio.to_thread(load_weights, self._model, self._model_dir)
         except (OSError, ValueError) as error:
             raise ConfigError(f"model.path: {error}") from error
 
-    async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Generation | EngineFault]:
+    async def generate(self, request: GenerateRequest) -> Generation:
         """See `Engine.generate`."""
-        answers, loop = [], asyncio.get_running_loop()
-
-        def told() -> None:
-            loop.call_soon_threadsafe(self._silence.heard)
-
+        refuse_media(request)
+        drawing = _Drawing(request, asyncio.get_running_loop(), self._silence)
+        await self._gate.enter()
         try:
-            async with self._silence.limited():
-                for request in requests:
-                    answers.append(await asyncio.to_thread(self._generate, request, sampling, told))
+            async with self._silence.limited(), self._turn:
+                return checked(await drawing.by(self._draw), request.budget)
         except TimeoutError as error:
-            detail = f"no token for {self._silence.seconds} s, after {len(answers)} of {len(requests)} answers"
-            raise EngineFault("timeout", detail) from error
-        return [check_generation(answer, sampling.max_new_tokens) for answer in answers]
+            raise EngineFault("timeout", f"no token for {self._silence.seconds} s") from error
+        except asyncio.CancelledError:
+            await drawing.end()
+            raise
+        finally:
+            self._gate.leave()
 
     async def update_weights(self, directory: Path, version: Version) -> None:
         """See `Engine.update_weights`."""
         try:
-            await asyncio.to_thread(self._swap, directory, version)
+            async with self._gate.update(when_empty=self._partial == "off"):
+                await asyncio.to_thread(self._swap, directory, version)
         except (OSError, ValueError) as error:
             raise EngineFault("update_failed", f"{version} from {directory}: {error}") from error
 
@@ -145,24 +108,16 @@ class TransformersEngine:
             load_weights(self._model, directory)
             self._version, self.pause_s = version, time.monotonic() - started
 
-    def _generate(self, request: GenerateRequest, sampling: Sampling, told: Callable[[], None]) -> Generation:
-        if self._partial != "off":
-            return self._draw(request, sampling, self._lock, told)
-        with self._lock:
-            return self._draw(request, sampling, nullcontext(), told)
-
-    def _draw(
-        self, request: GenerateRequest, sampling: Sampling, lock: AbstractContextManager, told: Callable[[], None]
-    ) -> Generation:
-        """``told`` is called for every token."""
+    def _draw(self, drawing: _Drawing) -> Generation:
         import torch
 
-        stops = self._stops | set(sampling.stop_token_ids)
+        request, sampling = drawing.request, drawing.request.sampling
+        stops = Stops.of(sampling, self._ends, self._tokenizer)
         draft = request.draft or Draft()
         drawn, cache, version = Draft.of(draft.so_far()), None, 0
         reason: Literal["stop", "length"] = "length"
-        for position in range(len(drawn.token_ids), sampling.max_new_tokens):
-            with lock, torch.inference_mode():
+        for position in range(len(drawn.token_ids), request.budget):
+            with self._lock, torch.inference_mode():
                 before, version = version, self._version.encode()
                 if self._partial == "recompute" and version != before:
                     cache = None
@@ -172,20 +127,55 @@ class TransformersEngine:
             uniform = keyed_uniform(sampling.seed, request.prompt_id, request.sample, position)
             token, logprob = sample_token(output.logits[0, -1], sampling.temperature, sampling.top_p, uniform)
             drawn.add([token], [logprob], [version])
-            told()
-            if token in stops:
+            drawing.go_on()
+            if stops.met(drawn.token_ids):
                 reason = "stop"
                 break
             cache = output.past_key_values
-            if position + 1 < sampling.max_new_tokens:
+            if position + 1 < request.budget:
                 draft.add([token], [logprob], [version])
         draft.ended = replace(drawn.so_far(), finish_reason=reason)
         return draft.ended
 
 
+class _GivenUp(Exception):
+    """Nobody waits for the response any more."""
+
+
+class _Drawing:
+    """A request while a thread works on it."""
+
+    def __init__(self, request: GenerateRequest, loop: asyncio.AbstractEventLoop, silence: Silence) -> None:
+        self.request = request
+        self._loop, self._silence = loop, silence
+        self._given_up = threading.Event()
+        self._thread: asyncio.Future[Generation] | None = None
+
+    async def by(self, draw: Callable[[_Drawing], Generation]) -> Generation:
+        """What ``draw`` makes of it, in a thread; one that nobody waits for any more ends with its next token."""
+        self._thread = asyncio.ensure_future(asyncio.to_thread(draw, self))
+        try:
+            return await asyncio.shield(self._thread)
+        except asyncio.CancelledError:
+            self._given_up.set()
+            self._thread.add_done_callback(lambda ended: ended.exception())
+            raise
+
+    async def end(self) -> None:
+        """Wait for its thread, if it has one."""
+        if self._thread:
+            await asyncio.wait([self._thread], timeout=_GIVE_UP_S)
+
+    def go_on(self) -> None:
+        """Called for every token. _GivenUp: there need be no more."""
+        self._loop.call_soon_threadsafe(self._silence.heard)
+        if self._given_up.is_set():
+            raise _GivenUp
+
+
 def _build(directory: Path, dtype: str) -> tuple[Any, set[int]]:
     """The model of `directory` without its weights, and its end tokens."""
-    from relax_hpc.engines.sglang.cpu import install_transformers_hook
+    from relax_hpc.engines.transformers_hook import install_transformers_hook
 
     with many_imports():
         import torch

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from relax_hpc.data.prompts import Prompt
+from relax_hpc.engines import make_engine
 from relax_hpc.engines.deadline import within
-from relax_hpc.engines.engine import Engine, EngineFault, GenerateRequest, Generation, Sampling, make_engine
+from relax_hpc.engines.engine import BadAnswer, Engine, EngineFault, GenerateRequest, Generation
+from relax_hpc.engines.pool import Entry
 from relax_hpc.errors import RelaxError
 from relax_hpc.rewards import RewardError
 from relax_hpc.roles.context import NEWS, TURN
@@ -24,7 +26,7 @@ from relax_hpc.weights.subscriber import NOTHING, Subscriber
 if TYPE_CHECKING:
     from relax_hpc.roles.rollout import Rollout
 
-
+T = TypeVar("T")
 FOR_TURN = "waiting for the actor to make room"
 """What an engine is at that has not started yet. It is no part of its start."""
 _TELL_S = 0.5
@@ -34,11 +36,10 @@ _TELL_S = 0.5
 class Replica:
     """One engine: its process, the weights it serves, the prompt groups it works on."""
 
-    def __init__(self, rollout: Rollout, number: int) -> None:
-        self.rollout, self.number = rollout, number
+    def __init__(self, rollout: Rollout, entry: Entry) -> None:
+        self.rollout, self.number, self.place = rollout, entry.number, entry.place
         self.context, self.config = rollout.context, rollout.config
-        context = self.context
-        self.place = context.world.local_rank * len(rollout.numbers) + number - rollout.numbers.start
+        context, number = self.context, entry.number
         self.engine = self.new_engine()
         if context.kept_short:
             context.kept_short.add(context.logs / f"engine-{number}.log")
@@ -51,6 +52,11 @@ class Replica:
         self.replaced = 0
         """Engines in a row that gave no good answer before they were."""
         self.failures = 0
+        """Of the engine, in a row."""
+        self.failed = 0
+        """How often it has, ever: what was asked before a failure has failed by that one."""
+        self.leaving = asyncio.Event()
+        """Set when it is to take no more work."""
         self.activity: Activity
         """Once the engine has started."""
 
@@ -58,14 +64,33 @@ class Replica:
         """Start the engine, then follow weights and generate until the run is finished."""
         await self.begin()
         self.activity = Activity(self.context.spans, str(self.number))
-        jobs = [self.follow(), *(TicketWorker(self).serve() for _ in range(self.config.rollout.requests_in_flight))]
         try:
             async with asyncio.TaskGroup() as tasks:
                 watch = tasks.create_task(self.watch())
-                await asyncio.wait([tasks.create_task(job) for job in jobs])
+                await asyncio.wait([tasks.create_task(job) for job in (self.follow(), TicketWorker(self).serve())])
                 watch.cancel()
         finally:
             await self.engine.close()
+
+    def leave(self) -> None:
+        """Take no more tickets and no newer weights; `serve` ends when what it has is put."""
+        self.leaving.set()
+
+    async def unless_leaving(self, asking: asyncio.Future[T]) -> T | None:
+        """What the queue answers to who asks for tickets; None once it is to leave.
+
+        The queue may have granted some at that moment, which must not be lost; so it is told first that there will be
+        no weights to draw them by, after which it grants none.
+        """
+        leaving = asyncio.create_task(self.leaving.wait())
+        try:
+            await asyncio.wait((asking, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if leaving.done() and not asking.done():
+                await asyncio.to_thread(self.reader.served, NOTHING)
+            return asking.result() if asking.done() else None
+        finally:
+            asking.cancel()
+            leaving.cancel()
 
     async def begin(self) -> None:
         """Start the engine, when it is its turn."""
@@ -108,23 +133,23 @@ class Replica:
                 await self.quarantine(fault)
 
     async def news(self) -> News | None:
-        """The next version; None: the run is finished. EngineFault: see `_come_first`."""
+        """The next version; None: the run is finished, or the engine leaves. EngineFault: see `_come_first`."""
         newer = asyncio.wrap_future(self.reader.newer())
         await self._come_first(newer)
-        return newer.result()
+        return newer.result() if newer.done() and not newer.cancelled() else None
 
     async def _come_first(self, *answers: asyncio.Future) -> None:
-        """Wait for one of ``answers``; none of them is waited for any more then.
+        """Wait for one of ``answers``, unless the engine leaves; none of them is waited for any more then.
 
         EngineFault: the engine does not serve the version that it was given.
         """
-        suspected = asyncio.create_task(self.suspected.wait())
+        suspected, leaving = (asyncio.create_task(event.wait()) for event in (self.suspected, self.leaving))
         try:
-            await asyncio.wait((suspected, *answers), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((suspected, leaving, *answers), return_when=asyncio.FIRST_COMPLETED)
             if suspected.done():
                 raise EngineFault("old_version", f"tokens of a version before {self.reader.serving}")
         finally:
-            for task in (suspected, *answers):
+            for task in (suspected, leaving, *answers):
                 task.cancel()
 
     async def take_turn(self) -> None:
@@ -207,9 +232,10 @@ class Replica:
         await asyncio.wrap_future(self.rollout.client.weights.evaluated(version.number, values))
 
     async def scored(self, prompts: list[Prompt]) -> list[tuple[Prompt, Generation | EngineFault, float]]:
-        """Greedy responses, by one request, each with the evaluation's reward; 0 if these take too long."""
-        requests = [request for prompt in prompts for request in requests_for(prompt, 0, 1)]
-        answers = await self.answers(requests, self.rollout.greedy)
+        """Greedy responses, drawn together, each with the evaluation's reward; 0 if these take too long."""
+        budget = self.config.rollout.max_new_tokens
+        requests = [r for prompt in prompts for r in requests_for(prompt, 0, 1, self.rollout.greedy, budget)]
+        answers = await asyncio.gather(*map(self.answer, requests))
         limit = self.config.rollout.reward_timeout_s
         try:
             values = await within(limit, lambda: list(map(self.score, prompts, answers)))
@@ -218,48 +244,53 @@ class Replica:
             values = [0.0] * len(prompts)
         return list(zip(prompts, answers, values, strict=True))
 
-    def score(self, prompt: Prompt, answer: Generation | EngineFault) -> float:
+    def score(self, prompt: Prompt, answer: Generation | BadAnswer) -> float:
         """An evaluation's reward; what failed counts as 0."""
-        if isinstance(answer, EngineFault):
+        if isinstance(answer, BadAnswer):
             return 0.0
         value = reward_of(prompt, answer, self.rollout.tokenizer, self.rollout.eval_reward)
         return 0.0 if isinstance(value, RewardError) else value
 
-    async def answers(self, requests: list[GenerateRequest], sampling: Sampling) -> list[Generation | EngineFault]:
-        """The engine's answers; a request that fails as a whole is repeated, a few times in a row at most."""
+    async def answer(self, request: GenerateRequest) -> Generation | BadAnswer:
+        """The engine's answer, asked for again while the engine fails, a few times in a row at most."""
         while True:
             with contextlib.suppress(Repeat):
-                return await self.once(requests, sampling)
+                return await self.once(request)
 
-    async def once(
-        self, requests: list[GenerateRequest], sampling: Sampling, counted: bool = True
-    ) -> list[Generation | EngineFault]:
-        """The engine's answers; Repeat if all failed, which ends the role if too many that are ``counted`` do so."""
+    async def once(self, request: GenerateRequest, counted: bool = True) -> Generation | BadAnswer:
+        """The engine's answer, or what is wrong with it. Repeat: there is none, which ends the role if too many that
+        are ``counted`` have none."""
         await self.ready.wait()
-        engine = self.engine
+        engine, failed = self.engine, self.failed
+        answer: Generation | BadAnswer
         try:
-            answers = await engine.generate(requests, sampling)
+            answer = await engine.generate(request)
+        except BadAnswer as bad:
+            answer = bad
         except EngineFault as fault:
-            # What was asked of an engine that is replaced was no fault of its own.
-            if counted and self.ready.is_set() and engine is self.engine:
-                await self.fault(fault)
+            await self.act_on(fault, engine, counted and failed == self.failed)
             raise Repeat from fault
         if engine is not self.engine or not self.ready.is_set():
             # Its weights may have been half of one version and half of another.
             raise Repeat
-        if any(isinstance(answer, EngineFault) and answer.reason == "old_version" for answer in answers):
+        self.failures = self.replaced = 0
+        return answer
+
+    async def act_on(self, fault: EngineFault, engine: Engine, counted: bool) -> None:
+        """Count a fault, or have an engine replaced that serves older weights than it was given."""
+        # What was asked of an engine that is replaced was no fault of its own.
+        if engine is not self.engine or not self.ready.is_set():
+            return
+        if fault.reason == "old_version" and not self.leaving.is_set():
             self.ready.clear()
             self.suspected.set()
-            raise Repeat
-        self.failures = self.replaced = 0
-        return answers
+        elif counted:
+            self.failed += 1
+            self.failures = failures = self.failures + 1
+            await self.note(fault)
+            if failures >= self.config.rollout.engine.max_failures:
+                raise RelaxError(f"{engine.name} failed {failures} times in a row, last: {fault}") from fault
 
     async def note(self, fault: EngineFault) -> None:
         """Have the queue count it."""
         await asyncio.wrap_future(self.rollout.client.status.note("engine_fault", self.reader.reader, fault.reason))
-
-    async def fault(self, fault: EngineFault) -> None:
-        self.failures += 1
-        await self.note(fault)
-        if self.failures >= self.config.rollout.engine.max_failures:
-            raise RelaxError(f"{self.engine.name} failed {self.failures} times in a row, last: {fault}") from fault

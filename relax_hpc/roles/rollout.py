@@ -7,22 +7,24 @@ role, and the supervisor starts the group again; a single bad answer costs one p
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 from relax_hpc.data.prompts import Prompt, load_tokenizer
 from relax_hpc.engines.deadline import within
-from relax_hpc.engines.engine import EngineFault, Generation, Sampling
-from relax_hpc.errors import ConfigError, StoppedError
+from relax_hpc.engines.engine import BadAnswer, Generation, Sampling
+from relax_hpc.engines.pool import Pool, entries
+from relax_hpc.errors import StoppedError
 from relax_hpc.metrics.writer import SKIPPED
 from relax_hpc.rewards import get_reward
 from relax_hpc.roles.context import Context
 from relax_hpc.roles.replica import FOR_TURN, Replica
 from relax_hpc.rollout.filters import get_filter
 from relax_hpc.rollout.outcomes import Failure, Outcomes
+from relax_hpc.rollout.partial import PartialGroup
 from relax_hpc.rollout.sample_keeper import SampleKeeper, in_tensorboard
 from relax_hpc.rollout.sample_log import SUFFIX, Sample, SampleLog
 from relax_hpc.rollout.samples import PromptSource, group_rows
-from relax_hpc.rollout.unfinished import Unfinished
 from relax_hpc.transfer_queue.row_schema import Row
 
 _NOTED_LINES = 10_000
@@ -43,13 +45,15 @@ class Rollout:
         self.eval_reward = get_reward(config.eval.reward)
         stops = tuple(self.tokenizer.eos_ids)
         shape = config.rollout
-        self.sampling = Sampling(shape.temperature, shape.top_p, shape.max_new_tokens, stops, config.seed)
-        self.greedy = Sampling(0.0, 1.0, shape.max_new_tokens, stops, config.seed)
+        self.sampling = Sampling(shape.temperature, shape.top_p, stops, config.seed)
+        self.greedy = Sampling(0.0, 1.0, stops, config.seed)
         self.filter = get_filter(shape.filter)
         self.outcomes = Outcomes(shape)
         path = context.run.samples / f"{context.group}-inc-{context.incarnation:06d}-rank-{context.world.rank}{SUFFIX}"
         self.samples = SampleKeeper(SampleLog(path, config.samples, config.steps), config, self.tokenizer)
-        self.numbers = replica_numbers(shape.replicas, context.world.rank, context.world.size)
+        world = context.world
+        self.first = entries(shape.replicas, world.rank, world.size, world.local_rank)
+        self.pool: Pool[Replica] = Pool(lambda entry: Replica(self, entry))
         self.phases: dict[int, str] = {}
         """What engines that start are at, by number."""
         # The hub may be away for long.
@@ -77,11 +81,9 @@ class Rollout:
         return PromptSource.load(path, self.tokenizer, self.config).prompts[: self.config.eval.samples]
 
     async def serve(self) -> None:
-        """Run the replicas until the run is finished; the first failure ends the others."""
+        """Run the engines until the run is finished; the first failure ends the others."""
         try:
-            async with asyncio.TaskGroup() as tasks:
-                for number in self.numbers:
-                    tasks.create_task(Replica(self, number).serve())
+            await self.pool.serve(self.first)
         finally:
             self.samples.log.close()
 
@@ -100,36 +102,22 @@ class Rollout:
         if skipped := self.samples.log.take_skipped():
             self.client.status.report("rollout", step, {SKIPPED: float(skipped)})
 
-    async def judge(self, groups: Unfinished, answers: list[Generation | EngineFault]) -> list[list[Row] | Failure]:
-        """Of each prompt group its rows, rewards included, or why it came to nothing."""
+    async def judge(self, group: PartialGroup, answers: Sequence[Generation | BadAnswer]) -> list[Row] | Failure:
+        """Of a prompt group its rows, rewards included, or why it came to nothing."""
         limit = self.config.rollout.reward_timeout_s
+        judged: list[Row] | Failure
         try:
-            judged = await within(limit, lambda: self._rows(groups, answers))
+            judged = await within(limit, lambda: self._rows(group, answers))
         except TimeoutError:
-            detail = f"reward_timeout: the request's rewards took longer than rollout.reward_timeout_s={limit:g}"
-            judged = [Failure("reward_timeout", detail)] * len(groups.work)
-        for group in judged:
-            self.outcomes.count(group)
+            detail = f"reward_timeout: the rewards took longer than rollout.reward_timeout_s={limit:g}"
+            judged = Failure("reward_timeout", f"{detail} (prompt {group.prompt.prompt_id})")
+        self.outcomes.count(judged)
         return judged
 
-    def _rows(self, groups: Unfinished, answers: list[Generation | EngineFault]) -> list[list[Row] | Failure]:
-        size, newest_only = self.config.samples_per_prompt, self.config.algorithm.mask_older_tokens
-        parts = [answers[start : start + size] for start in range(0, len(answers), size)]
-        return [
-            group_rows(prompt, ticket, part, self.tokenizer, self.reward, self.filter, newest_only)
-            for prompt, (ticket, _), part in zip(groups.prompts, groups.work, parts, strict=True)
-        ]
-
-
-def replica_numbers(replicas: int, rank: int, ranks: int) -> range:
-    """Replicas that ``rank`` hosts, out of the group's. ConfigError: the ranks cannot have equal numbers of them."""
-    if replicas % ranks:
-        raise ConfigError(
-            f"rollout.replicas: found {replicas} for {ranks} ranks (one a node of the group), allowed: multiples of "
-            f"{ranks}; change it, or resources.nodes of the group"
-        )
-    each = replicas // ranks
-    return range(rank * each, (rank + 1) * each)
+    def _rows(self, group: PartialGroup, answers: Sequence[Generation | BadAnswer]) -> list[Row] | Failure:
+        newest_only = self.config.algorithm.mask_older_tokens
+        about = self.tokenizer, self.reward, self.filter, newest_only
+        return group_rows(group.prompt, group.ticket, answers, *about)
 
 
 def data_file(context: Context, configured: str, name: str) -> Path:

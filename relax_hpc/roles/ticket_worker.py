@@ -1,28 +1,26 @@
-"""Turns tickets into prompt groups in the queue, one request to the engine after the other."""
+"""Turns tickets into prompt groups in the queue: as many at a time as an engine may have, each put when it is done."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from relax_hpc.engines.engine import Draft, EngineFault, Generation
+from relax_hpc.engines.engine import BadAnswer, Draft, Generation
 from relax_hpc.errors import RelaxError
 from relax_hpc.roles.context import END
 from relax_hpc.rollout.outcomes import Failure, generated
-from relax_hpc.rollout.saving import saving
-from relax_hpc.rollout.spares import Spare, abort, has_spare
-from relax_hpc.rollout.unfinished import Unfinished, Work
-from relax_hpc.transfer_queue.client import NextAttempt, Partial
+from relax_hpc.rollout.partial import PartialGroup
+from relax_hpc.rollout.saving import Saving
+from relax_hpc.rollout.spares import Spare, has_spare
+from relax_hpc.transfer_queue.client import Admission, NextAttempt, Partial
 from relax_hpc.transfer_queue.client.partials import Leftover, keep, kept_rows
 from relax_hpc.transfer_queue.records import FILTERED
 
 if TYPE_CHECKING:
     from relax_hpc.roles.replica import Replica
 
-Spares = dict[tuple[int, int], Spare]
-"""By (ticket, attempt)."""
 _SURPLUS = "surplus"
 """Why a spare group that nobody needs is dropped."""
 _KEEP_S = 10.0
@@ -34,101 +32,127 @@ class Repeat(Exception):
 
 
 class TicketWorker:
-    """A replica has several of them, so that its engine is never without work."""
+    """Asks for as many tickets as its engine has places for, and works on each of them by itself."""
 
     def __init__(self, replica: Replica) -> None:
         self.replica, self.rollout = replica, replica.rollout
         self.config, self.client = replica.config, replica.rollout.client
+        shape = self.config.rollout
+        self.free = shape.groups_per_request * shape.requests_in_flight
+        """Prompt groups that the engine could work on beside those that it has."""
+        self.left = asyncio.Event()
+        """Set when one has been put."""
+        self.saving = Saving(self.client, shape)
         self.keeps_surplus = self.config.max_staleness > 0
         """For tickets to come; if not, nobody may be trained on them any more."""
-        self.handing_over: asyncio.Task[None] | None = None
-        """Of the last spares that nobody needed."""
+        self.spares = 0
+        """Being drawn, needed or not."""
+        self.handing_over: set[asyncio.Task[None]] = set()
+        """Spares that nobody needed."""
 
     async def serve(self) -> None:
-        """Take tickets and turn them into rows, until there are no more."""
-        count, reader, replica = self.config.rollout.groups_per_request, self.replica.reader.reader, self.replica
+        """Take tickets and turn them into rows, until there are no more or the engine leaves."""
         try:
-            while admitted := await asyncio.wrap_future(self.client.tickets.admit(reader, count)):
-                work = list(zip(admitted.tickets, admitted.attempts, strict=True))
-                for ticket, failures in admitted.failures.items():
-                    self.rollout.outcomes.count_lost(ticket, failures, "rows that were dropped after they were put")
-                replica.activity.because(admitted.waited)
-                await self.fill(*await self.put_surplus(work, admitted.partials))
-            replica.activity.because(END)
+            async with self.saving.running(), asyncio.TaskGroup() as tasks:
+                while admitted := await self.admitted():
+                    self.replica.activity.because(admitted.waited)
+                    for ticket, failures in admitted.failures.items():
+                        self.rollout.outcomes.count_lost(ticket, failures, "rows that were dropped after they were put")
+                    for ticket, attempt in zip(admitted.tickets, admitted.attempts, strict=True):
+                        self.free -= 1
+                        kept = [partial for partial in admitted.partials if partial.ticket == ticket]
+                        tasks.create_task(self.fill(ticket, attempt, kept))
+            self.replica.activity.because(END)
         finally:
-            if self.handing_over:
-                self.handing_over.cancel()
-                await asyncio.gather(self.handing_over, return_exceptions=True)
+            for task in self.handing_over:
+                task.cancel()
+            await asyncio.gather(*self.handing_over, return_exceptions=True)
 
-    async def put_surplus(self, work: Work, kept: Sequence[Partial]) -> tuple[Work, dict[int, Leftover]]:
-        """Give tickets the whole groups that the queue had left over.
+    async def admitted(self) -> Admission | None:
+        """The next tickets, once there is room for one; None: there will be none."""
+        while self.free <= 0:
+            self.left.clear()
+            await self.left.wait()
+        asking = self.client.tickets.admit(self.replica.reader.reader, self.free)
+        return await self.replica.unless_leaving(asyncio.wrap_future(asking))
 
-        Returns the tickets that are still to be generated, and what is ``kept`` of them.
-        """
-        if not kept:
-            return work, {}
-        with self.replica.activity("queue", self.step_of(work)):
-            found = await asyncio.to_thread(kept_rows, self.client, kept)
-            attempts = dict(work)
-            whole = {t: group for t, group in found.items() if not group.is_part_of(t, attempts[t])}
-            if whole:
-                rows = [row for ticket, group in whole.items() for row in group.as_ticket(ticket)]
-                reused = {ticket: group.tokens for ticket, group in whole.items()}
-                await self.rollout.put(rows, reused)
-        return [one for one in work if one[0] not in whole], found
-
-    async def fill(self, work: Work, kept: dict[int, Leftover]) -> None:
-        """Put a prompt group for each ticket, however many attempts it takes."""
-        spares = self.begin_spares(work, kept)
+    async def fill(self, ticket: int, attempt: int, kept: Sequence[Partial]) -> None:
+        """Put a prompt group for a ticket, however many attempts it takes."""
+        spare: Spare | None = None
         try:
-            while work:
-                work, kept = await self.attempt(work, kept, spares)
+            left = await self.left_over(ticket, attempt, kept)
+            if left and not left.is_part_of(ticket, attempt):
+                await self.put_surplus(ticket, left)
+                return
+            spare = self.begin_spare(ticket, attempt + 1, left)
+            await self.attempts(ticket, attempt, left, spare)
         except BaseException:
-            await abort(spares.values())
+            if spare:
+                await spare.abort()
             raise
-        if spares:
-            self.handing_over = asyncio.create_task(self.hand_over(spares))
+        finally:
+            self.free += 1
+            self.left.set()
 
-    async def attempt(self, work: Work, kept: dict[int, Leftover], spares: Spares) -> tuple[Work, dict[int, Leftover]]:
-        """Generate once; what must be tried again, with the next attempt's number, and what there is of it."""
-        groups, step = self.groups_of(work, kept, await self.drawn(work, spares)), self.step_of(work)
-        known = groups.tokens()
-        async with saving(self.client, self.config.rollout, groups):
+    async def attempts(self, ticket: int, attempt: int, left: Leftover | None, spare: Spare | None) -> None:
+        """One after the other, until one is put; a ``spare`` is the second."""
+        drafts: Sequence[Draft] = ()
+        while failure := await self.attempt(self.group_of(ticket, attempt, left, drafts)):
+            answer, drafts = await self.failed(ticket, attempt, failure), ()
+            attempt = answer.attempt
+            left = await self.left_over(ticket, attempt, answer.partials)
+            if left and not left.is_part_of(ticket, attempt):
+                await self.put_surplus(ticket, left)
+                break
+            if spare and spare.group.attempt == attempt:
+                drafts, spare = await self.drawn(spare), None
+        if spare and self.keeps_surplus:
+            self.hand_over_later(spare)
+        elif spare:
+            await spare.abort()
+            await self.drop(spare)
+
+    async def attempt(self, group: PartialGroup) -> Failure | None:
+        """Generate a group and put it; or why it came to nothing."""
+        step, known = self.step_of(group.ticket), group.tokens()
+        async with self.saving.of(group):
             with self.replica.activity("generate", step):
-                answers = await self.finish(groups)
+                answers = await self.finish(group)
             with self.replica.activity("queue", step):
-                judged = dict(zip(work, await self.rollout.judge(groups, answers), strict=True))
-            good = [one for one, group in judged.items() if not isinstance(group, Failure)]
-            unneeded = [] if self.keeps_surplus else taken(spares, ((ticket, attempt + 1) for ticket, attempt in good))
-            await abort(unneeded)
+                judged = await self.rollout.judge(group, answers)
+        drawn = {"perf/rollout_tokens": group.tokens() - known} | generated([judged])
+        if isinstance(judged, Failure):
+            self.replica.context.report(step, drawn)
+            return judged
         with self.replica.activity("queue", step):
-            rows = [row for one in good for row in judged[one]]
-            reused = groups.reused()
-            if rows:
-                here = {ticket: reused[ticket] for ticket, _ in good if ticket in reused}
-                await self.rollout.put(rows, here)
-        drawn = {"perf/rollout_tokens": groups.tokens() - known}
-        self.replica.context.report(step, drawn | generated(judged.values()))
-        await self.drop(unneeded)
-        answered = {one[0]: await self.failed(*one, group) for one, group in judged.items() if one not in good}
-        again = [(ticket, answer.attempt) for ticket, answer in answered.items()]
-        return await self.put_surplus(again, [about for answer in answered.values() for about in answer.partials])
+            reused = {group.ticket: tokens} if (tokens := group.reused()) else {}
+            await self.rollout.put(judged, reused)
+        self.replica.context.report(step, drawn)
+        return None
 
-    def groups_of(self, work: Work, kept: dict[int, Leftover], drawn: dict[int, list[Draft]]) -> Unfinished:
-        """What there is of the groups of ``work``."""
-        prompts = [self.rollout.source.prompt(ticket, attempt) for ticket, attempt in work]
-        return Unfinished(work, prompts, self.config.samples_per_prompt, kept, drawn)
+    def group_of(
+        self, ticket: int, attempt: int, left: Leftover | None = None, drawn: Sequence[Draft] = ()
+    ) -> PartialGroup:
+        """What there is of an attempt."""
+        prompt = self.rollout.source.prompt(ticket, attempt)
+        return PartialGroup(ticket, attempt, prompt, self.config.samples_per_prompt, left, drawn)
 
-    def step_of(self, work: Work) -> int:
-        """The step that the first ticket of ``work`` is for."""
-        return work[0][0] // self.config.prompts_per_step
+    def step_of(self, ticket: int) -> int:
+        """The step that ``ticket`` is for."""
+        return ticket // self.config.prompts_per_step
 
-    async def finish(self, groups: Unfinished) -> list[Generation | EngineFault]:
-        """The samples of ``groups``, of which the engine draws what is missing."""
-        while requests := groups.requests():
-            with contextlib.suppress(Repeat):
-                return groups.complete(requests, await self.replica.once(requests, self.rollout.sampling))
-        return groups.complete([], [])
+    async def finish(self, group: PartialGroup, counted: bool = True) -> list[Generation | BadAnswer]:
+        """The samples of ``group``, of which the engine draws what is missing."""
+        async with asyncio.TaskGroup() as tasks:
+            samples = [tasks.create_task(self.sample(group, k, counted)) for k in range(len(group.drafts))]
+        return [sample.result() for sample in samples]
+
+    async def sample(self, group: PartialGroup, k: int, counted: bool) -> Generation | BadAnswer:
+        """One of them; asked for again while the engine fails. Repeat: it failed, which is not ``counted``."""
+        while request := group.request(k, self.rollout.sampling, self.config.rollout.max_new_tokens):
+            with contextlib.suppress(*([Repeat] if counted else [])):
+                return await self.replica.once(request, counted)
+        return group.drafts[k].so_far()
 
     async def failed(self, ticket: int, attempt: int, failure: Failure) -> NextAttempt:
         """Count a group that is not put; the number of the next attempt, by another prompt under the same ticket."""
@@ -139,72 +163,81 @@ class TicketWorker:
         self.rollout.outcomes.note_failures(ticket, answer.failures)
         return answer
 
+    async def left_over(self, ticket: int, attempt: int, kept: Sequence[Partial]) -> Leftover | None:
+        """What the queue has kept for a ticket: of this attempt, or a whole group of another one."""
+        if not kept:
+            return None
+        with self.replica.activity("queue", self.step_of(ticket)):
+            return (await asyncio.to_thread(kept_rows, self.client, kept)).get(ticket)
+
+    async def put_surplus(self, ticket: int, whole: Leftover) -> None:
+        """Give a ticket a whole group that the queue had left over."""
+        with self.replica.activity("queue", self.step_of(ticket)):
+            await self.rollout.put(whole.as_ticket(ticket), {ticket: whole.tokens})
+
     # -- spare groups ------------------------------------------------------------------------------------------
 
-    def begin_spares(self, work: Work, kept: dict[int, Leftover]) -> Spares:
-        """Have the next attempts at some of the tickets drawn too, unless the last ones are not even finished."""
-        if self.handing_over:
-            if not self.handing_over.done():
-                return {}
-            self.handing_over.result()
-        share, size = self.config.rollout.over_sampling, self.config.samples_per_prompt
-        drawn = [one for one in work if not (one[0] in kept and kept[one[0]].whole(size))]
-        chosen = [(ticket, attempt + 1) for ticket, attempt in drawn if has_spare(ticket, share)]
-        groups = {one: self.groups_of([one], {}, {}) for one in chosen}
-        return {one: Spare(group, asyncio.create_task(self.draw(group))) for one, group in groups.items()}
+    def begin_spare(self, ticket: int, attempt: int, left: Leftover | None) -> Spare | None:
+        """Have the next attempt at some tickets drawn too, unless as many are under way as the engine has places."""
+        shape = self.config.rollout
+        if left and left.whole(self.config.samples_per_prompt):
+            return None
+        most = shape.groups_per_request * shape.requests_in_flight
+        if self.spares >= most or not has_spare(ticket, shape.over_sampling):
+            return None
+        self.spares += 1
+        group = self.group_of(ticket, attempt)
+        return Spare(group, asyncio.create_task(self.draw(group)))
 
-    async def draw(self, group: Unfinished) -> bool:
+    async def draw(self, group: PartialGroup) -> bool:
         """Ask the engine once: what keeps it from answering shows in the other requests."""
-        with self.replica.activity("generate", self.step_of(group.work)), contextlib.suppress(Repeat):
-            answers = await self.replica.once(group.requests(), self.rollout.sampling, counted=False)
+        try:
+            with self.replica.activity("generate", self.step_of(group.ticket)):
+                answers = await self.finish(group, counted=False)
             return all(isinstance(answer, Generation) and answer.finish_reason != "abort" for answer in answers)
+        except* Repeat:
+            pass
+        finally:
+            self.spares -= 1
         return False
 
-    async def drawn(self, work: Work, spares: Spares) -> dict[int, list[Draft]]:
-        """By ticket, what was drawn of these very attempts, however long it takes; they are no spares any more."""
-        found = {}
-        for one in work:
-            for spare in taken(spares, [one]):
-                if await spare.drawing:
-                    found[one[0]] = spare.group.drafts
-                self.count([spare])
-        return found
+    async def drawn(self, spare: Spare) -> Sequence[Draft]:
+        """What was drawn of it, however long that takes; it is no spare any more."""
+        good = await spare.drawing
+        self.count(spare)
+        return spare.group.drafts if good else ()
 
-    async def hand_over(self, spares: Spares) -> None:
+    def hand_over_later(self, spare: Spare) -> None:
+        task = asyncio.create_task(self.hand_over(spare))
+        self.handing_over.add(task)
+        task.add_done_callback(self.handing_over.discard)
+
+    async def hand_over(self, spare: Spare) -> None:
         """The queue gets what was not needed and is good, for another ticket."""
+        group = spare.group
         try:
-            whole = {one: spare.group.drafts for one, spare in spares.items() if await spare.drawing}
-            groups = self.groups_of(list(whole), {}, {ticket: drafts for (ticket, _), drafts in whole.items()})
-            judged = dict(zip(whole, await self.rollout.judge(groups, groups.complete([], [])), strict=True))
-            if judged:
-                self.replica.context.report(self.step_of(list(judged)), generated(judged.values()))
-            good = {one: group for one, group in judged.items() if not isinstance(group, Failure)}
-            rows = [row for group in good.values() for row in group]
-            if rows:
-                await asyncio.to_thread(keep, self.client, rows, dict(good.keys()), surplus=True, timeout=_KEEP_S)
-            for (ticket, _), group in judged.items():
-                if isinstance(group, Failure):
-                    await asyncio.wrap_future(self.client.tickets.drop_spares([ticket], group.reason))
-            self.count([spares[one] for one in judged])
-            await self.drop([spare for one, spare in spares.items() if one not in judged])
+            if not await spare.drawing:
+                await self.drop(spare)
+                return
+            judged = await self.rollout.judge(group, [draft.so_far() for draft in group.drafts])
+            self.replica.context.report(self.step_of(group.ticket), generated([judged]))
+            self.count(spare)
+            if isinstance(judged, Failure):
+                await asyncio.wrap_future(self.client.tickets.drop_spares([group.ticket], judged.reason))
+                return
+            attempts = {group.ticket: group.attempt}
+            await asyncio.to_thread(keep, self.client, judged, attempts, surplus=True, timeout=_KEEP_S)
         except (RelaxError, OSError) as error:
-            print(f"{len(spares)} spare prompt groups were not handed over: {error}", flush=True)
+            print(f"a spare prompt group was not handed over: {error}", flush=True)
         finally:
-            await abort(spares.values())
+            await spare.abort()
 
-    async def drop(self, spares: Sequence[Spare]) -> None:
-        """They come to nothing."""
-        self.count(spares)
-        if spares:
-            tickets = [spare.group.work[0][0] for spare in spares]
-            await asyncio.wrap_future(self.client.tickets.drop_spares(tickets, _SURPLUS))
+    async def drop(self, spare: Spare) -> None:
+        """It comes to nothing."""
+        self.count(spare)
+        await asyncio.wrap_future(self.client.tickets.drop_spares([spare.group.ticket], _SURPLUS))
 
-    def count(self, spares: Sequence[Spare]) -> None:
-        """What was drawn of them is work of the engine too."""
-        for spare in spares:
-            self.replica.context.report(self.step_of(spare.group.work), {"perf/rollout_tokens": spare.group.tokens()})
-
-
-def taken(spares: Spares, attempts: Iterable[tuple[int, int]]) -> list[Spare]:
-    """Those of these attempts, which are in ``spares`` no more."""
-    return [spares.pop(one) for one in list(attempts) if one in spares]
+    def count(self, spare: Spare) -> None:
+        """What was drawn of it is work of the engine too."""
+        group = spare.group
+        self.replica.context.report(self.step_of(group.ticket), {"perf/rollout_tokens": group.tokens()})

@@ -10,7 +10,8 @@ import numpy as np
 
 from relax_hpc.config.schema import Config
 from relax_hpc.data.prompts import BadLine, Prompt, Tokenizer, load_prompts, prompt_at
-from relax_hpc.engines.engine import EngineFault, GenerateRequest, Generation
+from relax_hpc.engines.engine import EngineFault, GenerateRequest, Generation, Sampling
+from relax_hpc.fields import FIELDS
 from relax_hpc.rewards import Reward, RewardError, RewardInput, safe_reward
 from relax_hpc.rollout.filters import Filter
 from relax_hpc.rollout.outcomes import Failure
@@ -38,10 +39,16 @@ class PromptSource:
         return self.prompts[prompt_at(ticket, attempt, len(self.prompts), config.seed, config.data.shuffle)]
 
 
-def requests_for(prompt: Prompt, ticket: int, samples: int) -> list[GenerateRequest]:
-    """One request a sample. The ticket is part of the sampling key, so that a prompt's next visit samples anew."""
-    key = f"{ticket}/{prompt.prompt_id}"
-    return [GenerateRequest(prompt.token_ids, key, k) for k in range(samples)]
+def draw_key(ticket: int, prompt: Prompt) -> str:
+    """What keys the draws of a prompt beside the seed and the sample. The ticket is part of it, so that a prompt's next
+    visit samples anew."""
+    return f"{ticket}/{prompt.prompt_id}"
+
+
+def requests_for(prompt: Prompt, ticket: int, samples: int, sampling: Sampling, budget: int) -> list[GenerateRequest]:
+    """One request a sample, each of at most ``budget`` tokens."""
+    key = draw_key(ticket, prompt)
+    return [GenerateRequest(prompt.token_ids, key, k, sampling, budget) for k in range(samples)]
 
 
 def reward_of(prompt: Prompt, generation: Generation, tokenizer: Tokenizer, reward: Reward) -> float | RewardError:
@@ -99,4 +106,14 @@ def unscored_row(prompt: Prompt, ticket: int, k: int, answer: Generation) -> Row
         "token_versions": np.concatenate([np.zeros(known, np.int32), answer.token_versions.astype(np.int32)]),
         "spans": [],
         "finish_reason": answer.finish_reason,
+        **_extras(answer, known),
+    }
+
+
+def _extras(answer: Generation, known: int) -> Row:
+    """What the engine gave beside the tokens, of that which is declared; 0 on the ``known`` ones of the prompt."""
+    found = {name: values for name, values in answer.extras.items() if name in FIELDS}
+    return {
+        name: np.concatenate([np.zeros((known, *values.shape[1:]), values.dtype), values]).astype(FIELDS[name].dtype)
+        for name, values in found.items()
     }

@@ -7,30 +7,25 @@ spares, nor on which of them is quick.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from relax_hpc.rollout.unfinished import Unfinished
+from relax_hpc.rollout.partial import PartialGroup
 
 
 @dataclass(frozen=True, slots=True)
 class Spare:
-    """A prompt group that is drawn beside those asked for."""
+    """A prompt group that is drawn beside the one asked for."""
 
-    group: Unfinished
-    """This one alone."""
+    group: PartialGroup
     drawing: asyncio.Task[bool]
     """Fills it; its result: whether the engine gave a good answer to all."""
+
+    async def abort(self) -> None:
+        """Have the engine give up what it has not finished of it."""
+        self.drawing.cancel()
+        await asyncio.gather(self.drawing, return_exceptions=True)
 
 
 def has_spare(ticket: int, share: float) -> bool:
     """Whether ``ticket`` is among those, a ``share`` of all and evenly spread, that get a spare group."""
     return int((ticket + 1) * share) > int(ticket * share)
-
-
-async def abort(spares: Iterable[Spare]) -> None:
-    """Have the engine give up what it has not finished of them."""
-    tasks = [spare.drawing for spare in spares]
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

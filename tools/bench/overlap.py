@@ -150,12 +150,12 @@ def responses_s(run: RunDir, config: Config) -> list[list[float]]:
     shape = config.rollout
     tokenizer = load_tokenizer(run.model)
     source = PromptSource.load(run.data / "train.jsonl", tokenizer, config)
-    sampling = Sampling(shape.temperature, shape.top_p, shape.max_new_tokens, tuple(tokenizer.eos_ids), config.seed)
+    sampling = Sampling(shape.temperature, shape.top_p, tuple(tokenizer.eos_ids), config.seed)
 
     def seconds(ticket: int) -> Iterator[float]:
-        for request in requests_for(source.prompt(ticket, 0), ticket, config.samples_per_prompt):
-            share = len(engine.tokens(request, sampling)) / sampling.max_new_tokens
-            yield engine.seconds(request, sampling.seed) * share
+        prompt, budget = source.prompt(ticket, 0), shape.max_new_tokens
+        for request in requests_for(prompt, ticket, config.samples_per_prompt, sampling, budget):
+            yield engine.seconds(request) * len(engine.tokens(request)) / budget
 
     size = config.prompts_per_step
     steps = (range(step * size, (step + 1) * size) for step in range(config.steps))
@@ -166,11 +166,11 @@ def schedule(responses: Sequence[Sequence[float]], config: Config, streaming: bo
     """When each step would be trained if all but generating and training took no time, the queue's rules kept.
 
     A place of the engine takes the next response, in the order of tickets, whose step is admitted: when the step
-    max_staleness + 1 before is trained. The rows of a request come together, and windows are trained in order.
+    max_staleness + 1 before is trained. The rows of a prompt group come together, and windows are trained in order.
     """
     places = [0.0] * config.rollout.engine.simulated.concurrency
     windows = _WINDOWS if streaming else 1
-    together = config.rollout.groups_per_request * config.samples_per_prompt
+    together = config.samples_per_prompt
     trained: list[float] = []
     for step, seconds in enumerate(responses):
         before = step - config.max_staleness - 1

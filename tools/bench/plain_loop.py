@@ -28,7 +28,8 @@ from safetensors.torch import save_file
 from relax_hpc.config import Config, load_resolved
 from relax_hpc.config.schema import ParallelConfig
 from relax_hpc.data.prompts import load_tokenizer
-from relax_hpc.engines.engine import Engine, Sampling, make_engine
+from relax_hpc.engines import make_engine
+from relax_hpc.engines.engine import Engine, Sampling
 from relax_hpc.errors import RelaxError
 from relax_hpc.models.hf_files import read_config
 from relax_hpc.rendezvous.process import die_with_parent
@@ -79,7 +80,7 @@ class PlainLoop:
         self.reward = get_reward(config.rollout.reward)
         shape = config.rollout
         stops = tuple(self.tokenizer.eos_ids)
-        self.sampling = Sampling(shape.temperature, shape.top_p, shape.max_new_tokens, stops, config.seed)
+        self.sampling = Sampling(shape.temperature, shape.top_p, stops, config.seed)
         self.model, self.reference = (_load(run, config) for _ in range(2))
         self.trainer = Trainer(self.model, config.algorithm, config.actor.optimizer, shape.temperature)
         for file in run.model.iterdir():
@@ -91,8 +92,9 @@ class PlainLoop:
         clock = Clock()
         size, samples = self.config.prompts_per_step, self.config.samples_per_prompt
         prompts = {ticket: self.source.prompt(ticket, 0) for ticket in range(step * size, (step + 1) * size)}
-        requests = [request for ticket, prompt in prompts.items() for request in requests_for(prompt, ticket, samples)]
-        answers = await engine.generate(requests, self.sampling)
+        drawn = self.sampling, self.config.rollout.max_new_tokens
+        requests = [r for ticket, prompt in prompts.items() for r in requests_for(prompt, ticket, samples, *drawn)]
+        answers = await asyncio.gather(*map(engine.generate, requests))
         clock.lap("generate")
         groups = zip(prompts.items(), _chunks(answers, samples), strict=True)
         rows = [row for (ticket, prompt), group in groups for row in self.rows(prompt, ticket, group)]

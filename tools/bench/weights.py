@@ -309,12 +309,12 @@ def engine_pause(folder: Path, rounds: int) -> list[Figure]:
                 return answer
 
             engine._client._call = timed_call
-            sampling, pauses = Sampling(1.0, 1.0, 200, (), 0), []
-            work = [GenerateRequest((1, 3, 4), f"p{number}", 0) for number in range(8)]
+            sampling, pauses = Sampling(1.0, 1.0, (), 0), []
+            work = [GenerateRequest((1, 3, 4), f"p{number}", 0, sampling, 200) for number in range(8)]
 
             async def generate() -> None:
                 while True:
-                    await engine.generate(work, sampling)
+                    await asyncio.gather(*map(engine.generate, work))
 
             crowd = [asyncio.create_task(generate()) for _ in range(4)]
             for number in range(rounds):

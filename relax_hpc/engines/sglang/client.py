@@ -15,9 +15,10 @@ import orjson
 
 from relax_hpc.config.schema import EngineConfig, PartialRollout
 from relax_hpc.engines.deadline import Silence
-from relax_hpc.engines.door import Door
-from relax_hpc.engines.engine import EngineFault, GenerateRequest, Generation, Sampling
-from relax_hpc.engines.sglang.stream import Events, Response, answers_of
+from relax_hpc.engines.engine import EngineFault, GenerateRequest, Generation, refuse_media
+from relax_hpc.engines.gate import UpdateGate
+from relax_hpc.engines.sglang.stream import Events, Response
+from relax_hpc.engines.turns import Turns
 from relax_hpc.models.sizes import read_seconds
 from relax_hpc.versions import Version
 
@@ -25,6 +26,8 @@ _HEALTH = "/health"
 _HEALTH_TIMEOUT_S = 5.0
 _GIVE_UP_S = 1.0
 """For a server to end requests that nobody waits for any more."""
+_TOGETHER = 64
+"""Requests of one HTTP request, unless the configuration says otherwise."""
 _PAUSES: dict[PartialRollout, str] = {"keep": "in_place", "recompute": "retract"}
 
 
@@ -32,9 +35,16 @@ class SglangClient:
     """Requests to one server; make it inside a running event loop. Every call has a deadline from `settings`."""
 
     def __init__(
-        self, url: str, key: str, settings: EngineConfig, version: Version, partial: PartialRollout = "keep"
+        self,
+        url: str,
+        key: str,
+        settings: EngineConfig,
+        version: Version,
+        partial: PartialRollout = "keep",
+        together: int = _TOGETHER,
     ) -> None:
-        """``version``: what the server serves. ``partial``: what an update does to running requests."""
+        """``version``: what the server serves. ``partial``: what an update does to running requests. ``together``:
+        how many that come at once are asked in one HTTP request, at most."""
         headers = {"Content-Type": "application/json"}
         self._key = {"Authorization": f"Bearer {key}"}
         # A new connection a request: the server closes idle ones, and a request on its way there would be lost.
@@ -49,7 +59,9 @@ class SglangClient:
         self._released = False
         self._left_behind = False
         """With requests that nobody waits for, and that may run still."""
-        self.door = Door()
+        self._turns: Turns[Response] = Turns(self._ask, together)
+        self._reading: set[asyncio.Task[None]] = set()
+        self.gate = UpdateGate()
         self.pause_s = 0.0
         """How long the last update kept requests from going on, or new ones from beginning."""
 
@@ -61,64 +73,64 @@ class SglangClient:
             return False
         return True
 
-    async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Generation | EngineFault]:
-        """See `Engine.generate`. One HTTP request for all: on a CPU that is the quickest."""
-        async with self.door.request():
+    async def generate(self, request: GenerateRequest) -> Generation:
+        """See `Engine.generate`. One HTTP request for all that come at once: on a CPU that is the quickest."""
+        refuse_media(request)
+        await self.gate.enter()
+        try:
             if self._unknown_weights:
                 raise EngineFault("update_failed", "the last update failed; the server's weights are unknown")
-            responses = [Response(request, self._version, sampling.max_new_tokens) for request in requests]
-            asked = [pair for pair in zip(requests, responses, strict=True) if not pair[1].answer]
-            await self._complete(asked, sampling)
-        answers = answers_of(responses)
+            response = Response(request, self._version)
+            if not response.answer.done():
+                self._turns.add(response)
+            try:
+                answer = await asyncio.shield(response.answer)
+            except asyncio.CancelledError:
+                await self._give_up(response)
+                raise
+        finally:
+            self.gate.leave()
         await self._freeze_gc()
-        return answers
+        return answer
 
-    async def _complete(self, asked: list[tuple[GenerateRequest, Response]], sampling: Sampling) -> None:
+    def _ask(self, responses: list[Response]) -> None:
         """Have the server give each response what it lacks."""
-        if not asked:
-            return
-        shared = {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "stop_token_ids": sampling.stop_token_ids,
-        }
-        body = {
-            "input_ids": [request.so_far for request, _ in asked],
-            "sampling_params": [{**shared, "max_new_tokens": response.missing} for _, response in asked],
-            "return_logprob": True,
-            "stream": True,
-            # Keys and values of other weights are never found.
-            "extra_key": str(self._version),
-        }
-        names = [f"{next(self._numbers):012d}" for _ in asked]
-        reading = asyncio.create_task(self._read(asked, body | {"rid": names}))
-        try:
-            await asyncio.shield(reading)
-        except asyncio.CancelledError:
-            await self._give_up(names, reading)
-            raise
+        wanted = [response for response in responses if not response.answer.done()]
+        if wanted:
+            for response in wanted:
+                response.name = f"{next(self._numbers):012d}"
+            reading = asyncio.create_task(self._read(wanted))
+            self._reading.add(reading)
+            reading.add_done_callback(self._reading.discard)
 
-    async def _read(self, asked: list[tuple[GenerateRequest, Response]], body: dict[str, Any]) -> None:
+    async def _read(self, asked: list[Response]) -> None:
+        """Take the server's answer in; what has none by its end has a fault."""
+        fault = EngineFault("wrong_count", f"/generate: some of {len(asked)} requests have no answer")
         try:
             async with self._silence.limited():
-                async for piece in self._stream("/generate", body):
+                async for piece in self._stream("/generate", _body(asked)):
                     self._silence.heard()
                     _take(piece, asked)
-        except TimeoutError as error:
-            raise EngineFault("timeout", f"/generate: no token for {self._silence.seconds} s") from error
-
-    async def _give_up(self, names: list[str], reading: asyncio.Task[None]) -> None:
-        """The server would go on with requests for 2 s after nobody waits for them, and have no room to update."""
-        aborts = (self._call("/abort_request", {"rid": name}, _GIVE_UP_S) for name in names)
-        try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_GIVE_UP_S):
-                    await asyncio.gather(*aborts, return_exceptions=True)
-                    await asyncio.wait([reading])
+        except TimeoutError:
+            fault = EngineFault("timeout", f"/generate: no token for {self._silence.seconds} s")
+        except EngineFault as error:
+            fault = error
         finally:
-            reading.cancel()
-            (ended,) = await asyncio.gather(reading, return_exceptions=True)
-            self._left_behind |= ended is not None
+            for response in asked:
+                response.fail(fault)
+
+    async def _give_up(self, response: Response) -> None:
+        """The server would go on with it for 2 s after nobody waits for it, and have no room to update."""
+        ended = response.answer
+        if not response.name:
+            response.fail(EngineFault("timeout", "given up before it was asked"))
+        elif not ended.done():
+            # By itself: in a task that is cancelled, asyncio.timeout of Python 3.11.2 ends nothing.
+            aborting = asyncio.create_task(self._call("/abort_request", {"rid": response.name}, _GIVE_UP_S))
+            await asyncio.wait([ended], timeout=_GIVE_UP_S)
+            await asyncio.gather(aborting, return_exceptions=True)
+        self._left_behind |= not ended.done()
+        response.fail(EngineFault("timeout", "given up"))
 
     async def _is_done(self, patience_s: float) -> bool:
         """Whether the server has ended all that it was left behind with, after some time if need be."""
@@ -137,9 +149,9 @@ class SglangClient:
         version of SGLang; those frame updates by tensors or broadcast, which need them from 0.5.21 on.
         """
         limit, began = self._settings.update_timeout_s + read_seconds(directory), time.monotonic()
-        async with self.door.update(when_empty=self._partial == "off"):
+        async with self.gate.update(when_empty=self._partial == "off"):
             waited = time.monotonic() - began
-            busy = self.door.inside > 0 or (self._unknown_weights and not self._released)
+            busy = self.gate.inside > 0 or (self._unknown_weights and not self._released)
             busy = busy or not await self._is_done(0.0)
             self._unknown_weights = True
             # The cache cannot be flushed while requests stand in it.
@@ -156,7 +168,7 @@ class SglangClient:
 
     async def release(self) -> None:
         """See `Engine.release`: its weights are gone too, and nothing can be asked before the next update."""
-        async with self.door.update(when_empty=True):
+        async with self.gate.update(when_empty=True):
             self._unknown_weights = self._released = True
             limit = self._settings.update_timeout_s
             if not await self._is_done(limit):
@@ -179,6 +191,8 @@ class SglangClient:
 
     async def close(self) -> None:
         """Drop the connections."""
+        for reading in self._reading:
+            reading.cancel()
         await self._session.close()
 
     async def _freeze_gc(self) -> None:
@@ -229,11 +243,34 @@ class SglangClient:
             raise EngineFault("connection", f"{path}: {error!r}") from error
 
 
-def _take(piece: dict[str, Any], asked: Sequence[tuple[GenerateRequest, Response]]) -> None:
+def _body(asked: Sequence[Response]) -> dict[str, Any]:
+    return {
+        "input_ids": [response.request.so_far for response in asked],
+        "sampling_params": [_parameters(response) for response in asked],
+        "rid": [response.name for response in asked],
+        "return_logprob": True,
+        "stream": True,
+        # Keys and values of other weights are never found.
+        "extra_key": [str(response.begun_by) for response in asked],
+    }
+
+
+def _parameters(response: Response) -> dict[str, Any]:
+    sampling = response.request.sampling
+    found = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "stop_token_ids": sampling.stop_token_ids,
+        "max_new_tokens": response.missing,
+    }
+    return found | ({"stop": sampling.stop, "no_stop_trim": True} if sampling.stop else {})
+
+
+def _take(piece: dict[str, Any], asked: Sequence[Response]) -> None:
     """Give a piece of the answer to the response that it is of. EngineFault: it is of none."""
     try:
         if "error" in piece:
             raise EngineFault("http_error", f"/generate: {str(piece['error'])[:300]}")
-        asked[piece["index"]][1].add(piece)
+        asked[piece["index"]].add(piece)
     except (LookupError, TypeError) as error:
         raise EngineFault("http_error", f"/generate: {error!r} in {str(piece)[:300]}") from error

@@ -11,18 +11,12 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-_TORCHVISION_SCHEMAS = (
-    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-)
-_declaring = threading.Lock()
-_declared: list[Any] = []
+from relax_hpc.engines.transformers_hook import install_transformers_hook
 
 
 def install() -> None:
@@ -43,40 +37,6 @@ def install() -> None:
 def installed() -> bool:
     """Whether `install` has found that this is needed."""
     return any(isinstance(finder, _StandIns) for finder in sys.meta_path)
-
-
-def install_transformers_hook() -> None:
-    """Let transformers' model classes be imported where torchvision was built for another torch (CUDA beside CPU).
-
-    torchvision describes two of its operators to the compiler as it is imported, and fails on "operator
-    torchvision::nms does not exist" when its library could not be loaded; declared, they exist. Cheap; idempotent;
-    safe from several threads.
-    """
-    with _declaring:
-        _declare_operators()
-
-
-def _declare_operators() -> None:
-    if _declared or "torchvision" in sys.modules or not (spec := importlib.util.find_spec("torchvision")):
-        return
-    import torch
-
-    if torch.cuda.is_available() or _loads(Path(spec.origin or "").with_name("_C.so")):
-        return
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for schema in _TORCHVISION_SCHEMAS:
-        library.define(schema)
-    _declared.append(library)
-
-
-def _loads(path: Path) -> bool:
-    import torch
-
-    try:
-        torch.ops.load_library(path)
-    except OSError:
-        return False
-    return True
 
 
 class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):

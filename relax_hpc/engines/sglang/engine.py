@@ -12,14 +12,14 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 from relax_hpc.config.schema import Config
-from relax_hpc.engines.engine import EngineFault, GenerateRequest, Generation, Sampling, require_model
+from relax_hpc.engines.engine import EngineFault, GenerateRequest, Generation, require_model
 from relax_hpc.engines.sglang.client import SglangClient
-from relax_hpc.engines.sglang.flags import OWN_FLAGS, own_flag
+from relax_hpc.engines.sglang.flags import refuse_own
 from relax_hpc.engines.sglang.phases import Phases
 from relax_hpc.engines.sglang.session import Session
 from relax_hpc.errors import EXIT_CONFIG, ConfigError
@@ -95,8 +95,9 @@ class SglangEngine:
             self._scratch = self._open.enter_context(Scratch())
             self._key_file = self._scratch.write("key", key := secrets.token_hex(32))
             await self._launch()
-            url, partial = f"http://{_HOST}:{port}", self._config.rollout.partial_rollout
-            self._client = SglangClient(url, key, self._settings, self._version, partial)
+            url, shape = f"http://{_HOST}:{port}", self._config.rollout
+            together = shape.groups_per_request * self._config.samples_per_prompt
+            self._client = SglangClient(url, key, self._settings, self._version, shape.partial_rollout, together)
             self._open.push_async_callback(self._client.close)
             await self._wait_healthy()
             self._session.watch_parts()
@@ -105,10 +106,10 @@ class SglangEngine:
             await self.close()
             raise
 
-    async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Generation | EngineFault]:
+    async def generate(self, request: GenerateRequest) -> Generation:
         """See `Engine.generate`."""
         async with self._name_the_dead():
-            return await self._client.generate(requests, sampling)
+            return await self._client.generate(request)
 
     async def update_weights(self, directory: Path, version: Version) -> None:
         """See `Engine.update_weights`."""
@@ -216,9 +217,7 @@ def server_arguments(
     `place` as in `make_engine`. ConfigError if a flag names what the engine itself must set.
     """
     settings, flags = config.rollout.engine, config.rollout.engine.flags
-    for name in flags:
-        if name in OWN_FLAGS:
-            raise ConfigError(f"rollout.engine.flags.{name}: not allowed; {own_flag(name)}")
+    refuse_own(flags)
     devices = flags.get("tp_size", 1) * flags.get("pp_size", 1)
     first_gpu = (replica if place is None else place) * devices
     return {

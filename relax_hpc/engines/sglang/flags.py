@@ -1,13 +1,17 @@
-"""Names of SGLang's server arguments, read from its source: importing it takes seconds, and needs what nodes have."""
+"""SGLang's server arguments: which there are, which are ours to set, and what is wrong with those that a user gives."""
 
 from __future__ import annotations
 
 import ast
+import errno
+import socket
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-_FIELDS = "srt/arg_groups/fields"
-"""Where SGLang 0.5.21 declares them, one class a file."""
+from relax_hpc.config.clean import near
+from relax_hpc.config.schema import Config
+from relax_hpc.errors import ConfigError
 
 OWN_FLAGS = {
     "model_path": "model.path",
@@ -23,11 +27,14 @@ OWN_FLAGS = {
     **dict.fromkeys(("enable_http2", "grpc_mode", "grpc_port", "smg_grpc_mode", "encoder_only", "use_ray"), ""),
     **dict.fromkeys(("tokenizer_worker_num", "sidecar", "ssl_certfile", "ssl_keyfile"), ""),
 }
-"""Engine arguments that the rollout role sets itself -> our key for them, empty if there is none."""
+"""Arguments that the engine sets itself -> our key for them, empty if there is none."""
+_FIELDS = "srt/arg_groups/fields"
+"""Where SGLang 0.5.21 declares them, one class a file."""
 
 
 def server_flags() -> frozenset[str]:
-    """All of them; none if there is no SGLang here, or if it keeps them elsewhere."""
+    """All of them, read from SGLang's source: importing it takes seconds, and needs what nodes have. None if there is
+    no SGLang here, or if it keeps them elsewhere."""
     spec = find_spec("sglang")
     folders = [Path(folder) / _FIELDS for folder in spec.submodule_search_locations or ()] if spec else []
     classes = (
@@ -41,6 +48,66 @@ def server_flags() -> frozenset[str]:
     return frozenset(target.id for target in declared if isinstance(target, ast.Name))
 
 
-def own_flag(name: str) -> str:
-    """What to do instead of setting engine argument ``name``, a key of OWN_FLAGS."""
+def refuse_own(flags: dict[str, object]) -> None:
+    """ConfigError if one of ``flags`` is what the engine itself must set."""
+    for name in flags:
+        if name in OWN_FLAGS:
+            raise ConfigError(f"rollout.engine.flags.{name}: not allowed; {_instead(name)}")
+
+
+def check(config: Config) -> Iterator[str]:
+    """What is wrong with the settings of an SGLang engine, one line each."""
+    yield from _flags(config)
+    if config.rollout.partial_rollout == "recompute" and not config.rollout.engine.flags.get(
+        "disable_radix_cache", True
+    ):
+        # SGLang 0.5.21 finds the keys and values of older weights there again for the request that left them.
+        yield (
+            "rollout.partial_rollout: found recompute with rollout.engine.flags.disable_radix_cache false, allowed: "
+            "keep or off; or leave out the flag"
+        )
+    yield from _ports(config.rollout.engine.port, config.rollout.replicas)
+
+
+def _flags(config: Config) -> Iterator[str]:
+    flags = config.rollout.engine.flags
+    is_here = not config.site.python and config.site.container.runtime == "none"
+    known = server_flags() if is_here else frozenset()
+    for flag, value in flags.items():
+        name, key = flag.lstrip("-").replace("-", "_"), f"rollout.engine.flags.{flag}"
+        if name in OWN_FLAGS:
+            yield f"{key}: found {value!r}, but this argument is set by the rollout role; {_instead(name)}"
+        elif name != flag:
+            yield f"{key}: found a flag with dashes, allowed: underscores ({name})"
+        elif known and name not in known:
+            yield f"{key}: SGLang has no such server argument{near(name, sorted(known))}"
+
+
+def _instead(name: str) -> str:
+    """What to do instead of setting ``name``, a key of OWN_FLAGS."""
     return f"set {OWN_FLAGS[name]} instead" if OWN_FLAGS[name] else "it cannot be changed"
+
+
+def _ports(first: int, replicas: int) -> Iterator[str]:
+    if not first:
+        return
+    last = first + replicas - 1
+    if last > 65535:
+        yield (
+            f"rollout.engine.port: found {first}, with {replicas} replicas up to {last}; "
+            f"allowed: at most {65536 - replicas}, or 0 for free ports"
+        )
+        return
+    for port in range(first, last + 1):
+        if reason := _cannot_bind(port):
+            yield f"rollout.engine.port: found {first}, but {port} is {reason}; name another, or 0 for free ones"
+
+
+def _cannot_bind(port: int) -> str:
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError as error:
+            return "in use" if error.errno == errno.EADDRINUSE else f"refused ({error.strerror})"
+    return ""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
 from typing import Any
 
 import numpy as np
 import orjson
 
-from relax_hpc.engines.engine import Draft, EngineFault, GenerateRequest, Generation, check_generation
+from relax_hpc.engines.engine import BadAnswer, Draft, EngineFault, GenerateRequest, Generation, checked
 from relax_hpc.versions import Version
 
 _END = b"\n\n"
@@ -38,26 +38,31 @@ class Response:
     """One response while its pieces come; what is certain of it is in the request's draft at once.
 
     The server says which weights sampled which tokens when a response has ended. Before that, a piece is certain while
-    the weights that served when the response was asked for serve still.
+    the weights that served when the response was asked for serve still. Make it in a running event loop.
     """
 
-    def __init__(self, request: GenerateRequest, begun_by: Version, max_new_tokens: int) -> None:
-        self._draft, self._begun_by, self._max_new_tokens = request.draft or Draft(), begun_by, max_new_tokens
+    def __init__(self, request: GenerateRequest, begun_by: Version) -> None:
+        self.request, self.begun_by = request, begun_by
+        self._draft = request.draft or Draft()
         self._known = self._draft.so_far()
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
-        self.answer: Generation | EngineFault | None = None
-        """None while it has not ended."""
+        self.name = ""
+        """Of the request, to the server; empty: it was not asked."""
+        self.answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        """It has an exception where there is none: BadAnswer, or EngineFault if the exchange broke."""
         if self.missing <= 0:
             self._end(Generation(*self._whole(np.empty(0, np.int32)), "length"))
 
     @property
     def missing(self) -> int:
         """Tokens that it may get, at most."""
-        return self._max_new_tokens - len(self._known.token_ids)
+        return self.request.budget - len(self._known.token_ids)
 
     def add(self, piece: dict[str, Any]) -> None:
-        """What the server has sent of it; a piece that is not as it should be ends it with a fault."""
+        """What the server has sent of it; a piece that is not as it should be ends it."""
+        if self.answer.done():
+            return
         try:
             token_ids, meta = piece["output_ids"], piece["meta_info"]
             # JSON has no NaN: the server writes null.
@@ -66,20 +71,27 @@ class Response:
             self._logprobs += logprobs
             if finish := meta["finish_reason"]:
                 self._finish(finish, meta)
-            elif meta["weight_version"] == str(self._begun_by):
-                self._draft.add(token_ids, logprobs, [self._begun_by.encode()] * len(token_ids))
+            elif meta["weight_version"] == str(self.begun_by):
+                self._draft.add(token_ids, logprobs, [self.begun_by.encode()] * len(token_ids))
         except EngineFault as fault:
-            self.answer = fault
+            self.fail(fault)
         except (KeyError, TypeError, IndexError, AttributeError) as error:
-            self.answer = EngineFault("http_error", f"/generate: unexpected answer, {error!r} in {str(piece)[:300]}")
+            self.fail(BadAnswer("http_error", f"/generate: unexpected answer, {error!r} in {str(piece)[:300]}"))
+
+    def fail(self, fault: EngineFault) -> None:
+        """There will be no answer, unless there is one."""
+        if not self.answer.done():
+            self.answer.set_exception(fault)
+            # Looked at, so that nobody complains where nobody waits.
+            self.answer.exception()
 
     def _finish(self, finish: dict[str, Any], meta: dict[str, Any]) -> None:
         if finish["type"] == "abort" and not self._token_ids:
-            raise EngineFault("http_error", f"/generate: aborted: {finish.get('message')}")
+            raise BadAnswer("http_error", f"/generate: aborted: {finish.get('message')}")
         versions = token_versions(meta, len(self._token_ids))
-        if (versions < self._begun_by.encode()).any():
+        if (versions < self.begun_by.encode()).any():
             found = Version.decode(versions.min())
-            raise EngineFault("old_version", f"found tokens of {found} from an engine that serves {self._begun_by}")
+            raise EngineFault("old_version", f"found tokens of {found} from an engine that serves {self.begun_by}")
         self._end(Generation(*self._whole(versions), finish["type"]))
 
     def _whole(self, versions: np.ndarray) -> tuple[list[int], list[float], np.ndarray]:
@@ -88,17 +100,9 @@ class Response:
         return known.token_ids + self._token_ids, known.logprobs + self._logprobs, both
 
     def _end(self, found: Generation) -> None:
-        self.answer = check_generation(found, self._max_new_tokens)
-        if self.answer is found and found.finish_reason != "abort":
+        self.answer.set_result(checked(found, self.request.budget))
+        if found.finish_reason != "abort":
             self._draft.ended = found
-
-
-def answers_of(responses: Sequence[Response]) -> list[Generation | EngineFault]:
-    """All answers; EngineFault if one has not come."""
-    answers = [response.answer for response in responses if response.answer]
-    if len(answers) < len(responses):
-        raise EngineFault("wrong_count", f"/generate: found {len(answers)} answers to {len(responses)} requests")
-    return answers
 
 
 def token_versions(meta: dict[str, Any], tokens: int) -> np.ndarray:
@@ -109,7 +113,7 @@ def token_versions(meta: dict[str, Any], tokens: int) -> np.ndarray:
         for span in spans:
             versions[span["start"] : span["end"]] = Version.parse(span["version"]).encode()
     except (ValueError, TypeError) as error:
-        raise EngineFault("unknown_version", f"{error} in {spans}") from error
+        raise BadAnswer("unknown_version", f"{error} in {spans}") from error
     if (versions < 0).any():
-        raise EngineFault("unknown_version", f"{spans} do not cover {tokens} tokens")
+        raise BadAnswer("unknown_version", f"{spans} do not cover {tokens} tokens")
     return versions
