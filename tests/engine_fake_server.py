@@ -123,7 +123,7 @@ def application(token: str) -> web.Application:
         return await handler(request)
 
     async def model_info(request: web.Request) -> web.Response:
-        versions = [call for call in request.app[CALLS] if call.startswith("e")]
+        versions = [call for call in request.app[CALLS] if call.startswith("i")]
         return web.json_response({"weight_version": versions[-1] if versions else "i000001-v000000"})
 
     async def health(_: web.Request) -> web.Response:

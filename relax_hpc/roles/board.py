@@ -91,7 +91,8 @@ class Board:
 
     def _queue(self) -> dict[str, float]:
         state = self.state
-        lags = [state.newest.number - version.number for _, version in state.readers.values()] if state.newest else []
+        served = [version for _, version in state.readers.values() if state.in_lineage(version)]
+        lags = [state.newest.number - version.number for version in served] if state.newest else []
         values = {f"queue/{name}": float(count) for name, count in state.depth().items()}
         values |= {f"queue/dropped_{reason}": float(count) for reason, count in state.dropped.items()}
         values |= {f"queue/{name.replace('/', '_')}": float(count) for name, count in state.noted.items()}
