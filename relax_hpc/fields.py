@@ -6,7 +6,7 @@ from this table. A new field is one line in it, and whoever makes its values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -89,6 +89,15 @@ def loss_fields() -> tuple[str, ...]:
     ('rollout_logprobs', 'old_logprobs', 'ref_logprobs', 'advantages')
     """
     return tuple(name for name, spec in FIELDS.items() if spec.loss)
+
+
+def roles_for(fields: Iterable[str]) -> set[str]:
+    """Who has to run for rows to have these ``fields``.
+
+    >>> sorted(roles_for(("reward", "ref_logprobs")))
+    ['reference', 'rollout']
+    """
+    return {FIELDS[name].by for name in fields if name in FIELDS} - {""}
 
 
 def as_markdown() -> Iterator[str]:

@@ -23,7 +23,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from relax_hpc.algorithms.advantages import group_advantages, token_advantages
 from relax_hpc.config import Config, load
 from relax_hpc.config.schema import ActorConfig, ParallelConfig
 from relax_hpc.data.prompts import Prompt, load_prompts, load_tokenizer, prompt_at
@@ -119,6 +118,7 @@ class Loop:
         """Weights `number` generate, are scored and become weights `number` + 1."""
         size = self.config.prompts_per_step
         groups = [self.generate(ticket) for ticket in range(number * size, (number + 1) * size)]
+        self.judge(groups)
         self.score(groups)
         record = StepRecord(number, [row for group in groups for row in group])
         for mini_batch in self.config.algorithm.passes * split(groups, self.config.algorithm.mini_batches):
@@ -137,7 +137,7 @@ class Loop:
         return next(group for group in groups if keeps([row["reward"] for row in group]))
 
     def attempt(self, ticket: int, number: int) -> Group:
-        """The samples of an attempt, one after the other, with rewards and advantages."""
+        """The samples of an attempt, one after the other, with rewards."""
         config, shape = self.config, self.config.rollout
         prompt = self.prompts[prompt_at(ticket, number, len(self.prompts), config.seed, config.data.shuffle)]
         stops = tuple(self.tokenizer.eos_ids)
@@ -148,10 +148,13 @@ class Loop:
             request = GenerateRequest(prompt.token_ids, key, k, sampling, shape.max_new_tokens)
             answer = asyncio.run(self.engine.generate(request))
             group.append(row_of(prompt, ticket, k, answer, reward_of(prompt, answer, self.tokenizer, self.reward)))
-        rewards = np.array([[row["reward"] for row in group]])
-        for row, advantage in zip(group, group_advantages(rewards, config.algorithm.advantage)[0], strict=True):
-            row["advantages"] = token_advantages(advantage, row["loss_mask"])
         return group
+
+    def judge(self, groups: Sequence[Group]) -> None:
+        """Advantages, of whole steps: what follows from a prompt group alone is the same in them."""
+        made = iter(self.config.algorithm.token_advantages([[[row] for row in group] for group in groups]))
+        for row in itertools.chain(*groups):
+            row["advantages"] = next(made)
 
     def score(self, groups: Sequence[Group]) -> None:
         """Log-probabilities by the policy before the step and by the reference."""

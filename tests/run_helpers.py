@@ -49,6 +49,7 @@ SMALL: dict[str, Any] = {
     "queue": {"keep_steps": 1000, "wait_timeout_s": 120.0},
     "eval": {"every": 0},
     "liveness": {"stop_timeout_s": 5.0},
+    "groups": {"actor_fwd": {}},
 }
 """Overrides of a run that takes seconds and can be reproduced bit for bit; its shards are never deleted."""
 

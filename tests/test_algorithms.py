@@ -13,30 +13,45 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_hpc.algorithms.advantages import ADVANTAGES, group_advantages, token_advantages
+from relax_hpc.algorithms import Algorithm, DrGrpo, Grpo, Rloo
+from relax_hpc.algorithms.base import CorrectionConfig, KlConfig, rewards_of, spread
 from relax_hpc.algorithms.batch import TokenBatch
 from relax_hpc.algorithms.correction import correction, effective_share
 from relax_hpc.algorithms.kl import KL_ESTIMATORS
-from relax_hpc.algorithms.losses import MAX_SUFFIX, mean_metrics, policy_loss
-from relax_hpc.config.schema import AlgorithmConfig
-from relax_hpc.errors import ConfigError
+from relax_hpc.algorithms.losses import MAX_SUFFIX, mean_metrics
 from relax_hpc.fields import loss_fields
 
 NAMES = ("logprobs", "entropy", "mask", *loss_fields())
 
+kls = st.builds(
+    KlConfig,
+    coefficient=st.sampled_from([0.0, 0.3]),
+    estimator=st.sampled_from(["k1", "k2", "k3"]),
+    cap=st.sampled_from([0.0, 0.05, 10.0]),
+    importance=st.booleans(),
+)
+corrections = st.builds(
+    CorrectionConfig,
+    kind=st.sampled_from(["truncate", "mask", "off"]),
+    level=st.sampled_from(["token", "sequence"]),
+    low=st.sampled_from([0.0, 0.5, 1.0]),
+    high=st.sampled_from([1.0, 2.0]),
+)
 configs = st.builds(
-    AlgorithmConfig,
+    Grpo,
     clip_low=st.sampled_from([0.0, 0.2, 1.0]),
     clip_high=st.sampled_from([0.0, 0.28]),
-    kl_coefficient=st.sampled_from([0.0, 0.3]),
-    kl_estimator=st.sampled_from(["k1", "k2", "k3"]),
     entropy_coefficient=st.sampled_from([0.0, 0.01, -0.02]),
     reduction=st.sampled_from(["token_mean", "sequence_mean"]),
-    correction=st.sampled_from(["truncate", "mask", "off"]),
-    correction_level=st.sampled_from(["token", "sequence"]),
-    correction_low=st.sampled_from([0.0, 0.5, 1.0]),
-    correction_high=st.sampled_from([1.0, 2.0]),
+    kl=kls,
+    correction=corrections,
 )
+
+
+def policy_loss(batch: TokenBatch, algorithm: Algorithm) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return algorithm.loss(batch)
+
+
 shapes = st.tuples(st.integers(1, 4), st.integers(1, 6), st.integers(0, 2**31))
 
 
@@ -59,7 +74,7 @@ def random_batch(rows: int, columns: int, seed: int, garbage: float | None = Non
     return TokenBatch(**{name: torch.tensor(value) for name, value in values.items()}, mask=torch.tensor(mask))
 
 
-def one_token(config: AlgorithmConfig, ratio: float, advantage: float, **values: float) -> tuple[float, dict]:
+def one_token(config: Grpo, ratio: float, advantage: float, **values: float) -> tuple[float, dict]:
     """Loss and metrics of a batch of one token whose old log-probability is -1."""
     given = {"logprobs": -1 + math.log(ratio), "old_logprobs": -1.0, "rollout_logprobs": -1.0, "advantages": advantage}
     given |= {"mask": 1.0} | values
@@ -69,7 +84,7 @@ def one_token(config: AlgorithmConfig, ratio: float, advantage: float, **values:
     return loss.item(), {name: value.item() for name, value in metrics.items()}
 
 
-def numpy_loss(batch: TokenBatch, config: AlgorithmConfig) -> dict[str, float]:
+def numpy_loss(batch: TokenBatch, config: Grpo) -> dict[str, float]:
     """The same quantities token by token in plain Python, written from the formulas."""
     out = dict.fromkeys(("loss", "weight", "tokens", "samples", "loss/policy", "loss/kl", "loss/entropy"), 0.0)
     sums = "ratio clip_fraction kl/reference kl/old entropy rollout_kl train_rollout_logprob_abs_diff"
@@ -87,13 +102,15 @@ def numpy_loss(batch: TokenBatch, config: AlgorithmConfig) -> dict[str, float]:
             share = 1 / len(chosen) if config.reduction == "sequence_mean" else 1.0
             ratio = math.exp(new - old)
             inside = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
-            importance = product if config.correction_level == "sequence" else math.exp(old - rollout)
-            weight, cut = numpy_weight(importance, config)
+            importance = product if config.correction.level == "sequence" else math.exp(old - rollout)
+            weight, cut = numpy_weight(importance, config.correction)
             d = ref - new
-            kl = {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - 1 - d}[config.kl_estimator]
+            kl = {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - 1 - d}[config.kl.estimator]
+            cap = config.kl.cap or math.inf
+            off_policy = ratio * weight if config.kl.importance else 1.0
             out["tokens"] += 1
             out["loss/policy"] += share * weight * -min(adv * ratio, adv * inside)
-            out["loss/kl"] += share * config.kl_coefficient * kl
+            out["loss/kl"] += share * config.kl.coefficient * off_policy * min(max(kl, -cap), cap)
             out["loss/entropy"] -= share * config.entropy_coefficient * entropy
             out["ratio"] += ratio
             out["clip_fraction"] += adv * inside < adv * ratio
@@ -113,13 +130,13 @@ def numpy_loss(batch: TokenBatch, config: AlgorithmConfig) -> dict[str, float]:
     return out
 
 
-def numpy_weight(ratio: float, config: AlgorithmConfig) -> tuple[float, bool]:
+def numpy_weight(ratio: float, config: CorrectionConfig) -> tuple[float, bool]:
     """The weight, and whether it is another than the ratio."""
-    if config.correction == "off":
+    if config.kind == "off":
         return 1.0, False
-    if config.correction == "truncate":
-        return min(ratio, config.correction_high), ratio > config.correction_high
-    outside = not config.correction_low <= ratio <= config.correction_high
+    if config.kind == "truncate":
+        return min(ratio, config.high), ratio > config.high
+    outside = not config.low <= ratio <= config.high
     return 0.0 if outside else ratio, outside
 
 
@@ -169,14 +186,11 @@ def test_parts_of_a_batch_add_up_to_the_whole(config, shape, cut):
 @pytest.mark.parametrize("kind", ["truncate", "mask"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_gradient_equals_finite_differences(reduction, estimator, kind, level):
-    config = AlgorithmConfig(
-        kl_coefficient=0.3,
-        kl_estimator=estimator,
+    config = Grpo(
+        kl=KlConfig(coefficient=0.3, estimator=estimator),
         entropy_coefficient=0.05,
         reduction=reduction,
-        correction=kind,
-        correction_level=level,
-        correction_high=1.2,
+        correction=CorrectionConfig(kind=kind, level=level, high=1.2),
     )
     batch = random_batch(3, 4, seed=7)
 
@@ -191,13 +205,13 @@ def test_gradient_equals_finite_differences(reduction, estimator, kind, level):
 def test_the_correction_only_weighs_the_gradient(config, shape):
     """Of a token's policy loss, which is linear in the weight; none comes from the weight itself."""
     batch, plain = random_batch(*shape), random_batch(*shape)
-    weight = correction(batch.old_logprobs * batch.mask, batch.rollout_logprobs * batch.mask, config).weight
-    settings = dataclasses.replace(config, kl_coefficient=0.0, entropy_coefficient=0.0)
+    weight = correction(batch.old_logprobs * batch.mask, batch.rollout_logprobs * batch.mask, config.correction).weight
+    settings = dataclasses.replace(config, kl=KlConfig(), entropy_coefficient=0.0)
     gradients = []
-    for one, kind in ((batch, config.correction), (plain, "off")):
+    for one, used in ((batch, config.correction), (plain, CorrectionConfig(kind="off"))):
         one.logprobs.requires_grad_()
         one.rollout_logprobs.requires_grad_()
-        loss, _ = policy_loss(one, dataclasses.replace(settings, correction=kind))
+        loss, _ = policy_loss(one, dataclasses.replace(settings, correction=used))
         gradient, none = torch.autograd.grad(loss, (one.logprobs, one.rollout_logprobs), allow_unused=True)
         assert none is None
         gradients.append(gradient)
@@ -210,7 +224,7 @@ def test_without_old_logprobs_the_weight_is_the_policys_own_over_the_engines():
     values = dict.fromkeys(NAMES, logprobs.detach())
     values |= {"logprobs": logprobs, "rollout_logprobs": logprobs.detach() - 0.5, "mask": torch.ones(1, 1)}
     values |= {"advantages": torch.tensor([[3.0]], dtype=torch.float64)}
-    loss, _ = policy_loss(TokenBatch(**values), AlgorithmConfig())
+    loss, _ = policy_loss(TokenBatch(**values), Grpo())
     assert torch.autograd.grad(loss, logprobs)[0].item() == pytest.approx(-3.0 * math.exp(0.5))
 
 
@@ -228,7 +242,7 @@ def test_without_old_logprobs_the_weight_is_the_policys_own_over_the_engines():
     ],
 )
 def test_clip_edges(ratio, advantage, expected, clipped):
-    loss, metrics = one_token(AlgorithmConfig(clip_low=0.2, clip_high=0.28), ratio, advantage)
+    loss, metrics = one_token(Grpo(clip_low=0.2, clip_high=0.28), ratio, advantage)
     assert loss == pytest.approx(expected)
     assert metrics["clip_fraction"] == clipped
     assert metrics["ratio"] == pytest.approx(ratio)
@@ -248,7 +262,7 @@ def test_clip_edges(ratio, advantage, expected, clipped):
     ],
 )
 def test_weight_of_one_token(kind, high, rollout, weight, cut):
-    config = AlgorithmConfig(correction=kind, correction_high=high)
+    config = Grpo(correction=CorrectionConfig(kind=kind, high=high))
     loss, metrics = one_token(config, 1.0, 1.0, rollout_logprobs=rollout)
     assert loss == pytest.approx(-weight)
     assert metrics["correction_weight"] == pytest.approx(weight)
@@ -264,12 +278,12 @@ def test_a_response_is_masked_as_a_whole_and_still_counts():
     difference = torch.tensor([[0.4, 0.4], [0.3, -0.3]], dtype=torch.float64)
     values = dict.fromkeys(NAMES, old)
     values |= {"rollout_logprobs": old - difference, "advantages": torch.ones(2, 2), "mask": torch.ones(2, 2)}
-    batch, config = TokenBatch(**values), AlgorithmConfig(correction="mask", correction_level="sequence")
+    batch, config = TokenBatch(**values), Grpo(correction=CorrectionConfig(kind="mask", level="sequence"))
     loss, metrics = policy_loss(batch, config)
     assert loss.item() == pytest.approx(-2.0)
     assert (metrics["weight"], metrics["correction_cut"]) == (4, 2)
     assert metrics["rollout_ratio_max"].item() == pytest.approx(math.exp(0.8))
-    by_token, counts = policy_loss(batch, AlgorithmConfig(correction="mask"))
+    by_token, counts = policy_loss(batch, Grpo(correction=CorrectionConfig(kind="mask")))
     assert by_token.item() == pytest.approx(-2 * math.exp(0.4) - math.exp(0.3) - math.exp(-0.3))
     assert counts["correction_cut"] == 0
 
@@ -282,7 +296,7 @@ def test_a_ratio_that_is_not_a_number_is_masked(level, value):
     batch.rollout_logprobs[:] = batch.old_logprobs
     batch.rollout_logprobs[0, 1] = value
     batch.logprobs.requires_grad_()
-    loss, _ = policy_loss(batch, AlgorithmConfig(correction="mask", correction_level=level))
+    loss, _ = policy_loss(batch, Grpo(correction=CorrectionConfig(kind="mask", level=level)))
     (gradient,) = torch.autograd.grad(loss, batch.logprobs)
     assert torch.isfinite(loss) and torch.isfinite(gradient).all()
     assert not (gradient[0] if level == "sequence" else gradient[0, 1]).any() and gradient[1].any()
@@ -293,7 +307,7 @@ def test_log_ratios_of_long_responses_are_cut_after_their_sum():
     rollout = old - torch.tensor([[1.0], [-1.0], [0.0]])
     rollout[2, :500] = 30.0
     rollout[2, 500:] = -30.0
-    found = correction(old, rollout, AlgorithmConfig(correction_level="sequence", correction_high=1e30))
+    found = correction(old, rollout, CorrectionConfig(level="sequence", high=1e30))
     assert found.ratio[:, 0].tolist() == pytest.approx([math.exp(20), math.exp(-20), 1.0])
     assert torch.equal(found.weight, found.ratio) and not found.cut.any()
 
@@ -309,24 +323,24 @@ def test_effective_share(weights):
 
 
 def test_reference_kl_is_reported_without_entering_the_loss():
-    loss, metrics = one_token(AlgorithmConfig(kl_coefficient=0.0), 1.0, 0.0, ref_logprobs=-1.5)
+    loss, metrics = one_token(Grpo(), 1.0, 0.0, ref_logprobs=-1.5)
     assert loss == 0
     assert metrics["kl/reference"] == pytest.approx(math.exp(-0.5) - 1 + 0.5)
-    assert "kl/reference" not in one_token(AlgorithmConfig(), 1.0, 0.0)[1]
+    assert "kl/reference" not in one_token(Grpo(), 1.0, 0.0)[1]
 
 
 def test_far_log_ratios_stay_finite_in_float32():
     values = dict.fromkeys(NAMES, torch.full((1, 2), -1.0))
     values |= {"logprobs": torch.tensor([[-1.0, -300.0]]), "old_logprobs": torch.tensor([[-300.0, -1.0]])}
     values |= {"mask": torch.ones(1, 2)}
-    loss, metrics = policy_loss(TokenBatch(**values), AlgorithmConfig(kl_coefficient=0.1))
+    loss, metrics = policy_loss(TokenBatch(**values), Grpo(kl=KlConfig(coefficient=0.1)))
     assert all(torch.isfinite(value) for value in (loss, *metrics.values()))
 
 
 def test_a_batch_without_chosen_tokens_is_zero_and_differentiable():
     batch = random_batch(2, 3, seed=0).replace(mask=torch.zeros(2, 3))
     batch.logprobs.requires_grad_()
-    loss, metrics = policy_loss(batch, AlgorithmConfig(reduction="sequence_mean", kl_coefficient=0.1))
+    loss, metrics = policy_loss(batch, Grpo(reduction="sequence_mean", kl=KlConfig(coefficient=0.1)))
     loss.backward()
     assert not batch.logprobs.grad.any()
     assert all(value == 0 for value in metrics.values())
@@ -335,11 +349,11 @@ def test_a_batch_without_chosen_tokens_is_zero_and_differentiable():
 def test_missing_inputs_and_wrong_shapes_are_named():
     batch = random_batch(2, 3, seed=0)
     with pytest.raises(ValueError, match="no ref_logprobs"):
-        policy_loss(batch.replace(ref_logprobs=None), AlgorithmConfig(kl_coefficient=0.1))
+        policy_loss(batch.replace(ref_logprobs=None), Grpo(kl=KlConfig(coefficient=0.1)))
     with pytest.raises(ValueError, match="no entropy"):
-        policy_loss(batch.replace(entropy=None), AlgorithmConfig(entropy_coefficient=0.1))
+        policy_loss(batch.replace(entropy=None), Grpo(entropy_coefficient=0.1))
     with pytest.raises(ValueError, match=r"advantages has shape \(2,\), the mask \(2, 3\)"):
-        policy_loss(batch.replace(advantages=torch.zeros(2)), AlgorithmConfig())
+        policy_loss(batch.replace(advantages=torch.zeros(2)), Grpo())
 
 
 def test_mean_metrics():
@@ -373,51 +387,73 @@ rewards = (
 )
 
 
-@given(rewards, st.sampled_from(sorted(ADVANTAGES)))
+BASELINES = {"grpo": Grpo(), "dr_grpo": DrGrpo(), "rloo": Rloo()}
+
+
+def advantages(values: np.ndarray, kind: str) -> np.ndarray:
+    """By the rewards [prompts, episodes] of rows of two trained tokens."""
+    mask = np.array([0, 1, 1], np.uint8)
+    prompts = [[[{"reward": reward, "loss_mask": mask}] for reward in line] for line in values]
+    made = BASELINES[kind].token_advantages(prompts)
+    found = BASELINES[kind].advantages(np.array(values, np.float64), np.full(np.shape(values), 2))
+    assert [row.tolist() for row in made] == [[0.0, np.float32(one), np.float32(one)] for one in found.flat]
+    return found
+
+
+@given(rewards, st.sampled_from(sorted(BASELINES)))
 def test_advantages_have_mean_zero_ignore_shifts_and_keep_order(values, kind):
-    found = group_advantages(values, kind)
+    found = advantages(values, kind)
     assert found.shape == values.shape
     assert found.mean(axis=1) == pytest.approx(0, abs=1e-9)
-    assert group_advantages(values + 3.5, kind) == pytest.approx(found, abs=1e-9)
+    assert advantages(values + 3.5, kind) == pytest.approx(found, abs=1e-9)
     assert (np.sign(found[:, :1] - found) == np.sign(values[:, :1] - values)).all()
 
 
 @given(rewards)
 def test_how_advantages_scale(values):
-    assert group_advantages(values * 8, "grpo") == pytest.approx(group_advantages(values, "grpo"), abs=1e-3)
+    assert advantages(values * 8, "grpo") == pytest.approx(advantages(values, "grpo"), abs=1e-3)
     for kind in ("dr_grpo", "rloo"):
-        assert group_advantages(values * 8, kind) == pytest.approx(8 * group_advantages(values, kind), abs=1e-9)
+        assert advantages(values * 8, kind) == pytest.approx(8 * advantages(values, kind), abs=1e-9)
 
 
-@pytest.mark.parametrize("kind", sorted(ADVANTAGES))
+@pytest.mark.parametrize("kind", sorted(BASELINES))
 @pytest.mark.parametrize("value", [0.0, 0.1, 1 / 3, 1e30])
 def test_equal_rewards_give_exactly_zero(kind, value):
-    assert not group_advantages(np.full((2, 3), value), kind).any()
+    assert not advantages(np.full((2, 3), value), kind).any()
 
 
 def test_advantages_in_closed_form():
     values = np.array([[0.0, 1.0, 1.0, 4.0]])
     std = math.sqrt(((1.5**2) + 2 * 0.5**2 + 2.5**2) / 3)
-    assert group_advantages(values, "dr_grpo")[0] == pytest.approx([-1.5, -0.5, -0.5, 2.5])
-    assert group_advantages(values, "grpo")[0] == pytest.approx(np.array([-1.5, -0.5, -0.5, 2.5]) / std, rel=1e-5)
-    assert group_advantages(values, "rloo")[0] == pytest.approx([0 - 2, 1 - 5 / 3, 1 - 5 / 3, 4 - 2 / 3])
+    assert advantages(values, "dr_grpo")[0] == pytest.approx([-1.5, -0.5, -0.5, 2.5])
+    assert advantages(values, "grpo")[0] == pytest.approx(np.array([-1.5, -0.5, -0.5, 2.5]) / std, rel=1e-5)
+    assert advantages(values, "rloo")[0] == pytest.approx([0 - 2, 1 - 5 / 3, 1 - 5 / 3, 4 - 2 / 3])
 
 
 def test_advantages_refuse_what_they_cannot_use():
-    with pytest.raises(ConfigError, match="found 'gae', allowed grpo, dr_grpo, rloo"):
-        group_advantages(np.zeros((1, 2)), "gae")
+    def prompt(*rewards: float) -> list:
+        return [[{"reward": reward}] for reward in rewards]
+
     with pytest.raises(ValueError, match="shape"):
-        group_advantages(np.zeros((3, 1)), "grpo")
+        rewards_of([prompt(0.0)] * 3)
+    with pytest.raises(ValueError):
+        rewards_of([prompt(0.0, 1.0), prompt(0.0, 1.0, 2.0)])
     with pytest.raises(ValueError, match="finite"):
-        group_advantages(np.array([[0.0, math.nan]]), "grpo")
+        rewards_of([prompt(0.0, math.nan)])
 
 
-def test_token_advantages():
-    found = token_advantages(-0.5, np.array([0, 1, 1, 0], dtype=np.uint8))
+def test_an_advantage_is_spread_over_what_is_trained_on():
+    found = spread(-0.5, np.array([0, 1, 1, 0], dtype=np.uint8))
     assert found.dtype == np.float32
     assert found.tolist() == [0, -0.5, -0.5, 0]
 
 
-def test_advantages_do_not_load_torch():
-    code = "import sys, relax_hpc.algorithms.advantages; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+def test_algorithms_load_neither_torch_nor_the_configuration():
+    code = """
+import importlib, pkgutil, sys, relax_hpc.algorithms
+for module in pkgutil.iter_modules(relax_hpc.algorithms.__path__, "relax_hpc.algorithms."):
+    importlib.import_module(module.name)
+print([name for name in sys.modules if name == "torch" or name.startswith("relax_hpc.config")])
+"""
+    done = subprocess.run([sys.executable, "-c", code], timeout=60, check=True, capture_output=True, text=True)
+    assert done.stdout == "[]\n"

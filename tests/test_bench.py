@@ -140,7 +140,7 @@ def test_an_interval_of_a_difference_holds_it(bench):
     found, low, high = convergence.difference([0.5, 0.6, 0.7], [0.4, 0.5, 0.6])
     half = 2.776445 * math.sqrt(2 * 0.01 / 3)
     assert (found, low, high) == pytest.approx((0.1, 0.1 - half, 0.1 + half), rel=1e-5)
-    assert convergence.words_of("4-uncorrected") == ["--max_staleness", "4", "--algorithm.correction", "off"]
+    assert convergence.words_of("4-uncorrected") == ["--max_staleness", "4", "--algorithm.correction.kind", "off"]
 
 
 @pytest.mark.parametrize(("mode", "ideal"), [("colocate", 0.7), ("0", 0.7), ("1", 0.5), ("4", 0.5)])

@@ -61,7 +61,7 @@ def make_run(path: Path, layout: str = "jobs") -> RunDir:
     run = RunDir(path)
     nodes = {f"groups.{name}.resources.nodes": 2 for name in ("hub", "rollout") if layout != "local"}
     over = {"layout": layout, "run_dir": str(run.root), "groups.reference": None, "rollout.replicas": 4, **nodes}
-    over |= {"data.task": "sort_digits", "liveness": LIMITS, "steps": 10}
+    over |= {"data.task": "sort_digits", "liveness": LIMITS, "steps": 10, "groups.actor_fwd": {}}
     over |= {"rollout.max_new_tokens": 5, "data.max_prompt_tokens": 32}
     run.create()
     dump(load([], over), run.config)

@@ -48,7 +48,16 @@ WRONG = [
     ("rollout: {engine: {flags: [a]}}", ["rollout.engine.flags: found ['a']", "a mapping"]),
     ("rollout: {engine: {flags: {1: 2}}}", ["rollout.engine.flags: found 1", "quote it"]),
     ("rollout: {engine: {flags: {a: .nan}}}", ["rollout.engine.flags.a: found nan", "finite"]),
-    ("algorithm: {advantage: grop}", ["algorithm.advantage: found 'grop'", "'dr_grpo'", "did you mean grpo?"]),
+    ("algorithm: {name: grop}", ["algorithm.name: found 'grop'", "dr_grpo", "did you mean 'grpo'?"]),
+    ("algorithm: {name: 5}", ["algorithm.name: found 5 (int)", "text"]),
+    (
+        "algorithm: {advantage: grpo}",
+        ["algorithm.advantage: there is no such setting any more: it is algorithm.name now"],
+    ),
+    ("algorithm: {kl_coefficient: 1}", ["algorithm.kl_coefficient: ", "it is algorithm.kl.coefficient now"]),
+    ("algorithm: {correction: off}", ["found 'off'", "a mapping of kind,", "it is algorithm.correction.kind now"]),
+    ("algorithm: {name: gspo, clip_cap: 2}", ["algorithm.clip_cap: unknown key, allowed: name,", "dual_clip has it"]),
+    ("algorithm: {name: dual_clip, clip_cap: 0.5}", ["algorithm.clip_cap: found 0.5 (float), allowed: at least 1.0"]),
     ("layout: ray", ["layout: found 'ray'", "allowed: 'local', 'het', 'jobs'"]),
     ("name: 2024", ["name: found 2024 (int)", "text", "quote it: '2024'"]),
     ("model: {tiny: {tie_word_embeddings: yes}}", ["tie_word_embeddings: found 'yes'", "true or false"]),
@@ -168,7 +177,6 @@ def test_layers_compose_from_left_to_right(tmp_path: Path) -> None:
         "hub": GroupConfig(),
         "rollout": GroupConfig(roles=["rollout"]),
         "actor": GroupConfig(roles=["actor"], env={"A": "1", "B": "3"}),
-        "actor_fwd": GroupConfig(roles=["actor_fwd"]),
         "extra": GroupConfig(roles=["advantages"]),
     }
 
@@ -179,7 +187,7 @@ def test_two_layers_may_remove_the_same_group(tmp_path: Path) -> None:
 
 
 def test_a_reference_is_there_for_a_kl_or_if_asked_for(tmp_path: Path) -> None:
-    kl = {"algorithm.kl_coefficient": 0.1}
+    kl = {"algorithm.kl.coefficient": 0.1}
     asked = write(tmp_path, "a.yaml", "groups: {reference: {env: {A: '1'}, resources: {nodes: 2}}}")
     assert "reference" not in load([]).groups
     assert load([], kl).groups["reference"] == GroupConfig(roles=["reference"])
@@ -380,19 +388,19 @@ FINDINGS = [
         ["algorithm.passes: found 2 without role actor_fwd", "algorithm.mini_batches: found 2 without role actor_fwd"],
     ),
     (
-        {"actor.forward": ["reference", "actor_fwd"], "groups.reference": {}},
+        {"actor.forward": ["reference", "actor_fwd"], "groups.reference": {}, "groups.actor_fwd": {}},
         ["actor.forward: found actor_fwd, which is in a group too", "actor.forward: found reference, which is in a"],
     ),
     (
-        {"actor.forward": ["reference"], "algorithm.refresh_reference_every": 5},
-        ["algorithm.refresh_reference_every: found 5 with reference in actor.forward"],
+        {"actor.forward": ["reference"], "algorithm.kl.refresh_every": 5},
+        ["algorithm.kl.refresh_every: found 5 with reference in actor.forward"],
     ),
     ({"groups.hub": None}, ["but no hub", "role advantages in no group"]),
     ({"groups.hub.roles": ["advantages", "actor"]}, ["role actor 2 times (in hub, actor)"]),
     ({"groups.idle": {}}, ["groups.idle.roles: found none"]),
     (
-        {"groups.reference": None, "algorithm.kl_coefficient": 0.1},
-        ["algorithm.kl_coefficient: found 0.1, but role ref"],
+        {"groups.reference": None, "algorithm.kl.coefficient": 0.1},
+        ["algorithm.kl.coefficient: found 0.1, but role ref"],
     ),
     ({"rollout.max_new_tokens": 300}, ["rollout.max_new_tokens: found 300", "together 332", "of the model, 256"]),
     (
@@ -430,10 +438,10 @@ def test_findings(tmp_path: Path, overrides: dict[str, Any], parts: list[str]) -
     "overrides",
     [
         {"groups.reference": {}},
-        {"algorithm.kl_coefficient": 0.1},
+        {"algorithm.kl.coefficient": 0.1},
         {"groups.actor_fwd": None, "algorithm.passes": 1},
-        {"groups.actor_fwd": None, "actor.forward": ["actor_fwd"]},
-        {"actor.forward": ["reference"], "algorithm.kl_coefficient": 0.1},
+        {"actor.forward": ["actor_fwd"]},
+        {"actor.forward": ["reference"], "algorithm.kl.coefficient": 0.1},
     ],
     ids=str,
 )

@@ -69,8 +69,8 @@ def test_jobs_are_one_a_group_with_times_of_their_own() -> None:
 
 def test_local_is_one_node_that_holds_all() -> None:
     config = load([], {"layout": "local", "groups": {"actor": {"resources": {"gpus_per_node": 2, "cpus_per_task": 4}}}})
-    assert shape(config) == [("hub+rollout+actor+actor_fwd", 1, 1, 2)]
-    assert components(config)[0].cpus_per_task == 2 + 1 + 4 + 1
+    assert shape(config) == [("hub+rollout+actor", 1, 1, 2)]
+    assert components(config)[0].cpus_per_task == 2 + 1 + 4
     config.groups["hub"].resources.options = {"account": "cpu-hours"}
     config.groups["actor"].resources.options = {"constraint": "h100"}
     assert components(config)[0].options == {"constraint": "h100"}

@@ -36,7 +36,7 @@ RUN_S = 240.0
 # the actor and the reference. Which samples share a micro-batch changes the last bits of losses and weights.
 PLAIN = {
     "warm_start": {"steps": 30, "batch_size": 32, "lr": 1e-2},
-    "algorithm": {"passes": 2},
+    "algorithm": {"passes": 2, "log_entropy": True},
     "actor": {"max_tokens_per_micro_batch": 30},
     "actor_fwd": {"max_tokens_per_micro_batch": 130},
     "reference": {"max_tokens_per_micro_batch": 30},
@@ -48,7 +48,7 @@ REGULARISED = run_helpers.merged(
     {
         "seed": 4,
         "steps": 6,
-        "algorithm": {"mini_batches": 2, "kl_coefficient": 0.05, "entropy_coefficient": 0.01},
+        "algorithm": {"mini_batches": 2, "kl": {"coefficient": 0.05}, "entropy_coefficient": 0.01},
         "actor": {
             "max_tokens_per_micro_batch": 20,
             "balance_window": 2,
@@ -258,8 +258,13 @@ def test_another_seed_differs(references, plain, tmp_path):
 
 
 def test_spare_groups_change_nothing(references, plain, tmp_path):
-    """Nor does a kill among them: a ticket gets the first of its groups that passes the filter."""
-    spare = {"steps": 2, "rollout": {"filter": "rewards_differ", "over_sampling": 1.0, "groups_per_request": 2}}
+    """Nor does a kill among them: a ticket gets the first of its groups that passes the filter. The algorithm looks at
+    whole steps."""
+    spare = {
+        "steps": 2,
+        "algorithm": {"name": "reinforce_pp"},
+        "rollout": {"filter": "rewards_differ", "over_sampling": 1.0, "groups_per_request": 2},
+    }
     settings = with_model_of(plain, PLAIN, spare)
     expected = references.begin(tmp_path, settings)
     with run_helpers.running(tmp_path, settings) as running:

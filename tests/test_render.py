@@ -148,7 +148,7 @@ def test_a_size_has_a_place_for_the_reference_of_a_kl(size: Path, model: Path) -
     # A site, so that one node is a job's and not this machine.
     run = {"run_dir": str(model / "run"), "model.path": str(model), "data.train": str(model / "train.jsonl")}
     run["site.name"] = "cluster"
-    layer = parse_yaml(said.partition("loss: ")[2], "comment") | {"algorithm": {"kl_coefficient": 0.1}}
+    layer = parse_yaml(said.partition("loss: ")[2], "comment") | {"algorithm": {"kl": {"coefficient": 0.1}}}
     with_kl = model / f"{size.stem}.yaml"
     with_kl.write_text(dump_yaml(layer))
     config = resolve(load([size, with_kl], run))

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from relax_hpc.config.schema import AlgorithmConfig, Config, OptimizerConfig
+from relax_hpc.algorithms import Grpo
+from relax_hpc.config.schema import Config, OptimizerConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.roles.inner import InnerRoles
 from relax_hpc.training.model import PolicyModel
@@ -117,7 +118,7 @@ def test_a_mini_batch_without_old_log_probs_trains_as_with_them(tiny: Path) -> N
     """What a single update makes of them: the trainer's own, detached, against those of a forward pass before it."""
     found = []
     for scored in (False, True):
-        ours = Trainer(trained(tiny).model, AlgorithmConfig(), OptimizerConfig(lr=LR), 0.9)
+        ours = Trainer(trained(tiny).model, Grpo(), OptimizerConfig(lr=LR), 0.9)
         one = batch([{name: value for name, value in row.items() if name != "old_logprobs"} for row in rows(6)])
         if scored:
             (one.fields["old_logprobs"],) = ours.model.batch_logprobs([one], 0.9)

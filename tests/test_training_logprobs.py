@@ -41,6 +41,19 @@ def test_values_and_gradients_match_log_softmax():
     torch.testing.assert_close(ours.grad, theirs.grad)
 
 
+def test_an_entropy_that_is_only_looked_at_costs_no_gradient():
+    """The backward pass is that without it, to the bit, and no part of it is of the entropy's."""
+    tokens, passes = torch.tensor([[3, 1, 4, 1]]), []
+    for entropy in (False, True):
+        logits = torch.randn(1, 4, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        logprobs, found = token_logprobs(logits, tokens, 32, 0.7, OneRank(), entropy=entropy)
+        assert (found is not None) == entropy
+        with torch.profiler.profile() as seen:
+            logprobs.sum().backward()
+        passes.append((logits.grad, "aten::xlogy" in {event.name for event in seen.events()}))
+    assert torch.equal(passes[0][0], passes[1][0]) and not passes[0][1] and not passes[1][1]
+
+
 def test_entropy_of_uniform_and_certain_distributions():
     tokens = torch.zeros(1, 3, dtype=torch.int64)
     _, uniform = token_logprobs(torch.full((1, 3, 8), 2.5), tokens, 8, 1.0, OneRank(), entropy=True)

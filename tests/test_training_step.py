@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from relax_hpc.config.schema import AlgorithmConfig, OptimizerConfig
+from relax_hpc.algorithms import Grpo
+from relax_hpc.algorithms.base import CorrectionConfig
+from relax_hpc.config.schema import OptimizerConfig
 from relax_hpc.training.trainer import Trainer, supervised_loss
 from relax_hpc.transfer_queue.row_schema import Row
+from tests.own_algorithm import Opo
 from tests.training_helpers import (  # noqa: F401
     ALGORITHM,
     ARRIVAL,
@@ -61,7 +65,7 @@ def sample_loss(model: torch.nn.Module, sample: Row) -> Tensor:
     ratio = (chosen - old).exp()
     surrogate = torch.min(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
     weight = (old - rollout).exp().clamp(max=2.0)
-    kl = (ref - chosen).exp() - (ref - chosen) - 1
+    kl = ((ref - chosen).exp() - (ref - chosen) - 1).clamp(max=10)
     entropy = -(logp.exp() * logp).sum(-1)
     return (mask * (-weight * surrogate + 0.1 * kl - 0.01 * entropy)).sum()
 
@@ -143,7 +147,7 @@ def test_what_was_discarded_leaves_nothing(tiny: Path):
 
 
 def test_missing_old_logprobs_mean_the_policys_own(tiny: Path):
-    ours = Trainer(policy(tiny), AlgorithmConfig(), OptimizerConfig(lr=LR), 1.0)
+    ours = Trainer(policy(tiny), Grpo(), OptimizerConfig(lr=LR), 1.0)
     plain = [{name: row[name] for name in ("token_ids", "loss_mask", "advantages")} for row in rows(4)]
     ours.accumulate([batch(plain)])
     metrics = ours.step(LR)
@@ -159,6 +163,22 @@ def test_bfloat16_trains_on_cpu(tiny: Path):
     after = ours.model.export_hf()
     assert difference(before, after) > 0.0
     assert all(value.dtype == torch.bfloat16 and torch.isfinite(value).all() for value in after.values())
+
+
+def test_a_metric_that_comes_only_sometimes_is_written(tiny: Path):
+    ours = Trainer(policy(tiny), Opo(correction=CorrectionConfig(kind="off")), OptimizerConfig(lr=LR), 1.0)
+    found = []
+    for sign in (1.0, -1.0, 1.0):
+        ours.accumulate([batch([row | {"advantages": sign * np.abs(row["advantages"])}]) for row in rows(2)])
+        found.append(ours.step(LR).get("algorithm/pushed_away"))
+    assert found == [None, 1.0, None]
+
+
+def test_entropy_is_computed_where_it_is_asked_for(tiny: Path):
+    for algorithm, there in ((Grpo(), False), (Grpo(log_entropy=True), True), (Grpo(entropy_coefficient=0.1), True)):
+        ours = Trainer(policy(tiny), algorithm, OptimizerConfig(lr=LR), 1.0)
+        ours.accumulate([batch(rows(2))])
+        assert ("entropy" in ours.step(LR)) == there
 
 
 def test_supervised_loss_falls(tiny: Path):

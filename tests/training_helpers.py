@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 import torch
 
+from relax_hpc.algorithms import Grpo
+from relax_hpc.algorithms.base import KlConfig
 from relax_hpc.checkpoint import store
 from relax_hpc.checkpoint.saver import Saver
 from relax_hpc.config.schema import (
-    AlgorithmConfig,
     Config,
     GroupConfig,
     ModelConfig,
@@ -41,7 +42,7 @@ from tests.queue_helpers import small
 from tests.queue_world import Paper
 
 SHAPE = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-ALGORITHM = AlgorithmConfig(kl_coefficient=0.1, entropy_coefficient=0.01)
+ALGORITHM = Grpo(kl=KlConfig(coefficient=0.1), entropy_coefficient=0.01)
 EPS = 1e-6
 """Larger than the usual 1e-8, below which a gradient that is only rounding noise moves a weight by the whole rate."""
 LR = 1e-3
@@ -146,7 +147,7 @@ def trainer(
 
 def inner_roles(model: PolicyModel, **settings: Any) -> InnerRoles:
     """Both forward roles in the actor; the present weights are the reference's. `settings` of the algorithm."""
-    config = Config(algorithm=AlgorithmConfig(**{"mini_batches": 2} | settings))
+    config = Config(algorithm=Grpo(**{"mini_batches": 2} | settings))
     config.actor.forward = ["actor_fwd", "reference"]
     config.rollout.temperature = 0.9
     return InnerRoles(model, config, Path())

@@ -60,8 +60,20 @@ def one_case(world: int, rank: int, meeting: dist.Store, layout: str, model: str
     if world > 1:
         check_who_waits_for_the_leader()
         check_rows_that_one_rank_cannot_read()
+        check_metrics_that_few_ranks_have(trainer)
     check(trainer, Path(out))
     parallel.destroy()
+
+
+def check_metrics_that_few_ranks_have(trainer: Trainer) -> None:
+    """All ranks hear of a metric that one has seen, whenever it comes."""
+    layout = trainer.model.layout
+    one = torch.ones((), dtype=torch.float64)
+    for steps in range(1, 3):
+        trainer._sums = {f"rank_{layout.data_rank}_{steps}": one, "most_max": one * steps} if layout.last_stage else {}
+        everybody = {f"rank_{rank}_{steps}": 1.0 for rank in range(layout.data_size)}
+        assert trainer._reduce_metrics() == {"weight": 0.0, "tokens": 0.0, "most_max": float(steps)} | everybody
+    trainer.discard()
 
 
 def check_slices(model: PolicyModel, directory: Path) -> None:

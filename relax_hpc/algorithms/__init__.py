@@ -1,4 +1,78 @@
-"""Pure functions of reinforcement learning: rewards to advantages (numpy), log-probabilities to a loss (torch).
+"""Algorithms, one file each: settings, the fields they need, advantages (numpy) and a loss (torch).
 
-Import the module you need: `advantages` runs in the hub, which must not load torch; `losses` and `kl` need it.
+`algorithm: {name: gspo}` names one of `ALGORITHMS`, or `package.module:Class` of a user's own. Nothing here imports
+torch, or `relax_hpc.config`, before a loss is asked for: the hub and the launcher have neither use.
 """
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from relax_hpc.algorithms.base import Algorithm
+from relax_hpc.algorithms.cispo import Cispo
+from relax_hpc.algorithms.dr_grpo import DrGrpo
+from relax_hpc.algorithms.dual_clip import DualClip
+from relax_hpc.algorithms.grpo import Grpo
+from relax_hpc.algorithms.gspo import Gspo
+from relax_hpc.algorithms.reinforce_pp import ReinforcePP
+from relax_hpc.algorithms.rloo import Rloo
+from relax_hpc.errors import ConfigError
+from relax_hpc.named import named
+
+ALGORITHMS: dict[str, type[Algorithm]] = {
+    "grpo": Grpo,
+    "dr_grpo": DrGrpo,
+    "rloo": Rloo,
+    "gspo": Gspo,
+    "cispo": Cispo,
+    "reinforce_pp": ReinforcePP,
+    "dual_clip": DualClip,
+}
+
+
+@dataclass(kw_only=True)
+class Unavailable(Algorithm):
+    """Stands for a user's own class that this process cannot import: `status` from another folder needs none."""
+
+    why: ClassVar[str] = ""
+    uses_old: ClassVar[bool] = False
+    needs = ()
+
+    def loss_needs(self, stale: bool = False) -> tuple[str, ...]:
+        """Nobody knows; a run that exists has the groups that it needs."""
+        return ()
+
+    def findings(self) -> Iterator[str]:
+        """Why it cannot be had."""
+        yield f"name: {self.why}"
+
+    def token_advantages(self, *_: object) -> list:
+        """ConfigError."""
+        raise ConfigError(f"algorithm.name: {self.why}")
+
+    loss = token_advantages
+
+
+def algorithm_class(name: str) -> type[Algorithm]:
+    """The class called ``name``: built in, or imported from `package.module:Class`.
+
+    ConfigError: no built-in one has this name. What cannot be imported is an `Unavailable`, whose findings say why.
+    """
+    if ":" not in name:
+        return named("algorithm", name, ALGORITHMS)
+    try:
+        return _checked(name, named("algorithm", name, ALGORITHMS))
+    except ConfigError as error:
+        return type("Unavailable", (Unavailable,), {"why": str(error).partition(": ")[2]})
+
+
+def _checked(name: str, found: object) -> type[Algorithm]:
+    if not (isinstance(found, type) and issubclass(found, Algorithm)):
+        raise ConfigError(f"algorithm: {name!r}: found no class derived from relax_hpc.algorithms.base.Algorithm")
+    if "__annotations__" in vars(found) and "__dataclass_fields__" not in vars(found):
+        raise ConfigError(
+            f"algorithm: {name!r}: a class with settings of its own, write @dataclass(kw_only=True) above it"
+        )
+    return found

@@ -5,13 +5,16 @@ The two differ because weights are stale, and because an engine computes probabi
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from relax_hpc.algorithms.kl import safe_exp
-from relax_hpc.config.schema import AlgorithmConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from relax_hpc.algorithms.base import CorrectionConfig
 
 
 @dataclass(slots=True)
@@ -26,7 +29,7 @@ class Correction:
     """Of the token, or of its whole response."""
 
 
-def correction(old_logprobs: Tensor, rollout_logprobs: Tensor, config: AlgorithmConfig) -> Correction:
+def correction(old_logprobs: Tensor, rollout_logprobs: Tensor, settings: CorrectionConfig) -> Correction:
     """Weights by the ratio rho = exp(old - rollout) of log-probabilities [b, s], both 0 where a token does not count.
 
     Level `token`: rho of each token; low variance, but biased for what comes after it. `sequence`: the product over the
@@ -35,10 +38,10 @@ def correction(old_logprobs: Tensor, rollout_logprobs: Tensor, config: Algorithm
     geometric mean (arXiv 2507.18071, equation 7), whose value does not correct an expectation; long responses of
     distant policies leave the range soon. The logarithm is summed first and then cut to `kl.MAX_LOG_RATIO`.
 
-    `truncate`: w = min(rho, correction_high); E. Ionides, "Truncated Importance Sampling", J. Comput. Graph. Stat.
+    `truncate`: w = min(rho, high); E. Ionides, "Truncated Importance Sampling", J. Comput. Graph. Stat.
     17(2), 2008; for rollout engines F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL
     Training", 2025. There is no lower edge: a small weight does no harm.
-    `mask`: w = rho if correction_low <= rho <= correction_high, else 0; IcePop, arXiv 2510.18855, for tokens, and
+    `mask`: w = rho if low <= rho <= high, else 0; IcePop, arXiv 2510.18855, for tokens, and
     Liu, Li et al. for responses. A rho that is NaN is masked. `off`: w = 1.
 
     What is masked still counts in the mean's denominator, as in both papers' objectives: the estimate is of
@@ -46,15 +49,15 @@ def correction(old_logprobs: Tensor, rollout_logprobs: Tensor, config: Algorithm
     steps larger the more of them are masked, and those of the KL and the entropy, which are not masked, too.
     """
     log_ratio = old_logprobs.detach() - rollout_logprobs.detach()
-    if config.correction_level == "sequence":
+    if settings.level == "sequence":
         log_ratio = log_ratio.sum(dim=1, keepdim=True).expand_as(log_ratio)
     ratio = safe_exp(log_ratio)
-    if config.correction == "off":
-        return Correction(torch.ones_like(ratio), torch.zeros_like(ratio, dtype=torch.bool), ratio)
-    if config.correction == "truncate":
-        return Correction(ratio.clamp(max=config.correction_high), ratio > config.correction_high, ratio)
-    inside = (ratio >= config.correction_low) & (ratio <= config.correction_high)
-    return Correction(torch.where(inside, ratio, torch.zeros_like(ratio)), ~inside, ratio)
+    if settings.kind == "off":
+        return Correction(ratio.new_ones(ratio.shape), ratio > math.inf, ratio)
+    if settings.kind == "truncate":
+        return Correction(ratio.clamp(max=settings.high), ratio > settings.high, ratio)
+    inside = (ratio >= settings.low) & (ratio <= settings.high)
+    return Correction(ratio.where(inside, 0.0), ~inside, ratio)
 
 
 def effective_share(weight: float, square: float) -> float:

@@ -7,8 +7,10 @@ Divergence" (2020), http://joschu.net/blog/kl-approx.html, where they are named 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are cut here before exp: e^20 is beyond every clip edge and cap, and its sums stay finite in float32."""
@@ -30,9 +32,12 @@ def k2(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def k3(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """e^d - 1 - d: unbiased and never negative; the estimator of GRPO (arXiv 2402.03300, equation 4)."""
+    """e^d - 1 - d: unbiased and never negative; the estimator of GRPO (arXiv 2402.03300, equation 4).
+
+    Its gradient through log_q is in expectation that of KL(p || q), not of what it estimates.
+    """
     return safe_exp(log_p - log_q) - 1.0 - (log_p - log_q)
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
-"""Name in `AlgorithmConfig.kl_estimator` -> function of (log p, log q), elementwise on tensors of one shape; nats."""
+"""Name in `KlConfig.estimator` -> function of (log p, log q), elementwise on tensors of one shape; nats."""

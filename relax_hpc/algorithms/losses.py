@@ -1,71 +1,91 @@
-"""The policy loss: clipped surrogate, off-policy correction, KL to the reference, entropy bonus.
+"""What losses are made of: the surrogate's ratio and clip, off-policy correction, KL to the reference, entropy bonus.
 
 Losses and metrics are *sums*, so that micro-batches and ranks add up and the trainer divides once a step.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from relax_hpc.algorithms.batch import TokenBatch
 from relax_hpc.algorithms.correction import correction
 from relax_hpc.algorithms.kl import KL_ESTIMATORS, k3, safe_exp
-from relax_hpc.config.schema import AlgorithmConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from relax_hpc.algorithms.base import Algorithm, KlConfig
+    from relax_hpc.algorithms.batch import TokenBatch
 
 MAX_SUFFIX = "_max"
 """Metrics with this suffix are maxima and combine by max; all others are sums."""
+OWN = "algorithm/"
+"""Beginning of the names of metrics that one algorithm alone has."""
+
+
+@dataclass(slots=True)
+class TokenLosses:
+    """The policy's loss of each token, without correction, KL and entropy; everything [b, s]."""
+
+    loss: Tensor
+    """With gradient."""
+    ratio: Tensor
+    """Policy / old, as the algorithm takes it."""
+    clipped: Tensor
+    """Where the clip decides."""
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+    """What else to write, as means over trained tokens: name -> values. They appear as algorithm/<name>."""
+
+
+def ratio_to_old(batch: TokenBatch) -> Tensor:
+    """policy / old of each token, with gradient."""
+    return safe_exp(batch.logprobs - batch.old_logprobs)
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """Token losses max(-A r, -A clip(r, 1 - low, 1 + high)) and where the clipped branch holds, both of r's shape.
-
-    PPO, arXiv 1707.06347, equation 7, with GRPO's group advantages, arXiv 2402.03300, equation 3; two edges
-    ("clip-higher") from DAPO, arXiv 2503.14476, section 3.1.
-    """
+    """Token losses max(-A r, -A clip(r, 1 - low, 1 + high)) and where the clipped branch holds, both of r's shape."""
     free = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - low, 1.0 + high)
-    return torch.maximum(free, clipped), clipped > free
+    return free.maximum(clipped), clipped > free
 
 
-def policy_loss(batch: TokenBatch, config: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss *summed* over `batch` (a scalar with gradient), and detached scalar sums to log.
+def policy_loss(batch: TokenBatch, algorithm: Algorithm) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of ``algorithm`` *summed* over ``batch`` (a scalar with gradient), and detached scalar sums to log.
 
-    A token's loss is w * max(-A r, -A clip(r)) + kl_coefficient * KL - entropy_coefficient * H, with
-    r = exp(logprobs - old_logprobs) and w from `correction`. `token_mean` adds up tokens (DAPO, arXiv
-    2503.14476, section 3.3; every token weighs the same, which Dr. GRPO, arXiv 2503.20783, section 3, asks for
-    too); `sequence_mean` first divides a sample's sum by its masked tokens (GRPO, arXiv 2402.03300,
-    equation 3) and so needs whole samples. The mean over an optimizer step is sum(loss) / sum(metrics["weight"]).
+    A token's loss is w * algorithm.token_losses + kl.coefficient * KL - entropy_coefficient * H with w from
+    `correction`. `token_mean` adds up tokens (DAPO, arXiv 2503.14476, section 3.3; every token weighs the same, which
+    Dr. GRPO, arXiv 2503.20783, section 3, asks for too); `sequence_mean` first divides a sample's sum by its masked
+    tokens (GRPO, arXiv 2402.03300, equation 3) and so needs whole samples. The mean over an optimizer step is
+    sum(loss) / sum(metrics["weight"]).
 
     Metrics: `weight` (masked tokens, or samples having some), `tokens`, `samples`; `loss/policy`, `loss/kl`,
     `loss/entropy`, whose sum is the loss; over masked tokens `ratio`, `clip_fraction`, `kl/old`, `rollout_kl` (KL of
     the engine's policy to the old one), `correction_weight`, `correction_square` (of the weight), `correction_cut`,
-    `train_rollout_logprob_abs_diff`, `kl/reference` if there are ref_logprobs and `entropy` if there is entropy; and
-    the maxima `train_rollout_logprob_max`, `rollout_ratio_max` and `rollout_inverse_ratio_max`, the least ratio being
-    its inverse. `mean_metrics` turns their totals into means.
+    `train_rollout_logprob_abs_diff`, `kl/reference` if there are ref_logprobs, `entropy` if there is entropy and
+    algorithm/* of the algorithm's own; and the maxima `train_rollout_logprob_max`, `rollout_ratio_max` and
+    `rollout_inverse_ratio_max`, the least ratio being its inverse. `mean_metrics` turns their totals into means.
 
     ValueError: shapes differ, or a coefficient is set whose input is missing.
     """
     keep = batch.mask > 0
-    x = _checked(batch, config, keep)
+    x = _checked(batch, algorithm)
     share = keep.to(x.logprobs.dtype)
-    if config.reduction == "sequence_mean":
+    if algorithm.reduction == "sequence_mean":
         share = share / share.sum(dim=1, keepdim=True).clamp(min=1.0)
-    ratio = safe_exp(x.logprobs - x.old_logprobs)
-    surrogate, clipped = clipped_surrogate(ratio, x.advantages, config.clip_low, config.clip_high)
-    corrected = correction(x.old_logprobs, x.rollout_logprobs, config)
-    terms = {"loss/policy": (share * corrected.weight * surrogate).sum()}
-    kl = None if x.ref_logprobs is None else KL_ESTIMATORS[config.kl_estimator](x.ref_logprobs, x.logprobs)
-    terms["loss/kl"] = _scaled(config.kl_coefficient, share, kl)
-    terms["loss/entropy"] = _scaled(-config.entropy_coefficient, share, x.entropy)
+    found = algorithm.token_losses(x)
+    corrected = correction(x.old_logprobs, x.rollout_logprobs, algorithm.correction)
+    terms = {"loss/policy": (share * corrected.weight * found.loss).sum()}
+    kl = None if x.ref_logprobs is None else KL_ESTIMATORS[algorithm.kl.estimator](x.ref_logprobs, x.logprobs)
+    terms["loss/kl"] = _scaled(algorithm.kl.coefficient, share, _of_loss(kl, x, corrected.weight, algorithm.kl))
+    terms["loss/entropy"] = _scaled(-algorithm.entropy_coefficient, share, x.entropy)
     loss = terms["loss/policy"] + terms["loss/kl"] + terms["loss/entropy"]
 
     tokens = keep.sum().to(share.dtype)
     samples = keep.any(dim=1).sum().to(share.dtype)
     difference = (x.old_logprobs - x.rollout_logprobs).abs()
     per_token = {
-        "ratio": ratio,
-        "clip_fraction": clipped,
+        "ratio": found.ratio,
+        "clip_fraction": found.clipped,
         "kl/reference": kl,
         "kl/old": k3(x.logprobs, x.old_logprobs),
         "entropy": x.entropy,
@@ -74,9 +94,9 @@ def policy_loss(batch: TokenBatch, config: AlgorithmConfig) -> tuple[Tensor, dic
         "correction_square": corrected.weight.square(),
         "correction_cut": corrected.cut,
         "train_rollout_logprob_abs_diff": difference,
-    }
-    metrics = {"weight": tokens if config.reduction == "token_mean" else samples, "tokens": tokens, "samples": samples}
-    metrics |= terms
+    } | {OWN + name: values for name, values in found.metrics.items()}
+    weight = tokens if algorithm.reduction == "token_mean" else samples
+    metrics = {"weight": weight, "tokens": tokens, "samples": samples} | terms
     metrics |= {name: (keep * value).sum() for name, value in per_token.items() if value is not None}
     maxima = {
         "train_rollout_logprob": difference,
@@ -102,13 +122,21 @@ def mean_metrics(totals: dict[str, float]) -> dict[str, float]:
     return result
 
 
-def _checked(batch: TokenBatch, config: AlgorithmConfig, keep: Tensor) -> TokenBatch:
+def _checked(batch: TokenBatch, algorithm: Algorithm) -> TokenBatch:
     """`batch` with zeros where not kept, put there before any exp so that neither values nor gradients turn NaN."""
-    if config.kl_coefficient and batch.ref_logprobs is None:
-        raise ValueError("algorithm.kl_coefficient is set but the batch has no ref_logprobs")
-    if config.entropy_coefficient and batch.entropy is None:
+    if algorithm.kl.coefficient and batch.ref_logprobs is None:
+        raise ValueError("algorithm.kl.coefficient is set but the batch has no ref_logprobs")
+    if algorithm.entropy_coefficient and batch.entropy is None:
         raise ValueError("algorithm.entropy_coefficient is set but the batch has no entropy")
     return batch.clean()
+
+
+def _of_loss(kl: Tensor | None, x: TokenBatch, weight: Tensor, settings: KlConfig) -> Tensor | None:
+    """Divergences [b, s] as they enter the loss; ``weight`` is the correction's."""
+    if kl is None or not settings.coefficient:
+        return kl
+    bounded = kl.clamp(-settings.cap, settings.cap) if settings.cap else kl
+    return bounded * ratio_to_old(x) * weight if settings.importance else bounded
 
 
 def _scaled(coefficient: float, share: Tensor, value: Tensor | None) -> Tensor:

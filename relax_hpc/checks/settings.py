@@ -14,6 +14,7 @@ from pathlib import Path
 from relax_hpc.config.schema import Config, SimulatedConfig
 from relax_hpc.engines.kinds import findings_of
 from relax_hpc.errors import ConfigError
+from relax_hpc.fields import FIELDS
 from relax_hpc.protocol import misfit
 
 ALWAYS_NEEDED = ("rollout", "actor", "advantages")
@@ -92,9 +93,9 @@ def _weights(config: Config) -> Findings:
         found = getattr(weights, name)
         if found and found % every and every % found:
             yield f"weights.{name}: found {found}, allowed: 0, or multiples of weights.publish_every, {every}"
-    if (found := config.algorithm.refresh_reference_every) % every:
+    if (found := config.algorithm.kl.refresh_every) % every:
         yield (
-            f"algorithm.refresh_reference_every: found {found}, allowed: 0, or multiples of weights.publish_every, "
+            f"algorithm.kl.refresh_every: found {found}, allowed: 0, or multiples of weights.publish_every, "
             f"{every}; other versions are not published"
         )
 
@@ -130,9 +131,9 @@ def _groups(config: Config) -> Findings:
     for needed in ALWAYS_NEEDED:
         if needed not in places:
             yield f"groups: found role {needed} in no group; every run needs it, add it to the roles of one"
-    if config.algorithm.kl_coefficient > 0 and "reference" not in {*places, *config.actor.forward}:
+    if (found := config.algorithm.kl.coefficient) and "reference" not in {*places, *config.actor.forward}:
         yield (
-            f"algorithm.kl_coefficient: found {config.algorithm.kl_coefficient}, but role reference is in no group; "
+            f"algorithm.kl.coefficient: found {found}, but role reference is in no group; "
             "set it to 0, or add reference to the roles of a group, or to actor.forward"
         )
     yield from _forward(config, places)
@@ -173,7 +174,7 @@ def _forward(config: Config, places: Collection[str]) -> Findings:
     """Who scores: roles in groups, ``places``, in the actor, or, for want of an actor_fwd, nobody."""
     for role in sorted({*places}.intersection(config.actor.forward)):
         yield f"actor.forward: found {role}, which is in a group too, allowed: one of them; remove it here or there"
-    if "actor_fwd" not in {*places, *config.actor.forward}:
+    if config.algorithm.uses_old and "actor_fwd" not in {*places, *config.actor.forward}:
         for name in ("passes", "mini_batches"):
             if (found := getattr(config.algorithm, name)) > 1:
                 yield (
@@ -181,14 +182,16 @@ def _forward(config: Config, places: Collection[str]) -> Findings:
                     "before the step would be taken for 1, so that nothing is clipped; add actor_fwd to the roles of a "
                     "group, or to actor.forward"
                 )
-    if "reference" in config.actor.forward and (every := config.algorithm.refresh_reference_every):
+    if "reference" in config.actor.forward and (every := config.algorithm.kl.refresh_every):
         yield (
-            f"algorithm.refresh_reference_every: found {every} with reference in actor.forward, allowed: 0; "
+            f"algorithm.kl.refresh_every: found {every} with reference in actor.forward, allowed: 0; "
             "checkpoints do not hold the weights it would have after a restart; give it a group"
         )
 
 
 def _algorithm(config: Config) -> Findings:
+    yield from (f"algorithm.{finding}" for finding in config.algorithm.findings())
+    yield from _fields(config)
     groups, parts, data = config.prompts_per_step, config.algorithm.mini_batches, config.actor.parallel.data
     rows = groups // parts * config.samples_per_prompt
     if groups % parts:
@@ -198,6 +201,16 @@ def _algorithm(config: Config) -> Findings:
             f"actor.parallel.data: found {data}, allowed: at most {rows} (prompts_per_step {groups} / "
             f"algorithm.mini_batches {parts} * samples_per_prompt), else a rank gets no sample"
         )
+
+
+def _fields(config: Config) -> Findings:
+    """Whether somebody gives what the algorithm needs; `_groups` and `_forward` say more of the usual fields."""
+    places = {role for group in config.groups.values() for role in group.roles}.union(config.actor.forward)
+    for name in {*config.algorithm.needs, *config.algorithm.loss_needs()} - {"old_logprobs", "ref_logprobs"}:
+        giver = FIELDS[name].by if name in FIELDS else ""
+        if giver not in places and giver not in ALWAYS_NEEDED:
+            who = f"role {giver}, which is in no group" if giver else "nobody, see relax_hpc.fields"
+            yield f"algorithm.name: found {config.algorithm.name}, which needs field {name} of {who}"
 
 
 def _rollout(config: Config) -> Findings:

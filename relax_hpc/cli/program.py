@@ -20,7 +20,7 @@ from relax_hpc.cli.samples import SAMPLES
 from relax_hpc.config.changes import change_files
 from relax_hpc.config.clean import COMMAND_LINE, Mistake, near
 from relax_hpc.config.load import Layers, build, compose, gather, load_resolved, print_config, resolve
-from relax_hpc.config.options import OptionError, explain, split_groups, without
+from relax_hpc.config.options import OptionError, explain, split_free, without
 from relax_hpc.config.schema import Config
 from relax_hpc.disk import may_pass, with_cure
 from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_RETRY, ConfigError, Mistakes, RelaxError
@@ -70,11 +70,11 @@ def parser_of(name: str) -> ArgumentParser:
 def _dispatch(argv: list[str]) -> int:
     if argv and argv[0] in COMMANDS:
         command = COMMANDS[argv[0]]
-        rest, groups = split_groups(argv[1:]) if command.takes_config else (argv[1:], {})
+        rest, free = split_free(argv[1:]) if command.takes_config else (argv[1:], {})
         given, wrong = _parse(argv[0], rest)
         if wrong:
-            raise ConfigError(*_with_other_mistakes(wrong, given | groups, command))
-        return _handle(command, given | groups)
+            raise ConfigError(*_with_other_mistakes(wrong, given | free, command))
+        return _handle(command, given | free)
     if argv and not argv[0].startswith("-"):
         raise ConfigError(
             f"{COMMAND_LINE}: {argv[0]}: unknown command, allowed: {', '.join(COMMANDS)}{near(argv[0], list(COMMANDS))}"

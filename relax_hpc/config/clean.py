@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from relax_hpc.algorithms import Unavailable
 from relax_hpc.config.read import Source
 from relax_hpc.config.schema import Config
+from relax_hpc.config.variants import FAMILIES, chosen, fields_of
 from relax_hpc.errors import ConfigError
 
 COMMAND_LINE = "command line"
@@ -22,11 +24,20 @@ MAX_DEPTH = 16
 
 REMOVED = {
     "rollout.max_attempts": "rollout.max_failed_share says when failing prompt groups end a run; delete the line",
-    "algorithm.tis_cap": "it is algorithm.correction_high now",
     "groups_per_step": "it is prompts_per_step now",
     "samples_per_group": "it is samples_per_prompt now",
+    "algorithm.tis_cap": "it is algorithm.correction.high now",
+    "algorithm.advantage": "it is algorithm.name now",
+    "algorithm.kl_coefficient": "it is algorithm.kl.coefficient now",
+    "algorithm.kl_estimator": "it is algorithm.kl.estimator now",
+    "algorithm.refresh_reference_every": "it is algorithm.kl.refresh_every now",
+    "algorithm.correction_level": "it is algorithm.correction.level now",
+    "algorithm.correction_low": "it is algorithm.correction.low now",
+    "algorithm.correction_high": "it is algorithm.correction.high now",
 }
 """Keys that configurations of older runs may still have -> what to do about them."""
+GROWN = {"algorithm.correction": "algorithm.correction.kind"}
+"""Keys that had one value and are sections now -> where the value went."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 _NO_BOUNDS: Mapping[str, Any] = MappingProxyType({})
@@ -47,8 +58,9 @@ class Mistake:
 class Cleaner:
     """Checks layers against the schema: what is not allowed is left out and kept in `mistakes`."""
 
-    def __init__(self, source: Source) -> None:
-        self.source = source
+    def __init__(self, source: Source, below: Mapping[str, Any] = _NO_BOUNDS) -> None:
+        """``below``: what the layers before have come to, by which sections are understood that say no name."""
+        self.source, self.below = source, below
         self.mistakes: list[Mistake] = []
 
     def clean(self, hint: Any, value: Any, key: str = "", metadata: Mapping[str, Any] = _NO_BOUNDS) -> Any:
@@ -82,7 +94,11 @@ class Cleaner:
         # A section with all its lines commented out reads as null.
         value = {} if value is None else value
         if not isinstance(value, Mapping):
-            return self._wrong(key, value, f"a mapping of {', '.join(get_type_hints(hint))}")
+            moved = f"; it is {GROWN[key]} now" if key in GROWN else ""
+            return self._wrong(key, value, f"a mapping of {', '.join(get_type_hints(hint))}", moved)
+        family, hint = hint, self._chosen(hint, value, key)
+        if hint is DROPPED:
+            return DROPPED
         fields = {field.name: field for field in dataclasses.fields(hint)}
         hints = get_type_hints(hint)
         found = {}
@@ -90,15 +106,34 @@ class Cleaner:
             dotted = f"{key}.{name}".lstrip(".")
             if name in fields:
                 found[name] = self.clean(hints[name], item, dotted, fields[name].metadata)
-            else:
-                self._unknown(dotted, str(name), list(fields))
+            elif not issubclass(hint, Unavailable):
+                self._unknown(dotted, str(name), list(fields), family)
         return _kept(found)
 
-    def _unknown(self, dotted: str, name: str, siblings: list[str]) -> None:
+    def _chosen(self, hint: Any, value: Mapping[str, Any], key: str) -> Any:
+        """The dataclass that a section of a family is to be, by its name or, if it says none, that of layers before."""
+        if hint not in FAMILIES:
+            return hint
+        name = value.get("name", "")
+        if type(name) is not str:
+            # Nothing else of the section can be judged, nor what is found in its place.
+            self.mistakes.append(
+                Mistake(key, f"{self.source.at(f'{key}.name')}: {key}.name: {found_and_allowed(name, 'text')}")
+            )
+            return DROPPED
+        try:
+            return chosen(hint, value, self.below.get(key, {}), {"name": next(iter(FAMILIES[hint].known))})
+        except ConfigError as error:
+            text = str(error).partition(": ")[2]
+            self.mistakes.append(Mistake(key, f"{self.source.at(f'{key}.name')}: {key}.name: {text}"))
+            return DROPPED
+
+    def _unknown(self, dotted: str, name: str, siblings: list[str], family: Any) -> None:
         if dotted in REMOVED:
             self.mistake(dotted, f"there is no such setting any more: {REMOVED[dotted]}")
             return
-        hint = near(name, siblings) or near(dotted, list(keys()))
+        others = [member.name for member in fields_of(family).get(name, ())]
+        hint = f"; {', '.join(others)} has it" if others else near(name, siblings) or near(dotted, list(keys()))
         self.mistake(dotted, f"unknown key, allowed: {', '.join(siblings)}{hint}")
 
     def _map(self, item: Any, value: Any, key: str) -> Any:
@@ -179,8 +214,9 @@ def near(word: str, allowed: Sequence[str]) -> str:
 
 def keys(hint: Any = Config, prefix: str = "") -> Iterator[str]:
     """Dotted keys of all fields of the dataclass `hint`, sections included."""
-    for name, item in get_type_hints(hint).items():
+    for name, members in fields_of(hint).items():
         yield prefix + name
+        item = get_type_hints(members[0])[name]
         if dataclasses.is_dataclass(item):
             yield from keys(item, f"{prefix}{name}.")
 

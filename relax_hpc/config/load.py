@@ -15,10 +15,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
+from relax_hpc.algorithms import Algorithm
 from relax_hpc.config.clean import COMMAND_LINE, DROPPED, Cleaner, Mistake, near
 from relax_hpc.config.read import Source, dump_yaml, key_lines, read_yaml
 from relax_hpc.config.schema import Config, default_groups, optional_groups
+from relax_hpc.config.variants import FAMILIES, chosen, own_fields
 from relax_hpc.errors import ConfigError
+from relax_hpc.fields import roles_for
 from relax_hpc.rundir import RunDir, write_atomic
 
 _PATHS = (("run_dir",), ("model", "path"), ("model", "reference_path"), ("data", "train"))
@@ -131,16 +134,17 @@ def gather(files: Sequence[Path | str], overrides: Mapping[str, Any] | None = No
         except ConfigError as error:
             found.mistakes += [Mistake("", text) for text in error.mistakes]
     _lay(found, _nest(overrides or {}), Source(COMMAND_LINE))
-    if _needs_reference(found.tree) and "groups.reference" not in found.sources:
-        found.tree = _with_optional(found.tree, {"reference": {}})
+    needed = {name: {} for name in _needed_groups(found.tree) if f"groups.{name}" not in found.sources}
+    found.tree = _with_optional(found.tree, needed)
     return found
 
 
 def _lay(found: Layers, raw: Any, source: Source) -> None:
     """Lay one more layer over those that were found."""
-    cleaner = Cleaner(source)
+    cleaner = Cleaner(source, found.tree)
     layer = cleaner.clean(Config, raw)
     if layer is not DROPPED:
+        _begin_anew(found, layer, source)
         named = (key.split(".")[1] for key in found.sources if key.startswith("groups."))
         known = {*found.tree["groups"], *optional_groups(), *named}
         _check_removals(layer.get("groups", {}), known, cleaner)
@@ -149,10 +153,29 @@ def _lay(found: Layers, raw: Any, source: Source) -> None:
     found.mistakes += cleaner.mistakes
 
 
+def _begin_anew(found: Layers, layer: Mapping[str, Any], source: Source) -> None:
+    """A section that ``layer`` gives another name has the defaults of that one, and what was set before of fields that
+    all of its family have. What was set of others is a mistake: the same word may mean something else now."""
+    for key, hint in get_type_hints(Config).items():
+        before, now = found.tree[key], layer.get(key, {})
+        if hint not in FAMILIES or now.get("name", before["name"]) == before["name"]:
+            continue
+        said = {leaf.split(".")[1] for leaf in found.sources if leaf.startswith(f"{key}.")}
+        for name in own_fields(hint, said.difference(now)):
+            place = found.sources.pop(f"{key}.{name}").at(f"{key}.{name}")
+            text = (
+                f"{place}: {key}.{name}: set for {before['name']}, but {source.at(f'{key}.name')} names {now['name']}"
+            )
+            found.mistakes.append(Mistake(f"{key}.{name}", f"{text}; set it there too, or remove it here"))
+        shared = said.intersection(field.name for field in dataclasses.fields(hint))
+        fresh = dataclasses.asdict(chosen(hint, now)())
+        found.tree = found.tree | {key: fresh | {name: before[name] for name in shared}}
+
+
 def merge(hint: Any, base: Any, layer: Any) -> Any:
     """`layer` laid over `base`, both clean values of type `hint`; neither is changed."""
     if dataclasses.is_dataclass(hint):
-        hints = get_type_hints(hint)
+        hints = get_type_hints(chosen(hint, layer, base))
         return base | {key: merge(hints[key], base.get(key, {}), value) for key, value in layer.items()}
     if get_origin(hint) is not dict:
         return layer
@@ -167,7 +190,8 @@ def merge(hint: Any, base: Any, layer: Any) -> Any:
 def build(hint: Any, tree: Any) -> Any:
     """A clean tree as an instance of `hint`; fields that it lacks keep their defaults."""
     if dataclasses.is_dataclass(hint):
-        hints, make = get_type_hints(hint), cast(Any, hint)
+        make = cast(Any, chosen(hint, tree))
+        hints = get_type_hints(make)
         return make(**{key: build(hints[key], value) for key, value in tree.items()})
     if get_origin(hint) is dict:
         return {key: build(get_args(hint)[1], value) for key, value in tree.items()}
@@ -184,10 +208,12 @@ def _with_optional(tree: dict[str, Any], asked: Mapping[str, Any]) -> dict[str, 
     return tree | {"groups": tree["groups"] | made}
 
 
-def _needs_reference(tree: Mapping[str, Any]) -> bool:
-    """Whether the loss has a KL to a reference, and nobody is there to score with it."""
-    placed = [group.get("roles", ()) for group in tree["groups"].values()] + [tree["actor"]["forward"]]
-    return tree["algorithm"]["kl_coefficient"] > 0 and not any("reference" in roles for roles in placed)
+def _needed_groups(tree: Mapping[str, Any]) -> list[str]:
+    """Optional groups whose roles give what the algorithm needs, and which nobody else is there to give."""
+    algorithm: Algorithm = build(Algorithm, tree["algorithm"])
+    placed = [*(group.get("roles", ()) for group in tree["groups"].values()), tree["actor"]["forward"]]
+    missing = roles_for((*algorithm.needs, *algorithm.loss_needs(tree["max_staleness"] > 0))).difference(*placed)
+    return [name for name, group in optional_groups().items() if missing.intersection(group.roles)]
 
 
 def _check_removals(groups: Mapping[str, Any], known: Collection[str], cleaner: Cleaner) -> None:
@@ -217,7 +243,7 @@ def _nest(overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 def _complete(tree: dict[str, Any]) -> dict[str, Any]:
     """`tree` with null for every group that it lacks and that reading it would bring back."""
-    back = [*default_groups(), *(["reference"] if _needs_reference(tree) else [])]
+    back = [*default_groups(), *_needed_groups(tree)]
     return tree | {"groups": tree["groups"] | {name: None for name in back if name not in tree["groups"]}}
 
 

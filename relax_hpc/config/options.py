@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_origin, get_type_hints
 from relax_hpc.config.clean import COMMAND_LINE, DROPPED, Cleaner, bounds, found_and_allowed, keys, near
 from relax_hpc.config.read import Source, parse_yaml
 from relax_hpc.config.schema import Config
+from relax_hpc.config.variants import FAMILIES
 from relax_hpc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,10 +33,10 @@ class Option:
 
 def options(cls: Any = Config, prefix: str = "", title: str = "") -> Iterator[Option]:
     """Every leaf of the dataclass `cls` in the order of the schema."""
-    from docstring_parser import parse_from_object
-
-    hints, defaults = get_type_hints(cls), cls()
-    texts = {param.arg_name: param.description for param in parse_from_object(cls).params}
+    if cls in FAMILIES:
+        yield from _of_family(cls, prefix, title)
+        return
+    hints, defaults, texts = get_type_hints(cls), cls(), _texts(cls)
     section = f"{title or 'run'}: {cls.__doc__.splitlines()[0].rstrip('.')}"
     for field in dataclasses.fields(cls):
         key, hint = prefix + field.name, hints[field.name]
@@ -46,6 +47,32 @@ def options(cls: Any = Config, prefix: str = "", title: str = "") -> Iterator[Op
         span = bounds(field.metadata)
         text = " ".join(part for part in (texts.get(field.name), f"[{span}]" if span else "") if part)
         yield Option(key, hint, default, field.metadata, text, section)
+
+
+def _of_family(family: Any, prefix: str, title: str) -> Iterator[Option]:
+    """Leaves of all that a section may be, each once; those that not all have say who has them."""
+    section = f"{title}: {family.__doc__.splitlines()[0].rstrip('.')}"
+    members = FAMILIES[family].known
+    found: dict[str, tuple[Option, list[str]]] = {}
+    for name, member in members.items():
+        for option in options(member, prefix, title):
+            found.setdefault(option.key, (option, []))[1].append(name)
+    for option, names in found.values():
+        whose = "" if len(names) == len(members) else f" ({', '.join(names)})"
+        nested = option.section if option.key.count(".") > 1 else section
+        yield dataclasses.replace(option, help=f"{option.help}{whose}", section=nested)
+
+
+def _texts(cls: Any) -> dict[str, str | None]:
+    """The text under each field, where the class that has it last says it."""
+    from docstring_parser import parse_from_object
+
+    bases = [base for base in reversed(cls.__mro__) if dataclasses.is_dataclass(base)]
+    return {param.arg_name: param.description for base in bases for param in parse_from_object(base).params}
+
+
+FREE = ("--groups.", *(f"--{name}." for name, hint in get_type_hints(Config).items() if hint in FAMILIES))
+"""Beginnings of options whose names depend on the configuration."""
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -64,18 +91,19 @@ def add_options(parser: ArgumentParser) -> None:
         group.add_argument(f"--{option.key}", type=hint, default=default, help=text)
 
 
-def split_groups(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """`argv` without `--groups.NAME...` options, and these as overrides: jsonargparse keeps one item below a name only.
+def split_free(argv: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """`argv` without options that no parser can know, and these as overrides: `--groups.NAME...`, of which jsonargparse
+    keeps one item below a name only, and fields of a user's own algorithm.
 
-    >>> split_groups(["--steps", "5", "--groups.actor.roles", "[actor]", "--groups.hub=null"])
+    >>> split_free(["--steps", "5", "--groups.actor.roles", "[actor]", "--groups.hub=null"])
     (['--steps', '5'], {'groups.actor.roles': ['actor'], 'groups.hub': None})
     """
     rest, found, words = [], {}, iter(argv)
     for word in words:
-        if not word.startswith("--groups."):
+        key, equals, text = word.removeprefix("--").partition("=")
+        if not word.startswith(FREE) or key in keys():
             rest.append(word)
             continue
-        key, equals, text = word.removeprefix("--").partition("=")
         try:
             text = text if equals else next(words)
         except StopIteration:

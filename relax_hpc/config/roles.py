@@ -20,8 +20,6 @@ class Role:
     """Whether it brings to an end what it is at when it is asked to stop."""
     needs: tuple[str, ...] = ()
     """Fields of rows without which it cannot work. What it gives is declared in `relax_hpc.fields`."""
-    per_prompt_group: bool = False
-    """Whether what it gives follows from a prompt group alone, in whichever window that comes."""
 
 
 ROLES = {
@@ -45,7 +43,7 @@ ROLES = {
         sections=("reference",),
         needs=("token_ids",),
     ),
-    "advantages": Role("relax_hpc.roles.advantages", needs=("reward",), per_prompt_group=True),
+    "advantages": Role("relax_hpc.roles.advantages", needs=("reward",)),
 }
 RANKED = tuple(name for name, role in ROLES.items() if role.ranked)
 """Roles whose ranks split one model."""

@@ -8,12 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from relax_hpc.algorithms import Algorithm, Grpo
 from relax_hpc.config.roles import ROLES
-
-
-def bounded(default: Any, low: float | None = None, high: float | None = None) -> Any:
-    """A dataclass field whose value must lie in [low, high]; the loader reports violations by file and key."""
-    return field(default=default, metadata={"low": low, "high": high})
+from relax_hpc.settings import bounded
 
 
 @dataclass(kw_only=True, slots=True)
@@ -81,43 +78,6 @@ class WarmStartConfig:
     lr: float = bounded(2e-3, 0.0)
     noise: float = bounded(0.7, 0.0, 1.0)
     """Share of demonstrations whose answer is another prompt's."""
-
-
-@dataclass(kw_only=True, slots=True)
-class AlgorithmConfig:
-    """GRPO and its corrections; formulas and sources are in `relax_hpc.algorithms`."""
-
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    """How a prompt group's rewards become advantages."""
-    passes: int = bounded(1, 1)
-    """Times a training batch is gone through."""
-    mini_batches: int = bounded(1, 1)
-    """Optimizer steps a pass makes; divides prompts_per_step."""
-    clip_low: float = bounded(0.2, 0.0, 1.0)
-    """Lower edge of the ratio is 1 - clip_low."""
-    clip_high: float = bounded(0.28, 0.0)
-    """Upper edge of the ratio is 1 + clip_high."""
-    kl_coefficient: float = bounded(0.0, 0.0)
-    """Weight of KL(policy || reference) in the loss."""
-    refresh_reference_every: int = bounded(0, 0)
-    """Steps after which the reference takes the policy's weights as they then are; 0: it stays as it is."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    entropy_coefficient: float = bounded(0.0)
-    reduction: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """Over a whole optimizer step: mean over tokens, or over samples of each sample's mean."""
-    correction: Literal["truncate", "mask", "off"] = "truncate"
-    """Of tokens that other weights, or another implementation, sampled than are trained, by the ratio old / rollout:
-    it weighs them up to `correction_high`, or only within the range, all others having no weight."""
-    correction_level: Literal["token", "sequence"] = "token"
-    """The ratio is each token's, or the product over its response."""
-    correction_low: float = bounded(0.5, 0.0, 1.0)
-    """Smallest ratio that is not masked; `truncate` has no lower edge."""
-    correction_high: float = bounded(2.0, 1.0)
-    """Largest ratio that is not truncated or masked."""
-    mask_older_tokens: bool = False
-    """Leave tokens out of the loss that were drawn by older weights than the last one of their response."""
-    shuffle_rewards: bool = False
-    """Control experiment: permute rewards over the step's samples. Nothing should be learned."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -533,13 +493,12 @@ def default_groups() -> dict[str, GroupConfig]:
         "hub": GroupConfig(roles=["advantages"]),
         "rollout": GroupConfig(roles=["rollout"]),
         "actor": GroupConfig(roles=["actor"]),
-        "actor_fwd": GroupConfig(roles=["actor_fwd"]),
     }
 
 
 def optional_groups() -> dict[str, GroupConfig]:
-    """Groups that a run has if a layer speaks of them, or if its loss needs them: the reference, with a KL."""
-    return {"reference": GroupConfig(roles=["reference"])}
+    """Groups that a run has if a layer speaks of them, or if its algorithm needs what they give."""
+    return {name: GroupConfig(roles=[name]) for name in ("actor_fwd", "reference")}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -567,7 +526,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    algorithm: Algorithm = field(default_factory=Grpo)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     actor_fwd: ForwardConfig = field(default_factory=ForwardConfig)

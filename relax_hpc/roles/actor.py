@@ -70,7 +70,7 @@ class Actor:
             model.slices(),
             self.config.weights.slabs or self.config.max_staleness + 2,
             self.config.weights,
-            self.config.algorithm.refresh_reference_every,
+            self.config.algorithm.kl.refresh_every,
             context.world.local_rank if self.config.model.device == "cuda" else None,
         )
         patience = self.config.checkpoint.timeout_s

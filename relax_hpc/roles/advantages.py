@@ -1,4 +1,4 @@
-"""The advantages role: rewards of whole prompt groups become per-token advantages. CPU only."""
+"""The advantages role: rewards become per-token advantages, as the run's algorithm says. CPU only."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from relax_hpc.algorithms.advantages import group_advantages, token_advantages
-from relax_hpc.config.schema import AlgorithmConfig
+from relax_hpc.algorithms import Algorithm
 from relax_hpc.roles.context import END, HUB, Context
 from relax_hpc.transfer_queue.client.claims import check_claim
 from relax_hpc.transfer_queue.row_schema import Row
@@ -16,17 +15,20 @@ from relax_hpc.transfer_queue.storage.media import placeholders_of
 _EVERYTHING = 1 << 40
 
 
-def advantages_of(rows: Sequence[Row], samples: int, algorithm: AlgorithmConfig, seed: int) -> list[Row]:
+def advantages_of(rows: Sequence[Row], samples: int, algorithm: Algorithm, seed: int) -> list[Row]:
     """``rows`` with `advantages` [tokens] float32; rows come as whole prompt groups of ``samples``."""
-    rewards = np.array([row["reward"] for row in rows], dtype=np.float64).reshape(-1, samples)
     if algorithm.shuffle_rewards:
-        shuffled = np.random.default_rng([seed, rows[0]["ticket"]]).permutation(rewards.reshape(-1))
-        rewards = shuffled.reshape(rewards.shape)
-    values = group_advantages(rewards, algorithm.advantage).reshape(-1)
-    return [
-        {"sample_id": row["sample_id"], "advantages": token_advantages(value, row["loss_mask"])}
-        for row, value in zip(rows, values, strict=True)
-    ]
+        rows = shuffled(rows, seed)
+    prompts = [[[row] for row in rows[start : start + samples]] for start in range(0, len(rows), samples)]
+    made = zip(rows, algorithm.token_advantages(prompts), strict=True)
+    return [{"sample_id": row["sample_id"], "advantages": values} for row, values in made]
+
+
+def shuffled(rows: Sequence[Row], seed: int) -> list[Row]:
+    """``rows`` with each other's rewards, the same for the same step."""
+    rewards = np.array([row["reward"] for row in rows], dtype=np.float64)
+    drawn = np.random.default_rng([seed, rows[0]["ticket"]]).permutation(rewards)
+    return [{**row, "reward": reward} for row, reward in zip(rows, drawn, strict=True)]
 
 
 def run(context: Context) -> None:
@@ -44,7 +46,6 @@ def run(context: Context) -> None:
             if not check_claim(client, claim, placeholders):
                 continue
             rows = client.rows(claim)
-            client.put(
-                advantages_of(rows, config.samples_per_prompt, config.algorithm, config.seed), ("advantages",), claim
-            )
+            made = advantages_of(rows, config.samples_per_prompt, config.algorithm, config.seed)
+            client.put(claim.lacking(made), config.algorithm.gives, claim)
         context.report(claim.step, client.store.ways.since_last())

@@ -73,7 +73,7 @@ def run(context: Context) -> None:
     scorer = Scorer(context, ranks, frozen)
     context.says("")
     if context.world.leader:
-        _lead(context, ranks, scorer, 1 if follows else config.algorithm.refresh_reference_every)
+        _lead(context, ranks, scorer, 1 if follows else config.algorithm.kl.refresh_every)
     else:
         _follow(context, ranks, scorer)
     ranks.close()

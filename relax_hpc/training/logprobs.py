@@ -52,21 +52,26 @@ class _VocabParallel(torch.autograd.Function):
         p /= total[..., None]
         expectation = torch.zeros_like(total)
         if entropy:
-            expectation = _reduce((p * z.masked_fill_(p == 0, 0.0)).sum(-1), dist.ReduceOp.SUM, group)
+            expectation = _reduce(z.masked_fill_(p == 0, 0.0).mul_(p).sum(-1), dist.ReduceOp.SUM, group)
         entropies = log_total - expectation
         ctx.save_for_backward(p, index, mine, entropies)
-        ctx.temperature, ctx.entropy = temperature, entropy
+        ctx.temperature = temperature
         ctx.dtype = logits.dtype
+        # An entropy that is only looked at has no gradient: zeros in its place would cost as much as a real one.
+        ctx.set_materialize_grads(False)
         return chosen - log_total, entropies
 
     @staticmethod
-    def backward(ctx: Any, d_logprobs: Tensor, d_entropies: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_logprobs: Tensor | None, d_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
         p, index, mine, entropies = ctx.saved_tensors
-        slope = -d_logprobs[..., None] * p
-        slope.scatter_add_(-1, index, torch.where(mine, d_logprobs, 0.0)[..., None])
-        if ctx.entropy:
-            slope -= d_entropies[..., None] * (torch.special.xlogy(p, p) + p * entropies[..., None])
-        return (slope / ctx.temperature).to(ctx.dtype), None, None, None, None, None
+        if d_logprobs is None:
+            slope = torch.zeros_like(p)
+        else:
+            slope = -d_logprobs[..., None] * p
+            slope.scatter_add_(-1, index, torch.where(mine, d_logprobs, 0.0)[..., None])
+        if d_entropies is not None:
+            slope -= (torch.special.xlogy(p, p) + p * entropies[..., None]).mul_(d_entropies[..., None])
+        return slope.div_(ctx.temperature).to(ctx.dtype), None, None, None, None, None
 
 
 def _reduce(values: Tensor, op: Any, group: dist.ProcessGroup) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from relax_hpc.algorithms import Algorithm
 from relax_hpc.algorithms.batch import TokenBatch
-from relax_hpc.algorithms.losses import MAX_SUFFIX, mean_metrics, policy_loss
-from relax_hpc.config.schema import AlgorithmConfig, OptimizerConfig
-from relax_hpc.fields import FIELDS, loss_fields
+from relax_hpc.algorithms.losses import MAX_SUFFIX, mean_metrics
+from relax_hpc.config.schema import OptimizerConfig
+from relax_hpc.fields import FIELDS
 from relax_hpc.training.batches import Batch
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.optimizer import build_optimizer, set_rates
@@ -38,25 +39,26 @@ class Trainer:
     def __init__(
         self,
         model: PolicyModel,
-        algorithm: AlgorithmConfig,
+        algorithm: Algorithm,
         optimizer: OptimizerConfig,
         temperature: float,
         loss: LossFunction | None = None,
     ) -> None:
-        """Take `model`, whose weights are loaded. `loss` replaces the policy loss of `algorithm`."""
+        """Take `model`, whose weights are loaded. `loss` replaces that of `algorithm`."""
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
         self.model = model
         self.temperature = temperature
         self.settings = optimizer
-        self._loss = loss or partial(policy_loss, config=algorithm)
-        self._needs_entropy = loss is None
+        self._loss = loss or algorithm.loss
+        self._needs_entropy = loss is None and algorithm.needs_entropy
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=optimizer.distributed
         )
         self.module = DistributedDataParallel(model.config, settings, model.module)
         self.optimizer = build_optimizer(optimizer, self.module, model.dtype)
-        self._names = sorted(self._loss(_probe(model.device))[1])
+        self._names: list[str] = []
+        """Of the metrics that any rank has ever seen, the same in all of them."""
         self._zero()
 
     def accumulate(self, micro_batches: Sequence[Batch]) -> None:
@@ -132,12 +134,21 @@ class Trainer:
 
     def _reduce_metrics(self) -> dict[str, float]:
         """Totals over the step, the same on every rank; a metric that no rank has seen is left out."""
+        totals, all_known = self._reduced()
+        if not all_known:
+            self._names = sorted(set(self._names).union(*gathered_names(self._sums, self.model.device)))
+            totals, _ = self._reduced()
+        return {"weight": 0.0, "tokens": 0.0} | totals
+
+    def _reduced(self) -> tuple[dict[str, float], bool]:
+        """Totals of the metrics known by name, and whether no rank has seen another one."""
         from megatron.core import parallel_state
 
         zero = torch.zeros((), dtype=torch.float64, device=self.model.device)
-        sums = torch.stack([self._sums.get(name, zero) for name in self._names])
-        seen = torch.tensor([float(name in self._sums) for name in self._names]).to(sums)
-        # Rows: sums, maxima, and whether any rank has the metric.
+        sums = torch.stack([*(self._sums.get(name, zero) for name in self._names), zero])
+        unknown = not self._sums.keys() <= set(self._names)
+        seen = torch.tensor([*(float(name in self._sums) for name in self._names), float(unknown)]).to(sums)
+        # Rows: sums, maxima, and whether any rank has the metric; the last column is for what has no name yet.
         table = torch.stack([sums, sums, seen])
         data = parallel_state.get_data_parallel_group(with_context_parallel=True)
         dist.all_reduce(table[0], group=data)
@@ -145,14 +156,27 @@ class Trainer:
         # Only the last pipeline stage has seen the loss.
         pipeline = parallel_state.get_pipeline_model_parallel_group()
         dist.broadcast(table, dist.get_process_group_ranks(pipeline)[-1], group=pipeline)
-        columns = zip(self._names, *table.tolist(), strict=True)
-        totals = {name: top if name.endswith(MAX_SUFFIX) else total for name, total, top, any_ in columns if any_}
-        return {"weight": 0.0, "tokens": 0.0} | totals
+        *columns, (_, _, any_unknown) = zip(*table.tolist(), strict=True)
+        found = zip(self._names, columns, strict=True)
+        totals = {name: top if name.endswith(MAX_SUFFIX) else total for name, (total, top, any_) in found if any_}
+        return totals, not any_unknown
 
     def _zero(self) -> None:
         self.module.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._sums: dict[str, Tensor] = {}
+
+
+def gathered_names(mine: Iterable[str], device: torch.device) -> list[list[str]]:
+    """The names that each rank has. Collective over all ranks; as bytes, since objects would be pickled."""
+    text = torch.tensor(list("\n".join(mine).encode()), dtype=torch.uint8, device=device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(text)], device=device))
+    longest = int(max(sizes))
+    texts = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in sizes]
+    dist.all_gather(texts, torch.nn.functional.pad(text, (0, longest - len(text))))
+    pairs = zip(texts, sizes, strict=True)
+    return [bytes(text[: int(size)].tolist()).decode().split("\n") for text, size in pairs if size]
 
 
 def _combine(name: str, left: Tensor, right: Tensor) -> Tensor:
@@ -166,13 +190,3 @@ def token_batch(batch: Batch, logprobs: Tensor, entropy: Tensor | None) -> Token
     old = known.setdefault("old_logprobs", logprobs.detach())
     known.setdefault("rollout_logprobs", old)
     return TokenBatch(logprobs=logprobs, entropy=entropy, mask=batch.mask, **known)
-
-
-def _probe(device: torch.device) -> TokenBatch:
-    """A batch with every field, to learn the names of a loss's metrics without communication."""
-
-    def ones(tail: tuple[int | None, ...] = (), dtype: str = "float32") -> Tensor:
-        return torch.ones((1, 1, *(size or 1 for size in tail)), dtype=getattr(torch, dtype), device=device)
-
-    known = {name: ones(FIELDS[name].tail, FIELDS[name].dtype) for name in loss_fields()}
-    return TokenBatch(logprobs=ones(), entropy=ones(), mask=ones(), **known)

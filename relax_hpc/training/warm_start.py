@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from relax_hpc.config import load_resolved
-from relax_hpc.config.schema import AlgorithmConfig, Config, OptimizerConfig, ParallelConfig
+from relax_hpc.config.schema import Config, OptimizerConfig, ParallelConfig
 from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.imports import many_imports
 from relax_hpc.rundir import RunDir
@@ -68,7 +68,7 @@ def _train(config: Config, steps: int, rows: list[Row], source: Path, target: Pa
     model = PolicyModel(read_config(source), config.model, ParallelConfig())
     model.load_hf(source)
     optimizer = OptimizerConfig(lr=settings.lr)
-    trainer = Trainer(model, AlgorithmConfig(), optimizer, temperature=1.0, loss=supervised_loss)
+    trainer = Trainer(model, config.algorithm, optimizer, temperature=1.0, loss=supervised_loss)
     pad = model.hf_config.get("pad_token_id") or 0
     loss = float("nan")
     for batch in _draw(rows, settings.batch_size, steps, config.seed):

@@ -24,6 +24,8 @@ class Task:
     gives: tuple[str, ...]
     in_order: bool
     """Windows are cut in ticket order alone, so that they do not depend on when rows arrive."""
+    whole_step: bool = False
+    """Windows are whole steps: what it gives follows from all rows of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +57,15 @@ class Plan:
     @classmethod
     def of(cls, config: Config) -> Plan:
         """The plan that ``config`` describes."""
-        in_order = config.max_staleness == 0
-        # The control that permutes rewards looks at all of a window.
-        free = not config.algorithm.shuffle_rewards
+        in_order, algorithm = config.max_staleness == 0, config.algorithm
         tasks = {
-            name: Task(role.needs, fields_by(name), in_order and not (role.per_prompt_group and free))
+            name: Task(role.needs, fields_by(name), in_order)
             for name, role in ROLES.items()
             if name != "rollout" and fields_by(name)
         }
+        # What follows from a prompt group alone is the same in whichever window that comes.
+        whole = algorithm.whole_step
+        tasks["advantages"] = Task(algorithm.needs, algorithm.gives, in_order=False, whole_step=whole)
         active = {role for group in config.groups.values() for role in group.roles}
         learned = tuple(field for name, task in tasks.items() if name in active for field in task.gives)
         tasks["actor"] = Task((*ROLES["actor"].needs, *learned), (), True)
@@ -80,7 +83,7 @@ class Plan:
             publish_lag=config.weights.publish_lag,
             colocated=next((n for n, g in config.groups.items() if "actor" in g.roles), "") if config.colocate else "",
             engines=config.rollout.replicas,
-            refresh_every=config.algorithm.refresh_reference_every,
+            refresh_every=algorithm.kl.refresh_every,
         )
 
     def knows(self, group: str) -> bool:

@@ -23,9 +23,10 @@ import numpy as np
 import torch
 from figures import Figure, print_figures
 
+from relax_hpc.algorithms import Grpo
 from relax_hpc.checkpoint.saver import Saver
 from relax_hpc.checkpoint.store import remove_others
-from relax_hpc.config.schema import AlgorithmConfig, ModelConfig, OptimizerConfig, ParallelConfig, TinyModelConfig
+from relax_hpc.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, TinyModelConfig
 from relax_hpc.data.tiny_model import make_tiny_model
 from relax_hpc.models.hf_files import read_config
 from relax_hpc.rendezvous.channel import Channel
@@ -54,7 +55,7 @@ def trainer_of(folder: Path, layers: int, hidden: int) -> Trainer:
     parallel.initialize_alone("cpu", 0, WAIT_S)
     model = PolicyModel(read_config(folder / "model"), ModelConfig(), ParallelConfig())
     model.load_hf(folder / "model")
-    return Trainer(model, AlgorithmConfig(), OptimizerConfig(), 1.0)
+    return Trainer(model, Grpo(), OptimizerConfig(), 1.0)
 
 
 def measure(trainer: Trainer, folder: Path, rounds: int) -> list[Figure]:

@@ -35,7 +35,7 @@ def words_of(mode: str) -> list[str]:
     if mode == "colocate":
         return ["--colocate", "true", "--groups", COLOCATE]
     staleness, _, uncorrected = mode.partition("-")
-    return ["--max_staleness", staleness, *(["--algorithm.correction", "off"] if uncorrected else [])]
+    return ["--max_staleness", staleness, *(["--algorithm.correction.kind", "off"] if uncorrected else [])]
 
 
 def run(directory: Path, mode: str, seed: int, steps: int) -> Path:

@@ -48,7 +48,7 @@ SETTINGS = {
     },
     "checkpoint": {"every": 1},
     "eval": {"every": 0},
-    "algorithm": {"kl_coefficient": 0.01},
+    "algorithm": {"kl": {"coefficient": 0.01}},
 }
 KILLED = ("actor", "actor_fwd", "reference", "rollout")
 COMMANDS = (("--help",), ("status", "{run}"), ("report", "{run}"))

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from relax_hpc.transfer_queue.row_schema import Row
+
 Message = Mapping[str, Any]
 Waited = tuple[str, str, float]
 """Whom somebody waited for, why, and for how many seconds."""
@@ -84,6 +86,8 @@ class Claim:
     """[data rank][micro-batch][row], numbers of the rows in ticket and sample order, if it was claimed for ranks."""
     waited: Sequence[Waited] = ()
     """What the queue had to wait for until there was this."""
+    given: tuple[int, ...] = ()
+    """Of a whole step the tickets that have what the task gives: they are there to be seen, and get nothing more."""
 
     @classmethod
     def of(cls, message: Message) -> Claim:
@@ -91,12 +95,17 @@ class Claim:
         tickets, shards = tuple(message["tickets"]), tuple(message["shards"])
         with_media, assignment = tuple(message.get("with_media", ())), message["assignment"]
         about = (message["lease"], message["step"], tickets, shards, message["min_version"], with_media, assignment)
-        return cls(*about, message.get("waited", ()))
+        return cls(*about, message.get("waited", ()), tuple(message.get("given", ())))
 
     @classmethod
     def of_answer(cls, answer: Message) -> Claim | None:
         """None: the run is finished."""
         return None if answer.get("finished") else cls.of(answer)
+
+    def lacking(self, rows: Sequence[Row]) -> Sequence[Row]:
+        """Those of ``rows`` that have not yet what the task gives."""
+        given = {f"{ticket:09d}" for ticket in self.given}
+        return [row for row in rows if row["sample_id"].partition(".")[0] not in given] if given else rows
 
     def message(self) -> dict[str, Any]:
         """A msgpack-able copy, for the other ranks of the group."""

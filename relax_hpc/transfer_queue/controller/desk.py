@@ -275,7 +275,8 @@ class Desk(HandingDesk, TurnsDesk):
     def _describe(self, number: int) -> dict[str, Any]:
         """A lease as its holder needs it: the tickets, the shards with the fields of its task, and who takes which."""
         held = self.state.leases[number]
-        tickets, needs = held.tickets, self.state.tasks[held.task].needs
+        tickets, queue = held.tickets, self.state.tasks[held.task]
+        needs, seen = queue.needs, tickets if queue.whole_step else ()
         shards: dict[int, list[int]] = {}
         for ticket in tickets:
             for shard in self.state.places(self.state.groups[ticket], needs):
@@ -289,6 +290,7 @@ class Desk(HandingDesk, TurnsDesk):
             "min_version": 0 if self.plan.max_staleness else step,
             "with_media": [ticket for ticket in tickets if ticket in self.state.media.holders],
             "assignment": held.assignment,
+            "given": [ticket for ticket in seen if self.state.has(self.state.groups[ticket], queue.gives)],
         }
 
     def _where(self, number: int) -> dict[str, Any]:

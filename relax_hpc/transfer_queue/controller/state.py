@@ -104,6 +104,8 @@ class QueueState(Stock, Turns):
         the boundary is reached.
         """
         queue = self.tasks[task]
+        if queue.whole_step:
+            return windows.whole_step(self, task, boundary)
         edge = (queue.position // boundary + 1) * boundary
         for window in queue.returned:
             # One from behind the boundary waits until all before it was taken.

@@ -51,7 +51,7 @@ class Stock(Keeping):
         self.untrained = Place()
         """Prompt groups with rows that wait for training."""
         self.tasks = {
-            name: TaskQueue(self.bits.of(task.needs), self.bits.of(task.gives), task.in_order)
+            name: TaskQueue(self.bits.of(task.needs), self.bits.of(task.gives), task.in_order, task.whole_step)
             for name, task in plan.tasks.items()
         }
         self.leases: dict[int, Lease] = {}
@@ -227,10 +227,13 @@ class Stock(Keeping):
     def _release(self, number: int) -> None:
         """The holder gives a lease back: what is left of its window is offered again as it was."""
         held = self._end_lease(number)
-        for ticket in held.tickets:
+        queue = self.tasks[held.task]
+        # A whole step may have been taken for a few of its tickets.
+        tickets = tuple(ticket for ticket in held.tickets if queue.statuses[ticket] == HELD)
+        for ticket in tickets:
             self._reopen(held.task, ticket)
-        if held.tickets and self.tasks[held.task].in_order:
-            bisect.insort(self.tasks[held.task].returned, held.tickets)
+        if tickets and queue.in_order:
+            bisect.insort(queue.returned, tickets)
 
     def _ack(self, number: int) -> None:
         """Consumed are the tickets that have what the task gives; others (their rows were refused) are ready again."""

@@ -18,6 +18,7 @@ class TaskQueue:
     needs: int
     gives: int
     in_order: bool
+    whole_step: bool = False
     statuses: TicketMap = field(default_factory=TicketMap)
     position: int = 0
     """No lower ticket is left to take."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from relax_hpc.transfer_queue.controller.tasks import HELD, READY
+from relax_hpc.transfer_queue.controller.tasks import HELD, READY, WAITING
 from relax_hpc.transfer_queue.lengths import unpacked
 from relax_hpc.transfer_queue.records import PromptGroup
 
@@ -64,6 +64,18 @@ def as_ready(state: QueueState, task: str, budget: int, boundary: int, padded: b
             break
         window.append(ticket)
     return tuple(window)
+
+
+def whole_step(state: QueueState, task: str, boundary: int) -> tuple[int, ...]:
+    """All tickets of the step of the lowest that is ready; empty while another one of them lacks what the task needs.
+
+    Those that the task is done with are among them: of one that is made again it has to see the others too.
+    """
+    queue = state.tasks[task]
+    first = queue.lowest_ready() // boundary * boundary
+    end = first + boundary
+    complete = end <= queue.statuses.end and queue.statuses.find(WAITING, first, end) < 0
+    return tuple(range(first, end)) if complete and queue.statuses.find(READY, first, end) >= 0 else ()
 
 
 def awaited(state: QueueState, task: str) -> str:

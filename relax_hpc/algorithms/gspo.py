@@ -1,0 +1,42 @@
+"""GSPO: one ratio, and one decision to clip, for a whole response."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from relax_hpc.algorithms.grpo import Grpo
+from relax_hpc.settings import bounded
+
+if TYPE_CHECKING:
+    from relax_hpc.algorithms.batch import TokenBatch
+    from relax_hpc.algorithms.losses import TokenLosses
+
+
+@dataclass(kw_only=True)
+class Gspo(Grpo):
+    """Group sequence policy optimization, arXiv 2507.18071, with GRPO's advantages.
+
+    The ratio of every token is s = exp(mean over the response of log(policy / old)) (equation 7), and what it is
+    clipped at is small, as means of many tokens are near 1 (section 5.1: 3e-4 and 4e-4). Its gradient is taken token by
+    token (GSPO-token, equation 13): s_t = sg[s] policy_t / sg[policy_t]; for equal advantages it is that of s itself.
+    """
+
+    name: str = "gspo"
+    clip_low: float = bounded(3e-4, 0.0, 1.0)
+    """Lower edge of a response's ratio is 1 - clip_low."""
+    clip_high: float = bounded(4e-4, 0.0)
+    """Upper edge of a response's ratio is 1 + clip_high."""
+    reduction: Literal["token_mean", "sequence_mean"] = "sequence_mean"
+    """Over a whole optimizer step: mean over tokens, or over samples of each sample's mean."""
+
+    def token_losses(self, batch: TokenBatch) -> TokenLosses:
+        from relax_hpc.algorithms.kl import safe_exp
+        from relax_hpc.algorithms.losses import TokenLosses, clipped_surrogate
+
+        keep = (batch.mask > 0).to(batch.logprobs.dtype)
+        log_ratio = (batch.logprobs - batch.old_logprobs).detach() * keep
+        mean = log_ratio.sum(dim=1, keepdim=True) / keep.sum(dim=1, keepdim=True).clamp(min=1.0)
+        ratio = safe_exp(mean + batch.logprobs - batch.logprobs.detach())
+        loss, clipped = clipped_surrogate(ratio, batch.advantages, self.clip_low, self.clip_high)
+        return TokenLosses(loss, ratio, clipped)
