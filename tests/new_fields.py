@@ -24,7 +24,7 @@ from relax_hpc.config.load import dump  # noqa: E402
 from relax_hpc.training.batches import collate  # noqa: E402
 from relax_hpc.training.trainer import token_batch  # noqa: E402
 from relax_hpc.transfer_queue.inspect.export import KeptRows, export  # noqa: E402
-from relax_hpc.transfer_queue.storage.hdf5 import read  # noqa: E402
+from relax_hpc.transfer_queue.storage.record_file import read  # noqa: E402
 from tests.queue_helpers import Roles, in_thread, make_run, rows_of, small  # noqa: E402
 
 
@@ -40,7 +40,7 @@ def main(path: Path) -> None:
         roles.learn(version)
         rows = roles["actor"].rows(roles["actor"].claim("actor", 1 << 20))
         assert same(rows, made)
-        written = [row for file in run.shards.glob("rollout-*.h5") for row in read(file).values()]
+        written = [row for file in run.shards.glob("rollout-*.shard") for row in read(file).values()]
         assert same(sorted(written, key=lambda row: row["sample_id"]), made)
         export(KeptRows(run), [0], "jsonl", path / "rows.jsonl")
     told = [json.loads(line) for line in (path / "rows.jsonl").read_text().splitlines()]

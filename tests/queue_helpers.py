@@ -53,10 +53,14 @@ def make_run(path: Path) -> RunDir:
     return run
 
 
-def serve_here(path: Path, incarnation: int, config: Config | None = None, snapshot_every: int = RECORDS) -> None:
+def serve_here(
+    path: Path, incarnation: int, config: Config | None = None, snapshot_every: int = RECORDS, gathers: bool = False
+) -> None:
     """What a controller process of a test does, until it is killed."""
     run = RunDir(path)
-    controller = Controller(run, Plan.of(config or small()), incarnation, snapshot_every=snapshot_every)
+    controller = Controller(
+        run, Plan.of(config or small()), incarnation, snapshot_every=snapshot_every, gathers=gathers
+    )
     publish_card(run, Card("hub", incarnation, [], controller.endpoint))
     controller.serve(lambda: False)
 

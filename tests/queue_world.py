@@ -11,6 +11,7 @@ from typing import Any
 import msgpack
 
 from relax_hpc.transfer_queue.controller.desk import Desk, Parked
+from relax_hpc.transfer_queue.controller.gathering import planned
 from relax_hpc.transfer_queue.controller.messages import Refused, Request
 from relax_hpc.transfer_queue.controller.state import QueueState
 from relax_hpc.transfer_queue.lengths import packed
@@ -206,6 +207,17 @@ class World:
             self.shards.pop(garbage, None)
         self.desk.state.shelf.garbage.clear()
 
+    def gather(self) -> None:
+        """What the hub does beside all work with rows that stay."""
+        steps = self.desk.state.covered_steps()
+        work = planned(self.desk.state, steps, 1, next(self.names))
+        for one in work:
+            rows = self.shards[one.name] = {}
+            for ticket, parts in one.parts.items():
+                rows[ticket] = {k: v for n, _ in parts for k, v in self.shards[one.shards[n]][ticket].items()}
+        self.desk.gathered(steps.stop, [(one, BYTES * len(one.parts)) for one in work])
+        self.tidy_up()
+
     def save(self, role: str) -> bool:
         names, self.unsaved[role] = self.unsaved[role], []
         if names:
@@ -219,6 +231,8 @@ class World:
         """Let ``role`` do its next thing (``choice`` picks among several); whether it could."""
         if choice % 3 == 0 and self.save(role):
             return True
+        if choice % 7 == 1:
+            self.gather()
         try:
             return getattr(self, "act_" + role)(choice)
         except GoneError:

@@ -257,7 +257,7 @@ def leave(result: ReferenceResult, directory: Path) -> None:
         print(json.dumps(record.line()))
     save_file(result.weights, directory / "weights.safetensors", metadata={"format": "pt"})
     rows = [row for record in result.steps for row in record.rows]
-    ShardFiles(directory).write("rows.h5", pack(rows, FIELDS, {"by": "reference_loop"}))
+    ShardFiles(directory).write("rows.shard", pack(rows, FIELDS, {"by": "reference_loop"}))
 
 
 if __name__ == "__main__":

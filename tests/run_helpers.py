@@ -25,7 +25,7 @@ from relax_hpc.transfer_queue.controller.state import QueueState
 from relax_hpc.transfer_queue.inspect.audit import journal_records
 from relax_hpc.transfer_queue.plan import Plan
 from relax_hpc.transfer_queue.row_schema import Row
-from relax_hpc.transfer_queue.storage import hdf5
+from relax_hpc.transfer_queue.storage import record_file
 from relax_hpc.versions import Version
 
 if TYPE_CHECKING:
@@ -232,7 +232,7 @@ def queue_rows(run: RunDir) -> dict[str, Row]:
     Rows whose shards were deleted after a checkpoint are missing: set queue.keep_steps to keep them.
     """
     state = queue_state(run)
-    shards = {number: hdf5.read(run.shards / s.descriptor["name"]) for number, s in state.shards.items()}
+    shards = {number: record_file.read(run.shards / s.descriptor["name"]) for number, s in state.shards.items()}
     rows: dict[str, Row] = {}
     for ticket, group in sorted(state.groups.items()):
         for number, fields in group.parts:

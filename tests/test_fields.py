@@ -13,7 +13,9 @@ from relax_hpc import fields
 from relax_hpc.fields import FieldSpec, as_markdown
 from relax_hpc.transfer_queue.plan import GENERATED
 from relax_hpc.transfer_queue.row_schema import BadRow
-from relax_hpc.transfer_queue.storage.hdf5 import columns_of, read, write
+from relax_hpc.transfer_queue.storage.columns import columns_of
+from relax_hpc.transfer_queue.storage.hdf5 import read
+from relax_hpc.transfer_queue.storage.hdf5_writer import write
 from relax_hpc.transfer_queue.storage.shard import pack, unpack
 from relax_hpc.versions import Version
 from tests.queue_helpers import rows_of

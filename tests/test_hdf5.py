@@ -20,7 +20,9 @@ from hypothesis import strategies as st
 from relax_hpc.fields import FIELDS
 from relax_hpc.transfer_queue.plan import GENERATED
 from relax_hpc.transfer_queue.storage import hdf5
-from relax_hpc.transfer_queue.storage.hdf5 import columns_of, read, write
+from relax_hpc.transfer_queue.storage.columns import columns_of
+from relax_hpc.transfer_queue.storage.hdf5 import read
+from relax_hpc.transfer_queue.storage.hdf5_writer import write
 from relax_hpc.transfer_queue.storage.shard import ShardError, pack, unpack
 from relax_hpc.versions import Version
 from tests.queue_helpers import learned, rows_of
@@ -252,7 +254,8 @@ def _signed(good: bytes, index: Any, rest: bytes) -> bytes:
         except (LookupError, TypeError, ValueError, ArithmeticError):
             break
     for _ in range(2):
-        line = hdf5._LINE.format(1, len(good), digest.intdigest(), len(text), xxhash.xxh3_64_intdigest(text)).encode()
+        about = digest.intdigest(), len(text), xxhash.xxh3_64_intdigest(text)
+        line = hdf5.FIRST_LINE.format(1, len(good), *about).encode()
         good = line + text + b"\n" + rest
     return good
 

@@ -26,7 +26,7 @@ def generated(roles: Roles, version: Version) -> list[int]:
 
 
 def newest_shard(run: RunDir) -> Path:
-    return max(run.shards.glob("rollout-*.h5"))
+    return max(run.shards.glob("rollout-*.shard"))
 
 
 def cut(path: Path) -> None:

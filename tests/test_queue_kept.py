@@ -291,7 +291,7 @@ def test_what_cannot_be_read_is_generated_anew_and_counted(tmp_path):
     with in_thread(run, config) as hub, Roles(run, config) as roles:
         roles.admit(roles.start())
         keep(roles["rollout"], rows_of([0], V0)[:1], {0: 0})
-        (kept,) = [path for path in run.shards.iterdir() if path.suffix == ".h5"]
+        (kept,) = [path for path in run.shards.iterdir() if path.suffix == ".shard"]
         kept.write_bytes(kept.read_bytes()[:-8])
         with QueueClient(run, config, "rollout", 2) as rollout:
             rollout.connection.call("serve", reader="r", version=str(V0))

@@ -18,7 +18,7 @@ import pytest
 
 from relax_hpc.metrics.read_spans import read_spans
 from relax_hpc.transfer_queue.row_schema import Row
-from relax_hpc.transfer_queue.storage import hdf5
+from relax_hpc.transfer_queue.storage import record_file
 from tests import late_news, run_helpers
 from tests.audit import audit
 from tests.requirements import requires
@@ -112,7 +112,7 @@ class References:
             # What a test that failed has not waited for ends with its own folder.
             lines = [*lines, line] if line.startswith("{") else []
         return Outcome(
-            list(map(json.loads, lines)), hdf5.read(root / "rows.h5"), load_file(root / "weights.safetensors")
+            list(map(json.loads, lines)), record_file.read(root / "rows.shard"), load_file(root / "weights.safetensors")
         )
 
     def end(self) -> None:

@@ -40,7 +40,7 @@ def run(directory: RunDir, config: Config, incarnation: int, stop: Flag) -> bool
     if durable := durability == "commit":
         make_durable(directory)
     address, lease_s = own_address(config, "hub"), config.liveness.lease_s
-    controller = Controller(directory, Plan.of(config), incarnation, address, durability, lease_s=lease_s)
+    controller = Controller(directory, Plan.of(config), incarnation, address, durability, lease_s=lease_s, gathers=True)
     board = Board(directory.root, incarnation, config.steps, controller.state)
     board.configured(config)
     unmarked = Patience(directory.finished)

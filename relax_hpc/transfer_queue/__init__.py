@@ -41,7 +41,7 @@ from relax_hpc.transfer_queue.controller.server import Controller
 from relax_hpc.transfer_queue.plan import Plan, Task
 from relax_hpc.transfer_queue.row_schema import Row, sample_id
 from relax_hpc.transfer_queue.serving import serving
-from relax_hpc.transfer_queue.storage.hdf5 import Column
+from relax_hpc.transfer_queue.storage.columns import Column
 from relax_hpc.versions import Version
 
 __all__ = [

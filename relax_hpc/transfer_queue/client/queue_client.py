@@ -24,8 +24,9 @@ from relax_hpc.transfer_queue.client.training import Training
 from relax_hpc.transfer_queue.client.weights import Weights
 from relax_hpc.transfer_queue.plan import GENERATED
 from relax_hpc.transfer_queue.row_schema import BadRow, Row, with_optional
-from relax_hpc.transfer_queue.storage.hdf5 import Column
+from relax_hpc.transfer_queue.storage.columns import Column
 from relax_hpc.transfer_queue.storage.media import MediaStore, media_by_ticket
+from relax_hpc.transfer_queue.storage.record_file import SUFFIX
 from relax_hpc.transfer_queue.storage.shard_store import ShardStore, files_of, planes_of
 from relax_hpc.transport import SlabPool
 
@@ -130,7 +131,7 @@ class QueueClient:
 
     def next_shard(self) -> str:
         """A name that no other shard has."""
-        return f"{self.name.replace('/', '-')}-{next(self._shard_ids):06d}.h5"
+        return f"{self.name.replace('/', '-')}-{next(self._shard_ids):06d}{SUFFIX}"
 
     @property
     def store(self) -> ShardStore:

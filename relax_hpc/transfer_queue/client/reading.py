@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from relax_hpc.transfer_queue.client.answers import Claim
 from relax_hpc.transfer_queue.row_schema import Row, sample_id
-from relax_hpc.transfer_queue.storage.hdf5 import Column, column_of
+from relax_hpc.transfer_queue.storage.columns import Column, column_of
 from relax_hpc.transfer_queue.storage.shard import ShardError, aligned
 from relax_hpc.transfer_queue.storage.shard_store import ShardReader
 

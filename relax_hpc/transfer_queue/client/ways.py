@@ -15,7 +15,7 @@ class Ways:
     """Counts shards and bytes by way: a plane's name, with how its bytes come where that differs: `rdma_verbs`.
 
     >>> ways = Ways()
-    >>> ways.count({"name": "rollout-i000001-7-ab-000001.h5", "bytes": 4096}, "shm", "shm", ())
+    >>> ways.count({"name": "rollout-i000001-7-ab-000001.shard", "bytes": 4096}, "shm", "shm", ())
     >>> ways.shards, ways.since_last()
     (Counter({'shm': 1}), {'queue/by_shm_shards': 1.0, 'queue/by_shm_bytes': 4096.0})
     """

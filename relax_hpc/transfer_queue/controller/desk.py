@@ -8,13 +8,14 @@ or its controller, asks again.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from relax_hpc.disk import WAITS, Told
 from relax_hpc.errors import RelaxError
 from relax_hpc.transfer_queue.controller import rules, windows
+from relax_hpc.transfer_queue.controller.gathering import Gathering
 from relax_hpc.transfer_queue.controller.handing import (
     HandingDesk,
     check_extras,
@@ -28,10 +29,11 @@ from relax_hpc.transfer_queue.controller.messages import Refused, Request, Schem
 from relax_hpc.transfer_queue.controller.parking import Parked, Parking
 from relax_hpc.transfer_queue.controller.state import QueueState
 from relax_hpc.transfer_queue.controller.stock import ADMISSION, DISK, NEWS, rows_for
+from relax_hpc.transfer_queue.controller.tasks import HELD
 from relax_hpc.transfer_queue.controller.turns_desk import TurnsDesk
 from relax_hpc.transfer_queue.plan import NEEDED, Plan
 from relax_hpc.transfer_queue.presence import Presence
-from relax_hpc.transfer_queue.records import OBSERVER_INCARNATION, Lease, Owner
+from relax_hpc.transfer_queue.records import OBSERVER_INCARNATION, Lease, Owner, Part
 from relax_hpc.transfer_queue.storage.shard import SHARD_NAME, check_name
 from relax_hpc.versions import Version
 
@@ -223,6 +225,25 @@ class Desk(HandingDesk, TurnsDesk):
         # Of shards that nobody needs any more the files came too late to be removed with the others.
         shelf.garbage += [name for name in names if name not in shelf.numbers and _names_maker(name, request.owner)]
         return {}
+
+    def gathered(self, end: int, found: Sequence[tuple[Gathering, int]]) -> None:
+        """The rows of steps below ``end`` lie in files of so many bytes. What has changed meanwhile stays as it is."""
+        files = []
+        for gathering, size in found:
+            tickets = [ticket for ticket, parts in gathering.parts.items() if self._is_at_rest(ticket, parts)]
+            if tickets:
+                files.append(({"name": gathering.name, "bytes": size, "planes": {}}, tickets))
+            else:
+                self.state.shelf.garbage.append(gathering.name)
+        self._record(op="gathered", owner=["hub", self.incarnation], end=end, files=files)
+
+    def _is_at_rest(self, ticket: int, parts: Sequence[Part]) -> bool:
+        """Whether ``ticket`` is trained on, in nobody's hands, and where it was."""
+        state = self.state
+        group, trained = state.groups.get(ticket), self.plan.step_of(ticket) < state.trained_steps
+        return bool(trained and group and group.parts == parts) and not any(
+            queue.statuses[ticket] == HELD for queue in state.tasks.values()
+        )
 
     def _save(self, numbers: Iterable[int]) -> None:
         """These shards are on disk: accept the rows of those that are not known to be."""

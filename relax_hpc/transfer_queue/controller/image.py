@@ -17,8 +17,8 @@ from relax_hpc.transfer_queue.plan import Plan
 from relax_hpc.transfer_queue.records import FieldBits, Lease, Owner, PromptGroup, Shard
 from relax_hpc.versions import Version
 
-FORMAT = 4
-_PLAIN = ("first_ticket", "next_ticket", "next_lease", "accepted", "trained_steps", "evaluated")
+FORMAT = 5
+_PLAIN = ("first_ticket", "next_ticket", "next_lease", "accepted", "trained_steps", "evaluated", "gathered")
 _PLAIN += ("incarnations", "ended", "checkpoints", "turn", "rested")
 
 Image = dict[str, Any]
@@ -26,15 +26,17 @@ Image = dict[str, Any]
 
 def image_of(state: QueueState) -> Image:
     """Everything that matters of ``state``, msgpack-able; events that were not taken yet are left out."""
+    parts = {part: n for n, part in enumerate(dict.fromkeys(part for g in state.groups.values() for part in g.parts))}
     return {name: getattr(state, name) for name in _PLAIN} | {
         "fields": state.bits.names,
         "groups": [
             (
                 (ticket, g.owner, g.attempt, g.filtered),
-                (g.lengths, list(g.versions), g.old_version, [number for number, _ in g.parts]),
+                (g.lengths, list(g.versions), g.old_version, [parts[part] for part in g.parts]),
             )
             for ticket, g in state.groups.items()
         ],
+        "parts": list(parts),
         "reissued": list(state.reissued),
         "tasks": {name: (q.statuses.dump(), q.position, q.returned) for name, q in state.tasks.items()},
         "leases": [
@@ -119,7 +121,7 @@ def _restore_rows(state: QueueState, image: Image) -> None:
     shards: dict[int, Shard] = {}
     for number, descriptor, fields, owner, unsaved in image["shards"]:
         shards[number] = Shard(descriptor, tuple(fields), _owner(owner), tuple(unsaved))
-    parts = {number: (number, shard.fields) for number, shard in shards.items()}
+    parts = [(number, tuple(fields)) for number, fields in image["parts"]]
     trained = {ticket for (ticket, *_), _ in image["groups"] if state.tasks["actor"].statuses[ticket] == DONE}
     for (ticket, owner, attempt, filtered), (lengths, versions, old_version, numbers) in image["groups"]:
         width = max(unpacked(lengths, state.plan.samples_per_prompt)) if lengths else 0

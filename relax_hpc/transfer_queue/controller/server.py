@@ -18,6 +18,7 @@ from relax_hpc.errors import FencedError
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.controller.desk import LEASE_S, Desk, Parked
 from relax_hpc.transfer_queue.controller.eventlog import EventLog
+from relax_hpc.transfer_queue.controller.gathering import GATHERED_NAME, Gatherer
 from relax_hpc.transfer_queue.controller.journal import Journal
 from relax_hpc.transfer_queue.controller.messages import Refused, Request, parse
 from relax_hpc.transfer_queue.controller.snapshots import RECORDS, Snapshot, SnapshotError, Snapshots
@@ -57,7 +58,9 @@ class Controller(Desk):
         durability: Durability = "commit",
         snapshot_every: int = RECORDS,
         lease_s: float = LEASE_S,
+        gathers: bool = False,
     ) -> None:
+        """``gathers``: a child of this process gathers the rows that are kept, see `gathering`."""
         self.run = run
         durable, self.late_s = durability == "commit", _LATE_S if durability == "none" else 0.0
         self._journal_at, self._shards = 0.0, str(run.shards)
@@ -71,6 +74,7 @@ class Controller(Desk):
         folder = run.journal.with_name("snapshots")
         self.snapshots = patiently(folder, lambda: Snapshots(folder, plan, durable, snapshot_every))
         self.event_log = EventLog(run.events, incarnation)
+        self.gatherer = Gatherer(run.shards, incarnation) if gathers else None
         super().__init__(plan, incarnation, QueueState(plan), journal, lease_s)
         self._replay()
         self._end_former_groups()
@@ -128,6 +132,7 @@ class Controller(Desk):
         for path in self.run.shards.iterdir():
             made = SHARD_NAME.match(path.name)
             orphan = made and path.name not in needed and self.state.over((made[1], int(made[2])))
+            orphan = orphan or (GATHERED_NAME.match(path.name) and path.name not in needed)
             if orphan or path.name in garbage:
                 _remove(str(path))
         if self.run.media.exists():
@@ -208,6 +213,9 @@ class Controller(Desk):
         if self.snapshots.due(self.journal.records):
             log = self.event_log
             self.snapshots.take(self.state, self.journal.records, self.journal.position, log.extent, log.fileno())
+        # A snapshot holds nothing that the journal does not.
+        if self.gatherer and (ended := self.gatherer.look(self.state)):
+            self.gathered(*ended)
 
     def _take_garbage(self) -> list[str]:
         garbage, self.state.shelf.garbage = self.state.shelf.garbage, []
@@ -218,6 +226,10 @@ class Controller(Desk):
         try:
             self.journal.commit()
             self._after_replies()
+            for ended in self.gatherer.last(self.state) if self.gatherer else ():
+                self.gathered(*ended)
+                self.journal.commit()
+                self._after_replies()
         except OSError as error:
             if not may_pass(error):
                 raise

@@ -9,9 +9,7 @@ import contextlib
 import json
 import os
 import re
-import signal
 import struct
-import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, astuple, dataclass
@@ -19,9 +17,9 @@ from pathlib import Path
 
 import msgpack
 
-from relax_hpc.rendezvous.process import die_with_parent
 from relax_hpc.rundir import write_atomic
 from relax_hpc.transfer_queue.controller.eventlog import Extent
+from relax_hpc.transfer_queue.controller.forked import Forked
 from relax_hpc.transfer_queue.controller.image import FORMAT, image_of, state_of
 from relax_hpc.transfer_queue.controller.journal import Position
 from relax_hpc.transfer_queue.controller.state import QueueState
@@ -62,8 +60,7 @@ class Snapshots:
         self.folder, self.plan, self.durable, self.every = folder, plan, durable, every
         self.taken = 0
         """Whole ones that this controller has taken."""
-        self._child = 0
-        self._started = 0.0
+        self._child = Forked(_LONGEST_S)
         self._covered = 0
         self._size = 0
         folder.mkdir(parents=True, exist_ok=True)
@@ -93,30 +90,21 @@ class Snapshots:
     def due(self, records: int) -> bool:
         """Whether to `take` one, the journal having ``records`` of this controller."""
         self._look_after_child()
-        return not self._child and records - self._covered >= max(self.every, self._size // _GROWTH)
+        return not self._child.runs and records - self._covered >= max(self.every, self._size // _GROWTH)
 
     def take(self, state: QueueState, records: int, position: Position, events: Extent, events_file: int) -> None:
         """Start to write one; all that it covers was written. ``events_file``: descriptor of events.jsonl."""
-        self._covered, self._started = records, time.monotonic()
+        self._covered = records
         try:
-            self._child = os.fork()
+            self._child.start(lambda: self._write(state, position, events, events_file))
         except OSError as error:
             print(f"no snapshot of the queue: {error}", flush=True)
-            return
-        if not self._child:
-            self._write_and_exit(state, position, events, events_file)
 
-    def _write_and_exit(self, state: QueueState, position: Position, events: Extent, events_file: int) -> None:
-        """The child's life; does not return."""
-        code = 1
-        try:
-            die_with_parent()
-            if self.durable:
-                os.fsync(events_file)
-            self.write(state, position, events)
-            code = 0
-        finally:
-            os._exit(code)
+    def _write(self, state: QueueState, position: Position, events: Extent, events_file: int) -> None:
+        """The child's work."""
+        if self.durable:
+            os.fsync(events_file)
+        self.write(state, position, events)
 
     def write(self, state: QueueState, position: Position, events: Extent) -> Path:
         """Write one, and remove those before the previous one; its path."""
@@ -129,16 +117,8 @@ class Snapshots:
         return path
 
     def _look_after_child(self) -> None:
-        if not self._child:
-            return
-        with contextlib.suppress(ChildProcessError):
-            pid, status = os.waitpid(self._child, os.WNOHANG)
-            if not pid:
-                if time.monotonic() - self._started > _LONGEST_S:
-                    os.kill(self._child, signal.SIGKILL)
-                return
+        if (status := self._child.ended()) is not None:
             self._note_end(status)
-        self._child = 0
 
     def _note_end(self, status: int) -> None:
         if status:
@@ -150,14 +130,8 @@ class Snapshots:
 
     def close(self) -> None:
         """Wait a little for the one that is being written, then give it up."""
-        deadline = time.monotonic() + _CLOSE_S
-        while self._child and time.monotonic() < deadline:
-            self._look_after_child()
-            time.sleep(0.01)
-        if self._child:
-            os.kill(self._child, signal.SIGKILL)
-            os.waitpid(self._child, 0)
-            self._child = 0
+        if (status := self._child.wait(_CLOSE_S)) is not None:
+            self._note_end(status)
 
 
 def _body(data: bytes) -> memoryview:

@@ -49,6 +49,8 @@ class QueueState(Stock, Turns):
         self.checkpoints: list[dict[str, Any]] = []
         self.trained_steps = 0
         self.evaluated = -1
+        self.gathered = 0
+        """Of lower steps nothing is left to be gathered into files of a step."""
         self.origins: dict[tuple[int, ...], tuple[bool, int]] = {}
         """What `origin` has found out in this lineage."""
 
@@ -159,6 +161,12 @@ class QueueState(Stock, Turns):
         """Prompt groups by how far they are: in generation, waiting for training."""
         return {"generating": len(self.generating), "ready": len(self.untrained), "reissued": len(self.reissued)}
 
+    def covered_steps(self) -> range:
+        """Steps that a checkpoint covers, whose rows are kept and not gathered yet."""
+        covered = self.checkpoints[-1]["step"] if self.checkpoints else 0
+        first = max(self.gathered, self.first_ticket // self.plan.prompts_per_step)
+        return range(first, max(first, min(covered, self.trained_steps)))
+
     # -- changing ----------------------------------------------------------------------------------------------
 
     def apply(self, record: Record) -> None:
@@ -260,6 +268,11 @@ class QueueState(Stock, Turns):
         else:
             self.shelf.garbage.append(shard["name"])
 
+    def _on_gathered(self, owner: list, end: int, files: list) -> None:
+        for descriptor, tickets in files:
+            self._gather((owner[0], owner[1]), descriptor, tickets)
+        self.gathered = max(self.gathered, end)
+
     def _on_media(self, ticket: int, ids: list[str]) -> None:
         self.media.hold(ticket, ids)
 
@@ -323,6 +336,7 @@ class QueueState(Stock, Turns):
         self.rested.clear()
         self.trained_steps = step
         self.evaluated = min(self.evaluated, step)
+        self.gathered = min(self.gathered, step)
         self.checkpoints = [point for point in self.checkpoints if point["step"] <= step]
         first = step * self.plan.prompts_per_step
         self.next_ticket = max(self.next_ticket, first)

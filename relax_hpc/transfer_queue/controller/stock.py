@@ -75,8 +75,9 @@ class Stock(Keeping):
         return group.present & bits == bits
 
     def places(self, group: PromptGroup, bits: int) -> list[int]:
-        """Numbers of the shards where any of these fields lie."""
-        return [number for number, fields in group.parts if self.bits.of(fields) & bits]
+        """Numbers of the shards where any of these fields lie, each once."""
+        found = [number for number, fields in group.parts if self.bits.of(fields) & bits]
+        return found if len(found) == 1 else list(dict.fromkeys(found))
 
     # -- generation --------------------------------------------------------------------------------------------
 
@@ -208,6 +209,19 @@ class Stock(Keeping):
         for number, count in group.shards.items():
             self.shelf.drop(number, count, count)
         self.woken.add(ADMISSION)
+
+    def _gather(self, owner: Owner, descriptor: dict, tickets: Sequence[int]) -> None:
+        """All fields of these prompt groups lie in one file from now on, each as what was put together before."""
+        held = {ticket: self.groups[ticket].parts for ticket in tickets}
+        parts = [part for ticket in tickets for part in held[ticket]]
+        fields = tuple(dict.fromkeys(field for _, some in parts for field in some))
+        shard = Shard(descriptor, fields, owner, (), len(parts))
+        shard.untrained = sum(len(held[ticket]) for ticket in tickets if ticket in self.untrained)
+        number, same_part = self.shelf.add(shard), dict[tuple[str, ...], Part]()
+        for ticket in tickets:
+            self.groups[ticket].parts = tuple(same_part.setdefault(some, (number, some)) for _, some in held[ticket])
+            for old, _ in held[ticket]:
+                self.shelf.drop(old, 1, int(ticket in self.untrained))
 
     # -- leases ------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from relax_hpc.transfer_queue.controller.state import QueueState
 from relax_hpc.transfer_queue.inspect.audit import JournalCopy
 from relax_hpc.transfer_queue.plan import Plan
 from relax_hpc.transfer_queue.row_schema import Row, sample_id
-from relax_hpc.transfer_queue.storage import hdf5
+from relax_hpc.transfer_queue.storage import record_file
 from relax_hpc.transfer_queue.storage.shard import check_name
 from relax_hpc.versions import Version
 
@@ -60,7 +60,7 @@ class KeptRows:
             if not all((self.folder / name).exists() for name, _ in parts):
                 self.absent.append(ticket)
                 continue
-            shards |= {name: hdf5.read(self.folder / name) for name, _ in parts if name not in shards}
+            shards |= {name: record_file.read(self.folder / name) for name, _ in parts if name not in shards}
             for k in range(self.plan.samples_per_prompt if parts else 0):
                 found.append(self._row(step, sample_id(ticket, k), [(shards[name], fields) for name, fields in parts]))
         return found

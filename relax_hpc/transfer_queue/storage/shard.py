@@ -118,6 +118,11 @@ def _check_lengths(name: str, rows: Sequence[Row], lengths: list[int], tokens: l
             raise BadRow(f"{name}: {length} entries for {expected} tokens in {row['sample_id']}")
 
 
+def is_record(data: memoryview | bytes) -> bool:
+    """Whether ``data`` begins as what `pack` makes does."""
+    return data[: len(_MAGIC)] == _MAGIC
+
+
 def parts_of(record: memoryview | bytes, name: str = "shard") -> tuple[dict[str, Any], memoryview]:
     """Header and payload of a record; ShardError if it is none, or cut."""
     view = memoryview(record).toreadonly()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from relax_hpc.disk import patiently
+from relax_hpc.rundir import sync_directory
 from relax_hpc.transfer_queue.row_schema import Row
-from relax_hpc.transfer_queue.storage import hdf5
+from relax_hpc.transfer_queue.storage import record_file
 from relax_hpc.transfer_queue.storage.shard import check_name
 
 
@@ -21,22 +23,23 @@ class ShardFiles:
 
     def write(self, name: str, record: memoryview) -> dict[str, Any]:
         """Write what `shard.pack` made under ``name`` by rename; the descriptor by which others read it."""
-        check_name(name)
-        columns = hdf5.columns_of(record)
-        hdf5.write(self.folder / name, columns, {**columns.origin, "run": str(self.folder.parents[1])}, self.durable)
+        self.write_some({name: record})
         return {"name": name, "bytes": len(record)}
 
-    def write_patiently(
-        self, name: str, record: memoryview, until: Callable[[], bool] = lambda: False
-    ) -> dict[str, Any]:
-        """`write`, again and again while the disk is full, but not once ``until()``."""
-        return patiently(self.folder / name, lambda: self.write(name, record), until)
+    def write_some(self, records: Mapping[str, memoryview], until: Callable[[], bool] = lambda: True) -> None:
+        """Write ``records`` by name, their folder being synced once for all; tried again while the disk is full, but
+        not once ``until()``."""
+        for name, record in records.items():
+            path = self.folder / check_name(name)
+            patiently(path, partial(record_file.write, path, record, self.durable), until)
+        if self.durable:
+            patiently(self.folder, partial(sync_directory, self.folder), until)
 
     def read(self, descriptor: dict[str, Any]) -> dict[str, Row]:
         """Rows of a shard by sample id, mapped; ShardError if the file is missing or not whole."""
         name = check_name(descriptor["name"])
         if name not in self._open:
-            self._open[name] = hdf5.read(self.folder / name)
+            self._open[name] = record_file.read(self.folder / name)
         return self._open[name]
 
     def has(self, name: str) -> bool:

@@ -15,7 +15,7 @@ from relax_hpc.rendezvous.network import own_address
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.client.ways import FILE, Ways
 from relax_hpc.transfer_queue.row_schema import Row
-from relax_hpc.transfer_queue.storage.hdf5 import Columns, columns_of
+from relax_hpc.transfer_queue.storage.columns import Columns, columns_of
 from relax_hpc.transfer_queue.storage.shard import ShardError, check_name, pack, unpack
 from relax_hpc.transfer_queue.storage.shard_files import ShardFiles
 from relax_hpc.transport import Plane, PlaneError, Slab, SlabPool
@@ -136,7 +136,8 @@ class ShardStore(ShardReader):
                 self.pool.give_back(slab)
             raise
         if not slabs:
-            return {**self.files.write_patiently(name, record), "planes": {}}, True
+            self.files.write_some({name: record}, until=lambda: False)
+            return {"name": name, "bytes": len(record), "planes": {}}, True
         with self._lock:
             self._held[name] = slabs[0]
             self._unwritten[name] = record
@@ -178,31 +179,31 @@ class ShardStore(ShardReader):
             return bool(done) and not self.failure
 
     def _save(self) -> None:
-        """Write the files of what is to be saved, and tell of all that are written by then."""
-        while names := self._write_some():
+        """Write the files of what is to be saved, all that there are at a time, and tell of them."""
+        while names := self._next_names():
+            try:
+                self.files.write_some({name: self._unwritten[name] for name in names}, until=self._closing.is_set)
+            except OSError as error:
+                with self._lock:
+                    self.failure = error
+                    self._lock.notify_all()
+                return
             self.on_saved(names)
             with self._lock:
                 for name in names:
                     self._unwritten.pop(name, None)
                 self._lock.notify_all()
 
-    def _write_some(self) -> list[str]:
-        """Wait for one and write all that there are; their names. Empty: the end, or the disk failed."""
-        names: list[str] = []
-        while not (names and self._to_write.empty()):
-            if (name := self._to_write.get()) is None:
-                # For the next call, which then has nothing to write.
-                self._to_write.put(None)
-                break
-            try:
-                self.files.write_patiently(name, self._unwritten[name], until=self._closing.is_set)
-            except OSError as error:
-                with self._lock:
-                    self.failure = error
-                    self._lock.notify_all()
-                return []
-            names.append(name)
-        return names
+    def _next_names(self) -> list[str]:
+        """Wait for one; those that there are then. Empty: the end."""
+        names = [self._to_write.get()]
+        with contextlib.suppress(queue.Empty):
+            while names[-1] is not None:
+                names.append(self._to_write.get_nowait())
+        if names[-1] is None:
+            # For the next call, which then has nothing to write.
+            self._to_write.put(None)
+        return [name for name in names if name is not None]
 
     def close(self) -> None:
         """Write what is to be saved, if that can be now, and give all memory back."""
