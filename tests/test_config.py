@@ -410,6 +410,7 @@ FINDINGS = [
     ({"rollout.temperature": 0}, ["rollout.temperature: found 0.0"]),
     ({"rollout.reward": "answer_exct"}, ["rollout.reward: found 'answer_exct'", "did you mean"]),
     ({"eval.reward": "no.such:reward"}, ["eval.reward: 'no.such:reward': importing"]),
+    ({"rollout.processes": 2, "rollout.replicas": 3}, ["rollout.processes: found 2", "what divides them"]),
     ({"rollout.engine.port": 65535, "rollout.replicas": 2}, ["rollout.engine.port: found 65535", "at most 65534"]),
     (
         {"rollout.engine.flags.model_path": "x"},

@@ -217,6 +217,11 @@ def _rollout(config: Config) -> Findings:
     for key in ("temperature", "top_p"):
         if getattr(config.rollout, key) == 0:
             yield f"rollout.{key}: found 0.0, allowed: more; equal responses to a prompt teach nothing"
+    if config.rollout.replicas % config.rollout.processes:
+        yield (
+            f"rollout.processes: found {config.rollout.processes}, with {config.rollout.replicas} replicas, allowed: "
+            "what divides them; each process has as many"
+        )
 
 
 def _top_p(config: Config) -> Findings:

@@ -53,4 +53,7 @@ def ranks_of(config: Config, name: str, role: str) -> int:
     """Processes that ``role`` has in group ``name``."""
     if role in RANKED:
         return getattr(config, role).parallel.ranks
-    return group_of(config, name).resources.nodes if role == "rollout" and config.layout != "local" else 1
+    if role != "rollout":
+        return 1
+    nodes = 1 if config.layout == "local" else group_of(config, name).resources.nodes
+    return nodes * config.rollout.processes

@@ -125,6 +125,9 @@ class RolloutConfig:
 
     replicas: int = bounded(1, 1)
     """Engine processes."""
+    processes: int = bounded(1, 1)
+    """Processes of the role on each node, which divide its replicas among them: one makes rows of no more than some
+    thousand samples a second, however fast its engines are."""
     groups_per_request: int = bounded(8, 1)
     """Prompt groups sent to an engine in one HTTP request, at most: those that come at once."""
     requests_in_flight: int = bounded(2, 1)

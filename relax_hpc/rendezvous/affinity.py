@@ -91,14 +91,15 @@ def ranks_on_a_node(config: Config, group: str, domains: Sequence[int]) -> list[
     """All ranks that a node of ``group`` holds when every role has started; ``domains``: of its GPUs, by number."""
     nodes, found = group_of(config, group).resources.nodes, []
     for role in roles_of(config, group):
-        count = -(-ranks_of(config, group, role) // nodes)
+        ranks = ranks_of(config, group, role)
+        count = -(-ranks // nodes)
         for number in range(count):
             if role in RANKED:
                 # On GPUs local rank r takes GPU r; else ranks are spread evenly.
                 own = number if config.model.device == "cuda" else number * len(domains) // count
                 found.append(Rank(role, number, domain=domains[min(own, len(domains) - 1)]))
             else:
-                engines = -(-config.rollout.replicas // nodes) if role == "rollout" else 1
+                engines = -(-config.rollout.replicas // ranks) if role == "rollout" else 1
                 devices = config.rollout.engine.flags.get("tp_size", 1)
                 found.append(Rank(role, number, weight=engines * (devices if isinstance(devices, int) else 1)))
     return found

@@ -20,6 +20,7 @@ from relax_hpc.rewards import get_reward
 from relax_hpc.roles.context import Context
 from relax_hpc.roles.replica import FOR_TURN, Replica
 from relax_hpc.rollout.filters import get_filter
+from relax_hpc.rollout.outbox import Outbox
 from relax_hpc.rollout.outcomes import Failure, Outcomes
 from relax_hpc.rollout.partial import PartialGroup
 from relax_hpc.rollout.sample_keeper import SampleKeeper, in_tensorboard
@@ -51,6 +52,7 @@ class Rollout:
         self.outcomes = Outcomes(shape)
         path = context.run.samples / f"{context.group}-inc-{context.incarnation:06d}-rank-{context.world.rank}{SUFFIX}"
         self.samples = SampleKeeper(SampleLog(path, config.samples, config.steps), config, self.tokenizer)
+        self.outbox = Outbox(self.put, context.report)
         world = context.world
         self.first = entries(shape.replicas, world.rank, world.size, world.local_rank)
         self.pool: Pool[Replica] = Pool(lambda entry: Replica(self, entry))
@@ -85,14 +87,16 @@ class Rollout:
         try:
             await self.pool.serve(self.first)
         finally:
+            await self.outbox.close()
             self.samples.log.close()
 
-    async def put(self, rows: list[Row], reused: dict[int, int]) -> None:
-        """Have the queue take prompt groups, and keep for people what is to be kept of them."""
+    async def put(self, rows: list[Row], reused: dict[int, int]) -> dict[int, str]:
+        """Have the queue take prompt groups, and keep for people what is to be kept of them; what was refused."""
         name = self.client.next_shard()
         refused = await asyncio.to_thread(self.client.generated, rows, reused, name)
         if kept := [row for row in rows if row["ticket"] not in refused and self.samples.keeps(row["ticket"])]:
             self.show(await asyncio.to_thread(self.samples.put, kept, name))
+        return refused
 
     def show(self, samples: list[Sample]) -> None:
         """Tell the hub of a few ``samples``, and of those that found no room."""

@@ -121,13 +121,12 @@ class TicketWorker:
             with self.replica.activity("queue", step):
                 judged = await self.rollout.judge(group, answers)
         drawn = {"perf/rollout_tokens": group.tokens() - known} | generated([judged])
+        self.rollout.outbox.report(step, drawn)
         if isinstance(judged, Failure):
-            self.replica.context.report(step, drawn)
             return judged
         with self.replica.activity("queue", step):
             reused = {group.ticket: tokens} if (tokens := group.reused()) else {}
-            await self.rollout.put(judged, reused)
-        self.replica.context.report(step, drawn)
+            await self.rollout.outbox.put(judged, reused)
         return None
 
     def group_of(
@@ -173,7 +172,7 @@ class TicketWorker:
     async def put_surplus(self, ticket: int, whole: Leftover) -> None:
         """Give a ticket a whole group that the queue had left over."""
         with self.replica.activity("queue", self.step_of(ticket)):
-            await self.rollout.put(whole.as_ticket(ticket), {ticket: whole.tokens})
+            await self.rollout.outbox.put(whole.as_ticket(ticket), {ticket: whole.tokens})
 
     # -- spare groups ------------------------------------------------------------------------------------------
 
@@ -220,7 +219,7 @@ class TicketWorker:
                 await self.drop(spare)
                 return
             judged = await self.rollout.judge(group, [draft.so_far() for draft in group.drafts])
-            self.replica.context.report(self.step_of(group.ticket), generated([judged]))
+            self.rollout.outbox.report(self.step_of(group.ticket), generated([judged]))
             self.count(spare)
             if isinstance(judged, Failure):
                 await asyncio.wrap_future(self.client.tickets.drop_spares([group.ticket], judged.reason))
@@ -240,4 +239,4 @@ class TicketWorker:
     def count(self, spare: Spare) -> None:
         """What was drawn of it is work of the engine too."""
         group = spare.group
-        self.replica.context.report(self.step_of(group.ticket), {"perf/rollout_tokens": group.tokens()})
+        self.rollout.outbox.report(self.step_of(group.ticket), {"perf/rollout_tokens": group.tokens()})

@@ -88,10 +88,11 @@ def tasks_per_node(config: Config, group: str) -> int:
         ranks = ranks_of(config, group, role)
         if role in RANKED and ranks % resources.nodes:
             mistakes.add(_uneven(config, group, role))
-        if role == "rollout" and config.rollout.replicas % resources.nodes:
+        if role == "rollout" and config.rollout.replicas % ranks:
             mistakes.add(
                 f"rollout.replicas: found {config.rollout.replicas}, allowed: a multiple of "
-                f"groups.{group}.resources.nodes, {resources.nodes} (each node runs as many engines)"
+                f"groups.{group}.resources.nodes, {resources.nodes}, times rollout.processes, "
+                f"{config.rollout.processes} (each process has as many engines)"
             )
         count = -(-ranks // resources.nodes)
         if config.model.device == "cuda" and role in RANKED and count > resources.gpus_per_node:
