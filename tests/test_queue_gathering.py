@@ -72,7 +72,7 @@ def trained(run: RunDir, config: Config, point: str = "") -> dict[str, dict[str,
         with Roles(run, config) as roles:
             roles.start()
             rows = {row["sample_id"]: row for step in range(STEPS - 1) for row in roles.step(step)}
-            roles["actor"].submit("checkpoint", step=STEPS - 1, name="c", digest="d")
+            roles["actor"].training.checkpoint(step=STEPS - 1, name="c", digest="d")
             if point:
                 process.join(WAIT_S)
                 assert process.exitcode == -signal.SIGKILL
@@ -140,7 +140,7 @@ def test_rows_are_trained_on_again_from_the_file_of_their_step(tmp_path: Path) -
     run, config = new_run(tmp_path / "run")
     rows = trained(run, config)
     with in_thread(run, config), Roles(run, config, incarnation=2) as roles:
-        roles["actor"].call("resume", step=STEPS - 2)
+        roles["actor"].training.resume(step=STEPS - 2).result()
         claim = roles["actor"].claim("actor", BUDGET)
         assert claim and [shard["name"] for shard in claim.shards] == [files_of_steps(run)[-1].name]
         for row in roles["actor"].rows(claim):
@@ -154,7 +154,7 @@ def test_a_step_that_cannot_be_gathered_stays_as_it_is(tmp_path: Path, monkeypat
         roles.start()
         for step in range(STEPS - 1):
             roles.step(step)
-        roles["actor"].call("checkpoint", step=STEPS - 1, name="c", digest="d")
+        roles["actor"].training.checkpoint(step=STEPS - 1, name="c", digest="d").result()
         state = found.state
         work = planned(state, state.covered_steps(), 1, 0)
         assert [one.step for one in work] == [1, 2]
