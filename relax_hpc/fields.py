@@ -1,6 +1,6 @@
 """What a row carries between the roles: each field is declared once, here, with who makes it.
 
-The queue's plan, its records, files and exports, the batches of the trainer and of the loss, and docs/fields.md derive
+The queue's plan, its records, files and exports, the batches of the trainer and of the loss, and docs/reference/fields.md derive
 from this table. A new field is one line in it, and whoever makes its values.
 """
 
@@ -101,7 +101,7 @@ def roles_for(fields: Iterable[str]) -> set[str]:
 
 
 def as_markdown() -> Iterator[str]:
-    """The lines of the table in docs/fields.md."""
+    """The lines of the table in docs/reference/fields.md."""
     yield "| field | kind | values | by | in the loss | meaning |"
     yield "|---|---|---|---|---|---|"
     for name, spec in FIELDS.items():

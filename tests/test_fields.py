@@ -24,9 +24,11 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_every_field_is_explained_in_the_docs() -> None:
-    told = (ROOT / "docs/fields.md").read_text()
+    told = (ROOT / "docs/reference/fields.md").read_text()
     table = "\n".join(as_markdown())
-    assert table in told, f"the table in docs/fields.md is not that of relax_hpc/fields.py, which is now\n{table}"
+    assert table in told, (
+        f"the table in docs/reference/fields.md is not that of relax_hpc/fields.py, which is now\n{table}"
+    )
 
 
 def test_new_fields_go_from_the_rollout_to_the_loss(tmp_path: Path) -> None:
