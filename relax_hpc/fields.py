@@ -1,7 +1,7 @@
 """What a row carries between the roles: each field is declared once, here, with who makes it.
 
-The queue's plan, its records, files and exports, the batches of the trainer and of the loss, and docs/reference/fields.md derive
-from this table. A new field is one line in it, and whoever makes its values.
+The queue's plan, its records, files and exports, the batches of the trainer and of the loss, and the table in
+docs/reference/fields.md derive from this one. A new field is one line in it, and whoever makes its values.
 """
 
 from __future__ import annotations

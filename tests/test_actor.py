@@ -1,4 +1,4 @@
-"""When the actor ends early: at a step's edge, also one at which it waits, and in time for its checkpoint."""
+"""When a trainer role ends early: at a step's edge, also one at which it waits, and in time for its checkpoint."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ from tests.requirements import requires
 requires("torch", "megatron")
 
 from relax_hpc.rendezvous.channel import Channel  # noqa: E402
-from relax_hpc.roles import actor as module  # noqa: E402
-from relax_hpc.roles.actor import Actor, AtEdge, Clock, correction_report  # noqa: E402
-from relax_hpc.roles.prefetch import Prefetch, Window  # noqa: E402
+from relax_hpc.roles.prefetch import Window  # noqa: E402
+from relax_hpc.roles.step_clock import AtEdge, StepClock  # noqa: E402
+from relax_hpc.roles.step_report import Tally, correction_report  # noqa: E402
+from relax_hpc.roles.trainer_role import Beside, TrainerRole  # noqa: E402
+from relax_hpc.roles.window_stream import WindowStream  # noqa: E402
 
 CLAIM = Claim(5, 3, (12, 13), (), 0, assignment=[[[0, 3], [1]], [[2]]])
 
@@ -47,20 +49,20 @@ def test_what_the_correction_did_is_reported() -> None:
 
 
 def test_without_a_time_limit_there_is_always_room() -> None:
-    clock = Clock(None)
+    clock = StepClock(None)
     clock.step_s = clock.save_s = 1e9
     assert clock.room() and clock.reason(False) == "" and clock.reason(True) == "asked to stop"
 
 
 def test_a_step_that_cannot_end_before_the_limit_is_not_started() -> None:
-    clock = Clock(time.time() + 100.0)
+    clock = StepClock(time.time() + 100.0)
     assert clock.room(), "nothing was measured yet"
     clock.step_s, clock.save_s = 40.0, 20.0
     assert clock.room(), "90 s of 100"
     clock.save_s = 30.0
     assert clock.reason(False) == "the time limit leaves no room for a step", "105 s of 100"
     assert clock.reason(True) == "asked to stop"
-    assert not Clock(time.time() - 1.0).room()
+    assert not StepClock(time.time() - 1.0).room()
 
 
 class Queue:
@@ -90,21 +92,22 @@ class Queue:
         return self.submit("release", lease=claim.lease)
 
 
-def waiting(deadline: float | None = None) -> Any:
+def waiting(deadline: float | None = None, client: Queue | None = None) -> Any:
     """An actor of one rank without a model, between steps."""
-    actor: Any = Actor.__new__(Actor)
+    actor: Any = TrainerRole.__new__(TrainerRole)
     actor.config = Config(prompts_per_step=4)
     actor.config.algorithm.mini_batches = 2
-    spans = {"spans": lambda *_, **__: nullcontext(SPAN)}
+    actor.settings = actor.config.actor
+    spans = {"spans": lambda *_, **__: nullcontext(SPAN), "role": "actor"}
     about = {"run": RunDir(Path("run")), "stop": threading.Event()}
-    actor.context = SimpleNamespace(config=actor.config, client=Queue(), **about, **spans)
+    actor.context = SimpleNamespace(config=actor.config, client=client or Queue(), **about, **spans)
     layout, alone = SimpleNamespace(data_size=1), Channel(10.0)
     ways = {"tell": alone.tell, "control": alone, "rows": lambda *_: [], "channel": lambda: alone}
-    actor.ranks = SimpleNamespace(leader=True, layout=layout, **ways)
-    actor.clock = Clock(deadline)
-    actor.inner = SimpleNamespace(roles=())
-    actor.prefetch = Prefetch(actor.context, actor.ranks, {})
-    actor.publisher = actor.saver = SimpleNamespace(check=lambda: None)
+    actor.ranks = SimpleNamespace(leader=True, layout=layout, ask=lambda ask: ask(actor.context.client), **ways)
+    actor.clock = StepClock(deadline)
+    actor.beside = Beside()
+    actor.checkpoints = SimpleNamespace(saver=SimpleNamespace(check=lambda: None))
+    actor.windows = WindowStream(actor.context, actor.ranks, actor.clock, {}, actor.check)
     return actor
 
 
@@ -119,7 +122,7 @@ def test_who_waits_for_the_first_rows_of_a_step_ends_when_asked_to() -> None:
     actor = waiting()
     thread = later(actor, actor.context.stop.set)
     with pytest.raises(AtEdge, match="asked to stop"):
-        next(actor.windows(3, 0))
+        next(actor.windows.of(3, 0))
     thread.join()
 
 
@@ -127,7 +130,7 @@ def test_who_waits_until_the_limit_is_near_ends_too() -> None:
     actor = waiting(time.time() + 10.0)
     actor.clock.step_s = 10.0
     with pytest.raises(AtEdge, match="the time limit leaves no room"):
-        next(actor.windows(3, 0))
+        next(actor.windows.of(3, 0))
 
 
 def test_a_step_whose_weights_have_changed_is_brought_to_its_end() -> None:
@@ -135,7 +138,7 @@ def test_a_step_whose_weights_have_changed_is_brought_to_its_end() -> None:
     actor.context.stop.set()
     last = claim(5, 14, 15)
     thread = later(actor, lambda: actor.context.client.claims[0].set_result(last))
-    assert list(actor.windows(3, 1)) == [Window(last, [])]
+    assert list(actor.windows.of(3, 1)) == [Window(last, [])]
     thread.join()
 
 
@@ -154,9 +157,7 @@ class Giving(Queue):
 
 
 def giving(*claims: Claim) -> Any:
-    actor = waiting()
-    actor.context.client = Giving(*claims)
-    return actor
+    return waiting(client=Giving(*claims))
 
 
 def claim(lease: int, *tickets: int) -> Claim:
@@ -166,42 +167,41 @@ def claim(lease: int, *tickets: int) -> Claim:
 def test_rows_that_are_there_are_trained_on() -> None:
     actor = giving(CLAIM)
     actor.context.stop.set()
-    assert list(actor.windows(3, 0)) == [Window(CLAIM, [])]
+    assert list(actor.windows.of(3, 0)) == [Window(CLAIM, [])]
 
 
 def test_while_one_window_is_trained_on_the_next_is_asked_for() -> None:
     actor = giving(claim(1, 12), claim(2, 13), claim(3, 14, 15), claim(4, 16, 17))
-    assert [window.claim.lease for window in actor.windows(3, 0)] == [1, 2]
-    assert [window.claim.lease for window in actor.windows(3, 1)] == [3]
-    assert actor.prefetch.asked.result(10).claim.lease == 4, "of the next step"
+    assert [window.claim.lease for window in actor.windows.of(3, 0)] == [1, 2]
+    assert [window.claim.lease for window in actor.windows.of(3, 1)] == [3]
+    assert actor.windows.prefetch.asked.result(10).claim.lease == 4, "of the next step"
     assert actor.context.client.dealt == [0, 1, 0, 0]
 
 
 def test_behind_the_last_step_nothing_is_asked_for() -> None:
     actor = giving(claim(1, 12, 13), claim(2, 14, 15))
     actor.config.steps = 4
-    assert [window.claim.lease for number in (0, 1) for window in actor.windows(3, number)] == [1, 2]
-    assert actor.prefetch.asked is None
+    assert [window.claim.lease for number in (0, 1) for window in actor.windows.of(3, number)] == [1, 2]
+    assert actor.windows.prefetch.asked is None
 
 
 def test_a_claim_whose_rows_are_lost_before_all_ranks_have_them_is_followed_by_another() -> None:
-    actor, found = waiting(), iter([None, []])
-    actor.context.client = Giving(CLAIM, again := claim(6, 12, 13))
+    actor, found = giving(CLAIM, again := claim(6, 12, 13)), iter([None, []])
     actor.ranks.rows = lambda *_: next(found)
-    actor.prefetch.ask(0)
-    assert actor.prefetch.asked.result(10) == Window(again, [])
+    actor.windows.prefetch.ask(0)
+    assert actor.windows.prefetch.asked.result(10) == Window(again, [])
 
 
 def test_rows_that_never_come_end_the_wait() -> None:
     actor = waiting()
     actor.config.queue.wait_timeout_s = 0.0
     with pytest.raises(DeadlineError, match=r"no rows to train on came for 0 s; .* logs of the group"):
-        next(actor.windows(3, 0))
+        next(actor.windows.of(3, 0))
 
 
 def test_a_claim_of_other_tickets_is_not_trained_on() -> None:
     with pytest.raises(RelaxError, match="found tickets 14 to 15, expected those of 12 to 13"):
-        next(giving(claim(1, 14, 15)).windows(3, 0))
+        next(giving(claim(1, 14, 15)).windows.of(3, 0))
 
 
 def test_ranks_wait_together_until_the_queue_knows_of_a_step() -> None:
@@ -234,21 +234,21 @@ class Losing(Giving):
 
 
 def test_rows_that_are_lost_with_their_maker_cost_a_gradient() -> None:
-    actor, done, tally = waiting(), [], module.Tally()
     lost, again = claim(6, 13), claim(7, 12, 13)
-    actor.context.client = queue = Losing(CLAIM, lost, again)
+    queue, done, tally = Losing(CLAIM, lost, again), [], Tally()
+    actor = waiting(client=queue)
     actor.batches = lambda window: [window.claim.lease]
     actor.trainer = SimpleNamespace(accumulate=done.append, discard=lambda: done.append("discarded"))
     assert actor.gradients(3, 0, tally) == ([again], [[7]])
     assert done == [[5], "discarded", [7]]
     assert queue.released == [5, 6], "what was asked for already may be of the same mini-batch"
-    assert actor.prefetch.asked, "the first window of the next one"
+    assert actor.windows.prefetch.asked, "the first window of the next one"
 
 
 def test_a_ticket_that_comes_twice_does_not_count_for_another() -> None:
-    actor, tally = waiting(), module.Tally()
-    first = claim(5, 12), claim(6, 12), claim(7, 13), claim(8, 14)
-    actor.context.client = queue = Losing(*first, claim(9, 12), claim(10, 13))
+    first, tally = (claim(5, 12), claim(6, 12), claim(7, 13), claim(8, 14)), Tally()
+    queue = Losing(*first, claim(9, 12), claim(10, 13))
+    actor = waiting(client=queue)
     queue.held = [[12, 13], [12, 13]]
     actor.batches = lambda window: []
     actor.trainer = SimpleNamespace(accumulate=lambda _: None, discard=lambda: None)
@@ -263,40 +263,37 @@ def test_what_goes_wrong_beside_training_is_why_no_rows_come() -> None:
     def check() -> None:
         raise RelaxError("weights/i000001-v000004: No space left on device")
 
-    actor.publisher = SimpleNamespace(check=check)
+    actor.beside.check = check
     with pytest.raises(RelaxError, match="No space left"):
-        next(actor.windows(3, 0))
+        next(actor.windows.of(3, 0))
 
 
 def test_a_claim_that_fails_says_so() -> None:
     actor = waiting()
     thread = later(actor, lambda: actor.context.client.claims[0].set_exception(FencedError("incarnation 1 is over")))
     with pytest.raises(FencedError):
-        next(actor.windows(3, 0))
+        next(actor.windows.of(3, 0))
     thread.join()
 
 
-class Recorded:
-    """An actor that only counts; it comes to an edge at ``ends_at``."""
+class Recorded(TrainerRole):
+    """A role that only counts; it comes to an edge at ``ends_at``."""
 
     def __init__(self, ends_at: int, saves: tuple[int, ...] = (), in_step: bool = False) -> None:
         self.ends_at, self.saves, self.in_step = ends_at, saves, in_step
+        self.config, self.clock, self.beside, self.windows = Config(steps=5), StepClock(None), Beside(), None
         self.step, self.saved = 0, []
-        self.clock, self.saver = Clock(None), SimpleNamespace(seconds=0.0, failure="")
+        self.saver = SimpleNamespace(seconds=0.0, failure="")
+        self.checkpoints = SimpleNamespace(
+            saver=self.saver, load=lambda: 0, save=self.saved.append, unsaved=self.unsaved, settle=self.settled
+        )
         self.ranks = SimpleNamespace(tell=lambda message: message, close=lambda: self.saved.append("closed"))
-
-    def resume(self) -> int:
-        return 0
 
     def check_edge(self) -> None:
         if self.step == self.ends_at and not self.in_step:
             raise AtEdge("asked to stop")
 
-    def take_turn(self, step: int) -> None: ...
-
     def await_told(self, step: int) -> None: ...
-
-    def end_turn(self) -> None: ...
 
     def train(self, step: int) -> bool:
         if step == self.ends_at:
@@ -304,39 +301,31 @@ class Recorded:
         self.step = step + 1
         return self.step in self.saves
 
-    def checkpoint(self, step: int) -> None:
-        self.saved.append(step)
-
     def unsaved(self, step: int, saved: int) -> bool:
         return step > saved or bool(self.saver.failure)
 
-    def settle(self) -> None:
+    def settled(self) -> None:
         self.saved.append("settled")
 
 
 @pytest.mark.parametrize("in_step", [False, True])
 @pytest.mark.parametrize(("saves", "saved"), [((), [3]), ((2,), [3]), ((3,), [])])
-def test_what_is_not_saved_yet_is_saved_at_the_edge(
-    monkeypatch: pytest.MonkeyPatch, saves: tuple[int, ...], saved: list[int], in_step: bool
-) -> None:
+def test_what_is_not_saved_yet_is_saved_at_the_edge(saves: tuple[int, ...], saved: list[int], in_step: bool) -> None:
     made = Recorded(3, saves, in_step)
-    monkeypatch.setattr(module, "Actor", lambda _: made)
     with pytest.raises(StoppedError, match="asked to stop: saved step 3"):
-        module.run(SimpleNamespace(config=Config(steps=5), deadline=None))
+        made.run()
     assert made.saved == [*saved, "settled"]
 
 
-def test_what_could_not_be_saved_is_saved_at_the_edge(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_could_not_be_saved_is_saved_at_the_edge() -> None:
     made = Recorded(3, saves=(3,))
     made.saver.failure = "no room"
-    monkeypatch.setattr(module, "Actor", lambda _: made)
     with pytest.raises(StoppedError):
-        module.run(SimpleNamespace(config=Config(steps=5), deadline=None))
+        made.run()
     assert made.saved == [3, "settled"]
 
 
-def test_the_last_step_ends_the_role(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_step_ends_the_role() -> None:
     made = Recorded(99)
-    monkeypatch.setattr(module, "Actor", lambda _: made)
-    module.run(SimpleNamespace(config=Config(steps=5), deadline=None))
+    made.run()
     assert made.step == 5 and made.saved == ["settled", "closed"]

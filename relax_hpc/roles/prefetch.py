@@ -1,4 +1,4 @@
-"""Windows of rows, each claimed, checked and read by a thread while the actor trains on the one before."""
+"""Windows of rows, each claimed, checked and read by a thread while a trainer role is at the one before."""
 
 from __future__ import annotations
 
@@ -71,11 +71,12 @@ class Prefetch:
 
         The request is never given up, as its answer, a lease, would come to nobody: who needs it has the deadline.
         """
-        config, client, ranks = self.context.config, self.context.client, self.ranks.layout.data_size
-        most, size = config.actor.max_tokens_per_micro_batch, config.prompts_per_step // config.algorithm.mini_batches
-        budget, about = config.actor.balance_window * most * ranks, {"ranks": ranks, "max_tokens": most, "batch": batch}
+        config, client, task = self.context.config, self.context.client, self.context.role
+        settings, ranks = getattr(config, task), self.ranks.layout.data_size
+        most, size = settings.max_tokens_per_micro_batch, config.prompts_per_step // config.algorithm.mini_batches
+        budget, about = settings.balance_window * most * ranks, {"ranks": ranks, "max_tokens": most, "batch": batch}
         while True:
-            claim = client.claim_later("actor", budget, size, _AHEAD_S, **about).result()
+            claim = client.claim_later(task, budget, size, _AHEAD_S, **about).result()
             with self.context.spans("queue", step=claim.step):
                 if check_claim(client, claim, self.placeholders):
                     return claim.message()

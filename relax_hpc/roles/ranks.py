@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from relax_hpc.rendezvous.exit_mark import leave_mark
 from relax_hpc.roles.context import Context
 from relax_hpc.training import parallel
 from relax_hpc.training.meeting import store_of
-from relax_hpc.transfer_queue.client import Claim, read_rows
+from relax_hpc.transfer_queue.client import Claim, QueueClient, read_rows
 from relax_hpc.transfer_queue.client.claims import APPEARS_S, still_held
 from relax_hpc.transfer_queue.row_schema import Row
 from relax_hpc.transfer_queue.samplers import share
@@ -66,6 +66,10 @@ class Ranks:
     def tell(self, message: dict[str, Any] | Future | None) -> dict[str, Any]:
         """The leader's ``message``, or what it is to become, in every rank."""
         return self.control.tell(message)
+
+    def ask(self, ask: Callable[[QueueClient], Future]) -> Any:
+        """What the queue answers the leader, in every rank: a message, see `Channel.tell`."""
+        return self.tell(ask(self._client) if self._client else None)
 
     def rows(self, claim: Claim, channel: Channel) -> list[Row] | None:
         """All rows of ``claim``, read by each rank for itself.

@@ -1,0 +1,110 @@
+"""A trainer role's checkpoints: saved beside training, counted once the queue has journaled them, resumed from."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from relax_hpc.checkpoint import store
+from relax_hpc.checkpoint.saver import Saver
+from relax_hpc.config.schema import CheckpointConfig
+from relax_hpc.roles.context import Context
+from relax_hpc.roles.ranks import Ranks
+from relax_hpc.training.trainer import Trainer
+from relax_hpc.transfer_queue.client import Checkpoint, then
+
+_WORDS = 500
+
+
+class Checkpoints:
+    """One rank's; every rank makes and calls it alike."""
+
+    def __init__(self, context: Context, ranks: Ranks, trainer: Trainer) -> None:
+        self.context, self.config, self.ranks, self.trainer = context, context.config, ranks, trainer
+        settings, client = self.config.checkpoint, context.client
+        self.saver = Saver(
+            trainer,
+            ranks.channel(settings.timeout_s),
+            settings.timeout_s,
+            self._note_unsaved,
+            settings.max_failures,
+            stands=lambda: client is None or client.beat.hindered,
+        )
+        self.saved: tuple[int, float] = 0, time.time()
+        """The newest step that can be resumed from, and when that was."""
+
+    def load(self) -> int:
+        """Load the newest checkpoint that verifies; the step to begin with (0 without one)."""
+        self.context.says("")
+        points = self.ranks.ask(lambda client: then(client.training.checkpoints(), _messages))
+        for point in reversed([Checkpoint(**about) for about in points]):
+            directory = self.context.run.checkpoints / point.name
+            self.context.says(f"loading checkpoint {point.name}")
+            try:
+                step = int(store.load(directory, self.trainer, self.ranks.control, point.digest)["step"])
+                break
+            except store.CheckpointError as error:
+                print(f"skipping a checkpoint that does not verify: {error}", flush=True)
+        else:
+            step = 0
+        self.saved = step, time.time()
+        self.ranks.ask(lambda client: client.training.resume(step))
+        self.context.says("")
+        return step
+
+    def save(self, step: int) -> None:
+        """Save everything that training step ``step`` needs; what is older than `keep_last` goes once it is saved."""
+        with self.context.spans("checkpoint", step=step):
+            incarnation = self.context.incarnation
+            name, first = f"i{incarnation:06d}-step-{step:06d}", step * self.config.prompts_per_step
+            meta = {"step": step, "first_ticket": first, "seed": self.config.seed, "incarnation": incarnation}
+            journal = partial(self._journal, step, time.time(), name)
+            self.saver.save(self.context.run.checkpoints / name, meta, journal)
+
+    def _journal(self, step: int, at: float, name: str, digest: str) -> None:
+        """A checkpoint counts from here on. In the leader's saving thread."""
+        client, root = self.context.client, self.context.run.checkpoints
+        client.training.checkpoint(step, name, digest).result()
+        self.saved, client.beat.unsaved = (step, at), {}
+        points = client.training.checkpoints().result()
+        store.remove_others(
+            root, {point.name for point in kept_points(points, self.config.checkpoint)}, self.context.incarnation
+        )
+
+    def _note_unsaved(self, why: str) -> None:
+        """In the leader's saving thread."""
+        client, (step, at) = self.context.client, self.saved
+        client.status.note("checkpoint_unwritten", why, "unwritten")
+        client.beat.unsaved = {"step": step, "since": at, "failed": self.saver.failed, "why": why[:_WORDS]}
+
+    def unsaved(self, step: int, saved: int) -> bool:
+        """Whether there is something to save at ``step``, ``saved`` being the last that was tried; for all ranks."""
+        with self.context.spans("checkpoint", step=step):
+            self.saver.wait()
+        return self.ranks.tell({"unsaved": step > saved or bool(self.saver.failure)})["unsaved"]
+
+    def settle(self) -> None:
+        """Wait for what is still being written."""
+        with self.context.spans("checkpoint"):
+            self.saver.settle()
+
+    def values(self, step: int) -> dict[str, float]:
+        """Scalars after training step ``step``: how many steps a resume would lose."""
+        return {"perf/unsaved_steps": step + 1 - self.saved[0], "perf/unsaved_checkpoints": self.saver.failed}
+
+
+def _messages(points: list[Checkpoint]) -> list[dict[str, Any]]:
+    return [asdict(point) for point in points]
+
+
+def kept_points(points: list[Checkpoint], config: CheckpointConfig) -> list[Checkpoint]:
+    """The checkpoints that stay: the last ones, and every so-manyth.
+
+    >>> points = [Checkpoint(step=step, incarnation=1, name=f"c{step}", digest="") for step in (10, 20, 30, 40)]
+    >>> [point.step for point in kept_points(points, CheckpointConfig(keep_last=1, keep_every=20))]
+    [20, 40]
+    """
+    every = config.keep_every
+    return [p for p in points[: -config.keep_last] if every and not p.step % every] + points[-config.keep_last :]

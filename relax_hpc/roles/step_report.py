@@ -1,0 +1,112 @@
+"""What a training step says of itself: scalars for metrics.jsonl and TensorBoard."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from relax_hpc.algorithms.correction import effective_share
+from relax_hpc.transfer_queue.client import StepTrained
+from relax_hpc.transfer_queue.row_schema import Row
+
+
+class Tally:
+    """What the step's rows say, for the metrics."""
+
+    def __init__(self) -> None:
+        self.rewards: list[float] = []
+        self.lengths: list[int] = []
+        self.stopped = 0
+        self.tokens = 0
+
+    def add(self, rows: list[Row]) -> None:
+        for row in rows:
+            self.rewards.append(float(row["reward"]))
+            self.lengths.append(len(row["token_ids"]) - int(row["prompt_len"]))
+            self.tokens += len(row["token_ids"])
+            self.stopped += row["finish_reason"] == "stop"
+
+    def join(self, other: Tally) -> None:
+        """Count what ``other`` has counted too."""
+        self.rewards += other.rewards
+        self.lengths += other.lengths
+        self.stopped += other.stopped
+        self.tokens += other.tokens
+
+
+def staleness_report(answer: StepTrained) -> dict[str, float]:
+    """Scalars of what the queue says of a step: how old its tokens were, how far behind readers are."""
+    staleness = answer.staleness
+    return {
+        "staleness/min": min(staleness),
+        "staleness/mean": sum(staleness) / len(staleness),
+        "staleness/max": max(staleness),
+        "weights/publish_lag": max(0, answer.lag),
+    }
+
+
+_RENAMED = {
+    "ratio": "loss/ratio",
+    "clip_fraction": "loss/clip_fraction",
+    "entropy": "loss/entropy_nats",
+    "grad_norm": "loss/grad_norm",
+    "skipped": "loss/skipped_updates",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What came of a step's updates, of which there may be many."""
+
+    first: dict[str, float]
+    """`Trainer.step` of the first one, whose log-probabilities are those before it."""
+    last: dict[str, float]
+    """Of the last one."""
+    tally: Tally
+    lr: float
+    seconds: float
+
+    def values(self) -> dict[str, float]:
+        """Scalars that any trainer has."""
+        names = ((_RENAMED.get(name, name), value) for name, value in self.last.items())
+        values = {name: value for name, value in names if "/" in name}
+        return values | {
+            "loss/lr": self.lr,
+            "perf/step_s": self.seconds,
+            "perf/trained_tokens": self.tally.tokens,
+        }
+
+
+def policy_values(result: StepResult) -> dict[str, float]:
+    """Scalars of a policy's step. The comparison of rollout and old log-probs is the first update's, before it.
+
+    `parity/*` is how far the two engines that computed the same log-probs are apart, in nats: no KL.
+    """
+    first, tally = result.first, result.tally
+    count = len(tally.rewards)
+    mean = sum(tally.rewards) / count
+    return result.values() | {
+        "reward/mean": mean,
+        "reward/std": (sum((reward - mean) ** 2 for reward in tally.rewards) / count) ** 0.5,
+        "reward/response_tokens": sum(tally.lengths) / count,
+        "reward/stopped_share": tally.stopped / count,
+        "parity/logprob_abs_diff": first.get("train_rollout_logprob_abs_diff", 0.0),
+        "parity/logprob_max": first.get("train_rollout_logprob_max", 0.0),
+        "kl/rollout": first.get("rollout_kl", 0.0),
+        **correction_report(first),
+    }
+
+
+def correction_report(metrics: dict[str, float]) -> dict[str, float]:
+    """How far the engine's policy was from the old one, and what the off-policy correction made of it.
+
+    `correction/effective_share`: of as many tokens by the old policy itself, those that would say as much.
+    """
+    inverse = metrics.get("rollout_inverse_ratio_max", 0.0)
+    weight = metrics.get("correction_weight", 0.0)
+    return {
+        "correction/weight": weight,
+        "correction/cut_share": metrics.get("correction_cut", 0.0),
+        "correction/effective_share": effective_share(weight, metrics.get("correction_square", 0.0)),
+        "correction/ratio_min": 1.0 / inverse if inverse else 0.0,
+        "correction/ratio_max": metrics.get("rollout_ratio_max", 0.0),
+    }

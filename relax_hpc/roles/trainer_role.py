@@ -1,0 +1,207 @@
+"""The trainer role: claims the rows of one step after the other, trains on them, settles them and checkpoints.
+
+It knows no policy: what goes on beside it (weights that are published, forward passes, turns on shared devices) it
+calls at the points where that belongs, see `Beside`. It begins where the newest verified checkpoint ends and tells the
+queue, which gives back or drops what came later.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from relax_hpc.errors import StoppedError
+from relax_hpc.roles.checkpoints import Checkpoints
+from relax_hpc.roles.context import Context
+from relax_hpc.roles.prefetch import Window
+from relax_hpc.roles.ranks import Ranks
+from relax_hpc.roles.step_clock import AtEdge, StepClock
+from relax_hpc.roles.step_report import StepResult, Tally
+from relax_hpc.roles.window_stream import DISK, WindowStream
+from relax_hpc.training.batches import PAD, Batch, collate
+from relax_hpc.training.optimizer import learning_rate
+from relax_hpc.training.trainer import Trainer
+from relax_hpc.transfer_queue.client import Claim, StepTrained, then
+
+
+class Beside:
+    """What a trainer role has beside its training: nothing. Every method is called in every rank."""
+
+    def resumed(self, step: int) -> None:
+        """The model is as before training step ``step``."""
+
+    def take_turn(self, step: int, windows: WindowStream) -> None:
+        """Before the time of ``step`` counts; `windows.ask` waits for an answer of the queue."""
+
+    def begin_step(self, step: int) -> None:
+        """Before the first update of ``step``."""
+
+    def prepare(self, step: int, number: int, batches: list[Batch]) -> None:
+        """Before the gradient of ``batches``, of mini-batch ``number`` in its first pass, which may be added to."""
+
+    def before_update(self, step: int) -> None:
+        """Before weights change."""
+
+    def trained(self, step: int) -> None:
+        """All updates of ``step`` are made."""
+
+    def end_step(self) -> None:
+        """The step is done, and its checkpoint begun if one is due."""
+
+    def check(self) -> None:
+        """Raise what has gone wrong."""
+
+    def settle(self) -> None:
+        """The role ends: wait for what still goes on."""
+
+    def values(self, result: StepResult, answer: StepTrained) -> dict[str, float]:
+        """Scalars of a step, whose ``answer`` is the queue's to `trained`; in the leader alone."""
+        return result.values()
+
+
+class TrainerRole:
+    """One rank of a group that trains; every method runs in all of them, only the leader talks to the queue."""
+
+    def __init__(
+        self, context: Context, ranks: Ranks, trainer: Trainer, beside: Beside, placeholders: Mapping[str, int]
+    ) -> None:
+        """``placeholders``: see `check_media`."""
+        self.context, self.config, self.ranks = context, context.config, ranks
+        self.settings = getattr(self.config, context.role)
+        self.trainer, self.beside = trainer, beside
+        self.checkpoints = Checkpoints(context, ranks, trainer)
+        self.clock = StepClock(context.deadline)
+        self.windows = WindowStream(context, ranks, self.clock, placeholders, self.check)
+        self.told: Future | None = None
+        """Of the leader: {} when the queue has taken the last step for trained, and it is reported."""
+
+    def run(self) -> None:
+        """Train to the last step; asked to stop, or out of time, save at a step's edge."""
+        step = saved = self.checkpoints.load()
+        self.beside.resumed(step)
+        try:
+            while step < self.config.steps:
+                self.check_edge()
+                self.beside.take_turn(step, self.windows)
+                started = time.monotonic()
+                if self.train(step):
+                    saved = step + 1
+                self.beside.end_step()
+                self.clock.took(time.monotonic() - started, self.checkpoints.saver.seconds)
+                step += 1
+        except AtEdge as edge:
+            self.await_told(step)
+            if self.checkpoints.unsaved(step, saved):
+                self.checkpoints.save(step)
+            self.settle()
+            # The others end only after the leader's last work.
+            self.ranks.tell({})
+            raise StoppedError(f"{edge}: saved step {step}") from None
+        self.settle()
+        self.ranks.close()
+
+    def check_edge(self) -> None:
+        """AtEdge, in every rank, if another step must not begin."""
+        if reason := self.ranks.tell({"reason": self.windows.why_end()})["reason"]:
+            raise AtEdge(reason)
+
+    def check(self) -> None:
+        """Raise what goes wrong beside training."""
+        self.beside.check()
+        self.checkpoints.saver.check()
+
+    def settle(self) -> None:
+        """Wait for what goes on beside training."""
+        self.beside.settle()
+        self.checkpoints.settle()
+
+    # -- a step ------------------------------------------------------------------------------------------------
+
+    def train(self, step: int) -> bool:
+        """All passes and mini-batches of one training step; whether it was checkpointed."""
+        started, passes, minis = time.monotonic(), self.config.algorithm.passes, self.config.algorithm.mini_batches
+        lr = learning_rate(self.settings.optimizer, step, self.config.steps)
+        leases: list[int] = []
+        tally = Tally()
+        mini_batches: list[list[list[Batch]]] = []
+        self.beside.begin_step(step)
+        for number in range(minis):
+            claims, windows = self.gradients(step, number, tally)
+            self.await_told(step)
+            self.beside.before_update(step)
+            with self.context.spans("train", step=step):
+                metrics = self.trainer.step(lr)
+            leases += [claim.lease for claim in claims]
+            mini_batches.append(windows)
+            if number == 0:
+                first = metrics
+        with self.context.spans("train", step=step):
+            for _ in range(passes - 1):
+                for windows in mini_batches:
+                    self.trainer.accumulate([batch for window in windows for batch in window])
+                    metrics = self.trainer.step(lr)
+        self.beside.trained(step)
+        if self.ranks.leader:
+            result = StepResult(first, metrics, tally, lr, time.monotonic() - started)
+            answer = self.context.client.training.trained(step, leases)
+            self.told = then(answer, partial(self._report, step, result))
+        due = (step + 1) % self.config.checkpoint.every == 0 or step + 1 == self.config.steps
+        if due:
+            self.await_told(step)
+            self.checkpoints.save(step + 1)
+        return due
+
+    def _report(self, step: int, result: StepResult, answer: StepTrained) -> dict[str, Any]:
+        values = self.beside.values(result, answer) | self.checkpoints.values(step)
+        self.context.report(step, values | self.ranks.reader.ways.since_last())
+        return {}
+
+    def await_told(self, step: int) -> None:
+        """At step ``step``, in every rank: nothing more is changed or saved before the queue knows of the last step.
+
+        Ranks that went on alone would wait in a collective of the next work, whose deadline no full disk and no hub
+        that is away puts off.
+        """
+        with self.context.spans("wait", step=step, cause=DISK):
+            self.ranks.tell((self.told or {}) if self.ranks.leader else None)
+
+    def gradients(self, step: int, number: int, tally: Tally) -> tuple[list[Claim], list[list[Batch]]]:
+        """Gather the gradient of mini-batch ``number`` from rows that nothing can take away any more.
+
+        Rows are trained on before they are on disk. What is lost with its maker until then costs a gradient, which is
+        gathered again, and no change of the weights has to be undone.
+        """
+        pipeline = self.settings.parallel.pipeline > 1
+        while True:
+            claims: list[Claim] = []
+            windows: list[list[Batch]] = []
+            found = Tally()
+            for window in self.windows.of(step, number):
+                claims.append(window.claim)
+                with self.context.spans("train", step=step):
+                    found.add(window.rows)
+                    windows.append(self.batches(window))
+                if not pipeline:
+                    self.learn(step, number, windows[-1])
+            if pipeline:
+                self.learn(step, number, [batch for window in windows for batch in window])
+            if self.windows.settled(step, claims):
+                tally.join(found)
+                return claims, windows
+            self.trainer.discard()
+            self.windows.give_back(step, number, claims)
+
+    def learn(self, step: int, number: int, batches: list[Batch]) -> None:
+        """Add what ``batches`` of mini-batch ``number`` say to the gradient, in the first pass."""
+        self.beside.prepare(step, number, batches)
+        with self.context.spans("train", step=step):
+            self.trainer.accumulate(batches)
+
+    def batches(self, window: Window) -> list[Batch]:
+        """This data rank's micro-batches of a window, as the queue has assigned them."""
+        assigned, model = window.claim.assignment[self.ranks.layout.data_rank], self.trainer.model
+        parts = [[window.rows[number] for number in part] for part in assigned]
+        return [collate(part, PAD, model.device, model.length_multiple) for part in parts]

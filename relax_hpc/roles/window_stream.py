@@ -1,0 +1,143 @@
+"""The rows of a trainer role's steps, window after window, each as soon as it is there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
+
+from relax_hpc.errors import DeadlineError, RelaxError
+from relax_hpc.roles.context import HUB, Context
+from relax_hpc.roles.prefetch import Prefetch, Window
+from relax_hpc.roles.ranks import Ranks
+from relax_hpc.roles.step_clock import AtEdge, StepClock
+from relax_hpc.transfer_queue.client import Claim, QueueClient
+from relax_hpc.transfer_queue.presence import longest_wait_s
+
+_LOOK_S = 0.2
+DISK = ("disk", "settled on disk")
+"""What a trainer waits for, when rows that it has are not safe yet."""
+
+
+class WindowStream:
+    """One rank's; every rank makes and calls it alike. The leader alone talks to the queue.
+
+    >>> for window in windows.of(step=7, number=0):                              # doctest: +SKIP
+    ...     learn(window.rows)
+    >>> if not windows.settled(7, claims):
+    ...     windows.give_back(7, 0, claims)
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        ranks: Ranks,
+        clock: StepClock,
+        placeholders: Mapping[str, int],
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``check`` raises what goes wrong elsewhere in this process, which may be why no rows come."""
+        self.context, self.config, self.ranks = context, context.config, ranks
+        self.clock, self.check = clock, check
+        self.prefetch = Prefetch(context, ranks, placeholders)
+        self.settling: Future | None = None
+        """Of the leader, about the rows of the last mini-batch."""
+
+    def of(self, step: int, number: int) -> Iterator[Window]:
+        """The windows of mini-batch ``number`` in ticket order, each as soon as its rows are there.
+
+        While one is trained on, the next is fetched, though it be another step's. With the last one the queue is
+        asked whether all rows are on disk.
+        """
+        minis = self.config.algorithm.mini_batches
+        size = self.config.prompts_per_step // minis
+        first = step * self.config.prompts_per_step + number * size
+        leases: list[int] = []
+        tickets: set[int] = set()
+        if not self.prefetch.asked:
+            self.prefetch.ask(0)
+        while len(tickets) < size:
+            # Beyond the first update it is too late to leave the step out.
+            window = self._take(step, may_end=number == 0)
+            leases.append(window.claim.lease)
+            check_range(window.claim, first, size)
+            # A ticket whose rows were lost since it was claimed may come again.
+            tickets.update(window.claim.tickets)
+            if len(tickets) < size:
+                self.prefetch.ask(len(leases))
+            else:
+                if step + 1 < self.config.steps or number + 1 < minis:
+                    self.prefetch.ask(0)
+                if self.ranks.leader:
+                    self.settling = self.context.client.training.settled(leases)
+            yield window
+
+    def settled(self, step: int, claims: list[Claim]) -> bool:
+        """Whether all rows of ``claims``, which `of` has asked about, are on disk; if not, some were lost."""
+        with self.context.spans("wait", step=step, cause=DISK):
+            held = self.ranks.tell(self.settling if self.ranks.leader else None)
+        return len(held) == sum(len(claim.tickets) for claim in claims)
+
+    def give_back(self, step: int, number: int, claims: list[Claim]) -> None:
+        """Hold nothing of mini-batch ``number`` any more, nor what was asked for last: it may be of this one too."""
+        for claim in claims:
+            self._release(claim)
+        if self.prefetch.asked:
+            self._release(self._take(step, may_end=number == 0).claim)
+
+    def _release(self, claim: Claim) -> None:
+        self.ranks.ask(lambda client: client.release(claim))
+
+    def _wait(self, work: Future, may_end: bool) -> str:
+        """Wait for an answer of the queue, in the leader; why the role has to end before, if it ``may_end``."""
+        patience, client = self.config.queue.wait_timeout_s, self.context.client
+        longest, until, stood = longest_wait_s(self.config), time.monotonic() + patience, client.beat.stood_s
+        while not wait([work], timeout=_LOOK_S).done:
+            # While somebody is not there, the clock stands.
+            if time.monotonic() > until + min(client.beat.stood_s - stood, longest):
+                text = (
+                    f"no rows to train on came for {patience:g} s; see relax-hpc status, and the logs of the group that"
+                )
+                raise DeadlineError(f"{text} is behind in {self.context.run.root / 'logs'}")
+            self.ranks.control.still_waits()
+            self.check()
+            if may_end and (reason := self.why_end()):
+                return reason
+        return ""
+
+    def ask(self, step: int, cause: tuple[str, str], ask: Callable[[QueueClient], Future]) -> None:
+        """Ask the queue and wait for its answer, in every rank; AtEdge if the role has to end before."""
+        reason = ""
+        with self.context.spans("wait", step=step, cause=cause):
+            if self.ranks.leader:
+                work = ask(self.context.client)
+                if not (reason := self._wait(work, may_end=True)):
+                    work.result()
+            reason = self.ranks.tell({"reason": reason})["reason"]
+        if reason:
+            raise AtEdge(reason)
+
+    def why_end(self) -> str:
+        """Why another step must not begin; empty: it may."""
+        return self.clock.reason(self.context.stop.is_set())
+
+    def _take(self, step: int, may_end: bool) -> Window:
+        """The window that was asked for, in every rank; AtEdge if the role has to end before, and ``may_end``."""
+        asked = self.prefetch.asked
+        with self.context.spans("wait", step=step, cause=HUB) as waiting:
+            reason = self._wait(asked, may_end) if self.ranks.leader else ""
+            if reason := self.ranks.tell({"reason": reason})["reason"]:
+                raise AtEdge(reason)
+            window = asked.result()
+            waiting.because(window.claim.waited)
+        self.prefetch.taken()
+        return window
+
+
+def check_range(claim: Claim, first: int, size: int) -> None:
+    """RelaxError unless ``claim`` is of the ``size`` tickets from ``first`` on, which are trained on now."""
+    if claim.tickets[0] < first or claim.tickets[-1] >= first + size:
+        found = f"tickets {claim.tickets[0]} to {claim.tickets[-1]}"
+        raise RelaxError(
+            f"claim: found {found}, expected those of {first} to {first + size - 1}; the actor starts again"
+        )
