@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from relax_hpc.convert.conversion import Request, convert
-from relax_hpc.models.hf_mapping import Qwen3Shape, all_pieces, stored_forms
+from relax_hpc.models.families import spec_of
+from relax_hpc.models.hf_mapping import all_pieces, stored_forms
 
 VOCAB = 61
 """Odd, so that two tensor-parallel ranks pad it."""
@@ -45,6 +46,20 @@ MIXED = DENSE | {
     "mlp_only_layers": [],
     "norm_topk_prob": True,
 }
+LLAMA = {key: value for key, value in DENSE.items() if key != "head_dim"} | {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "mlp_bias": False,
+    # As Llama 3.1 and later: positions are scaled from the slowest rotations on.
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
 
 
 def model(
@@ -56,16 +71,16 @@ def model(
     head: bool = False,
 ) -> Path:
     """A random model of `config` in a new `directory`, with `packed` experts or a tied embedding's `head` if asked."""
-    shape, generator = Qwen3Shape.of(config), torch.Generator().manual_seed(5)
+    spec, generator = spec_of(config), torch.Generator().manual_seed(5)
 
     def draw(size: tuple[int, ...]) -> torch.Tensor:
         noise = torch.randn(size, generator=generator)
         return (1 + 0.1 * noise if len(size) == 1 else 0.3 * noise).to(dtype)
 
-    pieces = {name: draw(piece.shape) for name, piece in all_pieces(shape).items()}
-    forms = stored_forms(shape)
+    pieces = {name: draw(piece.shape) for name, piece in all_pieces(spec).items()}
+    forms = stored_forms(spec)
     names = [name for name in forms if ("experts." in name) <= (packed == (not name.endswith(".weight")))]
-    if shape.tied and not head:
+    if spec.tied and not head:
         names.remove("lm_head.weight")
     tensors = {
         name: torch.cat([pieces[piece.name].flatten() for piece in forms[name].pieces]).view(forms[name].shape)

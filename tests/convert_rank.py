@@ -17,8 +17,9 @@ from safetensors.torch import load_file
 from relax_hpc.checkpoint.strategy import StateWriter
 from relax_hpc.config.schema import ModelConfig, ParallelConfig
 from relax_hpc.convert.verify import load_module
+from relax_hpc.models.families import spec_of
 from relax_hpc.models.hf_files import read_config
-from relax_hpc.models.hf_mapping import Qwen3Shape
+from relax_hpc.models.qwen3 import Qwen3
 from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.training import parallel
 
@@ -46,17 +47,17 @@ def main() -> None:
 
 def check(folder: Path, name: str, split: str) -> None:
     """One model under one split."""
-    from relax_hpc.models import qwen3
+    from relax_hpc.models.megatron import transformer_config
 
     tensor, pipeline, expert = SPLITS[split]
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(tensor, pipeline, expert_model_parallel_size=expert)
-    hf_config = read_config(folder / name)
+    spec = spec_of(read_config(folder / name))
     layout = ParallelConfig(tensor=tensor, pipeline=pipeline, sequence_parallel=tensor > 1)
-    config = qwen3.transformer_config(hf_config, ModelConfig(), layout)
+    config = transformer_config(spec, ModelConfig(), layout)
     config.expert_model_parallel_size = expert
     first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
-    module = qwen3.build(hf_config, config, "cpu", first, last).eval()
+    module = spec.build(config, "cpu", first, last).eval()
     load_module(module, folder / f"{name}-megatron")
     expected = load_file(folder / f"{name}.logits")
     logits = forward(module, expected["tokens"], first, last)
@@ -97,5 +98,6 @@ def whole(logits: torch.Tensor, tensor: int) -> torch.Tensor:
 
 if __name__ == "__main__":
     # A model of an odd vocabulary is padded under the tensor split, and unpadded under the others.
-    assert Qwen3Shape(1, 1, 1, 1, 1, 1, 61, False).padded_vocab(2) == 62
+    sizes = dict.fromkeys(("hidden", "inner", "layers", "heads", "groups", "head_dim"), 1)
+    assert Qwen3(**sizes, vocab=61, tied=False).padded_vocab(2) == 62
     main()

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from relax_hpc.data.tiny_model import write_tokenizer
-from relax_hpc.models.hf_mapping import Qwen3Shape, all_pieces
+from relax_hpc.models.families import FAMILIES
+from relax_hpc.models.hf_mapping import all_pieces
 from relax_hpc.weights.tensors import header_text
 
 SMALL = {
@@ -27,11 +28,11 @@ SMALL = {
 
 def model_directory(path: Path, **changes: Any) -> Path:
     """A new directory `path` with a model of `SMALL` sizes and `changes`; its tensors are holes of bfloat16."""
-    config = SMALL | changes
+    config = {key: value for key, value in (SMALL | changes).items() if value is not None}
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))
     write_tokenizer(path)
-    pieces = all_pieces(Qwen3Shape.of(config))
+    pieces = all_pieces(FAMILIES[config["model_type"]].of(config))
     text = header_text([(name, "BF16", piece.shape) for name, piece in pieces.items()], {"format": "pt"}).encode()
     ends = [one["data_offsets"][1] for name, one in json.loads(text).items() if name != "__metadata__"]
     with (path / "model.safetensors").open("wb") as file:

@@ -656,8 +656,20 @@ def test_models_that_cannot_be_trained_are_named_with_every_reason(tmp_path: Pat
     assert len(findings) == 2 and all(f"model.path: {path}/config.json: " in finding for finding in findings)
     assert "rope_scaling.type is 'yarn'" in findings[0] or "rope_scaling.type is 'yarn'" in findings[1]
     assert model_findings(path, **{"model.ignore_keys": ["rope_scaling", "logit_scale"]}) == []
-    llama = model_directory(tmp_path / "llama", model_type="llama")
-    assert "model_type is 'llama', supported to train: qwen3" in model_findings(llama)[0]
+    other = model_directory(tmp_path / "other", model_type="llama")
+    assert "architectures is ['Qwen3ForCausalLM'], supported is ['LlamaForCausalLM']" in model_findings(other)[0]
+
+
+def test_every_family_is_sound_or_says_how_its_ranks_may_split_it(tmp_path: Path) -> None:
+    llama = model_directory(tmp_path / "llama", model_type="llama", architectures=["LlamaForCausalLM"], head_dim=None)
+    assert model_findings(llama, **{"actor.parallel.tensor": 4, "actor.parallel.pipeline": 2}) == []
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    about = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "intermediate_size": None} | experts
+    mixed = model_directory(tmp_path / "mixed", **about)
+    assert model_findings(mixed, **{"actor.parallel.data": 2}) == []
+    assert model_findings(mixed, **{"actor.parallel.tensor": 2}) == [
+        "actor.parallel.tensor: found 2, allowed: 1, as experts are not split over ranks yet"
+    ]
 
 
 def write(directory: Path, name: str, text: str) -> Path:

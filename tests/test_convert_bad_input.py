@@ -88,7 +88,7 @@ HF = {
     "config without sizes": (lambda at: (at / "config.json").write_text("{}"), r"config\.json: model_type is missing"),
     "config with a wrong size": (with_config(hidden_size="32"), r"hidden_size is '32', supported is a positive"),
     "config with odd heads": (with_config(num_key_value_heads=3), r"num_key_value_heads is 3, .* divisor of 4 heads"),
-    "another family": (with_config(model_type="llama"), r"model_type is 'llama'"),
+    "another family": (with_config(model_type="gemma"), r"model_type is 'gemma'"),
     "some layers dense": (
         with_config(**(MIXED | {"mlp_only_layers": [0]})),
         r"mlp_only_layers is \[0\], supported is \[\]",

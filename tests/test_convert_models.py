@@ -16,10 +16,10 @@ from relax_hpc.convert.hf_tensors import HfTensors
 from relax_hpc.convert.to_hf import MegatronTensors
 from relax_hpc.convert.torch_dist import StoredState
 from relax_hpc.errors import ConfigError
+from relax_hpc.models.families import spec_of
 from relax_hpc.models.hf_files import read_config
-from relax_hpc.models.hf_mapping import Qwen3Shape
 from relax_hpc.training.model import PolicyModel
-from tests.convert_helpers import DENSE, MIXED, content, model, to
+from tests.convert_helpers import DENSE, LLAMA, MIXED, content, model, to
 from tests.convert_rank import CASES
 from tests.training_helpers import batch, launch, load, one_rank_fixture, rows, save, tiny_model, trainer  # noqa: F401
 
@@ -28,7 +28,12 @@ pytestmark = [pytest.mark.run, pytest.mark.usefixtures("one_rank")]
 
 @pytest.mark.parametrize(
     ("config", "packed"),
-    [(DENSE | {"tie_word_embeddings": True}, False), (MIXED, True), (MIXED | {"norm_topk_prob": False}, False)],
+    [
+        (DENSE | {"tie_word_embeddings": True}, False),
+        (MIXED, True),
+        (MIXED | {"norm_topk_prob": False}, False),
+        (LLAMA, False),
+    ],
 )
 def test_logits_are_those_of_transformers(tmp_path: Path, config: dict, packed: bool):
     source = model(tmp_path / "hf", config, packed=packed)
@@ -100,9 +105,9 @@ def test_a_difference_is_found(tmp_path: Path):
     tensors["model.layers.1.self_attn.k_proj.weight"][3, 2] += 1e-3
     model(other, DENSE)
     save_file(tensors, other / "model.safetensors")
-    shape = Qwen3Shape.of(DENSE)
+    spec = spec_of(DENSE)
     with pytest.raises(ConfigError, match=r"1 of 25 tensors differ: model\.layers\.1\.self_attn\.k_proj\.weight"):
-        verify.compare(MegatronTensors(StoredState(tmp_path / "megatron"), shape), HfTensors(other, shape), shape)
+        verify.compare(MegatronTensors(StoredState(tmp_path / "megatron"), spec), HfTensors(other, spec), spec)
     ids = verify.prompt_ids("", source, DENSE["vocab_size"])
-    theirs, ours = verify.hf_logits(other, ids), verify.megatron_logits(tmp_path / "megatron", DENSE, ids)
+    theirs, ours = verify.hf_logits(other, ids), verify.megatron_logits(tmp_path / "megatron", spec, ids)
     assert (theirs - ours).abs().max() > 1e-5

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from relax_hpc.engines.transformers_hook import install_transformers_hook
 from relax_hpc.errors import ConfigError
-from relax_hpc.models.families import FAMILIES, problems, rope_theta, understood
-from relax_hpc.models.hf_mapping import Qwen3Shape
+from relax_hpc.models.families import FAMILIES, problems, spec_of, understood
 
 QWEN3_8B = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -68,6 +67,63 @@ QWEN3_30B_A3B = QWEN3_8B | {
 }
 
 
+LLAMA_3_2_1B = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.45.0.dev0",
+    "use_cache": True,
+    "vocab_size": 128256,
+}
+LLAMA_2_7B = {
+    "architectures": ["LlamaForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "transformers_version": "4.31.0.dev0",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
+
+
 def published(size: str) -> dict[str, Any]:
     hidden, inner, layers, heads, tied = SIZES[size]
     return QWEN3_8B | {
@@ -89,39 +145,35 @@ def test_published_models_are_understood(size: str):
     assert written["transformers_version"].startswith("5.") and "rope_theta" not in written
     for found in (config, written, config | {"sliding_window": 32768, "rope_theta": 5000000, "unsloth_version": "1"}):
         assert list(problems(found)) == list(problems(found, use="convert")) == []
-    assert Qwen3Shape.of(understood(config)) == Qwen3Shape.of(understood(written))
-    assert rope_theta(understood(config)) == rope_theta(understood(written)) == 1e6
+    assert spec_of(config) == spec_of(written) and spec_of(config).rope_base == 1e6
 
 
-def test_published_mixtures_can_be_converted_and_not_trained():
+def test_published_mixtures_are_understood():
     from transformers import Qwen3MoeConfig
 
     written = Qwen3MoeConfig(**QWEN3_30B_A3B).to_dict()
     assert "num_local_experts" in written
     for found in (QWEN3_30B_A3B, written):
-        assert list(problems(found, use="convert")) == []
-        assert list(problems(found)) == ["model_type is 'qwen3_moe', supported to train: qwen3"]
-        assert Qwen3Shape.of(understood(found, use="convert")).experts == 128
+        assert list(problems(found)) == list(problems(found, use="convert")) == []
+        assert spec_of(found).experts == 128 and spec_of(found).inner == 768
 
 
-@pytest.mark.parametrize("use", ["train", "convert"])
-def test_what_a_config_does_not_say_is_what_transformers_takes(use: str):
+@pytest.mark.parametrize("kind", ["Qwen3", "Qwen3Moe", "Llama"])
+def test_what_a_config_does_not_say_is_what_transformers_takes(kind: str):
     """Of every key that may be missing; what the engine and the trainer would take differently is refused."""
-    from transformers import Qwen3Config, Qwen3MoeConfig
+    install_transformers_hook()
+    import transformers
 
     mixture = QWEN3_30B_A3B | {"num_attention_heads": 16}
-    make, whole = (Qwen3Config, published("0.6B")) if use == "train" else (Qwen3MoeConfig, mixture)
-    for key in sorted({*whole} & {*FAMILIES[whole["model_type"]].rules}):
+    whole = {"Qwen3": published("0.6B"), "Qwen3Moe": mixture, "Llama": LLAMA_3_2_1B}[kind]
+    taken = set()
+    for key in sorted({*whole} & {*FAMILIES[whole["model_type"]].rules()}):
         found = {name: value for name, value in whole.items() if name != key}
-        if not list(problems(found, use=use)):
-            written = understood(make(**deepcopy(found)).to_dict(), use=use)
-            ours, its = (Qwen3Shape.of(one) for one in (understood(found, use=use), written))
-            # Where every layer has experts, nothing has the inner size of a dense one.
-            assert ours == (replace(its, inner=ours.inner) if its.experts else its), key
-            assert rope_theta(understood(found, use=use)) == rope_theta(written), key
-    assert list(problems({k: v for k, v in whole.items() if k != "num_key_value_heads"}, use=use)) == [
-        f"num_key_value_heads is missing; is this a {whole['model_type']} model?"
-    ]
+        if not list(problems(found)):
+            written = getattr(transformers, f"{kind}Config")(**deepcopy(found)).to_dict()
+            assert spec_of(found) == spec_of(written), key
+            taken.add(key)
+    assert ("num_key_value_heads" in taken) == (kind == "Llama") and "rope_theta" in taken
 
 
 @pytest.mark.parametrize(
@@ -146,6 +198,36 @@ def test_a_base_of_null_is_no_default(change: dict[str, Any], place: str):
     found = list(problems(QWEN3_8B | change))
     assert [line.partition(" is null, with which no engine starts")[0] for line in found] == ([place] if place else [])
     assert not place or list(problems(QWEN3_8B | change, [place])) == []
+
+
+@pytest.mark.parametrize(("config", "factor"), [(LLAMA_3_2_1B, 32.0), (LLAMA_2_7B, 1.0)])
+def test_published_llamas_are_understood(config: dict[str, Any], factor: float):
+    install_transformers_hook()
+    from transformers import LlamaConfig
+
+    written = LlamaConfig(**deepcopy(config)).to_dict()
+    for found in (config, written):
+        assert list(problems(found)) == list(problems(found, use="convert")) == []
+    assert spec_of(config) == spec_of(written) and spec_of(config).rope_factor == factor
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            {"rope_scaling": {**LLAMA_3_2_1B["rope_scaling"], "low_freq_factor": 2.0}},
+            "factor is 2.0, supported",
+        ),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is missing beside the rope_type"),
+        ({"rope_scaling": {"rope_type": "default", "factor": 8.0}}, "rope_scaling.factor is 8.0 beside the rope_type"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "is 'linear', supported is 'default' or 'llama3'"),
+        ({"mlp_bias": True}, "mlp_bias is True"),
+        ({"head_dim": None, "num_attention_heads": 24, "num_key_value_heads": 8}, "twice the 24 heads"),
+        ({"qk_norm": True}, "qk_norm is True, which is not known here"),
+    ],
+)
+def test_other_llamas_are_refused(change: dict[str, Any], says: str):
+    assert any(says in line for line in problems(LLAMA_3_2_1B | change)), list(problems(LLAMA_3_2_1B | change))
 
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32768}
@@ -177,7 +259,7 @@ REFUSED = [
     ({"hidden_size": 4096.0}, "hidden_size is 4096.0, supported is a positive integer"),
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
     ({"architectures": ["Qwen3ForSequenceClassification"]}, "architectures is ['Qwen3ForSequenceClassification']"),
-    ({"model_type": "qwen2"}, "model_type is 'qwen2', supported to train: qwen3"),
+    ({"model_type": "qwen2"}, "model_type is 'qwen2', supported to train: qwen3, qwen3_moe, llama"),
     ({"model_type": None}, "model_type is missing"),
     ({"vocab_size": 10**400}, None),
 ]
@@ -223,4 +305,4 @@ def test_transformers_takes_type_for_rope_type():
 
 def test_every_rule_is_of_a_key_that_is_used():
     for family in FAMILIES.values():
-        assert {*family.needed} <= {*family.rules}
+        assert {*family.needed} <= {*family.rules()}

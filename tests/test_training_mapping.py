@@ -8,7 +8,6 @@ import torch
 from relax_hpc.config.schema import OptimizerConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.hf_mapping import (
-    Qwen3Shape,
     all_pieces,
     check_names,
     cut,
@@ -17,10 +16,11 @@ from relax_hpc.models.hf_mapping import (
     split,
     stage_entries,
 )
+from relax_hpc.models.qwen3 import Qwen3
 from relax_hpc.training.batches import collate, split_rows
 from relax_hpc.training.optimizer import learning_rate
 
-SHAPE = Qwen3Shape(hidden=8, inner=12, layers=4, heads=8, groups=4, head_dim=2, vocab=13, tied=False)
+SHAPE = Qwen3(hidden=8, inner=12, layers=4, heads=8, groups=4, head_dim=2, vocab=13, tied=False)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])

@@ -11,9 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from relax_hpc.config.schema import ModelConfig, ParallelConfig
+from relax_hpc.convert.verify import hf_logits
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.hf_files import read_config
+from relax_hpc.training.batches import collate
 from relax_hpc.training.model import PolicyModel
+from tests.convert_helpers import DENSE, LLAMA, MIXED, model
 from tests.training_helpers import batch, one_rank_fixture, policy, rows, tiny_fixture, tiny_model  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -23,9 +26,9 @@ def reference_logprobs(directory: Path, tokens: torch.Tensor, temperature: float
     from relax_hpc.engines.transformers_hook import install_transformers_hook
 
     install_transformers_hook()
-    from transformers import Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    model = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     with torch.no_grad():
         logits = model(tokens).logits[:, :-1] / temperature
     return logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
@@ -42,6 +45,23 @@ def test_logprobs_match_transformers(tmp_path: Path, tied: bool):
         assert len(ours) == len(sample["token_ids"]) and ours[0] == 0.0
         torch.testing.assert_close(torch.from_numpy(ours[1:].copy()), theirs, atol=1e-4, rtol=0)
     assert theirs.std() > 0.5
+
+
+@pytest.mark.parametrize("config", [DENSE, LLAMA, MIXED], ids=["qwen3", "llama", "qwen3_moe"])
+def test_every_family_has_the_logits_of_transformers(tmp_path: Path, config: dict):
+    """In float32, as far as sums in another order go; and its weights come back as they were."""
+    directory = model(tmp_path / "hf", config)
+    ours = policy(directory)
+    tokens = [(7 * number) % config["vocab_size"] for number in range(24)]
+    with torch.no_grad():
+        found = ours.logits(collate([{"token_ids": tokens}], 0, "cpu"))[0, :, : config["vocab_size"]]
+    expected = hf_logits(directory, tokens)
+    assert (found - expected).abs().max() < 2e-6 * expected.abs().max() and expected.std() > 0.1
+    weights = load_file(directory / "model.safetensors")
+    assert {name: piece.shape for name, piece in ours.tensors().items()} == {
+        n: tuple(t.shape) for n, t in weights.items()
+    }
+    assert all(torch.equal(value, weights[name]) for name, value in ours.export_hf().items())
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -77,7 +97,7 @@ def test_bfloat16_is_close_to_float32(tiny: Path):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"model_type": "llama"}, "model_type is 'llama'"),
+        ({"model_type": "gemma"}, "model_type is 'gemma'"),
         (
             {"rope_scaling": {"type": "yarn", "factor": 4.0}},
             r"rope_scaling\.type is 'yarn'.*rope_scaling\.factor is 4\.0",
@@ -91,7 +111,7 @@ def test_other_models_are_refused(tiny: Path, change: dict, says: str):
 
 
 def test_rope_theta_is_found_where_transformers_5_puts_it(tiny: Path):
-    from relax_hpc.models.families import rope_theta
+    from relax_hpc.models.rules import rope_theta
 
     assert rope_theta({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}) == 5e5
     assert rope_theta(read_config(tiny)) == 1e6

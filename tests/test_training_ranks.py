@@ -106,12 +106,17 @@ def test_a_split_that_does_not_fit_the_processes_is_refused():
 
 
 def test_a_split_that_does_not_fit_the_model_is_refused():
-    from relax_hpc.models.hf_mapping import Qwen3Shape
-    from relax_hpc.models.qwen3 import check_split
+    from relax_hpc.models.megatron import check_split
+    from relax_hpc.models.qwen3 import Qwen3
+    from relax_hpc.models.qwen3_moe import Qwen3Moe
 
-    shape = Qwen3Shape(hidden=8, inner=12, layers=3, heads=8, groups=2, head_dim=2, vocab=13, tied=False)
-    check_split(shape, ParallelConfig(tensor=2, pipeline=3))
-    with pytest.raises(ConfigError, match="divisors of the 2 key-value heads"):
-        check_split(shape, ParallelConfig(tensor=4))
-    with pytest.raises(ConfigError, match="divisors of the 3 layers"):
-        check_split(shape, ParallelConfig(pipeline=2))
+    sizes = {"hidden": 8, "inner": 12, "layers": 3, "heads": 8, "groups": 2, "head_dim": 2, "vocab": 13, "tied": False}
+    dense, mixed = Qwen3(**sizes), Qwen3Moe(**sizes, experts=4, chosen=2, normalised=True)
+    check_split(dense, ParallelConfig(tensor=2, pipeline=3))
+    with pytest.raises(ConfigError, match="a divisor of the model's num_key_value_heads, 2"):
+        check_split(dense, ParallelConfig(tensor=4))
+    with pytest.raises(ConfigError, match="a divisor of the model's num_hidden_layers, 3"):
+        check_split(dense, ParallelConfig(pipeline=2))
+    for split in ("tensor", "pipeline"):
+        with pytest.raises(ConfigError, match=f"{split}: found 2, allowed: 1, as experts are not split"):
+            check_split(mixed, ParallelConfig(**{split: 2}))

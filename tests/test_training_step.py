@@ -13,8 +13,12 @@ from torch import Tensor
 from relax_hpc.algorithms import Grpo
 from relax_hpc.algorithms.base import CorrectionConfig
 from relax_hpc.config.schema import OptimizerConfig
+from relax_hpc.models.families import spec_of
+from relax_hpc.models.hf_files import read_config
+from relax_hpc.models.hf_mapping import stored_forms
 from relax_hpc.training.trainer import Trainer, supervised_loss
 from relax_hpc.transfer_queue.row_schema import Row
+from tests.convert_helpers import LLAMA, MIXED, model
 from tests.own_algorithm import Opo
 from tests.training_helpers import (  # noqa: F401
     ALGORITHM,
@@ -38,9 +42,9 @@ def independent_step(directory: Path, samples: list[Row], steps: int) -> dict[st
     from relax_hpc.engines.transformers_hook import install_transformers_hook
 
     install_transformers_hook()
-    from transformers import Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    model = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32).train()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).train()
     norms = [value for value in model.parameters() if value.dim() == 1]
     others = [value for value in model.parameters() if value.dim() > 1]
     groups = [{"params": others, "weight_decay": 0.01}, {"params": norms, "weight_decay": 0.0}]
@@ -51,7 +55,19 @@ def independent_step(directory: Path, samples: list[Row], steps: int) -> dict[st
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
-    return dict(model.state_dict())
+    return split_up(dict(model.state_dict()), directory)
+
+
+def split_up(tensors: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
+    """Each piece by itself: transformers has the experts of a layer in one tensor."""
+    forms = stored_forms(spec_of(read_config(directory)))
+    return {
+        piece.name: part.view(piece.shape)
+        for name, value in tensors.items()
+        for piece, part in zip(
+            forms[name].pieces, value.flatten().split([math.prod(p.shape) for p in forms[name].pieces]), strict=True
+        )
+    }
 
 
 def sample_loss(model: torch.nn.Module, sample: Row) -> Tensor:
@@ -74,14 +90,21 @@ def difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
     return max((left[name] - right[name]).abs().max().item() for name in left)
 
 
-def test_two_steps_match_an_independent_implementation(tiny: Path):
+@pytest.fixture(name="directory")
+def directory_fixture(request: pytest.FixtureRequest, tmp_path: Path, tiny: Path) -> Path:
+    """A model of each family."""
+    return model(tmp_path / "hf", request.param | {"vocab_size": 64}) if request.param else tiny
+
+
+@pytest.mark.parametrize("directory", [{}, LLAMA, MIXED], ids=["qwen3", "llama", "qwen3_moe"], indirect=True)
+def test_two_steps_match_an_independent_implementation(directory: Path):
     samples = rows(8)
-    ours = trainer(tiny)
+    ours = trainer(directory)
     for _ in range(2):
         ours.accumulate([batch(samples[:3]), batch(samples[3:])])
         metrics = ours.step(LR)
     found = ours.model.export_hf()
-    assert difference(found, independent_step(tiny, samples, 2)) < 1e-5
+    assert difference(found, independent_step(directory, samples, 2)) < 1e-5
     assert metrics["tokens"] == sum(sample["loss_mask"].sum() for sample in samples)
     assert metrics["skipped"] == 0.0 and metrics["grad_norm"] > 0.5
 

@@ -134,10 +134,11 @@ def _read(
 
 def _lengths(config: Config, model: Model) -> Iterator[str]:
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_new_tokens
-    if model.positions and prompt + response > model.positions:
+    positions = model.spec.positions if model.spec else 0
+    if positions and prompt + response > positions:
         yield (
             f"rollout.max_new_tokens: found {response}, with data.max_prompt_tokens {prompt} together "
-            f"{prompt + response}; allowed: max_position_embeddings of the model, {model.positions}; lower one of them"
+            f"{prompt + response}; allowed: max_position_embeddings of the model, {positions}; lower one of them"
         )
 
 
@@ -150,13 +151,6 @@ def _parallels(config: Config) -> Iterator[tuple[str, ParallelConfig]]:
 
 def _split(group: str, parallel: ParallelConfig, model: Model) -> Iterator[str]:
     key, tensor = f"{group}.parallel", parallel.tensor
-    for name, size in model.tensor_sizes().items():
-        if size % tensor:
-            yield f"{key}.tensor: found {tensor}, allowed: a divisor of the model's {name}, {size}"
-    if model.layers % parallel.pipeline:
-        yield (
-            f"{key}.pipeline: found {parallel.pipeline}, allowed: a divisor of the model's num_hidden_layers, "
-            f"{model.layers}"
-        )
+    yield from (f"{key}.{misfit}" for misfit in (model.spec.misfits(parallel) if model.spec else ()))
     if parallel.sequence_parallel and tensor == 1:
         yield f"{key}.sequence_parallel: found true with {key}.tensor 1, allowed: false, or a larger tensor"

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from relax_hpc.config.schema import ModelConfig
 from relax_hpc.errors import ConfigError
-from relax_hpc.models.families import problems, understood
+from relax_hpc.models.families import problems, spec_of
+from relax_hpc.models.hf_mapping import check_names
+from relax_hpc.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from relax_hpc.data.prompts import Tokenizer
@@ -23,28 +25,14 @@ _INDEX = "model.safetensors.index.json"
 
 @dataclass(kw_only=True, slots=True)
 class Model:
-    """The sizes that parallel layouts and lengths depend on; 0 where the model does not say."""
+    """What is found of a model, and what is wrong with it."""
 
     problems: list[str] = field(default_factory=list)
-    """Findings about its files; with any of them the sizes mean nothing."""
+    """Findings about its files; with any of them the rest means nothing."""
     tokenizer: Tokenizer | None = None
     """None: there is none, or it is broken, which is among the problems."""
-    layers: int = 0
-    heads: int = 0
-    kv_heads: int = 0
-    hidden: int = 0
-    inner: int = 0
-    positions: int = 0
-    vocab: int = 0
-
-    def tensor_sizes(self) -> dict[str, int]:
-        """Sizes that tensor parallelism divides, by their names in config.json."""
-        return {
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "hidden_size": self.hidden,
-            "intermediate_size": self.inner,
-        }
+    spec: ModelSpec | None = None
+    """None: config.json is not in order."""
 
 
 def find_model(config: ModelConfig, field_name: str = "path") -> Model:
@@ -54,7 +42,7 @@ def find_model(config: ModelConfig, field_name: str = "path") -> Model:
         if not name:
             from relax_hpc.data.tiny_model import qwen3_config
 
-            return _sizes(qwen3_config(config.tiny))
+            return Model(spec=spec_of(qwen3_config(config.tiny)))
     except ConfigError as error:
         return Model(problems=[str(error)])
     path = Path(name)
@@ -72,34 +60,22 @@ def unread() -> list[str]:
 
 def _look(path: Path, config: ModelConfig) -> Model:
     """Everything that is wrong with the files, and the sizes if config.json is in order."""
-    about, known = path / "config.json", None
+    about, spec = path / "config.json", None
     try:
         found = _read_json(about)
         wrong = [f"{about}: {one}" for one in problems(found, config.ignore_keys)]
-        known = None if wrong else understood(found, config.ignore_keys)
+        spec = None if wrong else spec_of(found, config.ignore_keys)
     except ConfigError as error:
         wrong = [str(error)]
-    model = _sizes(known) if known else Model()
-    wrong += _weights(path, known)
+    model = Model(spec=spec)
+    wrong += _weights(path, spec)
     try:
-        model.tokenizer = _tokenizer(path, model.vocab)
+        model.tokenizer = _tokenizer(path, spec.vocab if spec else 0)
     except ConfigError as error:
         # End tokens are looked for in config.json too.
         wrong += [] if any(str(about) in one for one in wrong) and str(about) in str(error) else [str(error)]
     model.problems = wrong
     return model
-
-
-def _sizes(known: dict[str, Any]) -> Model:
-    return Model(
-        layers=known["num_hidden_layers"],
-        heads=known["num_attention_heads"],
-        kv_heads=known.get("num_key_value_heads", known["num_attention_heads"]),
-        hidden=known["hidden_size"],
-        inner=known["intermediate_size"],
-        positions=known.get("max_position_embeddings", 0),
-        vocab=known["vocab_size"],
-    )
 
 
 def _tokenizer(path: Path, vocab: int) -> Tokenizer | None:
@@ -133,8 +109,8 @@ def stamp(path: Path) -> tuple[int, ...]:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _weights(path: Path, known: dict[str, Any] | None) -> Iterator[str]:
-    """What is wrong with the weights, by their names and headers; with the tensors if config.json is ``known``."""
+def _weights(path: Path, spec: ModelSpec | None) -> Iterator[str]:
+    """What is wrong with the weights, by their names and headers; with the tensors if the model is known."""
     # A pipe of that name would be waited for.
     files = [file for file in sorted(path.glob("*.safetensors")) if file.is_file()]
     if (path / _INDEX).is_file():
@@ -151,10 +127,10 @@ def _weights(path: Path, known: dict[str, Any] | None) -> Iterator[str]:
     if not files:
         yield f"found no *.safetensors in {path}; convert the weights, pickled ones are not read"
     elif "safetensors" not in unread():
-        yield from _headers(path, files, known)
+        yield from _headers(path, files, spec)
 
 
-def _headers(path: Path, files: list[Path], known: dict[str, Any] | None) -> Iterator[str]:
+def _headers(path: Path, files: list[Path], spec: ModelSpec | None) -> Iterator[str]:
     from safetensors import SafetensorError, safe_open
 
     shapes: dict[str, tuple[int, ...]] = {}
@@ -166,11 +142,9 @@ def _headers(path: Path, files: list[Path], known: dict[str, Any] | None) -> Ite
         except (SafetensorError, OSError, ValueError) as error:
             whole = False
             yield f"{file}: not a whole safetensors file ({error}); download it again"
-    if known and whole:
-        from relax_hpc.models.hf_mapping import Qwen3Shape, check_names
-
+    if spec and whole:
         try:
-            check_names(Qwen3Shape.of(known), shapes, str(path))
+            check_names(spec, shapes, str(path))
         except ConfigError as error:
             yield str(error)
 

@@ -20,9 +20,9 @@ from relax_hpc.convert.to_megatron import HEADERS, HUGGINGFACE, ToMegatron
 from relax_hpc.convert.torch_dist import CONFIG, METADATA, StoredState
 from relax_hpc.convert.workspace import Workspace, check_free
 from relax_hpc.errors import ConfigError, RelaxError
-from relax_hpc.models.families import understood
+from relax_hpc.models.families import spec_of
 from relax_hpc.models.hf_files import read_config
-from relax_hpc.models.hf_mapping import Qwen3Shape
+from relax_hpc.models.spec import ModelSpec
 from relax_hpc.weights.version_files import check_listed, check_unchanged
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
@@ -93,17 +93,16 @@ def is_megatron(directory: Path) -> bool:
 
 def _to_megatron(request: Request, progress: Callable[[str], None]) -> dict[str, Any]:
     check_listed(request.source)
-    known = understood(read_config(request.source), request.ignore_keys, "convert")
-    shape = Qwen3Shape.of(known)
-    source = HfTensors(request.source, shape)
-    job = ToMegatron(source, shape, _dtype(request), request.shard_bytes or DEFAULT_SHARD_BYTES)
+    spec = spec_of(read_config(request.source), request.ignore_keys, "convert")
+    source = HfTensors(request.source, spec)
+    job = ToMegatron(source, spec, _dtype(request), request.shard_bytes or DEFAULT_SHARD_BYTES)
     job.parts()
-    ids = _prompt(request, request.source, shape)
+    ids = _prompt(request, request.source, spec)
     work, found = Workspace(request.target, _plan(request, request.source)), {}
 
     def check(path: Path) -> None:
-        target = MegatronTensors(StoredState(path), shape)
-        found.update(_verify(request, source, target, (request.source, path), known, ids, progress))
+        target = MegatronTensors(StoredState(path), spec)
+        found.update(_verify(request, source, target, (request.source, path), spec, ids, progress))
 
     job.write(work, progress, check)
     return {"direction": "megatron", "files_kept": work.kept} | found
@@ -113,18 +112,17 @@ def _to_hf(request: Request, progress: Callable[[str], None]) -> dict[str, Any]:
     _check_ended(request.source)
     model, headers = _model_of(request)
     hf_config = read_config(model)
-    known = understood(hf_config, request.ignore_keys, "convert")
-    shape = Qwen3Shape.of(known)
-    source = MegatronTensors(StoredState(request.source), shape)
+    spec = spec_of(hf_config, request.ignore_keys, "convert")
+    source = MegatronTensors(StoredState(request.source), spec)
     check_types(source)
-    job = ToHf(source, shape, hf_config, model, headers, _dtype(request), request.shard_bytes or DEFAULT_SHARD_BYTES)
+    job = ToHf(source, spec, hf_config, model, headers, _dtype(request), request.shard_bytes or DEFAULT_SHARD_BYTES)
     job.files()
-    ids = _prompt(request, model, shape)
+    ids = _prompt(request, model, spec)
     work, found = Workspace(request.target, _plan(request, request.source, model)), {}
 
     def check(path: Path) -> None:
-        target = HfTensors(path, shape)
-        found.update(_verify(request, source, target, (path, request.source), known, ids, progress))
+        target = HfTensors(path, spec)
+        found.update(_verify(request, source, target, (path, request.source), spec, ids, progress))
 
     job.write(work, progress, check)
     return {"direction": "hf", "files_kept": work.kept} | found
@@ -169,9 +167,9 @@ def _plan(request: Request, *folders: Path) -> dict[str, Any]:
     return {"version": PLAN_VERSION, "dtype": request.dtype, "shard_bytes": request.shard_bytes, "files": about}
 
 
-def _prompt(request: Request, tokenizer: Path, shape: Qwen3Shape) -> list[int]:
+def _prompt(request: Request, tokenizer: Path, spec: ModelSpec) -> list[int]:
     """Token ids for logits; none if they are not asked for."""
-    return verify.prompt_ids(request.prompt, tokenizer, shape.vocab) if request.verify == "all" else []
+    return verify.prompt_ids(request.prompt, tokenizer, spec.vocab) if request.verify == "all" else []
 
 
 def _verify(
@@ -179,7 +177,7 @@ def _verify(
     source: verify.Pieces,
     target: verify.Pieces,
     places: tuple[Path, Path],
-    known: dict[str, Any],
+    spec: ModelSpec,
     ids: list[int],
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
@@ -187,9 +185,9 @@ def _verify(
     if not request.verify:
         return {}
     progress("verify: all tensors are read again")
-    digests = verify.compare(source, target, Qwen3Shape.of(known))
+    digests = verify.compare(source, target, spec)
     report: dict[str, Any] = {"tensors": len(digests), "digests": digests}
     if ids:
         progress("verify: logits")
-        report["logits"] = verify.compare_logits(*places, known, ids)
+        report["logits"] = verify.compare_logits(*places, spec, ids)
     return report

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from relax_hpc.errors import ConfigError
-from relax_hpc.models.hf_mapping import EMBEDDING, OUTPUT, Qwen3Shape, StoredForm, all_pieces, stored_forms
+from relax_hpc.models.hf_mapping import EMBEDDING, OUTPUT, StoredForm, all_pieces, stored_forms
+from relax_hpc.models.spec import ModelSpec
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Types that weights may have, by their names in files."""
@@ -94,7 +95,7 @@ class HfTensors:
     ConfigError names the file that is broken, or the tensor that is unknown, missing, mis-shaped or there twice.
     """
 
-    def __init__(self, directory: Path, shape: Qwen3Shape) -> None:
+    def __init__(self, directory: Path, spec: ModelSpec) -> None:
         paths = sorted(directory.glob("*.safetensors"))
         if not paths:
             raise ConfigError(f"{directory}: no *.safetensors file; expected a Hugging Face model directory")
@@ -102,18 +103,18 @@ class HfTensors:
         self.headers = {path.name: read_header(path) for path in paths}
         """By file."""
         self._place: dict[str, tuple[Path, Stored]] = {}
-        forms = stored_forms(shape)
+        forms = stored_forms(spec)
         for path in paths:
             for name, stored in self.headers[path.name].tensors.items():
-                self._add(path, name, stored, forms.get(name), shape)
-        self._check_complete(shape)
+                self._add(path, name, stored, forms.get(name), spec)
+        self._check_complete(spec)
 
-    def _add(self, path: Path, name: str, stored: Stored, form: StoredForm | None, shape: Qwen3Shape) -> None:
+    def _add(self, path: Path, name: str, stored: Stored, form: StoredForm | None, spec: ModelSpec) -> None:
         if form is None:
             raise ConfigError(f"{path}: unknown tensor {name}; this is not the model that config.json describes")
         if stored.shape != form.shape:
             raise ConfigError(f"{path}: tensor {name} has shape {list(stored.shape)}, expected {list(form.shape)}")
-        if shape.tied and name == OUTPUT:
+        if spec.tied and name == OUTPUT:
             self._place[OUTPUT] = path, stored
             return
         at = stored.start
@@ -123,12 +124,12 @@ class HfTensors:
             one = Stored(stored.dtype, piece.shape, at)
             self._place[piece.name], at = (path, one), at + one.bytes
 
-    def _check_complete(self, shape: Qwen3Shape) -> None:
-        for name, piece in all_pieces(shape).items():
+    def _check_complete(self, spec: ModelSpec) -> None:
+        for name, piece in all_pieces(spec).items():
             if name not in self._place:
                 where = f"{self.directory}: tensor {name}"
                 raise ConfigError(f"{where} is missing, expected shape {list(piece.shape)}")
-        if shape.tied and OUTPUT in self._place:
+        if spec.tied and OUTPUT in self._place:
             path, stored = self._place[OUTPUT]
             if not torch.equal(_read(path, stored), self.read(EMBEDDING)):
                 raise ConfigError(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from relax_hpc.models.hf_mapping import Entry, Qwen3Shape, stage_entries
+from relax_hpc.models.hf_mapping import Entry, stage_entries
+from relax_hpc.models.spec import ModelSpec
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
@@ -44,17 +45,17 @@ class Parameter:
         return f"{self.key.removesuffix('weight')}_extra_state/shard_{index}_{stack}"
 
 
-def parameters(shape: Qwen3Shape) -> list[Parameter]:
+def parameters(spec: ModelSpec) -> list[Parameter]:
     """Of the whole model, in the order of its layers."""
     # Both layer specs have the keys of Transformer Engine's names.
-    entries = stage_entries(shape, range(shape.layers), first=True, last=True, spec="te")
-    return [_parameter(entry, shape) for entry in entries]
+    entries = stage_entries(spec, range(spec.layers), first=True, last=True, modules="te")
+    return [_parameter(entry, spec) for entry in entries]
 
 
-def _parameter(entry: Entry, shape: Qwen3Shape) -> Parameter:
+def _parameter(entry: Entry, spec: ModelSpec) -> Parameter:
     rows, *columns = entry.pieces[0].shape
     own = (sum(piece.shape[0] for piece in entry.pieces) if columns else rows, *columns)
     layer, expert = _LAYER.match(entry.name), _EXPERT.search(entry.name)
     index = tuple(int(found[1]) for found in (layer, expert) if found)
     key = _EXPERT.sub(".experts.", _LAYER.sub("decoder.layers.", entry.name))
-    return Parameter(entry, key, index, (shape.layers, shape.experts)[: len(index)], own)
+    return Parameter(entry, key, index, (spec.layers, spec.experts)[: len(index)], own)

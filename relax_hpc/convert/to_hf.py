@@ -20,7 +20,8 @@ from relax_hpc.convert.to_megatron import HEADERS, SMALL_FILES
 from relax_hpc.convert.torch_dist import METADATA, StoredState
 from relax_hpc.convert.workspace import Workspace, in_files
 from relax_hpc.errors import ConfigError
-from relax_hpc.models.hf_mapping import EMBEDDING, OUTPUT, Qwen3Shape, StoredForm, all_pieces, split, stored_forms
+from relax_hpc.models.hf_mapping import EMBEDDING, OUTPUT, StoredForm, all_pieces, split, stored_forms
+from relax_hpc.models.spec import ModelSpec
 from relax_hpc.weights.tensors import header_text
 from relax_hpc.weights.version_files import file_name
 
@@ -34,11 +35,11 @@ class MegatronTensors:
     ConfigError names the tensor that is unknown, missing or mis-shaped. Rows that pad the vocabulary are left out.
     """
 
-    def __init__(self, state: StoredState, shape: Qwen3Shape) -> None:
-        self.state, self.shape = state, shape
+    def __init__(self, state: StoredState, spec: ModelSpec) -> None:
+        self.state, self.spec = state, spec
         self._place: dict[str, tuple[Parameter, str, bool]] = {}
         found = set()
-        for one in parameters(shape):
+        for one in parameters(spec):
             key = self._key(one)
             self._check_shape(one, key)
             found.add(key)
@@ -79,7 +80,7 @@ class MegatronTensors:
             return self._read(one, key, stacked)
         # The pieces of a parameter are asked for one after the other.
         if self._fused is None or self._fused[0] is not one:
-            self._fused = one, split(one.entry, self._read(one, key, stacked), self.shape)
+            self._fused = one, split(one.entry, self._read(one, key, stacked), self.spec)
         return self._fused[1][number]
 
     def _read(self, one: Parameter, key: str, stacked: bool) -> Tensor:
@@ -102,7 +103,7 @@ class ToHf:
     """The conversion of a whole model. Holds one parameter and its pieces at a time."""
 
     source: MegatronTensors
-    shape: Qwen3Shape
+    spec: ModelSpec
     hf_config: dict[str, Any]
     small_files: Path
     """Folder with config.json and tokenizer."""
@@ -121,7 +122,7 @@ class ToHf:
         """What goes into each file."""
         if self.headers is None:
             return self._new_files()
-        forms = stored_forms(self.shape)
+        forms = stored_forms(self.spec)
         return [self._file_again(name, text, forms) for name, text in self.headers.items()]
 
     def _file_again(self, name: str, text: str, forms: dict[str, StoredForm]) -> FilePlan:
@@ -137,7 +138,7 @@ class ToHf:
         return FilePlan(name, text, pieces)
 
     def _new_files(self) -> list[FilePlan]:
-        pieces, plans = all_pieces(self.shape), []
+        pieces, plans = all_pieces(self.spec), []
         sizes = ((name, math.prod(one.shape) * self.dtype_of(name).itemsize) for name, one in pieces.items())
         groups = in_files(sizes, self.shard_bytes)
         for number, names in enumerate(groups):
@@ -161,7 +162,7 @@ class ToHf:
                 if file.name not in (INDEX, HEADERS):
                     shutil.copyfile(file, path / file.name)
         self._write_index(path, plans)
-        types = {str(self.dtype_of(name)).removeprefix("torch.") for name in all_pieces(self.shape)}
+        types = {str(self.dtype_of(name)).removeprefix("torch.") for name in all_pieces(self.spec)}
         key = "dtype" if "dtype" in self.hf_config else "torch_dtype"
         if len(types) == 1 and self.hf_config.get(key) not in types:
             changed = self.hf_config | {key: types.pop()}
@@ -175,7 +176,7 @@ class ToHf:
         elif len(plans) > 1:
             names = {plan.name: [name for name in json.loads(plan.header) if name != "__metadata__"] for plan in plans}
             where = {name: file for file, found in names.items() for name in found}
-            pieces = all_pieces(self.shape)
+            pieces = all_pieces(self.spec)
             sizes = {name: math.prod(piece.shape) * self.dtype_of(name).itemsize for name, piece in pieces.items()}
             total = sum(sizes[name] for plan in plans for name in plan.pieces)
             about = {"metadata": {"total_size": total}, "weight_map": where}
@@ -184,7 +185,7 @@ class ToHf:
 
 def check_types(source: MegatronTensors) -> None:
     """ConfigError naming a parameter whose type no safetensors file of ours has."""
-    for name in all_pieces(source.shape):
+    for name in all_pieces(source.spec):
         if source.dtype(name) not in TYPE_NAMES:
             allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES.values())
             raise ConfigError(f"{source.state.directory}: tensor {name} is {source.dtype(name)}, allowed: {allowed}")

@@ -20,7 +20,8 @@ from relax_hpc.convert.sharded_names import Parameter, parameters
 from relax_hpc.convert.torch_dist import Shard, shards_from_json, shards_to_json, write_description, write_shards
 from relax_hpc.convert.workspace import HashedFile, Workspace, in_files
 from relax_hpc.errors import ConfigError
-from relax_hpc.models.hf_mapping import Qwen3Shape, fuse
+from relax_hpc.models.hf_mapping import fuse
+from relax_hpc.models.spec import ModelSpec
 from relax_hpc.rundir import write_json
 
 HUGGINGFACE = "huggingface"
@@ -35,7 +36,7 @@ class ToMegatron:
     """The conversion of a whole model. Holds one parameter and its pieces at a time."""
 
     source: HfTensors
-    shape: Qwen3Shape
+    spec: ModelSpec
     dtype: torch.dtype | None
     """None: the types of the source."""
     shard_bytes: int
@@ -44,12 +45,12 @@ class ToMegatron:
     def parts(self) -> list[list[Parameter]]:
         """What goes into each file. ConfigError: a type differs between layers or fused tensors."""
         self._check_types()
-        sizes = ((one, math.prod(one.shape) * self.dtype_of(one).itemsize) for one in parameters(self.shape))
+        sizes = ((one, math.prod(one.shape) * self.dtype_of(one).itemsize) for one in parameters(self.spec))
         return in_files(sizes, self.shard_bytes)
 
     def _check_types(self) -> None:
         types: dict[str, torch.dtype] = {}
-        for one in parameters(self.shape):
+        for one in parameters(self.spec):
             for piece in one.entry.pieces:
                 found = self.dtype or self.source.dtype(piece.name)
                 if types.setdefault(one.key, found) != found:
@@ -65,7 +66,7 @@ class ToMegatron:
     def parameter(self, one: Parameter) -> Tensor:
         """[its axes], from its pieces."""
         pieces = [self.source.read(piece.name) for piece in one.entry.pieces]
-        return fuse(one.entry, pieces, self.shape).to(self.dtype_of(one))
+        return fuse(one.entry, pieces, self.spec).to(self.dtype_of(one))
 
     def write(self, work: Workspace, progress: Callable[[str], None], check: Callable[[Path], None]) -> None:
         """All files, those that are finished left as they are; if it passes the ``check``, the directory appears."""
@@ -90,7 +91,7 @@ class ToMegatron:
 
     def _describe(self, path: Path, records: dict[str, dict[str, Any]]) -> None:
         """The metadata, what the way back needs, and the marker last."""
-        whole = {one.key: (one.whole, self.dtype_of(one)) for one in parameters(self.shape)}
+        whole = {one.key: (one.whole, self.dtype_of(one)) for one in parameters(self.spec)}
         shards: dict[str, list[Shard]] = {name: shards_from_json(one["about"]) for name, one in records.items()}
         write_description(path, whole, shards)
         self._take_along(path / HUGGINGFACE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,10 @@ from torch import Tensor
 from relax_hpc.config.schema import ModelConfig, ParallelConfig
 from relax_hpc.convert.hf_tensors import bytes_of
 from relax_hpc.errors import ConfigError
-from relax_hpc.models.hf_mapping import Qwen3Shape, all_pieces
+from relax_hpc.models.hf_mapping import all_pieces
+from relax_hpc.models.spec import ModelSpec
 from relax_hpc.training import parallel
+from relax_hpc.training.batches import collate
 
 START_TIMEOUT_S = 60.0
 DEFAULT_PROMPT_TOKENS = 32
@@ -39,13 +41,13 @@ def digest(tensor: Tensor) -> str:
     return xxhash.xxh3_128(bytes_of(tensor)).hexdigest()
 
 
-def compare(source: Pieces, target: Pieces, shape: Qwen3Shape) -> dict[str, str]:
+def compare(source: Pieces, target: Pieces, spec: ModelSpec) -> dict[str, str]:
     """The digest of every tensor, read again from both sides; the source's in the target's type.
 
     ConfigError names the tensors that differ.
     """
     found, differing = {}, []
-    for name in all_pieces(shape):
+    for name in all_pieces(spec):
         found[name] = digest(target.read(name))
         if digest(source.read(name).to(target.dtype(name))) != found[name]:
             differing.append(name)
@@ -54,9 +56,9 @@ def compare(source: Pieces, target: Pieces, shape: Qwen3Shape) -> dict[str, str]
     return found
 
 
-def compare_logits(hf: Path, megatron: Path, hf_config: dict[str, Any], ids: list[int]) -> dict[str, float]:
+def compare_logits(hf: Path, megatron: Path, spec: ModelSpec, ids: list[int]) -> dict[str, float]:
     """How far the logits of the two models are from each other. ConfigError: further than rounding takes them."""
-    theirs, ours = hf_logits(hf, ids), megatron_logits(megatron, hf_config, ids)
+    theirs, ours = hf_logits(hf, ids), megatron_logits(megatron, spec, ids)
     largest, difference = float(theirs.abs().max()), float((theirs - ours).abs().max())
     if not difference <= TOLERANCE * largest:
         raise ConfigError(f"verify: logits differ by {difference:.3g}, the largest is {largest:.3g}")
@@ -103,20 +105,19 @@ def hf_logits(directory: Path, ids: list[int]) -> Tensor:
 
 
 @torch.no_grad()
-def megatron_logits(directory: Path, hf_config: dict[str, Any], ids: list[int]) -> Tensor:
+def megatron_logits(directory: Path, spec: ModelSpec, ids: list[int]) -> Tensor:
     """[tokens, vocabulary] float32 of megatron-core's model in float32, loaded as megatron-core loads."""
     ours = not dist.is_initialized()
     if ours:
         parallel.initialize_alone(_device(), 0, START_TIMEOUT_S)
     try:
-        from relax_hpc.models import qwen3
+        from relax_hpc.models.megatron import transformer_config
 
-        config = qwen3.transformer_config(hf_config, ModelConfig(device=_device()), ParallelConfig())
-        module = qwen3.build(hf_config, config, _device(), first=True, last=True).eval()
+        config = transformer_config(spec, ModelConfig(device=_device()), ParallelConfig())
+        module = spec.build(config, _device(), first=True, last=True).eval()
         load_module(module, directory)
-        tokens = torch.tensor([ids], device=_device())
-        logits = module(tokens, torch.arange(len(ids), device=tokens.device)[None], None)
-        return logits[0, :, : Qwen3Shape.of(hf_config).vocab].float().cpu()
+        logits = module(**spec.inputs(collate([{"token_ids": ids}], 0, _device())))
+        return logits[0, :, : spec.vocab].float().cpu()
     finally:
         if ours:
             parallel.destroy()

@@ -9,9 +9,8 @@ from typing import Any
 
 from relax_hpc.config.schema import Config, ModelConfig
 from relax_hpc.errors import ConfigError
-from relax_hpc.models.families import rope_theta, understood
+from relax_hpc.models.families import spec_of
 from relax_hpc.models.hf_files import read_config
-from relax_hpc.models.hf_mapping import Qwen3Shape
 from relax_hpc.training.batches import Batch
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.swapped import SwappedWeights
@@ -73,12 +72,8 @@ class InnerRoles:
 
 def check_same(reference: dict[str, Any], policy: dict[str, Any], ignore_keys: Sequence[str] = ()) -> None:
     """ConfigError if config.json of the reference says another architecture than the policy's."""
-    if _architecture(understood(reference, ignore_keys)) != _architecture(understood(policy, ignore_keys)):
+    if spec_of(reference, ignore_keys) != spec_of(policy, ignore_keys):
         raise ConfigError(
             "model.reference_path: found another architecture than the policy's, allowed with reference in "
             "actor.forward: the same; give it a group"
         )
-
-
-def _architecture(hf_config: dict[str, Any]) -> tuple[Qwen3Shape, float, float]:
-    return Qwen3Shape.of(hf_config), hf_config["rms_norm_eps"], rope_theta(hf_config)

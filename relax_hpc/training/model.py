@@ -14,12 +14,11 @@ from torch import Tensor
 
 from relax_hpc.config.schema import ModelConfig, ParallelConfig
 from relax_hpc.errors import ConfigError
-from relax_hpc.models.families import understood
+from relax_hpc.models.families import spec_of
 from relax_hpc.models.hf_files import SafetensorFiles, write_directory
 from relax_hpc.models.hf_mapping import (
     Entry,
     Piece,
-    Qwen3Shape,
     all_pieces,
     check_names,
     cut,
@@ -40,7 +39,7 @@ PUBLISHED_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 
 class PolicyModel:
-    """This rank's part of a Qwen3 model.
+    """This rank's part of a model.
 
     `relax_hpc.training.parallel.initialize` comes first. Weights are loaded before a `Trainer` takes the model: the
     optimizer keeps copies of its own. ConfigError: a model or a split that is not supported.
@@ -50,25 +49,24 @@ class PolicyModel:
         from megatron.core import parallel_state
         from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-        from relax_hpc.models import qwen3
+        from relax_hpc.models import megatron
         from relax_hpc.models.layer_spec import uses_transformer_engine
 
-        known = understood(hf_config, model.ignore_keys)
         self.hf_config = hf_config
-        self.shape = Qwen3Shape.of(known)
-        qwen3.check_split(self.shape, parallel)
+        self.spec = spec_of(hf_config, model.ignore_keys)
+        megatron.check_split(self.spec, parallel)
         self.layout = ranks.layout()
         self.device = torch.device(model.device)
-        self.dtype = qwen3.DTYPES[model.dtype]
-        self.config = qwen3.transformer_config(known, model, parallel)
+        self.dtype = megatron.DTYPES[model.dtype]
+        self.config = megatron.transformer_config(self.spec, model, parallel)
         self.length_multiple = parallel.tensor if self.config.sequence_parallel else 1
         """Padded sequence lengths must be multiples of this."""
         first, last = self.layout.first_stage, self.layout.last_stage
-        self.module = qwen3.build(known, self.config, model.device, first, last)
+        self.module = self.spec.build(self.config, model.device, first, last)
         offset = get_transformer_layer_offset(self.config)
         self._entries = stage_entries(
-            self.shape,
-            range(offset, offset + self.shape.layers // parallel.pipeline),
+            self.spec,
+            range(offset, offset + self.spec.layers // parallel.pipeline),
             first,
             last,
             "te" if uses_transformer_engine(model.device) else "local",
@@ -88,17 +86,16 @@ class PolicyModel:
 
     @torch.no_grad()
     def _load(self, source: Mapping[str, Any], shapes: dict[str, tuple[int, ...]], name: str) -> None:
-        check_names(self.shape, shapes, name)
+        check_names(self.spec, shapes, name)
         parts, rank = self.layout.tensor_size, self.layout.tensor_rank
         for entry in self._entries:
             pieces = [cut(piece, source[piece.name], parts, rank) for piece in entry.pieces]
-            self._parameters[entry.name].copy_(fuse(entry, pieces, self.shape))
+            self._parameters[entry.name].copy_(fuse(entry, pieces, self.spec))
 
     def tensors(self) -> dict[str, WholeTensor]:
         """Every tensor of the whole model by Hugging Face name, as it is published."""
         return {
-            name: WholeTensor(PUBLISHED_TYPES[self.dtype], piece.shape)
-            for name, piece in all_pieces(self.shape).items()
+            name: WholeTensor(PUBLISHED_TYPES[self.dtype], piece.shape) for name, piece in all_pieces(self.spec).items()
         }
 
     def slices(self) -> list[Slice]:
@@ -121,7 +118,7 @@ class PolicyModel:
         return piece.bounds(self.layout.tensor_size, self.layout.tensor_rank)[:2]
 
     def _view(self, entry: Entry, piece: Piece) -> Tensor:
-        view = split_views(entry, self._parameters[entry.name].detach(), self.shape)[entry.pieces.index(piece)]
+        view = split_views(entry, self._parameters[entry.name].detach(), self.spec)[entry.pieces.index(piece)]
         if entry.fuse == "qkv":
             return view
         start, stop = self._bounds(piece)
@@ -152,7 +149,7 @@ class PolicyModel:
             yield piece.name, join(piece, parts).detach().to("cpu", copy=True)
 
     def _piece_of(self, entry: Entry, piece: Piece) -> Tensor:
-        pieces = split(entry, self._parameters[entry.name], self.shape)
+        pieces = split(entry, self._parameters[entry.name], self.spec)
         return pieces[entry.pieces.index(piece)].contiguous()
 
     def _gather_pipeline(self, mine: dict[str, Tensor]) -> dict[str, Tensor] | None:
@@ -160,10 +157,10 @@ class PolicyModel:
             for tensor in mine.values():
                 dist.send(tensor.to(self.device), self._pipeline_ranks[0])
             return None
-        per_stage = self.shape.layers // self.layout.pipeline_size
+        per_stage = self.spec.layers // self.layout.pipeline_size
         for stage in range(1, self.layout.pipeline_size):
             layers = range(stage * per_stage, (stage + 1) * per_stage)
-            entries = stage_entries(self.shape, layers, False, stage == self.layout.pipeline_size - 1)
+            entries = stage_entries(self.spec, layers, False, stage == self.layout.pipeline_size - 1)
             for _, piece in unique_pieces(entries):
                 tensor = torch.empty(piece.shape, dtype=self.dtype, device=self.device)
                 dist.recv(tensor, self._pipeline_ranks[stage])
@@ -187,14 +184,13 @@ class PolicyModel:
                 f"a batch of {batch.tokens.shape[1]} tokens under sequence parallelism: allowed multiples of "
                 f"{self.length_multiple}; pass multiple=model.length_multiple to collate"
             )
-        positions = torch.arange(batch.tokens.shape[1], device=self.device).expand_as(batch.tokens)
-        return (module or self.module)(batch.tokens, positions, None)
+        return (module or self.module)(**self.spec.inputs(batch))
 
     def token_logprobs(
         self, logits: Tensor, batch: Batch, temperature: float, entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """`relax_hpc.training.logprobs.token_logprobs` with this model's vocabulary and ranks."""
-        return token_logprobs(logits, batch.tokens, self.shape.vocab, temperature, self._tensor_group, entropy)
+        return token_logprobs(logits, batch.tokens, self.spec.vocab, temperature, self._tensor_group, entropy)
 
     def logprobs(self, batch: Batch, temperature: float, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """Log-probability of each token given those before it, and entropies if asked: [b, s] float32, index 0 is 0.

@@ -91,7 +91,7 @@ def import_libraries(device: str, local_rank: int, trains: bool = False) -> None
         if device == "cpu":
             cpu.install()
         upstream_fixes.install()
-        importlib.import_module("relax_hpc.models.qwen3")
+        importlib.import_module("relax_hpc.models.megatron")
         if trains:
             importlib.import_module("relax_hpc.checkpoint.strategy")
             # torch's optimizers import it when the first of them is made.

@@ -1,0 +1,74 @@
+"""From what is known of a model to megatron-core's transformer configuration and model."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from relax_hpc.config.schema import ModelConfig, ParallelConfig
+from relax_hpc.errors import ConfigError
+from relax_hpc.models.layer_spec import layer_spec
+from relax_hpc.models.spec import ModelSpec
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def check_split(spec: ModelSpec, parallel: ParallelConfig) -> None:
+    """ConfigError if the model cannot be cut as `parallel` says."""
+    for misfit in spec.misfits(parallel):
+        raise ConfigError(f"parallel.{misfit}")
+
+
+def transformer_config(spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig) -> TransformerConfig:
+    """megatron-core's description of the model, split as `parallel` says, in the run's parameter type."""
+    dtype = DTYPES[model.dtype]
+    return TransformerConfig(
+        **spec.transformer(parallel),
+        num_layers=spec.layers,
+        hidden_size=spec.hidden,
+        num_attention_heads=spec.heads,
+        num_query_groups=spec.groups,
+        kv_channels=spec.head_dim,
+        normalization="RMSNorm",
+        layernorm_epsilon=spec.eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method_std=spec.init_std,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        sequence_parallel=parallel.sequence_parallel and parallel.tensor > 1,
+        # Losses are sums; the trainer divides once by the step's weight.
+        calculate_per_token_loss=True,
+        use_cpu_initialization=model.device == "cpu",
+        attention_softmax_in_fp32=True,
+        # Fused kernels that need Apex or a GPU.
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+    )
+
+
+def build(spec: ModelSpec, config: TransformerConfig, device: str, first: bool, last: bool) -> GPTModel:
+    """A pipeline stage with random weights, holding the embedding if `first` and the output layer if `last`."""
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=layer_spec(config, device),
+        vocab_size=spec.padded_vocab(config.tensor_model_parallel_size),
+        max_sequence_length=spec.positions,
+        pre_process=first,
+        post_process=last,
+        share_embeddings_and_output_weights=spec.tied,
+        **spec.rotary(),
+    ).to(device)

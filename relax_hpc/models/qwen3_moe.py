@@ -1,0 +1,111 @@
+"""Qwen3 with experts in every layer. arXiv 2505.09388."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from relax_hpc.models.hf_mapping import NAMES, Entry, Piece, StoredForm
+from relax_hpc.models.rules import FLAG, SIZE, Rule, one_of
+from relax_hpc.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from relax_hpc.config.schema import ParallelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3Moe(ModelSpec):
+    """Without num_key_value_heads transformers takes 4, whatever the other sizes are."""
+
+    model_type = "qwen3_moe"
+    architecture = "Qwen3MoeForCausalLM"
+    needed = (
+        # Where every layer has experts, nothing has the width of a dense one.
+        *(key for key in ModelSpec.needed if key != "intermediate_size"),
+        "num_key_value_heads",
+        "moe_intermediate_size",
+        "num_experts_per_tok",
+    )
+    own_rules: ClassVar[Mapping[str, Rule]] = {
+        "moe_intermediate_size": SIZE,
+        "num_experts": SIZE,
+        # As transformers 5 writes it.
+        "num_local_experts": SIZE,
+        "num_experts_per_tok": SIZE,
+        "norm_topk_prob": FLAG,
+        "decoder_sparse_step": one_of(1),
+        "mlp_only_layers": one_of([]),
+    }
+    qk_norm = True
+
+    chosen: int
+    """Experts a token."""
+    normalised: bool
+    """Whether the probabilities of the chosen ones add up to 1."""
+
+    @classmethod
+    def sizes(cls, known: Mapping[str, Any]) -> dict[str, Any]:
+        """See `ModelSpec.sizes`; ``inner`` is an expert's."""
+        return super().sizes({**known, "intermediate_size": known["moe_intermediate_size"]}) | {
+            "experts": known.get("num_experts") or known["num_local_experts"],
+            "chosen": known["num_experts_per_tok"],
+            "normalised": known.get("norm_topk_prob", False),
+        }
+
+    @classmethod
+    def contradictions(cls, known: Mapping[str, Any]) -> Iterator[str]:
+        """See `ModelSpec.contradictions`."""
+        yield from super().contradictions(known)
+        experts = [known[key] for key in ("num_experts", "num_local_experts") if key in known]
+        if len({*map(str, experts)}) != 1:
+            yield f"num_experts is {' and '.join(map(str, experts)) or 'missing'}; is this a qwen3_moe model?"
+
+    def widths(self) -> dict[str, int]:
+        """See `ModelSpec.widths`."""
+        found = super().widths()
+        found["moe_intermediate_size"] = found.pop("intermediate_size")
+        return found
+
+    def misfits(self, parallel: ParallelConfig) -> Iterator[str]:
+        """Experts are not split over ranks yet."""
+        for name in ("tensor", "pipeline"):
+            if (found := getattr(parallel, name)) > 1:
+                yield f"{name}: found {found}, allowed: 1, as experts are not split over ranks yet"
+
+    def mlp_entries(self, ours: str, theirs: str, norms: Mapping[str, str]) -> Iterator[Entry]:
+        """See `ModelSpec.mlp_entries`."""
+        # Beside experts no layer spec fuses the norm.
+        norm = Piece(f"{theirs}post_attention_layernorm.weight", (self.hidden,))
+        yield Entry(ours + NAMES["local"]["mlp_norm"], (norm,))
+        router = Piece(f"{theirs}mlp.gate.weight", (self.experts, self.hidden))
+        yield Entry(f"{ours}mlp.router.weight", (router,))
+        for expert in range(self.experts):
+            names = f"{ours}mlp.experts.local_experts.{expert}.", f"{theirs}mlp.experts.{expert}."
+            yield from self.gated(*names, self.inner)
+
+    def packed_forms(self, pieces: Mapping[str, Piece]) -> dict[str, StoredForm]:
+        """All experts of a layer in one tensor, as transformers 5 has them in memory ([experts, rows, columns])."""
+        forms = {}
+        for layer in range(self.layers):
+            prefix = f"model.layers.{layer}.mlp.experts."
+            for name, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+                packed = [pieces[f"{prefix}{e}.{part}.weight"] for e in range(self.experts) for part in parts]
+                rows, columns = packed[0].shape
+                forms[prefix + name] = StoredForm((self.experts, rows * len(parts), columns), tuple(packed))
+        return forms
+
+    def transformer(self, parallel: ParallelConfig) -> dict[str, Any]:
+        """See `ModelSpec.transformer`."""
+        return super().transformer(parallel) | {
+            "num_moe_experts": self.experts,
+            "moe_ffn_hidden_size": self.inner,
+            "moe_router_topk": self.chosen,
+            # Without it the softmax is over the chosen experts, which is the same as normalising their probabilities.
+            "moe_router_pre_softmax": not self.normalised,
+            "moe_router_load_balancing_type": "none",
+            # The other dispatchers need CUDA's events; this one wants the same lengths everywhere.
+            "moe_token_dispatcher_type": "allgather",
+            "variable_seq_lengths": False,
+            "moe_grouped_gemm": False,
+        }

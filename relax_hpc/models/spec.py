@@ -1,0 +1,212 @@
+"""What is known of a model: a family is a class of its own, and what its config.json says an instance of it.
+
+What all of them share is here: decoders with grouped-query attention, a rotary embedding, RMS norms and gated
+feed-forward layers. A family changes what differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from relax_hpc.models.hf_mapping import Entry, Piece, StoredForm
+from relax_hpc.models.rules import DECODER, NUMBER, ROPE, SIZE, Rule, one_of, rope, rope_theta
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from torch import Tensor
+
+    from relax_hpc.config.schema import ParallelConfig
+    from relax_hpc.training.batches import Batch
+
+Use = Literal["train", "convert"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """One model. Two are equal if the same arithmetic is done with their weights."""
+
+    model_type: ClassVar[str]
+    """Of config.json: by this the family is found."""
+    architecture: ClassVar[str]
+    """The only one of `architectures` that is understood."""
+    uses: ClassVar[tuple[Use, ...]] = ("train", "convert")
+    needed: ClassVar[tuple[str, ...]] = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "rms_norm_eps",
+    )
+    """Keys without which nothing can be said."""
+    own_rules: ClassVar[Mapping[str, Rule]] = {}
+    """Of keys that other families do not have, or understand otherwise; the rest is in `rules.DECODER`."""
+    qk_norm: ClassVar[bool] = False
+    """Whether queries and keys are normalised by head."""
+    row_fields: ClassVar[tuple[str, ...]] = ()
+    """Token fields of rows that `inputs` takes beside the token ids."""
+
+    hidden: int
+    inner: int
+    """Width of a feed-forward layer."""
+    layers: int
+    heads: int
+    groups: int
+    """Key-value heads."""
+    head_dim: int
+    vocab: int
+    tied: bool
+    """Whether the output layer is the embedding."""
+    eps: float = 1e-6
+    rope_base: float = 10000.0
+    experts: int = 0
+    """Of every layer; 0: it has none."""
+    positions: int = field(default=0, compare=False)
+    """0: the model does not say."""
+    init_std: float = field(default=0.02, compare=False)
+
+    # -- config.json -------------------------------------------------------------------------------------------
+
+    @classmethod
+    def of(cls, known: Mapping[str, Any]) -> Self:
+        """From what is `understood` of config.json."""
+        return cls(**cls.sizes(known))
+
+    @classmethod
+    def sizes(cls, known: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of the class."""
+        heads = known["num_attention_heads"]
+        return {
+            "hidden": known["hidden_size"],
+            "inner": known["intermediate_size"],
+            "layers": known["num_hidden_layers"],
+            "heads": heads,
+            "groups": known.get("num_key_value_heads", heads),
+            "head_dim": known.get("head_dim") or known["hidden_size"] // heads,
+            "vocab": known["vocab_size"],
+            "tied": known.get("tie_word_embeddings", False),
+            "eps": float(known["rms_norm_eps"]),
+            "rope_base": rope_theta(known),
+            "positions": known.get("max_position_embeddings", 0),
+            "init_std": known.get("initializer_range", 0.02),
+        }
+
+    @classmethod
+    def rules(cls) -> dict[str, Rule]:
+        """By key, which values are understood."""
+        return {**DECODER, "architectures": one_of([cls.architecture]), **cls.own_rules}
+
+    @classmethod
+    def contradictions(cls, known: Mapping[str, Any]) -> Iterator[str]:
+        """What of keys that are each in order does not go together, one line each."""
+        heads, groups, dim = (known.get(key) for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+        if SIZE.fits(heads) and SIZE.fits(groups) and heads % groups:
+            yield f"num_key_value_heads is {groups}, supported is a divisor of {heads} heads"
+        if SIZE.fits(dim) and dim % 2:
+            yield f"head_dim is {dim}, supported are even numbers (rotary embedding)"
+        kinds, layers = known.get("layer_types"), known.get("num_hidden_layers")
+        if isinstance(kinds, list) and len(kinds) != layers:
+            yield f"layer_types has {len(kinds)} entries, supported is one for each of num_hidden_layers, {layers}"
+        if all(known.get(name) for name in ROPE) and known[ROPE[0]] != known[ROPE[1]]:
+            yield f"{ROPE[1]} is {known[ROPE[1]]!r:.60} beside another {ROPE[0]}, supported is one of them"
+        bases = [base for base in (known.get("rope_theta"), rope(known).get("rope_theta")) if NUMBER.fits(base)]
+        if len({*bases}) > 1:
+            yield f"rope_theta is {bases[0]}, and {bases[1]} in a mapping of the rotary embedding; keep one"
+
+    # -- ranks -------------------------------------------------------------------------------------------------
+
+    def widths(self) -> dict[str, int]:
+        """Sizes that tensor parallelism divides, by their keys in config.json."""
+        return {
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.groups,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.inner,
+        }
+
+    def misfits(self, parallel: ParallelConfig) -> Iterator[str]:
+        """Why ranks cannot split the model so, one line each, beginning with the field."""
+        for key, size in self.widths().items():
+            if size % parallel.tensor:
+                yield f"tensor: found {parallel.tensor}, allowed: a divisor of the model's {key}, {size}"
+        if self.layers % parallel.pipeline:
+            allowed = f"a divisor of the model's num_hidden_layers, {self.layers}"
+            yield f"pipeline: found {parallel.pipeline}, allowed: {allowed}"
+
+    def padded_vocab(self, tensor: int) -> int:
+        """Rows of the embedding: the vocabulary rounded up to a multiple of the tensor-parallel size."""
+        return -(-self.vocab // tensor) * tensor
+
+    # -- names of weights --------------------------------------------------------------------------------------
+
+    def layer_entries(self, ours: str, theirs: str, norms: Mapping[str, str]) -> list[Entry]:
+        """The parameters of a layer: megatron-core's names begin with ``ours``, Hugging Face's with ``theirs``.
+
+        ``norms``: megatron-core's names of "input_norm" and "mlp_norm", which depend on the layers that it has.
+        """
+        return [*self.attention_entries(ours, theirs, norms), *self.mlp_entries(ours, theirs, norms)]
+
+    def attention_entries(self, ours: str, theirs: str, norms: Mapping[str, str]) -> Iterator[Entry]:
+        """Of a layer; see `layer_entries`."""
+        query, value, place = self.heads * self.head_dim, self.groups * self.head_dim, f"{theirs}self_attn."
+        qkv = (
+            Piece(f"{place}q_proj.weight", (query, self.hidden), 0),
+            Piece(f"{place}k_proj.weight", (value, self.hidden), 0),
+            Piece(f"{place}v_proj.weight", (value, self.hidden), 0),
+        )
+        yield Entry(ours + norms["input_norm"], (Piece(f"{theirs}input_layernorm.weight", (self.hidden,)),))
+        yield Entry(f"{ours}self_attention.linear_qkv.weight", qkv, "qkv")
+        for letter in "qk" if self.qk_norm else "":
+            norm = Piece(f"{place}{letter}_norm.weight", (self.head_dim,))
+            yield Entry(f"{ours}self_attention.{letter}_layernorm.weight", (norm,))
+        out = Piece(f"{place}o_proj.weight", (self.hidden, query), 1)
+        yield Entry(f"{ours}self_attention.linear_proj.weight", (out,))
+
+    def mlp_entries(self, ours: str, theirs: str, norms: Mapping[str, str]) -> Iterator[Entry]:
+        """Of a layer; see `layer_entries`."""
+        norm = Piece(f"{theirs}post_attention_layernorm.weight", (self.hidden,))
+        yield Entry(ours + norms["mlp_norm"], (norm,))
+        yield from self.gated(f"{ours}mlp.", f"{theirs}mlp.", self.inner)
+
+    def gated(self, ours: str, theirs: str, inner: int) -> Iterator[Entry]:
+        """A gated feed-forward layer."""
+        gate_up = tuple(Piece(f"{theirs}{name}_proj.weight", (inner, self.hidden), 0) for name in ("gate", "up"))
+        yield Entry(f"{ours}linear_fc1.weight", gate_up, "rows")
+        yield Entry(f"{ours}linear_fc2.weight", (Piece(f"{theirs}down_proj.weight", (self.hidden, inner), 1),))
+
+    def packed_forms(self, pieces: Mapping[str, Piece]) -> dict[str, StoredForm]:
+        """By name, tensors of which files may hold several ``pieces`` in one."""
+        return {}
+
+    # -- megatron-core's model ---------------------------------------------------------------------------------
+
+    def transformer(self, parallel: ParallelConfig) -> dict[str, Any]:
+        """What of megatron-core's transformer configuration is the family's own."""
+        return {
+            "ffn_hidden_size": self.inner,
+            "qk_layernorm": self.qk_norm,
+            # Micro-batches differ in length, and a stage learns the shape from the one before it.
+            "variable_seq_lengths": parallel.pipeline > 1,
+            # megatron-core asks this of dense models too when lengths vary.
+            "moe_token_dispatcher_type": "alltoall",
+        }
+
+    def rotary(self) -> dict[str, Any]:
+        """How megatron-core's model rotates positions."""
+        return {"position_embedding_type": "rope", "rotary_base": self.rope_base}
+
+    def build(self, config: TransformerConfig, device: str, first: bool, last: bool) -> GPTModel:
+        """A pipeline stage with random weights, holding the embedding if `first` and the output layer if `last`."""
+        from relax_hpc.models.megatron import build
+
+        return build(self, config, device, first, last)
+
+    def inputs(self, batch: Batch) -> dict[str, Tensor | None]:
+        """What the forward pass is given for a micro-batch, by the names of its arguments."""
+        import torch
+
+        positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
+        return {"input_ids": batch.tokens, "position_ids": positions, "attention_mask": None}
