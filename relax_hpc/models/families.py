@@ -42,7 +42,7 @@ _HARMLESS = {
 }
 """Why nothing that is trained depends on them -> keys."""
 HARMLESS = frozenset(key for keys in _HARMLESS.values() for key in keys.split())
-"""Keys that any config.json may have, whatever their values."""
+"""Keys that any config.json may have, whatever their values, unless a family has a rule for one."""
 
 
 def understood(hf_config: Mapping[str, Any], ignore_keys: Collection[str] = (), use: Use = "train") -> dict[str, Any]:
@@ -73,7 +73,7 @@ def problems(hf_config: Mapping[str, Any], ignore_keys: Collection[str] = (), us
             yield f"{key} is missing; is this a {kind} model?"
     for key, value in _flat(known):
         rule = rules.get(key)
-        if key == "model_type" or key in HARMLESS:
+        if key == "model_type" or (rule is None and key in HARMLESS):
             continue
         if rule is None:
             yield f"{key} is {_shown(value)}, which is not known here; {_OVERRULES[use]} takes it for harmless"
@@ -81,7 +81,7 @@ def problems(hf_config: Mapping[str, Any], ignore_keys: Collection[str] = (), us
             yield f"{key} is {_shown(value)}, supported is {rule.allowed}"
     yield from family.contradictions(known)
     if place := _null_rope_theta(_without(hf_config, ignore_keys, nulls=True)):
-        yield f"{place} is null, with which no engine starts; say what it is (1000000 in published models)"
+        yield f"{place} is null, with which no engine starts; say what it is, as the published model does"
 
 
 def _null_rope_theta(whole: Mapping[str, Any]) -> str:
