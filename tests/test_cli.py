@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from relax_hpc import __version__
-from relax_hpc.cli.program import COMMANDS, main, parser_of
+from relax_hpc.cli.program import COMMANDS, commands, main, parser_of
 from relax_hpc.config import Config, dump, load
 from relax_hpc.config.changes import add_change
 from relax_hpc.config.options import options
-from relax_hpc.errors import EXIT_CONFIG, EXIT_NO_PROGRESS, NoProgressError
+from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, EXIT_NO_PROGRESS, NoProgressError
 from relax_hpc.rundir import RunDir
 
 ROOT = Path(__file__).parents[1]
@@ -264,6 +264,35 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"{name} " in text and command.help.split()[0] in text for name, command in COMMANDS.items())
 
 
+@pytest.mark.parametrize("name", sorted(commands()))
+def test_help_of_a_verb_is_its_own_lines(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        assert main([*name.split(), "--help"]) == EXIT_DONE
+    except SystemExit as done:
+        assert done.code in (None, EXIT_DONE)
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: relax-hpc {name} ") and len(text.splitlines()) < 50
+    assert "--rollout.replicas " not in text.partition("Every setting")[0]
+    others = {other.split()[1] for other in commands() if " " in other and other != name}
+    assert not any(f"({other})" in text for other in others), "what belongs to another verb"
+
+
+def test_help_of_sections(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--help", "rollout"]) == EXIT_DONE
+    text = capsys.readouterr().out
+    assert "--rollout.engine.port" in text and "--actor" not in text and "Go on with the run" not in text
+    assert main(["submit", "--help", "all"]) == EXIT_DONE
+    text = capsys.readouterr().out
+    assert all(f"--{option.key} " in text for option in options())
+    assert main(["run", "--help", "roll"]) == EXIT_CONFIG
+    assert "--help: found 'roll', allowed: all, run, model, " in capsys.readouterr().err
+    for word in ("queue", "sandbox"):
+        assert main([word]) == main([word, "--help"]) == EXIT_DONE
+        assert f"usage: relax-hpc {word} COMMAND" in capsys.readouterr().out
+    assert main(["queue", "audti"]) == EXIT_CONFIG
+    assert "queue audti: unknown verb, allowed: audit, export; did you mean audit?" in capsys.readouterr().err
+
+
 def test_help_of_run_documents_the_fields() -> None:
     text = " ".join(parser_of("run").format_help().split())
     assert "--checkpoint.max_failures MAX_FAILURES Checkpoints in a row" in text
@@ -359,7 +388,7 @@ def test_options_are_frozen() -> None:
 def frozen() -> str:
     """All options of all commands: name, type and default, one a line."""
     lines = []
-    for name in COMMANDS:
+    for name in commands():
         if name in ("check", "doctor", "submit", "resubmit"):
             known = {action.dest for action in parser_of("run")._actions}  # the rest are those of run
         else:

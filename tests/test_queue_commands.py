@@ -382,7 +382,7 @@ def test_rows_that_were_generated_again_are_the_later_ones(tmp_path):
         (["--step", "one"], "step: found 'one'"),
         (
             ["--step", "1", "--json"],
-            "queue export: --json: unknown option, allowed: --step, --steps, ",
+            "command line: --json: unknown option",
         ),
         (["--step", "1", "--format", "csv"], "--format: found 'csv', allowed: jsonl, parquet"),
         (["--step", "1", "--output", "gone/rows.jsonl"], "gone: no such folder"),
@@ -403,7 +403,7 @@ def test_wrong_use_of_export(run, words, says, capsys, monkeypatch):
         (["audit"], "required: run"),
         (["audits", "x"], "queue audits: unknown verb, allowed: audit, export"),
         (["audit", "gone"], "gone: no run here"),
-        (["audit", "x", "--step", "1"], "queue audit: --step: unknown option, allowed: --json"),
+        (["audit", "x", "--step", "1"], "command line: --step: unknown option"),
     ],
 )
 def test_wrong_use(words, says, capsys):

@@ -14,10 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from relax_hpc.cli import main
 from relax_hpc.config.load import build, compose
 from relax_hpc.config.schema import Config
 from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, EXIT_RETRY, ConfigError, RelaxError
-from relax_hpc.sandbox import Options, Sandbox, cluster, command, config_files, machine, processes
+from relax_hpc.sandbox import Options, Sandbox, cluster, config_files, machine, processes
 from relax_hpc.sandbox.processes import until
 from tests.plain_user import plain_user
 from tests.requirements import requires
@@ -76,18 +77,18 @@ def state_of(sandbox: Sandbox, job: int) -> str:
 def test_up_status_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with private_sandbox() as own:
         folder = str(own.folder)
-        assert own.is_up() and command.run(["status", folder]) == EXIT_DONE
+        assert own.is_up() and main(["sandbox", "status", str(folder)]) == EXIT_DONE
         pids = own.daemons()
-        assert command.run(["up", folder]) == EXIT_DONE and own.daemons() == pids, "what runs is left alone"
-        assert command.run(["up", folder, "--nodes", "3"]) == EXIT_CONFIG
+        assert main(["sandbox", "up", str(folder)]) == EXIT_DONE and own.daemons() == pids, "what runs is left alone"
+        assert main(["sandbox", "up", str(folder), "--nodes", "3"]) == EXIT_CONFIG
         assert "down first" in capsys.readouterr().err
         beats(own, tmp_path)
-        assert command.run(["down", folder]) == EXIT_DONE
+        assert main(["sandbox", "down", str(folder)]) == EXIT_DONE
         assert left_behind(own.folder) == [] and set(own.daemons().values()) == {0}
         listening = {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
         assert not listening & set(range(own.options.port, own.options.port + 64))
-        assert command.run(["down", folder]) == EXIT_DONE, "nothing to do is no error"
-        assert command.run(["status", folder]) == EXIT_RETRY
+        assert main(["sandbox", "down", str(folder)]) == EXIT_DONE, "nothing to do is no error"
+        assert main(["sandbox", "status", str(folder)]) == EXIT_RETRY
         assert "slurmctld        DOWN" in capsys.readouterr().out
         assert cluster.load(folder).options == own.options, "the next up starts it as it was"
 
@@ -176,7 +177,7 @@ def test_two_side_by_side(sandbox: Sandbox, tmp_path: Path) -> None:
 def test_plain_user() -> None:
     requires_sandbox()
     with plain_user() as user:
-        folder, sandbox = user.home / "slurm", (user.python, "-m", "relax_hpc.sandbox")
+        folder, sandbox = user.home / "slurm", (user.python, "-m", "relax_hpc", "sandbox")
         up = user.run(*sandbox, "up", folder, "--nodes", "2")
         assert up.returncode == EXIT_DONE, up.stderr
         own = cluster.load(folder)
@@ -207,8 +208,8 @@ def test_plain_user() -> None:
         (["explode"], "explode: unknown verb, allowed: up, down"),
         (["status", "DIR/no/sandbox/here"], "/no/sandbox/here, start one with up"),
         (["kill-node"], "found no NODE"),
-        (["down", "DIR/x", "--nodes", "3"], "takes no --nodes"),
-        (["status", "DIR/x", "--down"], "takes no --down"),
+        (["down", "DIR/x", "--nodes", "3"], "--nodes: unknown option"),
+        (["status", "DIR/x", "--down"], "--down: unknown option"),
     ],
 )
 def test_wrong_use_teaches_and_leaves_nothing(
@@ -216,7 +217,7 @@ def test_wrong_use_teaches_and_leaves_nothing(
 ) -> None:
     monkeypatch.setattr(machine, "missing", list)
     monkeypatch.setattr(machine, "_taken", lambda chosen: chosen.port if chosen.port == 1 else None)
-    assert command.run([word.replace("DIR", str(short_folder)) for word in words]) == EXIT_CONFIG
+    assert main(["sandbox", *(word.replace("DIR", str(short_folder)) for word in words)]) == EXIT_CONFIG
     message = capsys.readouterr().err
     assert says in message and message.count("\n") == 1
     assert not list(short_folder.iterdir())

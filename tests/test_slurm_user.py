@@ -45,7 +45,7 @@ def test_a_plain_user_runs_it_all() -> None:
     with plain_user() as user:
         folder, root, disk = user.home / "slurm", user.home / "run", user.home / "disk"
         options = [f"--{name}={value}" for name, value in QUICK.items()]
-        call(user, "relax_hpc.sandbox", "up", folder, "--nodes", "5", *options)
+        call(user, "relax_hpc", "sandbox", "up", folder, "--nodes", "5", *options)
         sandbox = cluster.load(folder)
         try:
             over = merged(with_engine("simulated"), {"site": {"local_dir": str(disk)}})
@@ -60,6 +60,6 @@ def test_a_plain_user_runs_it_all() -> None:
             live.finish()
             assert {path.owner() for path in root.rglob("*")} == {user.name}
             assert live.incarnations("actor") == 2, live.story()
-            call(user, "relax_hpc.sandbox", "down", folder)
+            call(user, "relax_hpc", "sandbox", "down", folder)
         finally:
             cluster.down(folder)

@@ -29,6 +29,14 @@ class Command:
     """Whether it writes what its user may want to share, by the user's own umask, and nothing into a run."""
 
 
+@dataclass(frozen=True, slots=True)
+class Verbs:
+    """A word before several subcommands, as in `relax-hpc queue audit`."""
+
+    help: str
+    commands: dict[str, Command]
+
+
 CONFIG_USAGE = "[--config F]... [--KEY VALUE]... [--print_config]"
 
 

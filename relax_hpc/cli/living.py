@@ -120,18 +120,6 @@ def _list(given: dict[str, Any]) -> int:
     return listing.main(given.get("folder", "runs"), given.get("json", False))
 
 
-def _sandbox_arguments(parser: ArgumentParser) -> None:
-    from relax_hpc.sandbox.command import add_arguments
-
-    add_arguments(parser)
-
-
-def _sandbox(given: dict[str, Any]) -> int:
-    from relax_hpc.sandbox.command import main
-
-    return main(given.pop("verb"), given.pop("words", ()), **given)
-
-
 def _required(given: dict[str, Any], name: str, what: str) -> Any:
     if given.get(name) is None:
         raise ConfigError(f"{COMMAND_LINE}: --{name}: found nothing, give {what}")
@@ -173,13 +161,5 @@ LIVING = {
     "stop": Command("End a run in good order, and everything of it.", "RUN [--now]", _stop_arguments, _stop),
     "list": Command(
         "List the runs below a folder; the exit code is that of the gravest.", "[DIR] [--json]", _list_arguments, _list
-    ),
-    "sandbox": Command(
-        "A private, real Slurm of several nodes on this machine.",
-        "VERB [NODE] [DIR] [OPTION]...",
-        _sandbox_arguments,
-        _sandbox,
-        # munged refuses a socket that not everybody can reach.
-        for_others=True,
     ),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -12,20 +12,27 @@ from jsonargparse import SUPPRESS, ArgumentParser
 
 from relax_hpc import __version__
 from relax_hpc.checks.settings import check_request
-from relax_hpc.cli.command import CONFIG_USAGE, Command, complain, config_arguments
+from relax_hpc.cli.command import CONFIG_USAGE, Command, Verbs, complain, config_arguments
 from relax_hpc.cli.convert import CONVERT
 from relax_hpc.cli.living import LIVING
 from relax_hpc.cli.queue import QUEUE
 from relax_hpc.cli.samples import SAMPLES
+from relax_hpc.cli.sandbox import SANDBOX
 from relax_hpc.config.changes import change_files
 from relax_hpc.config.clean import COMMAND_LINE, Mistake, near
 from relax_hpc.config.load import Layers, build, compose, gather, load_resolved, print_config, resolve
-from relax_hpc.config.options import OptionError, explain, split_free, without
+from relax_hpc.config.options import OptionError, explain, options, split_free, without
 from relax_hpc.config.schema import Config
 from relax_hpc.disk import may_pass, with_cure
 from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_RETRY, ConfigError, Mistakes, RelaxError
 from relax_hpc.rendezvous.process import PRIVATE_UMASK
 from relax_hpc.rundir import RunDir
+
+_TITLE = "Reinforcement-learning post-training of language models on a Slurm cluster or one machine."
+_SETTINGS = (
+    "Every setting of the configuration is an option too, such as --rollout.replicas 2: `relax-hpc {name} --help "
+    "rollout` tells those of a section, `--help all` all of them, and docs/configuration.md has them in one page."
+)
 
 
 class _Parser(ArgumentParser):
@@ -59,30 +66,76 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser_of(name: str) -> ArgumentParser:
-    """The parser of the subcommand `name`."""
-    command = COMMANDS[name]
+    """The parser of the subcommand `name`, such as `run` or `queue audit`."""
+    command = commands()[name]
     prog = f"relax-hpc {name}"
     parser = _Parser(prog=prog, usage=f"{prog} {command.usage}", description=command.help, allow_abbrev=False)
     command.add_arguments(parser)
     return parser
 
 
+def commands() -> dict[str, Command]:
+    """Every subcommand by its words."""
+    found = {}
+    for name, entry in COMMANDS.items():
+        found |= {f"{name} {v}": c for v, c in entry.commands.items()} if isinstance(entry, Verbs) else {name: entry}
+    return found
+
+
 def _dispatch(argv: list[str]) -> int:
-    if argv and argv[0] in COMMANDS:
-        command = COMMANDS[argv[0]]
-        rest, free = split_free(argv[1:]) if command.takes_config else (argv[1:], {})
-        given, wrong = _parse(argv[0], rest)
-        if wrong:
-            raise ConfigError(*_with_other_mistakes(wrong, given | free, command))
-        return _handle(command, given | free)
+    known = commands()
+    for words in (argv[:1], argv[:2]):
+        if (name := " ".join(words)) in known:
+            return _do(name, known[name], argv[len(words) :])
     if argv and not argv[0].startswith("-"):
-        raise ConfigError(
-            f"{COMMAND_LINE}: {argv[0]}: unknown command, allowed: {', '.join(COMMANDS)}{near(argv[0], list(COMMANDS))}"
-        )
-    parser = _top_parser()
+        return _explain_verbs(argv)
+    parser = _top_parser("relax-hpc", _TITLE, COMMANDS)
     parser.parse_args(argv)
     parser.print_help()
     return EXIT_DONE
+
+
+def _do(name: str, command: Command, argv: list[str]) -> int:
+    if command.takes_config and argv[:1] in (["-h"], ["--help"]):
+        print(_help(name, argv[1:]), end="")
+        return EXIT_DONE
+    rest, free = split_free(argv) if command.takes_config else (argv, {})
+    given, wrong = _parse(name, rest)
+    if wrong:
+        raise ConfigError(*_with_other_mistakes(wrong, given | free, command))
+    return _handle(command, given | free)
+
+
+def _explain_verbs(argv: list[str]) -> int:
+    """Of a command that needs another word, or is none."""
+    word, entry = argv[0], COMMANDS.get(argv[0])
+    if not isinstance(entry, Verbs):
+        raise ConfigError(
+            f"{COMMAND_LINE}: {word}: unknown command, allowed: {', '.join(COMMANDS)}{near(word, list(COMMANDS))}"
+        )
+    if len(argv) > 1 and argv[1] not in ("-h", "--help"):
+        allowed = f"allowed: {', '.join(entry.commands)}{near(argv[1], list(entry.commands))}"
+        raise ConfigError(f"{COMMAND_LINE}: {word} {argv[1]}: unknown verb, {allowed}")
+    _top_parser(f"relax-hpc {word}", entry.help, entry.commands).print_help()
+    return EXIT_DONE
+
+
+def _help(name: str, topics: Sequence[str]) -> str:
+    """A command's own lines; with topics, sections of the configuration such as `rollout`, or `all`, theirs."""
+    parser, own, shown = parser_of(name), [], []
+    for group in parser._action_groups:
+        section = (group.title or "").partition(": ")
+        if not section[1]:
+            own.append(group)
+        elif {section[0].partition(".")[0], "all"}.intersection(topics):
+            shown.append(group)
+    if topics and not shown:
+        known = dict.fromkeys(option.section.partition(":")[0].partition(".")[0] for option in options())
+        raise ConfigError(f"{COMMAND_LINE}: --help: found {' '.join(topics)!r}, allowed: all, {', '.join(known)}")
+    parser._action_groups = shown or own
+    if not topics:
+        parser.epilog = _SETTINGS.format(name=name)
+    return parser.format_help()
 
 
 def _parse(name: str, argv: list[str]) -> tuple[dict[str, Any], list[OptionError]]:
@@ -127,17 +180,13 @@ def _handle(command: Command, given: dict[str, Any]) -> int:
         os.umask(before)
 
 
-def _top_parser() -> ArgumentParser:
-    parser = _Parser(
-        prog="relax-hpc",
-        usage="relax-hpc COMMAND ...",
-        description="Reinforcement-learning post-training of language models on a Slurm cluster or one machine.",
-        version=__version__,
-        allow_abbrev=False,
-    )
-    commands = parser.add_argument_group("commands (relax-hpc COMMAND --help tells more)")
-    for name, command in COMMANDS.items():
-        commands.add_argument(f"command_{name}", nargs="?", default=SUPPRESS, metavar=name, help=command.help)
+def _top_parser(prog: str, about: str, entries: Mapping[str, Command | Verbs]) -> ArgumentParser:
+    """Of what is followed by one of ``entries``."""
+    version = {"version": __version__} if entries is COMMANDS else {}
+    parser = _Parser(prog=prog, usage=f"{prog} COMMAND ...", description=about, allow_abbrev=False, **version)
+    shown = parser.add_argument_group(f"commands ({prog} COMMAND --help tells more)")
+    for name, entry in entries.items():
+        shown.add_argument(f"command_{name}", nargs="?", default=SUPPRESS, metavar=name, help=entry.help)
     return parser
 
 
@@ -281,7 +330,7 @@ def _check_run_dir(run: RunDir, resume: bool) -> None:
         raise ConfigError(f"run_dir: {run.root} already holds a run, --resume it or name another --run_dir")
 
 
-COMMANDS = {
+COMMANDS: dict[str, Command | Verbs] = {
     "run": Command(
         "Start a run, or go on with one, and supervise it until it ends.",
         f"[--resume] [--run_dir D] {CONFIG_USAGE}",
@@ -310,6 +359,7 @@ COMMANDS = {
         is_whole=True,
     ),
     **LIVING,
+    "sandbox": SANDBOX,
     "plot": Command(
         "Draw the metrics of one or more runs.",
         "RUN [RUN ...] [--output F] [--tags T ...]",

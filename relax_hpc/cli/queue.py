@@ -7,13 +7,14 @@ import re
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from jsonargparse import ArgumentParser
 
-from relax_hpc.cli.command import Command, complain, run_argument
+from relax_hpc.cli.command import Command, Verbs, complain, run_argument
 from relax_hpc.config.clean import COMMAND_LINE
 from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, ConfigError, RelaxError
 from relax_hpc.rundir import RunDir
@@ -21,40 +22,33 @@ from relax_hpc.rundir import RunDir
 if TYPE_CHECKING:
     from relax_hpc.transfer_queue.inspect.audit import Audit
 
-VERBS = {
-    "audit": "prove from the journal that each accepted sample was consumed once by every task, or dropped",
-    "export": "write the rows of steps that are still kept",
-}
-_TAKES = {"audit": ("json",), "export": ("step", "steps", "format", "output")}
 _ANSWER_S = 3.0
 _SHOWN = 20
 """Problems on the screen; --json has all of them."""
 
 
-def _arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("verb", metavar="VERB", help="; ".join(f"{verb}: {what}" for verb, what in VERBS.items()))
+def _audit_arguments(parser: ArgumentParser) -> None:
     run_argument(parser)
-    parser.add_argument("--json", action="store_true", help="For programs (audit)")
-    parser.add_argument("--step", type=int, metavar="N", help="Rows of this step (export)")
-    parser.add_argument("--steps", metavar="A-B", help="Rows of steps A to B (export)")
-    parser.add_argument("--format", default="jsonl", metavar="F", help="jsonl or parquet (export)")
-    parser.add_argument("--output", metavar="FILE", help="File to write (export)")
+    parser.add_argument("--json", action="store_true", help="For programs")
 
 
-def _queue(given: dict[str, Any]) -> int:
-    verb, run = given.pop("verb"), RunDir(Path(given.pop("run")))
-    if verb not in VERBS:
-        raise ConfigError(f"{COMMAND_LINE}: queue {verb}: unknown verb, allowed: {', '.join(VERBS)}")
-    if wrong := [name for name in given if name not in _TAKES[verb]]:
-        allowed = ", ".join(f"--{name}" for name in _TAKES[verb])
-        raise ConfigError(f"{COMMAND_LINE}: queue {verb}: --{wrong[0]}: unknown option, allowed: {allowed}")
+def _export_arguments(parser: ArgumentParser) -> None:
+    run_argument(parser)
+    parser.add_argument("--step", type=int, metavar="N", help="Rows of this step")
+    parser.add_argument("--steps", metavar="A-B", help="Rows of steps A to B")
+    parser.add_argument("--format", default="jsonl", metavar="F", help="jsonl or parquet")
+    parser.add_argument("--output", metavar="FILE", help="File to write")
+
+
+def _of_run(verb: str, act: Callable[[RunDir, dict[str, Any]], int], given: dict[str, Any]) -> int:
+    run = RunDir(Path(given.pop("run")))
     if not run.config.exists():
         raise ConfigError(f"{run.root}: no run here (config.yaml is missing); name a run directory")
     from relax_hpc.transfer_queue.controller.journal import JournalError
     from relax_hpc.transfer_queue.storage.shard import ShardError
 
     try:
-        return _audit(run, given.get("json", False)) if verb == "audit" else _export(run, given)
+        return act(run, given)
     except (JournalError, ShardError) as error:
         raise ConfigError(str(error)) from error
     except BrokenPipeError:
@@ -63,7 +57,7 @@ def _queue(given: dict[str, Any]) -> int:
         raise RelaxError(f"queue {verb}: {error}") from error
 
 
-def _audit(run: RunDir, as_json: bool) -> int:
+def _audit(run: RunDir, given: dict[str, Any]) -> int:
     from relax_hpc.transfer_queue.inspect.audit import Ledger
 
     ledger, finished = Ledger(run), run.finished.exists()
@@ -77,7 +71,7 @@ def _audit(run: RunDir, as_json: bool) -> int:
     about = {"run_dir": str(run.root), "state": "finished" if finished else "live" if live else "not running"}
     about |= {"trained_steps": trained, "steps": steps, "journal_records": ledger.records}
     about |= _figures(found, ledger.plan.samples_per_prompt)
-    print(json.dumps(about) if as_json else "\n".join(_lines(about)))
+    print(json.dumps(about) if given.get("json") else "\n".join(_lines(about)))
     return EXIT_CONFIG if found.problems else EXIT_DONE
 
 
@@ -214,10 +208,22 @@ def _ranges(steps: list[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-QUEUE = Command(
+QUEUE = Verbs(
     "What became of every sample of a run, and the rows themselves.",
-    "audit RUN [--json] | export RUN (--step N | --steps A-B) [--format jsonl|parquet] --output FILE",
-    _arguments,
-    _queue,
-    for_others=True,
+    {
+        "audit": Command(
+            "Prove from the journal that each accepted sample was consumed once by every task, or dropped.",
+            "RUN [--json]",
+            _audit_arguments,
+            partial(_of_run, "audit", _audit),
+            for_others=True,
+        ),
+        "export": Command(
+            "Write the rows of steps that are still kept, with what their tokens say.",
+            "RUN (--step N | --steps A-B) [--format jsonl|parquet] --output FILE",
+            _export_arguments,
+            partial(_of_run, "export", _export),
+            for_others=True,
+        ),
+    },
 )

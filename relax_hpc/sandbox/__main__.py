@@ -1,7 +1,0 @@
-"""`python -m relax_hpc.sandbox`."""
-
-import sys
-
-from relax_hpc.sandbox.command import run
-
-sys.exit(run())
