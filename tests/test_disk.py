@@ -208,8 +208,8 @@ def test_a_run_that_waits_too_long_saves_what_it_can_and_ends_with_75(tmp_path: 
     told = {"who": "a", "path": "/r/queue/1.h5", "errno": errno.EDQUOT, "seconds": 1.0, "loose": False}
     stopped: list[bool] = []
     watch = DiskWatch(make_run(tmp_path / "run"), 0.2, lambda _: None)
-    lookout = SimpleNamespace(disk=[told], answered_at=time.monotonic())
-    supervisor = SimpleNamespace(disk=watch, lookout=lookout, stop=lambda: stopped.append(True))
+    liveness = SimpleNamespace(disk=[told], answered_at=time.monotonic())
+    supervisor = SimpleNamespace(disk=watch, liveness=liveness, stop=lambda: stopped.append(True))
     with pytest.raises(RelaxError, match=r"/r/queue/1.h5: Disk quota .* allowed liveness.longest_wait_s=0.2") as ended:
         wait_for(lambda: Supervisor.look_at_disk(supervisor))
     assert ended.value.exit_code == EXIT_RETRY and stopped == [True]

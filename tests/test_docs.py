@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+from relax_hpc.config.options import options
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "env" / "README.md"])
@@ -33,3 +38,46 @@ def test_the_readme_is_short_and_leads_to_every_page() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= _LINES
     assert {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")} <= set(_LINK.findall(text))
+
+
+def test_what_follows_from_the_code_is_up_to_date() -> None:
+    done = subprocess.run(
+        [sys.executable, "tools/docs", "--check"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def words(heading: str) -> list[tuple[str, str]]:
+    """The rows of the glossary's table under a heading."""
+    section = (ROOT / "docs" / "glossary.md").read_text().partition(heading)[2].partition("\n## ")[0]
+    return re.findall(r"^\| (.+?) \| (.+) \|$", section, re.MULTILINE)[1:]
+
+
+def test_the_glossary_has_few_words_and_each_is_in_use() -> None:
+    own = [word for cell, _ in words("# Words") for word in re.findall(r"\*\*(.+?)\*\*", cell)]
+    assert len(own) == len(set(own)) < 25
+    text = " ".join(path.read_text() for path in sorted((ROOT / "relax_hpc").rglob("*.py"))).replace("_", " ").lower()
+    assert not [word for word in own if not re.search(rf"\b{word}", text)]
+
+
+def test_words_that_were_given_up_do_not_come_back() -> None:
+    gone = {name for cell, _ in words("## Words that were given up") for name in re.findall(r"`(\w+)`", cell)}
+    found = []
+    for path in sorted((ROOT / "relax_hpc").rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        names = [path.stem, *(node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef))]
+        found += [f"{path.name}: {name}" for name in names if gone.intersection(parts_of_name(name))]
+    schema = {option.key.rpartition(".")[2] for option in options()}
+    assert not [name for name in found if not STILL.intersection(parts_of_name(name))] and not gone & schema
+
+
+STILL = {"desk", "door", "parking", "shelf", "stock", "told"}
+"""What is still wrong."""
+
+
+def parts_of_name(name: str) -> set[str]:
+    """
+    >>> sorted(parts_of_name("TurnsDesk") | parts_of_name("turns_desk"))
+    ['desk', 'turns']
+    """
+    return {part.lower() for part in re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])", name)}

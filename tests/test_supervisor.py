@@ -239,7 +239,7 @@ def test_a_wait_for_a_group_ends_in_good_order_at_its_limit(world: World, since_
     world.config.liveness.longest_wait_s = 60.0
 
     def wait() -> None:
-        world.supervisor.lookout.lacking = {"actor": {"why": "is not there", "since_s": since_s}}
+        world.supervisor.liveness.lacking = {"actor": {"why": "is not there", "since_s": since_s}}
 
     stop = [wait, lambda: None, lambda: None, lambda: requests.ask_to_stop(world.run)]
     assert world.supervise("hub", "rollout", then=world.once(*stop)) is Outcome.STOPPED
@@ -260,7 +260,7 @@ def test_a_stop_that_a_full_disk_does_not_take_is_asked_for_again(
     world.config.liveness.longest_wait_s = 60.0
 
     def wait() -> None:
-        world.supervisor.lookout.lacking = {"actor": {"why": "is not there", "since_s": 61.0}}
+        world.supervisor.liveness.lacking = {"actor": {"why": "is not there", "since_s": 61.0}}
 
     monkeypatch.setattr(requests, "ask_to_stop", at_first_in_vain(requests.ask_to_stop, FULL))
     assert world.supervise("hub", "rollout", then=wait) is Outcome.STOPPED
@@ -406,7 +406,7 @@ def test_progress_between_two_deaths_lets_it_go_on(world: World) -> None:
     world.plans = {"rollout": [*["crashes"] * 5, "done:0"]}
 
     def progress(name: str, incarnation: int) -> None:
-        world.supervisor.lookout.progress = (incarnation, 0, 0)
+        world.supervisor.liveness.progress = (incarnation, 0, 0)
 
     world.on_start = progress
     assert world.supervise("rollout") is Outcome.FINISHED

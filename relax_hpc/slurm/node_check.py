@@ -31,7 +31,7 @@ _NOT_STARTED = ("Unable to create step", "Unable to confirm allocation", "Unable
 
 
 @dataclass(frozen=True, slots=True)
-class Checkup:
+class NodeCheck:
     """A pre-flight that runs on the nodes of a group."""
 
     name: str
@@ -49,8 +49,8 @@ def check_nodes(launcher: StepLauncher, names: Sequence[str]) -> dict[str, str]:
     It runs where the roles will: on their nodes, in their container, by their interpreter, and with their MPI if any
     has ranks. One that could not run is a reason too. Failing nodes are written to the run's list of bad nodes.
     """
-    checkups = [_start(launcher, name) for name in names]
-    return {checkup.name: reason for checkup in checkups if (reason := _judge(launcher, checkup))}
+    checks = [_start(launcher, name) for name in names]
+    return {check.name: reason for check in checks if (reason := _judge(launcher, check))}
 
 
 def exclude_option(run: RunDir, chosen: str = "", avoid: str = "") -> list[str]:
@@ -60,7 +60,7 @@ def exclude_option(run: RunDir, chosen: str = "", avoid: str = "") -> list[str]:
     return [f"--exclude={','.join([chosen, *names] if chosen else names)}"] if names else []
 
 
-def _start(launcher: StepLauncher, name: str) -> Checkup:
+def _start(launcher: StepLauncher, name: str) -> NodeCheck:
     config, run, place = load_resolved(launcher.run.root, name), launcher.run, launcher.allocation.places[name]
     group, mpi = group_of(config, name), with_ranks(config, name) and mpi_plugin(config) != "none"
     words = [role_python(config), "-m", "relax_hpc.slurm.node_probe", "--run_dir", str(run.root)]
@@ -85,12 +85,12 @@ def _start(launcher: StepLauncher, name: str) -> Checkup:
         env=step_environment(config, name),
         start_new_session=True,
     )  # fmt: skip
-    return Checkup(name, config, step, time.monotonic() + (_CONTAINER_S if inside else _DEADLINE_S), mpi, place.nodes)
+    return NodeCheck(name, config, step, time.monotonic() + (_CONTAINER_S if inside else _DEADLINE_S), mpi, place.nodes)
 
 
-def _judge(launcher: StepLauncher, checkup: Checkup, again: bool = True) -> str:
+def _judge(launcher: StepLauncher, check: NodeCheck, again: bool = True) -> str:
     """Why the group must not start on its nodes; empty if all of them are well."""
-    (output, late), name = _output(checkup), checkup.name
+    (output, late), name = _output(check), check.name
     found, rest = read_reports(output)
     last = " ".join(rest.split())[-300:] or "it said nothing"
     reports = {report["node"]: report for report in found if "problems" in report}
@@ -99,15 +99,15 @@ def _judge(launcher: StepLauncher, checkup: Checkup, again: bool = True) -> str:
         return ""
     if not reports:
         # The same everywhere: no node is to blame.
-        return f"the pre-flight could not run ({last}); see {_where(checkup.config)}"
+        return f"the pre-flight could not run ({last}); see {_where(check.config)}"
     bad = {node: report["problems"] for node, report in reports.items() if not report["ok"]}
     bad |= {node: ["no answer to the pre-flight"] for node in launcher.nodes_of(name) if node not in reports}
     for node, problems in bad.items():
         BadNodes(launcher.run).add(node, "preflight", problems)
     reason = "; ".join(f"{node}: {', '.join(problems)}" for node, problems in bad.items())
-    if reason or not checkup.mpi:
+    if reason or not check.mpi:
         return reason
-    wrong = mpi_problem(checkup.config, [report["mpi"] for report in found if "mpi" in report], len(reports), last)
+    wrong = mpi_problem(check.config, [report["mpi"] for report in found if "mpi" in report], len(reports), last)
     if wrong and late and again:
         # As MPICH does now and then where it is not told of `mpi_defaults`.
         print(f"{name}: {wrong}; it hung, and is tried again", flush=True)
@@ -130,18 +130,18 @@ def read_reports(output: str) -> tuple[list[dict[str, Any]], str]:
     return found, "\n".join(rest)
 
 
-def _output(checkup: Checkup) -> tuple[str, bool]:
+def _output(check: NodeCheck) -> tuple[str, bool]:
     """What the step has said when it ends, or at the deadline; whether it is that. Then it is ended.
 
     Once all nodes have reported the deadline is that of MPI, which waits for ever where it is broken.
     """
-    step, said, end = checkup.step, b"", checkup.deadline
+    step, said, end = check.step, b"", check.deadline
     while (left := end - time.monotonic()) > 0:
         try:
             return step.communicate(timeout=min(left, _LOOK_S))[0], False
         except subprocess.TimeoutExpired as late:
             said = late.output or b""
-        if end == checkup.deadline and len(read_reports(_text(said))[0]) >= checkup.nodes:
+        if end == check.deadline and len(read_reports(_text(said))[0]) >= check.nodes:
             end = min(end, time.monotonic() + _MPI_S)
     for _ in range(2):
         # First srun alone, as its second process then cancels the step; that may be hung as well.

@@ -23,7 +23,7 @@ Dead = tuple[str, str, int, str]
 """Group, role (empty: all of a group that is looked after elsewhere), incarnation (0: any), and the reason."""
 
 
-class Lookout:
+class Liveness:
     """Asks the hub for the beats that it has, once a beat. `look` never waits; ``wake`` is called when it should look.
 
     A role is dead when two answers in a row say so: a hub that was stopped itself has beats to read first.

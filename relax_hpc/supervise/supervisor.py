@@ -47,7 +47,7 @@ from relax_hpc.supervise.launch_records import (
     members_of,
     record,
 )
-from relax_hpc.supervise.liveness import Lookout
+from relax_hpc.supervise.liveness import Liveness
 from relax_hpc.supervise.requests import Request
 from relax_hpc.supervise.unsaved import in_words as unsaved_in_words
 from relax_hpc.supervise.unsaved import unsaved
@@ -131,7 +131,7 @@ class Supervisor:
         """Told of a group (and its incarnation) supervised elsewhere, when a member gives no sign for a lease."""
         self.incarnation = self._claim(name, former)
         self.client: QueueClient | None = None
-        self.lookout: Lookout | None = None
+        self.liveness: Liveness | None = None
         self.selector = selectors.DefaultSelector()
         self.wake_out, self.wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.selector.register(self.wake_out, selectors.EVENT_READ, None)
@@ -177,7 +177,7 @@ class Supervisor:
         """Start or take over all groups, and watch them to the end."""
         self.client = QueueClient(self.run, self.config, self.name, self.incarnation)
         read_s = _CHECKPOINT_SIZE * read_seconds(self.run.model)
-        self.lookout = Lookout(self.client, self.config.liveness, self._wake, self._hub_incarnation, read_s)
+        self.liveness = Liveness(self.client, self.config.liveness, self._wake, self._hub_incarnation, read_s)
         for name in self.names:
             self.check_fenced()
             if name in self.unfit:
@@ -248,7 +248,7 @@ class Supervisor:
         )
 
     def progress(self) -> Progress:
-        return self.lookout.progress if self.lookout else UNKNOWN
+        return self.liveness.progress if self.liveness else UNKNOWN
 
     def wait(self, seconds: float) -> None:
         """Sleep until a process ends, a signal comes or ``seconds`` are over."""
@@ -289,15 +289,15 @@ class Supervisor:
             for member in group.ended():
                 if f"{name}/{member.role}" not in self.done and self.groups.get(name) is group:
                     self.ended(name, member)
-        for name, role, incarnation, reason in self.lookout.look(self.groups, self.done):
+        for name, role, incarnation, reason in self.liveness.look(self.groups, self.done):
             self.hangs(name, role, incarnation, reason)
-        for name, incarnation in self.lookout.silent:
+        for name, incarnation in self.liveness.silent:
             self.on_silence(name, incarnation)
 
     def look_after_waits(self) -> None:
         """What waits for a group that is not there is not judged; but nobody waits for ever."""
         limit = longest_wait_s(self.config)
-        for name, wait in self.lookout.lacking.items() if "hub" in self.names else ():
+        for name, wait in self.liveness.lacking.items() if "hub" in self.names else ():
             if wait["since_s"] > limit and not all_done(self.run, self.config, name):
                 text = f"{name}: {wait['why']}, and the others have waited for it for {wait['since_s']:.0f} s"
                 text = f"{text}, allowed liveness.longest_wait_s={limit:g}; see its logs, and its job in squeue"
@@ -307,7 +307,7 @@ class Supervisor:
 
     def say_what_groups_do(self) -> None:
         """On the terminal, where a start of minutes would pass without a word."""
-        doing = {name: words for name, words in self.lookout.doing.items() if name in self.groups}
+        doing = {name: words for name, words in self.liveness.doing.items() if name in self.groups}
         for name, words in doing.items():
             if self.said.get(name) != words:
                 self.terminal.say(f"{name}: {words}")
@@ -315,16 +315,16 @@ class Supervisor:
 
     def look_at_checkpoints(self) -> None:
         """Say of each checkpoint that could not be written that it was not, and what is at risk."""
-        found = unsaved(self.config, self.lookout.beats, self.lookout.progress[0]) if "hub" in self.names else {}
+        found = unsaved(self.config, self.liveness.beats, self.liveness.progress[0]) if "hub" in self.names else {}
         if found and found["failed"] > self.unsaved:
             self.terminal.say(f"checkpoint: {unsaved_in_words(found)}")
-        elif self.unsaved and self.lookout.beats and not found:
+        elif self.unsaved and self.liveness.beats and not found:
             self.terminal.say("checkpoint: saved again")
         self.unsaved = found.get("failed", 0)
 
     def look_at_disk(self) -> None:
         """Say which disk the run waits for; RelaxError, all groups having been asked to save, once that is too long."""
-        self.disk.look(self.lookout.disk, self.lookout.answered_at)
+        self.disk.look(self.liveness.disk, self.liveness.answered_at)
         if why := self.disk.too_long():
             self.stop()
             raise RelaxError(f"{why}; allowed liveness.longest_wait_s={self.disk.limit_s:g}")

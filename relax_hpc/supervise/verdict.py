@@ -12,11 +12,11 @@ Which evidence wins, the strongest first:
    yet, and the group is dead.
 6. Beats, as the hub has them. A role beats from the moment that it is there, also while it loads, or waits for others
    or for room on a disk; so silence for a lease is death, and one piece of work that takes liveness.hang_s is a hang,
-   as is one part of loading that takes longer than what is loaded accounts for (`Lookout`).
+   as is one part of loading that takes longer than what is loaded accounts for (`Liveness`).
    Where somebody else looks after a group, it is dead when all of its members are silent, and suspect when one is.
 
 Weaker evidence is not even looked for where stronger decides. Beats, which come by way of the hub, have to say the
-same in two answers in a row: a hub that was stopped itself has beats to read first (`Lookout`). That a group is not
+same in two answers in a row: a hub that was stopped itself has beats to read first (`Liveness`). That a group is not
 there yet is nobody's failure: see `relax_hpc.transfer_queue.presence`.
 """
 

@@ -83,7 +83,7 @@ def test_a_step_that_hangs_ends_at_the_deadline_with_what_it_has_said() -> None:
     step = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(node_check, "_END_S", 0.2)
-        found = node_check._output(node_check.Checkup("actor", load([]), step, time.monotonic() + 0.2, False))
+        found = node_check._output(node_check.NodeCheck("actor", load([]), step, time.monotonic() + 0.2, False))
     assert found == ("said\n", True) and step.poll() is not None
 
 

@@ -12,7 +12,7 @@ from relax_hpc.config.schema import LivenessConfig
 from relax_hpc.errors import DeadlineError, RelaxError
 from relax_hpc.supervise import liveness
 from relax_hpc.supervise.group import Member
-from relax_hpc.supervise.liveness import Lookout
+from relax_hpc.supervise.liveness import Liveness
 
 LIMITS = LivenessConfig(beat_s=1.0, lease_s=30.0, start_timeout_s=600.0, hang_s=1800.0)
 STARTED: Any = object()
@@ -33,7 +33,7 @@ class World:
         self.status = SimpleNamespace(get=self.get)
         monkeypatch.setattr(liveness, "time", SimpleNamespace(monotonic=lambda: self.now))
         self.hub = 0
-        self.lookout = Lookout(self, LIMITS, hub_incarnation=lambda: self.hub)
+        self.liveness = Liveness(self, LIMITS, hub_incarnation=lambda: self.hub)
         self.groups: dict[str, Any] = {}
 
     def get(self, timeout: float) -> Future[SimpleNamespace]:
@@ -46,7 +46,7 @@ class World:
         self.groups[name] = SimpleNamespace(incarnation=incarnation, members=members)
 
     def look(self, done: frozenset[str] = frozenset()) -> list[tuple]:
-        return self.lookout.look(self.groups, done)
+        return self.liveness.look(self.groups, done)
 
     def round(self, *beats: dict[str, Any], seconds: float = 2.0, done: frozenset[str] = frozenset()) -> list[tuple]:
         """The hub is asked once, and answers at once."""
@@ -74,7 +74,7 @@ def test_the_hub_is_asked_every_other_beat_and_never_twice_at_a_time(world: Worl
     world.look()
     assert len(world.asked) == 1
     world.asked[0].set_result(status({}))
-    assert world.look() == [] and world.lookout.progress == (3, 40, 1)
+    assert world.look() == [] and world.liveness.progress == (3, 40, 1)
     world.look()
     assert len(world.asked) == 2
 
@@ -138,11 +138,11 @@ def test_groups_of_others_are_dead_when_none_of_them_gives_a_sign(world: World) 
     gone = [beat("rollout-3", 4, age_s=31.0), beat("rollout-3", 4, age_s=99.0, member="rollout-1")]
     supervisor = beat("supervisor-rollout-3", age_s=99.0)
     assert world.round(*half, *gone, supervisor) == []
-    assert not world.lookout.silent
+    assert not world.liveness.silent
     assert world.round(*half, *gone, supervisor) == [("rollout-3", "", 4, "has given no sign for 30 s")]
-    assert world.lookout.silent == {("rollout-2", 1), ("rollout-3", 4)}, "of one a member is silent"
+    assert world.liveness.silent == {("rollout-2", 1), ("rollout-3", 4)}, "of one a member is silent"
     world.round(*half[1:], supervisor)
-    assert not world.lookout.silent
+    assert not world.liveness.silent
 
 
 def test_a_hub_that_was_not_there_when_it_was_asked_may_start_first(world: World) -> None:
@@ -175,7 +175,7 @@ def test_a_hub_that_owes_its_answer_is_dead(world: World, error: RelaxError, dea
 
 
 def test_one_part_of_loading_has_as_long_as_it_takes_to_read(world: World) -> None:
-    world.lookout = Lookout(world, LIMITS, read_s=200.0)
+    world.liveness = Liveness(world, LIMITS, read_s=200.0)
     world.group("actor")
     slow, stuck = (beat("actor", loads=True, loading_s=seconds) for seconds in (1999.0, 2001.0))
     assert world.round(slow) == world.round(slow) == world.round(stuck) == []

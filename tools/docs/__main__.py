@@ -1,0 +1,58 @@
+"""Write the parts of docs/ that follow from the code and from stored results, or say which are out of date.
+
+    python tools/docs           # write them
+    python tools/docs --check   # exit code 1 and their names if they would change
+
+Whole pages: configuration.md, metrics.md. Tables between `<!-- table NAME -->` and `<!-- end -->` in any other page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import benchmarks
+import configuration
+import metrics
+import packages
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = {"configuration.md": configuration.page, "metrics.md": metrics.page}
+TABLES = {"packages": packages.table, "benchmarks": benchmarks.table}
+"""Name -> from the word behind it in the marker, if there is one, to the lines."""
+_LINES_OF_NOW = re.compile(r"(^\| `[\w/]+/` \|).*", re.MULTILINE)
+"""Every commit changes these; `--check` looks at the packages alone."""
+_TABLE = re.compile(r"(<!-- table (\w+) ?([\w-]*) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def pages() -> Iterator[tuple[Path, str]]:
+    """Each page of which a part is made, and how it should read."""
+    for name, make in PAGES.items():
+        yield ROOT / "docs" / name, make()
+    for path in sorted((ROOT / "docs").glob("*.md")):
+        if path.name not in PAGES and "<!-- table " in (text := path.read_text()):
+            yield path, _TABLE.sub(lambda m: f"{m[1]}{TABLES[m[2]](m[3])}\n{m[4]}", text)
+
+
+def _same(old: str, new: str, exactly: bool) -> bool:
+    return old == new if exactly else _LINES_OF_NOW.sub(r"\1", old) == _LINES_OF_NOW.sub(r"\1", new)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    check, stale = parser.parse_args().check, []
+    for path, text in pages():
+        if not path.exists() or not _same(path.read_text(), text, exactly=not check):
+            stale.append(str(path.relative_to(ROOT)))
+            if not check:
+                path.write_text(text)
+    print("\n".join(f"{name}: {'out of date, run: python tools/docs' if check else 'written'}" for name in stale))
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

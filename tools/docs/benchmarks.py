@@ -1,0 +1,66 @@
+"""Tables of docs/ from stored results: each says what was measured, by which command, of which commit, on what.
+
+    python tools/bench/samples.py --json | python tools/docs/benchmarks.py samples python tools/bench/samples.py
+
+stores the figures that a benchmark prints as results/samples.json, with the commit that is checked out, this machine
+and its load.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).with_name("results")
+ABOUT = ("commit", "date", "machine", "load", "command")
+"""What every result says of itself."""
+
+
+def table(name: str) -> str:
+    """The table of a stored result, and below it how it came about."""
+    result = json.loads((RESULTS / f"{name}.json").read_text())
+    lines = [_row(result["columns"]), "|---" * len(result["columns"]) + "|", *map(_row, result["rows"])]
+    about = f"Commit {result['commit']}, {result['date']}, {result['machine']}, load {result['load']}"
+    return "\n".join([*lines, "", f"{about}: `{result['command']}`"])
+
+
+def _row(cells: list[Any]) -> str:
+    return f"| {' | '.join(str(cell) for cell in cells)} |"
+
+
+def stored(output: str, command: str) -> dict[str, Any]:
+    """A result of what a benchmark printed with --json, whose last line is {"figures": [...], "settings": {...}}."""
+    found = json.loads(output.strip().splitlines()[-1])
+    rows = [[one["name"], _value(one), _verdict(one)] for one in found["figures"]]
+    git = ["git", "-C", str(RESULTS), "rev-parse", "--short", "HEAD"]
+    return {
+        "commit": subprocess.check_output(git, text=True).strip(),
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+        "load": found["settings"].get("load_before", os.getloadavg()[0]),
+        "command": command,
+        "columns": ["what", "measured (least to most of the rounds)", "target"],
+        "rows": rows,
+    }
+
+
+def _value(figure: dict[str, Any]) -> str:
+    rounds = figure.get("rounds") or []
+    spread = f" ({min(rounds):.3g} to {max(rounds):.3g})" if len(rounds) > 1 else ""
+    return f"{figure['value']:.3g} {figure['unit']}{spread}".strip()
+
+
+def _verdict(figure: dict[str, Any]) -> str:
+    met = {True: ": met", False: ": missed"}.get(figure.get("ok"), "")
+    return f"{figure['target']}{met}" if figure.get("target") else ""
+
+
+if __name__ == "__main__":
+    result = stored(sys.stdin.read(), " ".join(sys.argv[2:]))
+    (RESULTS / f"{sys.argv[1]}.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
