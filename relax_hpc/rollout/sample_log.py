@@ -29,6 +29,8 @@ _HEAD_START = 0.02
 """Share of `samples.max_bytes` that steps may use ahead of their even share."""
 _LOOK_S = 10.0
 """Between two looks at what the other ranks have written."""
+_LEVEL = 6
+"""Of compression: 9, the module's own choice, takes nine times as long for a twentieth less."""
 _MAGIC = b"\x1f\x8b\x08"
 _CHUNK_BYTES = 1 << 16
 
@@ -57,7 +59,7 @@ class SampleLog:
             return
         text = "".join(json.dumps(self._short(one), ensure_ascii=False) + "\n" for one in samples)
         # A lone surrogate, as a tokenizer may give for half of a character, is no UTF-8.
-        member = gzip.compress(text.encode(errors="replace"), mtime=0)
+        member = gzip.compress(text.encode(errors="replace"), _LEVEL, mtime=0)
         with self._lock:
             if not (self._has_room(len(member), step) and self._append(member)):
                 self._skipped += len(samples)
