@@ -107,6 +107,15 @@ def test_a_full_disk_delays_and_never_ends_anything(tmp_path: Path) -> None:
         assert ids(disk.folder / "samples") == ["before", *map(str, range(60))]
 
 
+def test_a_folder_that_is_none_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "samples").write_text("somebody's notes")
+    log = SampleLog(tmp_path / "samples" / NAME, SamplesConfig(), steps=10)
+    for _ in range(3):
+        log.keep([{"id": "0", "components": {"odd": {1}, (1, 2): 3}}], step=9)
+    log.close()
+    assert log.take_skipped() == 3 and capsys.readouterr().err.count("samples are not kept") == 1
+
+
 @pytest.mark.parametrize(("per_step", "groups"), [(0, 0), (1, 1), (8, 1), (9, 2), (10_000, 32)])
 def test_of_every_step_so_many_groups_are_kept(per_step: int, groups: int) -> None:
     for step in range(3):

@@ -119,6 +119,7 @@ def test_samples_are_chosen(made: Path, capsys: pytest.CaptureFixture[str]) -> N
         (["--best", "--worst"], "--worst: found beside --best"),
         (["--limit", "-1"], "--limit: found -1"),
         (["--json", "--html", "x"], "--html: found beside --json"),
+        (["--html", f"{made}/no/such.html"], "No such file or directory; name a file in a folder of yours"),
     ):
         assert main(["samples", str(made), *words]) == EXIT_CONFIG
         assert text in capsys.readouterr().err

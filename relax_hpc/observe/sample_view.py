@@ -139,7 +139,10 @@ def main(folder: str, wanted: Wanted, as_json: bool = False, html: str = "") -> 
     left_out = "; ".join(_left_out(found))
     if html:
         text = page({"run": str(run.root), "left_out": left_out}, found.samples)
-        write_atomic(Path(html), text.encode(errors="replace"))
+        try:
+            write_atomic(Path(html), text.encode(errors="replace"))
+        except OSError as error:
+            raise ConfigError(f"--html: {html}: {error.strerror}; name a file in a folder of yours") from error
         print(f"{html}: {len(found.samples)} episodes")
     elif as_json:
         about = {"run_dir": str(run.root), "matching": found.matching, "hidden": dict(found.hidden)}

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from relax_hpc.background import say
 from relax_hpc.config.schema import SamplesConfig
 from relax_hpc.disk import Lines
 
@@ -50,6 +51,7 @@ class SampleLog:
         self.path, self.limits, self.steps = path, limits, steps
         self._skipped = 0
         self._lines: Lines | None = None
+        self._failed = False
         self._lock = threading.Lock()
         self._used, self._looked_at = 0, -math.inf
 
@@ -57,12 +59,25 @@ class SampleLog:
         """Append episodes of ``step``; of None: of an evaluation, which may use all the room that is left."""
         if not samples:
             return
-        text = "".join(json.dumps(self._short(one), ensure_ascii=False) + "\n" for one in samples)
+        # What a user's reward says of itself may be anything.
+        kept = (json.dumps(self._short(one), ensure_ascii=False, default=str, skipkeys=True) for one in samples)
+        text = "".join(f"{line}\n" for line in kept)
         # A lone surrogate, as a tokenizer may give for half of a character, is no UTF-8.
         member = gzip.compress(text.encode(errors="replace"), _LEVEL, mtime=0)
         with self._lock:
-            if not (self._has_room(len(member), step) and self._append(member)):
+            if not (self._has_room(len(member), step) and self._try_to_append(member)):
                 self._skipped += len(samples)
+
+    def _try_to_append(self, member: bytes) -> bool:
+        """False: not to such a folder, or file, or disk. A sample is not worth a run."""
+        try:
+            return self._append(member)
+        except OSError as error:
+            self._lines = None
+            if not self._failed:
+                say(f"{self.path}: {error.strerror}: samples are not kept")
+            self._failed = True
+            return False
 
     def _append(self, member: bytes) -> bool:
         """False: on a disk that has been full for so long that no more is kept for it in memory."""
@@ -97,7 +112,8 @@ class SampleLog:
         """Write what the disk has not taken so far, if it does now."""
         with self._lock:
             if self._lines:
-                self._lines.close()
+                with contextlib.suppress(OSError):
+                    self._lines.close()
 
 
 def _cut(text: str, most: int) -> str:
