@@ -103,13 +103,19 @@ def declared(tag: str) -> str:
 def in_tensorboard(tag: str) -> str:
     """``tag`` with the place of its part before it, so that sorting by name shows the first part first.
 
-    >>> in_tensorboard("reward/mean"), in_tensorboard("mine/score")
-    ('01_reward/mean', 'mine/score')
+    >>> in_tensorboard("reward/mean"), in_tensorboard("perf/actor_train_s"), in_tensorboard("mine/score")
+    ('01_reward/mean', '09_time/actor_train_s', 'mine/score')
     """
-    return _PLACES.get(tag.partition("/")[0], "") + tag
+    part, _, name = tag.partition("/")
+    shown = _TIME if declared(tag) == _SECONDS else part
+    return f"{_PLACES[shown]:02d}_{shown}/{name}" if shown in _PLACES else tag
 
 
-_PLACES = {part.name: f"{place:02d}_" for place, part in enumerate(PARTS, start=1)}
+_SECONDS, _TIME = "perf/<role>_<kind>_s", "time"
+"""These are many, and would hide what a run's speed is: in TensorBoard they have a part of their own, before idle."""
+_NAMES = [part.name for part in PARTS]
+_NAMES.insert(_NAMES.index("idle"), _TIME)
+_PLACES = {name: place for place, name in enumerate(_NAMES, start=1)}
 
 
 @lru_cache
