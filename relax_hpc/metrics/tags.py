@@ -25,6 +25,7 @@ PARTS = (
     Part("loss", "What the optimizer sees"),
     Part("perf", "Throughput and seconds"),
     Part("kl", "How far policies are from each other, nats a token"),
+    Part("algorithm", "What else an algorithm says of its loss"),
     Part("staleness", "How old the weights were that drew the tokens, versions"),
     Part("correction", "What off-policy correction does"),
     Part("parity", "How far engine and trainer differ in the same log-probability, nats"),
@@ -63,6 +64,8 @@ TAGS = {
     "kl/reference": "policy to reference",
     "kl/old": "policy to the one that the step began with",
     "kl/rollout": "old log-probabilities to the engine's: staleness and two implementations together",
+    "algorithm/dual_clip_fraction": "share of the tokens whose loss ended at clip_cap",
+    "algorithm/<name>": "what else an algorithm says of its loss",
     "staleness/mean": "version trained minus the oldest version that drew a token of the prompt group, mean",
     "staleness/min": "the least of a step",
     "staleness/max": "the most of a step, at most max_staleness",
@@ -104,7 +107,7 @@ def in_tensorboard(tag: str) -> str:
     """``tag`` with the place of its part before it, so that sorting by name shows the first part first.
 
     >>> in_tensorboard("reward/mean"), in_tensorboard("perf/actor_train_s"), in_tensorboard("mine/score")
-    ('01_reward/mean', '09_time/actor_train_s', 'mine/score')
+    ('01_reward/mean', '10_time/actor_train_s', 'mine/score')
     """
     part, _, name = tag.partition("/")
     shown = _TIME if declared(tag) == _SECONDS else part
