@@ -24,7 +24,7 @@ from relax_hpc.rollout.outbox import Outbox
 from relax_hpc.rollout.outcomes import Failure, Outcomes
 from relax_hpc.rollout.partial import PartialGroup
 from relax_hpc.rollout.sample_keeper import SampleKeeper, in_tensorboard
-from relax_hpc.rollout.sample_log import SUFFIX, Sample, SampleLog
+from relax_hpc.rollout.sample_log import SUFFIX, SampleLog
 from relax_hpc.rollout.samples import PromptSource, group_rows
 from relax_hpc.transfer_queue.row_schema import Row
 
@@ -51,6 +51,8 @@ class Rollout:
         self.filter = get_filter(shape.filter)
         self.outcomes = Outcomes(shape)
         path = context.run.samples / f"{context.group}-inc-{context.incarnation:06d}-rank-{context.world.rank}{SUFFIX}"
+        self.keeping: set[asyncio.Task[None]] = set()
+        """What is being written down of the last puts."""
         self.samples = SampleKeeper(SampleLog(path, config.samples, config.steps), config, self.tokenizer)
         self.outbox = Outbox(self.put, context.report)
         world = context.world
@@ -88,6 +90,7 @@ class Rollout:
             await self.pool.serve(self.first)
         finally:
             await self.outbox.close()
+            await asyncio.gather(*self.keeping, return_exceptions=True)
             self.samples.log.close()
 
     async def put(self, rows: list[Row], reused: dict[int, int]) -> dict[int, str]:
@@ -95,11 +98,15 @@ class Rollout:
         name = self.client.next_shard()
         refused = await asyncio.to_thread(self.client.generated, rows, reused, name)
         if kept := [row for row in rows if row["ticket"] not in refused and self.samples.keeps(row["ticket"])]:
-            self.show(await asyncio.to_thread(self.samples.put, kept, name))
+            # Nobody waits for it, least of all the next put.
+            task = asyncio.create_task(self.keep(kept, name))
+            self.keeping.add(task)
+            task.add_done_callback(self.keeping.discard)
         return refused
 
-    def show(self, samples: list[Sample]) -> None:
-        """Tell the hub of a few ``samples``, and of those that found no room."""
+    async def keep(self, rows: list[Row], shard: str) -> None:
+        """Keep ``rows`` for people, and tell the hub of a few, and of those that found no room."""
+        samples = await asyncio.to_thread(self.samples.put, rows, shard)
         step, every = samples[0]["step"], self.config.samples.tensorboard_every
         if every and step % every == 0:
             self.client.status.show(step, in_tensorboard(samples))
