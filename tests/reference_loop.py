@@ -25,7 +25,7 @@ from torch import Tensor
 
 from relax_hpc.config import Config, load
 from relax_hpc.config.schema import ActorConfig, ParallelConfig
-from relax_hpc.data.prompts import Prompt, load_prompts, load_tokenizer, prompt_at
+from relax_hpc.data.prompts import Prompt, PromptRules, load_prompts, load_tokenizer, prompt_at
 from relax_hpc.engines import make_engine
 from relax_hpc.engines.engine import GenerateRequest, Generation, Sampling
 from relax_hpc.models.hf_files import read_config
@@ -103,7 +103,7 @@ class Loop:
         self.config = config
         self.tokenizer = load_tokenizer(run.model)
         train, data = Path(config.data.train or run.data / "train.jsonl"), config.data
-        self.prompts, _ = load_prompts(train, self.tokenizer, data.max_prompt_tokens, data.max_bad_share)
+        self.prompts, _ = load_prompts(train, self.tokenizer, PromptRules.of(data, self.tokenizer), data.max_bad_share)
         self.reward = get_reward(config.rollout.reward)
         initial = Path(config.model.reference_path or run.model)
         self.reference = policy(config, initial)

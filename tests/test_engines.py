@@ -18,6 +18,7 @@ import psutil  # noqa: E402
 import torch  # noqa: E402
 
 from relax_hpc.config.schema import PartialRollout  # noqa: E402
+from relax_hpc.data.prompts import load_tokenizer  # noqa: E402
 from relax_hpc.engines import make_engine  # noqa: E402
 from relax_hpc.engines.draws import keyed_uniform, sample_token  # noqa: E402
 from relax_hpc.engines.engine import (  # noqa: E402
@@ -159,6 +160,16 @@ def test_a_stop_token_ends_the_response_and_belongs_to_it(served: Served) -> Non
     [cut] = served.generate(ask(PROMPTS[0], temperature=0.0, stop_token_ids=(stop,)))
     assert cut.finish_reason == "stop"
     assert cut.token_ids == whole.token_ids[: whole.token_ids.index(stop) + 1]
+
+
+def test_a_stop_text_ends_the_response_and_belongs_to_it(served: Served) -> None:
+    """The tokenizer has a token a character; here the text has two."""
+    [whole] = served.generate(ask(PROMPTS[0], temperature=0.0))
+    decode = load_tokenizer(served.model).decode
+    text = decode(whole.token_ids[2:4])
+    assert len(text) == 2 and text not in decode(whole.token_ids[:3]), whole.token_ids
+    [cut] = served.generate(ask(PROMPTS[0], temperature=0.0, stop=("nowhere", text)))
+    assert (cut.finish_reason, cut.token_ids) == ("stop", whole.token_ids[:4])
 
 
 def test_after_an_update_the_new_weights_generate_under_the_new_version(served: Served) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_hpc.config.schema import TinyModelConfig
-from relax_hpc.data.prompts import BadLine, Tokenizer, load_prompts, load_tokenizer, prompt_at, prompts_of
+from relax_hpc.data.prompts import BadLine, Prompt, PromptRules, Tokenizer, load_tokenizer, prompt_at, prompts_of
+from relax_hpc.data.prompts import load_prompts as load
 from relax_hpc.data.sort_digits import make_sort_digits, sort_answer, split
 from relax_hpc.data.tiny_model import make_tiny_model
 from relax_hpc.errors import ConfigError
@@ -24,6 +26,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     directory = tmp_path_factory.mktemp("model") / "tiny"
     make_tiny_model(directory, TinyModelConfig(hidden_size=8, num_layers=1, head_dim=8, intermediate_size=8), seed=0)
     return load_tokenizer(directory)
+
+
+def load_prompts(
+    path: Path, tokenizer: Tokenizer, most: int, share: float, columns: Sequence[str] = ()
+) -> tuple[list[Prompt], list[BadLine]]:
+    return load(path, tokenizer, PromptRules(most, tuple(columns)), share)
 
 
 def write(path: Path, *lines: object) -> Path:
@@ -94,7 +102,7 @@ def test_every_reason_is_told_with_its_first_line(tmp_path, tokenizer):
         load_prompts(write(tmp_path / "p.jsonl", messages, *rest), tokenizer, 8, 0.5)
     for part in (
         "4 of 4 lines are bad: 2 missing_field (first line 2: no answer)",
-        "1 wrong_type (first line 1: prompt is a list of chat messages; write the text",
+        "1 wrong_type (first line 1: prompt is a list of chat messages; set data.chat_template: model",
         "1 over_long (first line 4: 9 tokens, data.max_prompt_tokens is 8)",
         "raise data.max_prompt_tokens, or mend the file",
     ):
@@ -124,9 +132,9 @@ def test_a_file_may_begin_with_a_byte_order_mark(tmp_path, tokenizer):
 
 def test_rows_may_come_from_anywhere(tokenizer):
     rows = ((number, GOOD | {"id": number}) for number in range(1, 10**9))
-    first = list(islice(prompts_of(rows, tokenizer, 8), 3))
+    first = list(islice(prompts_of(rows, tokenizer, PromptRules(8)), 3))
     assert [one.prompt_id for one in first] == ["1", "2", "3"]
-    (unread,) = prompts_of([(1, GOOD)], None, 1)
+    (unread,) = prompts_of([(1, GOOD)], None, PromptRules(1))
     assert (unread.text, unread.token_ids) == ("12?", ())
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from relax_hpc.checks.model_files import Model, find_model, stamp, unread
 from relax_hpc.config.roles import RANKED
 from relax_hpc.config.schema import Config, DataConfig, ParallelConfig
-from relax_hpc.data.prompts import Prompt, Tally, Tokenizer, prompts_of
+from relax_hpc.data.prompts import Prompt, PromptRules, Tally, Tokenizer, prompts_of
 from relax_hpc.data.rows import count_rows, read_rows
 from relax_hpc.errors import ConfigError
 
@@ -78,7 +78,7 @@ def _prompt_notes(key: str, found: Reading, data: DataConfig) -> Iterator[str]:
             f"{key}: read {found.tally.rows} of {found.total} rows in {READ_S:g} s, {found.tally.bad} of them bad; "
             "all of them are read when the run begins"
         )
-    if found.named and "prompt" not in data.special_tokens:
+    if found.named and "prompt" not in data.special_tokens and not data.chat_template:
         yield (
             f"{key}: {found.named} of {found.tally.rows} prompts have names of special tokens, such as "
             f"{found.example}, which are text here; if a chat template made them, set data.special_tokens: [prompt]"
@@ -110,24 +110,23 @@ class Reading:
 def read_prompts(path: str, tokenizer: Tokenizer | None, data: DataConfig) -> Reading:
     """All rows of a file, or those of the first READ_S seconds; once, as long as it does not change. ConfigError: it
     cannot be read."""
-    return _read(path, stamp(Path(path)), tokenizer, data.max_prompt_tokens, tuple(data.special_tokens), READ_S)
+    return _read(path, stamp(Path(path)), tokenizer, PromptRules.of(data, tokenizer), READ_S)
 
 
 @functools.lru_cache(maxsize=16)
-def _read(
-    path: str, _: tuple[int, ...], tokenizer: Tokenizer | None, most: int, special: tuple[str, ...], read_s: float
-) -> Reading:
+def _read(path: str, _: tuple[int, ...], tokenizer: Tokenizer | None, how: PromptRules, read_s: float) -> Reading:
     names = re.compile("|".join(map(re.escape, tokenizer.special_names)) or "(?!)") if tokenizer else None
     found, until = Reading(tally=Tally()), time.monotonic() + read_s
-    rows = prompts_of(read_rows(path), tokenizer, most, special)
-    while block := list(islice(rows, BLOCK)):
-        for one in block:
-            found.tally.add(one)
-            if names and isinstance(one, Prompt) and (match := names.search(one.text)):
-                found.named, found.example = found.named + 1, found.example or match[0]
-        if time.monotonic() >= until:
-            found.total = count_rows(path)
-            return found
+    rows = prompts_of(read_rows(path), tokenizer, how)
+    with how.rendering():
+        while block := list(islice(rows, BLOCK)):
+            for one in block:
+                found.tally.add(one)
+                if names and isinstance(one, Prompt) and (match := names.search(one.text)):
+                    found.named, found.example = found.named + 1, found.example or match[0]
+            if time.monotonic() >= until:
+                found.total = count_rows(path)
+                return found
     found.total = found.tally.rows
     return found
 

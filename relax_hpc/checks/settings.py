@@ -106,6 +106,11 @@ def _data(config: Config) -> Findings:
         yield f"data.train: found {data.train!r} beside data.task {data.task!r}, which makes its own; remove one"
     if not data.task and not data.train:
         yield "data.train: found nothing, and no data.task; name a jsonl file, or set data.task: sort_digits"
+    if data.system and not data.chat_template:
+        yield (
+            f"data.system: found {data.system[:40]!r} without data.chat_template, which would place it; set "
+            "data.chat_template: model"
+        )
     if config.warm_start.steps and not data.task:
         yield (
             f"warm_start.steps: found {config.warm_start.steps} without data.task, allowed: 0; "

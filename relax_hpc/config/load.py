@@ -113,6 +113,8 @@ def resolve(config: Config) -> Config:
     for *sections, field in _PATHS:
         section = functools.reduce(dict.__getitem__, sections, tree)
         section[field] = _absolute(section[field])
+    if (template := tree["data"]["chat_template"]) != "model":
+        tree["data"]["chat_template"] = _absolute(template)
     tree["data"]["eval"] = {name: _absolute(path) for name, path in tree["data"]["eval"].items()}
     return build(Config, tree)
 

@@ -47,7 +47,8 @@ class ModelConfig:
 
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
-    """Prompts. A jsonl line is {"id", "prompt" or "token_ids", "answer", ...}; see `relax_hpc.data.prompts`."""
+    """Prompts. A jsonl line is {"id", "prompt", "messages" or "token_ids", "answer", ...}; see
+    `relax_hpc.data.prompts`."""
 
     task: Literal["", "sort_digits"] = ""
     """A built-in verifiable task whose files are made in the run directory; empty: `train` and `eval` name files."""
@@ -62,8 +63,17 @@ class DataConfig:
     special_tokens: list[Literal["prompt"]] = field(default_factory=list)
     """Columns in which the name of a special token, such as `<|im_end|>`, means that token, as in prompts that a chat
     template has made. In all others it is text like any other."""
+    chat_template: str = ""
+    """What makes prompts of chat messages: `model`, the template in the model's folder, or a Jinja file. A prompt that
+    is text is then a message of the user's. Empty: prompts are text, as they stand."""
+    system: str = ""
+    """Message that goes before those of each prompt that begin with none of the system's; empty: none."""
+    enable_thinking: bool = True
+    """Given to the template, of which some have the model answer at once if it is false."""
     max_prompt_tokens: int = bounded(1024, 1)
-    """Longer prompts are quarantined, counted and skipped."""
+    """Longer prompts are quarantined, counted and skipped, or truncated."""
+    truncate: Literal["", "left"] = ""
+    """What becomes of prompts that are too long. `left`: their last tokens are taken. Empty: they are skipped."""
     max_bad_share: float = bounded(0.05, 0.0, 1.0)
     """Stop at start if a larger share of the lines is broken, empty or over-long."""
 
@@ -133,6 +143,8 @@ class RolloutConfig:
     requests_in_flight: int = bounded(2, 1)
     """So many times `groups_per_request` prompt groups an engine works on at once, each by itself."""
     max_new_tokens: int = bounded(256, 1)
+    stop: list[str] = field(default_factory=list)
+    """Texts that end a response; the one that is found belongs to it."""
     temperature: float = bounded(1.0, 0.0)
     top_p: float = bounded(1.0, 0.0, 1.0)
     reward: str = "answer_partial"

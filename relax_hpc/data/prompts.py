@@ -6,13 +6,16 @@ import functools
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from relax_hpc.config.schema import DataConfig
+from relax_hpc.data.chat import ChatTemplate, TemplateError, template_of
 from relax_hpc.data.rows import BadLine, Record, read_rows
 from relax_hpc.errors import ConfigError
 
@@ -32,6 +35,10 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder().values()
         self.special_names = tuple(sorted(token.content for token in added if token.special))
         """What special tokens look like in a text."""
+        self.directory = Path()
+        """Of the model."""
+        self.named: dict[str, str] = {}
+        """`bos_token` and its like -> what it looks like."""
 
     def encode(self, text: str, special: bool = True, special_tokens: bool = False) -> list[int]:
         """Token ids of `text`; `special` adds what the tokenizer puts around a text, such as BOS.
@@ -82,7 +89,11 @@ def load_tokenizer(model_dir: Path | str) -> Tokenizer:
     pads = [named("pad_token"), *(config.get("pad_token_id") for config in configs), eos_ids[0]]
     bos_id = named("bos_token")
     add_bos = bool(settings.get("add_bos_token")) and bos_id is not None
-    return Tokenizer(backend, bos_id, add_bos, eos_ids, next(i for i in pads if i is not None))
+    found = Tokenizer(backend, bos_id, add_bos, eos_ids, next(i for i in pads if i is not None))
+    texts = {key: settings.get(key) for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    found.named = {key: token["content"] if isinstance(token, dict) else token for key, token in texts.items() if token}
+    found.directory = directory
+    return found
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -110,32 +121,62 @@ class Prompt:
     """The other fields of the line."""
 
 
+@dataclass(frozen=True, slots=True)
+class PromptRules:
+    """How a row becomes a prompt."""
+
+    max_tokens: int
+    special_tokens: tuple[str, ...] = ()
+    """As `data.special_tokens`."""
+    template: ChatTemplate | None = None
+    """Makes text of messages; None: a row with messages is bad."""
+    keeps_end: bool = False
+    """Of a prompt that is too long, the last tokens are taken; if not, it is bad."""
+
+    @classmethod
+    def of(cls, data: DataConfig, tokenizer: Tokenizer | None) -> PromptRules:
+        """As a configuration says. ConfigError: there is no such template."""
+        template = None
+        if data.chat_template and tokenizer:
+            names = tuple(sorted(tokenizer.named.items()))
+            about = tokenizer.directory, data.system, data.enable_thinking, names
+            template = template_of(data.chat_template, *about)
+        return cls(data.max_prompt_tokens, tuple(data.special_tokens), template, data.truncate == "left")
+
+    @contextmanager
+    def rendering(self) -> Iterator[None]:
+        """For as long as rows are read; the template's process ends with it."""
+        try:
+            yield
+        finally:
+            if self.template:
+                self.template.close()
+
+
 def load_prompts(
-    path: Path | str, tokenizer: Tokenizer, max_tokens: int, max_bad_share: float, special_tokens: Collection[str] = ()
+    path: Path | str, tokenizer: Tokenizer, how: PromptRules, max_bad_share: float
 ) -> tuple[list[Prompt], list[BadLine]]:
     """Prompts of a jsonl file in its order, and the lines that are none. Blank lines do not count.
 
-    A line is {"id", "prompt" (text) or "token_ids", "answer", ...}; the rest becomes metadata. ``special_tokens`` names
-    columns as `data.special_tokens`. ConfigError: no such file, no usable line, or a larger share of bad lines than
+    A line is {"id", "prompt" (text, or messages), "messages" or "token_ids", "answer", ...}; the rest becomes metadata.
+    ConfigError: no such file, no usable line, or a larger share of bad lines than
     `max_bad_share`.
     """
     tally, good, bad = Tally(), list[Prompt](), list[BadLine]()
-    for one in prompts_of(read_rows(path), tokenizer, max_tokens, special_tokens):
-        tally.add(one)
-        if isinstance(one, BadLine):
-            bad.append(one)
-        else:
-            good.append(one)
+    with how.rendering():
+        for one in prompts_of(read_rows(path), tokenizer, how):
+            tally.add(one)
+            if isinstance(one, BadLine):
+                bad.append(one)
+            else:
+                good.append(one)
     if problem := tally.problem(max_bad_share, tally.rows):
         raise ConfigError(f"{path}: {problem}")
     return good, bad
 
 
 def prompts_of(
-    rows: Iterable[tuple[int, Record] | BadLine],
-    tokenizer: Tokenizer | None,
-    max_tokens: int,
-    special_tokens: Collection[str] = (),
+    rows: Iterable[tuple[int, Record] | BadLine], tokenizer: Tokenizer | None, how: PromptRules
 ) -> Iterator[Prompt | BadLine]:
     """The prompt of each row, or why it has none. Without a tokenizer texts get no tokens, and no length is judged."""
     seen: set[str] = set()
@@ -145,7 +186,7 @@ def prompts_of(
             continue
         number, record = row
         try:
-            prompt = _prompt(record, tokenizer, max_tokens, "prompt" in special_tokens)
+            prompt = _prompt(record, tokenizer, how)
             if prompt.prompt_id in seen:
                 raise _Bad("duplicate_id", f"id {prompt.prompt_id}")
         except _Bad as bad:
@@ -195,8 +236,8 @@ class _Bad(Exception):
     """(reason, detail) of a row that is no prompt."""
 
 
-def _prompt(record: Record, tokenizer: Tokenizer | None, max_tokens: int, special_tokens: bool) -> Prompt:
-    source = "token_ids" if "token_ids" in record else "prompt"
+def _prompt(record: Record, tokenizer: Tokenizer | None, how: PromptRules) -> Prompt:
+    source = next((name for name in ("token_ids", "messages") if name in record), "prompt")
     if missing := [name for name in ("id", source, "answer") if name not in record]:
         raise _Bad("missing_field", f"no {', no '.join(missing)}")
     rest = dict(record)
@@ -204,25 +245,50 @@ def _prompt(record: Record, tokenizer: Tokenizer | None, max_tokens: int, specia
     for name, value, kinds in (("id", prompt_id, str | int), ("answer", answer, str | int | float)):
         if not isinstance(value, kinds):
             raise _Bad("wrong_type", f"{name} is {_kind(value)}")
-    if source == "prompt":
-        text, ids = given, _encoded(given, tokenizer, special_tokens)
+    if source != "token_ids":
+        text, ids = _encoded(given, source, tokenizer, how)
     else:
         _check_ids(given, tokenizer.vocab_size if tokenizer else None)
         text = str(rest.pop("prompt", "") or (tokenizer.decode(given) if tokenizer else ""))
         ids = given
     if not (ids if tokenizer or source == "token_ids" else text.strip()):
         raise _Bad("empty_prompt", f"{source} is empty")
-    if len(ids) > max_tokens:
-        raise _Bad("over_long", f"{len(ids)} tokens, data.max_prompt_tokens is {max_tokens}")
+    if len(ids) > how.max_tokens:
+        if not how.keeps_end:
+            raise _Bad("over_long", f"{len(ids)} tokens, data.max_prompt_tokens is {how.max_tokens}")
+        ids = ids[-how.max_tokens :]
     return Prompt(str(prompt_id), tuple(ids), text, str(answer), rest)
 
 
-def _encoded(given: Any, tokenizer: Tokenizer | None, special_tokens: bool) -> list[int]:
-    if isinstance(given, list) and given and all(isinstance(one, dict) and "role" in one for one in given):
-        raise _Bad("wrong_type", "prompt is a list of chat messages; write the text that a chat template makes of them")
-    if not isinstance(given, str):
-        raise _Bad("wrong_type", f"prompt is {_kind(given)}")
-    return tokenizer.encode(given, special_tokens=special_tokens) if tokenizer and given.strip() else []
+def _encoded(given: Any, source: str, tokenizer: Tokenizer | None, how: PromptRules) -> tuple[str, list[int]]:
+    """The text of a prompt, by a template or as it is, and its tokens, none without a tokenizer."""
+    is_chat = isinstance(given, list) and given and all(isinstance(one, dict) and "role" in one for one in given)
+    if not (is_chat or (isinstance(given, str) and source == "prompt")):
+        raise _Bad("wrong_type", f"{source} is {_kind(given)}")
+    if not tokenizer:
+        return (given if isinstance(given, str) else json.dumps(given)), []
+    as_tokens = "prompt" in how.special_tokens
+    if not how.template:
+        if is_chat:
+            raise _Bad("wrong_type", f"{source} is a list of chat messages; set data.chat_template: model")
+        return given, tokenizer.encode(given, special_tokens=as_tokens) if given.strip() else []
+    if isinstance(given, str) and not given.strip():
+        return given, []
+    text = _rendered(given if is_chat else [{"role": "user", "content": given}], tokenizer, how.template, as_tokens)
+    return text, tokenizer.encode(text, special=False, special_tokens=True)
+
+
+def _rendered(messages: list[Any], tokenizer: Tokenizer, template: ChatTemplate, as_tokens: bool) -> str:
+    """What the template makes of messages. In its text the names of special tokens mean these; in the messages, unless
+    ``as_tokens``, they must not stand: one could end a turn by them."""
+    if not as_tokens and (
+        found := [name for name in tokenizer.special_names if name in json.dumps(messages, ensure_ascii=False)]
+    ):
+        raise _Bad("special_token", f"a message has {found[0]} in it, which would be a token")
+    try:
+        return template.render(messages)
+    except TemplateError as error:
+        raise _Bad("chat_template", str(error)) from None
 
 
 def _check_ids(given: Any, vocab: int | None) -> None:

@@ -53,11 +53,12 @@ def _sort_digits(run: RunDir, config: Config, model: Path) -> None:
 
 def _check_prompts(config: Config, model: Path) -> None:
     """ConfigError now, before anything waits for a GPU, if a prompt file is of no use."""
-    from relax_hpc.data.prompts import load_prompts, load_tokenizer
+    from relax_hpc.data.prompts import PromptRules, load_prompts, load_tokenizer
 
     data, tokenizer = config.data, load_tokenizer(model)
+    how = PromptRules.of(data, tokenizer)
     for path in (data.train, *data.eval.values()):
-        load_prompts(path, tokenizer, data.max_prompt_tokens, data.max_bad_share, data.special_tokens)
+        load_prompts(path, tokenizer, how, data.max_bad_share)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -46,8 +46,8 @@ class Rollout:
         self.eval_reward = get_reward(config.eval.reward)
         stops = tuple(self.tokenizer.eos_ids)
         shape = config.rollout
-        self.sampling = Sampling(shape.temperature, shape.top_p, stops, config.seed)
-        self.greedy = Sampling(0.0, 1.0, stops, config.seed)
+        self.sampling = Sampling(shape.temperature, shape.top_p, stops, config.seed, tuple(shape.stop))
+        self.greedy = Sampling(0.0, 1.0, stops, config.seed, tuple(shape.stop))
         self.filter = get_filter(shape.filter)
         self.outcomes = Outcomes(shape)
         path = context.run.samples / f"{context.group}-inc-{context.incarnation:06d}-rank-{context.world.rank}{SUFFIX}"

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from relax_hpc.config.schema import Config
-from relax_hpc.data.prompts import BadLine, Prompt, Tokenizer, load_prompts, prompt_at
+from relax_hpc.data.prompts import BadLine, Prompt, PromptRules, Tokenizer, load_prompts, prompt_at
 from relax_hpc.engines.engine import EngineFault, GenerateRequest, Generation, Sampling
 from relax_hpc.fields import FIELDS
 from relax_hpc.rewards import Reward, RewardError, RewardInput, safe_reward
@@ -30,9 +30,8 @@ class PromptSource:
     @classmethod
     def load(cls, path: Path, tokenizer: Tokenizer, config: Config) -> PromptSource:
         """Read the file; ConfigError if too much of it is unusable."""
-        data = config.data
-        limits = data.max_prompt_tokens, data.max_bad_share
-        return cls(config, *load_prompts(path, tokenizer, *limits, data.special_tokens))
+        how = PromptRules.of(config.data, tokenizer)
+        return cls(config, *load_prompts(path, tokenizer, how, config.data.max_bad_share))
 
     def prompt(self, ticket: int, attempt: int) -> Prompt:
         config = self.config
@@ -54,7 +53,8 @@ def requests_for(prompt: Prompt, ticket: int, samples: int, sampling: Sampling, 
 def reward_of(prompt: Prompt, generation: Generation, tokenizer: Tokenizer, reward: Reward) -> float | RewardError:
     """The reward of one response."""
     response = generation.token_ids
-    ended = generation.finish_reason == "stop"
+    # One that a text has ended has no end token.
+    ended = generation.finish_reason == "stop" and response[-1] in tokenizer.eos_ids
     text = tokenizer.decode(response[:-1] if ended else response)
     return safe_reward(reward, RewardInput(prompt.text, prompt.answer, text, generation.finish_reason, prompt.metadata))
 
