@@ -56,6 +56,7 @@ def test_all_rows_run(memory):
         "p99, commit",
         "slowest / fastest",
         "check again",
+        "stream / alone",
     )
     assert all(any(part in line["what"] for line in lines) for part in parts)
     assert {line["unit"] for line in lines} >= {"GB/s", "ms", "samples/s", "MB/1e6"}

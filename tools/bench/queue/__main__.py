@@ -11,6 +11,7 @@ the same process. Without `--peer-python`, a Python with TransferQueue and ray, 
   claims    a claim of 128 rows, with more and more rows in the queue
   control   64 producers and 16 consumers, no rows' bytes: every sample is taken once, or it fails
   fields    the bytes of `fixed` in 1 to 32 fields
+  stream    puts of 2 MB that follow one another, as a share of one that waits for the files of those before
   media     16 prompt groups of 8 samples, 2 pictures of 1024 x 1024 x 3 a group: stored, and checked by a reader
 
     python -m venv PEER && PEER/bin/pip install torch==2.13.0 TransferQueue==0.1.11 ray==2.60.0
@@ -33,6 +34,7 @@ from control import BATCH, CLAIM_ROWS, GROUP, Crowd, crowd, deep_queue, timed_cl
 from data import HOW, Load, move_of
 from peer import Peer, peer_of
 from pictures import Pictures, gallery
+from stream import streamed
 from table import Line, head, median, quantile
 
 FIXED = Load(512, 8192, 4)
@@ -204,6 +206,25 @@ def media(setting: Setting) -> Lines:
         yield milliseconds(f"{name}: {what}", [1e3 * one for one in found[what]], [], targets, limit)
 
 
+def stream(setting: Setting) -> Lines:
+    """GB/s of one put, of puts in a stream, and the share of the two."""
+    load, puts = setting.load(Load(32, 4096, 4)), 4 if setting.quick else 40
+    for durability in DURABILITIES:
+        rates: dict[str, list[float]] = {"alone": [], "stream": []}
+        for _ in range(setting.rounds):
+            with setting.place() as folder:
+                for kind, seconds in streamed(folder, load, durability, puts).items():
+                    rates[kind].append(load.bytes / median(seconds) / 1e9)
+        shares = [one / alone for one, alone in zip(rates["stream"], rates["alone"], strict=True)]
+        for kind, limit in (("alone", "as `put`"), ("stream", "as `put`, while the last is written to its file")):
+            yield Line(
+                f"put of 2 MB, {durability}: {kind}", "GB/s", median(rates[kind]), limit=limit, rounds=rates[kind]
+            )
+        targets = {"least": 0.7} if durability == "flush" else {}
+        name = f"put of 2 MB, {durability}: stream / alone"
+        yield Line(name, "", median(shares), None, None, targets, "1", rounds=shares)
+
+
 # -- the control plane -------------------------------------------------------------------------------------------------
 
 
@@ -257,6 +278,7 @@ ROWS: dict[str, Callable[[Setting], Lines]] = {
     "claims": claims,
     "control": control,
     "fields": fields,
+    "stream": stream,
     "media": media,
 }
 
