@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import uuid
 from functools import cache
 from pathlib import Path
@@ -89,8 +88,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
 @cache
 def asks_for_slurm(file: Path) -> bool:
-    """Whether a test file names the fixtures of a private Slurm. Who schedules knows files, and no fixtures."""
-    return re.search(r"\b(small_)?sandbox: Sandbox\b", file.read_text()) is not None
+    """Whether a test file uses the session's private Slurm. Who schedules knows files, and no fixtures."""
+    return file.name.startswith("test_slurm_") or "sandbox: Sandbox" in file.read_text()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -39,7 +39,7 @@ from relax_hpc.versions import Version
 from tests.audit import audit, read_events
 from tests.queue_helpers import in_thread, make_run
 from tests.requirements import requires
-from tests.run_helpers import SMALL, queue_rows, running, trained_steps, write_config
+from tests.run_helpers import LIGHT, SMALL, merged, queue_rows, running, trained_steps, write_config
 from tests.weights_helpers import publish
 
 pytestmark = pytest.mark.run
@@ -152,7 +152,7 @@ def test_an_unknown_engine_flag_starts_nothing(tmp_path: Path) -> None:
 
 def test_bad_lines_and_a_fickle_reward_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requires("mpi", "torch", "megatron", "transformers")
-    over = make_data(tmp_path, BAD_LINES, poisoned=(1, 6)) | {"rollout": {"reward": "fickle:fickle"}}
+    over = merged(LIGHT, make_data(tmp_path, BAD_LINES, poisoned=(1, 6)) | {"rollout": {"reward": "fickle:fickle"}})
     over["data"]["max_bad_share"] = 0.2
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with running(tmp_path, over) as live:
@@ -175,7 +175,8 @@ def test_bad_lines_and_a_fickle_reward_are_counted(tmp_path: Path, monkeypatch: 
 def test_a_reward_that_always_raises_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requires("mpi", "torch", "megatron", "transformers")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    result = run_to_the_end(tmp_path, make_data(tmp_path) | {"rollout": {"reward": "fickle:never"}})
+    over = merged(LIGHT, make_data(tmp_path) | {"rollout": {"reward": "fickle:never"}})
+    result = run_to_the_end(tmp_path, over)
     assert_one_line(
         result, EXIT_NO_PROGRESS, "rollout: ", "reward_exception", "ZeroDivisionError", "max_failed_share=50%"
     )
@@ -186,7 +187,9 @@ def test_an_unknown_engine_flag_ends_the_run(tmp_path: Path) -> None:
     requires("sglang", "mpi", "torch", "megatron")
     engine = {"kind": "sglang", "flags": {"max_total_token": 4096}}
     # What another environment's SGLang knows only that can say.
-    result = run_to_the_end(tmp_path, {"rollout": {"engine": engine}, "site": {"python": sys.executable}})
+    over = merged(LIGHT, {"rollout": {"engine": engine}, "site": {"python": sys.executable}})
+    del over["rollout"]["engine"]["simulated"]
+    result = run_to_the_end(tmp_path, over)
     assert_one_line(result, EXIT_CONFIG, "rollout.engine.flags.max_total_token", "the nearest is max_total_tokens")
     assert "incarnation 2" not in result.stdout
 

@@ -70,7 +70,7 @@ def assert_clean_end(live: Running, family: list[psutil.Process]) -> None:
 
 def test_every_role_can_die(tmp_path: Path) -> None:
     """Of an asynchronous run, whose actor has two tensor-parallel ranks."""
-    steps, parallel = 80, {"parallel": {"tensor": 2}, "optimizer": {"lr": 1e-3}}
+    steps, parallel = 60, {"parallel": {"tensor": 2}, "optimizer": {"lr": 1e-3}}
     over = {"steps": steps, "max_staleness": 2, "checkpoint": {"every": 4}, "actor": parallel}
     over |= {"model": {"tiny": {"num_key_value_heads": 2}}, "groups": {"reference": {"roles": ["reference"]}}}
     over |= with_engine("simulated")

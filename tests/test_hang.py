@@ -13,7 +13,7 @@ import pytest
 
 from tests.audit import audit
 from tests.requirements import requires
-from tests.run_helpers import Running, running
+from tests.run_helpers import LIGHT, Running, merged, running
 
 requires("mpi", "torch", "megatron", "transformers")
 
@@ -35,12 +35,15 @@ def partial(sample):
         hold_the_lock()
     return REWARDS["answer_partial"](sample)
 """
-SETTINGS = {
-    "steps": 60,
-    "rollout": {"reward": "hanging:partial"},
-    "groups": {"reference": {"roles": ["reference"]}},
-    "liveness": {"beat_s": 0.2, "lease_s": LEASE_S, "stop_timeout_s": 5.0},
-}
+SETTINGS = merged(
+    LIGHT,
+    {
+        "steps": 60,
+        "rollout": {"reward": "hanging:partial"},
+        "groups": {"reference": {"roles": ["reference"]}},
+        "liveness": {"beat_s": 0.2, "lease_s": LEASE_S, "stop_timeout_s": 5.0},
+    },
+)
 
 
 def cli(*words: str) -> subprocess.CompletedProcess:

@@ -14,16 +14,16 @@ from relax_hpc.weights.node_cache import staging_root
 from tests import fault_table, power_loss
 from tests.audit import audit
 from tests.requirements import requires
-from tests.run_helpers import Running, engine_of, queue_state, running, with_engine
+from tests.run_helpers import LIGHT, Running, engine_of, queue_state, running, with_engine
 
 requires("mpi", "torch", "megatron", "transformers")
 
 pytestmark = pytest.mark.run
 
 EVERY, STEPS = 2, 6
-ENGINE = engine_of("transformers")
-OVER = {"steps": STEPS, "max_staleness": 1, "checkpoint": {"every": EVERY}, "groups": {"reference": None}}
-OVER |= with_engine(ENGINE)
+ENGINE = engine_of("simulated")
+OVER = {"steps": STEPS, "max_staleness": 1, "checkpoint": {"every": EVERY}}
+OVER |= {name: LIGHT[name] for name in ("actor", "groups")} | with_engine(ENGINE)
 WAIT_S = 240.0
 
 

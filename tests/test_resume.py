@@ -25,7 +25,7 @@ from relax_hpc.supervise.launch_records import all_ended, is_done
 from relax_hpc.weights.node_cache import staging_root
 from tests.audit import audit, read_events
 from tests.requirements import requires
-from tests.run_helpers import Running, queue_rows, queue_state, rollbacks, running, trained_steps
+from tests.run_helpers import LIGHT, Running, merged, queue_rows, queue_state, rollbacks, running, trained_steps
 
 requires("mpi", "torch", "megatron", "transformers")
 
@@ -33,13 +33,15 @@ pytestmark = pytest.mark.run
 
 STEPS = 16
 EVERY = 3
-OVER = {
-    "steps": STEPS,
-    "checkpoint": {"every": EVERY},
-    "actor": {"parallel": {"tensor": 2}},
-    "model": {"tiny": {"num_key_value_heads": 2}},
-    "groups": {"reference": None},
-}
+OVER = merged(
+    LIGHT,
+    {
+        "steps": STEPS,
+        "checkpoint": {"every": EVERY},
+        "actor": {"parallel": {"tensor": 2}},
+        "model": {"tiny": {"num_key_value_heads": 2}},
+    },
+)
 """Two ranks under an MPI launcher: the signals and the ends of processes must pass through it."""
 WAIT_S = 240.0
 INTERRUPTED = 130
