@@ -351,6 +351,32 @@ def test_the_roles_that_score_are_those_that_the_algorithm_needs(overrides, role
     assert tasks["advantages"].whole_step == (config.algorithm.name == "reinforce_pp")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (
+            {"name": "reinforce_pp", "kl_in_reward": 0.1},
+            "needs field ref_logprobs of role reference, which is in no group",
+        ),
+        ({"name": "tests.test_algorithm_family:Needy"}, "needs field values of nobody, see relax_hpc.fields"),
+    ],
+)
+def test_what_nobody_gives_is_a_finding(tmp_path: Path, overrides: dict[str, object], says: str):
+    run = {"run_dir": str(tmp_path / "run"), "data.task": "sort_digits", "data.max_prompt_tokens": 32}
+    run |= {"rollout.max_new_tokens": 5}
+    (finding,) = check(load([], {"algorithm": overrides, "actor.forward": ["reference"]} | run))
+    assert finding.startswith("algorithm.name: found ") and says in finding
+    assert check(load([], {"algorithm": {"name": "reinforce_pp", "kl_in_reward": 0.1}} | run)) == []
+
+
+@dataclasses.dataclass(kw_only=True)
+class Needy(Grpo):
+    """Looks at what nobody makes, and has a setting of a type that the schema has not."""
+
+    needs = ("reward", "values")
+    few: tuple[int, int] | None = None
+
+
 def test_options_say_which_algorithms_have_them():
     found = {option.key: option for option in options() if option.key.startswith("algorithm.")}
     assert found["algorithm.clip_cap"].help.endswith("[at least 1.0] (dual_clip)")

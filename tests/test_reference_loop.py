@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -130,6 +131,14 @@ def reference(directory: Path, overrides: dict[str, Any]) -> Iterator[Callable[[
         made.end()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def importable() -> Iterator[None]:
+    """What a configuration names of these tests, for runs and the reference alike."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
+        yield
+
+
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Iterator[References]:
     made = References(tmp_path_factory.mktemp("references") / "errors.txt")
@@ -225,14 +234,16 @@ def with_model_of(plain: tuple[Outcome, Outcome, Path], base: dict[str, Any], ov
 
 
 def test_without_actor_fwd_the_actors_own_log_probs_are_the_old_ones(references, plain, tmp_path):
-    """True on-policy, with a reference inside of the actor."""
-    once = with_model_of(plain, PLAIN, {"steps": 2, "algorithm": {"passes": 1}})
+    """True on-policy, with a reference inside of the actor, and a user's own algorithm."""
+    own = {"name": "tests.own_algorithm:Opo", "scale": 2.0, "passes": 1}
+    once = with_model_of(plain, PLAIN, {"steps": 2, "algorithm": own})
     inside = {"actor": {"forward": ["reference"]}, "groups": {"actor_fwd": None, "reference": None}}
     expected = references.begin(tmp_path, once)
     with run_helpers.running(tmp_path, run_helpers.merged(once, inside)) as running:
         found = outcome_of(running)
         assert audit(running.run).problems == []
     assert not any({"old_logprobs", "ref_logprobs"} & row.keys() for row in found.rows.values())
+    assert all(0 < line["algorithm/pushed_away"] < 1 for line in found.lines), "a metric that only this one has"
     assert_close(found, expected())
 
 

@@ -38,7 +38,6 @@ class Unavailable(Algorithm):
 
     why: ClassVar[str] = ""
     uses_old: ClassVar[bool] = False
-    needs = ()
 
     def loss_needs(self, stale: bool = False) -> tuple[str, ...]:
         """Nobody knows; a run that exists has the groups that it needs."""

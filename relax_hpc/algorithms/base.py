@@ -71,7 +71,7 @@ class Algorithm:
     window: ClassVar[Literal["prompt", "step"]] = "prompt"
     """What the advantages of a row follow from: its prompt group, or all of a step, which they then wait for."""
     gives: ClassVar[tuple[str, ...]] = ("advantages",)
-    """Fields of rows that `token_advantages` makes."""
+    """Fields of rows that `given` makes."""
     uses_old: ClassVar[bool] = True
     """Whether the loss looks at the log-probabilities by the policy before the step."""
 
@@ -98,7 +98,7 @@ class Algorithm:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Fields of rows that `token_advantages` looks at, beside those that rollout gives with every row."""
+        """Fields of rows that advantages follow from, beside those that rollout gives with every row."""
         return ("reward",)
 
     def loss_needs(self, stale: bool = False) -> tuple[str, ...]:
@@ -151,6 +151,10 @@ class Algorithm:
         of_episodes = (pair for prompt, line in found for pair in zip(prompt, line, strict=True))
         return [spread(value, row["loss_mask"]) for episode, value in of_episodes for row in episode]
 
+    def given(self, prompts: Sequence[Prompt]) -> list[dict[str, np.ndarray]]:
+        """Of every row, in their order, the fields of `gives`; whoever gives more than advantages overrides it."""
+        return [{"advantages": values} for values in self.token_advantages(prompts)]
+
     def token_losses(self, batch: TokenBatch) -> TokenLosses:
         """The policy's loss of each token [b, s]; entries whose mask is 0 hold zeros, and do not count."""
         raise NotImplementedError(f"{type(self).__name__} says nothing of its loss")
@@ -186,6 +190,8 @@ def centred(rewards: np.ndarray) -> np.ndarray:
     return np.where(equal, 0.0, rewards - rewards.mean(axis=1, keepdims=True))
 
 
-def spread(advantage: float, loss_mask: np.ndarray) -> np.ndarray:
-    """``advantage`` on every token with mask 1, else 0: float32, of the shape of ``loss_mask``."""
-    return np.where(np.asarray(loss_mask) > 0, np.float32(advantage), np.float32(0.0))
+def spread(advantage: float | np.ndarray, loss_mask: np.ndarray) -> np.ndarray:
+    """``advantage``, one for all or one for each, on the tokens with mask 1, else 0: [tokens] float32."""
+    out = np.zeros(len(loss_mask), np.float32)
+    out[loss_mask > 0] = advantage
+    return out

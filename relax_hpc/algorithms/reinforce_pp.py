@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from relax_hpc.algorithms.base import Prompt, Row, centred, rewards_of
+from relax_hpc.algorithms.base import Prompt, Row, centred, rewards_of, spread
 from relax_hpc.algorithms.grpo import Grpo
 from relax_hpc.settings import bounded
 
@@ -42,29 +42,29 @@ class ReinforcePP(Grpo):
         if self.baseline == "prompt":
             rewards = centred(rewards)
         episodes = (episode for prompt in prompts for episode in prompt)
-        rows = [(row, reward) for episode, reward in zip(episodes, rewards.flat, strict=True) for row in episode]
-        found = normalised([self._returns(row, reward) for row, reward in rows])
-        return [_placed(values, row["loss_mask"]) for values, (row, _) in zip(found, rows, strict=True)]
+        paid = [(row, reward) for episode, reward in zip(episodes, rewards.flat, strict=True) for row in episode]
+        if self.kl_in_reward:
+            returns = [self._returns(row, reward) for row, reward in paid]
+            found = normalised(np.concatenate(returns))
+            values = np.split(found, np.cumsum([len(part) for part in returns])[:-1])
+        else:
+            tokens = np.array([np.count_nonzero(row["loss_mask"]) for row, _ in paid])
+            values = normalised(np.array([reward for _, reward in paid]), tokens)
+        return [spread(value, row["loss_mask"]) for value, (row, _) in zip(values, paid, strict=True)]
 
     def _returns(self, row: Row, reward: float) -> np.ndarray:
         """Of the trained tokens of a row [n]: what is left of its reward after the penalty of these and later ones."""
-        trained = np.asarray(row["loss_mask"]) > 0
-        if not self.kl_in_reward:
-            return np.full(np.count_nonzero(trained), reward)
+        trained = row["loss_mask"] > 0
         penalty = row["rollout_logprobs"][trained].astype(np.float64) - row["ref_logprobs"][trained]
         return reward - self.kl_in_reward * penalty[::-1].cumsum()[::-1]
 
 
-def normalised(parts: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Arrays of any lengths less their common mean, over their common spread; exactly 0 if all entries are equal."""
-    values = np.concatenate(parts)
-    if values.size < 2 or (values == values[0]).all():
-        return [np.zeros_like(part) for part in parts]
-    mean, scale = values.mean(), np.sqrt(values.var(ddof=1) + EPS)
-    return [(part - mean) / scale for part in parts]
-
-
-def _placed(values: np.ndarray, loss_mask: np.ndarray) -> np.ndarray:
-    out = np.zeros(len(loss_mask), np.float32)
-    out[np.asarray(loss_mask) > 0] = values
-    return out
+def normalised(values: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
+    """``values`` [n] less their mean over their spread, each of them there ``counts`` times (1); 0 if all are equal."""
+    counts = np.ones_like(values) if counts is None else counts
+    seen, total = values[counts > 0], counts.sum()
+    if total < 2 or (seen == seen[0]).all():
+        return np.zeros_like(values)
+    mean = (counts * values).sum() / total
+    var = (counts * (values - mean) ** 2).sum() / (total - 1)
+    return (values - mean) / np.sqrt(var + EPS)

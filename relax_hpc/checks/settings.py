@@ -209,13 +209,15 @@ def _algorithm(config: Config) -> Findings:
 
 
 def _fields(config: Config) -> Findings:
-    """Whether somebody gives what the algorithm needs; `_groups` and `_forward` say more of the usual fields."""
-    places = {role for group in config.groups.values() for role in group.roles}.union(config.actor.forward)
-    for name in {*config.algorithm.needs, *config.algorithm.loss_needs()} - {"old_logprobs", "ref_logprobs"}:
-        giver = FIELDS[name].by if name in FIELDS else ""
-        if giver not in places and giver not in ALWAYS_NEEDED:
-            who = f"role {giver}, which is in no group" if giver else "nobody, see relax_hpc.fields"
-            yield f"algorithm.name: found {config.algorithm.name}, which needs field {name} of {who}"
+    """Whether somebody gives what the algorithm needs; `_groups` and `_forward` say more of what losses mostly need."""
+    algorithm, usual = config.algorithm, {"old_logprobs", "ref_logprobs"}
+    groups = {role for group in config.groups.values() for role in group.roles}.union(ALWAYS_NEEDED)
+    late = [(name, groups.union(config.actor.forward), "") for name in {*algorithm.loss_needs()} - usual]
+    early = [(name, groups, "; inside of the actor it would come too late") for name in algorithm.needs]
+    for name, places, why in (*early, *late):
+        if (giver := FIELDS[name].by if name in FIELDS else "") not in places:
+            who = f"role {giver}, which is in no group{why}" if giver else "nobody, see relax_hpc.fields"
+            yield f"algorithm.name: found {algorithm.name}, which needs field {name} of {who}"
 
 
 def _rollout(config: Config) -> Findings:

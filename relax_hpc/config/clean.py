@@ -80,7 +80,8 @@ class Cleaner:
                 allowed = get_args(hint)
                 return self._wrong(key, value, ", ".join(map(repr, allowed)), near(str(value), allowed))
             return value
-        return self._plain(value, key) if hint is Any else self._scalar(hint, value, key, metadata)
+        # Of a user's own class types may be others than the schema has.
+        return self._scalar(hint, value, key, metadata) if hint in _KINDS else self._plain(value, key)
 
     def mistake(self, key: str, text: str) -> Any:
         """Keep what is wrong with the value of ``key``; `DROPPED`."""

@@ -16,12 +16,11 @@ _EVERYTHING = 1 << 40
 
 
 def advantages_of(rows: Sequence[Row], samples: int, algorithm: Algorithm, seed: int) -> list[Row]:
-    """``rows`` with `advantages` [tokens] float32; rows come as whole prompt groups of ``samples``."""
+    """Ids of ``rows`` with what the algorithm gives them; rows come as whole prompt groups of ``samples``."""
     if algorithm.shuffle_rewards:
         rows = shuffled(rows, seed)
     prompts = [[[row] for row in rows[start : start + samples]] for start in range(0, len(rows), samples)]
-    made = zip(rows, algorithm.token_advantages(prompts), strict=True)
-    return [{"sample_id": row["sample_id"], "advantages": values} for row, values in made]
+    return [{"sample_id": row["sample_id"], **made} for row, made in zip(rows, algorithm.given(prompts), strict=True)]
 
 
 def shuffled(rows: Sequence[Row], seed: int) -> list[Row]:
