@@ -31,9 +31,11 @@ def test_every_field_is_explained_in_the_docs() -> None:
     )
 
 
-def test_new_fields_go_from_the_rollout_to_the_loss(tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["new_fields", "new_role"])
+def test_what_is_new_in_a_table_is_known_everywhere(tmp_path: Path, what: str) -> None:
+    """Fields from the rollout's put to the loss's batch; a role from its claim to the actor's."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.new_fields", str(tmp_path)],
+        [sys.executable, "-W", "ignore", "-m", f"tests.{what}", str(tmp_path)],
         cwd=ROOT,
         capture_output=True,
         text=True,
