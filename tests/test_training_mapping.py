@@ -83,6 +83,12 @@ def test_collate_pads_right_and_leaves_out_what_a_row_lacks():
     assert batch.lengths == [3, 1] and "old_logprobs" not in batch.fields and not batch.mask.any()
 
 
+def test_what_a_models_forward_pass_takes_of_a_row_comes_with_it():
+    rows = [{"token_ids": [5, 6], "token_versions": [0, 7]}, {"token_ids": [8], "token_versions": [0]}]
+    batch = collate(rows, 0, "cpu", also=("token_versions",))
+    assert batch.fields["token_versions"].tolist() == [[0, 7], [0, 0]]
+
+
 def test_micro_batches_keep_order_and_budget():
     rows = [{"token_ids": [0] * length} for length in (3, 4, 1, 9, 2, 2)]
     parts = split_rows(rows, 8)

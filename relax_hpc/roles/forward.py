@@ -49,8 +49,8 @@ class Scorer:
         """Log-probabilities [tokens] of each row; complete in the leader."""
         mine = self.ranks.mine(rows)
         parts = split_rows([rows[index] for index in mine], self.forward.max_tokens_per_micro_batch)
-        multiple = self.model.length_multiple
-        batches = [collate(part, PAD, self.model.device, multiple) for part in parts]
+        multiple, also = self.model.length_multiple, self.model.spec.row_fields
+        batches = [collate(part, PAD, self.model.device, multiple, also) for part in parts]
         return self.ranks.collect(rows, mine, self.model.forward_logprobs(batches, self.temperature))
 
     def load(self, staged: Staged) -> None:

@@ -204,4 +204,4 @@ class TrainerRole:
         """This data rank's micro-batches of a window, as the queue has assigned them."""
         assigned, model = window.claim.assignment[self.ranks.layout.data_rank], self.trainer.model
         parts = [[window.rows[number] for number in part] for part in assigned]
-        return [collate(part, PAD, model.device, model.length_multiple) for part in parts]
+        return [collate(part, PAD, model.device, model.length_multiple, model.spec.row_fields) for part in parts]
