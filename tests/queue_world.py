@@ -422,8 +422,10 @@ class World:
         if claim is None or claim.get("finished"):
             return None
         tickets = claim["tickets"]
+        place = claim["place"] if dealt and self.desk.state.in_sets else tickets[0]
+        at_once = 1 if dealt and self.desk.state.in_sets else tickets[-1] - tickets[0] + 1
         rows = [tokens for row in self.read(task, claim).values() for tokens in row["lengths"]]
-        assert tickets == sorted(tickets) and tickets[0] // boundary == tickets[-1] // boundary
+        assert tickets == sorted(tickets) and place // boundary == (place + at_once - 1) // boundary
         assert len(tickets) == 1 or (sum(rows) if dealt else len(rows) * max(rows)) <= self.budget
         for batch in [batch for rank in claim["assignment"] for batch in rank]:
             assert len(batch) == 1 or len(batch) * max(rows[number] for number in batch) <= MAX_TOKENS
@@ -496,7 +498,7 @@ class World:
         claim, self.ahead = self.ahead or self.window(self.step), None
         if claim is None:
             return False
-        assert self.plan.step_of(claim["tickets"][0]) == self.step
+        assert claim["step"] == self.step
         self.leases.append(claim["lease"])
         self.held.extend(claim["tickets"])
         return True
@@ -512,7 +514,8 @@ class World:
         """A claim of ``step``, or of the one before."""
         claim = self.claim("actor")
         for ticket, row in self.rows(claim).items() if claim else ():
-            made_for = self.plan.step_of(ticket)
+            made_for = claim["step"]
+            assert self.desk.state.in_sets or made_for == self.plan.step_of(ticket)
             assert made_for in (self.step, step)
             versions = [Version.decode(code) for code in row["generated"]]
             assert all(self.alive(version) for version in versions)

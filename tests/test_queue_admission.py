@@ -68,7 +68,7 @@ class Small:
                 ticket,
                 group.owner and (names.index(group.owner[0]), group.owner[1]),
                 tuple(sorted(group.versions)),
-                state.tasks["actor"].statuses[ticket],
+                (state.tasks["actor"].statuses[ticket], group.last, group.place),
             )
             for ticket, group in sorted(state.groups.items())
         )
@@ -108,7 +108,8 @@ class Small:
         """No ticket that the engine may start is left."""
         state = self.desk.state
         if state.in_lineage(engine.serving):
-            step = self.plan.step_of(min([state.next_ticket, *state.reissued.lowest(1)]))
+            again = [t for t in state.reissued.lowest(9) if rules._in_time(state, engine.serving, [t])]
+            step = self.plan.step_of(min([state.next_ticket, *again]))
             lags = state.trained_steps - engine.serving.number > self.plan.publish_lag
             assert lags or step >= self.plan.steps or engine.serving.number < step - self.plan.max_staleness
 

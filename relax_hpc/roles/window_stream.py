@@ -135,9 +135,9 @@ class WindowStream:
 
 
 def check_range(claim: Claim, first: int, size: int) -> None:
-    """RelaxError unless ``claim`` is of the ``size`` tickets from ``first`` on, which are trained on now."""
-    if claim.tickets[0] < first or claim.tickets[-1] >= first + size:
-        found = f"tickets {claim.tickets[0]} to {claim.tickets[-1]}"
+    """RelaxError unless ``claim`` has some of the ``size`` places in the order of training from ``first`` on."""
+    if not first <= claim.place < first + size:
+        found = f"places from {claim.place} on in the order of training"
         raise RelaxError(
             f"claim: found {found}, expected those of {first} to {first + size - 1}; the actor starts again"
         )

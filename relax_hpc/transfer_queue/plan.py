@@ -26,11 +26,14 @@ class Task:
     """Windows are cut in ticket order alone, so that they do not depend on when rows arrive."""
     whole_step: bool = False
     """Windows are whole steps: what it gives follows from all rows of one."""
+    in_sets: bool = False
+    """Windows are parts of a step's set, see `controller.step_sets`: of who trains at staleness above 0, unless what it
+    needs was made for all tickets of a step together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Shape of the run. A ticket belongs to step ``ticket // prompts_per_step``."""
+    """Shape of the run. A ticket is admitted for step ``ticket // prompts_per_step``; at staleness 0 that trains it."""
 
     steps: int
     prompts_per_step: int
@@ -68,7 +71,7 @@ class Plan:
         tasks["advantages"] = Task(algorithm.needs, algorithm.gives, in_order=False, whole_step=whole)
         active = {role for group in config.groups.values() for role in group.roles}
         learned = tuple(field for name, task in tasks.items() if name in active for field in task.gives)
-        tasks["actor"] = Task((*ROLES["actor"].needs, *learned), (), True)
+        tasks["actor"] = Task((*ROLES["actor"].needs, *learned), (), in_order or whole, in_sets=not (in_order or whole))
         return cls(
             steps=config.steps,
             prompts_per_step=config.prompts_per_step,

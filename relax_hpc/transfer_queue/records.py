@@ -14,6 +14,8 @@ Cause = tuple[str, str]
 """The role that somebody waits for, and why, in few words that are the same in every step."""
 OBSERVER_INCARNATION = 0
 """Incarnation of clients that only look: they are no group and may change nothing."""
+NO_STEP = -1
+"""In the place of a step, or of a place in the order of training: there is none yet."""
 FILTERED = "filtered"
 """Reason why an attempt was dropped that was none of its own faults."""
 MAX_SHARD_BYTES = 1 << 42
@@ -37,6 +39,11 @@ class PromptGroup:
     """Tokens of every sample, see `transfer_queue.lengths`."""
     versions: frozenset[int] = frozenset()
     old_version: int = 0
+    last: int = NO_STEP
+    """The last step that may train it: the oldest version of its tokens + max_staleness; while it is in generation, of
+    the version that its engine serves."""
+    place: int = NO_STEP
+    """In the order of training, once a step's set has it; see `controller.step_sets`."""
     present: int = 0
     """`FieldBits` of its fields."""
     parts: tuple[Part, ...] = ()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import heapq
 import json
 import math
 import os
@@ -37,10 +36,16 @@ from relax_hpc.rollout.samples import PromptSource, requests_for
 from relax_hpc.rundir import RunDir
 from relax_hpc.versions import Version
 
+sys.path.insert(0, str(Path(__file__).parent))
+from overlap_bound import Bound
+
 WARM_UP_STEPS = 8
-"""First steps that are left out: the pipeline fills."""
+"""First steps that are left out: the pipeline fills. As many last ones are as are ahead when all tickets are out."""
 CONCURRENCY = 64
 GROUPS_PER_REQUEST = 2
+REQUESTS = 20
+"""In flight: as many as keep the engine's places full while some wait for their longest response. What waits in the
+engine's own line is promised to an earlier step than it comes to be made for."""
 _WINDOWS = 4
 _LONGEST = 8
 """Tokens of a prompt and its response."""
@@ -79,7 +84,7 @@ class Case:
             "data": {"task": "sort_digits", "digits": 4, "max_prompt_tokens": 32},
             "rollout": {
                 "groups_per_request": GROUPS_PER_REQUEST,
-                "requests_in_flight": groups // GROUPS_PER_REQUEST * (self.staleness + 1),
+                "requests_in_flight": min(REQUESTS, groups // GROUPS_PER_REQUEST * (self.staleness + 1)),
                 "max_new_tokens": tokens,
                 "engine": {"kind": "simulated", "simulated": simulated},
             },
@@ -132,11 +137,11 @@ def measure(case: Case, step_s: float, steps: int, folder: Path) -> Result:
     config = load_resolved(run.root)
     seconds = responses_s(run, config)
     possible = schedule(seconds, config, case.streaming)
-    first, last = WARM_UP_STEPS, steps - 1
+    first, last = WARM_UP_STEPS, steps - 1 - (case.staleness + 1 if case.staleness else 0)
     works = [sum(found) / config.rollout.engine.simulated.concurrency for found in seconds]
     return Result(
         case,
-        sum(works[first + 1 :]) / (last - first),
+        sum(works[first + 1 : last + 1]) / (last - first),
         config.actor.simulated_step_s,
         (possible[last] - possible[first]) / (last - first),
         (ends[last] - ends[first]) / (last - first),
@@ -163,28 +168,8 @@ def responses_s(run: RunDir, config: Config) -> list[list[float]]:
 
 
 def schedule(responses: Sequence[Sequence[float]], config: Config, streaming: bool) -> list[float]:
-    """When each step would be trained if all but generating and training took no time, the queue's rules kept.
-
-    A place of the engine takes the next response, in the order of tickets, whose step is admitted: when the step
-    max_staleness + 1 before is trained. The rows of a prompt group come together, and windows are trained in order.
-    """
-    places = [0.0] * config.rollout.engine.simulated.concurrency
-    windows = _WINDOWS if streaming else 1
-    together = config.samples_per_prompt
-    trained: list[float] = []
-    for step, seconds in enumerate(responses):
-        before = step - config.max_staleness - 1
-        admitted = trained[before] if before >= 0 else 0.0
-        ends = []
-        for needed in seconds:
-            ends.append(max(admitted, heapq.heappop(places)) + needed)
-            heapq.heappush(places, ends[-1])
-        ready = [max(ends[first : first + together]) for first in range(0, len(ends), together)]
-        size, now = len(ready) // windows, trained[-1] if trained else 0.0
-        for first in range(0, len(ready), size):
-            now = max(now, *ready[first : first + size]) + config.actor.simulated_step_s / windows
-        trained.append(now)
-    return trained
+    """When each step would be trained if all but generating and training took no time, the queue's rules kept."""
+    return Bound(responses, config, _WINDOWS if streaming else 1).trained()
 
 
 HEAD = "   G/T  sigma  staleness  streaming    G, s    T, s  ideal, s  possible, s  step, s  ideal/step  possible/step"

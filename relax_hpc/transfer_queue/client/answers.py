@@ -80,6 +80,8 @@ class Claim:
     shards: tuple[dict[str, Any], ...]
     min_version: int
     """At staleness 0 the number of the weights that forward passes must use."""
+    place: int = 0
+    """In the order of training, where it is the first of these that have one."""
     with_media: tuple[int, ...] = ()
     """Tickets whose rows name media: see `check_claim`."""
     assignment: Sequence[Sequence[Sequence[int]]] = ()
@@ -94,8 +96,10 @@ class Claim:
         """From the controller's answer, or from ``message()`` in another rank of the group."""
         tickets, shards = tuple(message["tickets"]), tuple(message["shards"])
         with_media, assignment = tuple(message.get("with_media", ())), message["assignment"]
-        about = (message["lease"], message["step"], tickets, shards, message["min_version"], with_media, assignment)
-        return cls(*about, message.get("waited", ()), tuple(message.get("given", ())))
+        place = message.get("place", tickets[0] if tickets else 0)
+        about = {"with_media": with_media, "assignment": assignment, "waited": message.get("waited", ())}
+        about["given"] = tuple(message.get("given", ()))
+        return cls(message["lease"], message["step"], tickets, shards, message["min_version"], place, **about)
 
     @classmethod
     def of_answer(cls, answer: Message) -> Claim | None:

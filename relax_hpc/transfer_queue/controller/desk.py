@@ -14,7 +14,7 @@ from typing import Any
 
 from relax_hpc.disk import WAITS, Told
 from relax_hpc.errors import RelaxError
-from relax_hpc.transfer_queue.controller import rules, windows
+from relax_hpc.transfer_queue.controller import rules
 from relax_hpc.transfer_queue.controller.gathering import Gathering
 from relax_hpc.transfer_queue.controller.handing import (
     HandingDesk,
@@ -33,7 +33,7 @@ from relax_hpc.transfer_queue.controller.tasks import HELD
 from relax_hpc.transfer_queue.controller.turns_desk import TurnsDesk
 from relax_hpc.transfer_queue.plan import NEEDED, Plan
 from relax_hpc.transfer_queue.presence import Presence
-from relax_hpc.transfer_queue.records import OBSERVER_INCARNATION, Lease, Owner, Part
+from relax_hpc.transfer_queue.records import NO_STEP, OBSERVER_INCARNATION, Lease, Owner, Part
 from relax_hpc.transfer_queue.storage.shard import SHARD_NAME, check_name
 from relax_hpc.versions import Version
 
@@ -148,7 +148,7 @@ class Desk(HandingDesk, TurnsDesk):
         state, (_, version) = self.state, self.state.readers.get(reader, (None, None))
         tickets = state.admissions.recall(request.key)
         if tickets is None and version and (tickets := rules.admissible(state, version, count)):
-            owner, surplus = list(request.owner), surplus_for(state, tickets)
+            owner, surplus = list(request.owner), surplus_for(state, tickets, version.number)
             also = {"surplus": surplus} if surplus else {}
             self._record(op="admit", owner=owner, key=request.key, tickets=tickets, version=str(version), **also)
         if tickets:
@@ -167,7 +167,7 @@ class Desk(HandingDesk, TurnsDesk):
         mine = group.owner == request.owner
         if mine and group.attempt == attempt:
             self._record(op="fail", ticket=ticket, reason=reason)
-            if surplus := surplus_for(self.state, [ticket]):
+            if surplus := surplus_for(self.state, [ticket], group.last - self.plan.max_staleness):
                 self._record(op="bind", surplus=surplus)
         kept = kept_for(self.state, [ticket] if mine else [])
         return {"attempt": group.attempt, "failures": group.failures, "kept": kept}
@@ -284,9 +284,8 @@ class Desk(HandingDesk, TurnsDesk):
             if not tickets and state.finished():
                 return {"finished": True}
             if not tickets:
-                peer = windows.awaited(state, task)
-                why, common = f"waits for rows of {peer}", not state.tasks[task].in_order
-                raise Parked(rows_for(task), why, common, (peer, f"rows of {peer}"))
+                peer, what = state.awaited(task, budget, boundary, padded=not ranks)
+                raise Parked(rows_for(task), f"waits for {what}", not state.tasks[task].in_order, (peer, what))
             number = state.next_lease
             about = {"task": task, "owner": list(request.owner), "key": request.key, "number": number}
             assignment = state.assignment(tickets, ranks, max_tokens, batch) if ranks else []
@@ -302,10 +301,11 @@ class Desk(HandingDesk, TurnsDesk):
         for ticket in tickets:
             for shard in self.state.places(self.state.groups[ticket], needs):
                 shards.setdefault(shard, []).append(ticket)
-        step = self.plan.step_of(tickets[0]) if tickets else 0
+        step = self.state.step_of(tickets[0]) if tickets else 0
         return {
             "lease": number,
             "step": step,
+            "place": self._place(tickets),
             "tickets": list(tickets),
             "shards": [{**self._where(n), "tickets": shards[n]} for n in sorted(shards)],
             "min_version": 0 if self.plan.max_staleness else step,
@@ -313,6 +313,11 @@ class Desk(HandingDesk, TurnsDesk):
             "assignment": held.assignment,
             "given": [ticket for ticket in seen if self.state.has(self.state.groups[ticket], queue.gives)],
         }
+
+    def _place(self, tickets: Sequence[int]) -> int:
+        """The first in the order of training that these have."""
+        places = [self.state.groups[ticket].place for ticket in tickets]
+        return min((place for place in places if place != NO_STEP), default=min(tickets, default=0))
 
     def _where(self, number: int) -> dict[str, Any]:
         """A shard's descriptor. What a maker had in memory whose lease is over nobody need try: reads could hang."""
@@ -356,13 +361,14 @@ class Desk(HandingDesk, TurnsDesk):
         return {"staleness": self.state.staleness(step), "lag": self.state.publish_lag(step)}
 
     def _check_trained(self, owner: Owner, step: int, leases: list[int]) -> None:
-        """Step t is trained on exactly the tickets of t, all of them held by this actor."""
+        """Step t is trained on exactly the tickets of its set, all of them held by this actor."""
         held = [self.state.leases.get(lease) for lease in leases]
         mine = [found is not None and (found.task, found.owner) == ("actor", owner) for found in held]
         lost = [lease for lease, found in zip(leases, mine, strict=True) if not found]
         tickets = sorted(ticket for found in held if found for ticket in found.tickets)
         expected = self.state.trained_steps
-        if step != expected or lost or tickets != list(self.state.tickets_of(step)):
+        theirs = sorted(self.state.tickets_of(step))
+        if step != expected or lost or tickets != theirs or len(theirs) != self.plan.prompts_per_step:
             raise Refused(
                 "refused", f"trained: step {step} (expected {expected}) with tickets {tickets}, leases lost: {lost}"
             )

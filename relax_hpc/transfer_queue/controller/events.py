@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import chain
 from json.encoder import encode_basestring_ascii as quoted
 
-from relax_hpc.transfer_queue.records import Event
+from relax_hpc.transfer_queue.records import NO_STEP, Event
 from relax_hpc.transfer_queue.row_schema import sample_id
 
 _ID = b"\0"
@@ -25,20 +25,25 @@ class Told:
     prompts_per_step: int
     version: str = ""
     reason: str = ""
+    step: int = NO_STEP
+    """Of all of them; NO_STEP: each is of the step that its ticket is admitted for."""
+
+    def step_of(self, ticket: int) -> int:
+        return ticket // self.prompts_per_step if self.step == NO_STEP else self.step
 
     def events(self) -> Iterator[Event]:
         for ticket in self.tickets:
             names = [sample_id(ticket, k) for k in range(self.samples)] or [f"{ticket:09d}"]
-            step = ticket // self.prompts_per_step
+            step = self.step_of(ticket)
             yield from (Event(name, self.what, step, self.version, self.reason) for name in names)
 
     def lines(self) -> Iterator[bytes]:
         """As JSON, several lines a piece."""
-        about, size = (self.samples, self.what, self.version, self.reason), self.prompts_per_step
+        about = (self.samples, self.what, self.version, self.reason)
         step, template = -1, b""
         for ticket in self.tickets:
-            if ticket // size != step:
-                step = ticket // size
+            if self.step_of(ticket) != step:
+                step = self.step_of(ticket)
                 template = _template(step, *about)
             yield template.replace(_ID, b"%09d" % ticket)
 

@@ -118,7 +118,7 @@ def _alike(state: QueueState, step: int) -> list[dict[int, tuple[Part, ...]]]:
     many bytes."""
     found: dict[tuple[tuple[str, ...], ...], list[dict[int, tuple[Part, ...]]]] = {}
     sizes: dict[int, int] = {}
-    for ticket in state.tickets_of(step):
+    for ticket in sorted(state.tickets_of(step)):
         group = state.groups.get(ticket)
         if group is None or not group.parts or _is_gathered(state, group.parts):
             continue

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from relax_hpc.transfer_queue.controller.kept import Handed
 from relax_hpc.transfer_queue.controller.messages import MAX_WHOLE, Refused, Request, check_size
+from relax_hpc.transfer_queue.controller.step_sets import Room
 from relax_hpc.transfer_queue.plan import GENERATED
-from relax_hpc.transfer_queue.records import Owner
+from relax_hpc.transfer_queue.records import NO_STEP, Owner
 from relax_hpc.transfer_queue.storage.media import MediaError, check_id
 from relax_hpc.transfer_queue.storage.shard import check_name
 
@@ -109,7 +110,8 @@ def _refuse_part(state: QueueState, owner: Owner, handed: Handed) -> str:
     known = kept.samples if kept and (kept.source, kept.attempt) == (ticket, attempt) else {}
     if reused > sum(known[k][1] for k, _, _ in samples if k in known):
         return "unknown_tokens"
-    return _refuse_versions(state, versions, state.plan.step_of(ticket))
+    # Not older than what was promised when the ticket was admitted: its step may be planned.
+    return _refuse_versions(state, versions, max(state.plan.step_of(ticket), group.last if state.in_sets else NO_STEP))
 
 
 def _refuse_surplus(state: QueueState, _: Owner, handed: Handed) -> str:
@@ -137,15 +139,20 @@ def _refuse_versions(state: QueueState, versions: Iterable[int], step: int) -> s
     return "" if oldest >= step - state.plan.max_staleness else "stale_version"
 
 
-def surplus_for(state: QueueState, tickets: Iterable[int]) -> dict[int, int]:
-    """Of tickets that are about to be admitted, those that get a surplus group, the oldest first, and its number."""
+def surplus_for(state: QueueState, tickets: Iterable[int], version: int) -> dict[int, int]:
+    """Of tickets whose rows would be made by version number ``version`` or later, those that get a surplus group, the
+    oldest first, and its number."""
     given: dict[int, int] = {}
-    for ticket in tickets if state.kept.surplus else ():
-        lowest = state.plan.step_of(ticket) - state.plan.max_staleness
+    if not state.kept.surplus:
+        return given
+    room, latest = Room(state), version + state.plan.max_staleness
+    for ticket in tickets:
+        step = state.plan.step_of(ticket)
         fits = (
             number
             for number, group in state.kept.surplus.items()
-            if number not in given.values() and state.origin(tuple(group.versions))[1] >= lowest
+            if number not in given.values() and (last := state.last_step(group.versions)) >= step
+            if not state.in_sets or last >= latest or room.moves(latest, last)
         )
         if ticket not in state.kept.groups and (number := next(fits, None)) is not None:
             given[ticket] = number

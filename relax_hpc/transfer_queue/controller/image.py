@@ -18,7 +18,7 @@ from relax_hpc.transfer_queue.records import FieldBits, Lease, Owner, PromptGrou
 from relax_hpc.versions import Version
 
 FORMAT = 5
-_PLAIN = ("first_ticket", "next_ticket", "next_lease", "accepted", "trained_steps", "evaluated", "gathered")
+_PLAIN = ("first_place", "next_ticket", "next_lease", "accepted", "trained_steps", "evaluated", "gathered")
 _PLAIN += ("incarnations", "ended", "checkpoints", "turn", "rested")
 
 Image = dict[str, Any]
@@ -29,9 +29,10 @@ def image_of(state: QueueState) -> Image:
     parts = {part: n for n, part in enumerate(dict.fromkeys(part for g in state.groups.values() for part in g.parts))}
     return {name: getattr(state, name) for name in _PLAIN} | {
         "fields": state.bits.names,
+        "order": state.order.tobytes(),
         "groups": [
             (
-                (ticket, g.owner, g.attempt, g.filtered),
+                (ticket, g.owner, g.attempt, g.filtered, g.last, g.place),
                 (g.lengths, list(g.versions), g.old_version, [parts[part] for part in g.parts]),
             )
             for ticket, g in state.groups.items()
@@ -64,6 +65,7 @@ def state_of(plan: Plan, image: Image) -> QueueState:
     state = QueueState(plan)
     for name in _PLAIN:
         setattr(state, name, image[name])
+    state.order.frombytes(image["order"])
     state.bits = FieldBits(image["fields"])
     state.reissued = TicketSet(image["reissued"])
     state.dropped, state.noted = Counter(image["dropped"]), Counter(image["noted"])
@@ -123,10 +125,11 @@ def _restore_rows(state: QueueState, image: Image) -> None:
         shards[number] = Shard(descriptor, tuple(fields), _owner(owner), tuple(unsaved))
     parts = [(number, tuple(fields)) for number, fields in image["parts"]]
     trained = {ticket for (ticket, *_), _ in image["groups"] if state.tasks["actor"].statuses[ticket] == DONE}
-    for (ticket, owner, attempt, filtered), (lengths, versions, old_version, numbers) in image["groups"]:
+    for (ticket, owner, attempt, filtered, last, place), (lengths, versions, old_version, numbers) in image["groups"]:
         width = max(unpacked(lengths, state.plan.samples_per_prompt)) if lengths else 0
         who = _owner(owner) if owner else None
         group = PromptGroup(who, attempt, filtered, width, lengths, same(tuple(versions)), old_version)
+        group.last, group.place = last, place
         group.parts = tuple(parts[number] for number in numbers)
         state.groups[ticket] = group
         for number, fields in group.parts:

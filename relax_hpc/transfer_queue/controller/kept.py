@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from relax_hpc.transfer_queue.records import NO_STEP
+
 if TYPE_CHECKING:
     from relax_hpc.transfer_queue.controller.stock import Stock
 
@@ -122,6 +124,7 @@ class Keeping:
         """Surplus groups get tickets (ticket -> number): they are parts of these from now on."""
         for ticket, number in surplus.items():
             self.kept.groups[ticket] = self.kept.surplus.pop(number)
+            self.groups[ticket].last = min(self.groups[ticket].last, self._last_kept(ticket))
             self.media.hold(ticket, self.media.of(-number))
             self.media.release(-number)
 
@@ -137,6 +140,8 @@ class Keeping:
         """Another attempt takes its place, or nobody may use it any more."""
         if ticket in self.kept.groups:
             self._lose_group(self.kept.groups.pop(ticket), reason)
+            if ticket in self.reissued:
+                self.groups[ticket].last = NO_STEP
 
     def _lose_surplus(self: Stock, number: int, reason: str) -> None:
         self._lose_group(self.kept.surplus.pop(number), reason)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from relax_hpc.transfer_queue.controller.state import QueueState
-from relax_hpc.transfer_queue.records import Cause, Owner
+from relax_hpc.transfer_queue.controller.step_sets import Room
+from relax_hpc.transfer_queue.records import NO_STEP, Cause, Owner
 from relax_hpc.versions import Version
 
 Row = tuple[int, int, bytes, Sequence[int]]
 """Ticket, bit mask of the samples, their lengths (`packed` tokens), `Version.encode` of the versions that made it."""
+_NEWER = "tickets: a newer version"
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -24,13 +26,30 @@ def admissible(state: QueueState, version: Version, count: int) -> list[int]:
     if state.trained_steps - version.number > plan.publish_lag:
         return []
     end = min(plan.steps, version.number + plan.max_staleness + 1) * plan.prompts_per_step
-    due = (state.trained_steps + 1) * plan.prompts_per_step
-    if state.shelf.untrained_bytes >= plan.max_bytes:
-        end = min(end, due)
+    full = state.shelf.untrained_bytes >= plan.max_bytes
     room = plan.max_rows // plan.samples_per_prompt - len(state.generating) - len(state.untrained)
-    end_of_fresh = min(end, max(due, state.next_ticket + room))
-    again = state.reissued.lowest(count, end)
-    return [*again, *range(state.next_ticket, min(end_of_fresh, state.next_ticket + count - len(again)))]
+    if state.in_sets:
+        begun = len(state.generating) - len(state.reissued) + len(state.untrained)
+        owed = max(0, plan.prompts_per_step - begun)
+        again = _in_time(state, version, state.reissued.lowest(min(count, owed) if full else count, end))
+        end_of_fresh = state.next_ticket + max(0 if full else room, owed - len(again))
+    else:
+        due = (state.trained_steps + 1) * plan.prompts_per_step
+        end = min(end, due) if full else end
+        again, end_of_fresh = state.reissued.lowest(count, end), max(due, state.next_ticket + room)
+    return [*again, *range(state.next_ticket, min(end, end_of_fresh, state.next_ticket + count - len(again)))]
+
+
+def _in_time(state: QueueState, version: Version, tickets: list[int]) -> list[int]:
+    """Of tickets that were admitted before those whose tokens by ``version`` could still be trained on in time.
+
+    Others may have taken their places since. Fresh tickets have theirs: those before them are not too many.
+    """
+    if not tickets or not state.in_sets:
+        return tickets
+    room, last = Room(state), version.number + state.plan.max_staleness
+    kept = {ticket: state.groups[ticket].last for ticket in tickets}
+    return [ticket for ticket in tickets if NO_STEP < kept[ticket] <= last or room.moves(kept[ticket], last)]
 
 
 def why_not(state: QueueState, version: Version | None) -> tuple[str, bool, Cause]:
@@ -45,10 +64,13 @@ def why_not(state: QueueState, version: Version | None) -> tuple[str, bool, Caus
     if version.number < step - plan.max_staleness:
         newest = state.newest.number if state.newest else version.number
         needed = f"waits for version {step - plan.max_staleness}, newest is {newest}"
-        return needed, False, ("actor", "tickets: a newer version")
+        return needed, False, ("actor", _NEWER)
     if (lag := state.trained_steps - version.number) > plan.publish_lag:
         behind = f"serves {version}, {lag} behind the newest, allowed weights.publish_lag={plan.publish_lag}"
-        return behind, False, ("actor", "tickets: a newer version")
+        return behind, False, ("actor", _NEWER)
+    again = state.reissued.lowest(1)
+    if again and not _in_time(state, version, again):
+        return f"serves {version}, too old for ticket {again[0]}, whose step is near", False, ("actor", _NEWER)
     full = ("actor", "tickets: the queue is full")
     if state.shelf.untrained_bytes >= plan.max_bytes:
         return f"the queue holds {amounts(state.shelf.untrained_bytes, plan.max_bytes)}", True, full
@@ -93,7 +115,10 @@ def _refuse_rows(
         return "incomplete"
     if oldest < 0 or not survive:
         return "rolled_back"
-    return "" if oldest >= state.plan.step_of(ticket) - state.plan.max_staleness else "stale_version"
+    # Not older than what was promised when the ticket was admitted: its step may be planned.
+    planned = group.last if state.in_sets else NO_STEP
+    late = oldest + state.plan.max_staleness < max(state.plan.step_of(ticket), planned)
+    return "stale_version" if late else ""
 
 
 def _refuse_fields(

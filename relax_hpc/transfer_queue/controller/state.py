@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
-from relax_hpc.transfer_queue.controller import windows
+from relax_hpc.transfer_queue.controller import step_sets, windows
 from relax_hpc.transfer_queue.controller.events import expand, lines
 from relax_hpc.transfer_queue.controller.reply_cache import Answers
 from relax_hpc.transfer_queue.controller.stock import ADMISSION, ALL, NEWS, Stock
@@ -19,7 +20,7 @@ from relax_hpc.transfer_queue.controller.tasks import DONE, READY
 from relax_hpc.transfer_queue.controller.turns import Turns
 from relax_hpc.transfer_queue.lengths import unpacked
 from relax_hpc.transfer_queue.plan import Plan
-from relax_hpc.transfer_queue.records import FILTERED, Event, Owner, PromptGroup, Shard
+from relax_hpc.transfer_queue.records import FILTERED, NO_STEP, Event, Owner, PromptGroup, Shard
 from relax_hpc.transfer_queue.samplers import Assignment, schedule
 from relax_hpc.versions import Version
 
@@ -98,6 +99,15 @@ class QueueState(Stock, Turns):
             return False
         return any(point["step"] >= steps for point in self.checkpoints)
 
+    def awaited(self, task: str, budget: int, boundary: int, padded: bool = True) -> tuple[str, str]:
+        """The role that ``task`` waits for while nothing is `claimable`, and for what of it."""
+        queue = self.tasks[task]
+        if queue.in_sets and step_sets.next_window(self, task, budget, boundary, padded)[1]:
+            peer = windows.awaited(self, task, step_sets.straggler(self, task))
+            return peer, f"stragglers of {peer}"
+        peer = windows.awaited(self, task, queue.lowest_waiting())
+        return peer, f"rows of {peer}"
+
     def claimable(self, task: str, budget: int, boundary: int, padded: bool = True) -> tuple[int, ...]:
         """The next window of ``task``: ready tickets whose tokens fit ``budget`` (one group always fits).
 
@@ -113,6 +123,8 @@ class QueueState(Stock, Turns):
             # One from behind the boundary waits until all before it was taken.
             if window[0] < edge and all(queue.statuses[ticket] == READY for ticket in window):
                 return windows.fitting(self, window, budget, padded)
+        if queue.in_sets:
+            return step_sets.next_window(self, task, budget, boundary, padded)[0]
         cut = windows.in_order if queue.in_order else windows.as_ready
         return cut(self, task, budget, boundary, padded)
 
@@ -138,10 +150,6 @@ class QueueState(Stock, Turns):
         """The newest version of the lineage that is on disk, of those whose numbers are multiples."""
         return self._newest_of(self.filed, multiple_of)
 
-    def tickets_of(self, step: int) -> range:
-        size = self.plan.prompts_per_step
-        return range(step * size, (step + 1) * size)
-
     def safe(self, tickets: Collection[int], needs: int) -> bool:
         """Whether these prompt groups have all fields in ``needs``, none of which can be lost with its maker."""
         groups = [self.groups.get(ticket) for ticket in tickets]
@@ -164,7 +172,7 @@ class QueueState(Stock, Turns):
     def covered_steps(self) -> range:
         """Steps that a checkpoint covers, whose rows are kept and not gathered yet."""
         covered = self.checkpoints[-1]["step"] if self.checkpoints else 0
-        first = max(self.gathered, self.first_ticket // self.plan.prompts_per_step)
+        first = max(self.gathered, self.first_place // self.plan.prompts_per_step)
         return range(first, max(first, min(covered, self.trained_steps)))
 
     # -- changing ----------------------------------------------------------------------------------------------
@@ -340,8 +348,9 @@ class QueueState(Stock, Turns):
         self.checkpoints = [point for point in self.checkpoints if point["step"] <= step]
         first = step * self.plan.prompts_per_step
         self.next_ticket = max(self.next_ticket, first)
-        self.first_ticket = min(self.first_ticket, first)
-        for ticket in range(first, self.next_ticket):
+        self.first_place = min(self.first_place, first)
+        undone = self._cut_order(first) if self.in_sets else range(first, self.next_ticket)
+        for ticket in undone:
             if ticket in self.groups:
                 self._roll_back(ticket, self.groups[ticket])
             else:
@@ -349,14 +358,30 @@ class QueueState(Stock, Turns):
                 self._drop(ticket, "retired")
         self._lose_rolled_back()
         for queue in self.tasks.values():
-            queue.rewind(first)
+            queue.rewind(min(undone, default=self.next_ticket) if self.in_sets else first)
         self.woken.add(ALL)
+
+    def _cut_order(self, first: int) -> list[int]:
+        """Forget the order of training from place ``first`` on; all admitted tickets that were not trained before."""
+        again = [ticket for ticket in self.order[first:] if ticket != NO_STEP]
+        for ticket in filter(self.groups.__contains__, again):
+            self.groups[ticket].place = NO_STEP
+        del self.order[first:]
+        waiting = {ticket for ticket, group in self.groups.items() if group.place == NO_STEP}
+        # Who resumes behind all that the queue knows was trained on tickets that it does not know.
+        unknown = (ticket for ticket in range(self.next_ticket) if ticket not in waiting)
+        self.order.extend(islice(unknown, len(self.order), first) if len(self.order) < first else ())
+        return sorted(waiting.union(again))
 
     def _roll_back(self, ticket: int, group: PromptGroup) -> None:
         """After the lineage changed: drop what rolled-back weights made, give the rest back to the actor."""
         if not self.origin(tuple(group.versions))[0]:
             self._drop(ticket, "rolled_back")
             return
+        latest = self.trained_steps + self.plan.max_staleness
+        if group.owner and self.plan.step_of(ticket) <= latest:
+            # Whoever goes on with it may do so by the version that was resumed from.
+            group.last = min(group.last, latest)
         if self.tasks["actor"].statuses[ticket] == DONE:
             self._untrain(ticket)
         if group.old_version and not self.origin((group.old_version,))[0]:

@@ -6,6 +6,7 @@ All of it is reached through the records that `QueueState` applies; every method
 from __future__ import annotations
 
 import bisect
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -19,7 +20,7 @@ from relax_hpc.transfer_queue.controller.tasks import DONE, HELD, TaskQueue
 from relax_hpc.transfer_queue.controller.tickets import Place, TicketSet
 from relax_hpc.transfer_queue.lengths import unpacked
 from relax_hpc.transfer_queue.plan import Plan
-from relax_hpc.transfer_queue.records import Event, FieldBits, Lease, Owner, Part, PromptGroup, Shard
+from relax_hpc.transfer_queue.records import NO_STEP, Event, FieldBits, Lease, Owner, Part, PromptGroup, Shard
 from relax_hpc.transfer_queue.samplers import Assignment, of_rows
 from relax_hpc.versions import Version
 
@@ -42,8 +43,11 @@ class Stock(Keeping):
         self.bits = FieldBits(name for task in plan.tasks.values() for name in (*task.needs, *task.gives))
         self.generated, self.scored = self.bits.of(("token_ids",)), self.bits.of(("old_logprob_version",))
         self.groups: dict[int, PromptGroup] = {}
-        self.first_ticket = 0
-        """Of those in `groups`; lower ones are retired."""
+        self.first_place = 0
+        """In the order of training, of those in `groups`; what was trained before is retired."""
+        self.order = array("q")
+        """Tickets by place in the order of training, NO_STEP where there is none yet; without use where
+        steps have no sets, and places are tickets."""
         self.next_ticket = 0
         self.reissued = TicketSet()
         self.generating = Place()
@@ -51,9 +55,13 @@ class Stock(Keeping):
         self.untrained = Place()
         """Prompt groups with rows that wait for training."""
         self.tasks = {
-            name: TaskQueue(self.bits.of(task.needs), self.bits.of(task.gives), task.in_order, task.whole_step)
+            name: TaskQueue(
+                self.bits.of(task.needs), self.bits.of(task.gives), task.in_order, task.whole_step, task.in_sets
+            )
             for name, task in plan.tasks.items()
         }
+        self.in_sets = [name for name, task in plan.tasks.items() if task.in_sets]
+        """Tasks that take steps' sets; none: step t trains the tickets of t."""
         self.leases: dict[int, Lease] = {}
         self.lease_keys: dict[str, int] = {}
         self.next_lease = 1
@@ -79,6 +87,43 @@ class Stock(Keeping):
         found = [number for number, fields in group.parts if self.bits.of(fields) & bits]
         return found if len(found) == 1 else list(dict.fromkeys(found))
 
+    def tickets_of(self, step: int) -> Sequence[int]:
+        """What ``step`` trains, as far as that is decided; ascending where steps have no sets."""
+        size = self.plan.prompts_per_step
+        places = range(step * size, (step + 1) * size)
+        if not self.in_sets:
+            return places
+        return [ticket for ticket in self.order[places.start : places.stop] if ticket != NO_STEP]
+
+    def step_of(self, ticket: int) -> int:
+        """The step that trains ``ticket``, or for which it is admitted while that is not decided."""
+        group = self.groups.get(ticket)
+        return self.plan.step_of(ticket if group is None or group.place == NO_STEP else group.place)
+
+    def last_step(self, codes: Iterable[int]) -> int:
+        """The last step that may train tokens of these encoded versions; NO_STEP if there are none."""
+        oldest = self.origin(tuple(codes))[1]
+        return oldest + self.plan.max_staleness if oldest >= 0 else NO_STEP
+
+    def _last_kept(self, ticket: int) -> int:
+        """The same of what is kept of ``ticket``."""
+        return self.last_step(self.kept.groups[ticket].versions) if ticket in self.kept.groups else NO_STEP
+
+    def _take_place(self, tickets: Iterable[int]) -> None:
+        """They take the first free places in the order of training, as they come."""
+        place = self.trained_steps * self.plan.prompts_per_step
+        for ticket in tickets:
+            while place < len(self.order) and self.order[place] != NO_STEP:
+                place += 1
+            self.order.extend([NO_STEP] * (place + 1 - len(self.order)))
+            self.order[place] = ticket
+            self.groups[ticket].place = place
+
+    def _leave_place(self, ticket: int) -> None:
+        group = self.groups[ticket]
+        if group.place != NO_STEP:
+            self.order[group.place], group.place = NO_STEP, NO_STEP
+
     # -- generation --------------------------------------------------------------------------------------------
 
     def _admit(self, tickets: Sequence[int], owner: Owner, version: str) -> None:
@@ -91,6 +136,9 @@ class Stock(Keeping):
         self.next_ticket = max([self.next_ticket, *(ticket + 1 for ticket in fresh)])
         self.generating.discard(again)
         self.generating.add(tickets)
+        last = Version.parse(version).number + self.plan.max_staleness
+        for ticket in tickets:
+            self.groups[ticket].last = min(last, self._last_kept(ticket)) if ticket in self.kept.groups else last
         self._tell("admitted", tickets, version)
 
     def _take_tickets_back(self, group: str, below: int) -> None:
@@ -102,7 +150,9 @@ class Stock(Keeping):
 
     def _reissue(self, ticket: int) -> None:
         self.reissued.add(ticket)
-        self.woken.add(ADMISSION)
+        self.groups[ticket].last = self._last_kept(ticket)
+        # Who waits to train may wait for it no more.
+        self.woken |= {ADMISSION, *map(rows_for, self.in_sets)}
 
     # -- rows --------------------------------------------------------------------------------------------------
 
@@ -122,6 +172,7 @@ class Stock(Keeping):
             if bits & self.generated:
                 group.lengths, group.width = lengths, max(unpacked(lengths, self.plan.samples_per_prompt))
                 group.versions, group.owner = same(tuple(versions)), None
+                group.last = self.last_step(versions)
             if bits & self.scored:
                 group.old_version = versions[0]
         for name, queue in self.tasks.items():
@@ -235,6 +286,8 @@ class Stock(Keeping):
         self.leases[number] = Lease(task, owner, key, tickets, shards, assignment)
         self.lease_keys[key] = number
         self.tasks[task].take(tickets)
+        if self.tasks[task].in_sets:
+            self._take_place(tickets)
         if self.tasks[task].in_order:
             self.woken.add(rows_for(task))
 
@@ -245,6 +298,8 @@ class Stock(Keeping):
         # A whole step may have been taken for a few of its tickets.
         tickets = tuple(ticket for ticket in held.tickets if queue.statuses[ticket] == HELD)
         for ticket in tickets:
+            if queue.in_sets:
+                self._leave_place(ticket)
             self._reopen(held.task, ticket)
         if tickets and queue.in_order:
             bisect.insort(queue.returned, tickets)
@@ -281,11 +336,11 @@ class Stock(Keeping):
 
     # -- ends --------------------------------------------------------------------------------------------------
 
-    def _train(self, tickets: range, version: str) -> None:
+    def _train(self, tickets: Sequence[int], version: str) -> None:
         self.untrained.discard(tickets)
         for number, count in self._parts_of(tickets).items():
             self.shelf.count_untrained(number, -count)
-        self._tell_samples("trained", tickets, version)
+        self._tell_samples("trained", tickets, version, step=Version.parse(version).number)
         self.woken.add(ADMISSION)
 
     def _parts_of(self, tickets: Iterable[int]) -> Counter[int]:
@@ -297,6 +352,7 @@ class Stock(Keeping):
         for number, _ in self.groups[ticket].parts:
             self.shelf.count_untrained(number, 1)
         self.untrained.add([ticket])
+        self._leave_place(ticket)
         self._reopen("actor", ticket)
         self._tell("returned", [ticket])
 
@@ -307,6 +363,7 @@ class Stock(Keeping):
         if reason != "lost":
             self._lose_kept(ticket, reason)
         group = self.groups[ticket]
+        self._leave_place(ticket)
         self._detach([ticket])
         self.groups[ticket] = PromptGroup(None, group.attempt, group.filtered)
         self.generating.add([ticket])
@@ -324,17 +381,21 @@ class Stock(Keeping):
         self.generating.discard(tickets)
 
     def _retire(self, end: int) -> None:
-        """Forget prompt groups lower than ``end``."""
-        for _, run in groupby(range(self.first_ticket, end), lambda ticket: ticket in self.untrained):
+        """Forget prompt groups whose place in the order of training is lower than ``end``."""
+        gone = range(self.first_place, end)
+        if self.in_sets:
+            gone = [ticket for ticket in self.order[gone.start : max(gone.start, end)] if ticket != NO_STEP]
+        for _, run in groupby(gone, lambda ticket: ticket in self.untrained):
             if tickets := [ticket for ticket in run if ticket in self.groups]:
                 self._detach(tickets)
                 for ticket in tickets:
                     self.reissued.discard(ticket)
                     self.media.release(ticket)
                     del self.groups[ticket]
-        self.first_ticket = max(self.first_ticket, end)
+        self.first_place = max(self.first_place, end)
+        below = min(self.groups, default=self.next_ticket) if self.in_sets else end
         for queue in self.tasks.values():
-            queue.forget(end)
+            queue.forget(below)
 
     # -- telling -----------------------------------------------------------------------------------------------
 
@@ -350,9 +411,11 @@ class Stock(Keeping):
         for version, scored in groupby(tickets, lambda ticket: self.groups[ticket].old_version):
             self._tell(fields[0], list(scored), str(Version.decode(version)))
 
-    def _tell_samples(self, what: str, tickets: Sequence[int], version: str = "", reason: str = "") -> None:
+    def _tell_samples(
+        self, what: str, tickets: Sequence[int], version: str = "", reason: str = "", step: int = NO_STEP
+    ) -> None:
         size = self.plan.samples_per_prompt
-        self.told.append(Told(what, tickets, size, self.plan.prompts_per_step, version, reason))
+        self.told.append(Told(what, tickets, size, self.plan.prompts_per_step, version, reason, step))
 
 
 @lru_cache(maxsize=4096)

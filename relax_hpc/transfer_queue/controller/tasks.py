@@ -19,6 +19,7 @@ class TaskQueue:
     gives: int
     in_order: bool
     whole_step: bool = False
+    in_sets: bool = False
     statuses: TicketMap = field(default_factory=TicketMap)
     position: int = 0
     """No lower ticket is left to take."""

@@ -77,6 +77,10 @@ class TicketMap:
         """All tickets from here on have 0."""
         return self._base + len(self._bytes)
 
+    def count(self, value: int) -> int:
+        """How many tickets have ``value`` (not 0)."""
+        return self._bytes.count(value)
+
     def each(self, value: int, start: int, end: int) -> Iterator[int]:
         """All tickets from ``start`` on and below ``end`` that have ``value`` (not 0), ascending."""
         stop, at = max(0, end - self._base), max(0, start - self._base)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from relax_hpc.transfer_queue.controller.state import QueueState
 
 
-class _Room:
+class Budget:
     """What a window may still take: all its tokens, each row as long as the longest or as they are, fit ``budget``."""
 
     def __init__(self, state: QueueState, budget: int, padded: bool) -> None:
@@ -36,7 +36,7 @@ def in_order(state: QueueState, task: str, budget: int, boundary: int, padded: b
 
     What it holds depends on the groups' lengths alone, never on when they arrived.
     """
-    queue, start, room = state.tasks[task], state.tasks[task].position, _Room(state, budget, padded)
+    queue, start, room = state.tasks[task], state.tasks[task].position, Budget(state, budget, padded)
     held = {ticket for window in queue.returned for ticket in window}
     window: list[int] = []
     for ticket in range(start, (start // boundary + 1) * boundary):
@@ -56,7 +56,7 @@ def in_order(state: QueueState, task: str, budget: int, boundary: int, padded: b
 
 def as_ready(state: QueueState, task: str, budget: int, boundary: int, padded: bool) -> tuple[int, ...]:
     """What is ready now, lowest tickets first, as much as fits."""
-    queue, room = state.tasks[task], _Room(state, budget, padded)
+    queue, room = state.tasks[task], Budget(state, budget, padded)
     window: list[int] = []
     first = queue.lowest_ready()
     for ticket in queue.statuses.each(READY, first, (first // boundary + 1) * boundary):
@@ -78,10 +78,9 @@ def whole_step(state: QueueState, task: str, boundary: int) -> tuple[int, ...]:
     return tuple(range(first, end)) if complete and queue.statuses.find(READY, first, end) >= 0 else ()
 
 
-def awaited(state: QueueState, task: str) -> str:
-    """The role whose output the lowest ticket lacks that ``task`` cannot take yet: rollout before all others."""
-    queue = state.tasks[task]
-    group = state.groups.get(queue.lowest_waiting())
+def awaited(state: QueueState, task: str, ticket: int) -> str:
+    """The role whose output ``ticket``, which ``task`` cannot take yet, lacks: rollout before all others."""
+    queue, group = state.tasks[task], state.groups.get(ticket)
     if group is None or not group.present & state.generated:
         return "rollout"
     lacks = queue.needs & ~group.present
@@ -90,5 +89,5 @@ def awaited(state: QueueState, task: str) -> str:
 
 def fitting(state: QueueState, window: tuple[int, ...], budget: int, padded: bool) -> tuple[int, ...]:
     """As much of ``window`` as fits: a row that was lost and made again may be longer."""
-    room = _Room(state, budget, padded)
+    room = Budget(state, budget, padded)
     return tuple(takewhile(lambda ticket: room.takes(state.groups[ticket]), window))

@@ -10,7 +10,7 @@ import json
 import shutil
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -206,18 +206,30 @@ class Ledger:
         result.kept = {fate: tokens for fate, tokens in state.kept.counts().items() if tokens}
         if 2 * state.kept.total != sum(result.kept.values()):
             result.problems.append(f"tokens kept: {state.kept.total}, found: {result.kept}")
-        for name in _names(self.plan, 0, steps):
+        all_names, due = set(_names(self.plan, range(self.plan.steps * self.plan.prompts_per_step))), self._due(steps)
+        for name in _names(self.plan, due):
             self._judge(name, self._lives.pop(name, []), True)
-        later = set(_names(self.plan, steps, self.plan.steps))
         for name, lives in self._lives.items():
             self._judge(name, lives, False)
-            if lives and name not in later:
+            if lives and name not in all_names:
                 result.problems.append(f"{name}: accepted beyond the last step")
         for reason in state.dropped.keys() | result.dropped.keys():
             counted = result.dropped[reason] + result.failed[reason] * self.plan.samples_per_prompt
             if state.dropped[reason] != counted:
                 result.problems.append(f"dropped, {reason}: counted {state.dropped[reason]}, found {counted} samples")
         return result
+
+    def _due(self, steps: int) -> Sequence[int]:
+        """Tickets that should have been trained once ``steps`` are: all of the run, or those of the steps' sets."""
+        state, size = self.state, self.plan.prompts_per_step
+        if steps == self.plan.steps or not state.in_sets:
+            return range(steps * size)
+        for step in range(steps):
+            if (found := len(set(state.tickets_of(step)))) != size:
+                self._result.problems.append(f"step {step}: trained {found} prompt groups of {size}")
+        late = [t for t in state.untrained if state.groups[t].last < steps]
+        self._result.problems += [f"ticket {t}: its last step was {state.groups[t].last}, not trained" for t in late]
+        return [ticket for step in range(steps) for ticket in state.tickets_of(step)]
 
     def _judge(self, name: str, lives: _Lives, due: bool) -> None:
         """Note what is wrong with one sample; ``due``: it should have been trained by now."""
@@ -308,7 +320,7 @@ def _ended(life: list[_Mark]) -> bool:
     return bool(life) and life[-1][0] == _DROPPED
 
 
-def _names(plan: Plan, first: int, end: int) -> Iterator[str]:
-    """Ids of the samples of steps ``first`` to ``end``, which is left out."""
-    for ticket in range(first * plan.prompts_per_step, end * plan.prompts_per_step):
+def _names(plan: Plan, tickets: Iterable[int]) -> Iterator[str]:
+    """Ids of the samples of ``tickets``."""
+    for ticket in tickets:
         yield from (sample_id(ticket, k) for k in range(plan.samples_per_prompt))

@@ -6,7 +6,7 @@ import base64
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.controller.state import QueueState
 from relax_hpc.transfer_queue.inspect.audit import JournalCopy
 from relax_hpc.transfer_queue.plan import Plan
+from relax_hpc.transfer_queue.records import NO_STEP
 from relax_hpc.transfer_queue.row_schema import Row, sample_id
 from relax_hpc.transfer_queue.storage import record_file
 from relax_hpc.transfer_queue.storage.shard import check_name
@@ -45,7 +46,7 @@ class KeptRows:
 
     def steps(self) -> list[int]:
         """Steps of which there are rows, ascending."""
-        return sorted({self.plan.step_of(ticket) for ticket, group in self._state.groups.items() if group.parts})
+        return sorted({self._state.step_of(ticket) for ticket, group in self._state.groups.items() if group.parts})
 
     def rows(self, step: int) -> list[Row]:
         """Rows of ``step`` in the order of their ids: the fields of the queue (numbers as arrays), and beside them
@@ -54,8 +55,8 @@ class KeptRows:
 
         ShardError, naming the file, if a shard is damaged.
         """
-        size, found, shards = self.plan.prompts_per_step, list[Row](), dict[str, dict[str, Row]]()
-        for ticket in range(step * size, (step + 1) * size):
+        found, shards = list[Row](), dict[str, dict[str, Row]]()
+        for ticket in self._tickets(step):
             parts = self._parts(ticket)
             if not all((self.folder / name).exists() for name, _ in parts):
                 self.absent.append(ticket)
@@ -64,6 +65,13 @@ class KeptRows:
             for k in range(self.plan.samples_per_prompt if parts else 0):
                 found.append(self._row(step, sample_id(ticket, k), [(shards[name], fields) for name, fields in parts]))
         return found
+
+    def _tickets(self, step: int) -> Sequence[int]:
+        """What ``step`` has taken so far or, before that, what is left of the tickets that are admitted for it."""
+        if (taken := sorted(self._state.tickets_of(step))) or not self._state.in_sets:
+            return taken
+        size, groups = self.plan.prompts_per_step, self._state.groups
+        return [t for t in range(step * size, (step + 1) * size) if t in groups and groups[t].place == NO_STEP]
 
     def _parts(self, ticket: int) -> list[tuple[str, tuple[str, ...]]]:
         """Shards in which fields of ``ticket`` lie, and which ones, oldest first."""

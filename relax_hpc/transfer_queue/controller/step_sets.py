@@ -1,0 +1,106 @@
+"""Which prompt groups a step trains, at staleness above 0: ready ones, but never so that a later one comes too late.
+
+A prompt group has a last step: the oldest version of its tokens + max_staleness. A step takes those whose last step has
+come, then ready ones by nearest last step, then by ticket, and only if for every later step u the admitted groups left
+with a last step <= u are no more than the places of the steps until u; else it waits for a straggler. Groups are taken
+by windows, as soon as there is one that leaves a place in time for each of the others. Functions of the state alone.
+
+That works out because nobody starts a ticket that would find no place in time (`Room.moves`), and rows that took no
+longer than promised never come later: whoever takes the nearest last steps first keeps all of them, if anybody can.
+Source: Jackson 1955, "Scheduling a production line to minimize maximum tardiness" (earliest due date first).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain, islice
+from typing import TYPE_CHECKING
+
+from relax_hpc.transfer_queue.controller.tasks import READY
+from relax_hpc.transfer_queue.controller.windows import Budget
+from relax_hpc.transfer_queue.records import NO_STEP
+
+if TYPE_CHECKING:
+    from relax_hpc.transfer_queue.controller.state import QueueState
+
+_AHEAD = 2
+"""Steps beyond max_staleness that a last step can be away: versions are published before their step is journaled."""
+
+
+class Room:
+    """By step u, from the next one on: free places of the steps until u, less the groups left that must be in them.
+
+    It is never below 0.
+    """
+
+    def __init__(self, state: QueueState) -> None:
+        self.first, self._steps = state.trained_steps, state.plan.max_staleness + _AHEAD
+        size, groups, order = state.plan.prompts_per_step, state.groups, state.order
+        needed = [0] * self._steps
+        for ticket in chain(state.generating, state.untrained):
+            group = groups[ticket]
+            if group.last != NO_STEP and group.place == NO_STEP:
+                needed[self._number(group.last)] += 1
+        for place in range(self.first * size, len(order)):
+            if order[place] != NO_STEP:
+                needed[self._number(place // size)] += 1
+        self.free = [size * (number + 1) - used for number, used in enumerate(accumulate(needed))]
+
+    def _number(self, step: int) -> int:
+        return min(max(0, step - self.first), self._steps - 1)
+
+    def moves(self, before: int, last: int) -> bool:
+        """Whether a group can have ``last`` for its last step instead of ``before`` (NO_STEP: none); it has it then."""
+        start, end = self._number(last), self._steps if before == NO_STEP else self._number(before)
+        if fits := last >= self.first and all(self.free[number] > 0 for number in range(start, end)):
+            for number in range(start, end):
+                self.free[number] -= 1
+        return fits
+
+    def takes(self, lasts: Iterable[int], step: int) -> bool:
+        """Whether groups with these last steps can all have places of ``step``."""
+        change = [0] * (self._steps + 1)
+        for last in lasts:
+            change[self._number(last)] += 1
+            change[self._number(step)] -= 1
+        return all(free + moved >= 0 for free, moved in zip(self.free, accumulate(change), strict=False))
+
+
+def next_window(state: QueueState, task: str, budget: int, boundary: int, padded: bool) -> tuple[tuple[int, ...], bool]:
+    """The tickets of the next window, ascending, and whether it is stragglers alone that are waited for if there are
+    none. It is known to be complete: the next ready group would not fit, or the places until ``boundary`` are taken."""
+    places, queue, groups = free_places(state, boundary), state.tasks[task], state.groups
+    if not places or queue.statuses.count(READY) == 0:
+        return (), False
+    ready = queue.statuses.each(READY, queue.lowest_ready(), queue.statuses.end)
+    nearest = sorted((groups[ticket].last, ticket) for ticket in ready)
+    room, taken = Budget(state, budget, padded), []
+    for last, ticket in islice(nearest, len(places)):
+        if not room.takes(groups[ticket]):
+            break
+        taken.append((last, ticket))
+    else:
+        if len(taken) < len(places):
+            return (), False
+    step = places[0] // state.plan.prompts_per_step
+    if not Room(state).takes((last for last, _ in taken), step):
+        return (), True
+    return tuple(sorted(ticket for _, ticket in taken)), False
+
+
+def free_places(state: QueueState, boundary: int) -> Sequence[int]:
+    """The first free place in the order of training, and those behind it up to a multiple of ``boundary``."""
+    order, start = state.order, state.trained_steps * state.plan.prompts_per_step
+    first = next((place for place in range(start, len(order)) if order[place] == NO_STEP), max(start, len(order)))
+    if first >= state.plan.steps * state.plan.prompts_per_step:
+        return ()
+    end = (first // boundary + 1) * boundary
+    return [place for place in range(first, end) if place >= len(order) or order[place] == NO_STEP]
+
+
+def straggler(state: QueueState, task: str) -> int:
+    """Of the groups left that ``task`` cannot take yet the one with the nearest last step: its ticket, or NO_STEP."""
+    statuses, groups = state.tasks[task].statuses, state.groups
+    left = ((groups[ticket].last, ticket) for ticket in chain(state.generating, state.untrained))
+    late = [found for found in left if found[0] != NO_STEP and statuses[found[1]] < READY]
+    return min(late)[1] if late else NO_STEP
