@@ -25,7 +25,6 @@ from relax_hpc.rendezvous.network import interface_address, library_environment,
 from relax_hpc.rendezvous.roster import claim_incarnation
 from relax_hpc.roles.__main__ import meeting_s
 from relax_hpc.roles.prepare import prepare
-from relax_hpc.roles.rollout import replica_numbers
 from relax_hpc.rundir import RunDir
 from relax_hpc.supervise.launch_records import read_mark
 from relax_hpc.supervise.processes import family, kill, role_words
@@ -229,12 +228,6 @@ def test_ranks_look_for_each_other_for_less_than_they_may_take_to_begin(monkeypa
         assert 0.5 * limit_s < meeting_s(config) + age_s < 0.8 * limit_s
     monkeypatch.setattr(spans, "process_began", lambda: time.monotonic() - limit_s)
     assert meeting_s(config) > 0.0
-
-
-def test_each_rank_hosts_its_share_of_the_replicas() -> None:
-    assert [list(replica_numbers(4, rank, 2)) for rank in range(2)] == [[0, 1], [2, 3]]
-    with pytest.raises(ConfigError, match=r"rollout.replicas: found 3 for 2 ranks .* multiples of 2"):
-        replica_numbers(3, 0, 2)
 
 
 def test_a_rollout_of_two_ranks_generates_evaluates_once_and_ends(tmp_path: Path) -> None:
