@@ -22,7 +22,7 @@ from relax_hpc.metrics.read import read_metrics
 from relax_hpc.protocol import PROTOCOL
 from tests.audit import audit
 from tests.requirements import requires
-from tests.run_helpers import Running, running
+from tests.run_helpers import LIGHT, Running, merged, running
 from tests.stray_files import scatter
 
 requires("mpi", "torch", "megatron", "transformers")
@@ -30,6 +30,8 @@ requires("mpi", "torch", "megatron", "transformers")
 pytestmark = pytest.mark.run
 
 SETTINGS = {"steps": 100_000, "max_staleness": 1, "groups": {"reference": None}, "liveness": {"beat_s": 0.2}}
+SETTINGS |= {"rollout": LIGHT["rollout"]}
+HOTTER = merged(SETTINGS, {"rollout": {"temperature": 0.9}})
 
 
 def upgraded(folder: Path, protocol: int = PROTOCOL) -> Path:
@@ -37,7 +39,7 @@ def upgraded(folder: Path, protocol: int = PROTOCOL) -> Path:
     package = folder / "relax_hpc"
     shutil.copytree(Path(relax_hpc.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
     replace(package / "protocol.py", f"PROTOCOL = {PROTOCOL}\n", f"PROTOCOL = {protocol}\n")
-    replace(package / "roles/context.py", "values=values,", 'values=values | {f"upgraded/{self.role}": 1.0},')
+    replace(package / "roles/context.py", "step, values, self", 'step, values | {f"upgraded/{self.role}": 1.0}, self')
     return folder
 
 
@@ -82,7 +84,7 @@ def test_commands_on_a_living_run(tmp_path: Path) -> None:
         for role in ("actor", "actor_fwd", "rollout", "advantages", "controller"):
             assert set(found := listens_at(live.processes(role)[0])) == {"127.0.0.1"} and len(found) == 1, role
         said = live.output.read_text()
-        for name in ("rollout", "actor", "actor_fwd"):
+        for name in ("actor", "actor_fwd"):
             assert re.search(rf"^\[ +[\d.]+s\] {name}: (importing libraries|.*loading)", said, re.M), said
         assert "warm start" not in said
         others = [p.pid for role in ("actor", "actor_fwd", "controller") for p in live.processes(role)]
@@ -107,18 +109,16 @@ def test_commands_on_a_living_run(tmp_path: Path) -> None:
         assert live.wait(10) == 130
         assert_over(live, "stopped", 130)
     steps = max(row["step"] for row in read_metrics(live.run.root))
-    with running(
-        tmp_path, SETTINGS | {"rollout": {"temperature": 0.9}}, None, "--resume", "--steps", str(steps + 20)
-    ) as live:
+    with running(tmp_path, HOTTER, None, "--resume", "--steps", str(steps + 20)) as live:
         live.finish(120)
         assert_over(live, "finished", 0)
     assert not audit(live.run).problems
-    with running(tmp_path, SETTINGS | {"rollout": {"temperature": 0.9}}, None, "--resume", "--steps", "100000") as live:
+    with running(tmp_path, HOTTER, None, "--resume", "--steps", "100000") as live:
         live.wait_until(lambda: live.processes("rollout"), "rollout has begun", 60)
         call(live, "stop", "--now")
         assert live.wait(10) == 130 and "stopped" in live.output.read_text().splitlines()[-2]
         assert_over(live, "stopped", 130)
-    with running(tmp_path, SETTINGS | {"rollout": {"temperature": 0.9}}, None, "--resume", "--steps", "100000") as live:
+    with running(tmp_path, HOTTER, None, "--resume", "--steps", "100000") as live:
         live.wait_until(lambda: live.processes("actor_fwd"), "all groups have begun", 60)
         live.process.kill()
         live.process.wait(10)
