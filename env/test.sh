@@ -24,7 +24,7 @@ if [[ ${1:-} == --all ]]; then
     RELAX_FAULT_TABLE=$(mktemp)
     chmod a+w "$RELAX_FAULT_TABLE"
     export RELAX_FAULT_TABLE RELAX_REAL_ENGINES=1 RELAX_WHOLE=1
-    faults=(tests/test_slurm_{het,jobs,ends,closed,waits,user,by_hand,modes}.py tests/test_{commands_slurm,full_disk,power_loss,rollout_killed}.py)
+    faults=(tests/test_slurm_{het,jobs,ends,closed,waits,user,by_hand,modes}.py tests/test_{full_disk,power_loss,rollout_killed}.py)
     options=(-m pytest -p no:cacheprovider -q --timeout=3600 "$@" "${faults[@]}")
     failed=0
     "$VENV/bin/python" "${options[@]}" || failed=1

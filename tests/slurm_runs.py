@@ -8,13 +8,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import reduce
 from pathlib import Path
@@ -31,11 +30,12 @@ from relax_hpc.rundir import RunDir
 from relax_hpc.sandbox import Sandbox, processes
 from relax_hpc.slurm.job_lookup import job_of
 from relax_hpc.supervise.launch_records import read_mark
-from relax_hpc.versions import Version
+from relax_hpc.supervise.requests import asked_to_stop
 from relax_hpc.weights.node_cache import staging_root
 from tests import fault_table
 from tests.audit import audit
-from tests.run_helpers import SMALL, engine_of, journal_records, merged, trained_steps, with_engine, write_config
+from tests.late_writes import late_writes
+from tests.run_helpers import ALL, SMALL, engine_of, merged, trained_steps, with_engine, write_config
 
 POLL_S = 0.1
 """A look at all processes takes some milliseconds, which the run itself needs."""
@@ -59,6 +59,8 @@ OVER: dict[str, Any] = {
 }
 """Over SMALL: seven nodes, two ranks of the actor, two engines on two nodes."""
 JOBS: dict[str, Any] = {"groups": {"hub": {"resources": {"nodes": 1}}}}
+TWO_GROUPS: dict[str, Any] = {"actor": {"forward": ["actor_fwd"]}, "groups": {"actor_fwd": None}}
+"""Beside the hub; for a run whose end or whose processes are looked at, not its roles."""
 GROUPS = {
     "hub": ("controller", "advantages"),
     "rollout": ("rollout",),
@@ -66,12 +68,14 @@ GROUPS = {
     "actor_fwd": ("actor_fwd",),
 }
 START_S = 60.0
+PACE_S = 0.6
+"""A response of the simulated engine: so slow that a run which is only watched leaves the processors to who starts."""
 ENDLESS = 2000
 """More steps than a test has time for; `SlurmRun.finish_soon` ends such a run."""
 ENGINE_START_S = 180.0
 UNFINISHED: dict[str, tuple[str, str]] = {
-    "weight publish": ("weights", ".e*"),
-    "checkpoint": ("checkpoints", ".e*.partial"),
+    "weight publish": ("weights", ".i*"),
+    "checkpoint": ("checkpoints", ".i*.partial"),
 }
 """A folder of the run, and what lies in it for just as long as the run is at that."""
 JOURNALED: dict[str, bytes] = {
@@ -92,6 +96,10 @@ class SlurmRun:
     engine: str
     patience_s: float = START_S
     """How long training may pause while a group starts again."""
+    broken: str = ""
+    """What did not come of it in time; whatever else is tried with it says nothing any more."""
+    faults: list[str] = field(default_factory=list)
+    """What it has survived by its own account, which the audit has yet to confirm."""
 
     # -- waiting -----------------------------------------------------------------------------------------------
 
@@ -103,6 +111,7 @@ class SlurmRun:
                 return value
             # Between two looks; what ends the wait is the condition or the deadline.
             time.sleep(POLL_S)
+        self.broken = what
         raise AssertionError(f"{what}: not within {seconds} s\n{self.story()}")
 
     def step(self) -> int:
@@ -130,18 +139,26 @@ class SlurmRun:
         assert "is saved in" in self.call("stop")
         self.assert_nothing_left()
 
-    def finish_soon(self, steps: int = 8) -> None:
-        """Stop an endless run, and have it finish after some more steps."""
+    def cancel(self) -> None:
+        """End it as users of Slurm do: after scancel of the hub's job, which all others need, nothing comes."""
+        job = self.job("hub")
+        self.sandbox.client("scancel", job)
+        asked = self.wait_until(lambda: asked_to_stop(self.run), "it stops", START_S)
+        assert asked == {"code": 0, "reason": f"job {job} was cancelled"}
+        self.assert_nothing_left()
+
+    def finish_soon(self, *words: str, steps: int = 8) -> None:
+        """Stop an endless run, and have it finish after some more steps; `words`: what else is to change then."""
         self.stop()
         more = self.step() + steps
-        self.resume(more)
+        self.resume(more, *words)
         self.finish()
         assert self.status()["trained_steps"] == more
         self.assert_nothing_left()
 
-    def resume(self, steps: int) -> None:
+    def resume(self, steps: int, *words: str) -> None:
         """Submit the run again as a user does, to end with `steps`."""
-        words = ["--run_dir", str(self.run.root), "--resume", "--steps", str(steps), "--parsable"]
+        words = ("--run_dir", str(self.run.root), "--resume", "--steps", str(steps), "--parsable", *words)
         self.jobs = _call(self.sandbox, "submit", *words).split()
 
     # -- looking -----------------------------------------------------------------------------------------------
@@ -207,7 +224,8 @@ class SlurmRun:
         """Nothing is trained twice and nothing of an ended incarnation was taken, as far as the run has got."""
         whole = ("trained 0 times", "beyond the last step", "events.jsonl has")
         found = [text for text in audit(self.run).problems if not any(words in text for words in whole)]
-        assert not found and not late_writes(self.run), f"{found}\n{self.story()}"
+        found += late_writes(self.run)
+        assert not found, f"{found}\n{self.story()}"
 
     def assert_nothing_left(self) -> None:
         """No job, process, shared memory or socket of the run."""
@@ -263,9 +281,17 @@ class SlurmRun:
         return {name: beat["gap_s"] for name, beat in self.beats().items() if beat["group"] not in (but, "hub")}
 
     def survived(self, fault: str) -> None:
-        """After `fault` nothing was trained twice, and nothing of what had ended was taken."""
+        """To be audited, which takes a second of a processor: at the end, or at once by env/test.sh --all."""
+        self.faults.append(fault)
+        if ALL:
+            self.audited()
+
+    def audited(self) -> None:
+        """Of all that it survived nothing was trained twice, and nothing of what had ended was taken."""
         self.assert_trained_once()
-        fault_table.add(fault, self.layout, self.engine)
+        for fault in self.faults:
+            fault_table.add(fault, self.layout, self.engine)
+        self.faults.clear()
 
     def _members(self) -> dict[str, list[int]]:
         """Pids by role."""
@@ -296,10 +322,12 @@ class SlurmRun:
         victim.kill()
         psutil.wait_procs([victim], timeout=10.0)
 
-    def power_on(self, node: str) -> None:
-        """Bring back a node that lost its power, once Slurm has missed it."""
-        self.wait_until(lambda: "down" in self.sandbox.node_states().get(node, ""), f"Slurm misses {node}", START_S)
-        self.sandbox.start_node(node)
+    def lose_and_bring_back(self, *nodes: str) -> None:
+        """Power loss of nodes, of which Slurm is told; all before the first comes back."""
+        for node in nodes:
+            self.sandbox.kill_node(node, down=True)
+        for node in nodes:
+            self.sandbox.start_node(node)
 
     @contextmanager
     def frozen(self, node: str) -> Iterator[None]:
@@ -355,36 +383,6 @@ def told(path: Path, lines: int = 25) -> str:
     return "\n".join(line[:300] for line in found[-lines:])
 
 
-def late_writes(run: RunDir) -> list[str]:
-    """Journal records that came from an incarnation of a group after a later one had begun, or its end was journaled.
-
-    A fenced process leaves none: it can put, ack, publish and checkpoint nothing.
-    """
-    found, lowest = [], dict[str, int]()
-    for record in journal_records(run):
-        group, incarnation = writer_of(record)
-        if incarnation and incarnation < lowest.get(group, 0):
-            found.append(f"{record['op']} of {group} incarnation {incarnation}, although {lowest[group]} has begun")
-        if record["op"] in ("register", "down"):
-            over = record["incarnation"] + (record["op"] == "down")
-            lowest[record["group"]] = max(over, lowest.get(record["group"], 0))
-    return found
-
-
-def writer_of(record: dict[str, Any]) -> tuple[str, int]:
-    """Group and incarnation of the process whose request a journal record is; incarnation 0: it does not say."""
-    if "owner" in record:
-        return record["owner"][0], record["owner"][1]
-    if record["op"] in ("resume", "checkpoint"):
-        return "actor", record["incarnation"]
-    if record["op"] == "publish":
-        return "actor", Version.parse(record["version"]).incarnation
-    if record["op"] == "put":
-        group, incarnation = re.match(r"(.+)-i(\d{6})-\d+-\w+#", record["key"]).groups()
-        return group, int(incarnation)
-    return "", 0
-
-
 def environment(process: psutil.Process) -> dict[str, str]:
     try:
         return process.environ()
@@ -414,9 +412,10 @@ def _call(sandbox: Sandbox, *words: str) -> str:
 
 
 def _model(sandbox: Sandbox) -> Path:
-    """The model of SMALL, made once a sandbox: a run that makes its own takes three seconds more to start."""
+    """A model that SGLang can serve too, made once a sandbox: a run that makes its own takes three seconds more to
+    start."""
     directory = sandbox.folder / "model"
-    make_tiny_model(directory, TinyModelConfig(**SMALL["model"]["tiny"]), SMALL["seed"])
+    make_tiny_model(directory, TinyModelConfig(**with_engine("sglang")["model"]["tiny"]), SMALL["seed"])
     return directory
 
 
@@ -427,8 +426,9 @@ def submitted(
     """Submit a run of SMALL, OVER and `over` in `layout`; its jobs and processes are ended when the block is left."""
     # Only the seeded one can be compared with another run.
     engine = engine if engine == "transformers" else engine_of(engine)
-    model = {"model": {"path": str(_model(sandbox))}} if engine == "simulated" else {}
-    sections = (JOBS if layout == "jobs" else {}, with_engine(engine), model, over or {})
+    simulated = {"model": {"path": str(_model(sandbox))}, "rollout": {"engine": {"simulated": {"response_s": PACE_S}}}}
+    engines = (with_engine(engine), simulated if engine == "simulated" else {})
+    sections = (JOBS if layout == "jobs" else {}, *engines, over or {})
     config = write_config(directory / "run.yaml", reduce(merged, sections, OVER))
     root = directory / "run"
     files = ["--config", str(sandbox.site), "--config", str(config), "--run_dir", str(root), "--layout", layout]
@@ -437,6 +437,8 @@ def submitted(
     live = SlurmRun(sandbox, RunDir(root), jobs, layout, engine, patience_s)
     try:
         yield live
+        if not live.broken:
+            live.audited()
     finally:
         # The next test finds all nodes up, and slurmctld too.
         sandbox.start()

@@ -56,14 +56,38 @@ def left_behind(folder: Path) -> list[str]:
     return found
 
 
+PREEMPTION = (
+    "PreemptType=preempt/partition_prio",
+    "PreemptMode=REQUEUE",
+    "PartitionName=urgent Nodes=ALL PriorityTier=9",
+)
+"""Jobs of partition `urgent` take the nodes of others."""
+
+
 @pytest.fixture(scope="session")
 def sandbox() -> Iterator[Sandbox]:
-    """Eight nodes of 8 CPUs, 4000 MB and 2 GPUs that do not exist, for all tests of the session.
+    """Twelve nodes of 8 CPUs, 4000 MB and 2 GPUs that do not exist, for all tests of the session: a run of seven, and
+    its successor while five of them are not yet given back.
 
-    A test leaves it as it found it: no jobs, all nodes up.
+    Its Slurm misses a node long after the project does. A test leaves it as it found it: no jobs, all nodes up.
     """
-    with private_sandbox(nodes=8, cpus=8, memory=4000, gpus=2) as shared:
+    with private_sandbox(nodes=12, cpus=8, memory=4000, gpus=2, slurmd_timeout=60, extra=PREEMPTION) as shared:
         yield shared
+
+
+@contextmanager
+def busy_but(sandbox: Sandbox, nodes: int) -> Iterator[None]:
+    """In the block there are only so many nodes: of those that no job has, some are given to nobody."""
+    free = [node for node, state in sandbox.node_states().items() if state in ("idle", "planned", "completing")]
+    names = ",".join(free[: len(sandbox.nodes) - nodes])
+    if not names:
+        yield
+        return
+    sandbox.client("scontrol", "update", f"nodename={names}", "state=drain", "reason=kept from the test")
+    try:
+        yield
+    finally:
+        sandbox.client("scontrol", "update", f"nodename={names}", "state=resume")
 
 
 @pytest.fixture

@@ -38,6 +38,7 @@ def test_what_was_queued_at_submission_takes_over(sandbox: Sandbox, tmp_path: Pa
         a_spare_takes_over(live, spare)
         another_rider_leads(live)
         the_successor_takes_over(live, successor)
+        live.stop()
 
 
 def a_spare_takes_over(live: SlurmRun, spare: str) -> None:

@@ -11,7 +11,8 @@ from relax_hpc.sandbox import Sandbox
 from tests.containers import PYTHON, install, make_image
 from tests.effort import effort
 from tests.requirements import requires
-from tests.slurm_runs import START_S, submitted
+from tests.run_helpers import merged
+from tests.slurm_runs import START_S, TWO_GROUPS, submitted
 from tests.slurm_sandbox import requires_sandbox
 
 requires("torch", "megatron", "transformers", "mpi", "bubblewrap")
@@ -31,7 +32,8 @@ def test_a_run_inside_of_containers_survives_a_kill(layout: str, sandbox: Sandbo
         "local_dir": str(tmp_path / "local"),
         "mpi": {"launcher": "pmi2", "library": "wheel"},
     }
-    with submitted(sandbox, tmp_path, layout, {"steps": 9, "site": site}) as live:
+    over = merged(TWO_GROUPS, {"steps": 9, "site": site})
+    with submitted(sandbox, tmp_path, layout, over) as live:
         # A start in a container takes longer than one outside.
         live.patience_s = 2 * START_S
         live.wait_for_step(3)
@@ -41,4 +43,4 @@ def test_a_run_inside_of_containers_survives_a_kill(layout: str, sandbox: Sandbo
         live.assert_nothing_left()
     calls = [json.loads(line) for line in (tmp_path / "bin" / "calls").read_text().splitlines()]
     assert any("relax_hpc.slurm.node_probe" in call for call in calls)
-    assert {call[call.index("--role") + 1] for call in calls if "--role" in call} == {"actor", "actor_fwd", "rollout"}
+    assert {call[call.index("--role") + 1] for call in calls if "--role" in call} == {"actor", "rollout"}

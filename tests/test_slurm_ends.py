@@ -1,13 +1,13 @@
-"""How the Slurm job of a run ends before it does, and what comes after: time limits, lost hubs, crash loops.
+"""Groups that always fail: the run ends by itself, and everything of it, also what has not even begun.
 
 The engine is `simulated`: a rollout stub in SGLang's place, which env/test.sh --all puts in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,55 +15,22 @@ from relax_hpc.errors import EXIT_NO_PROGRESS
 from relax_hpc.sandbox import Sandbox
 from relax_hpc.supervise.requests import asked_to_stop
 from tests.requirements import requires
-from tests.run_helpers import ALL, rollbacks
-from tests.slurm_runs import ENDLESS, START_S, SlurmRun, submitted
-from tests.slurm_sandbox import private_sandbox, requires_sandbox
+from tests.run_helpers import ALL, merged
+from tests.slurm_runs import START_S, TWO_GROUPS, submitted
+from tests.slurm_sandbox import requires_sandbox
 
 requires("torch", "megatron", "transformers", "mpi")
 requires_sandbox()
 
 pytestmark = pytest.mark.slurm
 
-SMALLER = {"steps": ENDLESS, "rollout": {"replicas": 1}, "groups": {"rollout": {"resources": {"nodes": 1}}}}
-LIMIT_S = 120.0
-"""Slurm looks at time limits twice a minute."""
-
-
-@pytest.fixture(scope="module")
-def sandbox() -> Iterator[Sandbox]:
-    """Room for a run and its successor."""
-    with private_sandbox(nodes=13) as own:
-        yield own
-
-
-def test_a_heterogeneous_job_ends_into_its_successor(sandbox: Sandbox, tmp_path: Path) -> None:
-    with submitted(sandbox, tmp_path, "het", SMALLER) as live:
-        live.wait_for_step(2)
-        with succeeded(live, "the early signal of the time limit during a weight publish"):
-            live.signal_job(live.job("hub"), "weight publish")
-        with succeeded(live, "the time limit"):
-            # The whole run has a minute left, and that is when it is to make way.
-            sandbox.client("scontrol", "update", f"jobid={live.job('hub')}", "timelimit=1")
-        assert not rollbacks(live.run), "steps were lost although there was time to save them"
-        nodes = hub_nodes(live)
-        with succeeded(live, "power loss of both nodes of the hub"):
-            for node in nodes:
-                sandbox.kill_node(node, down=True)
-            for node in nodes:
-                sandbox.start_node(node)
-        if ALL:
-            live.finish_soon()
-        else:
-            live.stop()
+HELD = {"resources": {"nodes": 1, "options": {"hold": ""}}}
 
 
 @pytest.mark.parametrize("layout", ["het", "jobs"] if ALL else ["het"])
 def test_a_crash_loop_ends_the_run(layout: str, sandbox: Sandbox, tmp_path: Path) -> None:
-    # Of roles alone: what looks at their nodes before would find it out.
-    crash = "import os, sys\nif '--role' in sys.orig_argv:\n    os._exit(7)\n"
-    (tmp_path / "sitecustomize.py").write_text(crash)
-    groups = {"rollout": {"env": {"PYTHONPATH": str(tmp_path)}}}
-    with submitted(sandbox, tmp_path, layout, {"groups": groups, "liveness": {"max_restarts": 2}}) as live:
+    crashes = {"groups": {"rollout": crashing(tmp_path, nodes=2)}, "liveness": {"max_restarts": 2}}
+    with submitted(sandbox, tmp_path, layout, merged(TWO_GROUPS, crashes)) as live:
         asked = live.wait_until(lambda: asked_to_stop(live.run), "it gives up", START_S)
         assert asked["code"] == EXIT_NO_PROGRESS and "max_restarts" in asked["reason"]
         live.assert_nothing_left()
@@ -73,21 +40,19 @@ def test_a_crash_loop_ends_the_run(layout: str, sandbox: Sandbox, tmp_path: Path
         assert f"ExitCode={EXIT_NO_PROGRESS}:0" in ended
 
 
-@contextmanager
-def succeeded(live: SlurmRun, fault: str) -> Iterator[None]:
-    """In the block the job of the run ends; the next one goes on with every group, and training with every step."""
-    former, incarnation = live.job("hub"), live.incarnations("actor")
-    yield
-    live.wait_until(lambda: live.incarnations("actor") > incarnation, "the successor has started", LIMIT_S)
-    live.goes_on()
-    assert live.job("hub") != former
-    live.wait_until(lambda: f"{former}+0 " not in live.queued(), "the former job is gone", START_S)
-    live.survived(fault)
+def test_a_crash_loop_ends_what_is_queued_too(sandbox: Sandbox, tmp_path: Path) -> None:
+    groups = {"rollout": crashing(tmp_path, nodes=1), "actor": HELD}
+    one = {"rollout": {"replicas": 1}, "actor": {"parallel": {"data": 1}}, "liveness": {"max_restarts": 1}}
+    with submitted(sandbox, tmp_path, "jobs", one | {"groups": groups}) as live:
+        asked = live.wait_until(lambda: asked_to_stop(live.run), "it gives up", START_S)
+        assert asked["code"] == EXIT_NO_PROGRESS and asked["reason"].startswith("rollout: ended 2 times")
+        live.assert_nothing_left()
+        assert (live.incarnations("rollout"), live.incarnations("actor")) == (2, 0)
 
 
-def hub_nodes(live: SlurmRun) -> list[str]:
-    """Both nodes of component 0."""
-    job = live.job("hub")
-    lines = [line.split() for line in live.sandbox.client("squeue", "--noheader", "--format=%A %N").splitlines()]
-    (nodes,) = [words[1] for words in lines if words[0] == job]
-    return live.sandbox.client("scontrol", "show", "hostnames", nodes).split()
+def crashing(folder: Path, nodes: int) -> dict[str, Any]:
+    """A group whose roles fail at once; what looks at their nodes before does not, which would find it out."""
+    crash = "import os, sys\nif '--role' in sys.orig_argv:\n    os._exit(7)\n"
+    (folder / "sitecustomize.py").write_text(crash)
+    path = os.pathsep.join((str(folder), os.environ.get("PYTHONPATH", "")))
+    return {"env": {"PYTHONPATH": path}, "resources": {"nodes": nodes}}

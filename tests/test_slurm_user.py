@@ -25,12 +25,17 @@ requires_sandbox()
 pytestmark = pytest.mark.slurm
 
 OVER = {
-    "steps": 12,
+    "steps": 8,
     "max_staleness": 1,
     "checkpoint": {"every": 3},
     "site": {"mpi": {"launcher": "pmi2", "library": "wheel"}, "stage": ["model", "environment"]},
-    "actor": {"parallel": {"data": 2}},
-    "groups": {"reference": None, "hub": {"resources": {"nodes": 2}}, "rollout": {"resources": {"nodes": 1}}},
+    "actor": {"parallel": {"data": 2}, "forward": ["actor_fwd"]},
+    "groups": {
+        "reference": None,
+        "actor_fwd": None,
+        "hub": {"resources": {"nodes": 2}},
+        "rollout": {"resources": {"nodes": 1}},
+    },
 }
 
 
@@ -51,12 +56,12 @@ def test_a_plain_user_runs_it_all() -> None:
             over = merged(with_engine("simulated"), {"site": {"local_dir": str(disk)}})
             config = write_config(user.home / "run.yaml", merged(OVER, over))
             words = ["--config", sandbox.site, "--config", config, "--run_dir", root, "--layout", "het", "--parsable"]
-            live = SlurmRun(sandbox, RunDir(root), [], "het", "simulated")
+            # Its environment, gigabytes, is copied first.
+            live = SlurmRun(sandbox, RunDir(root), [], "het", "simulated", patience_s=3 * START_S)
             live.jobs = call(user, "relax_hpc", "submit", *words, slurm=sandbox.conf).split()
             live.wait_for_step(2)
             assert all(Path(p.cmdline()[0]).is_relative_to(disk) for p in live.processes("actor"))
             live.kill("actor", 1)
-            live.wait_until(live.run.finished.exists, "the run finished", START_S)
             live.finish()
             assert {path.owner() for path in root.rglob("*")} == {user.name}
             assert live.incarnations("actor") == 2, live.story()
