@@ -163,6 +163,9 @@ def _role(process: psutil.Process) -> str:
     """The role that a process runs; empty for launchers, engines and what has just ended."""
     try:
         words = process.cmdline()
+        if (parent := process.parent()) and parent.cmdline() == words:
+            # Forked, for as long as a file takes.
+            return ""
     except psutil.Error:
         return ""
     return words[words.index("--role") + 1] if words[1:3] == ["-m", "relax_hpc.roles"] else ""

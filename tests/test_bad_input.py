@@ -22,7 +22,6 @@ from relax_hpc.config import dump
 from relax_hpc.config.schema import Config, GroupConfig, RolloutConfig, TinyModelConfig
 from relax_hpc.data.tiny_model import EOS_ID, make_tiny_model
 from relax_hpc.engines.engine import BadAnswer, EngineFault, GenerateRequest, Generation
-from relax_hpc.engines.turns import Turns
 from relax_hpc.errors import EXIT_CONFIG, EXIT_NO_PROGRESS, NoProgressError, RelaxError
 from relax_hpc.metrics.spans import Spans
 from relax_hpc.metrics.writer import GENERATED, GENERATED_SUM
@@ -197,9 +196,14 @@ def test_an_unknown_engine_flag_ends_the_run(tmp_path: Path) -> None:
 # -- the rollout role with an engine that fails ------------------------------------------------------------------------
 
 
+WHOLE = 8
+"""Responses of a step: four prompt groups of two."""
+MOMENT_S = 0.2
+
+
 class FaultyEngine:
-    """An engine whose batches and answers are faults, as `script` says: one entry a batch, that is, for all that is
-    asked in one turn of the event loop; then all is well. The first `bad_updates` updates fail, and leave weights of
+    """An engine whose batches and answers are faults, as `script` says: one entry a batch, that is, for the whole step
+    or for what is asked within a moment; then all is well. The first `bad_updates` updates fail, and leave weights of
     which nothing is known."""
 
     name = "faulty"
@@ -209,7 +213,8 @@ class FaultyEngine:
         self.script, self.bad_updates = script, bad_updates or []
         self.version: Version | None = None
         self.closed = False
-        self.turns: Turns[tuple[GenerateRequest, asyncio.Future[Generation]]] = Turns(self.begin, 100)
+        self.gathered: list[tuple[GenerateRequest, asyncio.Future[Generation]]] = []
+        self.last: asyncio.TimerHandle | None = None
         self.batches: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None: ...
@@ -232,10 +237,14 @@ class FaultyEngine:
     async def generate(self, request: GenerateRequest) -> Generation:
         assert self.version, "never asked while its weights are not known"
         answer = asyncio.get_running_loop().create_future()
-        self.turns.add((request, answer))
+        self.gathered.append((request, answer))
+        if self.last:
+            self.last.cancel()
+        self.last = asyncio.get_running_loop().call_later(0.0 if len(self.gathered) == WHOLE else MOMENT_S, self.begin)
         return await answer
 
-    def begin(self, asked: list[tuple[GenerateRequest, asyncio.Future[Generation]]]) -> None:
+    def begin(self) -> None:
+        asked, self.gathered = self.gathered, []
         self.batches.add(asyncio.create_task(self.answer(asked)))
 
     async def answer(self, asked: list[tuple[GenerateRequest, asyncio.Future[Generation]]]) -> None:

@@ -258,8 +258,8 @@ def test_nobody_is_told_of_what_the_journal_does_not_have(
         with failing.while_failing():
             late = roles["rollout"].connection.submit("note", what="w", name="n", reason="r")
             later = roles["advantages"].connection.submit("checkpoints")
-            wait_for(lambda: roles["actor"].waits)
-            assert roles["actor"].waits["path"].startswith(str(run.journal))
+            wait_for(lambda: roles["actor"].beat.waits)
+            assert roles["actor"].beat.waits["path"].startswith(str(run.journal))
             found = roles["actor"].connection.call("status", timeout=5.0)["disk"]
             assert {one["errno"] for one in found} == {number} and found[0]["who"] == "hub/controller"
             wait_for(lambda: roles["rollout"].beat.stood_s > 2 * config.queue.wait_timeout_s)
@@ -268,7 +268,7 @@ def test_nobody_is_told_of_what_the_journal_does_not_have(
             assert call == "fdatasync" or "note" not in written
         assert late.result(5) == {} and later.result(5) == {"checkpoints": []}
         assert controller.state.noted["w/r"] == 1
-        wait_for(lambda: not roles["actor"].waits)
+        wait_for(lambda: not roles["actor"].beat.waits)
 
 
 def test_a_journal_whose_folder_cannot_be_read_ends_no_controller(tmp_path: Path, monkeypatch) -> None:
@@ -284,7 +284,7 @@ def test_a_journal_whose_folder_cannot_be_read_ends_no_controller(tmp_path: Path
         version = roles.start()
         monkeypatch.setattr(Journal, "superseded", superseded)
         late = roles["rollout"].connection.submit("note", what="w", name="n", reason="r")
-        wait_for(lambda: roles["actor"].waits)
+        wait_for(lambda: roles["actor"].beat.waits)
         assert not late.done()
         out.clear()
         assert late.result(5) == {}
@@ -299,7 +299,7 @@ def test_shards_are_written_when_there_is_room(tmp_path: Path, monkeypatch, numb
     with in_thread(run, config), Roles(run, config) as roles:
         version = roles.start()
         tickets = roles.admit(version)
-        failing = Failing(monkeypatch, run.shards, number, ("pwrite",))
+        failing = Failing(monkeypatch, run.shards, number, ("writev",))
         with failing.while_failing():
             assert roles["rollout"].generated(rows_of(tickets, version)) == {}
             for role, fields in GIVES.items():

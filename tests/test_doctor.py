@@ -564,7 +564,7 @@ def test_a_good_run_on_a_real_slurm(real: Slurm, tmp_path: Path) -> None:
     [
         (
             group("actor", nodes=50) | {"actor": {"parallel": {"data": 50}}},
-            "error: groups.actor.* in partition main: 8",
+            "error: groups.actor.* in partition main: 12",
         ),
         (site(gpu_request="gres") | group("actor", gpus_per_node=3), "error: groups.actor.*3, .* at most 2 GPUs"),
         (group("actor", memory="5G"), "error: groups.actor.resources.memory: .* at most 4000M"),

@@ -78,10 +78,11 @@ def test_a_rollout_killed_anywhere_draws_no_kept_token_again(world, mode, points
     Of what is drawn whole groups are put, the rest is kept."""
     run, hub = world
     for incarnation, draws in enumerate(points, start=1):
-        due, made = kept_of(mode, points[:incarnation])[0] % (2 * LONG), sum(points[:incarnation])
+        (whole, due), made = divmod(kept_of(mode, points[:incarnation])[0], 2 * LONG), sum(points[:incarnation])
 
-        def is_kept(due: int = due, made: int = made) -> bool:
-            return hub.state.kept.held == due and drawn(run).total() == made
+        def is_kept(whole: int = whole, due: int = due, made: int = made) -> bool:
+            is_put = hub.state.accepted == 2 * whole
+            return is_put and hub.state.kept.held == due and drawn(run).total() == made
 
         with rollout_of(run, incarnation, draws, mode) as process:
             until(is_kept, f"{due} tokens are kept")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -116,10 +117,10 @@ def check_rows_that_one_rank_cannot_read() -> None:
     claim = Claim(5, 0, (7,), ({"name": "maker-i000001-1-aa-000001.h5", "tickets": [7]},), 0)
     given_back: list[int] = []
     for held, expected in (([7], [{"reward": 1.0}]), ([], None)):
-        answer = {"tickets": held}
-        ranks._client = SimpleNamespace(
-            call=lambda op, answer=answer, **_: answer, give_back=lambda claim: given_back.append(claim.lease)
-        )
+        answer: Future[list[int]] = Future()
+        answer.set_result(held)
+        training = SimpleNamespace(settled=lambda leases, answer=answer: answer)
+        ranks._client = SimpleNamespace(training=training, give_back=lambda claim: given_back.append(claim.lease))
         ranks.samples, ranks.reader = 1, LateReader(misses=0 if leads else 1)
         assert ranks.rows(claim, line) == expected
     assert given_back == ([5] if leads else [])
