@@ -21,7 +21,7 @@ requires("mpi", "torch", "megatron")
 
 pytestmark = pytest.mark.run
 
-STEPS = 24
+STEPS = 48
 OVER = merged(
     LIGHT,
     {
