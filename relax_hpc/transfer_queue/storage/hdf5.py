@@ -27,16 +27,21 @@ FIRST_LINE = "relax_hpc shard {}: {} bytes, XXH3-64 of the data {:016x}, of the 
 _FIRST = re.compile(FIRST_LINE.replace("{:016x}", "([0-9a-f]{{16}})").replace("{}", r"(\d+)").format().encode())
 
 
+def mapped(path: Path) -> memoryview:
+    """A file, read-only, in memory as it is looked at. ShardError: it cannot be read, or is empty."""
+    try:
+        with path.open("rb") as opened:
+            return memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
+    except (OSError, ValueError) as error:
+        raise ShardError(f"{path}: {error}") from error
+
+
 def read(path: Path) -> dict[str, Row]:
     """Rows by sample id, numbers as read-only views into the mapped file.
 
     ShardError, naming the file and what is wrong, unless every row is as it was written.
     """
-    try:
-        with path.open("rb") as opened:
-            whole = memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
-    except (OSError, ValueError) as error:
-        raise ShardError(f"{path}: {error}") from error
+    whole = mapped(path)
     try:
         columns = _read_columns(_read_index(whole), whole)
         names = list(columns)

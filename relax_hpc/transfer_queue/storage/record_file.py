@@ -7,7 +7,6 @@ one HDF5 file each (`controller.gathering`), for people and other programs.
 
 from __future__ import annotations
 
-import mmap
 import os
 import secrets
 import struct
@@ -61,11 +60,7 @@ def read(path: Path) -> dict[str, Row]:
 
     ShardError, naming the file and what is wrong, unless every row is as it was written.
     """
-    try:
-        with path.open("rb") as opened:
-            whole = memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
-    except (OSError, ValueError) as error:
-        raise ShardError(f"{path}: {error}") from error
+    whole = hdf5.mapped(path)
     if not is_record(whole):
         return hdf5.read(path)
     record, (mark, digest) = whole[: -_END.size], _END.unpack(whole[-_END.size :])
