@@ -114,6 +114,8 @@ def test_samples_are_chosen(made: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert held_out["matching"] == 30 and held_out["samples"][0]["fate"] == "evaluated"
     assert shown(made, capsys, "--eval", "heldout", "--limit", "0", "--step", "4")["matching"] == 30
     assert shown(made, capsys, "--reason", "abort")["samples"] == []
+    assert main(["samples", str(made), "--reason", "abort"]) == EXIT_DONE
+    assert "no kept episode matches" in capsys.readouterr().err
     for words, text in (
         (["--eval", "held"], "--eval: found 'held', allowed: heldout"),
         (["--best", "--worst"], "--worst: found beside --best"),
@@ -144,7 +146,7 @@ def test_a_damaged_journal_hides_nothing_and_is_said(
 def test_what_others_have_put_there_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "run")
     dump(small(), run.config)
-    assert main(["samples", str(run.root)]) == EXIT_DONE and capsys.readouterr() == ("", "")
+    assert main(["samples", str(run.root)]) == EXIT_DONE and capsys.readouterr() == ("", "no kept episode matches\n")
     log = SampleLog(run.samples / "x.jsonl.gz", SamplesConfig(), steps=4)
     odd: list[Any] = [
         sample("1", 1, float("nan")),

@@ -157,6 +157,8 @@ def main(folder: str, wanted: Wanted, as_json: bool = False, html: str = "") -> 
 
 
 def _left_out(found: Found) -> Iterator[str]:
+    if not found.matching:
+        yield "no kept episode matches"
     if more := found.matching - len(found.samples):
         yield f"{more} more, see --limit"
     if found.hidden:
