@@ -58,7 +58,7 @@ _TABLE = (
     FieldSpec("prompt_len", "row", "int32", "length of the prompt", "tokens", by="rollout"),
     FieldSpec("loss_mask", "token", "uint8", "1: chosen by the policy and trained on", by="rollout"),
     FieldSpec("rollout_logprobs", "token", "float32", "by the engine that sampled", "nats", by="rollout", loss=True),
-    FieldSpec("token_versions", "token", "int32", "encoded version that sampled; 0 on the prompt", by="rollout"),
+    FieldSpec("token_versions", "token", "int32", "encoded version that sampled; 0: nobody did", by="rollout"),
     FieldSpec("old_logprobs", "token", "float32", "the clip's denominator", "nats", by="actor_fwd", loss=True),
     FieldSpec("old_logprob_version", "row", "int32", "encoded version of the weights that scored", by="actor_fwd"),
     FieldSpec("ref_logprobs", "token", "float32", "by the reference", "nats", by="reference", loss=True),

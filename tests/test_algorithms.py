@@ -86,7 +86,7 @@ def one_token(config: Grpo, ratio: float, advantage: float, **values: float) -> 
 
 def numpy_loss(batch: TokenBatch, config: Grpo) -> dict[str, float]:
     """The same quantities token by token in plain Python, written from the formulas."""
-    out = dict.fromkeys(("loss", "weight", "tokens", "samples", "loss/policy", "loss/kl", "loss/entropy"), 0.0)
+    out = dict.fromkeys(("loss", "weight", "tokens", "episodes", "loss/policy", "loss/kl", "loss/entropy"), 0.0)
     sums = "ratio clip_fraction kl/reference kl/old entropy rollout_kl train_rollout_logprob_abs_diff"
     sums += " correction_weight correction_square correction_cut"
     maxima = "train_rollout_logprob_max rollout_ratio_max rollout_inverse_ratio_max"
@@ -95,7 +95,7 @@ def numpy_loss(batch: TokenBatch, config: Grpo) -> dict[str, float]:
     for i in range(rows):
         chosen = [j for j in range(columns) if batch.mask[i, j] == 1]
         product = math.prod(math.exp(batch.old_logprobs[i, j] - batch.rollout_logprobs[i, j]) for j in chosen)
-        out["samples"] += bool(chosen)
+        out["episodes"] += bool(chosen)
         for j in chosen:
             new, old, rollout = (float(t[i, j]) for t in (batch.logprobs, batch.old_logprobs, batch.rollout_logprobs))
             ref, adv, entropy = (float(t[i, j]) for t in (batch.ref_logprobs, batch.advantages, batch.entropy))
@@ -126,7 +126,7 @@ def numpy_loss(batch: TokenBatch, config: Grpo) -> dict[str, float]:
             out["train_rollout_logprob_abs_diff"] += abs(old - rollout)
             out["train_rollout_logprob_max"] = max(out["train_rollout_logprob_max"], abs(old - rollout))
     out["loss"] = out["loss/policy"] + out["loss/kl"] + out["loss/entropy"]
-    out["weight"] = out["samples"] if config.reduction == "sequence_mean" else out["tokens"]
+    out["weight"] = out["episodes"] if config.reduction == "sequence_mean" else out["tokens"]
     return out
 
 
@@ -357,7 +357,7 @@ def test_missing_inputs_and_wrong_shapes_are_named():
 
 
 def test_mean_metrics():
-    totals = {"weight": 2.0, "tokens": 8.0, "samples": 2.0, "loss/policy": 4.0, "ratio": 6.0, "x_max": 3.0}
+    totals = {"weight": 2.0, "tokens": 8.0, "episodes": 2.0, "loss/policy": 4.0, "ratio": 6.0, "x_max": 3.0}
     means = mean_metrics(totals)
     assert (means["loss/policy"], means["ratio"], means["x_max"], means["tokens"]) == (2.0, 0.75, 3.0, 8.0)
 

@@ -43,7 +43,7 @@ def rows_with(rewards: list[float], samples: int) -> list[dict]:
 
 
 def test_advantages_stay_within_their_prompt_group() -> None:
-    made = advantages_of(rows_with([0.0, 1.0, 5.0, 5.0], 2), 2, Grpo(), seed=0)
+    made = advantages_of(rows_with([0.0, 1.0, 5.0, 5.0], 2), Grpo(), seed=0)
     values = [row["advantages"].tolist() for row in made]
     half = 2**-0.5
     np.testing.assert_allclose(values, [[0, -half, -half], [0, half, half], [0, 0, 0], [0, 0, 0]], atol=1e-5)
@@ -51,8 +51,8 @@ def test_advantages_stay_within_their_prompt_group() -> None:
 
 def test_the_control_permutes_rewards_reproducibly() -> None:
     rows, algorithm = rows_with(list(np.linspace(0, 1, 32)), 4), Grpo(shuffle_rewards=True)
-    one, two = (advantages_of(rows, 4, algorithm, seed=1) for _ in range(2))
-    plain = advantages_of(rows, 4, Grpo(), seed=1)
+    one, two = (advantages_of(rows, algorithm, seed=1) for _ in range(2))
+    plain = advantages_of(rows, Grpo(), seed=1)
     assert all(np.array_equal(a["advantages"], b["advantages"]) for a, b in zip(one, two, strict=True))
     assert any(not np.array_equal(a["advantages"], b["advantages"]) for a, b in zip(one, plain, strict=True))
 

@@ -50,7 +50,7 @@ class CorrectionConfig:
     kind: Literal["truncate", "mask", "off"] = "truncate"
     """`truncate`: the ratio, up to `high`; `mask`: the ratio within [`low`, `high`], else 0; `off`: 1."""
     level: Literal["token", "sequence"] = "token"
-    """The ratio is each token's, or the product over its response."""
+    """The ratio is each token's, or the product over its row."""
     low: float = bounded(0.5, 0.0, 1.0)
     """Smallest ratio that is not masked; `truncate` has no lower edge."""
     high: float = bounded(2.0, 1.0)
@@ -82,7 +82,7 @@ class Algorithm:
     mini_batches: int = bounded(1, 1)
     """Optimizer steps a pass makes; divides prompts_per_step."""
     reduction: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """Over a whole optimizer step: mean over tokens, or over samples of each sample's mean."""
+    """Over a whole optimizer step: mean over tokens, or over episodes of each episode's mean."""
     entropy_coefficient: float = bounded(0.0)
     """Weight of the entropy's bonus in the loss."""
     log_entropy: bool = False
@@ -90,9 +90,9 @@ class Algorithm:
     kl: KlConfig = field(default_factory=KlConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     mask_older_tokens: bool = False
-    """Leave tokens out of the loss that were drawn by older weights than the last one of their response."""
+    """Leave tokens out of the loss that were drawn by older weights than the last one of their row."""
     shuffle_rewards: bool = False
-    """Control experiment: permute rewards over the step's samples. Nothing should be learned."""
+    """Control experiment: permute rewards over the step's episodes. Nothing should be learned."""
 
     # -- what it needs -----------------------------------------------------------------------------------------
 

@@ -23,10 +23,16 @@ class TokenBatch:
     (torch.Size([1, 2]), None)
     """
 
-    __slots__ = ("entropy", "fields", "logprobs", "mask")
+    __slots__ = ("entropy", "episode_tokens", "fields", "logprobs", "mask")
 
     def __init__(
-        self, *, logprobs: Tensor, mask: Tensor, entropy: Tensor | None = None, **fields: Tensor | None
+        self,
+        *,
+        logprobs: Tensor,
+        mask: Tensor,
+        entropy: Tensor | None = None,
+        episode_tokens: Tensor | None = None,
+        **fields: Tensor | None,
     ) -> None:
         """TypeError: one of ``fields`` is none that the loss takes."""
         if unknown := set(fields).difference(loss_fields()):
@@ -37,6 +43,8 @@ class TokenBatch:
         """1 where the policy chose the token and is trained on it, else 0."""
         self.entropy = entropy
         """Of the policy's distribution at each token, with gradient if it enters the loss; nats."""
+        self.episode_tokens = episode_tokens
+        """[b, 1]: trained tokens of all rows of the row's episode, wherever those are; None: each row is an episode."""
         self.fields = fields
         """By name; see `relax_hpc.fields`."""
 
@@ -47,9 +55,17 @@ class TokenBatch:
 
     def replace(self, **changes: Tensor | None) -> TokenBatch:
         """A batch with other values by name."""
-        return TokenBatch(
-            **{"logprobs": self.logprobs, "mask": self.mask, "entropy": self.entropy, **self.fields, **changes}
-        )
+        own = {name: getattr(self, name) for name in self.__slots__ if name != "fields"}
+        return TokenBatch(**{**own, **self.fields, **changes})
+
+    def row_tokens(self) -> Tensor:
+        """Trained tokens of each row, [b, 1] of the type of the log-probabilities."""
+        return (self.mask > 0).to(self.logprobs.dtype).sum(dim=1, keepdim=True)
+
+    def of_episode(self) -> Tensor:
+        """Trained tokens of each row's whole episode, at least 1: [b, 1] of the type of the log-probabilities."""
+        known = self.row_tokens() if self.episode_tokens is None else self.episode_tokens.to(self.logprobs.dtype)
+        return known.clamp(min=1.0)
 
     def clean(self) -> TokenBatch:
         """With zeros where the mask is 0. ValueError: a value is not of the mask's shape."""
@@ -63,4 +79,4 @@ class TokenBatch:
                 raise ValueError(f"{name} has shape {tuple(value.shape)}, the mask {tuple(keep.shape)}")
             inside = keep.reshape(*keep.shape, *(1,) * (value.dim() - 2))
             found[name] = torch.where(inside, value, torch.zeros_like(value))
-        return TokenBatch(**found, mask=self.mask)
+        return TokenBatch(**found, mask=self.mask, episode_tokens=self.episode_tokens)

@@ -26,17 +26,17 @@ class Correction:
     cut: Tensor
     """Where the weight is not the ratio: it was truncated, or masked."""
     ratio: Tensor
-    """Of the token, or of its whole response."""
+    """Of the token, or of its whole row."""
 
 
 def correction(old_logprobs: Tensor, rollout_logprobs: Tensor, settings: CorrectionConfig) -> Correction:
     """Weights by the ratio rho = exp(old - rollout) of log-probabilities [b, s], both 0 where a token does not count.
 
     Level `token`: rho of each token; low variance, but biased for what comes after it. `sequence`: the product over the
-    row, rho = exp(sum(old - rollout)), which is the unbiased weight of a response (Y. Liu, J. Li et al., "When Speed
-    Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch", 2025, section 4.2.1), not GSPO's
-    geometric mean (arXiv 2507.18071, equation 7), whose value does not correct an expectation; long responses of
-    distant policies leave the range soon. The logarithm is summed first and then cut to `kl.MAX_LOG_RATIO`.
+    row, rho = exp(sum(old - rollout)), the unbiased weight of what was drawn in one context (Y. Liu, J. Li et al.,
+    "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch", 2025, section 4.2.1),
+    not GSPO's geometric mean (arXiv 2507.18071, equation 7), whose value does not correct an expectation; long
+    responses of distant policies leave the range soon. The logarithm is summed first, then cut to `kl.MAX_LOG_RATIO`.
 
     `truncate`: w = min(rho, high); E. Ionides, "Truncated Importance Sampling", J. Comput. Graph. Stat.
     17(2), 2008; for rollout engines F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL

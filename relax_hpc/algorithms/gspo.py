@@ -20,15 +20,19 @@ class Gspo(Grpo):
     The ratio of every token is s = exp(mean over the response of log(policy / old)) (equation 7), and what it is
     clipped at is small, as means of many tokens are near 1 (section 5.1: 3e-4 and 4e-4). Its gradient is taken token by
     token (GSPO-token, equation 13): s_t = sg[s] policy_t / sg[policy_t]; for equal advantages it is that of s itself.
+
+    A response here is a *row*, of which an episode may have several: the paper's likelihood is that of one sequence
+    given what came before it, and a row is what was drawn in one context. Rows of an episode have ratios of their own,
+    and weigh by their tokens in its mean.
     """
 
     name: str = "gspo"
     clip_low: float = bounded(3e-4, 0.0, 1.0)
-    """Lower edge of a response's ratio is 1 - clip_low."""
+    """Lower edge of a row's ratio is 1 - clip_low."""
     clip_high: float = bounded(4e-4, 0.0)
-    """Upper edge of a response's ratio is 1 + clip_high."""
+    """Upper edge of a row's ratio is 1 + clip_high."""
     reduction: Literal["token_mean", "sequence_mean"] = "sequence_mean"
-    """Over a whole optimizer step: mean over tokens, or over samples of each sample's mean."""
+    """Over a whole optimizer step: mean over tokens, or over episodes of each episode's mean."""
 
     def token_losses(self, batch: TokenBatch) -> TokenLosses:
         from relax_hpc.algorithms.kl import safe_exp
@@ -36,7 +40,7 @@ class Gspo(Grpo):
 
         keep = (batch.mask > 0).to(batch.logprobs.dtype)
         log_ratio = (batch.logprobs - batch.old_logprobs).detach() * keep
-        mean = log_ratio.sum(dim=1, keepdim=True) / keep.sum(dim=1, keepdim=True).clamp(min=1.0)
+        mean = log_ratio.sum(dim=1, keepdim=True) / batch.row_tokens().clamp(min=1.0)
         ratio = safe_exp(mean + batch.logprobs - batch.logprobs.detach())
         loss, clipped = clipped_surrogate(ratio, batch.advantages, self.clip_low, self.clip_high)
         return TokenLosses(loss, ratio, clipped)

@@ -54,11 +54,12 @@ def policy_loss(batch: TokenBatch, algorithm: Algorithm) -> tuple[Tensor, dict[s
 
     A token's loss is w * algorithm.token_losses + kl.coefficient * KL - entropy_coefficient * H with w from
     `correction`. `token_mean` adds up tokens (DAPO, arXiv 2503.14476, section 3.3; every token weighs the same, which
-    Dr. GRPO, arXiv 2503.20783, section 3, asks for too); `sequence_mean` first divides a sample's sum by its masked
-    tokens (GRPO, arXiv 2402.03300, equation 3) and so needs whole samples. The mean over an optimizer step is
-    sum(loss) / sum(metrics["weight"]).
+    Dr. GRPO, arXiv 2503.20783, section 3, asks for too); `sequence_mean` first divides an episode's sum by its masked
+    tokens (GRPO, arXiv 2402.03300, equation 3), those of all its rows together, of which some may be in other batches.
+    The mean over an optimizer step is sum(loss) / sum(metrics["weight"]).
 
-    Metrics: `weight` (masked tokens, or samples having some), `tokens`, `samples`; `loss/policy`, `loss/kl`,
+    Metrics: `weight` (masked tokens, or episodes having some: a row is as much of one as it has of its tokens),
+    `tokens`, `episodes`; `loss/policy`, `loss/kl`,
     `loss/entropy`, whose sum is the loss; over masked tokens `ratio`, `clip_fraction`, `kl/old`, `rollout_kl` (KL of
     the engine's policy to the old one), `correction_weight`, `correction_square` (of the weight), `correction_cut`,
     `train_rollout_logprob_abs_diff`, `kl/reference` if there are ref_logprobs, `entropy` if there is entropy and
@@ -71,7 +72,7 @@ def policy_loss(batch: TokenBatch, algorithm: Algorithm) -> tuple[Tensor, dict[s
     x = _checked(batch, algorithm)
     share = keep.to(x.logprobs.dtype)
     if algorithm.reduction == "sequence_mean":
-        share = share / share.sum(dim=1, keepdim=True).clamp(min=1.0)
+        share = share / x.of_episode()
     found = algorithm.token_losses(x)
     corrected = correction(x.old_logprobs, x.rollout_logprobs, algorithm.correction)
     terms = {"loss/policy": (share * corrected.weight * found.loss).sum()}
@@ -81,7 +82,7 @@ def policy_loss(batch: TokenBatch, algorithm: Algorithm) -> tuple[Tensor, dict[s
     loss = terms["loss/policy"] + terms["loss/kl"] + terms["loss/entropy"]
 
     tokens = keep.sum().to(share.dtype)
-    samples = keep.any(dim=1).sum().to(share.dtype)
+    episodes = (x.row_tokens() / x.of_episode()).sum().to(share.dtype)
     difference = (x.old_logprobs - x.rollout_logprobs).abs()
     per_token = {
         "ratio": found.ratio,
@@ -95,8 +96,8 @@ def policy_loss(batch: TokenBatch, algorithm: Algorithm) -> tuple[Tensor, dict[s
         "correction_cut": corrected.cut,
         "train_rollout_logprob_abs_diff": difference,
     } | {OWN + name: values for name, values in found.metrics.items()}
-    weight = tokens if algorithm.reduction == "token_mean" else samples
-    metrics = {"weight": weight, "tokens": tokens, "samples": samples} | terms
+    weight = tokens if algorithm.reduction == "token_mean" else episodes
+    metrics = {"weight": weight, "tokens": tokens, "episodes": episodes} | terms
     metrics |= {name: (keep * value).sum() for name, value in per_token.items() if value is not None}
     maxima = {
         "train_rollout_logprob": difference,
@@ -110,12 +111,12 @@ def policy_loss(batch: TokenBatch, algorithm: Algorithm) -> tuple[Tensor, dict[s
 def mean_metrics(totals: dict[str, float]) -> dict[str, float]:
     """Means of combined `policy_loss` metrics: `loss/*` per weight, other sums per token; counts and maxima stay.
 
-    >>> mean_metrics({"weight": 2.0, "tokens": 4.0, "samples": 2.0, "loss/policy": 3.0, "ratio": 5.0})
-    {'weight': 2.0, 'tokens': 4.0, 'samples': 2.0, 'loss/policy': 1.5, 'ratio': 1.25}
+    >>> mean_metrics({"weight": 2.0, "tokens": 4.0, "episodes": 2.0, "loss/policy": 3.0, "ratio": 5.0})
+    {'weight': 2.0, 'tokens': 4.0, 'episodes': 2.0, 'loss/policy': 1.5, 'ratio': 1.25}
     """
     result = {}
     for name, value in totals.items():
-        if name in ("weight", "tokens", "samples") or name.endswith(MAX_SUFFIX):
+        if name in ("weight", "tokens", "episodes") or name.endswith(MAX_SUFFIX):
             result[name] = value
         else:
             result[name] = value / max(totals["weight" if name.startswith("loss/") else "tokens"], 1.0)

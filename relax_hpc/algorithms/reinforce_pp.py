@@ -19,10 +19,10 @@ EPS = 1e-8
 class ReinforcePP(Grpo):
     """arXiv 2501.03262: advantages are normalised over all tokens of the step, in PPO's clipped loss.
 
-    A token's is A_t = R - kl_in_reward * sum over tokens i >= t of log(rollout_i / reference_i), the return without a
-    discount of a reward with a KL penalty a token; then (A - mean) / sqrt(var + 1e-8) with mean and unbiased variance
-    over all trained tokens of the step. With `baseline: prompt`, REINFORCE++-baseline, the mean of its prompt is taken
-    off R first.
+    A token's is A_t = R - kl_in_reward * sum over the episode's tokens i >= t of log(rollout_i / reference_i), the
+    return without a discount of a reward with a KL penalty a token; then (A - mean) / sqrt(var + 1e-8) with mean and
+    unbiased variance over all trained tokens of the step. With `baseline: prompt`, REINFORCE++-baseline, the mean of
+    its prompt is taken off R first.
     """
 
     window: ClassVar[Literal["prompt", "step"]] = "step"
@@ -41,22 +41,28 @@ class ReinforcePP(Grpo):
         rewards = rewards_of(prompts)
         if self.baseline == "prompt":
             rewards = centred(rewards)
-        episodes = (episode for prompt in prompts for episode in prompt)
-        paid = [(row, reward) for episode, reward in zip(episodes, rewards.flat, strict=True) for row in episode]
+        episodes = [episode for prompt in prompts for episode in prompt]
+        rows = [row for episode in episodes for row in episode]
+        tokens = np.array([np.count_nonzero(row["loss_mask"]) for row in rows])
         if self.kl_in_reward:
-            returns = [self._returns(row, reward) for row, reward in paid]
-            found = normalised(np.concatenate(returns))
-            values = np.split(found, np.cumsum([len(part) for part in returns])[:-1])
+            returns = map(self._returns, episodes, rewards.flat)
+            values = np.split(normalised(np.concatenate([*returns])), np.cumsum(tokens)[:-1])
         else:
-            tokens = np.array([np.count_nonzero(row["loss_mask"]) for row, _ in paid])
-            values = normalised(np.array([reward for _, reward in paid]), tokens)
-        return [spread(value, row["loss_mask"]) for value, (row, _) in zip(values, paid, strict=True)]
+            paid = np.repeat(rewards.flat, [len(episode) for episode in episodes])
+            values = normalised(paid, tokens)
+        return [spread(value, row["loss_mask"]) for value, row in zip(values, rows, strict=True)]
 
-    def _returns(self, row: Row, reward: float) -> np.ndarray:
-        """Of the trained tokens of a row [n]: what is left of its reward after the penalty of these and later ones."""
-        trained = row["loss_mask"] > 0
-        penalty = row["rollout_logprobs"][trained].astype(np.float64) - row["ref_logprobs"][trained]
+    def _returns(self, episode: Sequence[Row], reward: float) -> np.ndarray:
+        """Of the trained tokens of an episode's rows, one row after the other, [n]: what is left of its reward after
+        the penalty of these and later ones."""
+        penalty = np.concatenate([_penalty(row) for row in episode])
         return reward - self.kl_in_reward * penalty[::-1].cumsum()[::-1]
+
+
+def _penalty(row: Row) -> np.ndarray:
+    """log(rollout / reference) of the trained tokens of a row."""
+    trained = row["loss_mask"] > 0
+    return row["rollout_logprobs"][trained].astype(np.float64) - row["ref_logprobs"][trained]
 
 
 def normalised(values: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:

@@ -7,27 +7,33 @@ from collections.abc import Sequence
 import numpy as np
 
 from relax_hpc.algorithms import Algorithm
+from relax_hpc.algorithms.base import Prompt, rewards_of
 from relax_hpc.roles.context import END, HUB, Context
 from relax_hpc.transfer_queue.client.claims import check_claim
-from relax_hpc.transfer_queue.row_schema import Row
+from relax_hpc.transfer_queue.row_schema import Row, by_prompt
 from relax_hpc.transfer_queue.storage.media import placeholders_of
 
 _EVERYTHING = 1 << 40
 
 
-def advantages_of(rows: Sequence[Row], samples: int, algorithm: Algorithm, seed: int) -> list[Row]:
-    """Ids of ``rows`` with what the algorithm gives them; rows come as whole prompt groups of ``samples``."""
+def advantages_of(rows: Sequence[Row], algorithm: Algorithm, seed: int) -> list[Row]:
+    """Ids of ``rows`` with what the algorithm gives them; rows come as whole prompt groups, in the order of their
+    ids."""
+    prompts = by_prompt(rows)
     if algorithm.shuffle_rewards:
-        rows = shuffled(rows, seed)
-    prompts = [[[row] for row in rows[start : start + samples]] for start in range(0, len(rows), samples)]
+        prompts = shuffled(prompts, seed)
     return [{"sample_id": row["sample_id"], **made} for row, made in zip(rows, algorithm.given(prompts), strict=True)]
 
 
-def shuffled(rows: Sequence[Row], seed: int) -> list[Row]:
-    """``rows`` with each other's rewards, the same for the same step."""
-    rewards = np.array([row["reward"] for row in rows], dtype=np.float64)
-    drawn = np.random.default_rng([seed, rows[0]["ticket"]]).permutation(rewards)
-    return [{**row, "reward": reward} for row, reward in zip(rows, drawn, strict=True)]
+def shuffled(prompts: Sequence[Prompt], seed: int) -> list[list[list[Row]]]:
+    """``prompts`` whose episodes have each other's rewards, the same for the same step."""
+    rewards = rewards_of(prompts)
+    drawn = np.random.default_rng([seed, prompts[0][0][0]["ticket"]]).permutation(rewards.ravel())
+    pairs = zip(prompts, drawn.reshape(rewards.shape), strict=True)
+    return [
+        [[{**row, "reward": reward} for row in episode] for episode, reward in zip(prompt, line, strict=True)]
+        for prompt, line in pairs
+    ]
 
 
 def run(context: Context) -> None:
@@ -45,6 +51,6 @@ def run(context: Context) -> None:
             if not check_claim(client, claim, placeholders):
                 continue
             rows = client.rows(claim)
-            made = advantages_of(rows, config.samples_per_prompt, config.algorithm, config.seed)
+            made = advantages_of(rows, config.algorithm, config.seed)
             client.put(claim.lacking(made), config.algorithm.gives, claim)
         context.report(claim.step, client.store.ways.since_last())

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from relax_hpc.algorithms.correction import effective_share
 from relax_hpc.transfer_queue.client import StepTrained
-from relax_hpc.transfer_queue.row_schema import Row
+from relax_hpc.transfer_queue.row_schema import Row, by_prompt
 
 
 class Tally:
-    """What the step's rows say, for the metrics."""
+    """What the step's episodes say, for the metrics."""
 
     def __init__(self) -> None:
         self.rewards: list[float] = []
         self.lengths: list[int] = []
+        """Tokens that the policy sampled, in all rows of an episode."""
         self.stopped = 0
+        """Episodes whose last row did."""
         self.tokens = 0
+        """Of all rows, those included that nobody sampled."""
 
     def add(self, rows: list[Row]) -> None:
-        for row in rows:
-            self.rewards.append(float(row["reward"]))
-            self.lengths.append(len(row["token_ids"]) - int(row["prompt_len"]))
-            self.tokens += len(row["token_ids"])
-            self.stopped += row["finish_reason"] == "stop"
+        """Rows of whole prompt groups, in the order of their ids."""
+        for episode in (episode for prompt in by_prompt(rows) for episode in prompt):
+            self.rewards.append(float(episode[0]["reward"]))
+            self.lengths.append(sum(int(np.count_nonzero(row["token_versions"])) for row in episode))
+            self.tokens += sum(len(row["token_ids"]) for row in episode)
+            self.stopped += episode[-1]["finish_reason"] == "stop"
 
     def join(self, other: Tally) -> None:
         """Count what ``other`` has counted too."""

@@ -21,7 +21,7 @@ from relax_hpc.roles.ranks import Ranks
 from relax_hpc.roles.step_clock import AtEdge, StepClock
 from relax_hpc.roles.step_report import StepResult, Tally
 from relax_hpc.roles.window_stream import DISK, WindowStream
-from relax_hpc.training.batches import PAD, Batch, collate
+from relax_hpc.training.batches import PAD, Batch, collate, episode_tokens
 from relax_hpc.training.optimizer import learning_rate
 from relax_hpc.training.trainer import Trainer
 from relax_hpc.transfer_queue.client import Claim, StepTrained, then
@@ -203,5 +203,7 @@ class TrainerRole:
     def batches(self, window: Window) -> list[Batch]:
         """This data rank's micro-batches of a window, as the queue has assigned them."""
         assigned, model = window.claim.assignment[self.ranks.layout.data_rank], self.trainer.model
-        parts = [[window.rows[number] for number in part] for part in assigned]
-        return [collate(part, PAD, model.device, model.length_multiple, model.spec.row_fields) for part in parts]
+        rows, counts, about = window.rows, episode_tokens(window.rows), (model.length_multiple, model.spec.row_fields)
+        return [
+            collate([rows[n] for n in part], PAD, model.device, *about, [counts[n] for n in part]) for part in assigned
+        ]

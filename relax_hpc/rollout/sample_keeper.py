@@ -76,7 +76,7 @@ class SampleKeeper:
             "response": self.tokenizer.decode(list(made.token_ids)),
             "reward": float(reward),
             "finish_reason": made.finish_reason,
-            "tokens": len(made.token_ids),
+            "tokens": int(np.count_nonzero(made.token_versions)),
             "versions": [str(Version.decode(code)) for code in np.unique(made.token_versions).tolist() if code],
             "time": time.time(),
         }

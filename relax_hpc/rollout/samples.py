@@ -16,7 +16,7 @@ from relax_hpc.rewards import Reward, RewardError, RewardInput, safe_reward
 from relax_hpc.rollout.filters import Filter
 from relax_hpc.rollout.outcomes import Failure
 from relax_hpc.transfer_queue.records import FILTERED
-from relax_hpc.transfer_queue.row_schema import Row, sample_id
+from relax_hpc.transfer_queue.row_schema import NOBODY, Row, sample_id
 
 
 @dataclass(slots=True)
@@ -70,8 +70,7 @@ def group_rows(
 ) -> list[Row] | Failure:
     """The rows of a prompt group, or why there are none: groups enter the queue whole.
 
-    ``keeps``: by the rewards, whether the group is wanted. ``newest_only``: only tokens of the version that drew the
-    last one of their response are trained on.
+    ``keeps``: by the rewards, whether the group is wanted. ``newest_only``: see `leave_older_out`.
     """
     rows: list[Row] = []
     for k, answer in enumerate(answers):
@@ -84,12 +83,19 @@ def group_rows(
             return Failure(value.reason, f"{value.reason}: {value.detail} (prompt {prompt.prompt_id})")
         row = unscored_row(prompt, ticket, k, answer) | {"reward": value}
         if newest_only:
-            row["loss_mask"] *= row["token_versions"] == row["token_versions"][-1]
+            leave_older_out(row)
         rows.append(row)
     rewards = tuple(row["reward"] for row in rows)
     if not keeps(list(rewards)):
         return Failure(FILTERED, f"rewards {sorted(set(rewards))} (prompt {prompt.prompt_id})", rewards)
     return rows
+
+
+def leave_older_out(row: Row) -> None:
+    """Train only on tokens of the version that drew the last one of ``row`` that anybody sampled."""
+    versions = row["token_versions"]
+    if len(sampled := versions[versions != NOBODY]):
+        row["loss_mask"] *= versions == sampled[-1]
 
 
 def unscored_row(prompt: Prompt, ticket: int, k: int, answer: Generation) -> Row:

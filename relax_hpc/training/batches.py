@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from relax_hpc.fields import FIELDS, loss_fields
-from relax_hpc.transfer_queue.row_schema import Row
+from relax_hpc.transfer_queue.row_schema import Row, place_of
 
 PAD = 0
 """Token id after a row's end; nothing that is used depends on it."""
@@ -26,6 +27,8 @@ class Batch:
     """[b, s] float32, 1 where the token was chosen by the policy and is trained on."""
     lengths: list[int]
     """Tokens of each row before padding."""
+    episode_tokens: Tensor
+    """[b, 1] float32: trained tokens of all rows of the row's episode, some of which other batches may have."""
     fields: dict[str, Tensor] = field(default_factory=dict)
     """By name, [b, s, *tail] of the declared type: of the fields that were asked for, those that every row has."""
 
@@ -36,11 +39,13 @@ def collate(
     device: str | torch.device,
     multiple: int = 1,
     also: Sequence[str] = (),
+    episode_tokens: Sequence[int] | None = None,
 ) -> Batch:
     """One micro-batch of `rows` (at least one), as long as the longest rounded up to a multiple of `multiple`.
 
     It has the fields that the loss takes, and `also` token fields that a model's forward pass needs. A row needs
-    `token_ids`; one without `loss_mask` has no trained token.
+    `token_ids`; one without `loss_mask` has no trained token. `episode_tokens`: see `Batch`; None: each row is all of
+    its episode.
     """
     lengths = [len(row["token_ids"]) for row in rows]
     size = -(-max(lengths) // multiple) * multiple
@@ -56,12 +61,24 @@ def collate(
         return stack(name, FIELDS[name].pad, FIELDS[name].dtype, np.shape(rows[0][name])[1:])
 
     known = [name for name in (*loss_fields(), *also) if all(row.get(name) is not None for row in rows)]
+    mask = stack("loss_mask", 0.0, np.float32)
+    counts = mask.sum(1) if episode_tokens is None else torch.tensor(episode_tokens, dtype=mask.dtype, device=device)
     return Batch(
         tokens=stack("token_ids", pad_id, np.int64),
-        mask=stack("loss_mask", 0.0, np.float32),
+        mask=mask,
         lengths=lengths,
+        episode_tokens=counts[:, None],
         fields={name: stacked(name) for name in known},
     )
+
+
+def episode_tokens(rows: Sequence[Row]) -> list[int]:
+    """Of each of `rows`, the trained tokens of its whole episode, all rows of which are among them."""
+    episodes = [place_of(row["sample_id"])[:2] for row in rows]
+    found: Counter[tuple[int, int]] = Counter()
+    for episode, row in zip(episodes, rows, strict=True):
+        found[episode] += int(np.count_nonzero(row["loss_mask"]))
+    return [found[episode] for episode in episodes]
 
 
 def split_rows(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:

@@ -189,4 +189,4 @@ def token_batch(batch: Batch, logprobs: Tensor, entropy: Tensor | None) -> Token
     known = {name: value for name, value in batch.fields.items() if FIELDS[name].loss}
     old = known.setdefault("old_logprobs", logprobs.detach())
     known.setdefault("rollout_logprobs", old)
-    return TokenBatch(logprobs=logprobs, entropy=entropy, mask=batch.mask, **known)
+    return TokenBatch(logprobs=logprobs, entropy=entropy, mask=batch.mask, episode_tokens=batch.episode_tokens, **known)

@@ -2,7 +2,8 @@
 
 A row is a dict of fields. Per-token arrays all have the length of the whole sequence, prompt and response, so index i
 of every one of them belongs to token i: ``loss_mask[i]`` says whether token i was chosen by the policy and
-``rollout_logprobs[i]`` is its log-probability given the tokens before it (0 on the prompt).
+``rollout_logprobs[i]`` is its log-probability given the tokens before it. An episode, one attempt at a prompt, has one
+row or several, and its reward is in each of them.
 Unknown fields are kept and passed on; where their values are arrays of numbers, of any length but of one dtype and one
 shape behind the first axis, as arrays.
 """
@@ -17,6 +18,11 @@ import numpy as np
 from relax_hpc.fields import FIELDS, FieldSpec, fields_by
 
 FORMAT_VERSION = 1
+NOBODY = 0
+"""Encoded version, of no incarnation, of tokens that nobody sampled: those of the prompt, and what others put between
+those of the policy, such as a tool. Their mask and their log-probabilities are 0."""
+_LONG = 4096
+"""Entries of a row, from which on there are better ways to look at it."""
 
 Row = dict[str, Any]
 
@@ -32,6 +38,44 @@ def sample_id(ticket: int, k: int) -> str:
     '000000123.04'
     """
     return f"{ticket:09d}.{k:02d}"
+
+
+def place_of(name: str) -> tuple[int, int, int]:
+    """The ticket, the episode and the row that an id names.
+
+    >>> place_of("000000123.04.01"), place_of("000000123.04")
+    ((123, 4, 1), (123, 4, 0))
+    """
+    ticket, episode, row = (*name.split("."), "0")[:3]
+    return int(ticket), int(episode), int(row)
+
+
+def by_prompt(rows: Sequence[Row]) -> list[list[list[Row]]]:
+    """``rows``, in the order of their ids, as [prompt group][episode][row]."""
+    prompts: list[list[list[Row]]] = []
+    last: tuple[int, ...] = ()
+    for row in rows:
+        place = place_of(row["sample_id"])
+        if place[:1] != last[:1]:
+            prompts.append([])
+        if place[:2] != last[:2]:
+            prompts[-1].append([])
+        prompts[-1][-1].append(row)
+        last = place
+    return prompts
+
+
+def sampled_versions(row: Row) -> set[int]:
+    """The encoded versions that drew tokens of ``row``; see NOBODY."""
+    codes = row["token_versions"][row["prompt_len"] :]
+    # Almost always there is one. Comparing bytes is cheaper than numpy's reductions for a short row, and dearer for a
+    # long one.
+    if len(codes) > _LONG:
+        alike = codes.min() == codes.max()
+    else:
+        data = codes.tobytes()
+        alike = len(codes) and data == data[: codes.itemsize] * len(codes)
+    return ({int(codes[0])} if alike else set(np.unique(codes).tolist())) - {NOBODY}
 
 
 def spec_of(name: str, values: Sequence[Any]) -> FieldSpec:

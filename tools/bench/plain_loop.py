@@ -98,7 +98,7 @@ class PlainLoop:
         clock.lap("generate")
         groups = zip(prompts.items(), _chunks(answers, samples), strict=True)
         rows = [row for (ticket, prompt), group in groups for row in self.rows(prompt, ticket, group)]
-        advantages = advantages_of(rows, samples, self.config.algorithm, self.config.seed)
+        advantages = advantages_of(rows, self.config.algorithm, self.config.seed)
         rows = [row | more for row, more in zip(rows, advantages, strict=True)]
         clock.lap("rows")
         self.score(rows, forward)

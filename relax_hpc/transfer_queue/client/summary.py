@@ -5,13 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from relax_hpc.transfer_queue.lengths import packed
-from relax_hpc.transfer_queue.row_schema import Row
-
-_LONG = 4096
-"""Entries of a row, from which on there are better ways to look at it."""
+from relax_hpc.transfer_queue.row_schema import Row, sampled_versions
 
 
 def summarise(rows: Sequence[Row], fields: Sequence[str]) -> list[dict[str, Any]]:
@@ -23,7 +18,7 @@ def summarise(rows: Sequence[Row], fields: Sequence[str]) -> list[dict[str, Any]
         summary["mask"] |= 1 << int(k)
         if "token_ids" in fields:
             summary["lengths"][int(k)] = len(row["token_ids"])
-            summary["versions"] |= _distinct(row["token_versions"][row["prompt_len"] :])
+            summary["versions"] |= sampled_versions(row)
         if "old_logprob_version" in fields:
             summary["versions"].add(int(row["old_logprob_version"]))
     for summary in groups.values():
@@ -31,14 +26,3 @@ def summarise(rows: Sequence[Row], fields: Sequence[str]) -> list[dict[str, Any]
         summary["lengths"] = packed([lengths[k] for k in sorted(lengths)])
         summary["versions"] = sorted(summary["versions"])
     return list(groups.values())
-
-
-def _distinct(codes: np.ndarray) -> set[int]:
-    """The values in ``codes``, of which there is almost always one."""
-    # Comparing bytes is cheaper than numpy's reductions for a short row, and dearer for a long one.
-    if len(codes) > _LONG:
-        alike = codes.min() == codes.max()
-    else:
-        data = codes.tobytes()
-        alike = len(codes) and data == data[: codes.itemsize] * len(codes)
-    return {int(codes[0])} if alike else set(np.unique(codes).tolist())

@@ -21,7 +21,7 @@ from relax_hpc.transfer_queue.controller.state import QueueState
 from relax_hpc.transfer_queue.inspect.audit import JournalCopy
 from relax_hpc.transfer_queue.plan import Plan
 from relax_hpc.transfer_queue.records import NO_STEP
-from relax_hpc.transfer_queue.row_schema import Row, sample_id
+from relax_hpc.transfer_queue.row_schema import Row, sample_id, sampled_versions
 from relax_hpc.transfer_queue.storage import record_file
 from relax_hpc.transfer_queue.storage.shard import check_name
 from relax_hpc.versions import Version
@@ -83,7 +83,7 @@ class KeptRows:
         row: Row = {"sample_id": name, "step": step, "trained": self._trained(step), "versions": []}
         for rows, fields in parts:
             row |= {field: rows[name][field] for field in fields}
-        sampled = np.unique(row["token_versions"][row["prompt_len"] :]) if "token_versions" in row else ()
+        sampled = sorted(sampled_versions(row)) if "token_versions" in row else ()
         return row | {"versions": [str(Version.decode(code)) for code in sampled]} | self._texts(row)
 
     def _texts(self, row: Row) -> Row:

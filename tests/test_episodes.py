@@ -1,0 +1,240 @@
+"""Episodes of one row or several, and tokens in them that nobody sampled: advantages, losses, versions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relax_hpc.algorithms import ALGORITHMS, Algorithm, Grpo, Gspo, ReinforcePP
+from relax_hpc.algorithms.base import CorrectionConfig, KlConfig
+from relax_hpc.roles.advantages import advantages_of
+from relax_hpc.roles.step_report import Tally
+from relax_hpc.rollout.samples import leave_older_out
+from relax_hpc.transfer_queue.client.summary import summarise
+from relax_hpc.transfer_queue.row_schema import Row, by_prompt, sampled_versions
+from relax_hpc.versions import Version
+from tests.requirements import requires
+
+PER_TOKEN = [name for name in ALGORITHMS if name != "gspo"]
+
+
+def row_of(name: str, seed: int, length: int = 12) -> Row:
+    """A row two of whose tokens somebody else has put between those of the policy, and a boundary behind them."""
+    draw = np.random.default_rng(seed)
+    mask = (draw.random(length) < 0.7).astype(np.uint8)
+    mask[[0, 1, length // 2 - 1, length // 2]] = 0
+    mask[[2, -1]] = 1
+    new = -draw.exponential(1.0, length)
+    near = {field: new + draw.normal(0, 0.4, length) for field in ("old_logprobs", "rollout_logprobs", "ref_logprobs")}
+    return {
+        "sample_id": name,
+        "ticket": int(name.split(".")[0]),
+        "token_ids": np.arange(length, dtype=np.int32),
+        "prompt_len": 2,
+        "loss_mask": mask,
+        "token_versions": mask * np.int32(Version(1, 3).encode()),
+        "reward": float(draw.integers(0, 4)),
+        "finish_reason": "stop",
+        "logprobs": new,
+        **{field: values * mask for field, values in near.items()},
+    }
+
+
+def cut(row: Row, pieces: int) -> list[Row]:
+    """``row`` as so many rows of the same episode, cut where nobody sampled; what is said of all of it stays."""
+    if pieces == 1:
+        return [row]
+    length = len(row["token_ids"])
+    ends = [0, length // 2, length] if pieces == 2 else [0, 2, length // 2, length]
+    rows = []
+    for number, (start, end) in enumerate(pairwise(ends)):
+        part = {name: value[start:end] if isinstance(value, np.ndarray) else value for name, value in row.items()}
+        rows.append({**part, "sample_id": f"{row['sample_id']}.{number:02d}", "prompt_len": 2 if start == 0 else 1})
+    return rows
+
+
+groups = st.lists(st.integers(1, 3), min_size=2, max_size=4).flatmap(
+    lambda pieces: st.tuples(st.just(pieces), st.integers(0, 2**31))
+)
+
+
+def whole_and_cut(pieces: Sequence[int], seed: int) -> tuple[list[Row], list[Row]]:
+    """Two prompts of as many episodes as there are ``pieces``, and the same with each episode cut into so many."""
+    whole = [row_of(f"{t:09d}.{k:02d}", seed + 10 * t + k) for t in (4, 5) for k in range(len(pieces))]
+    return whole, [part for row, count in zip(whole, [*pieces] * 2, strict=True) for part in cut(row, count)]
+
+
+def test_rows_are_told_apart_by_their_ids() -> None:
+    whole, parts = whole_and_cut([1, 2, 3], seed=0)
+    assert [[len(episode) for episode in prompt] for prompt in by_prompt(parts)] == [[1, 2, 3]] * 2
+    assert [row for prompt in by_prompt(parts) for episode in prompt for row in episode] == parts
+    assert [[len(episode) for episode in prompt] for prompt in by_prompt(whole)] == [[1, 1, 1]] * 2
+
+
+# -- advantages ----------------------------------------------------------------------------------------------------
+
+
+def test_an_episodes_reward_counts_once_and_all_of_its_rows_have_its_advantage() -> None:
+    """Rewards 0, 1, 5 of episodes of 1, 2 and 3 rows: deviations -2, -1, 3, unbiased variance 7."""
+    _, parts = whole_and_cut([1, 2, 3], seed=1)
+    for row in parts:
+        row["reward"] = (0.0, 1.0, 5.0)[int(row["sample_id"].split(".")[1])]
+    expected = {
+        "grpo": np.array([-2, -1, 3]) / 7**0.5,
+        "dr_grpo": np.array([-2, -1, 3]),
+        "rloo": np.array([-3, -1.5, 4.5]),
+    }
+    for name, values in expected.items():
+        made = advantages_of(parts, ALGORITHMS[name](), seed=0)
+        assert [one["sample_id"] for one in made] == [row["sample_id"] for row in parts]
+        for one, row in zip(made, parts, strict=True):
+            value = values[int(row["sample_id"].split(".")[1])]
+            assert one["advantages"] == pytest.approx(value * row["loss_mask"], rel=1e-6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(groups, st.sampled_from([*ALGORITHMS]), st.booleans())
+def test_advantages_do_not_know_where_an_episode_was_cut(group, name: str, shuffle: bool) -> None:
+    whole, parts = whole_and_cut(*group)
+    algorithm = ALGORITHMS[name](shuffle_rewards=shuffle)
+    found, expected = (advantages_of(rows, algorithm, seed=3) for rows in (parts, whole))
+    assert np.array_equal(*(np.concatenate([row["advantages"] for row in made]) for made in (found, expected)))
+
+
+@settings(max_examples=20, deadline=None)
+@given(groups)
+def test_a_penalty_in_the_reward_counts_for_earlier_rows_of_the_episode_too(group) -> None:
+    algorithm = ReinforcePP(kl_in_reward=0.2)
+    found, expected = (advantages_of(rows, algorithm, seed=3) for rows in reversed(whole_and_cut(*group)))
+    made = [np.concatenate([row["advantages"] for row in rows]) for rows in (found, expected)]
+    assert np.array_equal(*made) and made[0].any()
+
+
+# -- losses --------------------------------------------------------------------------------------------------------
+
+
+def losses(rows: list[Row], algorithm: Algorithm, batches: int) -> tuple[dict[str, float], np.ndarray]:
+    """Loss and metric sums over ``rows`` in micro-batches, in float64, and the gradient of each trained token."""
+    requires("torch")
+    import torch
+
+    from relax_hpc.training.batches import collate, episode_tokens
+    from relax_hpc.training.trainer import token_batch
+
+    made = advantages_of(rows, algorithm, seed=0)
+    rows = [row | one for row, one in zip(rows, made, strict=True)]
+    counts, totals, slopes = episode_tokens(rows), dict[str, float](), dict[int, np.ndarray]()
+    for first in range(batches):
+        numbers = list(range(first, len(rows), batches))
+        batch = collate([rows[n] for n in numbers], 0, "cpu", episode_tokens=[counts[n] for n in numbers])
+        batch.fields = {name: value.double() for name, value in batch.fields.items()}
+        logprobs = torch.zeros(batch.mask.shape, dtype=torch.float64)
+        for line, n in zip(logprobs, numbers, strict=True):
+            line[: len(rows[n]["logprobs"])] = torch.tensor(rows[n]["logprobs"])
+        logprobs.requires_grad_()
+        loss, metrics = algorithm.loss(token_batch(batch, logprobs, None))
+        loss.backward()
+        for name, value in {"loss": loss, **metrics}.items():
+            both = totals.get(name, value.item() if name.endswith("_max") else 0.0), value.item()
+            totals[name] = max(both) if name.endswith("_max") else sum(both)
+        for line, n in zip(logprobs.grad, numbers, strict=True):
+            slopes[n] = line[: len(rows[n]["token_ids"])][rows[n]["loss_mask"] > 0].numpy()
+    return totals, np.concatenate([slopes[n] for n in range(len(rows))])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    groups,
+    st.sampled_from(PER_TOKEN),
+    st.sampled_from(["token_mean", "sequence_mean"]),
+    st.sampled_from([KlConfig(), KlConfig(coefficient=0.1)]),
+    st.integers(1, 3),
+)
+def test_losses_do_not_know_where_an_episode_was_cut(group, name: str, reduction, kl: KlConfig, batches: int) -> None:
+    algorithm = ALGORITHMS[name](reduction=reduction, kl=kl)
+    whole, parts = whole_and_cut(*group)
+    (expected, slopes), (found, cut_slopes) = losses(whole, algorithm, 1), losses(parts, algorithm, batches)
+    assert found == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    assert cut_slopes == pytest.approx(slopes, rel=1e-6, abs=1e-9)
+    assert expected["episodes"] == len(whole) and found["episodes"] == pytest.approx(len(whole), rel=1e-6)
+
+
+def test_a_sequence_mean_weighs_episodes_and_not_rows() -> None:
+    """Token losses -A r of an episode of 1 token and one of 1 + 3 in two rows, A = -+1 and r = 1."""
+
+    def line(name: str, trained: int, reward: float) -> Row:
+        mask = np.array([0] + [1] * trained, np.uint8)
+        about = {
+            "sample_id": name,
+            "ticket": 0,
+            "reward": reward,
+            "loss_mask": mask,
+            "token_ids": mask.astype(np.int32),
+        }
+        return about | {"logprobs": -1.0 * mask, "old_logprobs": -1.0 * mask, "rollout_logprobs": -1.0 * mask}
+
+    rows = [line("000000000.00.00", 1, 0.0), line("000000000.01.00", 1, 2.0), line("000000000.01.01", 3, 2.0)]
+    found, slopes = losses(rows, ALGORITHMS["dr_grpo"](reduction="sequence_mean"), 2)
+    assert found["loss"] == pytest.approx(0.0) and found["weight"] == 2.0, "1 + (1 + 3) / 4 * -1"
+    assert slopes == pytest.approx([1.0, *[-0.25] * 4])
+    found, slopes = losses(rows, ALGORITHMS["dr_grpo"](), 2)
+    assert (found["loss"], found["weight"]) == (pytest.approx(-3.0), 5.0) and slopes == pytest.approx(
+        [1.0, *[-1.0] * 4]
+    )
+
+
+def test_what_is_of_a_sequence_is_of_one_row() -> None:
+    """GSPO's ratio, and the correction of level `sequence`: each row was drawn in a context of its own."""
+
+    def line(name: str, shift: float, reward: float) -> Row:
+        mask, old = np.array([0, 1, 1], np.uint8), np.array([0.0, -1.0, -1.0])
+        about = {
+            "sample_id": name,
+            "ticket": 0,
+            "reward": reward,
+            "loss_mask": mask,
+            "token_ids": mask.astype(np.int32),
+        }
+        return about | {"logprobs": old + shift * mask, "old_logprobs": old, "rollout_logprobs": old - shift * mask}
+
+    rows = [line("000000000.00.00", 0.0, 0.0), line("000000000.01.00", 0.1, 1.0), line("000000000.01.01", -0.1, 1.0)]
+    off = CorrectionConfig(kind="off")
+    found, _ = losses(rows, Gspo(clip_low=1.0, clip_high=9.0, correction=off), 1)
+    assert found["ratio"] == pytest.approx(2 * (1 + np.exp(0.1) + np.exp(-0.1))), "not 1 for both rows of the episode"
+    found, _ = losses(rows, Grpo(correction=CorrectionConfig(level="sequence")), 1)
+    assert found["rollout_ratio_max"] == pytest.approx(np.exp(0.2))
+
+
+# -- tokens that nobody sampled ------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from([None, 3, 4, 5]), max_size=12), st.integers(1, 3))
+def test_what_nobody_sampled_has_no_version_and_no_length(numbers: list[int | None], prompt: int) -> None:
+    """Anywhere behind the prompt: the queue, the mask of older tokens and the metrics look at the others alone."""
+    codes = [0] * prompt + [0 if number is None else Version(1, number).encode() for number in numbers]
+    versions = np.array(codes, np.int32)
+    row: Row = {
+        "sample_id": "000000007.00",
+        "token_ids": np.ones(len(codes), np.int32),
+        "token_versions": versions,
+        "prompt_len": prompt,
+        "loss_mask": (versions > 0).astype(np.uint8),
+        "reward": 1.0,
+        "finish_reason": "stop",
+    }
+    drawn = [number for number in numbers if number is not None]
+    expected = {Version(1, number).encode() for number in drawn}
+    assert sampled_versions(row) == expected
+    (told,) = summarise([row], ["token_ids", "token_versions"])
+    assert told["versions"] == sorted(expected)
+    tally = Tally()
+    tally.add([row])
+    assert (tally.lengths, tally.tokens) == ([len(drawn)], len(codes))
+    leave_older_out(row)
+    assert row["loss_mask"].tolist() == [0] * prompt + [int(bool(drawn) and number == drawn[-1]) for number in numbers]
