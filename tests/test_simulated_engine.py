@@ -149,3 +149,17 @@ def test_a_long_response_is_no_silence(model: Path) -> None:
         return await answers(engine, REQUESTS[:4])
 
     assert all(isinstance(made, Generation) for made in run_on_a_clock(long()))
+
+
+def test_who_gives_up_leaves_its_place_to_the_next(model: Path) -> None:
+    async def left() -> list[float]:
+        engine, clock = await started(model, concurrency=1, response_s=3200.0), asyncio.get_running_loop().time
+        drawing, waiting, last = (asyncio.create_task(engine.generate(ask(key))) for key in ("p0", "p1", "p2"))
+        await asyncio.sleep(10.0)
+        for task in (drawing, waiting):
+            task.cancel()
+        made = await last
+        return [clock(), 3200.0 * len(made.token_ids) / 40]
+
+    ended, took = run_on_a_clock(left())
+    assert ended == pytest.approx(10.0 + took)

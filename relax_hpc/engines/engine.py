@@ -25,6 +25,8 @@ FaultReason = Literal[
     "update_failed",
     "unsupported",
 ]
+Ended = Literal["stop", "length", "abort", "partial"]
+"""What a response has come to; `partial`: it has not ended yet."""
 _LOGPROB_ROUNDING = 1e-3
 
 
@@ -52,8 +54,7 @@ class Generation:
     """Nats, at the sampling temperature (at 1 if that is 0), before top_p."""
     token_versions: np.ndarray
     """int32 [tokens]: `Version.encode()` of the weights that sampled each token."""
-    finish_reason: Literal["stop", "length", "abort", "partial"]
-    """`partial`: it has not ended yet."""
+    finish_reason: Ended
     extras: Mapping[str, np.ndarray] = field(default_factory=dict)
     """What else the engine knows of each token: name -> [tokens, ...]. One that `relax_hpc.fields` declares is put into
     the queue under its name, 0 on the prompt; others are left out."""

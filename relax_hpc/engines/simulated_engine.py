@@ -6,11 +6,11 @@ It runs no model, needs no GPU and imports no torch. Log-probabilities are those
 from __future__ import annotations
 
 import asyncio
-import heapq
 import math
-from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist
+
+import numpy as np
 
 from relax_hpc.config.schema import Config
 from relax_hpc.data.prompts import load_tokenizer
@@ -18,6 +18,7 @@ from relax_hpc.engines.deadline import Silence
 from relax_hpc.engines.draws import keyed_uniform
 from relax_hpc.engines.engine import (
     Draft,
+    Ended,
     EngineFault,
     GenerateRequest,
     Generation,
@@ -26,6 +27,7 @@ from relax_hpc.engines.engine import (
     require_model,
 )
 from relax_hpc.engines.gate import UpdateGate
+from relax_hpc.engines.places import Places, Response
 from relax_hpc.engines.stops import Stops
 from relax_hpc.versions import Version
 
@@ -44,15 +46,14 @@ class SimulatedEngine:
         self._settings = config.rollout.engine.simulated
         self._silence = Silence(config.rollout.engine.request_timeout_s)
         self._model_dir, self._version = model_dir, version
-        self._places, self._gate = asyncio.Semaphore(self._settings.concurrency), UpdateGate()
-        self._free = [0.0] * self._settings.concurrency
-        """Since when each of the places that are free is, a heap; of the event loop's clock."""
+        self._places, self._gate = Places(self._settings.concurrency, self._sample), UpdateGate()
         self._waits = config.rollout.partial_rollout == "off"
 
     async def start(self) -> None:
         """See `Engine.start`."""
         require_model(self._model_dir)
         self._tokenizer = load_tokenizer(self._model_dir)
+        self._logprob = -math.log(self._tokenizer.vocab_size)
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """See `Engine.generate`."""
@@ -84,41 +85,41 @@ class SimulatedEngine:
         """Nothing to end."""
 
     async def _draw(self, request: GenerateRequest) -> Generation:
-        tokens, draft = self.tokens(request), request.draft or Draft()
-        drawn, pause_s = Draft.of(draft.so_far()), self.seconds(request) / request.budget
-        logprob, asked = -math.log(self._tokenizer.vocab_size), (clock := asyncio.get_running_loop().time)()
-        async with self._places:
-            # Each pause is a little longer than asked for, which must not add up, nor from one response to the next.
-            due = max(asked, heapq.heappop(self._free))
-            try:
-                for position in range(len(drawn.token_ids), len(tokens)):
-                    due += pause_s
-                    await asyncio.sleep(due - clock())
-                    self._silence.heard()
-                    made = [tokens[position]], [logprob], [self._version.encode()]
-                    drawn.add(*made)
-                    if position + 1 < len(tokens):
-                        draft.add(*made)
-            finally:
-                heapq.heappush(self._free, min(due, clock()))
-        reason = "stop" if self._stops(request).met(tokens) else "length"
-        draft.ended = replace(drawn.so_far(), finish_reason=reason)
+        draft, (tokens, end) = request.draft or Draft(), self._response(request)
+        return await self._places.draw(Response(tokens, end, draft, self.seconds(request) / request.budget))
+
+    def _sample(self, response: Response) -> Generation | None:
+        """A token of it is due: the whole response, if it was the last one."""
+        self._silence.heard()
+        draft, version, logprob = response.draft, self._version.encode(), self._logprob
+        count = len(draft.token_versions) + 1
+        if count < len(response.tokens):
+            draft.add([response.tokens[count - 1]], [logprob], [version])
+            return None
+        tokens, logprobs = [*draft.token_ids, response.tokens[-1]], [*draft.logprobs, logprob]
+        draft.ended = Generation(
+            tokens, logprobs, np.array([*draft.token_versions, version], np.int32), response.ended_by
+        )
         return draft.ended
 
     def tokens(self, request: GenerateRequest) -> list[int]:
         """The whole response."""
-        size, stops, found = self._tokenizer.vocab_size, self._stops(request), []
+        return self._response(request)[0]
+
+    def _response(self, request: GenerateRequest) -> tuple[list[int], Ended]:
+        """The same, and what ends it."""
+        stops = Stops.of(request.sampling, self._tokenizer.eos_ids, self._tokenizer)
+        size, found = self._tokenizer.vocab_size, list[int]()
         for position in range(request.budget):
             found.append(int(keyed_uniform(request.sampling.seed, request.prompt_id, request.sample, position) * size))
             if stops.met(found):
-                break
-        return found
-
-    def _stops(self, request: GenerateRequest) -> Stops:
-        return Stops.of(request.sampling, self._tokenizer.eos_ids, self._tokenizer)
+                return found, "stop"
+        return found, "length"
 
     def seconds(self, request: GenerateRequest) -> float:
         """What a response of the whole budget takes: lognormal, its median and sigma from the configuration."""
+        if not self._settings.sigma:
+            return self._settings.response_s
         uniform = keyed_uniform(request.sampling.seed, request.prompt_id, request.sample, _PACE)
         deviation = NormalDist().inv_cdf(min(max(uniform, 1e-12), 1 - 1e-12))
         return self._settings.response_s * math.exp(self._settings.sigma * deviation)

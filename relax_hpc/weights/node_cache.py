@@ -22,7 +22,8 @@ from relax_hpc.rundir import RunDir, private_folder
 
 _LOCK = ".lock"
 _SPARE = ".spare"
-_LOOK_S = 0.02
+_FIRST_LOOK_S, _LOOK_S = 0.0005, 0.02
+"""Between two looks at what another process makes: small models are there in a millisecond, large ones take long."""
 
 
 def staging_root(run: RunDir) -> Path:
@@ -76,7 +77,7 @@ class Staging:
 
         DeadlineError after ``patience_s`` seconds of waiting for others; and whatever ``make`` raises.
         """
-        deadline = time.monotonic() + patience_s
+        deadline, pause = time.monotonic() + patience_s, _FIRST_LOOK_S
         while True:
             private_folder(self.root)
             if (fd := self._lock(name, fcntl.LOCK_EX)) is not None:
@@ -98,7 +99,8 @@ class Staging:
                 os.close(fd)
             if time.monotonic() > deadline:
                 raise DeadlineError(f"{self.root / name}: no process of this node has made it in {patience_s:g} s")
-            time.sleep(_LOOK_S)
+            time.sleep(pause)
+            pause = min(2 * pause, _LOOK_S)
 
     def _make(self, name: str, make: Callable[[Path], None]) -> None:
         partial = self.root / f".{name}.partial"

@@ -1,0 +1,92 @@
+"""The places of a simulated engine: so many responses are drawn at a time, each at its own pace, the others wait."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from relax_hpc.engines.engine import Draft, Ended, Generation
+
+
+@dataclass(slots=True, eq=False)
+class Response:
+    """One that is to be drawn: all its tokens, of which those that `draft` has are drawn already."""
+
+    tokens: list[int]
+    ended_by: Ended
+    draft: Draft
+    pause_s: float
+    """Before each token."""
+    done: asyncio.Future[Generation] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    due: float = -math.inf
+    """Of its next token, or since when it waits for a place."""
+    seated: bool = False
+    """It has a place."""
+
+
+class Places:
+    """Of one engine. A timer for all of them: what a token costs is a few microseconds, so that an engine that is to
+    show what others cost costs little itself."""
+
+    def __init__(self, count: int, sample: Callable[[Response], Generation | None]) -> None:
+        """``sample`` draws the next token of a response; the whole of it, if that was the last."""
+        self._sample = sample
+        self._free = [0.0] * count
+        """Since when each of the places that are free is, a heap; of the event loop's clock."""
+        self._line: deque[Response] = deque()
+        self._drawn: list[tuple[float, int, Response]] = []
+        """Those that have a place, a heap: the next to get a token first."""
+        self._numbers = itertools.count()
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def draw(self, response: Response) -> Generation:
+        """The whole response, once there was a place for it and time has passed; cancelled, it leaves its place."""
+        response.due = asyncio.get_running_loop().time()
+        self._line.append(response)
+        self._seat()
+        try:
+            return await response.done
+        except asyncio.CancelledError:
+            self._leave(response)
+            self._seat()
+            raise
+
+    def _seat(self) -> None:
+        """Give free places to who waits for one."""
+        while self._free and self._line:
+            response = self._line.popleft()
+            if not response.done.done():
+                # Timers are a little late, which must not add up from one response to the next.
+                response.due, response.seated = max(response.due, heapq.heappop(self._free)), True
+                self._go_on(response)
+        if self._drawn and (self._timer is None or self._drawn[0][0] < self._timer.when()):
+            if self._timer:
+                self._timer.cancel()
+            self._timer = asyncio.get_running_loop().call_at(self._drawn[0][0], self._tick)
+
+    def _go_on(self, response: Response) -> None:
+        response.due += response.pause_s
+        heapq.heappush(self._drawn, (response.due, next(self._numbers), response))
+
+    def _leave(self, response: Response) -> None:
+        if response.seated:
+            response.seated = False
+            heapq.heappush(self._free, min(response.due, asyncio.get_running_loop().time()))
+
+    def _tick(self) -> None:
+        self._timer, now = None, asyncio.get_running_loop().time()
+        while self._drawn and self._drawn[0][0] <= now:
+            *_, response = heapq.heappop(self._drawn)
+            if not response.seated:
+                continue
+            if made := self._sample(response):
+                self._leave(response)
+                response.done.set_result(made)
+            else:
+                self._go_on(response)
+        self._seat()
