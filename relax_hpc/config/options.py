@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, get_origin, get_type_hints
@@ -63,6 +64,7 @@ def _of_family(family: Any, prefix: str, title: str) -> Iterator[Option]:
         yield dataclasses.replace(option, help=f"{option.help}{whose}", section=nested)
 
 
+@functools.cache
 def _texts(cls: Any) -> dict[str, str | None]:
     """The text under each field, where the class that has it last says it."""
     from docstring_parser import parse_from_object

@@ -94,8 +94,9 @@ def import_libraries(device: str, local_rank: int, trains: bool = False) -> None
         importlib.import_module("relax_hpc.models.megatron")
         if trains:
             importlib.import_module("relax_hpc.checkpoint.strategy")
-            # torch's optimizers import it when the first of them is made.
-            importlib.import_module("torch._dynamo")
+            if device == "cuda":
+                # torch's optimizers import it when the first of them is made.
+                importlib.import_module("torch._dynamo")
 
 
 def initialize_alone(device: str, seed: int, timeout_s: float) -> None:
