@@ -44,7 +44,8 @@ def config_of(run: RunDir, mode: str, every_s: float = 0.1) -> Config:
     config.rollout.max_new_tokens, config.rollout.groups_per_request, config.rollout.requests_in_flight = LONG, 2, 1
     config.rollout.engine.kind, config.rollout.save_partial = "transformers", mode
     config.rollout.save_partial_every_s = every_s
-    config.rollout.reward = f"{__name__}:counted"
+    # A process of its own would have to import all that this one has.
+    config.rollout.reward, config.rollout.reward_workers = f"{__name__}:counted", 0
     config.groups = {name: GroupConfig(roles=[name]) for name in ("rollout", "actor")}
     return config
 

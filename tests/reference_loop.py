@@ -32,7 +32,7 @@ from relax_hpc.models.hf_files import read_config
 from relax_hpc.rewards import get_reward
 from relax_hpc.roles.prepare import prepare
 from relax_hpc.rollout.filters import get_filter
-from relax_hpc.rollout.samples import reward_of
+from relax_hpc.rollout.samples import reward_input
 from relax_hpc.rundir import RunDir
 from relax_hpc.training import parallel
 from relax_hpc.training.batches import PAD, Batch, collate, split_rows
@@ -147,7 +147,8 @@ class Loop:
             key = f"{ticket}/{prompt.prompt_id}"
             request = GenerateRequest(prompt.token_ids, key, k, sampling, shape.max_new_tokens)
             answer = asyncio.run(self.engine.generate(request))
-            group.append(row_of(prompt, ticket, k, answer, reward_of(prompt, answer, self.tokenizer, self.reward)))
+            reward = self.reward(reward_input(prompt, answer, self.tokenizer))
+            group.append(row_of(prompt, ticket, k, answer, reward))
         return group
 
     def judge(self, groups: Sequence[Group]) -> None:

@@ -27,9 +27,11 @@ from relax_hpc.metrics.spans import Spans
 from relax_hpc.metrics.writer import GENERATED, GENERATED_SUM
 from relax_hpc.rendezvous.process import Flag
 from relax_hpc.rendezvous.world import World
-from relax_hpc.rewards import RewardInput
+from relax_hpc.rewards import Reward, RewardInput
+from relax_hpc.rewards.where import InThread
 from relax_hpc.roles import replica, rollout
 from relax_hpc.roles.context import Context
+from relax_hpc.rollout import judge
 from relax_hpc.rollout.outcomes import Failure, Outcomes
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.client import QueueClient
@@ -292,6 +294,11 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         yield SimpleNamespace(run=run, config=config, controller=controller, actor=actor, rollout=act)
 
 
+def use_reward(monkeypatch: pytest.MonkeyPatch, reward: Reward) -> None:
+    """Have the role compute it, in its threads."""
+    monkeypatch.setattr(judge, "make_rewards", lambda name, workers, limit_s: InThread(reward, limit_s))
+
+
 def train_the_step(actor: QueueClient, run: RunDir) -> None:
     """What an actor does with the only step of the run."""
     leases, tickets = [], 0
@@ -358,7 +365,7 @@ def test_a_reward_that_hangs_costs_its_request(world: SimpleNamespace, monkeypat
             hang.wait(WAIT_S)
         return 1.0
 
-    monkeypatch.setattr(rollout, "get_reward", lambda _: reward)
+    use_reward(monkeypatch, reward)
     world.config.rollout.reward_timeout_s = 0.3
     trainer = threading.Thread(target=train_the_step, args=(world.actor, world.run))
     trainer.start()
@@ -375,7 +382,7 @@ def test_a_reward_that_would_end_the_process_costs_its_group(
     world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     calls = iter([True])
-    monkeypatch.setattr(rollout, "get_reward", lambda _: lambda _: sys.exit(3) if next(calls, False) else 1.0)
+    use_reward(monkeypatch, lambda _: sys.exit(3) if next(calls, False) else 1.0)
     trainer = threading.Thread(target=train_the_step, args=(world.actor, world.run))
     trainer.start()
     world.rollout([])
@@ -393,7 +400,7 @@ def test_a_ticket_may_fail_as_often_as_the_share_of_failures_allows(
     def reward(sample: RewardInput) -> float:
         return 1 / (int(sample.prompt[:-1]) % 4 == 3)
 
-    monkeypatch.setattr(rollout, "get_reward", lambda _: reward)
+    use_reward(monkeypatch, reward)
     world.config.rollout.max_failed_share = 0.9
     trainer = threading.Thread(target=train_the_step, args=(world.actor, world.run))
     trainer.start()
@@ -447,7 +454,7 @@ def test_a_filter_that_drops_some_groups_has_them_replaced(
 ) -> None:
     """Prompts that are odd are dropped."""
     world.config.rollout.filter = "tests.test_bad_input:never_equal"
-    monkeypatch.setattr(rollout, "get_reward", lambda _: lambda sample: float(int(sample.prompt[:-1]) % 2))
+    use_reward(monkeypatch, lambda sample: float(int(sample.prompt[:-1]) % 2))
     reported: list[dict[str, float]] = []
     world.controller.on_report = lambda role, step, values, seconds: reported.append(values)
     trainer = threading.Thread(target=train_the_step, args=(world.actor, world.run))
@@ -480,6 +487,6 @@ def test_a_filter_that_drops_everything_ends_the_run(world: SimpleNamespace) -> 
 
 def test_too_large_a_share_of_failures_ends_the_run(world: SimpleNamespace) -> None:
     world.config.samples_per_prompt = 2
-    world.config.rollout.reward = "builtins:dict"
+    world.config.rollout.reward = "builtins:len"
     with pytest.raises(NoProgressError, match=r"100% of the last 64 prompt groups failed.*reward_.*=50%"):
         world.rollout([])

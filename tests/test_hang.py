@@ -39,7 +39,7 @@ SETTINGS = merged(
     LIGHT,
     {
         "steps": 60,
-        "rollout": {"reward": "hanging:partial"},
+        "rollout": {"reward": "hanging:partial", "reward_workers": 0},
         "groups": {"reference": {"roles": ["reference"]}},
         "liveness": {"beat_s": 0.2, "lease_s": LEASE_S, "stop_timeout_s": 5.0},
     },

@@ -22,8 +22,9 @@ LINES = (
     ("weights", "models"),
     ("transfer_queue",),
     ("transport", "metrics"),
+    ("rewards",),
     ("rendezvous",),
-    ("data", "rewards"),
+    ("data",),
     ("config",),
     ("algorithms",),
 )

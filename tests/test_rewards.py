@@ -1,20 +1,27 @@
-"""Built-in rewards, how rewards are found, and what becomes of broken ones."""
+"""Built-in rewards, how rewards are found, what shapes they have, and what becomes of broken ones."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import sys
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
 from relax_hpc.errors import ConfigError
-from relax_hpc.rewards import REWARDS, RewardError, RewardInput, get_reward, safe_reward
+from relax_hpc.rewards import REWARDS, RewardError, RewardInput, Score, get_reward
+from relax_hpc.rewards.ask import is_async, scores, scores_soon
 
 
 def sample(text: str, answer: str = "1234", finish: str = "stop") -> RewardInput:
     return RewardInput(prompt="4312?", answer=answer, response_text=text, finish_reason=finish)
+
+
+def asked(reward: Callable, *texts: str) -> list[Score] | RewardError:
+    return scores(reward, [sample(text) for text in texts or [""]])
 
 
 @pytest.mark.parametrize(
@@ -39,12 +46,41 @@ def test_empty_answer_and_response():
     assert REWARDS["answer_partial"](sample("", answer="")) == 0.0
 
 
+OWN = """
+def length(sample):
+    return len(sample.response_text)
+
+class Offset:
+    def __init__(self):
+        self.offset = 10
+
+    def __call__(self, sample):
+        return self.offset + len(sample.response_text)
+
+    async def ranked(self, samples):
+        return [self.offset + place for place, _ in enumerate(samples)]
+
+class Needy:
+    def __init__(self, more): ...
+
+class Mute: ...
+"""
+
+
 def test_own_reward_is_imported(tmp_path, monkeypatch):
-    (tmp_path / "my_rewards.py").write_text("def length(sample):\n    return len(sample.response_text)\n")
+    (tmp_path / "my_rewards.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
     assert get_reward("my_rewards:length")(sample("12")) == 2
+    assert get_reward("my_rewards:Offset")(sample("12")) == 12
+    assert asked(get_reward("my_rewards:Offset.ranked"), "a", "b") == [Score(10.0), Score(11.0)]
     with pytest.raises(ConfigError, match="no function 'lenght'; did you mean 'length'"):
         get_reward("my_rewards:lenght")
+    with pytest.raises(ConfigError, match=r"'my_rewards:Needy': cannot be made: TypeError: .*'more'"):
+        get_reward("my_rewards:Needy")
+    with pytest.raises(ConfigError, match="found Mute, allowed: what can be called"):
+        get_reward("my_rewards:Mute")
+    with pytest.raises(ConfigError, match="'my_rewards:Offset' has no method 'rank'"):
+        get_reward("my_rewards:Offset.rank")
 
 
 def test_reward_that_does_not_exist(tmp_path, monkeypatch):
@@ -62,53 +98,102 @@ def test_reward_that_does_not_exist(tmp_path, monkeypatch):
         get_reward(":f")
 
 
+async def soon(sample: RewardInput) -> float:
+    await asyncio.sleep(0)
+    return float(len(sample.response_text))
+
+
+async def of_group_soon(samples: list[RewardInput]) -> np.ndarray:
+    return np.array([len(sample.response_text) for sample in samples])
+
+
+SHAPES = {
+    "one": lambda sample: len(sample.response_text),
+    "group": lambda samples: [len(sample.response_text) for sample in samples],
+    "tensor": lambda samples: torch.tensor([len(sample.response_text) for sample in samples]),
+    "components": lambda sample: {"total": len(sample.response_text), "form": 0.5},
+    "awaitable": lambda sample: soon(sample),
+    "async": soon,
+    "async group": of_group_soon,
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_reward_may_have_any_of_these_shapes(shape: str) -> None:
+    reward = SHAPES[shape]
+    parts = {"form": 0.5} if shape == "components" else {}
+    expected = [Score(float(n), parts) for n in (1, 0, 3)]
+    assert asked(reward, "a", "", "abc") == expected
+    assert asyncio.run(scores_soon(reward, [sample(text) for text in ("a", "", "abc")])) == expected
+    assert is_async(reward) == shape.startswith("async")
+
+
 NUMBERS = [1, 0.5, True, np.float32(0.25), np.int64(3), np.array(0.5), np.array(2), np.bool_(True)]
 NUMBERS += [torch.tensor(0.5), torch.tensor(True), torch.tensor(1.5, dtype=torch.bfloat16, requires_grad=True)]
 
 
 @pytest.mark.parametrize("value", NUMBERS, ids=repr)
 def test_numbers_of_any_kind_are_rewards(value):
-    found = safe_reward(lambda _: value, sample(""))
-    assert type(found) is float
-    assert found == value
+    [found] = asked(lambda _: value)
+    assert type(found.total) is float
+    assert found.total == value
+
+
+BROKEN = [
+    (None, "reward_not_a_number"),
+    ("1", "reward_not_a_number"),
+    ([1.0], "reward_not_a_number"),
+    (math.nan, "reward_not_finite"),
+    (-math.inf, "reward_not_finite"),
+    (1e39, "reward_not_finite"),
+    (10**400, "reward_not_finite"),
+    (np.array([0.5]), "reward_not_a_number"),
+    (torch.tensor([0.5, 1.0]), "reward_not_a_number"),
+    (torch.tensor(1j), "reward_not_a_number"),
+    (np.array("1"), "reward_not_a_number"),
+    (torch.tensor(math.nan), "reward_not_finite"),
+    (torch.empty((), device="meta"), "reward_exception"),
+]
 
 
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        (None, "reward_not_a_number"),
-        ("1", "reward_not_a_number"),
-        ([1.0], "reward_not_a_number"),
-        (math.nan, "reward_not_finite"),
-        (-math.inf, "reward_not_finite"),
-        (1e39, "reward_not_finite"),
-        (10**400, "reward_not_finite"),
-        (np.array([0.5]), "reward_not_a_number"),
-        (torch.tensor([0.5, 1.0]), "reward_not_a_number"),
-        (torch.tensor(1j), "reward_not_a_number"),
-        (np.array("1"), "reward_not_a_number"),
-        (torch.tensor(math.nan), "reward_not_finite"),
-        (torch.empty((), device="meta"), "reward_exception"),
+        *BROKEN,
+        *(({"total": value}, reason) for value, reason in BROKEN),
+        ({"total": 1.0, "form": math.nan}, "reward_not_finite"),
+        ({"form": 1.0}, "reward_not_a_number"),
+        ({"total": 1.0} | {f"c{n}": 0.0 for n in range(33)}, "reward_not_a_number"),
     ],
 )
 def test_other_values_become_a_named_reason(value, reason):
-    found = safe_reward(lambda _: value, sample(""))
+    found = asked(lambda _: value, "")
     assert isinstance(found, RewardError)
     assert found.reason == reason
+    assert asked(lambda samples: [1.0, value], "a", "b") == found
+
+
+@pytest.mark.parametrize("values", [None, 1.0, "ab", {"a": 1, "b": 2}, [1.0], [1.0] * 3, iter([1.0, 2.0])], ids=repr)
+def test_a_group_has_as_many_rewards_as_samples(values: object) -> None:
+    found = asked(lambda samples: values, "a", "b")
+    assert isinstance(found, RewardError) and found.reason == "reward_wrong_count"
 
 
 def test_an_exception_becomes_a_named_reason():
-    found = safe_reward(lambda s: s.metadata["weight"], sample(""))
+    found = asked(lambda s: s.metadata["weight"])
     assert found == RewardError("reward_exception", "KeyError: 'weight'")
 
 
 @pytest.mark.parametrize("code", [3, None, "no grader on this node"])
 def test_a_reward_that_would_end_the_process_is_named_like_another_that_fails(code):
-    found = safe_reward(lambda _: sys.exit(code), sample(""))
-    assert isinstance(found, RewardError)
-    assert (found.reason, found.detail) == ("reward_exception", f"SystemExit: {code or ''}")
+    async def soon(_: RewardInput) -> float:
+        sys.exit(code)
+
+    for reward in (lambda _: sys.exit(code), soon):
+        found = asked(reward, "a", "b")
+        assert found == RewardError("reward_exception", f"SystemExit: {'' if code is None else code}")
 
 
 def test_what_came_instead_of_a_number_is_said():
-    found = safe_reward(lambda _: torch.zeros(2, 1), sample(""))
+    found = asked(lambda _: torch.zeros(2, 1))
     assert found == RewardError("reward_not_a_number", "returned Tensor of shape (2, 1), expected one number")

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relax_hpc.config.schema import Config
 from relax_hpc.data.prompts import Prompt
 from relax_hpc.engines.engine import Generation
 from relax_hpc.errors import ConfigError
+from relax_hpc.metrics.writer import COMPONENT_COUNT, COMPONENT_SUM
 from relax_hpc.rewards import RewardInput
+from relax_hpc.rewards.where import InThread
+from relax_hpc.rollout import judge
 from relax_hpc.rollout.filters import get_filter
 from relax_hpc.rollout.outcomes import Failure
 from relax_hpc.rollout.samples import group_rows
@@ -20,25 +27,13 @@ from relax_hpc.versions import Version
 PROMPT = Prompt("p", (5, 6, 7), "2?", "2", {})
 
 
-class Words:
-    """A tokenizer of which only the text of a response matters."""
-
-    def decode(self, ids: list[int]) -> str:
-        return " ".join(map(str, ids))
-
-
 def rows_of(numbers: list[list[int]], rewards: list[float] | None = None, **how: object) -> list[Row] | Failure:
     """Of a group whose tokens were drawn by versions of these numbers."""
     answers = [
         Generation([9] * len(each), [-0.5] * len(each), np.array([Version(1, n).encode() for n in each]), "length")
         for each in numbers
     ]
-    values = iter(rewards or [1.0] * len(numbers))
-
-    def reward(_: RewardInput) -> float:
-        return next(values)
-
-    return group_rows(PROMPT, 4, answers, Words(), reward, **how)
+    return group_rows(PROMPT, 4, answers, rewards or [1.0] * len(numbers), **how)
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6).map(sorted), min_size=1, max_size=4))
@@ -61,3 +56,48 @@ def test_groups_of_equal_rewards_may_be_left_out() -> None:
 def test_an_unknown_filter_is_named_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"filter: found 'reward_differ', .* did you mean 'rewards_differ'\?"):
         get_filter("reward_differ")
+
+
+class Words:
+    """A tokenizer of which only the text of a response matters."""
+
+    eos_ids = (2,)
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+def own_reward(samples: list[RewardInput]) -> list[dict[str, float]]:
+    """By the first token, of which 7 is bad."""
+    first = [int(sample.response_text.split()[0]) for sample in samples]
+    return [{"total": n / 10, "a name/of it": n, "good": math.nan if n == 7 else 1.0} for n in first]
+
+
+def test_components_of_rewards_are_counted_and_known_of_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a group that comes to nothing too; known are those of samples that people may look at."""
+    monkeypatch.setattr(judge, "make_rewards", lambda *about: InThread(own_reward, 60.0))
+    config, reported = Config(prompts_per_step=2), list[tuple[int, dict[str, float]]]()
+    config.rollout.filter = "rewards_differ"
+    judging = judge.Judge(config, Words(), lambda *what: reported.append(what), lambda ticket: ticket == 4)
+
+    def judged(ticket: int, *firsts: int) -> list[Row] | Failure:
+        versions = np.ones(2, np.int32)
+        answers = [Generation([first, 2], [-0.5] * 2, versions, "stop") for first in firsts]
+        return asyncio.run(judging.rows(PROMPT, ticket, answers))
+
+    rows, others, bad, alike = judged(4, 1, 2), judged(5, 3, 4), judged(6, 1, 7), judged(8, 5, 5)
+    assert [row["reward"] for row in (*rows, *others)] == [0.1, 0.2, 0.3, 0.4]
+    assert bad.reason == "reward_not_finite" and "good: returned nan" in bad.detail
+    assert alike.reason == "filtered"
+    sums = [(2, 3, 2), (2, 7, 2), (4, 10, 2)]
+    assert reported == [
+        (
+            step,
+            {COMPONENT_SUM + "a_name_of_it": total, COMPONENT_COUNT + "a_name_of_it": count}
+            | {COMPONENT_SUM + "good": count, COMPONENT_COUNT + "good": count},
+        )
+        for step, total, count in sums
+    ]
+    about = judging.about([*rows, *others])
+    assert list(about) == [row["sample_id"] for row in rows] and judging.about(rows) == {}
+    assert about[rows[0]["sample_id"]] == {"answer": "2", "components": {"a name/of it": 1.0, "good": 1.0}}

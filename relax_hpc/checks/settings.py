@@ -278,11 +278,11 @@ def _engine(config: Config) -> Findings:
 
 
 def _rewards(config: Config) -> Findings:
-    from relax_hpc.rewards import get_reward
+    from relax_hpc.rewards import find_reward
     from relax_hpc.rollout.filters import get_filter
 
     rewards = {"rollout.reward": config.rollout.reward, "eval.reward": config.eval.reward}
-    named = [(key, name, get_reward) for key, name in rewards.items()]
+    named = [(key, name, find_reward) for key, name in rewards.items()]
     for key, name, find in [*named, ("rollout.filter", config.rollout.filter, get_filter)]:
         try:
             find(name)

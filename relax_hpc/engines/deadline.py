@@ -1,16 +1,12 @@
-"""Deadlines: of an engine that says nothing, and of code that knows of none, such as a user's reward."""
+"""The deadline of an engine that says nothing."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TypeVar
-
-T = TypeVar("T")
 
 
 class Silence:
@@ -92,13 +88,3 @@ class Limited:
     ) -> bool | None:
         self._silence.end(self._limit)
         return await self._limit.__aexit__(kind, error, trace)
-
-
-async def within(seconds: float, function: Callable[[], T]) -> T:
-    """What `function` returns, in a thread of its own. TimeoutError: it takes longer, and its thread is left behind."""
-    pool = ThreadPoolExecutor(1)
-    try:
-        async with asyncio.timeout(seconds):
-            return await asyncio.get_running_loop().run_in_executor(pool, function)
-    finally:
-        pool.shutdown(wait=False)

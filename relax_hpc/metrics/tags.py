@@ -40,6 +40,7 @@ TAGS = {
     "reward/mean_generated": "mean reward of all samples that were drawn, those that a filter dropped too",
     "reward/std": "standard deviation of the rewards trained on",
     "reward/generated": "samples drawn and given a reward since the last step",
+    "reward/component_<name>": "mean of a component that the reward names, over all samples that were drawn",
     "reward/response_tokens": "mean length of a response, tokens",
     "reward/stopped_share": "share of the responses that the policy ended itself",
     "eval/<set>/<reward>": "mean reward of a set, written at the version that it is of",

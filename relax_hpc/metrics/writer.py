@@ -23,6 +23,10 @@ GENERATED, GENERATED_SUM = "reward/generated", "reward/generated_sum"
 """Samples that were drawn and given a reward since the last step, kept or not, and the sum of it: rollouts report
 both, and the hub makes `reward/mean_generated` of them."""
 
+COMPONENT_SUM, COMPONENT_COUNT = "reward/component_sum/", "reward/component_count/"
+"""Before the name of a component of the reward: its sum over samples, and over how many. The hub makes
+`reward/component_<name>` of them."""
+
 SKIPPED = "queue/samples_skipped"
 
 RESERVED = frozenset({"step", "time", "incarnation", "event"})

@@ -1,20 +1,19 @@
-"""Rewards: functions of one response, found by name, and a guard that turns their failures into named reasons.
+"""Rewards: functions of a prompt group, or of one response, found by name.
 
-Several threads may call a function at once. One that takes longer than `rollout.reward_timeout_s` for a request's
-responses goes on in its thread, with nobody waiting for it.
+A function whose parameter is called `samples` gets all samples of a prompt and gives a list; any other gets one and
+gives one. Each value is a number, or a mapping of components, by name, with the `total` among them. `async def` is as
+good as `def`. `relax_hpc.rewards.ask` calls them, `relax_hpc.rewards.where` says in which process.
 """
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from relax_hpc.errors import ConfigError
 from relax_hpc.named import named
 from relax_hpc.rewards.answers import answer_exact, answer_partial
-
-FLOAT32_MAX = 3.4028234663852886e38
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,36 +31,55 @@ class RewardInput:
 
 
 @dataclass(frozen=True, slots=True)
+class Score:
+    """The reward of a sample."""
+
+    total: float
+    """What is learned from; fits float32."""
+    components: dict[str, float] = field(default_factory=dict)
+    """What else the reward says of the sample: for metrics, and for who reads samples."""
+
+
+@dataclass(frozen=True, slots=True)
 class RewardError:
     """A reward that could not be had; `reason` names a drop counter, `detail` is for the log."""
 
     reason: str
-    """reward_exception | reward_not_a_number | reward_not_finite"""
+    """reward_exception | reward_not_a_number | reward_not_finite | reward_wrong_count | reward_timeout | reward_died"""
     detail: str
 
 
-Reward = Callable[[RewardInput], float]
+Scores = list[Score] | RewardError
+"""Of a prompt group."""
+Reward = Callable[..., Any]
 
 REWARDS: dict[str, Reward] = {"answer_partial": answer_partial, "answer_exact": answer_exact}
 
 
 def get_reward(name: str) -> Reward:
-    """The reward called `name`: built in, or imported from `package.module:function`. ConfigError if there is none."""
-    return named("reward", name, REWARDS)
+    """The reward called `name`: built in, or imported from `package.module:function`.
 
-
-def safe_reward(function: Reward, sample: RewardInput) -> float | RewardError:
-    """The reward as a float that fits float32, or why there is none; never raises an Exception, nor SystemExit."""
+    Of `package.module:Class` an instance is the reward, of `package.module:Class.method` that method of one.
+    ConfigError: there is none.
+    """
+    found, method = find_reward(name)
     try:
-        value = function(sample)
-        # What numpy, torch and their like give for one number: an array without dimensions.
-        if getattr(value, "shape", None) == () and not isinstance(value, numbers.Real):
-            value = value.item()
-    except (Exception, SystemExit) as error:  # a user's function may raise anything, and end itself
-        return RewardError("reward_exception", f"{type(error).__name__}: {error}")
-    if not isinstance(value, numbers.Real):
-        shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
-        return RewardError("reward_not_a_number", f"returned {type(value).__name__}{shape}, expected one number")
-    if not abs(value) <= FLOAT32_MAX:
-        return RewardError("reward_not_finite", f"returned {value}")
-    return float(value)
+        made = found() if isinstance(found, type) else found
+    except Exception as error:  # a user's class may raise anything
+        raise ConfigError(f"reward: {name!r}: cannot be made: {type(error).__name__}: {error}") from error
+    reward = getattr(made, method) if method else made
+    if not callable(reward):
+        raise ConfigError(f"reward: {name!r}: found {type(reward).__name__}, allowed: what can be called")
+    return reward
+
+
+def find_reward(name: str) -> tuple[Reward, str]:
+    """What ``name`` names, not made yet, and the method of it that is meant. ConfigError: there is none."""
+    # Module names have points too.
+    module, colon, attribute = name.partition(":")
+    attribute, _, method = attribute.partition(".")
+    whole = f"{module}{colon}{attribute}"
+    found = named("reward", whole, REWARDS)
+    if method and not hasattr(found, method):
+        raise ConfigError(f"reward: {name!r}: {whole!r} has no method {method!r}; define it there")
+    return found, method

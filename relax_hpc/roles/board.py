@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,17 @@ from relax_hpc.config.schema import Config
 from relax_hpc.metrics.progress import Progress
 from relax_hpc.metrics.read import read_metrics
 from relax_hpc.metrics.shares import tags_of_time
-from relax_hpc.metrics.writer import GENERATED, GENERATED_SUM, SKIPPED, MetricsWriter
+from relax_hpc.metrics.writer import (
+    COMPONENT_COUNT,
+    COMPONENT_SUM,
+    GENERATED,
+    GENERATED_SUM,
+    SKIPPED,
+    MetricsWriter,
+)
 from relax_hpc.transfer_queue.controller.state import QueueState
 
-_ADDED_UP = ("perf/rollout_tokens", "queue/by_", GENERATED, SKIPPED)
+_ADDED_UP = ("perf/rollout_tokens", "queue/by_", GENERATED, SKIPPED, COMPONENT_SUM, COMPONENT_COUNT)
 """Beginnings of tags."""
 _TEXTS = 4
 """Of a step, at most, in TensorBoard."""
@@ -74,7 +81,7 @@ class Board:
         if count := values.get(GENERATED):
             # Beside reward/mean, of what was kept and trained on: a filter leaves of easy prompts the worst.
             values["reward/mean_generated"] = total / count
-        self.writer.write(step, values)
+        self.writer.write(step, _with_components(values))
         self._next = step + 1
         self.progress.update(step, values | self._scores)
         self._values.clear()
@@ -108,6 +115,13 @@ class Board:
 
     def close(self) -> None:
         self.writer.close()
+
+
+def _with_components(values: Mapping[str, float]) -> dict[str, float]:
+    """``values`` with the mean of each component of the reward, in the place of what it is made of."""
+    counts = {tag.removeprefix(COMPONENT_COUNT): n for tag, n in values.items() if tag.startswith(COMPONENT_COUNT)}
+    means = {f"reward/component_{name}": values[COMPONENT_SUM + name] / count for name, count in counts.items()}
+    return {tag: v for tag, v in values.items() if not tag.startswith((COMPONENT_SUM, COMPONENT_COUNT))} | means
 
 
 def settings_of(config: Config) -> dict[str, bool | float | str]:

@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 from relax_hpc.data.prompts import Prompt
 from relax_hpc.engines import make_engine
-from relax_hpc.engines.deadline import within
 from relax_hpc.engines.engine import BadAnswer, Engine, EngineFault, GenerateRequest, Generation
 from relax_hpc.engines.pool import Entry
 from relax_hpc.errors import RelaxError
-from relax_hpc.rewards import RewardError
+from relax_hpc.rewards import Score
 from relax_hpc.roles.context import NEWS, TURN
 from relax_hpc.roles.ticket_worker import Repeat, TicketWorker
 from relax_hpc.rollout.activity import Activity
-from relax_hpc.rollout.samples import requests_for, reward_of
+from relax_hpc.rollout.samples import requests_for
 from relax_hpc.transfer_queue.client import News
 from relax_hpc.versions import Version
 from relax_hpc.weights.node_cache import Staged
@@ -226,30 +225,17 @@ class Replica:
                 part = prompts[start : start + size]
                 with self.activity("eval", version.number):
                     scored = await self.scored(part)
-                scores += sum(score for _, _, score in scored)
+                scores += sum(score.total for _, _, score in scored)
                 await asyncio.to_thread(self.rollout.samples.evaluated, name, version, scored)
             values[f"eval/{name}/{metric}"] = scores / max(1, len(prompts))
         await asyncio.wrap_future(self.rollout.client.weights.evaluated(version.number, values))
 
-    async def scored(self, prompts: list[Prompt]) -> list[tuple[Prompt, Generation | EngineFault, float]]:
-        """Greedy responses, drawn together, each with the evaluation's reward; 0 if these take too long."""
+    async def scored(self, prompts: list[Prompt]) -> list[tuple[Prompt, Generation | EngineFault, Score]]:
+        """Greedy responses, drawn together, each with the evaluation's reward."""
         budget = self.config.rollout.max_new_tokens
         requests = [r for prompt in prompts for r in requests_for(prompt, 0, 1, self.rollout.greedy, budget)]
         answers = await asyncio.gather(*map(self.answer, requests))
-        limit = self.config.rollout.reward_timeout_s
-        try:
-            values = await within(limit, lambda: list(map(self.score, prompts, answers)))
-        except TimeoutError:
-            print(f"evaluation: rewards took longer than rollout.reward_timeout_s={limit:g}, counted as 0", flush=True)
-            values = [0.0] * len(prompts)
-        return list(zip(prompts, answers, values, strict=True))
-
-    def score(self, prompt: Prompt, answer: Generation | BadAnswer) -> float:
-        """An evaluation's reward; what failed counts as 0."""
-        if isinstance(answer, BadAnswer):
-            return 0.0
-        value = reward_of(prompt, answer, self.rollout.tokenizer, self.rollout.eval_reward)
-        return 0.0 if isinstance(value, RewardError) else value
+        return list(zip(prompts, answers, await self.rollout.judging.evaluated(prompts, answers), strict=True))
 
     async def answer(self, request: GenerateRequest) -> Generation | BadAnswer:
         """The engine's answer, asked for again while the engine fails, a few times in a row at most."""

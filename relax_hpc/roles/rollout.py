@@ -7,25 +7,24 @@ role, and the supervisor starts the group again; a single bad answer costs one p
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from relax_hpc.data.prompts import Prompt, load_tokenizer
-from relax_hpc.engines.deadline import within
 from relax_hpc.engines.engine import BadAnswer, Generation, Sampling
 from relax_hpc.engines.pool import Pool, entries
 from relax_hpc.errors import StoppedError
 from relax_hpc.metrics.writer import SKIPPED
-from relax_hpc.rewards import get_reward
 from relax_hpc.roles.context import Context
 from relax_hpc.roles.replica import FOR_TURN, Replica
-from relax_hpc.rollout.filters import get_filter
+from relax_hpc.rollout.judge import Judge
 from relax_hpc.rollout.outbox import Outbox
 from relax_hpc.rollout.outcomes import Failure, Outcomes
 from relax_hpc.rollout.partial import PartialGroup
 from relax_hpc.rollout.sample_keeper import SampleKeeper, in_tensorboard
 from relax_hpc.rollout.sample_log import SUFFIX, SampleLog
-from relax_hpc.rollout.samples import PromptSource, group_rows
+from relax_hpc.rollout.samples import PromptSource
 from relax_hpc.transfer_queue.row_schema import Row
 
 _NOTED_LINES = 10_000
@@ -42,19 +41,17 @@ class Rollout:
         config = self.config
         self.source = PromptSource.load(data_file(context, config.data.train, "train"), self.tokenizer, config)
         self.eval_sets = {name: self._eval_prompts(Path(path)) for name, path in eval_files(context).items()}
-        self.reward = get_reward(config.rollout.reward)
-        self.eval_reward = get_reward(config.eval.reward)
         stops = tuple(self.tokenizer.eos_ids)
         shape = config.rollout
         self.sampling = Sampling(shape.temperature, shape.top_p, stops, config.seed, tuple(shape.stop))
         self.greedy = Sampling(0.0, 1.0, stops, config.seed, tuple(shape.stop))
-        self.filter = get_filter(shape.filter)
         self.outcomes = Outcomes(shape)
         path = context.run.samples / f"{context.group}-inc-{context.incarnation:06d}-rank-{context.world.rank}{SUFFIX}"
         self.keeping: set[asyncio.Task[None]] = set()
         """What is being written down of the last puts."""
         self.samples = SampleKeeper(SampleLog(path, config.samples, config.steps), config, self.tokenizer)
         self.outbox = Outbox(self.put, context.report)
+        self.judging = Judge(config, self.tokenizer, self.outbox.report, self.samples.keeps)
         world = context.world
         self.first = entries(shape.replicas, world.rank, world.size, world.local_rank)
         self.pool: Pool[Replica] = Pool(lambda entry: Replica(self, entry))
@@ -87,8 +84,12 @@ class Rollout:
     async def serve(self) -> None:
         """Run the engines until the run is finished; the first failure ends the others."""
         try:
+            self.context.says("starting the reward")
+            await self.judging.start()
+            self.context.says("")
             await self.pool.serve(self.first)
         finally:
+            await self.judging.close()
             await self.outbox.close()
             await asyncio.gather(*self.keeping, return_exceptions=True)
             self.samples.log.close()
@@ -99,14 +100,14 @@ class Rollout:
         refused = await asyncio.to_thread(self.client.generated, rows, reused, name)
         if kept := [row for row in rows if row["ticket"] not in refused and self.samples.keeps(row["ticket"])]:
             # Nobody waits for it, least of all the next put.
-            task = asyncio.create_task(self.keep(kept, name))
+            task = asyncio.create_task(self.keep(kept, name, self.judging.about(kept)))
             self.keeping.add(task)
             task.add_done_callback(self.keeping.discard)
         return refused
 
-    async def keep(self, rows: list[Row], shard: str) -> None:
+    async def keep(self, rows: list[Row], shard: str, about: Mapping[str, Mapping[str, Any]]) -> None:
         """Keep ``rows`` for people, and tell the hub of a few, and of those that found no room."""
-        samples = await asyncio.to_thread(self.samples.put, rows, shard)
+        samples = await asyncio.to_thread(self.samples.put, rows, shard, about)
         step, every = samples[0]["step"], self.config.samples.tensorboard_every
         if every and step % every == 0:
             self.client.status.show(step, in_tensorboard(samples))
@@ -115,20 +116,9 @@ class Rollout:
 
     async def judge(self, group: PartialGroup, answers: Sequence[Generation | BadAnswer]) -> list[Row] | Failure:
         """Of a prompt group its rows, rewards included, or why it came to nothing."""
-        limit = self.config.rollout.reward_timeout_s
-        judged: list[Row] | Failure
-        try:
-            judged = await within(limit, lambda: self._rows(group, answers))
-        except TimeoutError:
-            detail = f"reward_timeout: the rewards took longer than rollout.reward_timeout_s={limit:g}"
-            judged = Failure("reward_timeout", f"{detail} (prompt {group.prompt.prompt_id})")
+        judged = await self.judging.rows(group.prompt, group.ticket, answers)
         self.outcomes.count(judged)
         return judged
-
-    def _rows(self, group: PartialGroup, answers: Sequence[Generation | BadAnswer]) -> list[Row] | Failure:
-        newest_only = self.config.algorithm.mask_older_tokens
-        about = self.tokenizer, self.reward, self.filter, newest_only
-        return group_rows(group.prompt, group.ticket, answers, *about)
 
 
 def data_file(context: Context, configured: str, name: str) -> Path:

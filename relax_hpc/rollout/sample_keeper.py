@@ -12,6 +12,7 @@ import numpy as np
 from relax_hpc.config.schema import Config
 from relax_hpc.data.prompts import Prompt, Tokenizer
 from relax_hpc.engines.engine import EngineFault, Generation
+from relax_hpc.rewards import Score
 from relax_hpc.rollout.sample_log import Sample, SampleLog, kept_of
 from relax_hpc.transfer_queue.row_schema import Row
 from relax_hpc.versions import Version
@@ -51,18 +52,21 @@ class SampleKeeper:
         return [sample for samples in by_step.values() for sample in samples]
 
     def evaluated(
-        self, name: str, version: Version, scored: Iterable[tuple[Prompt, Generation | EngineFault, float]]
+        self, name: str, version: Version, scored: Iterable[tuple[Prompt, Generation | EngineFault, Score]]
     ) -> None:
         """Keep the episodes of the evaluation set ``name``, if evaluations are kept."""
         if not self.config.samples.evaluations:
             return
         samples = []
-        for prompt, answer, reward in scored:
+        for prompt, answer, score in scored:
             made = (
                 answer if isinstance(answer, Generation) else Generation([], [], np.zeros(0, np.int32), answer.reason)
             )
-            sample = self._sample(prompt.prompt_id, version.number, prompt.prompt_id, prompt.token_ids, made, reward)
-            samples.append(sample | {"eval": name, "answer": prompt.answer, "weights": str(version)})
+            sample = self._sample(
+                prompt.prompt_id, version.number, prompt.prompt_id, prompt.token_ids, made, score.total
+            )
+            more = {"answer": prompt.answer, "weights": str(version), "components": score.components}
+            samples.append(sample | {"eval": name} | more)
         self.log.keep(samples)
 
     def _sample(

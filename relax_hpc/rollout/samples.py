@@ -12,7 +12,7 @@ from relax_hpc.config.schema import Config
 from relax_hpc.data.prompts import BadLine, Prompt, PromptRules, Tokenizer, load_prompts, prompt_at
 from relax_hpc.engines.engine import EngineFault, GenerateRequest, Generation, Sampling
 from relax_hpc.fields import FIELDS
-from relax_hpc.rewards import Reward, RewardError, RewardInput, safe_reward
+from relax_hpc.rewards import RewardInput
 from relax_hpc.rollout.filters import Filter
 from relax_hpc.rollout.outcomes import Failure
 from relax_hpc.transfer_queue.records import FILTERED
@@ -50,44 +50,45 @@ def requests_for(prompt: Prompt, ticket: int, samples: int, sampling: Sampling, 
     return [GenerateRequest(prompt.token_ids, key, k, sampling, budget) for k in range(samples)]
 
 
-def reward_of(prompt: Prompt, generation: Generation, tokenizer: Tokenizer, reward: Reward) -> float | RewardError:
-    """The reward of one response."""
+def reward_input(prompt: Prompt, generation: Generation, tokenizer: Tokenizer) -> RewardInput:
+    """What a reward sees of one response."""
     response = generation.token_ids
     # One that a text has ended has no end token.
     ended = generation.finish_reason == "stop" and response[-1] in tokenizer.eos_ids
     text = tokenizer.decode(response[:-1] if ended else response)
-    return safe_reward(reward, RewardInput(prompt.text, prompt.answer, text, generation.finish_reason, prompt.metadata))
+    return RewardInput(prompt.text, prompt.answer, text, generation.finish_reason, prompt.metadata)
+
+
+def refused(answers: Sequence[Generation | EngineFault]) -> Failure | None:
+    """Why there is no prompt group of these, if one of them is no response: groups enter the queue whole."""
+    for answer in answers:
+        if isinstance(answer, EngineFault):
+            return Failure(answer.reason, str(answer))
+        if answer.finish_reason == "abort":
+            return Failure("aborted", "the engine gave the response up")
+    return None
 
 
 def group_rows(
     prompt: Prompt,
     ticket: int,
-    answers: Sequence[Generation | EngineFault],
-    tokenizer: Tokenizer,
-    reward: Reward,
+    answers: Sequence[Generation],
+    rewards: Sequence[float],
     keeps: Filter = lambda rewards: True,
     newest_only: bool = False,
 ) -> list[Row] | Failure:
-    """The rows of a prompt group, or why there are none: groups enter the queue whole.
+    """The rows of a prompt group, or why there are none.
 
     ``keeps``: by the rewards, whether the group is wanted. ``newest_only``: see `leave_older_out`.
     """
+    if not keeps(list(rewards)):
+        return Failure(FILTERED, f"rewards {sorted(set(rewards))} (prompt {prompt.prompt_id})", tuple(rewards))
     rows: list[Row] = []
-    for k, answer in enumerate(answers):
-        if isinstance(answer, EngineFault):
-            return Failure(answer.reason, str(answer))
-        if answer.finish_reason == "abort":
-            return Failure("aborted", "the engine gave the response up")
-        value = reward_of(prompt, answer, tokenizer, reward)
-        if isinstance(value, RewardError):
-            return Failure(value.reason, f"{value.reason}: {value.detail} (prompt {prompt.prompt_id})")
-        row = unscored_row(prompt, ticket, k, answer) | {"reward": value}
+    for k, (answer, reward) in enumerate(zip(answers, rewards, strict=True)):
+        row = unscored_row(prompt, ticket, k, answer) | {"reward": reward}
         if newest_only:
             leave_older_out(row)
         rows.append(row)
-    rewards = tuple(row["reward"] for row in rows)
-    if not keeps(list(rewards)):
-        return Failure(FILTERED, f"rewards {sorted(set(rewards))} (prompt {prompt.prompt_id})", rewards)
     return rows
 
 

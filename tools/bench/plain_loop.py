@@ -33,9 +33,10 @@ from relax_hpc.engines.engine import Engine, Sampling
 from relax_hpc.errors import RelaxError
 from relax_hpc.models.hf_files import read_config
 from relax_hpc.rendezvous.process import die_with_parent
-from relax_hpc.rewards import get_reward
+from relax_hpc.rewards import RewardError, get_reward
+from relax_hpc.rewards.ask import scores
 from relax_hpc.roles.advantages import advantages_of
-from relax_hpc.rollout.samples import Failure, PromptSource, group_rows, requests_for
+from relax_hpc.rollout.samples import PromptSource, group_rows, requests_for, reward_input
 from relax_hpc.rundir import RunDir
 from relax_hpc.training import parallel
 from relax_hpc.training.batches import Batch, collate, split_rows
@@ -112,10 +113,10 @@ class PlainLoop:
 
     def rows(self, prompt: Any, ticket: int, answers: list) -> list[Row]:
         """The rows of one prompt group; RelaxError: it failed, which the plain loop does not survive."""
-        rows = group_rows(prompt, ticket, answers, self.tokenizer, self.reward)
-        if isinstance(rows, Failure):
-            raise RelaxError(f"prompt group {ticket} failed: {rows.detail}")
-        return rows
+        found = scores(self.reward, [reward_input(prompt, answer, self.tokenizer) for answer in answers])
+        if isinstance(found, RewardError):
+            raise RelaxError(f"prompt group {ticket} failed: {found.detail}")
+        return group_rows(prompt, ticket, answers, [score.total for score in found])
 
     def score(self, rows: list[Row], forward: bool) -> None:
         """Add the clip's denominator, and the reference's log-probabilities; without ``forward`` the engine's do."""

@@ -1,0 +1,132 @@
+"""Asks a reward for the scores of a prompt group, and turns what goes wrong into named reasons."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from relax_hpc.rewards import Reward, RewardError, RewardInput, Score, Scores
+
+FLOAT32_MAX = 3.4028234663852886e38
+TOTAL = "total"
+"""Name of the component that is learned from."""
+MOST_COMPONENTS = 32
+"""Of a sample: each is a metric."""
+
+
+def takes_group(reward: Reward) -> bool:
+    """Whether ``reward`` wants all samples of a prompt: its parameter is called `samples`."""
+    try:
+        return next(iter(inspect.signature(reward).parameters), "") == "samples"
+    except (TypeError, ValueError):  # something built in, which does not say
+        return False
+
+
+def is_async(reward: Reward) -> bool:
+    """Whether a call of ``reward`` has to be awaited."""
+    return inspect.iscoroutinefunction(inspect.unwrap(reward)) or inspect.iscoroutinefunction(
+        getattr(reward, "__call__", None)  # noqa: B004 - an object whose method is `async def`
+    )
+
+
+def scores(reward: Reward, samples: Sequence[RewardInput]) -> Scores:
+    """One for each of ``samples``, or why there are none; never raises an Exception, nor SystemExit.
+
+    What has to be awaited is, in an event loop of its own.
+    """
+    try:
+        values = _called(reward, samples)
+        if any(map(inspect.isawaitable, values)):
+            values = asyncio.run(_awaited(values))
+        return checked(_flat(values, reward), len(samples))
+    except (Exception, SystemExit) as error:  # a user's function may raise anything, and end itself
+        return _raised(error)
+
+
+async def scores_soon(reward: Reward, samples: Sequence[RewardInput]) -> Scores:
+    """As `scores`, in the event loop that runs: all samples of the group are asked for at once."""
+    try:
+        values = await _awaited(_called(reward, samples))
+        return checked(_flat(values, reward), len(samples))
+    except (Exception, SystemExit) as error:
+        return _raised(error)
+
+
+def checked(values: Any, count: int) -> Scores:
+    """The scores of ``count`` samples that a reward has given as ``values``, or why they are none."""
+    if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__") or not hasattr(values, "__iter__"):
+        return RewardError("reward_wrong_count", f"returned {type(values).__name__}, expected a list of {count}")
+    if len(values) != count:
+        return RewardError("reward_wrong_count", f"returned {len(values)} values for {count} samples")
+    found: list[Score] = []
+    for value in values:
+        if isinstance(score := _score(value), RewardError):
+            return score
+        found.append(score)
+    return found
+
+
+def _called(reward: Reward, samples: Sequence[RewardInput]) -> list[Any]:
+    """What calls of ``reward`` return: one for the group, or one for each sample."""
+    return [reward(list(samples))] if takes_group(reward) else [reward(sample) for sample in samples]
+
+
+def _flat(values: list[Any], reward: Reward) -> Any:
+    return values[0] if takes_group(reward) else values
+
+
+async def _awaited(values: list[Any]) -> list[Any]:
+    tasks = [asyncio.ensure_future(_one(value)) for value in values]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _one(value: Any) -> Any:
+    try:
+        return await value if inspect.isawaitable(value) else value
+    except SystemExit as end:
+        # A task that raises it would end the event loop.
+        raise _Exited(str(end)) from end
+
+
+class _Exited(Exception):
+    """SystemExit, of a task."""
+
+
+def _raised(error: BaseException) -> RewardError:
+    kind = "SystemExit" if isinstance(error, _Exited) else type(error).__name__
+    return RewardError("reward_exception", f"{kind}: {error}")
+
+
+def _score(value: Any) -> Score | RewardError:
+    if not isinstance(value, Mapping):
+        total = _number(value)
+        return total if isinstance(total, RewardError) else Score(total)
+    if TOTAL not in value or len(value) > MOST_COMPONENTS + 1:
+        names = ", ".join(map(str, value))[:200] or "nothing"
+        expected = f"`{TOTAL}`, and at most {MOST_COMPONENTS} components"
+        return RewardError("reward_not_a_number", f"returned a mapping of {names}; expected {expected}")
+    components: dict[str, float] = {}
+    for name, each in value.items():
+        if isinstance(number := _number(each), RewardError):
+            return RewardError(number.reason, f"{name}: {number.detail}")
+        components[str(name)] = number
+    return Score(components.pop(TOTAL), components)
+
+
+def _number(value: Any) -> float | RewardError:
+    # What numpy, torch and their like give for one number: an array without dimensions.
+    if getattr(value, "shape", None) == () and not isinstance(value, numbers.Real):
+        value = value.item()
+    if not isinstance(value, numbers.Real):
+        shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+        return RewardError("reward_not_a_number", f"returned {type(value).__name__}{shape}, expected one number")
+    if not abs(value) <= FLOAT32_MAX:
+        return RewardError("reward_not_finite", f"returned {value}")
+    return float(value)

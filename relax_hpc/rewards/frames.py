@@ -1,0 +1,36 @@
+"""Messages between a role and its reward workers: JSON, each after its length. Nothing here unpickles."""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any, BinaryIO
+
+HEAD = struct.Struct("<I")
+MOST_BYTES = 1 << 30
+"""Of a message."""
+
+
+def pack(message: Any) -> bytes:
+    """``message`` as bytes. ValueError, TypeError: JSON has no such thing, or it is too long."""
+    body = json.dumps(message, separators=(",", ":")).encode()
+    if len(body) > MOST_BYTES:
+        raise ValueError(f"{len(body)} bytes, allowed {MOST_BYTES}")
+    return HEAD.pack(len(body)) + body
+
+
+def size(head: bytes) -> int:
+    """Bytes of the message after ``head``. ValueError: there can be none of that length."""
+    (length,) = HEAD.unpack(head)
+    if length > MOST_BYTES:
+        raise ValueError(f"{length} bytes, allowed {MOST_BYTES}")
+    return length
+
+
+def read(file: BinaryIO) -> Any:
+    """The next message of ``file``. EOFError: there is none."""
+    head = file.read(HEAD.size)
+    body = file.read(size(head)) if len(head) == HEAD.size else b""
+    if len(head) < HEAD.size or len(body) < size(head):
+        raise EOFError
+    return json.loads(body)

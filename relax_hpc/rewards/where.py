@@ -1,0 +1,74 @@
+"""In which process a reward is computed: one that is built in at once, one's own in workers, or in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+from relax_hpc.rewards import REWARDS, Reward, RewardError, RewardInput, Scores, get_reward
+from relax_hpc.rewards.ask import scores
+from relax_hpc.rewards.pool import Pool
+
+
+class Rewards(Protocol):
+    """Scores of prompt groups, any number at a time."""
+
+    async def start(self) -> None:
+        """Return when scores can be asked for. ConfigError: there is no such reward."""
+
+    async def of(self, samples: Sequence[RewardInput]) -> Scores:
+        """The scores of all samples of a prompt, or why there are none."""
+
+    async def close(self) -> None:
+        """End what was started for it."""
+
+
+class AtOnce:
+    """For rewards that are built in: they take less than any way to another thread."""
+
+    def __init__(self, reward: Reward) -> None:
+        self._reward = reward
+
+    async def start(self) -> None: ...
+
+    async def of(self, samples: Sequence[RewardInput]) -> Scores:
+        return scores(self._reward, samples)
+
+    async def close(self) -> None: ...
+
+
+class InThread:
+    """In a thread for each prompt group. One that takes longer than ``limit_s`` goes on there, with nobody waiting for
+    it."""
+
+    def __init__(self, reward: Reward, limit_s: float) -> None:
+        self._reward, self._limit_s = reward, limit_s
+
+    async def start(self) -> None: ...
+
+    async def of(self, samples: Sequence[RewardInput]) -> Scores:
+        thread = ThreadPoolExecutor(1)
+        try:
+            async with asyncio.timeout(self._limit_s):
+                return await asyncio.get_running_loop().run_in_executor(thread, scores, self._reward, samples)
+        except TimeoutError:
+            detail = f"the rewards took longer than rollout.reward_timeout_s={self._limit_s:g}"
+            return RewardError("reward_timeout", detail)
+        finally:
+            thread.shutdown(wait=False)
+
+    async def close(self) -> None: ...
+
+
+def make_rewards(name: str, workers: int, limit_s: float) -> Rewards:
+    """Those that ``name`` gives, as `get_reward`; one's own in up to ``workers`` processes, or, with 0, in this one.
+
+    ConfigError: there is none that is built in, or that could be imported here.
+    """
+    if name in REWARDS:
+        return AtOnce(REWARDS[name])
+    if ":" in name and workers:
+        return Pool(name, workers, limit_s)
+    return InThread(get_reward(name), limit_s)

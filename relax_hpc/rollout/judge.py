@@ -1,0 +1,118 @@
+"""Gives prompt groups their rewards, and rows to those that are wanted."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from relax_hpc.config.schema import Config
+from relax_hpc.data.prompts import Prompt, Tokenizer
+from relax_hpc.engines.engine import EngineFault, Generation
+from relax_hpc.metrics.writer import COMPONENT_COUNT, COMPONENT_SUM
+from relax_hpc.rewards import RewardError, RewardInput, Score
+from relax_hpc.rewards.where import Rewards, make_rewards
+from relax_hpc.rollout.filters import get_filter
+from relax_hpc.rollout.outcomes import Failure
+from relax_hpc.rollout.samples import group_rows, refused, reward_input
+from relax_hpc.transfer_queue.row_schema import Row
+
+_AT_ONCE_TOKENS = 4096
+"""Decoded in the event loop, in some milliseconds: for fewer a thread costs more than it saves."""
+_MOST_COMPONENTS = 64
+"""Names of components that one process reports; others are in samples alone."""
+_MOST_KEPT = 4096
+"""Samples of whose components is known until they are put; those of groups that are not are forgotten in the end."""
+_OTHER = re.compile(r"[^A-Za-z0-9_.-]")
+
+
+class Judge:
+    """Of one rollout process, for its event loop."""
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Tokenizer,
+        report: Callable[[int, Mapping[str, float]], None],
+        keeps: Callable[[int], bool] = lambda ticket: False,
+    ) -> None:
+        """``report(step, values)`` takes sums, which add up; ``keeps(ticket)``: people may look at its samples."""
+        self.config, self.tokenizer, self._report, self._keeps = config, tokenizer, report, keeps
+        shape, reward = config.rollout, config.eval.reward
+        about = shape.reward_workers, shape.reward_timeout_s
+        self.rewards: Rewards = make_rewards(shape.reward, *about)
+        self.eval_rewards = self.rewards if reward == shape.reward else make_rewards(reward, *about)
+        self._filter = get_filter(shape.filter)
+        self._names: set[str] = set()
+        self._about: dict[str, dict[str, Any]] = {}
+
+    async def start(self) -> None:
+        """Return when rewards can be had. ConfigError: there is none of that name."""
+        await self.rewards.start()
+
+    async def close(self) -> None:
+        """End what computes them."""
+        for rewards in {self.rewards, self.eval_rewards}:
+            await rewards.close()
+
+    async def rows(
+        self, prompt: Prompt, ticket: int, answers: Sequence[Generation | EngineFault]
+    ) -> list[Row] | Failure:
+        """Of a prompt group its rows, rewards included, or why it came to nothing."""
+        if failure := refused(answers):
+            return failure
+        scores = await self.rewards.of(await self._inputs([prompt] * len(answers), answers))
+        if isinstance(scores, RewardError):
+            return Failure(scores.reason, f"{scores.reason}: {scores.detail} (prompt {prompt.prompt_id})")
+        self._note(ticket // self.config.prompts_per_step, scores)
+        newest_only = self.config.algorithm.mask_older_tokens
+        rows = group_rows(prompt, ticket, answers, [score.total for score in scores], self._filter, newest_only)
+        if not isinstance(rows, Failure) and self._keeps(ticket):
+            for row, score in zip(rows, scores, strict=True):
+                self._about[row["sample_id"]] = {"answer": prompt.answer, "components": score.components}
+            while len(self._about) > _MOST_KEPT:
+                del self._about[next(iter(self._about))]
+        return rows
+
+    def about(self, rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
+        """By row id what is known of ``rows`` beside them, for people, once."""
+        names = [row["sample_id"] for row in rows]
+        return {name: self._about.pop(name) for name in names if name in self._about}
+
+    async def evaluated(self, prompts: Sequence[Prompt], answers: Sequence[Generation | EngineFault]) -> list[Score]:
+        """The evaluation's reward of one response to each prompt; what failed counts as 0."""
+        good = [k for k, answer in enumerate(answers) if isinstance(answer, Generation)]
+        inputs = await self._inputs([prompts[k] for k in good], [answers[k] for k in good])
+        found = await asyncio.gather(*(self.eval_rewards.of([one]) for one in inputs))
+        failed = Counter(scores.reason for scores in found if isinstance(scores, RewardError))
+        if failed:
+            first = next(scores for scores in found if isinstance(scores, RewardError))
+            counts = ", ".join(f"{count} {reason}" for reason, count in failed.most_common())
+            print(f"evaluation: {counts}, counted as 0; the first: {first.detail}", flush=True)
+        values = [Score(0.0)] * len(prompts)
+        for k, scores in zip(good, found, strict=True):
+            if not isinstance(scores, RewardError):
+                values[k] = scores[0]
+        return values
+
+    async def _inputs(self, prompts: Sequence[Prompt], answers: Sequence[Generation]) -> list[RewardInput]:
+        def made() -> list[RewardInput]:
+            pairs = zip(prompts, answers, strict=True)
+            return [reward_input(prompt, answer, self.tokenizer) for prompt, answer in pairs]
+
+        tokens = sum(len(answer.token_ids) for answer in answers)
+        return made() if tokens <= _AT_ONCE_TOKENS else await asyncio.to_thread(made)
+
+    def _note(self, step: int, scores: Sequence[Score]) -> None:
+        """Report what the components of ``scores`` come to."""
+        values: Counter[str] = Counter()
+        for name, value in (item for score in scores for item in score.components.items()):
+            name = _OTHER.sub("_", name)[:64]
+            if name in self._names or len(self._names) < _MOST_COMPONENTS:
+                self._names.add(name)
+                values[COMPONENT_SUM + name] += value
+                values[COMPONENT_COUNT + name] += 1
+        if values:
+            self._report(step, values)
