@@ -34,6 +34,7 @@ from relax_hpc.roles.prepare import prepare
 from relax_hpc.rollout.filters import get_filter
 from relax_hpc.rollout.samples import reward_input
 from relax_hpc.rundir import RunDir
+from relax_hpc.tasks import train_reward
 from relax_hpc.training import parallel
 from relax_hpc.training.batches import PAD, Batch, collate, split_rows
 from relax_hpc.training.model import PolicyModel
@@ -104,7 +105,7 @@ class Loop:
         self.tokenizer = load_tokenizer(run.model)
         train, data = Path(config.data.train or run.data / "train.jsonl"), config.data
         self.prompts, _ = load_prompts(train, self.tokenizer, PromptRules.of(data, self.tokenizer), data.max_bad_share)
-        self.reward = get_reward(config.rollout.reward)
+        self.reward = get_reward(train_reward(config))
         initial = Path(config.model.reference_path or run.model)
         self.reference = policy(config, initial)
         self.trainer = Trainer(

@@ -22,6 +22,7 @@ LINES = (
     ("weights", "models"),
     ("transfer_queue",),
     ("transport", "metrics"),
+    ("tasks",),
     ("rewards",),
     ("rendezvous",),
     ("data",),

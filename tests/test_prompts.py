@@ -1,4 +1,4 @@
-"""Prompt files, the order in which tickets visit prompts, and the digit-sorting task."""
+"""Prompt files, and the order in which tickets visit prompts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from relax_hpc.config.schema import TinyModelConfig
 from relax_hpc.data.prompts import BadLine, Prompt, PromptRules, Tokenizer, load_tokenizer, prompt_at, prompts_of
 from relax_hpc.data.prompts import load_prompts as load
-from relax_hpc.data.sort_digits import make_sort_digits, sort_answer, split
 from relax_hpc.data.tiny_model import make_tiny_model
 from relax_hpc.errors import ConfigError
 
@@ -205,51 +204,3 @@ def test_where_end_tokens_come_from(tmp_path):
         load_tokenizer(tmp_path / "m")
     with pytest.raises(ConfigError, match=r"missing; model\.path"):
         load_tokenizer(tmp_path)
-
-
-@pytest.mark.parametrize("digits", [1, 2, 4])
-def test_split_is_disjoint_and_complete(digits):
-    sets = split(digits)
-    assert all(sets.values())
-    assert sorted(text for texts in sets.values() for text in texts) == [f"{i:0{digits}d}" for i in range(10**digits)]
-    trained = {sort_answer(text) for text in sets["train"]}
-    assert trained.isdisjoint(sort_answer(text) for text in sets["heldout_multisets"])
-
-
-def test_split_of_four_digits_never_changes():
-    assert {name: len(texts) for name, texts in split(4).items()} == {
-        "train": 6434,
-        "heldout_multisets": 1987,
-        "heldout_prompts": 1579,
-    }
-    assert split(4)["train"][:3] == ["1516", "6606", "0809"]
-
-
-def test_sort_digits_files(tmp_path, tokenizer):
-    make_sort_digits(tmp_path / "one", tokenizer, 3, seed=1, warm_start_rows=500, noise=0.7)
-    make_sort_digits(tmp_path / "two", tokenizer, 3, seed=1, warm_start_rows=500, noise=0.7)
-    names = ["heldout_multisets.jsonl", "heldout_prompts.jsonl", "train.jsonl", "warm_start.jsonl"]
-    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == names
-    assert all((tmp_path / "one" / n).read_bytes() == (tmp_path / "two" / n).read_bytes() for n in names)
-    prompts, bad = load_prompts(tmp_path / "one/train.jsonl", tokenizer, 8, 0.0)
-    assert not bad
-    assert all(p.text == p.prompt_id + "?" and p.answer == sort_answer(p.prompt_id) for p in prompts)
-    train = {p.prompt_id for p in prompts}
-    rows = [json.loads(line) for line in (tmp_path / "one/warm_start.jsonl").open()]
-    wrong = 0
-    for row in rows:
-        ids, n = row["token_ids"], row["prompt_len"]
-        asked, answered = tokenizer.decode(ids[:n]).removesuffix("?"), tokenizer.decode(ids[n:])
-        assert (ids[0], ids[-1], len(ids)) == (tokenizer.bos_id, tokenizer.eos_ids[0], n + 4)
-        assert asked in train
-        assert sort_answer(answered) == answered
-        wrong += answered != sort_answer(asked)
-    assert len(rows) == 500
-    assert 0.6 < wrong / 500 < 0.8
-
-
-def test_warm_start_without_noise_is_right(tmp_path, tokenizer):
-    make_sort_digits(tmp_path, tokenizer, 2, seed=0, warm_start_rows=50, noise=0.0)
-    for line in (tmp_path / "warm_start.jsonl").open():
-        question, answer = tokenizer.decode(json.loads(line)["token_ids"]).split("?")
-        assert answer == sort_answer(question)

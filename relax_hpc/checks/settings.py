@@ -16,6 +16,7 @@ from relax_hpc.engines.kinds import findings_of
 from relax_hpc.errors import ConfigError
 from relax_hpc.fields import FIELDS
 from relax_hpc.protocol import misfit
+from relax_hpc.tasks import get_task
 
 ALWAYS_NEEDED = ("rollout", "actor", "advantages")
 """Roles that every run has; `reference` is needed when its KL is in the loss, `actor_fwd` when a step has more than
@@ -102,19 +103,25 @@ def _weights(config: Config) -> Findings:
 
 def _data(config: Config) -> Findings:
     data = config.data
-    if data.task and data.train:
+    try:
+        task = get_task(data.task)
+    except ConfigError as error:
+        yield f"data.task: {str(error).partition(': ')[2]}"
+        return
+    if task.makes("rows") and data.train:
         yield f"data.train: found {data.train!r} beside data.task {data.task!r}, which makes its own; remove one"
-    if not data.task and not data.train:
-        yield "data.train: found nothing, and no data.task; name a jsonl file, or set data.task: sort_digits"
+    if not task.makes("rows") and not data.train:
+        found = f"data.task {data.task!r} without `rows`" if data.task else "no data.task"
+        yield f"data.train: found nothing, and {found}; name a jsonl file, or set data.task: sort_digits"
     if data.system and not data.chat_template:
         yield (
             f"data.system: found {data.system[:40]!r} without data.chat_template, which would place it; set "
             "data.chat_template: model"
         )
-    if config.warm_start.steps and not data.task:
+    if config.warm_start.steps and not task.makes("demonstrations"):
         yield (
-            f"warm_start.steps: found {config.warm_start.steps} without data.task, allowed: 0; "
-            "only built-in tasks have demonstrations"
+            f"warm_start.steps: found {config.warm_start.steps} without a task that has demonstrations, allowed: 0; "
+            "set data.task: sort_digits, or give yours some"
         )
 
 
@@ -281,8 +288,9 @@ def _rewards(config: Config) -> Findings:
     from relax_hpc.rewards import find_reward
     from relax_hpc.rollout.filters import get_filter
 
+    # A task's own is there with the task.
     rewards = {"rollout.reward": config.rollout.reward, "eval.reward": config.eval.reward}
-    named = [(key, name, find_reward) for key, name in rewards.items()]
+    named = [(key, name, find_reward) for key, name in rewards.items() if name]
     for key, name, find in [*named, ("rollout.filter", config.rollout.filter, get_filter)]:
         try:
             find(name)

@@ -50,8 +50,9 @@ class DataConfig:
     """Prompts. A jsonl line is {"id", "prompt", "messages" or "token_ids", "answer", ...}; see
     `relax_hpc.data.prompts`."""
 
-    task: Literal["", "sort_digits"] = ""
-    """A built-in verifiable task whose files are made in the run directory; empty: `train` and `eval` name files."""
+    task: str = ""
+    """`sort_digits`, a built-in verifiable task whose files are made in the run directory, or one's own as
+    `package.module:Class`, see `relax_hpc.tasks`. Empty: `train` and `eval` name files."""
     digits: int = bounded(4, 1, 6)
     """Digits a prompt of `sort_digits` has."""
     train: str = ""
@@ -147,8 +148,9 @@ class RolloutConfig:
     """Texts that end a response; the one that is found belongs to it."""
     temperature: float = bounded(1.0, 0.0)
     top_p: float = bounded(1.0, 0.0, 1.0)
-    reward: str = "answer_partial"
-    """Name in `relax_hpc.rewards`, or `package.module:function`, of one sample or of a prompt group."""
+    reward: str = ""
+    """Name in `relax_hpc.rewards`, or `package.module:function`, of one sample or of a prompt group. Empty: the task's
+    own, of built-in tasks and of files `answer_partial`."""
     reward_timeout_s: float = bounded(60.0, 0.1)
     """Deadline of the rewards of a prompt group; past it, the group fails as `reward_timeout`, and the process that was
     at them is replaced."""
@@ -346,7 +348,13 @@ class EvalConfig:
     samples: int = bounded(200, 1)
     """Prompts of each set."""
     reward: str = "answer_exact"
-    """Reward of evaluation; its mean over a set is reported as eval/<set>/<name of the function>."""
+    """Reward of evaluation, as rollout.reward; its mean over a set is reported as eval/<set>/<name of the function>.
+    Empty: the one that is learned from."""
+
+    @property
+    def metric(self) -> str:
+        """What the mean over a set is called."""
+        return self.reward.rpartition(":")[2] or "reward"
 
 
 @dataclass(kw_only=True, slots=True)

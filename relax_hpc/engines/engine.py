@@ -24,6 +24,7 @@ FaultReason = Literal[
     "dead",
     "update_failed",
     "unsupported",
+    "episode_exception",
 ]
 Ended = Literal["stop", "length", "abort", "partial"]
 """What a response has come to; `partial`: it has not ended yet."""

@@ -65,8 +65,7 @@ class Board:
 
     def configured(self, config: Config) -> None:
         """Tell TensorBoard how the run is configured, and what to judge that by."""
-        reward = config.eval.reward.rpartition(":")[2]
-        scores = [f"eval/{name}/{reward}" for name in config.data.eval]
+        scores = [f"eval/{name}/{config.eval.metric}" for name in config.data.eval]
         self.writer.configured(settings_of(config), ["reward/mean", *scores])
 
     def _write(self, step: int) -> None:

@@ -20,10 +20,7 @@ def prepare(run: RunDir, config: Config) -> None:
         return
     say(run.preparing, "making model and data")
     start = Path(config.model.path).absolute() if config.model.path else _tiny_model(run, config)
-    if config.data.task == "sort_digits":
-        _sort_digits(run, config, start)
-    else:
-        _check_prompts(config, start)
+    _prompts(run, config, start)
     if config.warm_start.steps:
         from relax_hpc.training.warm_start import warm_start
 
@@ -42,22 +39,15 @@ def _tiny_model(run: RunDir, config: Config) -> Path:
     return directory
 
 
-def _sort_digits(run: RunDir, config: Config, model: Path) -> None:
-    from relax_hpc.data.prompts import load_tokenizer
-    from relax_hpc.data.sort_digits import make_sort_digits
-
-    warm = config.warm_start
-    rows = warm.steps * warm.batch_size
-    make_sort_digits(run.data, load_tokenizer(model), config.data.digits, config.seed, rows, warm.noise)
-
-
-def _check_prompts(config: Config, model: Path) -> None:
+def _prompts(run: RunDir, config: Config, model: Path) -> None:
     """ConfigError now, before anything waits for a GPU, if a prompt file is of no use."""
     from relax_hpc.data.prompts import PromptRules, load_prompts, load_tokenizer
+    from relax_hpc.tasks.files import eval_files, make_files, train_file
 
     data, tokenizer = config.data, load_tokenizer(model)
+    make_files(run, config, tokenizer)
     how = PromptRules.of(data, tokenizer)
-    for path in (data.train, *data.eval.values()):
+    for path in (train_file(run, config), *eval_files(run, config).values()):
         load_prompts(path, tokenizer, how, data.max_bad_share)
 
 

@@ -14,8 +14,9 @@ from relax_hpc.engines.pool import Entry
 from relax_hpc.errors import RelaxError
 from relax_hpc.rewards import Score
 from relax_hpc.roles.context import NEWS, TURN
-from relax_hpc.roles.ticket_worker import Repeat, TicketWorker
+from relax_hpc.roles.ticket_worker import TicketWorker
 from relax_hpc.rollout.activity import Activity
+from relax_hpc.rollout.episodes import Repeat, play
 from relax_hpc.rollout.samples import requests_for
 from relax_hpc.transfer_queue.client import News
 from relax_hpc.versions import Version
@@ -217,7 +218,6 @@ class Replica:
     async def evaluate(self, version: Version) -> None:
         """Greedy responses to the evaluation sets; the weights stay as they are meanwhile."""
         values: dict[str, float] = {}
-        metric = self.config.eval.reward.rpartition(":")[2]
         size = self.config.rollout.groups_per_request * self.config.samples_per_prompt
         for name, prompts in self.rollout.eval_sets.items():
             scores = 0.0
@@ -227,7 +227,7 @@ class Replica:
                     scored = await self.scored(part)
                 scores += sum(score.total for _, _, score in scored)
                 await asyncio.to_thread(self.rollout.samples.evaluated, name, version, scored)
-            values[f"eval/{name}/{metric}"] = scores / max(1, len(prompts))
+            values[f"eval/{name}/{self.config.eval.metric}"] = scores / max(1, len(prompts))
         await asyncio.wrap_future(self.rollout.client.weights.evaluated(version.number, values))
 
     async def scored(self, prompts: list[Prompt]) -> list[tuple[Prompt, Generation | EngineFault, Score]]:
@@ -241,7 +241,7 @@ class Replica:
         """The engine's answer, asked for again while the engine fails, a few times in a row at most."""
         while True:
             with contextlib.suppress(Repeat):
-                return await self.once(request)
+                return await play(self.rollout.task, request, self.once)
 
     async def once(self, request: GenerateRequest, counted: bool = True) -> Generation | BadAnswer:
         """The engine's answer, or what is wrong with it. Repeat: there is none, which ends the role if too many that

@@ -25,6 +25,8 @@ from relax_hpc.rollout.partial import PartialGroup
 from relax_hpc.rollout.sample_keeper import SampleKeeper, in_tensorboard
 from relax_hpc.rollout.sample_log import SUFFIX, SampleLog
 from relax_hpc.rollout.samples import PromptSource
+from relax_hpc.tasks import get_task
+from relax_hpc.tasks.files import eval_files, train_file
 from relax_hpc.transfer_queue.row_schema import Row
 
 _NOTED_LINES = 10_000
@@ -39,8 +41,10 @@ class Rollout:
         context.says("reading prompts")
         self.tokenizer = load_tokenizer(context.model)
         config = self.config
-        self.source = PromptSource.load(data_file(context, config.data.train, "train"), self.tokenizer, config)
-        self.eval_sets = {name: self._eval_prompts(Path(path)) for name, path in eval_files(context).items()}
+        self.task = get_task(config.data.task)
+        self.source = PromptSource.load(train_file(context.run, config), self.tokenizer, config)
+        files = eval_files(context.run, config)
+        self.eval_sets = {name: self._eval_prompts(path) for name, path in files.items()}
         stops = tuple(self.tokenizer.eos_ids)
         shape = config.rollout
         self.sampling = Sampling(shape.temperature, shape.top_p, stops, config.seed, tuple(shape.stop))
@@ -119,19 +123,6 @@ class Rollout:
         judged = await self.judging.rows(group.prompt, group.ticket, answers)
         self.outcomes.count(judged)
         return judged
-
-
-def data_file(context: Context, configured: str, name: str) -> Path:
-    """A configured file, or the built-in task's."""
-    return Path(configured) if configured else context.run.data / f"{name}.jsonl"
-
-
-def eval_files(context: Context) -> dict[str, str]:
-    """Evaluation sets: configured ones, or the built-in task's held-out files."""
-    if context.config.data.eval or not context.config.data.task:
-        return context.config.data.eval
-    names = ("heldout_multisets", "heldout_prompts")
-    return {name: str(context.run.data / f"{name}.jsonl") for name in names}
 
 
 def run(context: Context) -> None:

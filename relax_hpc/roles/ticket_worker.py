@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from relax_hpc.engines.engine import BadAnswer, Draft, Generation
 from relax_hpc.errors import RelaxError
 from relax_hpc.roles.context import END
+from relax_hpc.rollout.episodes import Repeat, play
 from relax_hpc.rollout.outcomes import Failure, generated
 from relax_hpc.rollout.partial import PartialGroup
 from relax_hpc.rollout.saving import Saving
@@ -25,10 +26,6 @@ _SURPLUS = "surplus"
 """Why a spare group that nobody needs is dropped."""
 _KEEP_S = 10.0
 """For the queue to take spare groups, which are no loss."""
-
-
-class Repeat(Exception):
-    """An engine failed to answer, which is counted; it is to be asked again."""
 
 
 class TicketWorker:
@@ -150,7 +147,7 @@ class TicketWorker:
         """One of them; asked for again while the engine fails. Repeat: it failed, which is not ``counted``."""
         while request := group.request(k, self.rollout.sampling, self.config.rollout.max_new_tokens):
             with contextlib.suppress(*([Repeat] if counted else [])):
-                return await self.replica.once(request, counted)
+                return await play(self.rollout.task, request, lambda asked: self.replica.once(asked, counted))
         return group.drafts[k].so_far()
 
     async def failed(self, ticket: int, attempt: int, failure: Failure) -> NextAttempt:

@@ -17,6 +17,7 @@ from relax_hpc.rewards.where import Rewards, make_rewards
 from relax_hpc.rollout.filters import get_filter
 from relax_hpc.rollout.outcomes import Failure
 from relax_hpc.rollout.samples import group_rows, refused, reward_input
+from relax_hpc.tasks import eval_reward, train_reward
 from relax_hpc.transfer_queue.row_schema import Row
 
 _AT_ONCE_TOKENS = 4096
@@ -40,10 +41,11 @@ class Judge:
     ) -> None:
         """``report(step, values)`` takes sums, which add up; ``keeps(ticket)``: people may look at its samples."""
         self.config, self.tokenizer, self._report, self._keeps = config, tokenizer, report, keeps
-        shape, reward = config.rollout, config.eval.reward
+        shape, reward = config.rollout, train_reward(config)
         about = shape.reward_workers, shape.reward_timeout_s
-        self.rewards: Rewards = make_rewards(shape.reward, *about)
-        self.eval_rewards = self.rewards if reward == shape.reward else make_rewards(reward, *about)
+        self.rewards: Rewards = make_rewards(reward, *about)
+        evaluations = eval_reward(config)
+        self.eval_rewards = self.rewards if evaluations == reward else make_rewards(evaluations, *about)
         self._filter = get_filter(shape.filter)
         self._names: set[str] = set()
         self._about: dict[str, dict[str, Any]] = {}

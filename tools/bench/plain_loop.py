@@ -38,6 +38,7 @@ from relax_hpc.rewards.ask import scores
 from relax_hpc.roles.advantages import advantages_of
 from relax_hpc.rollout.samples import PromptSource, group_rows, requests_for, reward_input
 from relax_hpc.rundir import RunDir
+from relax_hpc.tasks import train_reward
 from relax_hpc.training import parallel
 from relax_hpc.training.batches import Batch, collate, split_rows
 from relax_hpc.training.model import PolicyModel
@@ -78,7 +79,7 @@ class PlainLoop:
         self.tokenizer = load_tokenizer(run.model)
         train = Path(config.data.train) if config.data.train else run.data / "train.jsonl"
         self.source = PromptSource.load(train, self.tokenizer, config)
-        self.reward = get_reward(config.rollout.reward)
+        self.reward = get_reward(train_reward(config))
         shape = config.rollout
         stops = tuple(self.tokenizer.eos_ids)
         self.sampling = Sampling(shape.temperature, shape.top_p, stops, config.seed)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import json
 import random
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from relax_hpc.data.prompts import Tokenizer
+from relax_hpc.tasks.base import Task
+
+if TYPE_CHECKING:
+    from relax_hpc.config.schema import DataConfig
+    from relax_hpc.data.prompts import Tokenizer
 
 
 def sort_answer(digits: str) -> str:
@@ -16,7 +20,8 @@ def sort_answer(digits: str) -> str:
     return "".join(sorted(digits))
 
 
-def split(digits: int) -> dict[str, list[str]]:
+@functools.lru_cache(maxsize=1)
+def sets_of(digits: int) -> dict[str, list[str]]:
     """Every number of `digits` digits in one of three disjoint sets, the same on every machine.
 
     `heldout_multisets`: no permutation of the prompt is in `train` (a fifth of the multisets); `heldout_prompts`: a
@@ -38,23 +43,20 @@ def split(digits: int) -> dict[str, list[str]]:
     return sets
 
 
-def make_sort_digits(
-    directory: Path, tokenizer: Tokenizer, digits: int, seed: int, warm_start_rows: int, noise: float
-) -> None:
-    """Write train.jsonl, heldout_multisets.jsonl, heldout_prompts.jsonl and warm_start.jsonl into `directory`.
+class SortDigits(Task):
+    """Numbers of `data.digits` digits, see `sets_of`. A prompt's id is the number."""
 
-    The first three hold {"id", "prompt", "answer"}. warm_start.jsonl holds `warm_start_rows` demonstrations
-    {"token_ids": prompt + answer + EOS, "prompt_len"} of prompts drawn from train with `seed`; a share `noise` of
-    them answers another train prompt. Deterministic; each file appears whole or not at all.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    sets = split(digits)
-    for name, texts in sets.items():
-        lines = ({"id": text, "prompt": f"{text}?", "answer": sort_answer(text)} for text in texts)
-        _write_lines(directory / f"{name}.jsonl", lines)
-    rng = random.Random(f"warm start {seed}")
-    rows = (_demonstration(tokenizer, sets["train"], noise, rng) for _ in range(warm_start_rows))
-    _write_lines(directory / "warm_start.jsonl", rows)
+    evaluations = ("heldout_multisets", "heldout_prompts")
+
+    def rows(self, split: str, data: DataConfig) -> Iterator[dict[str, str]]:
+        for text in sets_of(data.digits)[split]:
+            yield {"id": text, "prompt": f"{text}?", "answer": sort_answer(text)}
+
+    def demonstrations(self, data: DataConfig, tokenizer: Tokenizer, noise: float, seed: int) -> Iterator[dict]:
+        """Of prompts drawn from `train`; wrong ones have the answer to another of its prompts."""
+        train, rng = sets_of(data.digits)["train"], random.Random(f"warm start {seed}")
+        while True:
+            yield _demonstration(tokenizer, train, noise, rng)
 
 
 def _demonstration(tokenizer: Tokenizer, train: list[str], noise: float, rng: random.Random) -> dict[str, object]:
@@ -63,13 +65,6 @@ def _demonstration(tokenizer: Tokenizer, train: list[str], noise: float, rng: ra
     prompt = tokenizer.encode(f"{text}?")
     answer = tokenizer.encode(sort_answer(answered), special=False)
     return {"token_ids": [*prompt, *answer, tokenizer.eos_ids[0]], "prompt_len": len(prompt)}
-
-
-def _write_lines(path: Path, lines: Iterable[dict[str, object]]) -> None:
-    partial = path.with_suffix(".partial")
-    with partial.open("w") as file:
-        file.writelines(json.dumps(line) + "\n" for line in lines)
-    partial.replace(path)
 
 
 def _hash(text: str) -> int:

@@ -1,0 +1,68 @@
+"""What a task is."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from relax_hpc.rewards import Reward
+from relax_hpc.rewards.answers import answer_partial
+
+if TYPE_CHECKING:
+    from relax_hpc.config.schema import DataConfig
+    from relax_hpc.data.prompts import Tokenizer
+    from relax_hpc.engines.engine import GenerateRequest, Generation
+
+    Ask = Callable[[GenerateRequest], Awaitable[Generation]]
+else:
+    Ask = Callable
+"""Has the engine draw one response. BadAnswer: what it gave is none."""
+
+
+class Task:
+    """A data source, an episode, a reward; each has a default. Objects are made without arguments, one or more in each
+    process that has use for one, and keep nothing from one call to the next.
+
+    >>> class Echo(Task):
+    ...     def rows(self, split, data):
+    ...         return ({"id": word, "prompt": word, "answer": word} for word in ("a", "b", "ab"))
+    >>> [row["id"] for row in Echo().rows("train", None)]
+    ['a', 'b', 'ab']
+    """
+
+    evaluations: ClassVar[tuple[str, ...]] = ()
+    """Evaluation sets that `rows` has rows of."""
+
+    reward: Reward = staticmethod(answer_partial)
+    """Of a sample or, if its parameter is called `samples`, of a prompt group; see `relax_hpc.rewards`. Where the
+    configuration names another, that one counts."""
+
+    def rows(self, split: str, data: DataConfig) -> Iterable[Mapping[str, Any]]:
+        """Rows of `train`, or of one of ``evaluations``: {"id", "prompt" (or "messages", "token_ids"), "answer", ...}.
+
+        They are written to the run directory when a run is prepared, once, and read there. It is not asked for what
+        the configuration names files of (`data.train`, `data.eval`).
+        """
+        raise NotImplementedError
+
+    def demonstrations(self, data: DataConfig, tokenizer: Tokenizer, noise: float, seed: int) -> Iterator[dict]:
+        """Right answers to learn from before (`warm_start`), any number: {"token_ids" (whole), "prompt_len"}.
+
+        A share ``noise`` of them should be wrong.
+        """
+        raise NotImplementedError
+
+    async def episode(self, request: GenerateRequest, ask: Ask) -> Generation:
+        """One attempt at a prompt, as ``request`` has it: here one turn.
+
+        What ``ask`` returns is a response; one that goes on from it is asked for by a request with a longer prompt.
+        """
+        return await ask(request)
+
+    def makes(self, what: str) -> bool:
+        """Whether `rows`, `demonstrations`, or an `episode` of its own is there.
+
+        >>> Task().makes("rows")
+        False
+        """
+        return getattr(type(self), what) is not getattr(Task, what)

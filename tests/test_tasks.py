@@ -1,0 +1,211 @@
+"""Tasks: the digit-sorting one, one's own, and what is made of them when a run is prepared."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from relax_hpc.checks.settings import check
+from relax_hpc.config import Config, load
+from relax_hpc.config.schema import TinyModelConfig
+from relax_hpc.data.prompts import PromptRules, Tokenizer, load_prompts, load_tokenizer
+from relax_hpc.data.tiny_model import make_tiny_model
+from relax_hpc.engines.engine import BadAnswer, Draft, GenerateRequest, Generation, Sampling
+from relax_hpc.errors import ConfigError
+from relax_hpc.rewards import get_reward
+from relax_hpc.rollout.episodes import Repeat, play
+from relax_hpc.rundir import RunDir
+from relax_hpc.tasks import Task, eval_reward, get_task, train_reward
+from relax_hpc.tasks.files import eval_files, make_files, train_file
+from relax_hpc.tasks.sort_digits import sets_of, sort_answer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    directory = tmp_path_factory.mktemp("model") / "tiny"
+    make_tiny_model(directory, TinyModelConfig(hidden_size=8, num_layers=1, head_dim=8, intermediate_size=8), seed=0)
+    return load_tokenizer(directory)
+
+
+class TwoTurns(Task):
+    """Asks again with what came first; rows of one's own."""
+
+    evaluations = ("held_out",)
+
+    def rows(self, split: str, data: object) -> Iterator[dict[str, Any]]:
+        yield from ({"id": f"{split}-{n}", "prompt": f"{n}?", "answer": n} for n in range(3))
+
+    async def episode(self, request: GenerateRequest, ask: Any) -> Generation:
+        first = await ask(request)
+        longer = GenerateRequest((*request.prompt_ids, *first.token_ids), "p", 0, request.sampling, 2)
+        second = await ask(longer)
+        return Generation([*first.token_ids, *second.token_ids], [-1.0] * 4, np.ones(4, np.int32), "stop")
+
+    def reward(self, samples: list) -> list[float]:
+        return [1.0 / len(samples)] * len(samples)
+
+
+class Broken(Task):
+    def rows(self, split: str, data: object) -> Iterator[dict[str, Any]]:
+        yield {"id": 1, "prompt": "1?", "answer": "1"}
+        yield {"id": 2, "prompt": "1?", "answer": object()}
+
+    async def episode(self, request: GenerateRequest, ask: Any) -> Generation:
+        raise KeyError("tool")
+
+
+def config_of(task: str, **over: Any) -> Config:
+    return load([], {"data.task": task, "data.max_prompt_tokens": 32, **over})
+
+
+def made(folder: Path, tokenizer: Tokenizer, config: Config) -> RunDir:
+    run = RunDir(folder)
+    make_files(run, config, tokenizer)
+    return run
+
+
+def test_tasks_are_found_by_name_or_import_path() -> None:
+    assert type(get_task("tests.test_tasks:TwoTurns")) is TwoTurns
+    with pytest.raises(ConfigError, match="did you mean 'sort_digits'"):
+        get_task("sort_digit")
+    with pytest.raises(ConfigError, match=r"found no class derived from relax_hpc\.tasks\.Task"):
+        get_task("pathlib:Path")
+
+
+@pytest.mark.parametrize(
+    ("task", "over", "train", "evaluation"),
+    [
+        ("", {}, "answer_partial", "answer_exact"),
+        ("sort_digits", {"eval.reward": ""}, "answer_partial", "answer_partial"),
+        ("tests.test_tasks:TwoTurns", {}, "tests.test_tasks:TwoTurns.reward", "answer_exact"),
+        ("tests.test_tasks:TwoTurns", {"rollout.reward": "a:b", "eval.reward": ""}, "a:b", "a:b"),
+    ],
+)
+def test_the_reward_is_the_tasks_own_unless_another_is_named(
+    task: str, over: dict[str, Any], train: str, evaluation: str
+) -> None:
+    config = config_of(task, **over)
+    assert (train_reward(config), eval_reward(config)) == (train, evaluation)
+    if train.endswith("TwoTurns.reward"):
+        assert get_reward(train)([None] * 4) == [0.25] * 4
+
+
+def test_rows_of_a_task_become_files_unless_files_are_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    config = config_of("tests.test_tasks:TwoTurns")
+    run = made(tmp_path / "one", tokenizer, config)
+    assert {name: path.name for name, path in eval_files(run, config).items()} == {"held_out": "held_out.jsonl"}
+    for path in (train_file(run, config), *eval_files(run, config).values()):
+        assert [row["id"] for row in map(json.loads, path.open())] == [f"{path.stem}-{n}" for n in range(3)]
+    named = config_of("tests.test_tasks:TwoTurns", **{"data.eval.mine": "/my.jsonl"})
+    run = made(tmp_path / "two", tokenizer, named)
+    assert [path.name for path in run.data.iterdir()] == ["train.jsonl"]
+    assert eval_files(run, named) == {"mine": Path("/my.jsonl")}
+    with pytest.raises(ConfigError, match=r"data\.task: Broken: row 2 of train: TypeError: .*object is not JSON"):
+        made(tmp_path / "three", tokenizer, config_of("tests.test_tasks:Broken"))
+
+
+@pytest.mark.parametrize(
+    ("over", "says"),
+    [
+        ({"data.task": "no_such:Task"}, "data.task: 'no_such:Task': importing 'no_such' failed"),
+        (
+            {"data.task": "relax_hpc.tasks:Task"},
+            "data.train: found nothing, and data.task 'relax_hpc",
+        ),
+        ({"data.train": "x.jsonl"}, "data.train: found 'x.jsonl' beside data.task 'tests.test_tasks:TwoTurns'"),
+        ({"warm_start.steps": 3}, "warm_start.steps: found 3 without a task that has demonstrations"),
+    ],
+)
+def test_check_knows_what_a_task_has(over: dict[str, Any], says: str) -> None:
+    findings = check(config_of(**{"task": "tests.test_tasks:TwoTurns"} | over))
+    assert any(finding.startswith(says) for finding in findings), findings
+
+
+def played(task: Task, *answers: Generation | BadAnswer | Exception) -> tuple[Any, list[GenerateRequest], Draft]:
+    asked, given, draft = list[GenerateRequest](), iter(answers), Draft()
+
+    async def once(request: GenerateRequest) -> Generation | BadAnswer:
+        asked.append(request)
+        answer = next(given)
+        if isinstance(answer, Exception) and not isinstance(answer, BadAnswer):
+            raise answer
+        return answer
+
+    request = GenerateRequest((5, 6), "p", 0, Sampling(1.0, 1.0, (), 0), 4, draft=draft)
+    return asyncio.run(play(task, request, once)), asked, draft
+
+
+def test_an_episode_is_one_turn_unless_the_task_plays_it_otherwise() -> None:
+    turn = Generation([7, 2], [-1.0] * 2, np.ones(2, np.int32), "stop")
+    answer, [asked], draft = played(Task(), turn)
+    assert answer is turn and asked.draft is draft
+    whole, asked, draft = played(TwoTurns(), turn, turn)
+    assert whole.token_ids == [7, 2, 7, 2] and [request.prompt_ids for request in asked] == [(5, 6), (5, 6, 7, 2)]
+    assert draft.ended is whole and [request.draft for request in asked] == [None, None]
+    bad = BadAnswer("nan_logprob", "no")
+    assert played(TwoTurns(), turn, bad)[0] is bad
+    failed, _, draft = played(Broken())
+    assert isinstance(failed, BadAnswer) and str(failed) == "episode_exception: KeyError: 'tool'" and not draft.ended
+    with pytest.raises(Repeat):
+        played(TwoTurns(), turn, Repeat())
+
+
+# -- sorting digits ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("digits", [1, 2, 4])
+def test_split_is_disjoint_and_complete(digits):
+    sets = sets_of(digits)
+    assert all(sets.values())
+    assert sorted(text for texts in sets.values() for text in texts) == [f"{i:0{digits}d}" for i in range(10**digits)]
+    trained = {sort_answer(text) for text in sets["train"]}
+    assert trained.isdisjoint(sort_answer(text) for text in sets["heldout_multisets"])
+
+
+def test_split_of_four_digits_never_changes():
+    assert {name: len(texts) for name, texts in sets_of(4).items()} == {
+        "train": 6434,
+        "heldout_multisets": 1987,
+        "heldout_prompts": 1579,
+    }
+    assert sets_of(4)["train"][:3] == ["1516", "6606", "0809"]
+
+
+def sorting(**over: Any) -> Config:
+    return config_of("sort_digits", **{"data.digits": 3, "warm_start.batch_size": 50} | over)
+
+
+def test_sort_digits_files(tmp_path, tokenizer):
+    settings = sorting(seed=1, **{"warm_start.steps": 10, "warm_start.noise": 0.7})
+    one, two = (made(tmp_path / name, tokenizer, settings).data for name in ("one", "two"))
+    names = ["heldout_multisets.jsonl", "heldout_prompts.jsonl", "train.jsonl", "warm_start.jsonl"]
+    assert sorted(path.name for path in one.iterdir()) == names
+    assert all((one / n).read_bytes() == (two / n).read_bytes() for n in names)
+    prompts, bad = load_prompts(one / "train.jsonl", tokenizer, PromptRules(8), 0.0)
+    assert not bad
+    assert all(p.text == p.prompt_id + "?" and p.answer == sort_answer(p.prompt_id) for p in prompts)
+    train = {p.prompt_id for p in prompts}
+    rows = [json.loads(line) for line in (one / "warm_start.jsonl").open()]
+    wrong = 0
+    for row in rows:
+        ids, n = row["token_ids"], row["prompt_len"]
+        asked, answered = tokenizer.decode(ids[:n]).removesuffix("?"), tokenizer.decode(ids[n:])
+        assert (ids[0], ids[-1], len(ids)) == (tokenizer.bos_id, tokenizer.eos_ids[0], n + 4)
+        assert asked in train
+        assert sort_answer(answered) == answered
+        wrong += answered != sort_answer(asked)
+    assert len(rows) == 500
+    assert 0.6 < wrong / 500 < 0.8
+
+
+def test_warm_start_without_noise_is_right(tmp_path, tokenizer):
+    run = made(tmp_path, tokenizer, sorting(**{"data.digits": 2, "warm_start.steps": 1, "warm_start.noise": 0.0}))
+    for line in (run.data / "warm_start.jsonl").open():
+        question, answer = tokenizer.decode(json.loads(line)["token_ids"]).split("?")
+        assert answer == sort_answer(question)
