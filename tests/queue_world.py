@@ -10,10 +10,11 @@ from typing import Any
 
 import msgpack
 
-from relax_hpc.transfer_queue.controller.desk import Desk, Parked
-from relax_hpc.transfer_queue.controller.gathering import planned
+from relax_hpc.transfer_queue.controller.gathering import covered_steps, journal_files, planned
 from relax_hpc.transfer_queue.controller.messages import Refused, Request
-from relax_hpc.transfer_queue.controller.state import QueueState
+from relax_hpc.transfer_queue.controller.service import QueueService
+from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
+from relax_hpc.transfer_queue.controller.waiting import NotYet
 from relax_hpc.transfer_queue.lengths import packed
 from relax_hpc.transfer_queue.plan import GENERATED, Plan
 from relax_hpc.versions import Version
@@ -25,7 +26,7 @@ RANKS, MAX_TOKENS = 2, 12
 """The actor's data ranks, and what a micro-batch of theirs holds."""
 BYTES = 100
 """Of a prompt group in any shard."""
-IGNORED = ("plan", "told", "woken", "origins")
+IGNORED = ("plan", "events", "woken")
 
 
 class Log(list):
@@ -35,8 +36,8 @@ class Log(list):
         super().append(msgpack.packb(record))
 
 
-class Paper(Desk):
-    """A desk whose journal is in memory."""
+class InMemory(QueueService):
+    """A queue service whose journal is in memory."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan, 1, QueueState(plan), Log())
@@ -49,15 +50,15 @@ class Paper(Desk):
         return state
 
     def restart(self) -> None:
-        told, garbage = self.state.told, self.state.shelf.garbage
+        told, garbage = self.state.events.batches, self.state.shards.garbage
         self.state = self.replayed()
-        self.state.told, self.state.shelf.garbage = told, garbage
+        self.state.events.batches, self.state.shards.garbage = told, garbage
 
     def ask(self, group: str, incarnation: int, key: str, op: str, /, **args: Any) -> Any:
         """The answer; None: not yet."""
         try:
             return self.handle(Request(0, 0, f"{group}-{incarnation}#{key}", (group, incarnation), op, args, 0.0, 0.0))
-        except Parked:
+        except NotYet:
             return None
 
 
@@ -88,7 +89,7 @@ class World:
         self.slow_disk, self.settles = slow_disk, settles
         self.unsaved: dict[str, list[str]] = {role: [] for role in GROUPS}
         self.gone: set[str] = set()
-        self.desk = Paper(plan)
+        self.service = InMemory(plan)
         self.keys = itertools.count()
         self.names = itertools.count()
         self.incarnations = dict.fromkeys(GROUPS, 1)
@@ -128,14 +129,14 @@ class World:
 
     def ask_as(self, group: str, incarnation: int, op: str, /, **args: Any) -> Any:
         key = f"k{next(self.keys)}"
-        first = self.desk.ask(group, incarnation, key, op, **args)
+        first = self.service.ask(group, incarnation, key, op, **args)
         if first is not None and op not in ("next_version", "note", "settled"):
-            before = contents(self.desk.replayed()) if len(self.desk.journal) < 40 else None
+            before = contents(self.service.replayed()) if len(self.service.journal) < 40 else None
             if next(self.keys) % 5 == 0:
-                self.desk.restart()
-            again = self.desk.ask(group, incarnation, key, op, **args)
+                self.service.restart()
+            again = self.service.ask(group, incarnation, key, op, **args)
             assert again == first, (op, first, again)
-            assert before is None or contents(self.desk.state) == before, op
+            assert before is None or contents(self.service.state) == before, op
         self.audit()
         return first
 
@@ -143,7 +144,7 @@ class World:
 
     def audit(self) -> None:
         """Every accepted sample is in one place: waiting, trained, or dropped."""
-        for event in self.desk.state.take_events():
+        for event in self.service.state.events.take():
             if event.what == "accepted":
                 assert self.status.get(event.id) in (None, "dropped"), event
             elif event.what == "trained":
@@ -157,7 +158,7 @@ class World:
             if event.what == "dropped":
                 assert event.reason, event
             assert event.what != "old_logprobs" or Version.parse(event.version), event
-        for held in self.desk.state.leases.values():
+        for held in self.service.state.leases.values():
             dealt = sorted(row for rank in held.assignment for batch in rank for row in batch)
             rows = len(held.tickets) * self.plan.samples_per_prompt
             assert dealt == (list(range(rows)) if held.task == "actor" else []), "each row is one rank's"
@@ -203,19 +204,19 @@ class World:
         return reply["refused"]
 
     def tidy_up(self) -> None:
-        for garbage in self.desk.state.shelf.garbage:
+        for garbage in self.service.state.shards.garbage:
             self.shards.pop(garbage, None)
-        self.desk.state.shelf.garbage.clear()
+        self.service.state.shards.garbage.clear()
 
     def gather(self) -> None:
         """What the hub does beside all work with rows that stay."""
-        steps = self.desk.state.covered_steps()
-        work = planned(self.desk.state, steps, 1, next(self.names))
+        steps = covered_steps(self.service.state)
+        work = planned(self.service.state, steps, 1, next(self.names))
         for one in work:
             rows = self.shards[one.name] = {}
             for ticket, parts in one.parts.items():
                 rows[ticket] = {k: v for n, _ in parts for k, v in self.shards[one.shards[n]][ticket].items()}
-        self.desk.gathered(steps.stop, [(one, BYTES * len(one.parts)) for one in work])
+        journal_files(self.service, steps.stop, [(one, BYTES * len(one.parts)) for one in work])
         self.tidy_up()
 
     def save(self, role: str) -> bool:
@@ -306,7 +307,7 @@ class World:
         part = {"samples": {k: before + 1 + choice % 3}, "made_by": sorted({*known["made_by"], code})}
         refused = self.keep(ticket, attempts[0], part, before, surplus=False)
         # After a rollback the engine may go on by weights that are too old for the step, with tokens that are dropped.
-        rolled_back = {"stale_version", "unknown_tokens"} if len(self.desk.state.lineage) > 1 else set()
+        rolled_back = {"stale_version", "unknown_tokens"} if len(self.service.state.lineage.starts) > 1 else set()
         assert set(refused.values()) <= {"rolled_back", "not_owner", *rolled_back}, refused
         if not refused:
             samples = known["samples"] | part["samples"]
@@ -335,11 +336,11 @@ class World:
 
     def check_room(self, tickets: list[int]) -> None:
         """Beyond the step that is trained next, nothing starts for which there is no room."""
-        state, plan = self.desk.state, self.plan
-        ahead = [ticket for ticket in tickets if plan.step_of(ticket) > state.trained_steps]
+        state, plan = self.service.state, self.plan
+        ahead = [ticket for ticket in tickets if plan.step_of(ticket) > state.progress.trained_steps]
         fresh = [ticket for ticket in ahead if state.groups[ticket].attempt == 0 and ticket not in self.begun]
-        rows = (len(state.generating) + len(state.untrained)) * plan.samples_per_prompt
-        assert not ahead or state.shelf.untrained_bytes < plan.max_bytes
+        rows = (len(state.tickets.generating) + len(state.tickets.untrained)) * plan.samples_per_prompt
+        assert not ahead or state.shards.untrained_bytes < plan.max_bytes
         assert not fresh or rows <= plan.max_rows
         self.begun.update(tickets)
 
@@ -374,7 +375,7 @@ class World:
         return [3 + (7 * ticket + 3 * k) % 5 for k in range(self.plan.samples_per_prompt)]
 
     def alive(self, version: Version) -> bool:
-        return self.desk.state.in_lineage(version)
+        return version in self.service.state.lineage
 
     def act_actor_fwd(self, choice: int) -> bool:
         if (self.scoring == NOTHING or choice % 3 < 2) and self.follow():
@@ -422,8 +423,8 @@ class World:
         if claim is None or claim.get("finished"):
             return None
         tickets = claim["tickets"]
-        place = claim["place"] if dealt and self.desk.state.in_sets else tickets[0]
-        at_once = 1 if dealt and self.desk.state.in_sets else tickets[-1] - tickets[0] + 1
+        place = claim["place"] if dealt and self.service.state.tasks.in_sets else tickets[0]
+        at_once = 1 if dealt and self.service.state.tasks.in_sets else tickets[-1] - tickets[0] + 1
         rows = [tokens for row in self.read(task, claim).values() for tokens in row["lengths"]]
         assert tickets == sorted(tickets) and place // boundary == (place + at_once - 1) // boundary
         assert len(tickets) == 1 or (sum(rows) if dealt else len(rows) * max(rows)) <= self.budget
@@ -515,7 +516,7 @@ class World:
         claim = self.claim("actor")
         for ticket, row in self.rows(claim).items() if claim else ():
             made_for = claim["step"]
-            assert self.desk.state.in_sets or made_for == self.plan.step_of(ticket)
+            assert self.service.state.tasks.in_sets or made_for == self.plan.step_of(ticket)
             assert made_for in (self.step, step)
             versions = [Version.decode(code) for code in row["generated"]]
             assert all(self.alive(version) for version in versions)
@@ -530,21 +531,21 @@ class World:
         """No more faults: the run must finish, with every sample trained once."""
         for round_ in range(rounds):
             moved = [self.act(role, choice) for role in GROUPS for choice in (0, 1, 2, 3)]
-            if self.desk.state.finished() and not any(moved):
+            if self.service.state.progress.finished() and not any(moved):
                 break
-            assert any(moved), f"deadlock in round {round_}: {contents(self.desk.state)}"
-        assert self.desk.state.finished(), contents(self.desk.state)
+            assert any(moved), f"deadlock in round {round_}: {contents(self.service.state)}"
+        assert self.service.state.progress.finished(), contents(self.service.state)
         samples = self.plan.steps * self.plan.prompts_per_step * self.plan.samples_per_prompt
         assert list(self.status.values()).count("trained") == len(self.status) == samples
-        assert contents(self.desk.replayed()) == contents(self.desk.state)
-        kept = self.desk.state.kept
+        assert contents(self.service.replayed()) == contents(self.service.state)
+        kept = self.service.state.kept
         assert kept.total == kept.used + kept.held + kept.lost.total() and kept.again == 0 and not kept.surplus
 
 
-def refused_kind(desk: Paper, *args: Any, **kwargs: Any) -> str:
+def refused_kind(service: InMemory, *args: Any, **kwargs: Any) -> str:
     """The kind of refusal of a request, '' if it is taken."""
     try:
-        desk.ask(*args, **kwargs)
+        service.ask(*args, **kwargs)
     except Refused as refusal:
         return refusal.kind
     return ""

@@ -21,7 +21,7 @@ import yaml
 from relax_hpc.config import load_resolved
 from relax_hpc.metrics.read import load_metrics, read_metrics
 from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue.controller.state import QueueState
+from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 from relax_hpc.transfer_queue.inspect.audit import journal_records
 from relax_hpc.transfer_queue.plan import Plan
 from relax_hpc.transfer_queue.row_schema import Row
@@ -235,7 +235,9 @@ def queue_rows(run: RunDir) -> dict[str, Row]:
     Rows whose shards were deleted after a checkpoint are missing: set queue.keep_steps to keep them.
     """
     state = queue_state(run)
-    shards = {number: record_file.read(run.shards / s.descriptor["name"]) for number, s in state.shards.items()}
+    shards = {
+        number: record_file.read(run.shards / s.descriptor["name"]) for number, s in state.shards.by_number.items()
+    }
     rows: dict[str, Row] = {}
     for ticket, group in sorted(state.groups.items()):
         for number, fields in group.parts:

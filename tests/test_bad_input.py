@@ -316,8 +316,8 @@ def test_faults_of_the_engine_are_counted_and_the_run_goes_on(world: SimpleNames
     world.rollout(["timeout", "timeout", "nan"])
     trainer.join(20.0)
     state: Controller = world.controller.state
-    assert state.finished() and state.noted == {"engine_fault/timeout": 2}
-    assert state.dropped == {"nan_logprob": 2}, "both samples of the prompt group whose second one was bad"
+    assert state.progress.finished() and state.counts.noted == {"engine_fault/timeout": 2}
+    assert state.counts.dropped == {"nan_logprob": 2}, "both samples of the prompt group whose second one was bad"
 
 
 def test_an_engine_with_half_an_update_is_replaced(world: SimpleNamespace) -> None:
@@ -325,8 +325,8 @@ def test_an_engine_with_half_an_update_is_replaced(world: SimpleNamespace) -> No
     trainer.start()
     world.rollout([], bad_updates=[0, 1, 1])
     trainer.join(20.0)
-    assert world.controller.state.finished()
-    assert world.controller.state.noted == {"engine_fault/update_failed": 2}
+    assert world.controller.state.progress.finished()
+    assert world.controller.state.counts.noted == {"engine_fault/update_failed": 2}
 
 
 def test_an_engine_whose_later_update_fails_is_replaced_too(world: SimpleNamespace) -> None:
@@ -334,8 +334,8 @@ def test_an_engine_whose_later_update_fails_is_replaced_too(world: SimpleNamespa
     trainer.start()
     world.rollout([], bad_updates=[1, 0])
     trainer.join(20.0)
-    assert world.controller.state.finished()
-    assert world.controller.state.noted == {"engine_fault/update_failed": 1}
+    assert world.controller.state.progress.finished()
+    assert world.controller.state.counts.noted == {"engine_fault/update_failed": 1}
 
 
 def test_an_engine_that_answers_by_older_weights_is_replaced(world: SimpleNamespace) -> None:
@@ -344,7 +344,9 @@ def test_an_engine_that_answers_by_older_weights_is_replaced(world: SimpleNamesp
     world.rollout(["old", "well", "old"])
     trainer.join(20.0)
     state: Controller = world.controller.state
-    assert state.finished() and state.noted == {"engine_fault/old_version": 1} and not state.dropped
+    assert (
+        state.progress.finished() and state.counts.noted == {"engine_fault/old_version": 1} and not state.counts.dropped
+    )
 
 
 def test_a_group_whose_engines_all_answer_by_older_weights_ends(world: SimpleNamespace) -> None:
@@ -375,7 +377,7 @@ def test_a_reward_that_hangs_costs_its_request(world: SimpleNamespace, monkeypat
         hang.set()
         trainer.join(20.0)
     state: Controller = world.controller.state
-    assert state.finished() and state.dropped.keys() == {"reward_timeout"}
+    assert state.progress.finished() and state.counts.dropped.keys() == {"reward_timeout"}
 
 
 def test_a_reward_that_would_end_the_process_costs_its_group(
@@ -388,7 +390,7 @@ def test_a_reward_that_would_end_the_process_costs_its_group(
     world.rollout([])
     trainer.join(20.0)
     state: Controller = world.controller.state
-    assert state.finished() and state.dropped == {"reward_exception": 2}
+    assert state.progress.finished() and state.counts.dropped == {"reward_exception": 2}
     assert "reward_exception: SystemExit: 3 (prompt p" in capsys.readouterr().out
 
 
@@ -408,8 +410,8 @@ def test_a_ticket_may_fail_as_often_as_the_share_of_failures_allows(
     trainer.join(20.0)
     state: Controller = world.controller.state
     failures = [group.failures for group in state.groups.values()]
-    assert state.finished() and max(failures) > 4, failures
-    assert state.dropped == {"reward_exception": 2 * sum(failures)}
+    assert state.progress.finished() and max(failures) > 4, failures
+    assert state.counts.dropped == {"reward_exception": 2 * sum(failures)}
 
 
 def test_the_share_alone_says_how_much_may_fail() -> None:
@@ -439,14 +441,14 @@ def test_bad_lines_are_counted_once_a_run(world: SimpleNamespace) -> None:
     for incarnation in (1, 2):
         with pytest.raises(RelaxError, match="faulty failed 3 times"):
             world.rollout(["timeout"] * 3, incarnation)
-    noted = world.controller.state.noted
+    noted = world.controller.state.counts.noted
     assert noted == {f"bad_prompt/{reason}": 1 for reason in REASONS} | {"engine_fault/timeout": 6}
 
 
 def test_an_engine_that_only_fails_ends_its_group(world: SimpleNamespace) -> None:
     with pytest.raises(RelaxError, match=r"faulty failed 3 times in a row, last: timeout: .* within 2 s"):
         world.rollout(["timeout"] * 3)
-    assert world.controller.state.noted == {"engine_fault/timeout": 3}
+    assert world.controller.state.counts.noted == {"engine_fault/timeout": 3}
 
 
 def test_a_filter_that_drops_some_groups_has_them_replaced(
@@ -456,17 +458,20 @@ def test_a_filter_that_drops_some_groups_has_them_replaced(
     world.config.rollout.filter = "tests.test_bad_input:never_equal"
     use_reward(monkeypatch, lambda sample: float(int(sample.prompt[:-1]) % 2))
     reported: list[dict[str, float]] = []
-    world.controller.on_report = lambda role, step, values, seconds: reported.append(values)
+    world.controller.service.on_report = lambda role, step, values, seconds: reported.append(values)
     trainer = threading.Thread(target=train_the_step, args=(world.actor, world.run))
     trainer.start()
     world.rollout([])
     trainer.join(20.0)
     state: Controller = world.controller.state
-    assert state.finished() and state.dropped["filtered"] == 2 * sum(g.filtered for g in state.groups.values()) > 0
+    assert (
+        state.progress.finished()
+        and state.counts.dropped["filtered"] == 2 * sum(g.filtered for g in state.groups.values()) > 0
+    )
     dump(world.config, world.run.config)
     assert all(int(row["prompt_id"][1:]) % 2 == 0 for row in queue_rows(world.run).values())
     drawn, rewards = (sum(values.get(tag, 0.0) for values in reported) for tag in (GENERATED, GENERATED_SUM))
-    assert (drawn, rewards) == (state.dropped["filtered"] + 8, state.dropped["filtered"]), (
+    assert (drawn, rewards) == (state.counts.dropped["filtered"] + 8, state.counts.dropped["filtered"]), (
         "odd ones gave 1, even ones 0"
     )
     assert {event["reason"] for event in read_events(world.run) if event["what"] == "failed"} == {"filtered"}
@@ -482,7 +487,7 @@ def test_a_filter_that_drops_everything_ends_the_run(world: SimpleNamespace) -> 
     expected = r"filter rewards_differ dropped 100.0% of the last 256 prompt groups, the last with rewards \[0.0\]"
     with pytest.raises(NoProgressError, match=expected):
         world.rollout([])
-    assert world.controller.state.dropped["filtered"] >= 2 * 256 - 8
+    assert world.controller.state.counts.dropped["filtered"] >= 2 * 256 - 8
 
 
 def test_too_large_a_share_of_failures_ends_the_run(world: SimpleNamespace) -> None:

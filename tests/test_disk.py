@@ -267,7 +267,7 @@ def test_nobody_is_told_of_what_the_journal_does_not_have(
             written = [record["op"] for _, record in journal_frames(controller.journal.path, 0, None)]
             assert call == "fdatasync" or "note" not in written
         assert late.result(5) == {} and later.result(5) == {"checkpoints": []}
-        assert controller.state.noted["w/r"] == 1
+        assert controller.state.counts.noted["w/r"] == 1
         wait_for(lambda: not roles["actor"].beat.waits)
 
 

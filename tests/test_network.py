@@ -244,13 +244,13 @@ def test_a_rollout_of_two_ranks_generates_evaluates_once_and_ends(tmp_path: Path
     logs.mkdir(parents=True)
     evaluated: list[int] = []
     with in_thread(run, config) as hub, Roles(run, config) as roles:
-        hub.on_report = lambda role, step, *_: evaluated.append(step) if role == "eval" else None
+        hub.service.on_report = lambda role, step, *_: evaluated.append(step) if role == "eval" else None
         roles["rollout"].close()
         with two_ranks(run, logs / "launcher.txt") as ranks:
             for step in range(config.steps):
                 train(run, roles, step)
             assert ranks.wait(60) == 0, (logs / "launcher.txt").read_text()
-        readers = sorted(hub.state.readers)
+        readers = sorted(hub.state.weights.readers)
     assert len(readers) == 2, f"each rank's replica serves on its own line: {readers}"
     assert evaluated == sorted(set(evaluated)) and evaluated[-1] == config.steps
     assert read_mark(run, "rollout", 1, "rollout")["status"] == "done"

@@ -64,7 +64,7 @@ class HeldEngine(FaultyEngine):
         if self is about.engines[0] and request.prompt_id in about.slow:
             if 1 not in about.pool.members and len(about.engines) == 1:
                 about.pool.join(Entry(1, 1))
-            while about.state.accepted < 6:
+            while about.state.counts.accepted < 6:
                 await asyncio.sleep(0.001)
             if 0 in about.pool.members:
                 about.pool.leave(0)
@@ -87,7 +87,7 @@ def test_an_engine_joins_and_another_leaves_and_nothing_is_lost(world, monkeypat
     trainer.start()
     world.rollout([], kind=type("Held", (HeldEngine,), {"about": about}))
     trainer.join(20.0)
-    assert world.controller.state.finished() and world.controller.state.dropped == {}
+    assert world.controller.state.progress.finished() and world.controller.state.counts.dropped == {}
     assert len(about.engines) == 2 and all(engine.closed for engine in about.engines) and not about.pool.members
     dump(world.config, world.run.config)
     assert audit(world.run).problems == []

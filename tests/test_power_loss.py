@@ -43,7 +43,9 @@ def test_a_run_goes_on_after_a_power_loss(tmp_path: Path, monkeypatch: pytest.Mo
     result = audit(live.run)
     assert result.problems == [] and set(result.dropped) <= {"rolled_back", "lost"}
     state = queue_state(live.run)
-    assert state.trained_steps == STEPS and state.lineage[-1][1] >= EVERY, "it went on from a checkpoint"
+    assert state.progress.trained_steps == STEPS and state.lineage.starts[-1][1] >= EVERY, (
+        "it went on from a checkpoint"
+    )
     fault_table.add("power loss of everything, with all that no fsync had saved", "local", ENGINE)
 
 
@@ -64,4 +66,4 @@ def assert_something_was_lost(run: RunDir, before: RunDir) -> None:
     state = queue_state(run)
     saved = {shard.descriptor["name"] for shard in state.shards.values() if not shard.unsaved}
     assert saved and saved <= {path.name for path in run.shards.iterdir()}
-    assert state.trained_steps > EVERY and state.checkpoints[-1]["step"] >= EVERY
+    assert state.progress.trained_steps > EVERY and state.progress.checkpoints[-1]["step"] >= EVERY

@@ -78,11 +78,11 @@ def test_a_wait_outlasts_its_time_while_a_group_is_absent(tmp_path: Path, monkey
             assert not asked.done()
             # A look at the clock that stands; the deadline above ends it.
             time.sleep(0.01)
-        assert controller.presence.lacking.keys() >= {"rollout"}
+        assert controller.service.presence.lacking.keys() >= {"rollout"}
         others = [QueueClient(run, config, name, 1) for name in config.groups if name not in ("hub", "actor")]
         with pytest.raises(DeadlineError, match=r"claim actor: nothing came for .*waits for rows of rollout"):
             asked.result(20.0)
-        assert not controller.presence.lacking
+        assert not controller.service.presence.lacking
         for client in others:
             client.close()
 
@@ -128,11 +128,15 @@ def test_who_waits_for_its_turn_on_devices_is_not_loading(tmp_path: Path, monkey
         about = client.beat.about()
         assert about["doing"] == "waiting for the actor to make room" and not about["loads"]
         assert about["busy_s"] < 60.0 and "loading_s" not in about
-        until(lambda: "rollout" not in controller.presence.lacking, 20.0, "the rollout is there")
+        until(lambda: "rollout" not in controller.service.presence.lacking, 20.0, "the rollout is there")
         client.beat.at_work("starting")
         client.beat._doing_since -= 100.0
         assert client.beat.about()["loads"] and client.beat.about()["loading_s"] < 60.0, "it has waited until now"
-        until(lambda: controller.presence.lacking.get("rollout", [""])[0] == "is loading", 20.0, "the rollout loads")
+        until(
+            lambda: controller.service.presence.lacking.get("rollout", [""])[0] == "is loading",
+            20.0,
+            "the rollout loads",
+        )
 
 
 def test_an_engine_that_has_to_wait_for_the_devices_says_so() -> None:

@@ -13,15 +13,15 @@ import msgpack
 import pytest
 
 from relax_hpc.config.schema import GroupConfig
-from relax_hpc.transfer_queue.controller import rules
-from relax_hpc.transfer_queue.controller.image import image_of, state_of
-from relax_hpc.transfer_queue.controller.rules import admissible
-from relax_hpc.transfer_queue.controller.state import QueueState
+from relax_hpc.transfer_queue.controller.handlers import tickets as handlers
+from relax_hpc.transfer_queue.controller.planning import admission
+from relax_hpc.transfer_queue.controller.planning.admission import admissible
+from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 from relax_hpc.transfer_queue.lengths import packed
 from relax_hpc.transfer_queue.plan import GENERATED, Plan
 from relax_hpc.versions import Version
 from tests.queue_helpers import small
-from tests.queue_world import Paper
+from tests.queue_world import InMemory
 
 ENGINES = ("left", "right")
 NOTHING = Version(0, 0)
@@ -50,10 +50,10 @@ class Small:
     """Two engines and an actor at one queue; an actor's step needs nothing but generated rows."""
 
     def __init__(self, plan: Plan, node: Node | None = None) -> None:
-        self.plan, self.desk, self.keys = plan, Paper(plan), 0
+        self.plan, self.service, self.keys = plan, InMemory(plan), 0
         self.engines, self.actor, self.deaths = {name: Engine() for name in ENGINES}, 1, 0
         if node:
-            self.desk.state = state_of(plan, msgpack.unpackb(node.image, strict_map_key=False))
+            self.service.state = QueueState.load(plan, msgpack.unpackb(node.image, strict_map_key=False))
             self.engines = dict(zip(ENGINES, node.engines, strict=True))
             self.actor, self.deaths = node.actor, node.deaths
         else:
@@ -61,7 +61,7 @@ class Small:
 
     def node(self) -> Node:
         """The present one; engines that change places make no difference."""
-        state = self.desk.state
+        state = self.service.state
         names = sorted(ENGINES, key=lambda name: self.engines[name])
         groups = tuple(
             (
@@ -72,14 +72,20 @@ class Small:
             )
             for ticket, group in sorted(state.groups.items())
         )
-        queue = (groups, tuple(state.lineage), tuple(state.reissued), state.trained_steps, state.newest)
-        image = msgpack.packb(image_of(state) | {"admissions": {}, "puts": {}})
+        queue = (
+            groups,
+            tuple(state.lineage.starts),
+            tuple(state.tickets.reissued),
+            state.progress.trained_steps,
+            state.weights.newest,
+        )
+        image = msgpack.packb(state.dump() | {"admissions": {}, "puts": {}})
         engines = (self.engines[ENGINES[0]], self.engines[ENGINES[1]])
         return Node((queue, *sorted(engines)), engines, self.actor, self.deaths, image)
 
     def ask(self, group: str, incarnation: int, op: str, /, **args: Any) -> Any:
         self.keys += 1
-        return self.desk.ask(group, incarnation, f"{self.deaths}-{self.keys}", op, **args)
+        return self.service.ask(group, incarnation, f"{self.deaths}-{self.keys}", op, **args)
 
     # -- what an engine does -----------------------------------------------------------------------------------
 
@@ -93,24 +99,24 @@ class Small:
         return True
 
     def admit(self, name: str) -> bool:
-        engine, state = self.engines[name], self.desk.state
+        engine, state = self.engines[name], self.service.state
         answer = self.ask(name, engine.incarnation, "admit", reader=name, count=1)
         if answer is None or "finished" in answer:
             self.check_nothing_withheld(engine)
             return False
         (ticket,) = answer["tickets"]
-        assert state.in_lineage(engine.serving)
+        assert engine.serving in state.lineage
         assert engine.serving.number >= self.plan.step_of(ticket) - self.plan.max_staleness
         self.engines[name] = replace(engine, flight=(*engine.flight, (ticket, engine.serving)))
         return True
 
     def check_nothing_withheld(self, engine: Engine) -> None:
         """No ticket that the engine may start is left."""
-        state = self.desk.state
-        if state.in_lineage(engine.serving):
-            again = [t for t in state.reissued.lowest(9) if rules._in_time(state, engine.serving, [t])]
-            step = self.plan.step_of(min([state.next_ticket, *again]))
-            lags = state.trained_steps - engine.serving.number > self.plan.publish_lag
+        state = self.service.state
+        if engine.serving in state.lineage:
+            again = [t for t in state.tickets.reissued.lowest(9) if admission._in_time(state, engine.serving, [t])]
+            step = self.plan.step_of(min([state.tickets.next, *again]))
+            lags = state.progress.trained_steps - engine.serving.number > self.plan.publish_lag
             assert lags or step >= self.plan.steps or engine.serving.number < step - self.plan.max_staleness
 
     def put(self, name: str) -> bool:
@@ -121,10 +127,10 @@ class Small:
         codes = sorted({began.encode(), engine.serving.encode()})
         full = (1 << self.plan.samples_per_prompt) - 1
         rows = [{"ticket": ticket, "mask": full, "lengths": packed([3, 3]), "versions": codes}]
-        shard = {"name": f"{name}-{engine.incarnation}-{ticket}-{self.desk.state.shelf.next_number}"}
+        shard = {"name": f"{name}-{engine.incarnation}-{ticket}-{self.service.state.shards.next}"}
         put = {"shard": shard, "rows": rows, "fields": list(GENERATED)}
         refused = self.ask(name, engine.incarnation, "put", **put)["refused"]
-        alive = all(map(self.desk.state.in_lineage, (began, engine.serving)))
+        alive = all(version in self.service.state.lineage for version in (began, engine.serving))
         assert refused == ({} if alive else {ticket: "rolled_back"})
         self.engines[name] = replace(engine, flight=tuple(later))
         return True
@@ -138,7 +144,7 @@ class Small:
 
     def train(self) -> bool:
         """A whole step, with its checkpoint."""
-        state, step = self.desk.state, self.desk.state.trained_steps
+        state, step = self.service.state, self.service.state.progress.trained_steps
         if step == self.plan.steps:
             return False
         window = {"task": "actor", "budget": 1 << 20, "boundary": self.plan.prompts_per_step}
@@ -147,7 +153,7 @@ class Small:
             return False
         assert claim["tickets"] == list(state.tickets_of(step))
         versions = [Version.decode(code) for ticket in claim["tickets"] for code in state.groups[ticket].versions]
-        assert all(map(state.in_lineage, versions))
+        assert all(version in state.lineage for version in versions)
         assert min(version.number for version in versions) >= step - self.plan.max_staleness
         self.ask("actor", self.actor, "publish", version=str(Version(self.actor, step + 1)), digest="d")
         self.ask("actor", self.actor, "trained", step=step, leases=[claim["lease"]])
@@ -156,7 +162,7 @@ class Small:
 
     def kill_actor(self, older: int) -> None:
         self.deaths, self.actor = self.deaths + 1, self.actor + 1
-        points = [0, *(point["step"] for point in self.desk.state.checkpoints)]
+        points = [0, *(point["step"] for point in self.service.state.progress.checkpoints)]
         self.resume(points[max(0, len(points) - 1 - older)])
 
     def resume(self, step: int) -> None:
@@ -197,7 +203,7 @@ def explore(plan: Plan, deaths: int) -> int:
                     seen.add(after)
                     ahead.append(after)
                 it = Small(plan, node)
-        assert moved or it.desk.state.finished(), node
+        assert moved or it.service.state.progress.finished(), node
     return len(seen)
 
 
@@ -214,10 +220,10 @@ def test_no_order_of_events_stops_a_run_whose_engines_may_not_lag():
     """Behind the newest version by more than publish_lag, none gets a ticket, and all runs end nevertheless."""
     plan = replace(plan_of(1, 3, 2), publish_lag=0)
     assert explore(plan, 1) > 300
-    state = Small(plan).desk.state
-    state.trained_steps = 2
-    assert rules.admissible(state, Version(1, 2), 1) and not rules.admissible(state, Version(1, 1), 1)
-    assert rules.why_not(state, Version(1, 1))[0] == (
+    state = Small(plan).service.state
+    state.progress.trained_steps = 2
+    assert admission.admissible(state, Version(1, 2), 1) and not admission.admissible(state, Version(1, 1), 1)
+    assert admission.why_not(state, Version(1, 1))[0] == (
         "serves i000001-v000001, 1 behind the newest, allowed weights.publish_lag=0"
     )
 
@@ -225,7 +231,7 @@ def test_no_order_of_events_stops_a_run_whose_engines_may_not_lag():
 def test_without_the_bound_the_exploration_finds_what_breaks_it(monkeypatch):
     """The proof would see a mistake: one version of slack too many."""
     plan = plan_of(1, 3, 0)
-    monkeypatch.setattr(rules, "admissible", lambda state, *args: admissible(loose(state), *args))
+    monkeypatch.setattr(handlers, "admissible", lambda state, *args: admissible(loose(state), *args))
     with pytest.raises(AssertionError):
         explore(plan, 0)
 

@@ -44,7 +44,7 @@ def test_a_run_is_gone_on_with_by_the_next_who_serves_it(tmp_path):
     with serving(run, config), QueueClient(run, config, "actor", 1) as client:
         client.connection.call("resume", step=0)
     with serving(run, config) as controller, QueueClient(run, config, "actor", 1) as client:
-        assert controller.incarnation == 2 and controller.state.lineage == [(1, 0)]
+        assert controller.incarnation == 2 and controller.state.lineage.starts == [(1, 0)]
         assert client.connection.call("status")["incarnations"] == {"actor": 1}
 
 

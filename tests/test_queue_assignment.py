@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_hpc.config.schema import GroupConfig
-from relax_hpc.transfer_queue.controller.image import image_of, state_of
-from relax_hpc.transfer_queue.controller.state import QueueState
+from relax_hpc.transfer_queue.controller.handlers import claims
+from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 from relax_hpc.transfer_queue.lengths import is_packed, packed, unpacked
 from relax_hpc.transfer_queue.plan import GENERATED, Plan
 from relax_hpc.transfer_queue.samplers import schedule
 from relax_hpc.versions import Version
 from tests.queue_helpers import BUDGET, Roles, in_thread, make_run, rows_of, small
-from tests.queue_world import Paper, contents, refused_kind
+from tests.queue_world import InMemory, contents, refused_kind
 
 V0 = Version(1, 0)
 LENGTHS = {0: [40, 7], 1: [9, 9], 2: [300, 2], 3: [70_000, 5]}
@@ -25,20 +25,20 @@ DEALT = {"ranks": 2, "max_tokens": 64, "batch": 1}
 WINDOW = {"task": "actor", "budget": BUDGET, "boundary": 4, **DEALT}
 
 
-def desk_with(tickets: list[int], saved: bool = True) -> Paper:
-    """A desk whose actor needs nothing but generated rows; ``tickets`` came in this order, each in its shard."""
+def service_with(tickets: list[int], saved: bool = True) -> InMemory:
+    """A service whose actor needs nothing but generated rows; ``tickets`` came in this order, each in its shard."""
     config = small(4, 2)
     config.groups = {name: GroupConfig(roles=[name]) for name in ("rollout", "actor")}
-    desk = Paper(Plan.of(config))
-    desk.ask("actor", 1, "resume", "resume", step=0)
-    desk.ask("actor", 1, "publish", "publish", version=str(V0), digest="d")
-    desk.ask("rollout", 1, "serve", "serve", reader="r", version=str(V0))
-    desk.ask("rollout", 1, "admit", "admit", reader="r", count=4)
+    service = InMemory(Plan.of(config))
+    service.ask("actor", 1, "resume", "resume", step=0)
+    service.ask("actor", 1, "publish", "publish", version=str(V0), digest="d")
+    service.ask("rollout", 1, "serve", "serve", reader="r", version=str(V0))
+    service.ask("rollout", 1, "admit", "admit", reader="r", count=4)
     for ticket in tickets:
         row = {"ticket": ticket, "mask": 3, "lengths": packed(LENGTHS[ticket]), "versions": [V0.encode()]}
         put = {"shard": {"name": f"s{ticket}"}, "rows": [row], "fields": list(GENERATED), "saved": saved}
-        assert desk.ask("rollout", 1, f"put{ticket}", "put", **put) == {"refused": {}}
-    return desk
+        assert service.ask("rollout", 1, f"put{ticket}", "put", **put) == {"refused": {}}
+    return service
 
 
 def expected() -> list[list[list[int]]]:
@@ -56,48 +56,48 @@ def test_lengths_come_back_as_they_were_packed(sizes):
 
 @pytest.mark.parametrize("arrival", [[0, 1, 2, 3], [3, 1, 0, 2]])
 def test_an_assignment_is_that_of_the_samplers_whatever_came_first(arrival):
-    claim = desk_with(arrival).ask("actor", 1, "c", "claim", **WINDOW)
+    claim = service_with(arrival).ask("actor", 1, "c", "claim", **WINDOW)
     assert claim["tickets"] == [0, 1, 2, 3] and claim["assignment"] == expected()
 
 
-def after_journal(desk: Paper) -> QueueState:
-    return desk.replayed()
+def after_journal(service: InMemory) -> QueueState:
+    return service.replayed()
 
 
-def after_snapshot(desk: Paper) -> QueueState:
-    image = msgpack.unpackb(msgpack.packb(image_of(desk.state)), strict_map_key=False)
-    return state_of(desk.plan, image)
+def after_snapshot(service: InMemory) -> QueueState:
+    image = msgpack.unpackb(msgpack.packb(service.state.dump()), strict_map_key=False)
+    return QueueState.load(service.plan, image)
 
 
 @pytest.mark.parametrize("restarted", [after_journal, after_snapshot])
 def test_who_asks_again_after_a_restart_gets_the_same_rows(restarted, monkeypatch):
-    desk = desk_with([0, 1, 2, 3])
-    claim = desk.ask("actor", 1, "c", "claim", **WINDOW)
-    desk.state = restarted(desk)
-    monkeypatch.setattr(QueueState, "assignment", lambda *_: pytest.fail("decided twice"))
-    assert desk.ask("actor", 1, "c", "claim", **WINDOW) == claim
-    assert contents(desk.replayed()) == contents(desk.state)
+    service = service_with([0, 1, 2, 3])
+    claim = service.ask("actor", 1, "c", "claim", **WINDOW)
+    service.state = restarted(service)
+    monkeypatch.setattr(claims, "assignment", lambda *_: pytest.fail("decided twice"))
+    assert service.ask("actor", 1, "c", "claim", **WINDOW) == claim
+    assert contents(service.replayed()) == contents(service.state)
 
 
 @pytest.mark.parametrize("restarted", [after_journal, after_snapshot])
 def test_a_window_that_is_given_back_is_dealt_as_before(restarted):
-    desk = desk_with([0, 1, 2, 3])
-    claim = desk.ask("actor", 1, "c", "claim", **WINDOW)
-    desk.ask("supervisor", 1, "d", "down", group="actor", incarnation=1)
-    desk.state = restarted(desk)
-    again = desk.ask("actor", 2, "c", "claim", **WINDOW)
+    service = service_with([0, 1, 2, 3])
+    claim = service.ask("actor", 1, "c", "claim", **WINDOW)
+    service.ask("supervisor", 1, "d", "down", group="actor", incarnation=1)
+    service.state = restarted(service)
+    again = service.ask("actor", 2, "c", "claim", **WINDOW)
     assert again == {**claim, "lease": claim["lease"] + 1}
 
 
 @pytest.mark.parametrize("restarted", [after_journal, after_snapshot])
 def test_a_window_that_shrinks_keeps_every_other_row_with_its_rank(restarted):
     """The maker of all rows but those of ticket 1 dies before they are on disk."""
-    desk = desk_with([0, 1, 2, 3], saved=False)
-    claim = desk.ask("actor", 1, "c", "claim", **WINDOW)
-    desk.ask("rollout", 1, "saved", "saved", names=["s1"])
-    desk.ask("supervisor", 1, "d", "down", group="rollout", incarnation=1)
-    desk.state = restarted(desk)
-    left = desk.ask("actor", 1, "c", "claim", **WINDOW)
+    service = service_with([0, 1, 2, 3], saved=False)
+    claim = service.ask("actor", 1, "c", "claim", **WINDOW)
+    service.ask("rollout", 1, "saved", "saved", names=["s1"])
+    service.ask("supervisor", 1, "d", "down", group="rollout", incarnation=1)
+    service.state = restarted(service)
+    left = service.ask("actor", 1, "c", "claim", **WINDOW)
     assert left["tickets"] == [1] and left["lease"] == claim["lease"]
     kept = [[row - 2 for part in rank for row in part if row in (2, 3)] for rank in claim["assignment"]]
     assert [[row for part in rank for row in part] for rank in left["assignment"]] == kept
@@ -106,42 +106,42 @@ def test_a_window_that_shrinks_keeps_every_other_row_with_its_rank(restarted):
 
 @pytest.mark.parametrize("restarted", [after_journal, after_snapshot])
 def test_windows_come_in_order_however_they_were_given_back(restarted):
-    desk = desk_with([0, 1, 2, 3])
+    service = service_with([0, 1, 2, 3])
     window = {**WINDOW, "budget": 1}
-    leases = [desk.ask("actor", 1, f"c{number}", "claim", **window)["lease"] for number in range(3)]
+    leases = [service.ask("actor", 1, f"c{number}", "claim", **window)["lease"] for number in range(3)]
     for lease in (leases[1], leases[2], leases[0]):
-        desk.ask("actor", 1, f"r{lease}", "release", lease=lease)
-    desk.state = restarted(desk)
-    again = [desk.ask("actor", 1, f"again{number}", "claim", **window)["tickets"] for number in range(4)]
+        service.ask("actor", 1, f"r{lease}", "release", lease=lease)
+    service.state = restarted(service)
+    again = [service.ask("actor", 1, f"again{number}", "claim", **window)["tickets"] for number in range(4)]
     assert again == [[0], [1], [2], [3]]
 
 
 @pytest.mark.parametrize("restarted", [after_journal, after_snapshot])
 def test_a_window_behind_the_boundary_waits_for_those_before_it(restarted):
     """It was claimed ahead, and both are given back; the rows of the first one were lost with their maker."""
-    desk = desk_with([0, 1, 2, 3], saved=False)
+    service = service_with([0, 1, 2, 3], saved=False)
     window = {**WINDOW, "boundary": 2}
-    leases = [desk.ask("actor", 1, key, "claim", **window)["lease"] for key in ("c1", "c2")]
-    desk.ask("rollout", 1, "saved", "saved", names=["s2", "s3"])
-    desk.ask("supervisor", 1, "d", "down", group="rollout", incarnation=1)
+    leases = [service.ask("actor", 1, key, "claim", **window)["lease"] for key in ("c1", "c2")]
+    service.ask("rollout", 1, "saved", "saved", names=["s2", "s3"])
+    service.ask("supervisor", 1, "d", "down", group="rollout", incarnation=1)
     for lease in leases:
-        desk.ask("actor", 1, f"r{lease}", "release", lease=lease)
-    desk.state = restarted(desk)
-    assert desk.ask("actor", 1, "c3", "claim", **window) is None, "it waits"
+        service.ask("actor", 1, f"r{lease}", "release", lease=lease)
+    service.state = restarted(service)
+    assert service.ask("actor", 1, "c3", "claim", **window) is None, "it waits"
 
 
 @pytest.mark.parametrize("dealt", [{"ranks": -1}, {"ranks": 2}, {"ranks": 10**9, "max_tokens": 1}, {"ranks": "2"}])
 def test_an_impossible_deal_is_refused(dealt: dict[str, Any]):
     window = {"task": "actor", "budget": BUDGET, "boundary": 4}
-    assert refused_kind(desk_with([0]), "actor", 1, "c", "claim", **window, **dealt) == "refused"
+    assert refused_kind(service_with([0]), "actor", 1, "c", "claim", **window, **dealt) == "refused"
 
 
 @pytest.mark.parametrize("lengths", [b"", b"\5\0", b"\5\0\5\0x", [5, 5], 5, None, "\5\0\5\0"])
 def test_lengths_that_are_not_those_of_the_samples_are_refused(lengths):
-    desk = desk_with([0])
+    service = service_with([0])
     row = {"ticket": 1, "mask": 3, "lengths": lengths, "versions": [V0.encode()]}
     put = {"shard": {"name": "s"}, "rows": [row], "fields": list(GENERATED)}
-    assert refused_kind(desk, "rollout", 1, "p", "put", **put) == "refused"
+    assert refused_kind(service, "rollout", 1, "p", "put", **put) == "refused"
 
 
 def test_a_client_gets_the_rows_that_it_was_assigned(tmp_path):

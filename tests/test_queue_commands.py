@@ -313,12 +313,12 @@ def test_random_faults_leave_nothing_wrong(tmp_path, seed):
 def assert_as_accounted(world: World, config: Config, path: Path) -> Audit:
     run = make_run(path)
     dump(config, run.config)
-    rewrite(run, lambda _: [msgpack.unpackb(record, strict_map_key=False) for record in world.desk.journal])
+    rewrite(run, lambda _: [msgpack.unpackb(record, strict_map_key=False) for record in world.service.journal])
     ledger = Ledger(run)
-    found = ledger.judge(ledger.state.trained_steps)
+    found = ledger.judge(ledger.state.progress.trained_steps)
     places = Counter(world.status.values())
     failed = {reason: 2 * count for reason, count in found.failed.items()}
-    assert found.problems == [] and found.dropped + Counter(failed) == world.desk.state.dropped
+    assert found.problems == [] and found.dropped + Counter(failed) == world.service.state.counts.dropped
     assert (found.in_flight, found.trained) == (places["accepted"], places["trained"])
     assert found.accepted == found.trained + found.in_flight + sum((found.dropped - found.refused).values())
     return found

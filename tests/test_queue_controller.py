@@ -160,14 +160,14 @@ def test_every_request_asked_twice_has_the_effect_of_one(tmp_path, restart):
                 assert wire.ask(group, number, op, **args) == answer
         if restart:
             with in_thread(run, config) as controller, Wire(controller) as wire:
-                before = len(controller.state.told)
+                before = len(controller.state.events.batches)
                 assert wire.ask(group, number, op, **args) == answer
-                assert len(controller.state.told) == before == 0, op
+                assert len(controller.state.events.batches) == before == 0, op
         try:
             group, op, args = script.send(answer)
         except StopIteration:
             break
-    assert controller.state.trained_steps == 1
-    assert controller.state.dropped == {"reward": 2}
-    assert len(controller.state.checkpoints) == 1
+    assert controller.state.progress.trained_steps == 1
+    assert controller.state.counts.dropped == {"reward": 2}
+    assert len(controller.state.progress.checkpoints) == 1
     assert {path.name for path in run.shards.iterdir()} == {"gen", "actor_fwd", "reference", "adv"}

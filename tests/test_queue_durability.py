@@ -19,7 +19,7 @@ def config():
 
 
 def ask(controller: Controller, number: int, op: str, **args) -> dict:
-    return controller.handle(Request(0, number, f"c#{number}", ("actor", 1), op, args, 0.0, 0.0))
+    return controller.service.handle(Request(0, number, f"c#{number}", ("actor", 1), op, args, 0.0, 0.0))
 
 
 def test_nobody_waits_for_the_journal_and_it_is_not_late_for_long(tmp_path, config, monkeypatch):
@@ -32,7 +32,7 @@ def test_nobody_waits_for_the_journal_and_it_is_not_late_for_long(tmp_path, conf
     assert controller._commit() and controller.journal.position.offset > start
     ask(controller, 2, "publish", version="i000001-v000000", digest="d")
     controller.close()
-    assert Controller(run, Plan.of(config), 2).state.published, "who ends in good order leaves nothing out"
+    assert Controller(run, Plan.of(config), 2).state.weights.published, "who ends in good order leaves nothing out"
 
 
 def test_what_a_killed_controller_had_not_journaled_is_gone_and_all_begin_again(tmp_path, config):
@@ -42,7 +42,11 @@ def test_what_a_killed_controller_had_not_journaled_is_gone_and_all_begin_again(
     killed.journal.commit()
     ask(killed, 2, "publish", version="i000001-v000000", digest="d")
     with serving(run, config) as controller, QueueClient(run, config, "actor", 1) as late:
-        assert controller.incarnation == 2 and controller.state.lineage == [(1, 0)] and controller.state.newest is None
+        assert (
+            controller.incarnation == 2
+            and controller.state.lineage.starts == [(1, 0)]
+            and controller.state.weights.newest is None
+        )
         with pytest.raises(FencedError, match="actor incarnation 1 is over"):
             late.connection.call("resume", step=0)
         with QueueClient(run, config, "supervisor", 1) as supervisor:

@@ -20,7 +20,7 @@ from relax_hpc.transfer_queue.lengths import packed
 from relax_hpc.transfer_queue.plan import GENERATED, Plan
 from relax_hpc.versions import Version
 from tests.queue_helpers import BUDGET, small
-from tests.queue_world import Paper
+from tests.queue_world import InMemory
 
 GROUPS, STEPS, SLOTS = 16, 40, 12
 """Prompt groups a step, steps, answers that an engine works on at a time."""
@@ -55,7 +55,7 @@ class Simulation:
         config = small(GROUPS, 2, STEPS, staleness)
         config.groups = {name: GroupConfig(roles=["rollout"]) for name in ENGINES}
         config.groups["actor"] = GroupConfig(roles=["actor"])
-        self.desk, self.lengths, self.keys = Paper(Plan.of(config)), lengths_of(seed), count()
+        self.service, self.lengths, self.keys = InMemory(Plan.of(config)), lengths_of(seed), count()
         self.incarnations = dict.fromkeys((*ENGINES, "actor"), 1)
         self.flight: dict[str, set[int]] = {name: set() for name in ENGINES}
         self.generated: list[int] = []
@@ -67,14 +67,14 @@ class Simulation:
         self.publish(0)
 
     def ask(self, group: str, op: str, **args: Any) -> Any:
-        return self.desk.ask(group, self.incarnations[group], f"k{next(self.keys)}", op, **args)
+        return self.service.ask(group, self.incarnations[group], f"k{next(self.keys)}", op, **args)
 
     def after(self, time: float, act: Callable[[], None]) -> None:
         heappush(self.ahead, (self.now + time, next(self.keys), act))
 
     def until(self, steps: int) -> None:
         """Go on until so many steps are trained."""
-        while self.desk.state.trained_steps < steps:
+        while self.service.state.progress.trained_steps < steps:
             self.now, _, act = heappop(self.ahead)
             act()
 
@@ -109,7 +109,9 @@ class Simulation:
 
     def kill(self, name: str) -> None:
         """What it was at is begun again by another one; a fresh one takes its place."""
-        self.desk.ask("supervisor", 1, f"k{next(self.keys)}", "down", group=name, incarnation=self.incarnations[name])
+        self.service.ask(
+            "supervisor", 1, f"k{next(self.keys)}", "down", group=name, incarnation=self.incarnations[name]
+        )
         self.incarnations[name], self.flight[name] = self.incarnations[name] + 1, set()
         self.serve(name)
 
@@ -156,7 +158,7 @@ def test_trained_lengths_are_those_that_were_generated(staleness: int, deaths: i
     assert len(it.generated) > len(it.trained) or not staleness, "more is under way"
     assert alike([it.lengths[ticket] for ticket in it.trained], [it.lengths[ticket] for ticket in it.generated])
     it.until(STEPS)
-    assert sorted(it.trained) == list(range(GROUPS * STEPS)) and not it.desk.state.dropped
+    assert sorted(it.trained) == list(range(GROUPS * STEPS)) and not it.service.state.counts.dropped
     assert (it.trained == sorted(it.trained)) == (staleness == 0), "above, nobody waits for a long one before its time"
     assert alike([it.lengths[ticket] for ticket in it.trained], lengths_of(seed=99, answers=5000))
     assert len(it.generated) == len(it.trained) or deaths

@@ -34,23 +34,23 @@ from tests.queue_helpers import (
 
 
 def test_a_killed_controller_comes_back_and_clients_go_on(tmp_path):
-    """Killed with a step half done and requests parked; the successor answers them and the run trains on."""
+    """Killed with a step half done and requests waiting; the successor answers them and the run trains on."""
     run, config = make_run(tmp_path / "run"), small()
     with Roles(run, config) as roles:
         with HubProcess(run) as hub:
             roles.start()
             first = roles.generate(Version(1, 0))
-            parked = roles["actor"].claim_later("actor", BUDGET)
+            waiting = roles["actor"].claim_later("actor", BUDGET)
             roles["actor"].connection.call("status")
             hub.kill()
             lost = roles["rollout"].connection.submit("note", what="engine_fault", name="x", reason="y")
         with HubProcess(run) as hub:
             assert hub.incarnation == 2
             roles.learn(Version(1, 0))
-            assert parked.result(timeout=10).tickets == tuple(first) == (0, 1)
+            assert waiting.result(timeout=10).tickets == tuple(first) == (0, 1)
             assert lost.result(timeout=10) == {}
             roles["actor"].connection.call("publish", version="i000001-v000001", digest="d")
-            roles["actor"].connection.call("trained", step=0, leases=[parked.result().lease])
+            roles["actor"].connection.call("trained", step=0, leases=[waiting.result().lease])
             roles.step(1)
             assert roles["actor"].connection.call("status")["trained_steps"] == 2
 
@@ -74,12 +74,12 @@ def test_who_waits_for_a_hub_that_has_gone_for_good_is_told(tmp_path, monkeypatc
     with Roles(run, config) as roles:
         with HubProcess(run) as hub:
             roles.start()
-            parked = roles["actor"].claim_later("actor", BUDGET)
+            waiting = roles["actor"].claim_later("actor", BUDGET)
             run.stop.write_text("{}")
             roles["actor"].connection.call("status")
             hub.kill()
         with pytest.raises(StoppedError, match="hub has gone"):
-            parked.result(timeout=30)
+            waiting.result(timeout=30)
         run.stop.unlink()
         waits = roles["actor"].connection.submit("status")
         with HubProcess(run):
@@ -107,12 +107,12 @@ def test_a_second_controller_fences_the_first(tmp_path):
     new = Controller(run, Plan.of(config), claim_incarnation(run, "hub"))
     with pytest.raises(FencedError, match="hub incarnation 1 is over"):
         old.serve(lambda: False)
-    old._record(op="register", group="late", incarnation=7)
+    old.service.record(op="register", group="late", incarnation=7)
     old.journal.commit()
     with old.journal.path.open("ab") as file:
         file.write(b"\xffgarbage that no checksum fits")
     third = Controller(run, Plan.of(config), claim_incarnation(run, "hub"))
-    assert "late" not in third.state.incarnations
+    assert "late" not in third.state.members.incarnations
     for controller in (old, new, third):
         controller.close()
 
@@ -275,7 +275,7 @@ def test_what_is_no_request_ends_its_connection_and_changes_nothing(tmp_path):
             with pytest.raises(ConnectionResetError):
                 next_payload(connection)
             assert roles["actor"].connection.call("status")["refused_connections"] == number
-        assert controller.state.incarnations["actor"] == 1
+        assert controller.state.members.incarnations["actor"] == 1
 
 
 def test_requests_with_bad_arguments_are_refused_and_not_journaled(tmp_path):
@@ -300,9 +300,9 @@ def test_requests_with_bad_arguments_are_refused_and_not_journaled(tmp_path):
                 roles["actor"].connection.call(op, timeout=1.0, **args)
         assert run.token_file.exists()
         roles.step(0)
-        trained = controller.state.trained_steps
+        trained = controller.state.progress.trained_steps
     with in_thread(run, config) as successor:
-        assert successor.state.trained_steps == trained == 1
+        assert successor.state.progress.trained_steps == trained == 1
 
 
 def test_waits_end_with_an_error_that_says_where_to_look(tmp_path):
@@ -352,8 +352,8 @@ def test_a_resume_with_other_groups_takes_over_from_the_old_ones(tmp_path):
     del groups["reference"]
     groups["engines"] = groups.pop("rollout")
     with in_thread(run, config) as controller, Roles(run, config, 2) as roles:
-        assert controller.state.readers == {} and list(controller.state.reissued) == [2, 3]
-        assert controller.state.leases == {}
+        assert controller.state.weights.readers == {} and list(controller.state.tickets.reissued) == [2, 3]
+        assert not controller.state.leases
         with (
             QueueClient(run, config, "rollout", 1) as former,
             pytest.raises(FencedError, match="rollout incarnation 1"),
@@ -362,7 +362,7 @@ def test_a_resume_with_other_groups_takes_over_from_the_old_ones(tmp_path):
         roles.start()
         assert roles.train(0)
     with in_thread(run, config) as controller:
-        assert controller.state.trained_steps == 1
+        assert controller.state.progress.trained_steps == 1
 
 
 def test_files_that_no_put_told_of_go_with_their_writers(tmp_path):

@@ -19,8 +19,7 @@ from relax_hpc.config.schema import Config
 from relax_hpc.rendezvous.roster import claim_incarnation
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.controller import gathering, server
-from relax_hpc.transfer_queue.controller.desk import Desk
-from relax_hpc.transfer_queue.controller.gathering import planned
+from relax_hpc.transfer_queue.controller.gathering import covered_steps, planned
 from relax_hpc.transfer_queue.inspect.audit import audit
 from relax_hpc.transfer_queue.inspect.export import KeptRows
 from relax_hpc.transfer_queue.storage import hdf5_writer
@@ -47,7 +46,7 @@ def second_time(function: Callable[[str], None]) -> Callable[[str], None]:
 
 POINTS: dict[str, tuple[Any, str, Any]] = {
     "": (None, "", None),
-    "a file is written, and not journaled": (Desk, "gathered", die),
+    "a file is written, and not journaled": (server, "journal_files", die),
     "it is journaled, and no shard is removed": (server, "_remove", die),
     "some shards are removed": (server, "_remove", second_time(server._remove)),
 }
@@ -130,7 +129,7 @@ def test_a_controller_that_is_killed_while_it_gathers_loses_nothing(tmp_path: Pa
     run, config = new_run(tmp_path / "run")
     rows = trained(run, config, point)
     with in_thread(run, config) as found:
-        needed = set(found.state.shelf.numbers)
+        needed = set(found.state.shards.numbers)
         assert {path.name for path in run.shards.iterdir()} == needed, "no file is missing, and none is left behind"
     check_kept(run, rows)
     assert audit(run, steps=STEPS - 1).problems == []
@@ -156,7 +155,7 @@ def test_a_step_that_cannot_be_gathered_stays_as_it_is(tmp_path: Path, monkeypat
             roles.step(step)
         roles["actor"].training.checkpoint(step=STEPS - 1, name="c", digest="d").result()
         state = found.state
-        work = planned(state, state.covered_steps(), 1, 0)
+        work = planned(state, covered_steps(state), 1, 0)
         assert [one.step for one in work] == [1, 2]
         monkeypatch.setattr(os, "nice", lambda _: 0)
         whole = hdf5_writer.write

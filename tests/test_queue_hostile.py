@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 
 from relax_hpc.rendezvous.roster import latest_card
 from relax_hpc.transfer_queue.client import Claim, read_rows
-from relax_hpc.transfer_queue.controller.desk import SCHEMAS, Parked
 from relax_hpc.transfer_queue.controller.journal import Journal, JournalError
 from relax_hpc.transfer_queue.controller.messages import Refused, parse
 from relax_hpc.transfer_queue.controller.server import Controller
+from relax_hpc.transfer_queue.controller.service import SCHEMAS
+from relax_hpc.transfer_queue.controller.waiting import NotYet
 from relax_hpc.transfer_queue.plan import GENERATED, Plan
 from relax_hpc.transfer_queue.storage.shard import MAX_NAME_BYTES, ShardError, check_name, pack
 from relax_hpc.transfer_queue.storage.shard_files import ShardFiles
@@ -61,7 +62,7 @@ def payload_of(op: str, args: Any, levels: int = 0, /, **over: Any) -> bytes:
     return payload.replace(msgpack.packb(MARK), deep(levels)) if levels else payload
 
 
-# -- messages, to a desk without sockets -------------------------------------------------------------------------------
+# -- messages, to a service without sockets ----------------------------------------------------------------------------
 
 whole = st.sampled_from([0, 1, 2, 7, -1, 1 << 31, (1 << 53) - 1, -(1 << 53) + 1, 1 << 53, (1 << 64) - 1, -(1 << 63)])
 text = st.sampled_from(["", "r", "token_ids", "reward", "\0", "é" * 3000, "i000001-v000000", *OUTSIDE]) | st.text(
@@ -115,8 +116,8 @@ def ask(it: World, payload: bytes) -> None:
     """What the controller does with what a frame brings; whatever it answers can be sent."""
     try:
         request = parse(b"", unpack(payload))
-        answer = it.desk.handle(request)
-    except (BadMessage, Refused, Parked) as refusal:
+        answer = it.service.handle(request)
+    except (BadMessage, Refused, NotYet) as refusal:
         answer = str(refusal)
     wire.pack({"id": 1, "hub_incarnation": 1, "result": answer})
 
@@ -132,8 +133,8 @@ def world() -> World:
 
 def end_stranger(it: World) -> None:
     """Its supervisor has noticed."""
-    for incarnation in (1, *(e for group, e in it.desk.state.incarnations.items() if group == "stranger")):
-        it.desk.ask("supervisor", 1, f"end{incarnation}", "down", group="stranger", incarnation=incarnation)
+    for incarnation in (1, *(e for group, e in it.service.state.members.incarnations.items() if group == "stranger")):
+        it.service.ask("supervisor", 1, f"end{incarnation}", "down", group="stranger", incarnation=incarnation)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
@@ -145,7 +146,7 @@ def test_a_run_goes_to_its_end_whatever_a_stranger_sends(data):
     ):
         ask(it, payload)
         it.audit()
-    assert contents(it.desk.replayed()) == contents(it.desk.state)
+    assert contents(it.service.replayed()) == contents(it.service.state)
     end_stranger(it)
     it.go_to_the_end()
 
@@ -156,7 +157,7 @@ def test_nothing_that_is_asked_for_breaks_the_controller_or_its_journal(data):
     it = world()
     for payload in data.draw(st.lists(requests(list(SCHEMAS)), min_size=1, max_size=10)):
         ask(it, payload)
-    assert contents(it.desk.replayed()) == contents(it.desk.state)
+    assert contents(it.service.replayed()) == contents(it.service.state)
 
 
 @given(payload=st.binary(max_size=200) | anything.map(lambda value: msgpack.packb(value)))
@@ -169,19 +170,19 @@ def test_payloads_of_anything_are_messages_or_refused(payload):
 @pytest.mark.parametrize("op", ["put", "beat", "resume", "claim", "note"])
 def test_deeply_nested_values_are_refused(op, levels):
     it = world()
-    before = len(it.desk.journal)
+    before = len(it.service.journal)
     args = {
         "put": {"shard": {"name": "s", "planes": MARK}, "rows": [], "fields": ["token_ids", "reward"]},
         "beat": {"member": "m", "more": MARK},
     }
     ask(it, payload_of(op, args.get(op, {"step": MARK, "task": MARK, "what": MARK}), levels))
-    assert len(it.desk.journal) <= before + 1, "the stranger is registered, and that is all"
+    assert len(it.service.journal) <= before + 1, "the stranger is registered, and that is all"
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_no_name_leads_out_of_the_run(name, tmp_path):
     it = world()
-    kept = list(it.desk.state.shelf.garbage)
+    kept = list(it.service.state.shards.garbage)
     put = {"shard": {"name": name}, "rows": [], "fields": ["token_ids", "reward"]}
     for op, args in (
         ("put", put),
@@ -189,8 +190,8 @@ def test_no_name_leads_out_of_the_run(name, tmp_path):
         ("checkpoint", {"step": 0, "name": name, "digest": "d"}),
     ):
         with pytest.raises(Refused, match=r"no path|allowed 200"):
-            it.desk.handle(parse(b"", unpack(payload_of(op, args))))
-    assert it.desk.state.shelf.garbage == kept
+            it.service.handle(parse(b"", unpack(payload_of(op, args))))
+    assert it.service.state.shards.garbage == kept
     with pytest.raises(ShardError):
         check_name(name)
 

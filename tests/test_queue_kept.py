@@ -7,13 +7,13 @@ import pytest
 from relax_hpc.config import dump
 from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transfer_queue.client.partials import keep, kept_rows
-from relax_hpc.transfer_queue.controller.image import image_of, state_of
+from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 from relax_hpc.transfer_queue.inspect.audit import Ledger
 from relax_hpc.transfer_queue.lengths import packed
 from relax_hpc.transfer_queue.plan import GENERATED, Plan
 from relax_hpc.versions import Version
 from tests.queue_helpers import HubProcess, Roles, in_thread, make_run, rows_of, small
-from tests.queue_world import Paper, contents, refused_kind
+from tests.queue_world import InMemory, contents, refused_kind
 
 V0, V1 = Version(1, 0), Version(1, 1)
 WINDOW = {"budget": 1000, "boundary": 2}
@@ -26,14 +26,14 @@ class Scene:
         config = small(staleness=staleness)
         for name, value in bounds.items():
             setattr(config.queue, name, value)
-        self.desk = Paper(Plan.of(config))
+        self.service = InMemory(Plan.of(config))
         self.asked = 0
         self.ask("actor", "resume", step=0)
         self.publish(V0)
 
     def ask(self, group: str, op: str, incarnation: int = 1, /, **args):
         self.asked += 1
-        return self.desk.ask(group, incarnation, str(self.asked), op, **args)
+        return self.service.ask(group, incarnation, str(self.asked), op, **args)
 
     def publish(self, version: Version) -> None:
         self.ask("actor", "publish", version.incarnation, version=str(version), digest="d")
@@ -62,13 +62,13 @@ class Scene:
 
     def counts(self) -> dict[str, int]:
         """What became of the tokens; zeros left out."""
-        return {fate: tokens for fate, tokens in self.desk.state.kept.counts().items() if tokens}
+        return {fate: tokens for fate, tokens in self.service.state.kept.counts().items() if tokens}
 
     def check(self) -> None:
         """A replay and a snapshot give the same."""
-        state = self.desk.state
-        assert contents(self.desk.replayed()) == contents(state)
-        assert contents(state_of(state.plan, image_of(state))) == contents(state)
+        state = self.service.state
+        assert contents(self.service.replayed()) == contents(state)
+        assert contents(QueueState.load(state.plan, state.dump())) == contents(state)
 
 
 def test_the_next_incarnation_gets_the_newest_of_every_sample():
@@ -76,7 +76,7 @@ def test_the_next_incarnation_gets_the_newest_of_every_sample():
     assert it.admit()["kept"] == []
     assert it.keep("a", [[0, 4, 1], [1, 2, 0]]) == {}
     assert it.keep("b", [[1, 3, 0]], reused=2) == {} and it.keep("c", [[1, 5, 1]], reused=3) == {}
-    assert it.desk.state.shelf.garbage == ["b"], "the first still holds a sample"
+    assert it.service.state.shards.garbage == ["b"], "the first still holds a sample"
     it.check()
     it.ask("supervisor", "down", 1, group="rollout", incarnation=1)
     again = it.admit(incarnation=2)
@@ -84,7 +84,7 @@ def test_the_next_incarnation_gets_the_newest_of_every_sample():
     assert again["tickets"] == [0, 1] and (kept["ticket"], kept["source"], kept["attempt"]) == (0, 0, 0)
     assert [(shard["name"], shard["samples"]) for shard in kept["shards"]] == [("a", [0]), ("c", [1])]
     assert it.put("whole", [0, 1], 2, reused=9) == {}
-    assert it.counts() == {"total": 9, "used": 9} and it.desk.state.shelf.garbage == ["b", "a", "c"]
+    assert it.counts() == {"total": 9, "used": 9} and it.service.state.shards.garbage == ["b", "a", "c"]
     it.check()
 
 
@@ -92,9 +92,9 @@ def test_a_partial_is_no_accepted_sample():
     it = Scene()
     it.admit()
     it.keep("a", [[0, 4, 1], [1, 4, 1]])
-    assert it.desk.state.accepted == 0 and len(it.desk.state.generating) == 2
+    assert it.service.state.counts.accepted == 0 and len(it.service.state.tickets.generating) == 2
     assert it.ask("reference", "claim", task="reference", **WINDOW) is None
-    assert [event.what for event in it.desk.state.take_events()] == ["admitted", "admitted", "kept"]
+    assert [event.what for event in it.service.state.events.take()] == ["admitted", "admitted", "kept"]
 
 
 def test_what_is_generated_again_is_counted():
@@ -116,7 +116,7 @@ def test_rows_that_are_lost_with_their_maker_leave_what_was_kept():
     assert it.counts() == {"total": 4, "held": 4}
     it.check()
     it.ask("supervisor", "down", 1, group="rollout", incarnation=1)
-    assert it.desk.state.dropped == {"lost": 4}
+    assert it.service.state.counts.dropped == {"lost": 4}
     assert [shard["name"] for shard in it.admit(incarnation=2)["kept"][0]["shards"]] == ["a"]
     it.put("again", [0, 1], 2, saved=False, reused=4)
     it.ask("rollout", "saved", 2, names=["again"])
@@ -136,7 +136,7 @@ def test_another_attempt_and_a_rollback_lose_what_was_kept_with_the_reason():
     it.keep("d", [[0, 2, 1]], ticket=1)
     it.ask("actor", "resume", 2, step=0)
     assert it.counts() == {"total": 13, "held": 2, "lost/nan_logprob": 4, "lost/not_owner": 4, "lost/rolled_back": 3}
-    assert it.desk.state.shelf.garbage == ["a", "b", "c"]
+    assert it.service.state.shards.garbage == ["a", "b", "c"]
     it.check()
 
 
@@ -176,7 +176,7 @@ def test_surplus_groups_that_are_too_old_are_dropped_with_the_reason():
     assert it.counts() == {"total": 7, "held": 7}
     it.publish(V1)
     it.ask("actor", "trained", step=0, leases=[lease])
-    assert it.counts() == {"total": 7, "lost/stale_version": 7} and "s" in it.desk.state.shelf.garbage
+    assert it.counts() == {"total": 7, "lost/stale_version": 7} and "s" in it.service.state.shards.garbage
     assert it.keep("t", [[0, 3, 1], [1, 4, 1]], surplus=True) == {0: "stale_version"}
     it.check()
 
@@ -201,11 +201,11 @@ def test_spare_groups_that_come_to_nothing_are_counted_once():
     it = Scene()
     it.admit()
     for _ in range(2):
-        it.desk.ask("rollout", 1, "same", "spared", tickets=[0, 1], reason="surplus")
-    assert it.desk.state.dropped == {"surplus": 4}
+        it.service.ask("rollout", 1, "same", "spared", tickets=[0, 1], reason="surplus")
+    assert it.service.state.counts.dropped == {"surplus": 4}
     for tickets, reason in (([2], "surplus"), ([-1], "surplus"), ([0], "")):
         about = {"tickets": tickets, "reason": reason}
-        assert refused_kind(it.desk, "rollout", 1, "other", "spared", **about) == "refused"
+        assert refused_kind(it.service, "rollout", 1, "other", "spared", **about) == "refused"
     it.check()
 
 
@@ -219,7 +219,7 @@ def test_surplus_groups_are_bounded():
     bounded = Scene(max_bytes=5)
     bounded.admit()
     bounded.keep("a", [[0, 1, 1]])
-    assert bounded.desk.state.shelf.untrained_bytes == 10
+    assert bounded.service.state.shards.untrained_bytes == 10
     assert bounded.keep("s", [[0, 1, 1], [1, 1, 1]], attempt=1, surplus=True) == {0: "no_room"}
 
 
@@ -240,8 +240,8 @@ def test_malformed_rows_are_refused(about):
     it.admit()
     good = {"ticket": 0, "attempt": 0, "reused": 0, "samples": [[0, 4, 1]], "versions": [V0.encode()]}
     put = {"shard": {"name": "a"}, "rows": [good | about], "fields": list(GENERATED), "surplus": False}
-    assert refused_kind(it.desk, "rollout", 1, "k", "keep", **put) == "refused"
-    assert it.counts() == {} and it.desk.state.shelf.shards == {}
+    assert refused_kind(it.service, "rollout", 1, "k", "keep", **put) == "refused"
+    assert it.counts() == {} and it.service.state.shards.by_number == {}
 
 
 @pytest.mark.parametrize("extra", [{}, {"ticket": 1}, {"ticket": 0, "reused": "1"}, {"ticket": 0, "media": [1]}])
@@ -250,7 +250,7 @@ def test_malformed_extras_are_refused(extra):
     it.admit()
     rows = [{"ticket": 0, "mask": 3, "lengths": packed([5, 5]), "versions": [V0.encode()]}]
     put = {"shard": {"name": "p"}, "rows": rows, "fields": list(GENERATED), "extras": [extra]}
-    assert refused_kind(it.desk, "rollout", 1, "k", "put", **put) == "refused"
+    assert refused_kind(it.service, "rollout", 1, "k", "put", **put) == "refused"
 
 
 # -- through processes -------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_hpc.transfer_queue.controller.rules import amounts
+from relax_hpc.transfer_queue.controller.planning.admission import amounts
 from relax_hpc.transfer_queue.plan import Plan
 from relax_hpc.versions import Version
 from tests.queue_helpers import GIVES, Roles, in_thread, learned, make_run, rows_of, small
@@ -40,13 +40,13 @@ def test_rows_wait_for_room_and_take_it_when_a_step_was_trained():
     it = World(plan, 1000)
     for _ in range(60):
         it.act("actor", 0) if it.step < 0 else it.act("rollout", 2)
-    assert it.desk.state.next_ticket == 4, "eight rows"
-    while it.desk.state.trained_steps < 1:
+    assert it.service.state.tickets.next == 4, "eight rows"
+    while it.service.state.progress.trained_steps < 1:
         for role in ("actor_fwd", "reference", "advantages", "actor"):
             it.act(role, 0)
     for _ in range(9):
         it.act("rollout", 2)
-    assert it.desk.state.next_ticket == 6
+    assert it.service.state.tickets.next == 6
     it.go_to_the_end()
 
 
@@ -56,11 +56,13 @@ def test_bytes_count_while_their_rows_wait_for_training():
     for number in range(300):
         for role in GROUPS:
             it.act(role, number)
-        state = it.desk.state
-        lie = {n for ticket in state.untrained for n, _ in state.groups[ticket].parts} | state.kept.shards().keys()
-        assert state.shelf.untrained_bytes == sum(state.shards[n].bytes for n in lie)
-        held.append(state.shelf.untrained_bytes)
-    assert max(held) > 0 and held[-1] == 0 and it.desk.state.shards, "trained rows are kept, and are no burden"
+        state = it.service.state
+        lie = {
+            n for ticket in state.tickets.untrained for n, _ in state.groups[ticket].parts
+        } | state.kept.shards().keys()
+        assert state.shards.untrained_bytes == sum(state.shards[n].bytes for n in lie)
+        held.append(state.shards.untrained_bytes)
+    assert max(held) > 0 and held[-1] == 0 and it.service.state.shards, "trained rows are kept, and are no burden"
 
 
 @pytest.mark.parametrize(
@@ -81,9 +83,9 @@ def test_status_says_why_nothing_is_generated(tmp_path):
         roles["rollout"].connection.call("serve", reader="rollout/0", version=str(version))
         tickets = early.result(timeout=5)["tickets"]
         roles["rollout"].generated(rows_of(tickets, version))
-        assert hub.state.shelf.untrained_bytes >= 1 << 10
+        assert hub.state.shards.untrained_bytes >= 1 << 10
         full = roles["rollout"].connection.submit("admit", reader="rollout/0", count=2)
-        assert roles.waits(f"rollout: admit: the queue holds {amounts(hub.state.shelf.untrained_bytes, 1 << 10)}")
+        assert roles.waits(f"rollout: admit: the queue holds {amounts(hub.state.shards.untrained_bytes, 1 << 10)}")
         roles.learn(version)
         roles.train(0)
         assert full.result(timeout=5)["tickets"] == [2, 3], "there is room, and version 0 may begin step 1"

@@ -16,15 +16,15 @@ from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transfer_queue.client.claims import check_claim, sound_claim
 from relax_hpc.transfer_queue.client.media_client import TOO_LARGE, store_media
 from relax_hpc.transfer_queue.client.partials import keep, kept_rows
-from relax_hpc.transfer_queue.controller.handing import MAX_MEDIA
-from relax_hpc.transfer_queue.controller.image import image_of, state_of
+from relax_hpc.transfer_queue.controller.handlers.kept import MAX_MEDIA
+from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 from relax_hpc.transfer_queue.plan import Plan
 from relax_hpc.transfer_queue.row_schema import Row
 from relax_hpc.transfer_queue.storage import media
 from relax_hpc.transfer_queue.storage.media import BadMedia, MediaStore, check_media, id_of
 from relax_hpc.versions import Version
 from tests.queue_helpers import BUDGET, GIVES, HubProcess, Roles, in_thread, learned, make_run, rows_of, small
-from tests.queue_world import Paper, contents, refused_kind
+from tests.queue_world import InMemory, contents, refused_kind
 
 PADS = {"image": 901, "audio": 903}
 V0 = Version(1, 0)
@@ -188,7 +188,7 @@ def test_a_mismatch_is_quarantined_and_the_run_goes_on(tmp_path, how, reason):
         roles["rollout"].settle()
         claim = roles["reference"].claim("reference", BUDGET)
         assert claim.tickets == (0, 1) and not check_claim(roles["reference"], claim, PADS)
-        assert hub.state.dropped == {reason: 2} and hub.state.leases == {}
+        assert hub.state.counts.dropped == {reason: 2} and not hub.state.leases
         assert id_of(png(1)) in hub.state.media.counts, "its ticket is generated again"
         again = roles["rollout"].connection.call("admit", reader="rollout/0", count=1)
         assert (again["tickets"], again["attempts"]) == ([1], [1]), "with another prompt"
@@ -227,7 +227,7 @@ def test_surplus_groups_take_their_media_with_them(tmp_path):
         extra = with_media(rollout, [0])
         assert keep(rollout, extra, {0: 1}, surplus=True) == {}
         assert hub.state.media.counts[id_of(png(0))] == 2
-        assert contents(state_of(hub.plan, image_of(hub.state))) == contents(hub.state)
+        assert contents(QueueState.load(hub.state.plan, hub.state.dump())) == contents(hub.state)
         admitted = rollout.tickets.admit("rollout/0", 1).result()
         (ticket,) = admitted.tickets
         assert hub.state.media.of(ticket) == tuple(sorted([id_of(png(0)), id_of(wav(7))]))
@@ -267,7 +267,7 @@ def test_only_who_generates_a_group_names_its_media(tmp_path):
         rows = with_media(roles["rollout"], tickets)
         rows[0]["spans"][0]["media_id"] = rows[1]["spans"][0]["media_id"] = id_of(png(9))
         assert roles["rollout"].generated(rows) == {0: "unknown_media"}
-        assert hub.state.dropped == {"unknown_media": 2} and list(hub.state.reissued) == [0]
+        assert hub.state.counts.dropped == {"unknown_media": 2} and list(hub.state.tickets.reissued) == [0]
         rows[0]["spans"] = [{"kind": "image"}]
         with pytest.raises(RefusedError, match=r"put: 000000000\.00: span"):
             roles["rollout"].generated(rows)
@@ -275,6 +275,6 @@ def test_only_who_generates_a_group_names_its_media(tmp_path):
 
 @pytest.mark.parametrize("ids", [["../token"], ["A" * 64], ["0" * 64, 7], "0"])
 def test_hostile_ids_are_refused(ids):
-    desk = Paper(Plan.of(small()))
-    assert refused_kind(desk, "rollout", 1, "k", "media", ticket=0, ids=ids) == "refused"
-    assert desk.state.media.counts == {}
+    service = InMemory(Plan.of(small()))
+    assert refused_kind(service, "rollout", 1, "k", "media", ticket=0, ids=ids) == "refused"
+    assert service.state.media.counts == {}

@@ -1,4 +1,4 @@
-"""Collections by ticket, remembered answers, event lines and parked requests, each against the plainest thing alike."""
+"""Collections by ticket, remembered answers, events and waiting requests, each against the plainest thing alike."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import asdict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_hpc.transfer_queue.controller.events import Told, expand, lines
 from relax_hpc.transfer_queue.controller.messages import Request
-from relax_hpc.transfer_queue.controller.parking import Parking
-from relax_hpc.transfer_queue.controller.reply_cache import REMEMBERED, Answers
-from relax_hpc.transfer_queue.controller.stock import ALL
-from relax_hpc.transfer_queue.controller.tickets import Place, TicketMap, TicketSet
+from relax_hpc.transfer_queue.controller.state.answers import REMEMBERED, Answers
+from relax_hpc.transfer_queue.controller.state.events import EventBatch, expand, lines
+from relax_hpc.transfer_queue.controller.state.ticket_map import AgedTickets, TicketMap, TicketSet
+from relax_hpc.transfer_queue.controller.topics import ALL
+from relax_hpc.transfer_queue.controller.waiting import WaitingRequests
 from relax_hpc.transfer_queue.records import Event
 
 tickets = st.integers(0, 40)
@@ -60,13 +60,13 @@ def test_a_ticket_set_gives_the_lowest_first(changes, count, end):
 
 
 def test_the_first_at_a_place_is_there_longest():
-    place = Place([5])
+    place = AgedTickets([5])
     since = time.monotonic()
     place.add([3, 4])
     assert list(place) == [5, 3, 4] and place.oldest_s() >= 0.0
     place.discard([5, 9])
     assert list(place) == [3, 4] and place.oldest_s() <= time.monotonic() - since
-    assert place == Place([4, 3]) and Place().oldest_s() == 0.0
+    assert place == AgedTickets([4, 3]) and AgedTickets().oldest_s() == 0.0
 
 
 texts = st.text(max_size=6)
@@ -79,7 +79,7 @@ texts = st.text(max_size=6)
     note=st.builds(Event, texts, texts, st.integers(0, 9), texts, texts),
 )
 def test_lines_of_events_are_json(samples, numbers, words, note):
-    told = [Told(words[0], numbers, samples, 4, *words[1:]), note]
+    told = [EventBatch(words[0], numbers, samples, 4, *words[1:]), note]
     events = list(expand(told))
     assert [json.loads(line) for line in lines(told).decode().splitlines()] == [asdict(event) for event in events]
     assert len(events) == len(numbers) * max(1, samples) + 1
@@ -102,42 +102,45 @@ def request(topic: str, number: int, deadline: float = 1e12, common: bool = Fals
     return made
 
 
-def parked(*requests: Request) -> Parking:
-    parking = Parking()
+def waiting_for(*requests: Request) -> WaitingRequests:
+    waiting = WaitingRequests()
     for one in requests:
-        parking.add(one)
-    return parking
+        waiting.add(one)
+    return waiting
 
 
 def test_only_what_waits_for_it_is_woken_first_come_first_served():
-    parking, tried = parked(*(request("rows", number, budget=number) for number in (2, 1, 3)), request("other", 4)), []
-    parking.wake({"rows"}, lambda one: tried.append(one.id) or one.id != 1)
-    assert tried == [2, 1, 3] and sorted(one.id for one in parking) == [1, 4]
-    parking.wake({ALL}, lambda one: True)
-    assert list(parking) == []
+    waiting, tried = (
+        waiting_for(*(request("rows", number, budget=number) for number in (2, 1, 3)), request("other", 4)),
+        [],
+    )
+    waiting.wake({"rows"}, lambda one: tried.append(one.id) or one.id != 1)
+    assert tried == [2, 1, 3] and sorted(one.id for one in waiting) == [1, 4]
+    waiting.wake({ALL}, lambda one: True)
+    assert list(waiting) == []
 
 
 def test_what_cannot_succeed_is_not_tried_again():
     alike = [request("rows", number, budget=7) for number in (1, 2)]
     tried = []
-    parked(*alike, request("rows", 3, budget=8)).wake({"rows"}, lambda one: tried.append(one.id))
+    waiting_for(*alike, request("rows", 3, budget=8)).wake({"rows"}, lambda one: tried.append(one.id))
     assert tried == [1, 3]
     tried.clear()
     every = [request("rows", number, common=True, budget=number) for number in (1, 2)]
-    parked(*every).wake({"rows"}, lambda one: tried.append(one.id))
+    waiting_for(*every).wake({"rows"}, lambda one: tried.append(one.id))
     assert tried == [1]
 
 
 def test_a_change_made_by_an_answer_wakes_others():
-    parking, woken = parked(request("a", 1), request("b", 2)), {"a"}
-    parking.wake(woken, lambda one: woken.add("b") or True)
-    assert list(parking) == [] and woken == set()
+    waiting, woken = waiting_for(request("a", 1), request("b", 2)), {"a"}
+    waiting.wake(woken, lambda one: woken.add("b") or True)
+    assert list(waiting) == [] and woken == set()
 
 
 def test_deadlines_end_waits_in_their_order():
-    parking = parked(request("a", 1, 3.0), request("b", 2, 1.0), request("a", 3), request("a", 4, 2.0))
-    assert parking.next_deadline() == 1.0
-    parking.drop(("g", 2))
-    assert parking.next_deadline() == 2.0
-    assert [one.id for one in parking.take_overdue()] == [4, 1]
-    assert [one.id for one in parking] == [3] and parking.next_deadline() == 1e12
+    waiting = waiting_for(request("a", 1, 3.0), request("b", 2, 1.0), request("a", 3), request("a", 4, 2.0))
+    assert waiting.next_deadline() == 1.0
+    waiting.drop(("g", 2))
+    assert waiting.next_deadline() == 2.0
+    assert [one.id for one in waiting.take_overdue()] == [4, 1]
+    assert [one.id for one in waiting] == [3] and waiting.next_deadline() == 1e12

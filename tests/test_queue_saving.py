@@ -9,7 +9,7 @@ from relax_hpc.transfer_queue.lengths import packed
 from relax_hpc.transfer_queue.plan import GENERATED, Plan
 from relax_hpc.versions import Version
 from tests.queue_helpers import GIVES, in_thread, make_run, small
-from tests.queue_world import Paper, contents, refused_kind
+from tests.queue_world import InMemory, contents, refused_kind
 
 V0 = Version(1, 0)
 WINDOW = {"budget": 1000, "boundary": 2}
@@ -19,14 +19,14 @@ class Scene:
     """One step of two prompt groups, made by hand; rows of ``late`` roles are put before they are saved."""
 
     def __init__(self, late: tuple[str, ...] = (), staleness: int = 0) -> None:
-        self.desk = Paper(Plan.of(small(staleness=staleness)))
+        self.service = InMemory(Plan.of(small(staleness=staleness)))
         self.late, self.asked = late, 0
         self.ask("actor", "resume", step=0)
         self.ask("actor", "publish", version=str(V0), digest="d")
 
     def ask(self, group: str, op: str, incarnation: int = 1, /, **args):
         self.asked += 1
-        return self.desk.ask(group, incarnation, str(self.asked), op, **args)
+        return self.service.ask(group, incarnation, str(self.asked), op, **args)
 
     def put(
         self, group: str, name: str, tickets: list[int], lease: int = 0, incarnation: int = 1, fields=GENERATED
@@ -55,22 +55,22 @@ class Scene:
 
     def told(self) -> list[str]:
         """Kinds of events since the last call, each once, in their order."""
-        return list(dict.fromkeys(event.what for event in self.desk.state.take_events()))
+        return list(dict.fromkeys(event.what for event in self.service.state.events.take()))
 
     def check(self) -> None:
-        assert contents(self.desk.replayed()) == contents(self.desk.state)
+        assert contents(self.service.replayed()) == contents(self.service.state)
 
 
 def test_rows_are_read_at_once_and_accepted_when_they_are_saved():
     it = Scene(late=("rollout",))
     assert it.generate() == [0, 1]
-    assert it.told() == ["admitted"] and it.desk.state.accepted == 0
+    assert it.told() == ["admitted"] and it.service.state.counts.accepted == 0
     assert it.ask("reference", "claim", task="reference", **WINDOW)["shards"][0]["name"] == "gen"
     for _ in range(2):
         assert it.ask("rollout", "saved", names=["gen"]) == {}
-    assert it.told() == ["accepted"] and it.desk.state.accepted == 4
-    it.desk.restart()
-    assert it.ask("rollout", "saved", names=["gen"]) == {} and it.desk.state.accepted == 4
+    assert it.told() == ["accepted"] and it.service.state.counts.accepted == 4
+    it.service.restart()
+    assert it.ask("rollout", "saved", names=["gen"]) == {} and it.service.state.counts.accepted == 4
     it.check()
 
 
@@ -96,16 +96,20 @@ def test_prompt_groups_that_only_their_maker_had_are_generated_again(noticed):
         it.ask("supervisor", "down", 1, group="rollout", incarnation=1)
     else:
         it.ask("rollout", "next_version", 2, after=str(V0))
-    assert it.told() == ["dropped"] and it.desk.state.dropped == {"lost": 4} and it.desk.state.accepted == 0
-    assert list(it.desk.state.reissued) == [0, 1] and it.desk.state.shelf.garbage == []
+    assert (
+        it.told() == ["dropped"]
+        and it.service.state.counts.dropped == {"lost": 4}
+        and it.service.state.counts.accepted == 0
+    )
+    assert list(it.service.state.tickets.reissued) == [0, 1] and it.service.state.shards.garbage == []
     assert it.put("reference", "ref", held["tickets"], held["lease"], fields=GIVES["reference"]) == {
         0: "lease_lost",
         1: "lease_lost",
     }
-    assert it.desk.state.shelf.garbage == ["ref", "gen"], "the lease has ended"
+    assert it.service.state.shards.garbage == ["ref", "gen"], "the lease has ended"
     assert it.generate("again", incarnation=2) == [0, 1]
     it.ask("rollout", "saved", 2, names=["again"])
-    assert it.desk.state.accepted == 4
+    assert it.service.state.counts.accepted == 4
     it.check()
 
 
@@ -114,7 +118,7 @@ def test_saved_rows_stay_when_their_maker_dies():
     it.generate()
     it.ask("rollout", "saved", names=["gen"])
     it.ask("supervisor", "down", 1, group="rollout", incarnation=1)
-    assert it.desk.state.dropped == {} and it.ask("reference", "claim", task="reference", **WINDOW)
+    assert it.service.state.counts.dropped == {} and it.ask("reference", "claim", task="reference", **WINDOW)
     it.check()
 
 
@@ -125,9 +129,9 @@ def test_a_task_gives_again_the_fields_that_were_lost():
     assert it.ask("actor", "claim", task="actor", **WINDOW)["tickets"] == [0, 1]
     it.told()
     it.ask("supervisor", "down", 1, group="reference", incarnation=1)
-    assert it.told() == ["lost"] and it.desk.state.dropped == {}
-    with_ref = it.desk.state.bits.of(("ref_logprobs",))
-    assert not any(it.desk.state.has(group, with_ref) for group in it.desk.state.groups.values())
+    assert it.told() == ["lost"] and it.service.state.counts.dropped == {}
+    with_ref = it.service.state.bits.of(("ref_logprobs",))
+    assert not any(group.has(with_ref) for group in it.service.state.groups.values())
     assert it.ask("actor_fwd", "claim", task="actor_fwd", **WINDOW) is None, "the others have given theirs"
     it.learn("reference", "again", incarnation=2)
     it.ask("reference", "saved", 2, names=["again"])
@@ -149,7 +153,7 @@ def test_fields_that_were_given_again_are_not_those_that_were_claimed():
     it.learn("reference", "again", incarnation=2)
     it.ask("reference", "saved", 2, names=["again"])
     assert it.ask("actor", "settled", leases=[lease]) == {"tickets": []}
-    it.desk.restart()
+    it.service.restart()
     assert it.ask("actor", "settled", leases=[lease]) == {"tickets": []}
     it.ask("actor", "release", lease=lease)
     lease = it.ask("actor", "claim", task="actor", **WINDOW)["lease"]
@@ -190,7 +194,7 @@ def test_a_step_is_trained_when_all_its_rows_are_saved(late):
     lease = it.ask("actor", "claim", task="actor", **WINDOW)["lease"]
     for op, args in (("settled", {}), ("trained", {"step": 0})):
         assert it.ask("actor", op, leases=[lease], **args) is None
-    it.desk.restart()
+    it.service.restart()
     assert it.ask("actor", "trained", step=0, leases=[lease]) is None
     it.ask(late, "saved", names=["gen" if late == "rollout" else "ref"])
     assert it.ask("actor", "settled", leases=[lease]) == {"tickets": [0, 1]}
@@ -206,7 +210,7 @@ def test_an_actor_learns_before_it_trains_that_rows_were_lost():
     lease = it.ask("actor", "claim", task="actor", **WINDOW)["lease"]
     it.ask("supervisor", "down", 1, group="rollout", incarnation=1)
     assert it.ask("actor", "settled", leases=[lease]) == {"tickets": []}
-    assert refused_kind(it.desk, "actor", 1, "t", "trained", step=0, leases=[lease]) == "refused"
+    assert refused_kind(it.service, "actor", 1, "t", "trained", step=0, leases=[lease]) == "refused"
     it.ask("actor", "release", lease=lease)
     it.late = ()
     it.generate("again", incarnation=2)
@@ -219,10 +223,10 @@ def test_an_actor_learns_before_it_trains_that_rows_were_lost():
 def test_nobody_but_the_maker_says_that_rows_are_saved():
     it = Scene(late=("rollout",))
     it.generate()
-    assert refused_kind(it.desk, "actor", 1, "k", "saved", names=["gen"]) == "refused"
+    assert refused_kind(it.service, "actor", 1, "k", "saved", names=["gen"]) == "refused"
     it.ask("supervisor", "down", 1, group="rollout", incarnation=1)
-    assert refused_kind(it.desk, "rollout", 1, "k", "saved", names=["gen"]) == "fenced"
-    assert it.desk.state.accepted == 0
+    assert refused_kind(it.service, "rollout", 1, "k", "saved", names=["gen"]) == "fenced"
+    assert it.service.state.counts.accepted == 0
 
 
 def test_the_file_of_a_shard_that_was_dropped_meanwhile_is_removed():
@@ -230,13 +234,13 @@ def test_the_file_of_a_shard_that_was_dropped_meanwhile_is_removed():
     it.generate()
     it.ask("actor", "resume", 2, step=0)
     it.ask("actor", "publish", 2, version="i000002-v000000", digest="d")
-    assert it.desk.state.dropped == {}, "version 0 survives a resume at step 0"
+    assert it.service.state.counts.dropped == {}, "version 0 survives a resume at step 0"
     it.ask("actor", "checkpoint", 2, step=0, name="c", digest="d")
-    assert it.desk.state.shelf.garbage == []
+    assert it.service.state.shards.garbage == []
     it.ask(
         "rollout", "saved", names=["gen", "rollout-i000001-unheard-of", "actor-i000001-of-others", "rollout-i000002-1"]
     )
-    assert it.desk.state.shelf.garbage == ["rollout-i000001-unheard-of"]
+    assert it.service.state.shards.garbage == ["rollout-i000001-unheard-of"]
 
 
 def test_a_client_hears_which_of_the_shards_that_it_holds_are_free():
@@ -244,15 +248,15 @@ def test_a_client_hears_which_of_the_shards_that_it_holds_are_free():
     it.generate()
     assert it.ask("rollout", "beat", member="r", holds=["gen", "gone", "other"])["free"] == ["gone", "other"]
     assert it.ask("rollout", "beat", member="r")["free"] == []
-    assert "holds" not in it.desk.beats["rollout/r"]
+    assert "holds" not in it.service.beats.latest["rollout/r"]
 
 
 def test_a_name_of_a_shard_is_used_once():
     it = Scene()
     it.generate()
     put = {"shard": {"name": "gen"}, "rows": [], "fields": list(GENERATED)}
-    assert refused_kind(it.desk, "rollout", 1, "new", "put", **put) == "refused"
-    assert it.desk.state.shelf.garbage == [], "what others still read stays"
+    assert refused_kind(it.service, "rollout", 1, "new", "put", **put) == "refused"
+    assert it.service.state.shards.garbage == [], "what others still read stays"
 
 
 def test_acceptance_is_journaled_by_a_live_controller(tmp_path):
@@ -268,5 +272,5 @@ def test_acceptance_is_journaled_by_a_live_controller(tmp_path):
         assert rollout.connection.call("put", **put, saved=False) == {"refused": {}}
         rollout.connection.call("saved", names=["s"])
     with in_thread(run, config) as successor:
-        assert successor.state.accepted == 4 and successor.state.shelf.unsaved == {}
+        assert successor.state.counts.accepted == 4 and successor.state.shards.unsaved == {}
     assert run.events.read_text().count('"accepted"') == 4

@@ -16,11 +16,10 @@ from relax_hpc.rendezvous.roster import claim_incarnation
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.controller import snapshots
 from relax_hpc.transfer_queue.controller.eventlog import EventLog, Extent
-from relax_hpc.transfer_queue.controller.image import image_of, state_of
 from relax_hpc.transfer_queue.controller.journal import Journal, Position
 from relax_hpc.transfer_queue.controller.server import Controller
 from relax_hpc.transfer_queue.controller.snapshots import Snapshots
-from relax_hpc.transfer_queue.controller.state import QueueState
+from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 from relax_hpc.transfer_queue.plan import Plan
 from tests.queue_helpers import HubProcess, Roles, in_thread, make_run, small
 from tests.queue_world import GROUPS, World, contents
@@ -50,37 +49,37 @@ def over_the_wire(image: dict) -> dict:
 @pytest.mark.parametrize("seed", range(8))
 def test_a_replay_from_any_snapshot_is_the_full_replay(seed):
     it = random_world(seed, 250)
-    records = [msgpack.unpackb(record, strict_map_key=False) for record in it.desk.journal]
+    records = [msgpack.unpackb(record, strict_map_key=False) for record in it.service.journal]
     full, told = QueueState(it.plan), []
     snapshots_at = set(random.Random(seed).sample(range(len(records)), min(12, len(records))))
     taken: list[tuple[int, int, dict]] = []
     for number, record in enumerate(records):
         if number in snapshots_at:
-            taken.append((number, len(told), over_the_wire(image_of(full))))
+            taken.append((number, len(told), over_the_wire(full.dump())))
         full.apply(record)
-        told += full.take_events()
+        told += full.events.take()
     for number, known, image in taken:
-        state, later = state_of(it.plan, image), []
+        state, later = QueueState.load(it.plan, image), []
         for record in records[number:]:
             state.apply(record)
-            later += state.take_events()
+            later += state.events.take()
         assert contents(state) == contents(full) and later == told[known:], number
 
 
-def test_an_image_of_a_state_gives_that_state():
+def test_the_dump_of_a_state_gives_that_state():
     it = random_world(5, 200)
-    assert contents(state_of(it.plan, over_the_wire(image_of(it.desk.state)))) == contents(it.desk.state)
+    assert contents(QueueState.load(it.plan, over_the_wire(it.service.state.dump()))) == contents(it.service.state)
 
 
 def made(folder: Path) -> tuple[Snapshots, Path, World]:
     it = random_world(3, 150)
     shots = Snapshots(folder, it.plan, durable=True)
-    return shots, shots.write(it.desk.state, Position(1, 500), EXTENT), it
+    return shots, shots.write(it.service.state, Position(1, 500), EXTENT), it
 
 
 def test_a_snapshot_that_is_not_whole_is_not_read(tmp_path):
     shots, path, it = made(tmp_path)
-    assert contents(shots.load(path).state) == contents(it.desk.state)
+    assert contents(shots.load(path).state) == contents(it.service.state)
     whole = path.read_bytes()
     chance = random.Random(0)
     damaged = [whole[:cut] for cut in (0, 5, 23, 24, len(whole) // 2, len(whole) - 1)] + [whole + b"x"]
@@ -107,8 +106,8 @@ def test_a_snapshot_of_another_configuration_is_not_read(tmp_path):
 def test_the_newest_two_are_kept(tmp_path):
     shots, _, it = made(tmp_path)
     for offset in (700, 600, 800):
-        shots.write(it.desk.state, Position(1, offset), EXTENT)
-    shots.write(it.desk.state, Position(2, 50), EXTENT)
+        shots.write(it.service.state, Position(1, offset), EXTENT)
+    shots.write(it.service.state, Position(2, 50), EXTENT)
     assert [path.name for path in shots.found()] == [
         "inc-000002-000000000000050.snapshot",
         "inc-000001-000000000000800.snapshot",
@@ -203,7 +202,8 @@ def test_a_torn_tail_behind_a_snapshot_is_cut_off(lived, again, capsys):
         file.write(b"\x99" * 7)
     found, replayed, events = start()
     assert replayed == 1, "the note of it"
-    assert found == lived[2] | {"noted": {"torn_tail/journal": 1}}
+    assert found["counts"].noted == {"torn_tail/journal": 1}
+    assert {**found, "counts": None} == {**lived[2], "counts": None}
     assert events.startswith(lived[0].events.read_bytes()) and b'"torn_tail"' in events.splitlines()[-1]
     assert "inc-000002.journal: the last 7 bytes are no whole record and were cut off" in capsys.readouterr().out
     assert start()[0] == found, "told once"
@@ -213,12 +213,12 @@ def test_what_a_fenced_controller_saved_after_the_seal_is_not_used(tmp_path):
     run, config = make_run(tmp_path / "run"), small()
     old = controller(run, config)
     new = controller(run, config)
-    old._record(op="register", group="late", incarnation=7)
+    old.service.record(op="register", group="late", incarnation=7)
     old.journal.commit()
-    old.event_log.write(old.state.take_lines())
+    old.event_log.write(old.state.events.take_lines())
     old.snapshots.write(old.state, old.journal.position, old.event_log.extent)
     third = controller(run, config)
-    assert "late" not in third.state.incarnations
+    assert "late" not in third.state.members.incarnations
     for one in (old, new, third):
         one.close()
 
@@ -233,11 +233,11 @@ def test_controllers_killed_while_they_take_snapshots_lose_nothing(tmp_path):
                 roles.step(step)
                 hub.kill()
         hub = controller(run, config)
-        assert hub.state.trained_steps == 4
+        assert hub.state.progress.trained_steps == 4
         hub.close()
     full, _ = full_replay(run, config)
     assert contents(full) == contents(hub.state)
-    assert run.events.read_bytes() == full.take_lines()
+    assert run.events.read_bytes() == full.events.take_lines()
 
 
 def test_a_controller_takes_snapshots_while_it_works(tmp_path):
@@ -255,7 +255,7 @@ def test_a_controller_takes_snapshots_while_it_works(tmp_path):
 
 def test_a_child_that_fails_is_reported_and_does_no_harm(tmp_path, monkeypatch, capfd):
     run, config = make_run(tmp_path / "run"), small()
-    monkeypatch.setattr(snapshots, "image_of", lambda _: 1 / 0)
+    monkeypatch.setattr(QueueState, "dump", lambda _: 1 / 0)
     with in_thread(run, config, snapshot_every=1) as hub, Roles(run, config) as roles:
         roles.start()
         roles.step(0)
@@ -275,7 +275,7 @@ def test_a_machine_without_processes_to_spare_goes_on(tmp_path, monkeypatch, cap
     monkeypatch.setattr(os, "fork", no_fork)
     shots = Snapshots(tmp_path, it.plan, durable=False, every=5)
     assert shots.due(5) and not shots.due(4)
-    shots.take(it.desk.state, 5, Position(1, 9), EXTENT, 0)
+    shots.take(it.service.state, 5, Position(1, 9), EXTENT, 0)
     assert "no processes left" in capfd.readouterr().out
     assert not shots.due(9) and shots.due(10)
     shots.close()

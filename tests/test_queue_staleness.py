@@ -11,13 +11,13 @@ from relax_hpc.transfer_queue.lengths import packed
 from relax_hpc.transfer_queue.plan import GENERATED, Plan
 from relax_hpc.versions import Version
 from tests.queue_helpers import BUDGET, GIVES, small
-from tests.queue_world import Paper
+from tests.queue_world import InMemory
 
 FULL = 0b11
 """Both samples of a prompt group."""
 
 
-class Queue(Paper):
+class Queue(InMemory):
     """One prompt group a step, so that tickets are steps. The actor has published all versions up to ``newest``."""
 
     def __init__(self, staleness: int, newest: int) -> None:

@@ -11,8 +11,9 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from relax_hpc.transfer_queue.controller.rules import admissible
-from relax_hpc.transfer_queue.controller.state import QueueState
+from relax_hpc.transfer_queue.controller.planning.admission import admissible
+from relax_hpc.transfer_queue.controller.planning.claims import claimable
+from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 from relax_hpc.transfer_queue.lengths import packed
 from relax_hpc.transfer_queue.plan import GENERATED, Plan
 from relax_hpc.versions import Version
@@ -64,12 +65,12 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule()
     def kill_hub(self):
-        self.world.desk.restart()
+        self.world.service.restart()
 
     @invariant()
     def replay_is_the_same(self):
         if self.world:
-            assert contents(self.world.desk.replayed()) == contents(self.world.desk.state)
+            assert contents(self.world.service.replayed()) == contents(self.world.service.state)
 
     def teardown(self):
         if self.world:
@@ -92,10 +93,10 @@ def world(staleness: int = 0, groups: int = 2, steps: int = 4, **more: int) -> W
 
 def until_trained(it: World, steps: int) -> None:
     for _ in range(300):
-        if it.desk.state.trained_steps == steps:
+        if it.service.state.progress.trained_steps == steps:
             return
         for role in GROUPS:
-            if role != "actor" or it.desk.state.trained_steps < steps:
+            if role != "actor" or it.service.state.progress.trained_steps < steps:
                 it.act(role)
     raise AssertionError("does not get there")
 
@@ -126,8 +127,8 @@ def test_resume_twice_to_ever_older_steps():
         it.act("actor")
         step = it.step
         assert not it.alive(Version(1, step + 1)) and it.alive(Version(it.incarnations["actor"], step))
-        assert admissible(it.desk.state, Version(1, 4), 9) == []
-    assert it.desk.state.dropped["rolled_back"] > 0
+        assert admissible(it.service.state, Version(1, 4), 9) == []
+    assert it.service.state.counts.dropped["rolled_back"] > 0
     it.go_to_the_end()
 
 
@@ -135,11 +136,11 @@ def test_resume_behind_retired_rows_generates_them_again():
     it = world(steps=5, keep_steps=0)
     until_trained(it, 4)
     it.act("actor")
-    assert all(ticket >= 6 for ticket in it.desk.state.groups)
+    assert all(ticket >= 6 for ticket in it.service.state.groups)
     it.kill("actor", True)
     it.older = 9
     it.go_to_the_end()
-    assert it.desk.state.dropped["retired"] >= 12
+    assert it.service.state.counts.dropped["retired"] >= 12
 
 
 def test_scores_of_rolled_back_weights_are_made_again():
@@ -152,19 +153,19 @@ def test_scores_of_rolled_back_weights_are_made_again():
         it.finish(0)
     it.budget = 1
     for _, role in itertools.product(range(60), GROUPS):
-        state = it.desk.state
+        state = it.service.state
         scored = sum(group.old_version > 0 for group in state.groups.values())
-        if role != "rollout" and (role != "actor_fwd" or scored < 2 * state.trained_steps + 2):
+        if role != "rollout" and (role != "actor_fwd" or scored < 2 * state.progress.trained_steps + 2):
             it.act(role, 1)
-    assert it.desk.state.trained_steps == 3
-    scored = {group.old_version for group in it.desk.state.groups.values()}
+    assert it.service.state.progress.trained_steps == 3
+    scored = {group.old_version for group in it.service.state.groups.values()}
     assert len(scored) > 1
     it.kill("actor", True)
     it.older = 9
     it.act("actor")
-    for group in it.desk.state.groups.values():
+    for group in it.service.state.groups.values():
         assert group.old_version in (0, Version(1, 0).encode())
-        assert it.desk.state.has(group, it.desk.state.scored) == bool(group.old_version)
+        assert group.has(it.service.state.scored) == bool(group.old_version)
     it.go_to_the_end()
 
 
@@ -182,7 +183,7 @@ def test_scores_that_come_in_late_from_rolled_back_weights_are_refused():
     rows = {ticket: {"made_by": [Version(1, 1).encode()]} for ticket in claim["tickets"]}
     refused = it.put("actor_fwd", rows, GIVES["actor_fwd"], claim["lease"])
     assert set(refused) == set(claim["tickets"]) and set(refused.values()) <= {"rolled_back", "lease_lost"}
-    assert claim["lease"] not in it.desk.state.leases
+    assert claim["lease"] not in it.service.state.leases
     it.scored = None
     it.go_to_the_end()
 
@@ -210,10 +211,10 @@ def generated(plan: Plan, order: list[int], budget: int, boundary: int, padded: 
 
 def claim_all(state: QueueState, budget: int, boundary: int, padded: bool) -> list[tuple[int, ...]]:
     windows = []
-    while window := state.claimable("reference", budget, boundary, padded):
+    while window := claimable(state, "reference", budget, boundary, padded):
         windows.append(window)
-        claim = {"task": "reference", "owner": ["reference", 1], "key": f"c{state.next_lease}", "assignment": []}
-        state.apply({"op": "claim", "number": state.next_lease, "tickets": list(window), **claim})
+        claim = {"task": "reference", "owner": ["reference", 1], "key": f"c{state.leases.next}", "assignment": []}
+        state.apply({"op": "claim", "number": state.leases.next, "tickets": list(window), **claim})
     return windows
 
 
@@ -238,7 +239,7 @@ def test_an_older_incarnation_can_change_nothing():
     until_trained(it, 1)
     it.kill("actor", False)
     it.act("actor")
-    before = contents(it.desk.replayed())
+    before = contents(it.service.replayed())
     requests = {
         "put": {"shard": {"name": "s"}, "rows": [], "fields": ["ref_logprobs"], "lease": 1},
         "claim": {"task": "actor", "budget": 9, "boundary": 2},
@@ -249,8 +250,8 @@ def test_an_older_incarnation_can_change_nothing():
         "resume": {"step": 1},
     }
     for op, args in requests.items():
-        assert refused_kind(it.desk, "actor", 1, f"z-{op}", op, **args) == "fenced", op
-    assert contents(it.desk.state) == before
+        assert refused_kind(it.service, "actor", 1, f"z-{op}", op, **args) == "fenced", op
+    assert contents(it.service.state) == before
 
 
 def test_whoever_was_seen_to_end_is_fenced_before_its_successor_comes():
@@ -258,8 +259,10 @@ def test_whoever_was_seen_to_end_is_fenced_before_its_successor_comes():
     it.act("actor")
     it.act("rollout")
     it.kill("rollout", True)
-    assert refused_kind(it.desk, "rollout", 1, "late", "serve", reader="rollout", version="i000001-v000000") == "fenced"
-    assert it.desk.state.readers == {}
+    assert (
+        refused_kind(it.service, "rollout", 1, "late", "serve", reader="rollout", version="i000001-v000000") == "fenced"
+    )
+    assert it.service.state.weights.readers == {}
     it.go_to_the_end()
 
 
@@ -269,7 +272,9 @@ def test_a_step_is_trained_on_exactly_its_tickets():
         if role != "actor" or len(it.held) < 2:
             it.act(role)
     for step, leases in ((0, []), (1, it.leases), (0, [99])):
-        assert refused_kind(it.desk, "actor", 1, f"t{step}{leases}", "trained", step=step, leases=leases) == "refused"
+        assert (
+            refused_kind(it.service, "actor", 1, f"t{step}{leases}", "trained", step=step, leases=leases) == "refused"
+        )
     it.go_to_the_end()
 
 
@@ -280,9 +285,9 @@ def test_incomplete_prompt_groups_are_dropped_and_offered_again():
     it.admit(0)
     row = {"ticket": 0, "mask": 1, "lengths": packed([5]), "versions": [Version(1, 0).encode()]}
     put = {"shard": {"name": "half"}, "rows": [row], "fields": list(GENERATED)}
-    assert it.desk.ask("rollout", 1, "half", "put", **put) == {"refused": {0: "incomplete"}}
-    assert it.desk.state.dropped == {"incomplete": 2}
-    it.desk.state.shelf.garbage.clear()
+    assert it.service.ask("rollout", 1, "half", "put", **put) == {"refused": {0: "incomplete"}}
+    assert it.service.state.counts.dropped == {"incomplete": 2}
+    it.service.state.shards.garbage.clear()
     it.flight.clear()
     it.go_to_the_end()
 
@@ -293,7 +298,7 @@ def test_a_put_asked_again_keeps_its_shard():
     it.swap(0)
     it.admit(1)
     it.finish(0)
-    assert it.desk.state.shelf.garbage == [] and len(it.desk.state.shards) == 1
+    assert it.service.state.shards.garbage == [] and len(it.service.state.shards.by_number) == 1
 
 
 def test_the_shards_of_a_claim_stay_until_it_is_given_back():
@@ -307,13 +312,13 @@ def test_the_shards_of_a_claim_stay_until_it_is_given_back():
     it.kill("actor", True)
     it.older = 9
     it.act("actor")
-    lease = it.desk.state.leases[claim["lease"]]
+    lease = it.service.state.leases[claim["lease"]]
     assert len(lease.tickets) < len(claim["tickets"])
     assert set(it.rows(claim)) == set(claim["tickets"])
     names = {shard["name"] for shard in claim["shards"]}
-    assert not names & set(it.desk.state.shelf.garbage)
+    assert not names & set(it.service.state.shards.garbage)
     it.ask("reference", "release", lease=claim["lease"])
-    assert names & set(it.desk.state.shelf.garbage)
+    assert names & set(it.service.state.shards.garbage)
     it.reference = None
     it.go_to_the_end()
 
@@ -324,11 +329,11 @@ def test_a_claim_asked_again_after_its_rows_were_dropped_waits_for_others():
     for _ in range(8):
         it.act("rollout")
     window = {"task": "reference", "budget": 1000, "boundary": 2}
-    claim = it.desk.ask("reference", 1, "same", "claim", **window)
+    claim = it.service.ask("reference", 1, "same", "claim", **window)
     assert claim["tickets"] == [2, 3]
     it.kill("actor", True)
     it.older = 9
     it.act("actor")
-    assert it.desk.ask("reference", 1, "same", "claim", **window) is None
-    assert it.desk.state.leases == {}
+    assert it.service.ask("reference", 1, "same", "claim", **window) is None
+    assert not it.service.state.leases
     it.go_to_the_end()

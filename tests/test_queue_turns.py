@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from relax_hpc.transfer_queue.client import QueueClient
-from relax_hpc.transfer_queue.controller.image import image_of, state_of
+from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 from tests.queue_helpers import Roles, in_thread, make_run, small
 
 
@@ -66,10 +66,12 @@ def test_what_engines_did_in_a_former_step_or_lineage_is_no_rest(world: SimpleNa
     later.result(timeout=10)
     roles["actor"].connection.call("end_turn")
     roles["actor"].connection.call("resume", step=0)
-    assert world.hub.state.rested == {"rollout/0": 1, "rollout/1": 1}, "the same incarnation changes nothing"
+    assert world.hub.state.device_turns.rested == {"rollout/0": 1, "rollout/1": 1}, (
+        "the same incarnation changes nothing"
+    )
     with QueueClient(world.run, world.config, "actor", 2) as actor:
         actor.connection.call("resume", step=0)
-        assert world.hub.state.rested == {} and world.hub.state.turn == "actor"
+        assert world.hub.state.device_turns.rested == {} and world.hub.state.device_turns.side == "actor"
 
 
 def test_the_turn_survives_the_controller(world: SimpleNamespace) -> None:
@@ -77,5 +79,5 @@ def test_the_turn_survives_the_controller(world: SimpleNamespace) -> None:
     roles.version = roles.start()
     roles["actor"].connection.call("end_turn")
     rest(roles, 0, 0)
-    state = state_of(world.hub.plan, image_of(world.hub.state))
-    assert state.turn == "engines" and state.rested == {"rollout/0": 0}
+    state = QueueState.load(world.hub.state.plan, world.hub.state.dump())
+    assert state.device_turns.side == "engines" and state.device_turns.rested == {"rollout/0": 0}

@@ -7,10 +7,10 @@ import time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_hpc.transfer_queue.controller.state import QueueState
-from relax_hpc.transfer_queue.controller.tasks import WAITING
-from relax_hpc.transfer_queue.controller.tickets import TicketMap
-from relax_hpc.transfer_queue.controller.windows import awaited
+from relax_hpc.transfer_queue.controller.planning.windows import awaited
+from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
+from relax_hpc.transfer_queue.controller.state.task_queues import WAITING
+from relax_hpc.transfer_queue.controller.state.ticket_map import TicketMap
 from relax_hpc.transfer_queue.plan import Plan
 from relax_hpc.versions import Version
 from tests.queue_helpers import BUDGET, GIVES, Roles, in_thread, learned, make_run, rows_of, small
@@ -76,8 +76,8 @@ def test_it_is_the_lowest_ticket_that_lacks_something(staleness, roles, dies) ->
         if number == dies:
             it.kill(role, True)
         it.act(role, number)
-        lowest = it.desk.state.tasks["actor"].lowest_waiting()
-        assert awaited(it.desk.state, "actor", lowest) == slowly(it.desk.state)
+        lowest = it.service.state.tasks["actor"].lowest_waiting()
+        assert awaited(it.service.state, "actor", lowest) == slowly(it.service.state)
 
 
 def slowly(state: QueueState) -> str:

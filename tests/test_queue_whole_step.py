@@ -12,7 +12,7 @@ from relax_hpc.transfer_queue.lengths import packed
 from relax_hpc.transfer_queue.plan import GENERATED, Plan
 from relax_hpc.versions import Version
 from tests.queue_helpers import small
-from tests.queue_world import Paper, contents
+from tests.queue_world import InMemory, contents
 
 VERSION = Version(1, 0)
 
@@ -24,13 +24,13 @@ class Queue:
         config = small(3, 2, steps=2, staleness=1)
         config.algorithm = ReinforcePP()
         del config.groups["actor_fwd"], config.groups["reference"]
-        self.desk, self.keys, self.shards = Paper(Plan.of(config)), count(), count()
+        self.service, self.keys, self.shards = InMemory(Plan.of(config)), count(), count()
         self.ask("actor", "resume", step=0)
         self.ask("actor", "publish", version=str(VERSION), digest="d")
         self.ask("rollout", "serve", reader="r", version=str(VERSION))
 
     def ask(self, group: str, op: str, **args: Any) -> Any:
-        return self.desk.ask(group, 1, f"k{next(self.keys)}", op, **args)
+        return self.service.ask(group, 1, f"k{next(self.keys)}", op, **args)
 
     def admit(self, number: int) -> list[int]:
         return list(self.ask("rollout", "admit", reader="r", count=number)["tickets"])
@@ -93,7 +93,7 @@ def test_a_ticket_that_is_made_again_brings_the_others_to_be_seen(queue: Queue) 
     assert queue.claim() is None
     queue.ask("actor", "release", lease=actor["lease"])
     assert [queue.claim("actor", "actor")["tickets"] for _ in range(2)] == [[0, 2], [1]]
-    assert contents(queue.desk.replayed()) == contents(queue.desk.state)
+    assert contents(queue.service.replayed()) == contents(queue.service.state)
 
 
 def test_a_ticket_that_is_lost_while_its_step_is_looked_at(queue: Queue) -> None:

@@ -25,7 +25,7 @@ from relax_hpc.roles.rollout import first_error
 from relax_hpc.rollout.activity import Activity
 from relax_hpc.rollout.outcomes import Failure, generated
 from relax_hpc.supervise.processes import environment
-from relax_hpc.transfer_queue.controller.state import QueueState
+from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 from relax_hpc.transfer_queue.plan import Plan
 from relax_hpc.transfer_queue.row_schema import sample_id
 from relax_hpc.transfer_queue.samplers import share

@@ -81,7 +81,7 @@ def test_a_rollout_killed_anywhere_draws_no_kept_token_again(world, mode, points
         (whole, due), made = divmod(kept_of(mode, points[:incarnation])[0], 2 * LONG), sum(points[:incarnation])
 
         def is_kept(whole: int = whole, due: int = due, made: int = made) -> bool:
-            is_put = hub.state.accepted == 2 * whole
+            is_put = hub.state.counts.accepted == 2 * whole
             return is_put and hub.state.kept.held == due and drawn(run).total() == made
 
         with rollout_of(run, incarnation, draws, mode) as process:
@@ -89,7 +89,7 @@ def test_a_rollout_killed_anywhere_draws_no_kept_token_again(world, mode, points
             process.kill()
     lost = kept_of(mode, points)[1]
     with rollout_of(run, len(points) + 1, 10**9, mode):
-        until(lambda: hub.state.accepted == 8, "all prompt groups are accepted")
+        until(lambda: hub.state.counts.accepted == 8, "all prompt groups are accepted")
     counts, often = hub.state.kept.counts(), drawn(run)
     assert counts["again"] == 0 and counts["held"] == 0 and counts["used"] == counts["total"] >= due
     assert len(often) == 8 * LONG, "every token of every sample was drawn"
@@ -107,7 +107,7 @@ def test_responses_that_wait_for_their_rewards_are_kept(world, tmp_path):
         process.kill()
     (tmp_path / "slow").unlink()
     with rollout_of(run, 2, 10**9, "samples"):
-        until(lambda: hub.state.accepted == 8, "all prompt groups are accepted")
+        until(lambda: hub.state.counts.accepted == 8, "all prompt groups are accepted")
     assert drawn(run).total() == 8 * LONG and hub.state.kept.again == 0
 
 
@@ -116,7 +116,7 @@ def test_surplus_groups_are_put_as_they_are(world):
     with QueueClient(run, config_of(run, "samples"), "rollout", 1) as client:
         assert keep(client, rows_of([9], V0), {9: 1}, surplus=True) == {}
     with rollout_of(run, 2, 10**9, "samples"):
-        until(lambda: hub.state.accepted == 8, "all prompt groups are accepted")
+        until(lambda: hub.state.counts.accepted == 8, "all prompt groups are accepted")
     assert {place[0] for place in drawn(run)} == {"1/p101", "2/p102", "3/p103"}
     counts = hub.state.kept.counts()
     assert counts["used"] == counts["total"] and counts["again"] == counts["held"] == 0
@@ -140,7 +140,7 @@ def test_sglang_goes_on_where_it_was_killed(world):
         process.kill()
     kept = hub.state.kept.held
     with in_process(sglang_process, run.root, 2):
-        until(lambda: hub.state.accepted == 8, "all prompt groups are accepted")
+        until(lambda: hub.state.counts.accepted == 8, "all prompt groups are accepted")
     counts = hub.state.kept.counts()
     assert counts["again"] == counts["held"] == 0 and counts["used"] == counts["total"] >= kept
     assert Ledger(run).judge(0).problems == []

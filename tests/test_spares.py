@@ -61,7 +61,7 @@ def run(world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, **about: object
     trainer.start()
     world.rollout([], kind=kind)
     trainer.join(20.0)
-    assert world.controller.state.finished()
+    assert world.controller.state.progress.finished()
     dump(world.config, world.run.config)
     return world.controller, kind.asked
 
@@ -81,7 +81,7 @@ def test_at_staleness_0_spares_save_attempts_and_change_nothing(world, monkeypat
     spare = {ticket for ticket in range(4) if has_spare(ticket, share)}
     unused = sum(attempts[ticket] == 0 for ticket in spare)
     expected = {"filtered": 2 * sum(attempts.values()), "surplus": 2 * unused}
-    assert controller.state.dropped == {reason: samples for reason, samples in expected.items() if samples}
+    assert controller.state.counts.dropped == {reason: samples for reason, samples in expected.items() if samples}
     first = {f"{ticket}/{prompt_of(ticket, 0)}" for ticket in range(4)}
     early = {f"{ticket}/{prompt_of(ticket, 1)}" for ticket in spare}
     assert set(asked[0]) | set(asked[1] if spare else ()) >= first | early, "spares are begun beside the others"
@@ -95,7 +95,7 @@ def test_spares_that_nobody_waits_for_are_aborted_at_staleness_0(world, monkeypa
     world.config.rollout.over_sampling = 1.0
     spares = {f"{ticket}/{prompt_of(ticket, 1)}" for ticket in range(4)}
     controller, asked = run(world, monkeypatch, hold=staticmethod(lambda key: key in spares))
-    assert not spares.intersection(*asked) and controller.state.dropped == {"surplus": 8}
+    assert not spares.intersection(*asked) and controller.state.counts.dropped == {"surplus": 8}
 
 
 def test_surplus_groups_take_the_place_of_others_that_fail(world, monkeypatch):  # noqa: F811
@@ -110,7 +110,7 @@ def test_surplus_groups_take_the_place_of_others_that_fail(world, monkeypatch): 
     trained = trained_prompts(world)
     assert trained.pop(2) in {prompt_of(0, 1), prompt_of(1, 1)}, "whichever was handed over first"
     assert trained == {ticket: prompt_of(ticket, 0) for ticket in (0, 1, 3)}
-    assert controller.state.dropped["nan_logprob"] == 2
+    assert controller.state.counts.dropped["nan_logprob"] == 2
     assert kept.used == 4 and kept.again == 0
     assert audit(world.run).problems == []
 
@@ -121,7 +121,7 @@ def test_a_spare_that_came_to_nothing_is_drawn_again(world, monkeypatch):  # noq
     fails = frozenset({f"0/{prompt_of(0, 0)}", f"0/{prompt_of(0, 1)}"})
     controller, asked = run(world, monkeypatch, fails=fails)
     assert trained_prompts(world)[0] == prompt_of(0, 1)
-    assert controller.state.dropped == {"nan_logprob": 2, "surplus": 6}
+    assert controller.state.counts.dropped == {"nan_logprob": 2, "surplus": 6}
     assert sum(f"0/{prompt_of(0, 1)}" in keys for keys in asked) == 2
 
 
@@ -135,7 +135,7 @@ def test_surplus_that_cannot_be_handed_over_is_no_loss(world, monkeypatch, capsy
     config.rollout.requests_in_flight = 1
     later = {f"{ticket}/{prompt_of(ticket, 0)}" for ticket in (2, 3)}
     controller, _ = run(world, monkeypatch, hold=staticmethod(lambda key: key in later and next(waits, False)))
-    assert not controller.state.dropped and controller.state.kept.total == 0
+    assert not controller.state.counts.dropped and controller.state.kept.total == 0
     assert "a spare prompt group was not handed over: no space left on device" in capsys.readouterr().out
 
 

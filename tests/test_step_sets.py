@@ -15,34 +15,35 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from relax_hpc.config.schema import GroupConfig
-from relax_hpc.transfer_queue.controller.rules import why_not
-from relax_hpc.transfer_queue.controller.step_sets import Room
+from relax_hpc.transfer_queue.controller.planning.admission import why_not
+from relax_hpc.transfer_queue.controller.planning.claims import awaited
+from relax_hpc.transfer_queue.controller.planning.step_sets import Room
 from relax_hpc.transfer_queue.lengths import packed
 from relax_hpc.transfer_queue.plan import GENERATED, Plan
 from relax_hpc.versions import Version
 from tests.effort import effort
 from tests.queue_helpers import BUDGET, small
-from tests.queue_world import Paper, contents
+from tests.queue_world import InMemory, contents
 
 
-def desk_of(prompts: int, staleness: int, steps: int) -> Paper:
+def desk_of(prompts: int, staleness: int, steps: int) -> InMemory:
     """Of a run whose actor needs nothing but generated rows."""
     config = small(prompts, 2, steps, staleness)
     config.groups = {name: GroupConfig(roles=[name]) for name in ("rollout", "actor")}
-    return Paper(Plan.of(config))
+    return InMemory(Plan.of(config))
 
 
 class Asker:
-    """Sends requests to a desk by the roles of a run."""
+    """Sends requests to a service by the roles of a run."""
 
     def __init__(self, prompts: int, staleness: int, steps: int) -> None:
-        self.desk, self.keys, self.incarnations = desk_of(prompts, staleness, steps), itertools.count(), {}
-        self.plan, self.state = self.desk.plan, self.desk.state
+        self.service, self.keys, self.incarnations = desk_of(prompts, staleness, steps), itertools.count(), {}
+        self.plan, self.state = self.service.plan, self.service.state
         self.ask("actor", "resume", step=0)
         self.publish(0)
 
     def ask(self, group: str, op: str, /, **args: Any) -> Any:
-        return self.desk.ask(group, self.incarnations.get(group, 1), f"k{next(self.keys)}", op, **args)
+        return self.service.ask(group, self.incarnations.get(group, 1), f"k{next(self.keys)}", op, **args)
 
     def publish(self, number: int) -> None:
         self.ask("actor", "publish", version=str(Version(1, number)), digest="d")
@@ -98,7 +99,7 @@ def test_a_step_goes_on_without_a_straggler_until_its_last_step_has_come():
     assert it.admit("rollout", 2, 2) == [6, 7]
     it.put("rollout", 6, 2), it.put("rollout", 7, 2)
     assert it.claim() is None, "tickets 0 and 2 may not come later"
-    waiting = it.state.awaited("actor", BUDGET, 2, padded=False)
+    waiting = awaited(it.state, "actor", BUDGET, 2, padded=False)
     assert waiting == ("rollout", "stragglers of rollout")
     it.put("rollout", 2, 0)
     assert it.claim() is None
@@ -107,7 +108,7 @@ def test_a_step_goes_on_without_a_straggler_until_its_last_step_has_come():
     assert third["tickets"] == [0, 2] and it.train(2, third) == [2, 2]
     last = it.claim()
     assert last["tickets"] == [6, 7] and it.train(3, last) == [1, 1]
-    assert contents(it.desk.replayed()) == contents(it.state)
+    assert contents(it.service.replayed()) == contents(it.state)
 
 
 def test_rows_of_later_weights_may_wait_longer():
@@ -180,7 +181,7 @@ def test_after_a_resume_sets_are_chosen_anew_from_what_survives():
     it.put("rollout", 0, 0)
     assert it.state.tickets_of(0) == [1, 3] and it.state.tickets_of(1) == []
     assert it.claim()["tickets"] == [0, 4]
-    assert contents(it.desk.replayed()) == contents(it.state)
+    assert contents(it.service.replayed()) == contents(it.state)
 
 
 # -- a whole run on a clock of its own ---------------------------------------------------------------------------
@@ -278,4 +279,4 @@ def test_under_heavy_tails_the_bound_holds_and_every_group_is_trained_once(
     it.run(engines, slots, deaths)
     trained = [ticket for found in it.sets for ticket in found]
     assert sorted(trained) == list(range(12 * prompts))
-    assert contents(it.desk.replayed()) == contents(it.state)
+    assert contents(it.service.replayed()) == contents(it.state)

@@ -39,7 +39,7 @@ from relax_hpc.transfer_queue.plan import GENERATED, Plan
 from relax_hpc.transfer_queue.row_schema import Row
 from relax_hpc.versions import Version
 from tests.queue_helpers import small
-from tests.queue_world import Paper
+from tests.queue_world import InMemory
 
 SHAPE = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 ALGORITHM = Grpo(kl=KlConfig(coefficient=0.1), entropy_coefficient=0.01)
@@ -108,10 +108,10 @@ def streamed(samples: list[Row], ranks: int, arrival: Sequence[int]) -> list[lis
     """[window][rank][micro-batch] of rows as an actor gets them while their prompt groups of two come in any order."""
     config = small(len(samples) // 2, 2, steps=1)
     config.groups = {name: GroupConfig(roles=[name]) for name in ("rollout", "actor")}
-    desk, keys, windows = Paper(Plan.of(config)), count(), []
+    service, keys, windows = InMemory(Plan.of(config)), count(), []
 
     def ask(group: str, op: str, **args: Any) -> Any:
-        return desk.ask(group, 1, f"k{next(keys)}", op, **args)
+        return service.ask(group, 1, f"k{next(keys)}", op, **args)
 
     version, window = Version(1, 0), {"task": "actor", "budget": ranks * 35, "boundary": config.prompts_per_step}
     ask("actor", "resume", step=0)

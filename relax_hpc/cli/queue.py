@@ -62,7 +62,7 @@ def _audit(run: RunDir, given: dict[str, Any]) -> int:
 
     ledger, finished = Ledger(run), run.finished.exists()
     live = not finished and _answers(run)
-    trained, steps = ledger.state.trained_steps, ledger.plan.steps
+    trained, steps = ledger.state.progress.trained_steps, ledger.plan.steps
     found = ledger.judge(trained)
     if not live:
         found.problems += ledger.events.problems(ended_well=finished)

@@ -20,7 +20,7 @@ from relax_hpc.metrics.writer import (
     SKIPPED,
     MetricsWriter,
 )
-from relax_hpc.transfer_queue.controller.state import QueueState
+from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 
 _ADDED_UP = ("perf/rollout_tokens", "queue/by_", GENERATED, SKIPPED, COMPONENT_SUM, COMPONENT_COUNT)
 """Beginnings of tags."""
@@ -97,12 +97,12 @@ class Board:
 
     def _queue(self) -> dict[str, float]:
         state = self.state
-        served = [version for _, version in state.readers.values() if state.in_lineage(version)]
-        lags = [state.newest.number - version.number for version in served] if state.newest else []
-        values = {f"queue/{name}": float(count) for name, count in state.depth().items()}
-        values |= {f"queue/dropped_{reason}": float(count) for reason, count in state.dropped.items()}
-        values |= {f"queue/{name.replace('/', '_')}": float(count) for name, count in state.noted.items()}
-        values["weights/version"] = float(state.newest.number if state.newest else 0)
+        served = [version for _, version in state.weights.readers.values() if version in state.lineage]
+        lags = [state.weights.newest.number - version.number for version in served] if state.weights.newest else []
+        values = {f"queue/{name}": float(count) for name, count in state.tickets.depth().items()}
+        values |= {f"queue/dropped_{reason}": float(count) for reason, count in state.counts.dropped.items()}
+        values |= {f"queue/{name.replace('/', '_')}": float(count) for name, count in state.counts.noted.items()}
+        values["weights/version"] = float(state.weights.newest.number if state.weights.newest else 0)
         values["weights/publish_lag"] = float(max(lags, default=0))
         return values
 

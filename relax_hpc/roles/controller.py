@@ -44,14 +44,15 @@ def run(directory: RunDir, config: Config, incarnation: int, stop: Flag) -> bool
     board = Board(directory.root, incarnation, config.steps, controller.state)
     board.configured(config)
     unmarked = Patience(directory.finished)
-    controller.on_report = board.report
-    controller.on_show = board.show
-    controller.on_resume = board.rolled_back
+    controller.service.on_report = board.report
+    controller.service.on_show = board.show
+    controller.service.on_resume = board.rolled_back
     publish_card(directory, Card("hub", incarnation, [], controller.endpoint))
 
     def ended() -> bool:
-        if controller.state.finished() and not controller.stuck and not directory.finished.exists() and unmarked.due():
-            dropped = dict(controller.state.dropped)
+        done = controller.state.progress.finished() and not controller.stuck
+        if done and not directory.finished.exists() and unmarked.due():
+            dropped = dict(controller.state.counts.dropped)
             try:
                 write_json(directory.finished, {"steps": config.steps, "dropped": dropped}, durable)
                 unmarked.done()
@@ -62,4 +63,4 @@ def run(directory: RunDir, config: Config, incarnation: int, stop: Flag) -> bool
     controller.serve(until=ended)
     controller.close()
     board.close()
-    return controller.state.finished()
+    return controller.state.progress.finished()

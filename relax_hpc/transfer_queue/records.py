@@ -49,6 +49,10 @@ class PromptGroup:
     parts: tuple[Part, ...] = ()
     """Oldest first."""
 
+    def has(self, bits: int) -> bool:
+        """Whether it has all these fields."""
+        return self.present & bits == bits
+
     @property
     def failures(self) -> int:
         """Attempts before that came to nothing."""

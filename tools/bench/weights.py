@@ -113,7 +113,10 @@ class Actor:
         """Seconds from asking for a version until so many readers say that they serve it."""
         started = time.perf_counter()
         self.publish()
-        while sum(found == Version(1, self.number) for _, found in self.controller.state.readers.values()) < readers:
+        while (
+            sum(found == Version(1, self.number) for _, found in self.controller.state.weights.readers.values())
+            < readers
+        ):
             if time.perf_counter() - started > WAIT_S:
                 raise TimeoutError(f"version {self.number} is not served by {readers} readers in {WAIT_S:g} s")
             time.sleep(0.001)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from relax_hpc.errors import RefusedError
-from relax_hpc.transfer_queue.controller.handing import UNSCORED
+from relax_hpc.transfer_queue.controller.handlers.kept import UNSCORED
 from relax_hpc.transfer_queue.plan import GENERATED
 from relax_hpc.transfer_queue.row_schema import BadRow, Row, sample_id, with_optional
 from relax_hpc.transfer_queue.storage.shard import ShardError, pack

@@ -64,9 +64,9 @@ class QueueClient:
     def claim_later(
         self, task: str, budget: int, boundary: int = 0, timeout: float | None = None, **dealt: int
     ) -> Future[Claim | None]:
-        """A future Claim of the next window of ``task`` (None when the run is finished); see QueueState.claimable.
+        """A future Claim of the next window of ``task`` (None when the run is finished); see planning.claims.claimable.
 
-        ``dealt`` to data ranks: ``ranks``, ``max_tokens`` of a micro-batch, ``batch``; see QueueState.assignment.
+        ``dealt`` to data ranks: ``ranks``, ``max_tokens`` of a micro-batch, ``batch``; see planning.claims.assignment.
         """
         about = {"task": task, "budget": budget, "boundary": boundary or self.config.prompts_per_step, **dealt}
         return then(self.connection.submit("claim", timeout, **about), Claim.of_answer)
@@ -105,9 +105,9 @@ class QueueClient:
         extras: Sequence[dict[str, Any]] = (),
         name: str = "",
     ) -> dict[int, str]:
-        """Add ``fields`` to whole prompt groups; with ``claim``, ack it in the same message. ``extras``: see the desk.
+        """Add ``fields`` to whole prompt groups; with ``claim``, ack it in the same message.
 
-        ``name``: of their shard, from `next_shard`, for who has to know it.
+        ``extras``: see `handlers.rows.put`. ``name``: of their shard, from `next_shard`, for who has to know it.
 
         Returns why tickets were refused, by ticket (`rolled_back`, `stale_version`, `lease_lost`, `duplicate`...).
         RefusedError, naming the field, if a row is not as the schema says.

@@ -17,7 +17,9 @@ from pathlib import Path
 from relax_hpc.disk import may_pass
 from relax_hpc.errors import EXIT_DONE, EXIT_RETRY
 from relax_hpc.transfer_queue.controller.forked import Forked
-from relax_hpc.transfer_queue.controller.state import QueueState
+from relax_hpc.transfer_queue.controller.service import QueueService
+from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
+from relax_hpc.transfer_queue.controller.state.task_queues import HELD
 from relax_hpc.transfer_queue.records import Part
 from relax_hpc.transfer_queue.row_schema import Row
 from relax_hpc.transfer_queue.storage import record_file
@@ -67,7 +69,7 @@ class Gatherer:
         if self._child.runs:
             status = self._child.ended()
             return None if status is None else self._end(status)
-        if not (steps := state.covered_steps()) or time.monotonic() < self._again_at:
+        if not (steps := covered_steps(state)) or time.monotonic() < self._again_at:
             return None
         self._steps, self._work = steps, planned(state, steps, self.incarnation, self._made)
         self._made += len(self._work)
@@ -83,7 +85,7 @@ class Gatherer:
     def last(self, state: QueueState) -> Iterable[Ended]:
         """What is gathered before the controller ends, if it is not long."""
         deadline = time.monotonic() + _CLOSE_S
-        while time.monotonic() < deadline and (self._child.runs or state.covered_steps()):
+        while time.monotonic() < deadline and (self._child.runs or covered_steps(state)):
             if ended := self.look(state):
                 yield ended
             elif not self._child.runs:
@@ -100,6 +102,12 @@ class Gatherer:
             path.unlink(missing_ok=True)
         self._again_at = time.monotonic() + _AGAIN_S
         return None
+
+
+def covered_steps(state: QueueState) -> range:
+    """Steps that a checkpoint covers, whose rows are kept and not gathered yet."""
+    first = max(state.progress.gathered, state.order.first // state.plan.prompts_per_step)
+    return range(first, max(first, state.progress.covered_steps))
 
 
 def planned(state: QueueState, steps: range, incarnation: int, made: int) -> list[Gathering]:
@@ -137,6 +145,26 @@ def _is_gathered(state: QueueState, parts: tuple[Part, ...]) -> bool:
     shards = [state.shards[number] for number in {number for number, _ in parts}]
     alone = len(shards) == 1 and GATHERED_NAME.fullmatch(shards[0].descriptor["name"])
     return bool(alone) or any(shard.unsaved for shard in shards)
+
+
+def journal_files(service: QueueService, end: int, found: Sequence[tuple[Gathering, int]]) -> None:
+    """The rows of steps below ``end`` lie in files of so many bytes. What has changed meanwhile stays as it is."""
+    files = []
+    for gathering, size in found:
+        tickets = [ticket for ticket, parts in gathering.parts.items() if _is_at_rest(service.state, ticket, parts)]
+        if tickets:
+            files.append(({"name": gathering.name, "bytes": size, "planes": {}}, tickets))
+        else:
+            service.state.shards.garbage.append(gathering.name)
+    service.record(op="gathered", owner=["hub", service.incarnation], end=end, files=files)
+
+
+def _is_at_rest(state: QueueState, ticket: int, parts: Sequence[Part]) -> bool:
+    """Whether ``ticket`` is trained on, in nobody's hands, and where it was."""
+    group, trained = state.groups.get(ticket), state.plan.step_of(ticket) < state.progress.trained_steps
+    return bool(trained and group and group.parts == parts) and not any(
+        queue.statuses[ticket] == HELD for queue in state.tasks.values()
+    )
 
 
 # -- in the child ------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgpack
 
-from relax_hpc.transfer_queue.controller.rules import Row
+from relax_hpc.transfer_queue.controller.planning.acceptance import Row
 from relax_hpc.transfer_queue.lengths import is_packed
 from relax_hpc.transfer_queue.records import Cause, Owner
 from relax_hpc.transport.wire import BadMessage
@@ -50,7 +50,7 @@ class Request:
     since: float
     deadline: float
     topic: str = ""
-    """What it waits for, while it is parked."""
+    """What it waits for, while it waits."""
     why: str = ""
     """The same in words, if it can be said better than by its name."""
     common: bool = False
@@ -72,7 +72,7 @@ class Request:
             self.waited[self.cause] = self.waited.get(self.cause, 0.0) + now - self.tried
         self.tried = now
 
-    def told(self) -> list[tuple[str, str, float]]:
+    def waited_for(self) -> list[tuple[str, str, float]]:
         """What it has waited for until now: (peer, reason, seconds); empty if it did not."""
         if self.tried:
             self.put_down()
@@ -126,7 +126,7 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
 class Schema:
     """The arguments of an operation, as its handler's annotations say.
 
-    >>> def handler(desk, request, step: "int", name: "str" = ""): ...
+    >>> def handler(service, request, step: "int", name: "str" = ""): ...
     >>> Schema(handler).complaint({"step": "x"})
     "step: found 'x', expected int"
     """

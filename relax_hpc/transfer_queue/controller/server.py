@@ -1,6 +1,6 @@
 """The queue controller: one process, one writer. Requests come over TCP, effects go through the journal.
 
-A request that cannot be answered yet (no rows, no ticket, no newer version) is parked and answered the moment it can,
+A request that cannot be answered yet (no rows, no ticket, no newer version) waits and is answered the moment it can,
 so nobody polls.
 """
 
@@ -16,13 +16,14 @@ from relax_hpc.config.schema import Durability
 from relax_hpc.disk import Patience, may_pass, patiently
 from relax_hpc.errors import FencedError
 from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue.controller.desk import LEASE_S, Desk, Parked
 from relax_hpc.transfer_queue.controller.eventlog import EventLog
-from relax_hpc.transfer_queue.controller.gathering import GATHERED_NAME, Gatherer
+from relax_hpc.transfer_queue.controller.gathering import GATHERED_NAME, Gatherer, journal_files
 from relax_hpc.transfer_queue.controller.journal import Journal
 from relax_hpc.transfer_queue.controller.messages import Refused, Request, parse
+from relax_hpc.transfer_queue.controller.service import LEASE_S, QueueService
 from relax_hpc.transfer_queue.controller.snapshots import RECORDS, Snapshot, SnapshotError, Snapshots
-from relax_hpc.transfer_queue.controller.state import QueueState
+from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
+from relax_hpc.transfer_queue.controller.waiting import NotYet
 from relax_hpc.transfer_queue.plan import SUPERVISOR, Plan
 from relax_hpc.transfer_queue.storage.media import MediaStore
 from relax_hpc.transfer_queue.storage.shard import SHARD_NAME
@@ -46,7 +47,7 @@ class Answer(NamedTuple):
     reply: Reply
 
 
-class Controller(Desk):
+class Controller:
     """Serves one run."""
 
     def __init__(
@@ -67,7 +68,7 @@ class Controller(Desk):
         journal = patiently(run.journal, lambda: Journal(run.journal, incarnation, durable))
         self.stuck = Patience(journal.path)
         """True while the journal cannot be written: nobody is told of anything, or waits in vain."""
-        self._untold: list[Answer] = []
+        self._unsent: list[Answer] = []
         """What was answered and is not in the journal yet."""
         self._later: list[Request] = []
         """Requests that came since."""
@@ -75,12 +76,17 @@ class Controller(Desk):
         self.snapshots = patiently(folder, lambda: Snapshots(folder, plan, durable, snapshot_every))
         self.event_log = EventLog(run.events, incarnation)
         self.gatherer = Gatherer(run.shards, incarnation) if gathers else None
-        super().__init__(plan, incarnation, QueueState(plan), journal, lease_s)
+        self.journal, self.incarnation = journal, incarnation
+        self.service = QueueService(plan, incarnation, QueueState(plan), journal, lease_s)
         self._replay()
         self._end_former_groups()
         self._sweep()
         self.listener = Listener(listen(host), run.token(), purpose_of(incarnation))
         self.endpoint = self.listener.endpoint
+
+    @property
+    def state(self) -> QueueState:
+        return self.service.state
 
     # -- start -------------------------------------------------------------------------------------------------
 
@@ -88,18 +94,18 @@ class Controller(Desk):
         """Apply the journal, or what of it is newer than a snapshot, and write events.jsonl anew as it goes."""
         after = None
         if snapshot := self._snapshot():
-            self.state, after = snapshot.state, snapshot.position
+            self.service.state, after = snapshot.state, snapshot.position
         for number, record in enumerate(self.journal.replay(after)):
             self.state.apply(record)
             if number % 1000 == 0:
-                self.event_log.write(self.state.take_lines())
-        self.event_log.write(self.state.take_lines())
+                self.event_log.write(self.state.events.take_lines())
+        self.event_log.write(self.state.events.take_lines())
         self._check_successor()
         self.event_log.publish()
         for name, size in self.journal.cut.items():
             path = self.journal.folder / name
             print(f"{path}: the last {size} bytes are no whole record and were cut off", flush=True)
-            self._record(op="note", what="torn_tail", name=name, reason="journal")
+            self.service.record(op="note", what="torn_tail", name=name, reason="journal")
 
     def _snapshot(self) -> Snapshot | None:
         """The newest that can be used; its events are in the new events.jsonl."""
@@ -118,20 +124,20 @@ class Controller(Desk):
 
         So it is with all of them if the journal may lack what they were told: they begin again with what it has.
         """
-        for group, incarnation in self.state.incarnations.items():
-            gone = not self.plan.knows(group) or (self.late_s and group.partition("-")[0] != SUPERVISOR)
-            if gone and not self.state.over((group, incarnation)):
-                self._record(op="down", group=group, incarnation=incarnation)
+        for group, incarnation in self.state.members.incarnations.items():
+            gone = not self.service.plan.knows(group) or (self.late_s and group.partition("-")[0] != SUPERVISOR)
+            if gone and not self.state.members.lowest_allowed((group, incarnation)):
+                self.service.record(op="down", group=group, incarnation=incarnation)
 
     def _sweep(self) -> None:
         """Remove the files of shards that are garbage, or were never put by a group incarnation that is over.
 
         A living one's are left alone: its put may have been sent to an earlier controller and be sent again.
         """
-        needed, garbage = self.state.shelf.numbers, set(self._take_garbage())
+        needed, garbage = self.state.shards.numbers, set(self.state.shards.take_garbage())
         for path in self.run.shards.iterdir():
             made = SHARD_NAME.match(path.name)
-            orphan = made and path.name not in needed and self.state.over((made[1], int(made[2])))
+            orphan = made and path.name not in needed and self.state.members.lowest_allowed((made[1], int(made[2])))
             orphan = orphan or (GATHERED_NAME.match(path.name) and path.name not in needed)
             if orphan or path.name in garbage:
                 _remove(str(path))
@@ -145,8 +151,8 @@ class Controller(Desk):
         """Answer requests until ``until()``; asked at least once a second. FencedError once there is a successor."""
         look_at = 0.0
         while not until():
-            self._untold += self._take(self.listener.receive(self._patience()))
-            self.refused_connections = self.listener.refused
+            self._unsent += self._take(self.listener.receive(self._patience()))
+            self.service.refused_connections = self.listener.refused
             wrote = self._commit()
             # A change counts only if a successor replays it, so look before telling of it; other answers may be late.
             if wrote or time.monotonic() >= look_at:
@@ -171,10 +177,10 @@ class Controller(Desk):
 
     def _tell(self) -> None:
         """Send the answers that there are: while the journal is stuck those alone that say whom to wait for."""
-        answers, self._untold = self._untold, []
+        answers, self._unsent = self._unsent, []
         for answer in answers:
             if self.stuck and answer.op not in TELLING:
-                self._untold.append(answer)
+                self._unsent.append(answer)
                 continue
             if self.stuck:
                 # It may follow from what is not in the journal.
@@ -185,7 +191,7 @@ class Controller(Desk):
         if self.stuck:
             until = self.stuck.again_at
         else:
-            until = 0.0 if self._later or self.state.woken else self.parking.next_deadline()
+            until = 0.0 if self._later or self.state.woken else self.service.waiting.next_deadline()
         return max(0.0, min(1.0, until - time.monotonic()))
 
     def _look(self) -> None:
@@ -203,9 +209,9 @@ class Controller(Desk):
             )
 
     def _after_replies(self) -> None:
-        self.event_log.write(self.state.take_lines())
+        self.event_log.write(self.state.events.take_lines())
         self.event_log.flush()
-        for name in self._take_garbage():
+        for name in self.state.shards.take_garbage():
             # Building a path costs more than the rest of it.
             _remove(f"{self._shards}/{name}")
         for media_id in self.state.media.take_garbage():
@@ -215,11 +221,7 @@ class Controller(Desk):
             self.snapshots.take(self.state, self.journal.records, self.journal.position, log.extent, log.fileno())
         # A snapshot holds nothing that the journal does not.
         if self.gatherer and (ended := self.gatherer.look(self.state)):
-            self.gathered(*ended)
-
-    def _take_garbage(self) -> list[str]:
-        garbage, self.state.shelf.garbage = self.state.shelf.garbage, []
-        return garbage
+            journal_files(self.service, *ended)
 
     def close(self) -> None:
         """Flush and release everything. What the journal's disk does not take by now nobody was told of."""
@@ -227,7 +229,7 @@ class Controller(Desk):
             self.journal.commit()
             self._after_replies()
             for ended in self.gatherer.last(self.state) if self.gatherer else ():
-                self.gathered(*ended)
+                journal_files(self.service, *ended)
                 self.journal.commit()
                 self._after_replies()
         except OSError as error:
@@ -249,19 +251,20 @@ class Controller(Desk):
             if self.stuck and request.op not in TELLING:
                 self._later.append(request)
             elif not self._answer(request, answers):
-                self.parking.add(request)
-        self.presence.look(self.beats, self.state.over, time.monotonic(), full=bool(self.waits()))
+                self.service.waiting.add(request)
+        self.service.look_for_members()
         if self.stuck:
             return answers
         # Who waited is told first: its work is late, while who put something goes on to write its file.
         waited: list[Answer] = []
-        self.parking.wake(self.state.woken, lambda request: self._answer(request, waited))
+        waiting = self.service.waiting
+        waiting.wake(self.state.woken, lambda request: self._answer(request, waited))
         answers = waited + answers
-        for request in self.parking.take_overdue():
+        for request in waiting.take_overdue():
             if self._answer(request, answers):
                 continue
             if self._put_off(request):
-                self.parking.add(request)
+                waiting.add(request)
             else:
                 reply = self._reply(request, error=self._overdue(request), kind="deadline")
                 answers.append(Answer(request.peer, request.op, reply))
@@ -278,27 +281,27 @@ class Controller(Desk):
             except ValueError:
                 self.listener.refuse(peer)
                 continue
-            request.stood_s = self.presence.stood_s
+            request.stood_s = self.service.presence.stood_s
             found.append(request)
         return found
 
     def _put_off(self, request: Request) -> bool:
         """Whether a request has more time, as clocks have stood since it came."""
-        stood_s = min(self.presence.stood_s - request.stood_s, request.may_stand_s)
-        request.deadline, request.stood_s = request.deadline + stood_s, self.presence.stood_s
+        stood_s = min(self.service.presence.stood_s - request.stood_s, request.may_stand_s)
+        request.deadline, request.stood_s = request.deadline + stood_s, self.service.presence.stood_s
         request.may_stand_s -= stood_s
         return stood_s > 0
 
     def _answer(self, request: Request, answers: list[Answer]) -> bool:
         """Whether there is an answer, which is in ``answers`` then."""
         try:
-            reply = self._reply(request, result=self.handle(request))
+            reply = self._reply(request, result=self.service.handle(request))
         except Refused as refusal:
             reply = self._reply(request, error=str(refusal), kind=refusal.kind)
-        except Parked as parked:
+        except NotYet as wait:
             request.put_down()
-            request.topic, request.why, request.common = parked.topic, parked.why, parked.common
-            request.cause = parked.cause
+            request.topic, request.why, request.common = wait.topic, wait.why, wait.common
+            request.cause = wait.cause
             return False
         answers.append(Answer(request.peer, request.op, reply))
         return True
@@ -306,11 +309,11 @@ class Controller(Desk):
     def _overdue(self, request: Request) -> str:
         """What was waited for, how long, how far the run is, and where to look."""
         what = " ".join([request.op, *(str(request.args[name]) for name in ("task", "reader") if name in request.args)])
-        at = ", ".join(f"{count} {name}" for name, count in self.state.depth().items())
+        at = ", ".join(f"{count} {name}" for name, count in self.state.tickets.depth().items())
         why = f" ({request.why})" if request.why else ""
         return (
             f"{what}: nothing came for {time.monotonic() - request.since:.1f} s{why}; trained steps: "
-            f"{self.state.trained_steps}, prompt groups: {at}; open the logs of the group that is behind in "
+            f"{self.state.progress.trained_steps}, prompt groups: {at}; open the logs of the group that is behind in "
             f"{self.run.root / 'logs'}"
         )
 

@@ -20,11 +20,12 @@ import msgpack
 from relax_hpc.rundir import write_atomic
 from relax_hpc.transfer_queue.controller.eventlog import Extent
 from relax_hpc.transfer_queue.controller.forked import Forked
-from relax_hpc.transfer_queue.controller.image import FORMAT, image_of, state_of
 from relax_hpc.transfer_queue.controller.journal import Position
-from relax_hpc.transfer_queue.controller.state import QueueState
+from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 from relax_hpc.transfer_queue.plan import Plan
 
+FORMAT = 6
+"""A snapshot of another format is not used: the journal is replayed instead."""
 RECORDS = 50_000
 """Records between two snapshots: about a second of replay."""
 _KEEP = 2
@@ -80,7 +81,7 @@ class Snapshots:
             content = msgpack.unpackb(_body(path.read_bytes()), strict_map_key=False)
             if content["plan"] != _plain(self.plan):
                 raise ValueError("the run was configured differently")
-            state = state_of(self.plan, content["state"])
+            state = QueueState.load(self.plan, content["state"])
             return Snapshot(state, Position(*content["position"]), Extent(*content["events"]))
         except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
             raise SnapshotError(f"{path}: not used, {type(error).__name__}: {error}") from error
@@ -109,7 +110,7 @@ class Snapshots:
     def write(self, state: QueueState, position: Position, events: Extent) -> Path:
         """Write one, and remove those before the previous one; its path."""
         content = {"plan": _plain(self.plan), "position": astuple(position), "events": astuple(events)}
-        body = msgpack.packb(content | {"state": image_of(state)})
+        body = msgpack.packb(content | {"state": state.dump()})
         path = self.folder / f"inc-{position.incarnation:06d}-{position.offset:015d}.snapshot"
         write_atomic(path, _HEAD.pack(_MAGIC, FORMAT, len(body), zlib.crc32(body)) + body, sync=self.durable)
         for old in list(self.found())[_KEEP:]:

@@ -19,7 +19,7 @@ from relax_hpc.config import load_resolved
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.controller.eventlog import event_lines
 from relax_hpc.transfer_queue.controller.journal import Journal, JournalError
-from relax_hpc.transfer_queue.controller.state import QueueState
+from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 from relax_hpc.transfer_queue.plan import Plan
 from relax_hpc.transfer_queue.records import Event
 from relax_hpc.transfer_queue.row_schema import sample_id
@@ -129,7 +129,7 @@ class JournalCopy:
             except (LookupError, TypeError, ValueError, AttributeError) as error:
                 text = f"{self.folder}: record {number} ({record.get('op')}) cannot follow those before it: {error!r}"
                 raise JournalError(text) from error
-            yield state.take_events()
+            yield state.events.take()
 
 
 class _Unsealed(Journal):
@@ -213,21 +213,23 @@ class Ledger:
             self._judge(name, lives, False)
             if lives and name not in all_names:
                 result.problems.append(f"{name}: accepted beyond the last step")
-        for reason in state.dropped.keys() | result.dropped.keys():
+        for reason in state.counts.dropped.keys() | result.dropped.keys():
             counted = result.dropped[reason] + result.failed[reason] * self.plan.samples_per_prompt
-            if state.dropped[reason] != counted:
-                result.problems.append(f"dropped, {reason}: counted {state.dropped[reason]}, found {counted} samples")
+            if state.counts.dropped[reason] != counted:
+                result.problems.append(
+                    f"dropped, {reason}: counted {state.counts.dropped[reason]}, found {counted} samples"
+                )
         return result
 
     def _due(self, steps: int) -> Sequence[int]:
         """Tickets that should have been trained once ``steps`` are: all of the run, or those of the steps' sets."""
         state, size = self.state, self.plan.prompts_per_step
-        if steps == self.plan.steps or not state.in_sets:
+        if steps == self.plan.steps or not state.tasks.in_sets:
             return range(steps * size)
         for step in range(steps):
             if (found := len(set(state.tickets_of(step)))) != size:
                 self._result.problems.append(f"step {step}: trained {found} prompt groups of {size}")
-        late = [t for t in state.untrained if state.groups[t].last < steps]
+        late = [t for t in state.tickets.untrained if state.groups[t].last < steps]
         self._result.problems += [f"ticket {t}: its last step was {state.groups[t].last}, not trained" for t in late]
         return [ticket for step in range(steps) for ticket in state.tickets_of(step)]
 
@@ -273,7 +275,7 @@ class Ledger:
     def _survives(self, what: str, about: str) -> bool:
         if what == _DROPPED or not about:
             return True
-        return self.state.in_lineage(next_of(about) if what == "actor" else Version.parse(about))
+        return (next_of(about) if what == "actor" else Version.parse(about)) in self.state.lineage
 
     def _complain(self, name: str, what: str, lives: _Lives) -> None:
         told = "; ".join(", ".join(" ".join(mark).strip() for mark in life) or "accepted" for life in lives)

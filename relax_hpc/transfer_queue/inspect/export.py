@@ -17,7 +17,7 @@ from relax_hpc.config import load_resolved
 from relax_hpc.errors import ConfigError
 from relax_hpc.fields import FIELDS
 from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue.controller.state import QueueState
+from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 from relax_hpc.transfer_queue.inspect.audit import JournalCopy
 from relax_hpc.transfer_queue.plan import Plan
 from relax_hpc.transfer_queue.records import NO_STEP
@@ -68,7 +68,7 @@ class KeptRows:
 
     def _tickets(self, step: int) -> Sequence[int]:
         """What ``step`` has taken so far or, before that, what is left of the tickets that are admitted for it."""
-        if (taken := sorted(self._state.tickets_of(step))) or not self._state.in_sets:
+        if (taken := sorted(self._state.tickets_of(step))) or not self._state.tasks.in_sets:
             return taken
         size, groups = self.plan.prompts_per_step, self._state.groups
         return [t for t in range(step * size, (step + 1) * size) if t in groups and groups[t].place == NO_STEP]
@@ -94,8 +94,8 @@ class KeptRows:
 
     def _trained(self, step: int) -> str | None:
         """The version that was trained on ``step`` in the surviving lineage."""
-        incarnations = [incarnation for incarnation, start in self._state.lineage if start <= step]
-        return str(Version(incarnations[-1], step)) if step < self._state.trained_steps else None
+        incarnations = [incarnation for incarnation, start in self._state.lineage.starts if start <= step]
+        return str(Version(incarnations[-1], step)) if step < self._state.progress.trained_steps else None
 
 
 def export(kept: KeptRows, steps: Iterable[int], form: str, output: Path) -> int:

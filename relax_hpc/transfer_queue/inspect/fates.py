@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from relax_hpc.config import load_resolved
 from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue.controller.state import QueueState
+from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 from relax_hpc.transfer_queue.inspect.audit import JournalCopy
 from relax_hpc.transfer_queue.plan import Plan
 

@@ -36,11 +36,11 @@ from work import (
     work,
 )
 
-from relax_hpc.transfer_queue.controller.desk import Desk
 from relax_hpc.transfer_queue.controller.eventlog import EventLog
 from relax_hpc.transfer_queue.controller.journal import Journal
 from relax_hpc.transfer_queue.controller.messages import Request
-from relax_hpc.transfer_queue.controller.state import QueueState
+from relax_hpc.transfer_queue.controller.service import QueueService
+from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 from relax_hpc.transfer_queue.plan import Plan
 
 TOGETHER = 32
@@ -69,18 +69,18 @@ class Crowd:
 
 
 class Table:
-    """A desk without sockets, whose journal and events are files."""
+    """A service without sockets, whose journal and events are files."""
 
     def __init__(self, folder: Path, plan: Plan, durable: bool) -> None:
         (folder / "journal").mkdir()
         self.journal, self.events = Journal(folder / "journal", 1, durable), EventLog(folder / "events.jsonl", 1)
         list(self.journal.replay())
-        self.desk = Desk(plan, 1, QueueState(plan), self.journal)
+        self.service = QueueService(plan, 1, QueueState(plan), self.journal)
         self._numbers = itertools.count(1)
 
     def ask(self, group: str, op: str, **args: Any) -> dict[str, Any]:
         number = next(self._numbers)
-        answer = self.desk.handle(Request(0, number, f"{group}#{number}", (group, 1), op, args, 0.0, 0.0))
+        answer = self.service.handle(Request(0, number, f"{group}#{number}", (group, 1), op, args, 0.0, 0.0))
         if not number % TOGETHER:
             self.commit()
         return answer
@@ -88,9 +88,9 @@ class Table:
     def commit(self) -> None:
         """What the controller does once for all the requests that it found."""
         self.journal.commit()
-        self.events.write(self.desk.state.take_lines())
+        self.events.write(self.service.state.events.take_lines())
         self.events.flush()
-        self.desk.state.shelf.garbage.clear()
+        self.service.state.shards.garbage.clear()
 
 
 def without_sockets(folder: Path, samples: int, durable: bool) -> float:

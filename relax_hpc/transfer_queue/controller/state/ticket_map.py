@@ -151,8 +151,8 @@ class TicketSet:
         return isinstance(other, TicketSet) and self._map == other._map
 
 
-class Place:
-    """Tickets that are at one place, those first that are there longest. How long is no part of what they are."""
+class AgedTickets:
+    """Tickets in the order in which they were added, with how long ago. That is no part of what they are."""
 
     __slots__ = ("_since",)
 
@@ -182,4 +182,4 @@ class Place:
         return len(self._since)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Place) and self._since.keys() == other._since.keys()
+        return isinstance(other, AgedTickets) and self._since.keys() == other._since.keys()

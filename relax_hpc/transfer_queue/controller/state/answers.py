@@ -39,3 +39,9 @@ class Answers:
         over = [name for name, ((who, incarnation), _) in self.clients.items() if who == group and incarnation < below]
         for name in over:
             del self.clients[name]
+
+    def dump(self) -> Any:
+        return self.clients
+
+    def load(self, values: Any) -> None:
+        self.clients = {name: ((who[0], who[1]), answers) for name, (who, answers) in values.items()}

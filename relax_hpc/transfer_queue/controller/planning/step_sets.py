@@ -16,12 +16,12 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain, islice
 from typing import TYPE_CHECKING
 
-from relax_hpc.transfer_queue.controller.tasks import READY
-from relax_hpc.transfer_queue.controller.windows import Budget
+from relax_hpc.transfer_queue.controller.planning.windows import Budget
+from relax_hpc.transfer_queue.controller.state.task_queues import READY
 from relax_hpc.transfer_queue.records import NO_STEP
 
 if TYPE_CHECKING:
-    from relax_hpc.transfer_queue.controller.state import QueueState
+    from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 
 _AHEAD = 2
 """Steps beyond max_staleness that a last step can be away: versions are published before their step is journaled."""
@@ -34,10 +34,10 @@ class Room:
     """
 
     def __init__(self, state: QueueState) -> None:
-        self.first, self._steps = state.trained_steps, state.plan.max_staleness + _AHEAD
-        size, groups, order = state.plan.prompts_per_step, state.groups, state.order
+        self.first, self._steps = state.progress.trained_steps, state.plan.max_staleness + _AHEAD
+        size, groups, order = state.plan.prompts_per_step, state.groups, state.order.tickets
         needed = [0] * self._steps
-        for ticket in chain(state.generating, state.untrained):
+        for ticket in chain(state.tickets.generating, state.tickets.untrained):
             group = groups[ticket]
             if group.last != NO_STEP and group.place == NO_STEP:
                 needed[self._number(group.last)] += 1
@@ -90,7 +90,7 @@ def next_window(state: QueueState, task: str, budget: int, boundary: int, padded
 
 def free_places(state: QueueState, boundary: int) -> Sequence[int]:
     """The first free place in the order of training, and those behind it up to a multiple of ``boundary``."""
-    order, start = state.order, state.trained_steps * state.plan.prompts_per_step
+    order, start = state.order.tickets, state.progress.trained_steps * state.plan.prompts_per_step
     first = next((place for place in range(start, len(order)) if order[place] == NO_STEP), max(start, len(order)))
     if first >= state.plan.steps * state.plan.prompts_per_step:
         return ()
@@ -101,6 +101,6 @@ def free_places(state: QueueState, boundary: int) -> Sequence[int]:
 def straggler(state: QueueState, task: str) -> int:
     """Of the groups left that ``task`` cannot take yet the one with the nearest last step: its ticket, or NO_STEP."""
     statuses, groups = state.tasks[task].statuses, state.groups
-    left = ((groups[ticket].last, ticket) for ticket in chain(state.generating, state.untrained))
+    left = ((groups[ticket].last, ticket) for ticket in chain(state.tickets.generating, state.tickets.untrained))
     late = [found for found in left if found[0] != NO_STEP and statuses[found[1]] < READY]
     return min(late)[1] if late else NO_STEP

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(slots=True)
-class MediaCounts:
+class MediaHolders:
     """Media ids by holder: a ticket, or the negated number of a surplus group.
 
-    >>> media = MediaCounts()
+    >>> media = MediaHolders()
     >>> media.hold(7, ["a", "b"]); media.hold(8, ["a"])
     >>> media.release(7)
     >>> media.counts, media.garbage
@@ -23,11 +24,6 @@ class MediaCounts:
     """How many holders each medium has."""
     garbage: list[str] = field(default_factory=list, compare=False)
     """Those that lost their last holder; whoever removes their files empties the list."""
-
-    @classmethod
-    def of_holders(cls, holders: dict[int, tuple[str, ...]]) -> MediaCounts:
-        """As these ones hold them."""
-        return cls(holders, Counter(media_id for ids in holders.values() for media_id in ids))
 
     def of(self, holder: int) -> tuple[str, ...]:
         return self.holders.get(holder, ())
@@ -51,3 +47,10 @@ class MediaCounts:
         """Media whose files can be removed: nobody has named them since."""
         garbage, self.garbage = self.garbage, []
         return [media_id for media_id in garbage if media_id not in self.counts]
+
+    def dump(self) -> Any:
+        return self.holders
+
+    def load(self, values: Any) -> None:
+        self.holders = {holder: tuple(ids) for holder, ids in values.items()}
+        self.counts = Counter(media_id for ids in self.holders.values() for media_id in ids)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from relax_hpc.transfer_queue.controller.tickets import TicketMap
+from relax_hpc.transfer_queue.controller.state.ticket_map import TicketMap
+from relax_hpc.transfer_queue.plan import Plan
+from relax_hpc.transfer_queue.records import FieldBits
 
 WAITING, READY, HELD, DONE = range(4)
 """Of a ticket, for one task: not all that it needs is there, it may be taken, a lease has it, it was consumed."""
@@ -80,3 +83,34 @@ class TaskQueue:
     def _advance(self) -> None:
         while self.statuses[self.position] >= HELD:
             self.position += 1
+
+    def dump(self) -> Any:
+        return self.statuses.dump(), self.position, self.returned
+
+    def load(self, values: Any) -> None:
+        statuses, self.position, returned = values
+        self.statuses, self.returned = TicketMap(*statuses), [tuple(window) for window in returned]
+
+
+class TaskQueues(dict[str, TaskQueue]):
+    """By the name of the task."""
+
+    def __init__(self, plan: Plan, bits: FieldBits) -> None:
+        super().__init__(
+            (name, TaskQueue(bits.of(t.needs), bits.of(t.gives), t.in_order, t.whole_step, t.in_sets))
+            for name, t in plan.tasks.items()
+        )
+        self.in_sets = [name for name, task in plan.tasks.items() if task.in_sets]
+        """Tasks that take steps' sets; none: step t trains the tickets of t."""
+
+    def hold_any(self, tickets: Sequence[int]) -> bool:
+        """Whether a lease may have one of them."""
+        first, end = min(tickets), max(tickets) + 1
+        return any(queue.statuses.find(HELD, first, end) >= 0 for queue in self.values())
+
+    def dump(self) -> Any:
+        return {name: queue.dump() for name, queue in self.items()}
+
+    def load(self, values: Any) -> None:
+        for name, queue in values.items():
+            self[name].load(queue)

@@ -1,4 +1,4 @@
-"""What the controller tells: events, each a line of events.jsonl, kept by the batch because a step has thousands."""
+"""What has happened, as events, each a line of events.jsonl, kept by the batch because a step has thousands."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import lru_cache
 from itertools import chain
 from json.encoder import encode_basestring_ascii as quoted
 
+from relax_hpc.transfer_queue.plan import Plan
 from relax_hpc.transfer_queue.records import NO_STEP, Event
 from relax_hpc.transfer_queue.row_schema import sample_id
 
@@ -16,7 +17,7 @@ _ID = b"\0"
 
 
 @dataclass(slots=True)
-class Told:
+class EventBatch:
     """The same event of several prompt groups, or, where `samples` is not 0, of each of so many samples of them."""
 
     what: str
@@ -48,18 +49,18 @@ class Told:
             yield template.replace(_ID, b"%09d" % ticket)
 
 
-def expand(told: Iterable[Event | Told]) -> Iterator[Event]:
+def expand(batches: Iterable[Event | EventBatch]) -> Iterator[Event]:
     """One event a line."""
-    for one in told:
+    for one in batches:
         if isinstance(one, Event):
             yield one
         else:
             yield from one.events()
 
 
-def lines(told: Iterable[Event | Told]) -> bytes:
+def lines(batches: Iterable[Event | EventBatch]) -> bytes:
     """What `expand` gives, as lines of JSON."""
-    return b"".join(chain.from_iterable([_line(one)] if isinstance(one, Event) else one.lines() for one in told))
+    return b"".join(chain.from_iterable([_line(one)] if isinstance(one, Event) else one.lines() for one in batches))
 
 
 def _line(event: Event) -> bytes:
@@ -77,3 +78,39 @@ def _about(name: str, what: str, step: int, version: str, reason: str) -> str:
         f'{{"id": {name}, "what": {quoted(what)}, "step": {step}, '
         f'"version": {quoted(version)}, "reason": {quoted(reason)}}}\n'
     )
+
+
+class Events:
+    """Those that nobody has taken yet; no part of what a state is."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.batches: list[Event | EventBatch] = []
+
+    def tell(self, what: str, tickets: Sequence[int], version: str = "", reason: str = "") -> None:
+        """Of each of these prompt groups."""
+        if tickets:
+            self.batches.append(EventBatch(what, tickets, 0, self.plan.prompts_per_step, version, reason))
+
+    def tell_samples(
+        self, what: str, tickets: Sequence[int], version: str = "", reason: str = "", step: int = NO_STEP
+    ) -> None:
+        """Of each sample of them."""
+        plan = self.plan
+        self.batches.append(
+            EventBatch(what, tickets, plan.samples_per_prompt, plan.prompts_per_step, version, reason, step)
+        )
+
+    def tell_of(self, name: str, what: str, step: int, reason: str) -> None:
+        """Of something else."""
+        self.batches.append(Event(name, what, step, reason=reason))
+
+    def take(self) -> Iterator[Event]:
+        """Events since the last call, one a sample."""
+        batches, self.batches = self.batches, []
+        return expand(batches)
+
+    def take_lines(self) -> bytes:
+        """The same as lines of JSON."""
+        batches, self.batches = self.batches, []
+        return lines(batches)

@@ -4,34 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from relax_hpc.transfer_queue.records import Owner, Shard
 
 
 @dataclass(slots=True)
-class Shelf:
+class Shards:
     """Shards by number. One that nobody needs any more is garbage, and its number is never used again."""
 
-    shards: dict[int, Shard] = field(default_factory=dict)
+    by_number: dict[int, Shard] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
     """By the shard's name."""
     unsaved: dict[Owner, set[int]] = field(default_factory=dict)
     """By who put them."""
-    next_number: int = 1
+    next: int = 1
     untrained_bytes: int = 0
     """Of shards with rows that wait for training."""
     garbage: list[str] = field(default_factory=list, compare=False)
     """Names of files to be removed; whoever removes them empties the list."""
 
+    def __getitem__(self, number: int) -> Shard:
+        return self.by_number[number]
+
     def add(self, shard: Shard) -> int:
         """Keep ``shard``, whose counts are right already; its number."""
-        number, self.next_number = self.next_number, self.next_number + 1
+        number, self.next = self.next, self.next + 1
         self.put_back(number, shard)
         return number
 
     def put_back(self, number: int, shard: Shard) -> None:
         """Keep ``shard`` under a number that it was given before."""
-        self.shards[number] = shard
+        self.by_number[number] = shard
         self.numbers[shard.descriptor["name"]] = number
         if shard.unsaved:
             self.unsaved.setdefault(shard.owner, set()).add(number)
@@ -40,7 +44,7 @@ class Shelf:
 
     def count_untrained(self, number: int, change: int) -> None:
         """So many more prompt groups of it, or fewer, wait for training."""
-        shard = self.shards[number]
+        shard = self.by_number[number]
         before, shard.untrained = shard.untrained, shard.untrained + change
         self.untrained_bytes += shard.bytes * (bool(shard.untrained) - bool(before))
 
@@ -48,23 +52,23 @@ class Shelf:
         """``count`` prompt groups need it no more, of which ``untrained`` waited for training."""
         if untrained:
             self.count_untrained(number, -untrained)
-        self.shards[number].needed -= count
+        self.by_number[number].needed -= count
         self._collect(number)
 
     def hold(self, numbers: Iterable[int]) -> None:
         """A lease needs them."""
         for number in numbers:
-            self.shards[number].leases += 1
+            self.by_number[number].leases += 1
 
     def let_go(self, numbers: Iterable[int]) -> None:
         """The lease has ended."""
         for number in numbers:
-            self.shards[number].leases -= 1
+            self.by_number[number].leases -= 1
             self._collect(number)
 
     def saved(self, number: int) -> tuple[int, ...]:
         """It is on disk, or lost; the tickets that waited to be accepted."""
-        shard = self.shards[number]
+        shard = self.by_number[number]
         tickets, shard.unsaved = shard.unsaved, ()
         self._forget_unsaved(number, shard)
         return tickets
@@ -76,9 +80,14 @@ class Shelf:
 
     def waits_for_disk(self, tickets: Collection[int]) -> bool:
         """Whether a row of ``tickets`` is not on disk."""
-        shards = [self.shards[number] for numbers in self.unsaved.values() for number in numbers]
+        shards = [self.by_number[number] for numbers in self.unsaved.values() for number in numbers]
         wanted = frozenset(tickets) if shards else frozenset()
         return any(not wanted.isdisjoint(shard.unsaved) for shard in shards)
+
+    def take_garbage(self) -> list[str]:
+        """Names of files to be removed."""
+        garbage, self.garbage = self.garbage, []
+        return garbage
 
     def _forget_unsaved(self, number: int, shard: Shard) -> None:
         if numbers := self.unsaved.get(shard.owner):
@@ -87,8 +96,19 @@ class Shelf:
                 del self.unsaved[shard.owner]
 
     def _collect(self, number: int) -> None:
-        shard = self.shards[number]
+        shard = self.by_number[number]
         if not shard.needed and not shard.leases:
-            del self.shards[number], self.numbers[shard.descriptor["name"]]
+            del self.by_number[number], self.numbers[shard.descriptor["name"]]
             self._forget_unsaved(number, shard)
             self.garbage.append(shard.descriptor["name"])
+
+    def dump(self) -> Any:
+        """Who needs them follows from prompt groups, leases and what is kept."""
+        shards = [(n, s.descriptor, s.fields, s.owner, s.unsaved) for n, s in self.by_number.items()]
+        return self.next, shards
+
+    def load(self, values: Any) -> None:
+        """Once `needed`, `untrained` and `leases` of all shards are counted, `put_back` has to follow."""
+        self.next = values[0]
+        for number, descriptor, fields, owner, unsaved in values[1]:
+            self.by_number[number] = Shard(descriptor, tuple(fields), (owner[0], owner[1]), tuple(unsaved))

@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable, Iterator
 
 from relax_hpc.transfer_queue.controller.messages import Request
-from relax_hpc.transfer_queue.controller.stock import ALL
+from relax_hpc.transfer_queue.controller.topics import ALL
 from relax_hpc.transfer_queue.records import Cause, Owner
 
 _ANSWERED = 1000
 """Deadlines of answered requests, about, that are kept until a look at all of them pays."""
 
 
-class Parked(Exception):
+class NotYet(Exception):
     """A request cannot be answered yet: what it waits for, why in words, and whether nobody who waits for it can be;
     and the `cause` that its time is put down to."""
 
@@ -24,8 +24,8 @@ class Parked(Exception):
         self.topic, self.why, self.common, self.cause = topic, why, common, cause
 
 
-class Parking:
-    """Parked requests; within a topic those first that came first."""
+class WaitingRequests:
+    """They are answered once they can be; within a topic those first that came first."""
 
     def __init__(self) -> None:
         self._topics: dict[str, dict[int, Request]] = {}
@@ -50,7 +50,7 @@ class Parking:
         return self._deadlines[0][0] if self._deadlines else float("inf")
 
     def take_overdue(self) -> list[Request]:
-        """Those whose deadline has passed; they are parked no more."""
+        """Those whose deadline has passed; they wait no more."""
         overdue, now = [], time.monotonic()
         while self.next_deadline() <= now:
             _, number, topic = heapq.heappop(self._deadlines)

@@ -1,21 +1,22 @@
-"""Requests about what is not accepted yet, or may not be: parts of groups, surplus ones, media, and what is bad."""
+"""What is not accepted yet: parts of prompt groups, surplus ones, and their media."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from relax_hpc.transfer_queue.controller.kept import Handed
 from relax_hpc.transfer_queue.controller.messages import MAX_WHOLE, Refused, Request, check_size
-from relax_hpc.transfer_queue.controller.step_sets import Room
+from relax_hpc.transfer_queue.controller.planning.step_sets import Room
+from relax_hpc.transfer_queue.controller.registry import handles
+from relax_hpc.transfer_queue.controller.state.kept import Handed
 from relax_hpc.transfer_queue.plan import GENERATED
 from relax_hpc.transfer_queue.records import NO_STEP, Owner
 from relax_hpc.transfer_queue.storage.media import MediaError, check_id
 from relax_hpc.transfer_queue.storage.shard import check_name
 
 if TYPE_CHECKING:
-    from relax_hpc.transfer_queue.controller.desk import Desk
-    from relax_hpc.transfer_queue.controller.state import QueueState
+    from relax_hpc.transfer_queue.controller.service import QueueService
+    from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 
 UNSCORED = tuple(name for name in GENERATED if name != "reward")
 """What rows have that are kept: rewards come when the group is whole."""
@@ -24,64 +25,45 @@ MAX_MEDIA = 256
 _NUMBERS = ("ticket", "attempt", "reused")
 
 
-class HandingDesk:
-    """These handlers of a `Desk`."""
-
-    def _do_keep(self: Desk, request: Request, shard: dict, rows: list[dict], fields: list[str], surplus: bool) -> Any:
-        """Rows, on disk already, of groups that their maker generates; or whole groups that nobody asked for."""
-        if (refused := self.state.puts.recall(request.key)) is not None:
-            return {"refused": refused}
-        if check_name(shard["name"]) in self.state.shelf.numbers:
-            raise Refused("refused", f"keep: the queue has a shard {shard['name']}; a name is used once")
-        if missing := set(GENERATED if surplus else UNSCORED).difference(fields):
-            raise Refused("refused", f"keep: {min(missing)} is missing in the fields {fields}")
-        check_size("keep: shard", shard)
-        groups = [_handed(row, self.plan.samples_per_prompt) for row in rows]
-        if len({group[0] for group in groups}) < len(groups):
-            raise Refused("refused", "keep: a ticket is there twice; of a prompt group one attempt comes in one piece")
-        judge = _refuse_surplus if surplus else _refuse_part
-        refused = {group[0]: why for group in groups if (why := judge(self.state, request.owner, group))}
-        about = {"owner": list(request.owner), "shard": shard, "fields": fields, "surplus": surplus}
-        self._record(op="keep", key=request.key, rows=groups, refused=refused, **about)
+@handles("keep")
+def keep(
+    service: QueueService, request: Request, shard: dict, rows: list[dict], fields: list[str], surplus: bool
+) -> Any:
+    """Rows, on disk already, of groups that their maker generates; or whole groups that nobody asked for."""
+    if (refused := service.state.puts.recall(request.key)) is not None:
         return {"refused": refused}
+    if check_name(shard["name"]) in service.state.shards.numbers:
+        raise Refused("refused", f"keep: the queue has a shard {shard['name']}; a name is used once")
+    if missing := set(GENERATED if surplus else UNSCORED).difference(fields):
+        raise Refused("refused", f"keep: {min(missing)} is missing in the fields {fields}")
+    check_size("keep: shard", shard)
+    groups = [_handed(row, service.plan.samples_per_prompt) for row in rows]
+    if len({group[0] for group in groups}) < len(groups):
+        raise Refused("refused", "keep: a ticket is there twice; of a prompt group one attempt comes in one piece")
+    judge = _refuse_surplus if surplus else _refuse_part
+    refused = {group[0]: why for group in groups if (why := judge(service.state, request.owner, group))}
+    about = {"owner": list(request.owner), "shard": shard, "fields": fields, "surplus": surplus}
+    service.record(op="keep", key=request.key, rows=groups, refused=refused, **about)
+    return {"refused": refused}
 
-    def _do_spared(self: Desk, request: Request, tickets: list[int], reason: str) -> Any:
-        """Groups that were begun beside those of ``tickets``, to take their place if need be, and came to nothing."""
-        if not reason:
-            raise Refused("refused", "spared: reason: found an empty text, expected why, in a word")
-        if unknown := [ticket for ticket in tickets if not 0 <= ticket < self.state.next_ticket]:
-            raise Refused("refused", f"spared: tickets: found {unknown[0]}, allowed those that were admitted")
-        if self.state.puts.recall(request.key) is None:
-            about = {"tickets": tickets, "reason": reason}
-            self._record(op="spared", key=request.key, owner=list(request.owner), **about)
-        return {}
 
-    def _do_media(self: Desk, request: Request, ticket: int, ids: list[str]) -> Any:
-        """The prompt group of ``ticket`` needs these media, which are stored as soon as this is answered with true."""
-        try:
-            fresh = {check_id(media_id) for media_id in ids}.difference(self.state.media.of(ticket))
-        except MediaError as error:
-            raise Refused("refused", f"media: {error}") from error
-        found = len(fresh) + len(self.state.media.of(ticket))
-        if found > MAX_MEDIA:
-            text = f"media: ticket {ticket} has {found} of them, allowed {MAX_MEDIA}; join small ones into one"
-            raise Refused("refused", text)
-        group = self.state.groups.get(ticket)
-        if not group or group.owner != request.owner:
-            return {"named": False}
-        if fresh:
-            self._record(op="media", ticket=ticket, ids=sorted(fresh))
-        return {"named": True}
-
-    def _do_quarantine(self: Desk, request: Request, lease: int, tickets: list[int], reason: str) -> Any:
-        """Of a lease, rows that nobody may use: they are dropped, and other prompts take the place of theirs."""
-        if not reason:
-            raise Refused("refused", "quarantine: reason: found an empty text, expected what was wrong, in a word")
-        held = self.state.leases.get(lease)
-        mine = set(held.tickets) if held and held.owner == request.owner else ()
-        if bad := sorted(set(tickets).intersection(mine)):
-            self._record(op="quarantine", tickets=bad, reason=reason)
-        return {}
+@handles("media")
+def media(service: QueueService, request: Request, ticket: int, ids: list[str]) -> Any:
+    """The prompt group of ``ticket`` needs these media, which are stored as soon as this is answered with true."""
+    try:
+        fresh = {check_id(media_id) for media_id in ids}.difference(service.state.media.of(ticket))
+    except MediaError as error:
+        raise Refused("refused", f"media: {error}") from error
+    found = len(fresh) + len(service.state.media.of(ticket))
+    if found > MAX_MEDIA:
+        text = f"media: ticket {ticket} has {found} of them, allowed {MAX_MEDIA}; join small ones into one"
+        raise Refused("refused", text)
+    group = service.state.groups.get(ticket)
+    if not group or group.owner != request.owner:
+        return {"named": False}
+    if fresh:
+        service.record(op="media", ticket=ticket, ids=sorted(fresh))
+    return {"named": True}
 
 
 def _handed(row: dict, samples_per_prompt: int) -> Handed:
@@ -111,29 +93,31 @@ def _refuse_part(state: QueueState, owner: Owner, handed: Handed) -> str:
     if reused > sum(known[k][1] for k, _, _ in samples if k in known):
         return "unknown_tokens"
     # Not older than what was promised when the ticket was admitted: its step may be planned.
-    return _refuse_versions(state, versions, max(state.plan.step_of(ticket), group.last if state.in_sets else NO_STEP))
+    return _refuse_versions(
+        state, versions, max(state.plan.step_of(ticket), group.last if state.tasks.in_sets else NO_STEP)
+    )
 
 
 def _refuse_surplus(state: QueueState, _: Owner, handed: Handed) -> str:
     """Why a whole group cannot be kept for a later ticket."""
-    plan, shelf = state.plan, state.shelf
+    plan, shards = state.plan, state.shards
     if sum(1 << k for k, _, finished in handed[2] if finished) != state.full:
         return "incomplete"
     if handed[4]:
         return "unknown_tokens"
-    if state.trained_steps >= plan.steps:
+    if state.progress.trained_steps >= plan.steps:
         return "unwanted"
     held = (*state.kept.surplus.values(), *state.kept.groups.values())
     if any((group.source, group.attempt) == (handed[0], handed[1]) for group in held):
         return "duplicate"
-    groups = len(state.generating) + len(state.untrained) + len(state.kept.surplus)
-    if shelf.untrained_bytes >= plan.max_bytes or (groups + 1) * plan.samples_per_prompt > plan.max_rows:
+    groups = len(state.tickets.generating) + len(state.tickets.untrained) + len(state.kept.surplus)
+    if shards.untrained_bytes >= plan.max_bytes or (groups + 1) * plan.samples_per_prompt > plan.max_rows:
         return "no_room"
-    return _refuse_versions(state, handed[3], state.trained_steps)
+    return _refuse_versions(state, handed[3], state.progress.trained_steps)
 
 
 def _refuse_versions(state: QueueState, versions: Iterable[int], step: int) -> str:
-    survive, oldest = state.origin(tuple(versions))
+    survive, oldest = state.lineage.origin(tuple(versions))
     if not survive or oldest < 0:
         return "rolled_back"
     return "" if oldest >= step - state.plan.max_staleness else "stale_version"
@@ -152,7 +136,7 @@ def surplus_for(state: QueueState, tickets: Iterable[int], version: int) -> dict
             number
             for number, group in state.kept.surplus.items()
             if number not in given.values() and (last := state.last_step(group.versions)) >= step
-            if not state.in_sets or last >= latest or room.moves(latest, last)
+            if not state.tasks.in_sets or last >= latest or room.moves(latest, last)
         )
         if ticket not in state.kept.groups and (number := next(fits, None)) is not None:
             given[ticket] = number

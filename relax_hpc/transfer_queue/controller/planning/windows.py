@@ -5,12 +5,12 @@ from __future__ import annotations
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from relax_hpc.transfer_queue.controller.tasks import HELD, READY, WAITING
+from relax_hpc.transfer_queue.controller.state.task_queues import HELD, READY, WAITING
 from relax_hpc.transfer_queue.lengths import unpacked
 from relax_hpc.transfer_queue.records import PromptGroup
 
 if TYPE_CHECKING:
-    from relax_hpc.transfer_queue.controller.state import QueueState
+    from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 
 
 class Budget:

@@ -1,0 +1,49 @@
+"""What members said last of themselves, and of writes of theirs that do not succeed."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from relax_hpc.disk import WAITS, Told
+from relax_hpc.transfer_queue.records import Owner
+
+_FRESH_S = 10.0
+"""So long clocks stand for what a member said that it waits for, unless it says so again."""
+
+
+class Beats:
+    """By member."""
+
+    def __init__(self) -> None:
+        self.latest: dict[str, dict[str, Any]] = {}
+        """With `group`, `incarnation`, and `at`, seconds of the monotonic clock."""
+        self._disk_waits: dict[str, tuple[float, Told]] = {}
+
+    def take(self, owner: Owner, member: str, about: dict[str, Any], disk: Told) -> None:
+        """``disk``: a write that does not succeed; empty: there is none."""
+        (group, incarnation), now = owner, time.monotonic()
+        name = f"{group}/{member}"
+        self.latest[name] = {"group": group, "incarnation": incarnation, **about, "at": now}
+        self._disk_waits.pop(name, None)
+        if disk:
+            self._disk_waits[name] = now, dict(disk)
+
+    def forget(self, owner: Owner) -> None:
+        """It has ended."""
+        for name in [name for name, beat in self.latest.items() if (beat["group"], beat["incarnation"]) == owner]:
+            del self.latest[name]
+            self._disk_waits.pop(name, None)
+
+    def disk_wait(self) -> Told:
+        """A write that does not succeed and that somebody waits for; empty: there is none."""
+        if not WAITS and not self._disk_waits:
+            return {}
+        since = time.monotonic() - _FRESH_S
+        found = [WAITS.told(), *(wait for at, wait in self._disk_waits.values() if at > since)]
+        return next((wait for wait in found if wait and not wait["loose"]), {})
+
+    def disk_waits(self) -> list[dict[str, Any]]:
+        """Every member's write that does not succeed, its own first."""
+        own = [{"who": "hub/controller", **wait}] if (wait := WAITS.told()) else []
+        return own + [{"who": name, **wait} for name, (_, wait) in sorted(self._disk_waits.items())]

@@ -1,0 +1,18 @@
+"""How each journal record changes the state: appliers, `(state, **record)`, registered by the record's `op`.
+
+They only change; whether a record may be written is decided before (`controller.handlers`, `controller.planning`).
+"""
+
+from relax_hpc.transfer_queue.controller.changes import (
+    admission,
+    device_turns,
+    kept,
+    leases,
+    members,
+    rows,
+    training,
+    weights,
+)
+from relax_hpc.transfer_queue.controller.registry import APPLIERS
+
+__all__ = ["APPLIERS", "admission", "device_turns", "kept", "leases", "members", "rows", "training", "weights"]

@@ -1,0 +1,80 @@
+"""What other changes have in common: prompt groups are dropped, drawn again, and forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from relax_hpc.transfer_queue.controller.changes.kept import last_step_of_kept, lose_kept
+from relax_hpc.transfer_queue.controller.state.task_queues import DONE, HELD
+from relax_hpc.transfer_queue.controller.topics import ADMISSION, rows_for
+from relax_hpc.transfer_queue.records import NO_STEP, Part, PromptGroup
+
+if TYPE_CHECKING:
+    from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
+
+
+def drop(state: QueueState, ticket: int, reason: str) -> None:
+    """Count the samples of ``ticket`` as dropped and offer the ticket again."""
+    state.counts.dropped[reason] += state.plan.samples_per_prompt
+    state.events.tell_samples("dropped", [ticket], reason=reason)
+    if reason != "lost":
+        lose_kept(state, ticket, reason)
+    group = state.groups[ticket]
+    leave_place(state, ticket)
+    detach(state, [ticket])
+    state.groups[ticket] = PromptGroup(None, group.attempt, group.filtered)
+    state.tickets.generating.add([ticket])
+    for task in state.tasks:
+        reopen(state, task, ticket)
+    reissue(state, ticket)
+
+
+def reissue(state: QueueState, ticket: int) -> None:
+    """Somebody else may be admitted to ``ticket``, which is in generation."""
+    state.tickets.reissued.add(ticket)
+    state.groups[ticket].last = last_step_of_kept(state, ticket)
+    # Who waits to train may wait for it no more.
+    state.woken |= {ADMISSION, *map(rows_for, state.tasks.in_sets)}
+
+
+def withdraw(state: QueueState, ticket: int, part: Part) -> None:
+    """Take the fields of ``part`` from a prompt group: whose task gave them must give them again."""
+    group = state.groups[ticket]
+    group.parts = tuple(other for other in group.parts if other != part)
+    group.present = 0
+    for _, fields in group.parts:
+        group.present |= state.bits.of(fields)
+    if not group.has(state.scored):
+        group.old_version = 0
+    state.shards.drop(part[0], 1, int(ticket in state.tickets.untrained))
+    for task, queue in state.tasks.items():
+        status = queue.statuses[ticket]
+        if status != HELD and not (status == DONE and group.has(queue.gives)):
+            reopen(state, task, ticket)
+
+
+def reopen(state: QueueState, task: str, ticket: int) -> None:
+    """``ticket`` is not taken by ``task``, or not any more."""
+    queue = state.tasks[task]
+    queue.reopen(ticket, state.groups[ticket].has(queue.needs))
+    state.woken.add(rows_for(task))
+
+
+def leave_place(state: QueueState, ticket: int) -> None:
+    """It has none in the order of training any more."""
+    group = state.groups[ticket]
+    if group.place != NO_STEP:
+        state.order.leave(group.place)
+        group.place = NO_STEP
+
+
+def detach(state: QueueState, tickets: Sequence[int]) -> None:
+    """No shard or lease knows them any more. All of them wait for training, or none."""
+    if untrained := tickets[0] in state.tickets.untrained:
+        state.tickets.untrained.discard(tickets)
+    for number, count in state.groups.shards_of(tickets).items():
+        state.shards.drop(number, count, count * untrained)
+    if state.tasks.hold_any(tickets):
+        state.leases.shrink(tickets, state.plan.samples_per_prompt)
+    state.tickets.generating.discard(tickets)

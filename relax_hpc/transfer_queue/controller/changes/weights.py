@@ -1,0 +1,36 @@
+"""Versions of the weights are published, written to disk, served and retired."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from relax_hpc.transfer_queue.controller.registry import applies
+from relax_hpc.transfer_queue.controller.topics import ADMISSION, NEWS
+from relax_hpc.versions import Version
+
+if TYPE_CHECKING:
+    from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
+
+
+@applies("publish")
+def publish(state: QueueState, version: str, digest: str) -> None:
+    state.weights.newest = Version.parse(version)
+    state.weights.published[state.weights.newest] = digest
+    state.woken.add(NEWS)
+
+
+@applies("filed")
+def file(state: QueueState, version: str, digest: str) -> None:
+    state.weights.filed[Version.parse(version)] = digest
+
+
+@applies("retire")
+def retire(state: QueueState, versions: list[str]) -> None:
+    for version in versions:
+        state.weights.retire(Version.parse(version))
+
+
+@applies("serve")
+def serve(state: QueueState, reader: str, owner: list, version: str) -> None:
+    state.weights.readers[reader] = ((owner[0], owner[1]), Version.parse(version))
+    state.woken.add(ADMISSION)

@@ -1,0 +1,19 @@
+"""What is done for each request: handlers, `(service, request, **arguments)`, registered by the request's `op`.
+
+They check, record what changes, and answer; or raise Refused, or NotYet with what the request waits for.
+"""
+
+from relax_hpc.transfer_queue.controller.handlers import (
+    claims,
+    device_turns,
+    kept,
+    members,
+    rows,
+    status,
+    tickets,
+    training,
+    weights,
+)
+from relax_hpc.transfer_queue.controller.registry import HANDLERS
+
+__all__ = ["HANDLERS", "claims", "device_turns", "kept", "members", "rows", "status", "tickets", "training", "weights"]

@@ -1,0 +1,109 @@
+"""Tasks claim windows of rows, and give back what they cannot use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from relax_hpc.transfer_queue.controller.messages import Refused, Request
+from relax_hpc.transfer_queue.controller.planning.claims import assignment, awaited, claimable
+from relax_hpc.transfer_queue.controller.registry import handles
+from relax_hpc.transfer_queue.controller.topics import rows_for
+from relax_hpc.transfer_queue.controller.waiting import NotYet
+from relax_hpc.transfer_queue.records import NO_STEP
+
+if TYPE_CHECKING:
+    from relax_hpc.transfer_queue.controller.service import QueueService
+    from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
+
+MAX_RANKS = 1 << 13
+"""To which a claim may be dealt."""
+
+
+@handles("claim")
+def claim(
+    service: QueueService,
+    request: Request,
+    task: str,
+    budget: int,
+    boundary: int,
+    ranks: int = 0,
+    max_tokens: int = 0,
+    batch: int = 0,
+) -> Any:
+    """The next window of ``task``; with ``ranks``, its rows are dealt to them, see `planning.claims.assignment`.
+
+    The assignment is in the journal before any rank sees it: whoever asks again finds the same.
+    """
+    state = service.state
+    _check(state, task, boundary, ranks, max_tokens)
+    number = state.leases.by_key.get(request.key, 0)
+    if number and not state.leases[number].tickets:
+        # Asked again after everything in it was dropped.
+        service.record(op="release", lease=number)
+        number = 0
+    if not number:
+        tickets = claimable(state, task, budget, boundary, padded=not ranks)
+        if not tickets and state.progress.finished():
+            return {"finished": True}
+        if not tickets:
+            peer, what = awaited(state, task, budget, boundary, padded=not ranks)
+            raise NotYet(rows_for(task), f"waits for {what}", not state.tasks[task].in_order, (peer, what))
+        number = state.leases.next
+        about = {"task": task, "owner": list(request.owner), "key": request.key, "number": number}
+        dealt = assignment(state, tickets, ranks, max_tokens, batch) if ranks else []
+        service.record(op="claim", **about, tickets=list(tickets), assignment=dealt)
+    return {**_described(state, number), "waited": request.waited_for()}
+
+
+def _check(state: QueueState, task: str, boundary: int, ranks: int, max_tokens: int) -> None:
+    if not 0 <= ranks <= MAX_RANKS or (ranks and max_tokens < 1):
+        found = f"{ranks} ranks, micro-batches of {max_tokens} tokens"
+        raise Refused("refused", f"claim: found {found}, allowed at most {MAX_RANKS} and at least 1")
+    if task not in state.tasks or boundary < 1:
+        allowed = f"a task ({', '.join(state.tasks)}) and a boundary of at least 1"
+        raise Refused("refused", f"claim: found {task!r:.40} and {boundary}, allowed {allowed}")
+
+
+def _described(state: QueueState, number: int) -> dict[str, Any]:
+    """A lease as its holder needs it: the tickets, the shards with the fields of its task, and who takes which."""
+    held = state.leases[number]
+    tickets, queue = held.tickets, state.tasks[held.task]
+    seen = tickets if queue.whole_step else ()
+    shards: dict[int, list[int]] = {}
+    for ticket in tickets:
+        for shard in state.shards_with(state.groups[ticket], queue.needs):
+            shards.setdefault(shard, []).append(ticket)
+    step = state.step_of(tickets[0]) if tickets else 0
+    return {
+        "lease": number,
+        "step": step,
+        "place": _first_place(state, tickets),
+        "tickets": list(tickets),
+        "shards": [{**_where(state, n), "tickets": shards[n]} for n in sorted(shards)],
+        "min_version": 0 if state.plan.max_staleness else step,
+        "with_media": [ticket for ticket in tickets if ticket in state.media.holders],
+        "assignment": held.assignment,
+        "given": [ticket for ticket in seen if state.groups[ticket].has(queue.gives)],
+    }
+
+
+def _first_place(state: QueueState, tickets: Sequence[int]) -> int:
+    """The first in the order of training that these have."""
+    places = [state.groups[ticket].place for ticket in tickets]
+    return min((place for place in places if place != NO_STEP), default=min(tickets, default=0))
+
+
+def _where(state: QueueState, number: int) -> dict[str, Any]:
+    """A shard's descriptor. What a maker had in memory whose lease is over nobody need try: reads could hang."""
+    shard = state.shards[number]
+    return {**shard.descriptor, "planes": {}} if state.members.lowest_allowed(shard.owner) else shard.descriptor
+
+
+@handles("release")
+def release(service: QueueService, request: Request, lease: int) -> Any:
+    """The holder cannot use what it has claimed."""
+    held = service.state.leases.get(lease)
+    if held and held.owner == request.owner:
+        service.record(op="release", lease=lease)
+    return {}

@@ -1,0 +1,63 @@
+"""What roles report, and what observers ask."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from relax_hpc.transfer_queue.controller.messages import Request
+from relax_hpc.transfer_queue.controller.registry import handles
+
+if TYPE_CHECKING:
+    from relax_hpc.transfer_queue.controller.service import QueueService
+
+
+@handles("note")
+def note(service: QueueService, request: Request, what: str, name: str, reason: str) -> Any:
+    """Count something that went wrong outside of a ticket: an engine's fault, a broken line of a prompt file."""
+    service.record(op="note", what=what, name=name, reason=reason)
+    return {}
+
+
+@handles("report")
+def report(
+    service: QueueService, request: Request, role: str, step: int, values: dict[str, float], seconds: dict[str, float]
+) -> Any:
+    """A role's figures of a step."""
+    service.on_report(role, step, values, seconds)
+    return {}
+
+
+@handles("show")
+def show(service: QueueService, request: Request, step: int, texts: list[str]) -> Any:
+    """Texts for people, such as what was generated for ``step``."""
+    service.on_show(step, texts)
+    return {}
+
+
+@handles("status")
+def status(service: QueueService, request: Request) -> Any:
+    """How far the run is, and who waits for what."""
+    state, now = service.state, time.monotonic()
+    tickets, weights, progress = state.tickets, state.weights, state.progress
+    return {
+        "trained_steps": progress.trained_steps,
+        "accepted": state.counts.accepted,
+        "steps": service.plan.steps,
+        "newest": str(weights.newest) if weights.newest else "",
+        "readers": {name: str(version) for name, (_, version) in weights.readers.items()},
+        "depth": tickets.depth(),
+        "oldest_s": {"generating": tickets.generating.oldest_s(), "ready": tickets.untrained.oldest_s()},
+        "untrained_bytes": state.shards.untrained_bytes,
+        "dropped": dict(state.counts.dropped),
+        "noted": dict(state.counts.noted),
+        "disk": service.beats.disk_waits(),
+        "kept": state.kept.counts(),
+        "refused_connections": service.refused_connections,
+        "checkpoints": progress.checkpoints,
+        "incarnations": state.members.incarnations,
+        "beats": {name: {**beat, "age_s": now - beat["at"]} for name, beat in service.beats.latest.items()},
+        "lacking": service.presence.told(now),
+        "finished": progress.finished(),
+        "waiting": [": ".join(filter(None, (r.owner[0], r.op, r.why))) for r in service.waiting],
+    }

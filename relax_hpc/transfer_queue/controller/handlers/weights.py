@@ -1,0 +1,87 @@
+"""The actor publishes versions of the weights; readers ask for them, and say which they serve."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from relax_hpc.transfer_queue.controller.messages import Refused, Request
+from relax_hpc.transfer_queue.controller.registry import handles
+from relax_hpc.transfer_queue.controller.topics import NEWS
+from relax_hpc.transfer_queue.controller.waiting import NotYet
+from relax_hpc.versions import Version
+
+if TYPE_CHECKING:
+    from relax_hpc.transfer_queue.controller.service import QueueService
+    from relax_hpc.transfer_queue.controller.state.weights import Weights
+
+
+@handles("publish")
+def publish(service: QueueService, request: Request, version: str, digest: str) -> Any:
+    """Whose manifest has this ``digest``; the versions that have to be kept."""
+    found, weights = _of_its_own(request, version), service.state.weights
+    if found not in weights.published:
+        service.record(op="publish", version=version, digest=digest)
+    if retire := [str(old) for old in weights.retirable(service.plan.refresh_every)]:
+        service.record(op="retire", versions=retire)
+    return {"keep": [str(kept) for kept in weights.published]}
+
+
+@handles("filed")
+def filed(service: QueueService, request: Request, version: str, digest: str) -> Any:
+    """The files of ``version`` are written."""
+    found, weights = _of_its_own(request, version), service.state.weights
+    if found in weights.published and found not in weights.filed:
+        service.record(op="filed", version=version, digest=digest)
+    return {}
+
+
+def _of_its_own(request: Request, version: str) -> Version:
+    found = Version.parse(version)
+    if found.incarnation != request.owner[1]:
+        raise Refused("fenced", f"{request.op}: version {version} is not of actor incarnation {request.owner[1]}")
+    return found
+
+
+@handles("next_version")
+def next_version(service: QueueService, request: Request, after: str, multiple_of: int = 1) -> Any:
+    """The newest published version whose number is a multiple, once it is above ``after``."""
+    weights = service.state.weights
+    if newest := weights.newer(Version.parse(after), multiple_of):
+        return _news(weights, newest)
+    if service.state.progress.finished():
+        return {"finished": True}
+    raise NotYet(NEWS)
+
+
+@handles("filed_version")
+def filed_version(service: QueueService, request: Request, after: str, multiple_of: int = 1) -> Any:
+    """The newest published version above ``after`` that has files; {} if there is none."""
+    weights = service.state.weights
+    newest = weights.newest_filed(multiple_of)
+    return _news(weights, newest) if newest is not None and newest > Version.parse(after) else {}
+
+
+def _news(weights: Weights, version: Version) -> dict[str, str]:
+    files = weights.filed.get(version, "")
+    return {"version": str(version), "digest": weights.published[version], "files": files}
+
+
+@handles("serve")
+def serve(service: QueueService, request: Request, reader: str, version: str) -> Any:
+    """``reader`` has loaded ``version``; whether it owes an evaluation of it."""
+    found, state = Version.parse(version), service.state
+    service.record(op="serve", reader=reader, owner=list(request.owner), version=version)
+    due = found in state.lineage and service.plan.eval_due(state.progress.evaluated, found.number)
+    return {"eval_due": due}
+
+
+@handles("evaluated")
+def evaluated(service: QueueService, request: Request, version: int, values: dict[str, float]) -> Any:
+    """Counts once, if the asking group still serves that number in the lineage: it may be rolled back by now."""
+    state = service.state
+    served = [found for owner, found in state.weights.readers.values() if owner == request.owner]
+    first = version > state.progress.evaluated
+    if first and any(found.number == version and found in state.lineage for found in served):
+        service.record(op="evaluated", version=version)
+        service.on_report("eval", version, values, {})
+    return {}

@@ -1,0 +1,60 @@
+"""Which rows may be put. Functions of the state alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
+from relax_hpc.transfer_queue.records import NO_STEP, Owner
+
+Row = tuple[int, int, bytes, Sequence[int]]
+"""Ticket, bit mask of the samples, their lengths (`packed` tokens), `Version.encode` of the versions that made it."""
+
+
+def refusals(state: QueueState, owner: Owner, rows: Iterable[Row], lease: int) -> dict[int, str]:
+    """Of the prompt groups of a put those that cannot be taken, with the reason; 'duplicate' is harmless."""
+    held = state.leases.get(lease) if lease else None
+    mine = frozenset(held.tickets) if held and held.owner == owner else frozenset()
+    judge = _refuse_fields if lease else _refuse_rows
+    refused: dict[int, str] = {}
+    for ticket, mask, _, codes in rows:
+        if reason := judge(state, owner, ticket, mask, mine, *state.lineage.origin(tuple(codes))):
+            refused[ticket] = reason
+    return refused
+
+
+def _refuse_rows(
+    state: QueueState, owner: Owner, ticket: int, mask: int, _: frozenset[int], survive: bool, oldest: int
+) -> str:
+    """Freshly generated ones."""
+    group = state.groups.get(ticket)
+    if group is None:
+        return "unknown_ticket"
+    if group.present:
+        return "duplicate"
+    if group.owner != owner:
+        return "not_owner"
+    if mask != state.full:
+        return "incomplete"
+    if oldest < 0 or not survive:
+        return "rolled_back"
+    # Not older than what was promised when the ticket was admitted: its step may be planned.
+    planned = group.last if state.tasks.in_sets else NO_STEP
+    late = oldest + state.plan.max_staleness < max(state.plan.step_of(ticket), planned)
+    return "stale_version" if late else ""
+
+
+def _refuse_fields(
+    state: QueueState, owner: Owner, ticket: int, mask: int, mine: frozenset[int], survive: bool, oldest: int
+) -> str:
+    """What a task adds to the tickets that it holds."""
+    if ticket not in state.groups:
+        return "unknown_ticket"
+    if ticket not in mine:
+        return "lease_lost"
+    if mask != state.full:
+        return "incomplete"
+    if not survive:
+        return "rolled_back"
+    on_policy = state.plan.max_staleness > 0 or oldest < 0 or oldest >= state.plan.step_of(ticket)
+    return "" if on_policy else "stale_version"

@@ -1,0 +1,84 @@
+"""Which tickets may start. Functions of the state alone."""
+
+from __future__ import annotations
+
+from relax_hpc.transfer_queue.controller.planning.step_sets import Room
+from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
+from relax_hpc.transfer_queue.records import NO_STEP, Cause
+from relax_hpc.versions import Version
+
+_NEWER = "tickets: a newer version"
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+
+
+def admissible(state: QueueState, version: Version, count: int) -> list[int]:
+    """Up to ``count`` tickets that an engine serving ``version`` may start, lowest first.
+
+    What the queue may hold bounds them, except for those of the step that is trained next: it can always be finished.
+    """
+    if version not in state.lineage:
+        return []
+    plan = state.plan
+    if state.progress.trained_steps - version.number > plan.publish_lag:
+        return []
+    end = min(plan.steps, version.number + plan.max_staleness + 1) * plan.prompts_per_step
+    full = state.shards.untrained_bytes >= plan.max_bytes
+    room = plan.max_rows // plan.samples_per_prompt - len(state.tickets.generating) - len(state.tickets.untrained)
+    if state.tasks.in_sets:
+        begun = len(state.tickets.generating) - len(state.tickets.reissued) + len(state.tickets.untrained)
+        owed = max(0, plan.prompts_per_step - begun)
+        again = _in_time(state, version, state.tickets.reissued.lowest(min(count, owed) if full else count, end))
+        end_of_fresh = state.tickets.next + max(0 if full else room, owed - len(again))
+    else:
+        due = (state.progress.trained_steps + 1) * plan.prompts_per_step
+        end = min(end, due) if full else end
+        again, end_of_fresh = state.tickets.reissued.lowest(count, end), max(due, state.tickets.next + room)
+    return [*again, *range(state.tickets.next, min(end, end_of_fresh, state.tickets.next + count - len(again)))]
+
+
+def _in_time(state: QueueState, version: Version, tickets: list[int]) -> list[int]:
+    """Of tickets that were admitted before those whose tokens by ``version`` could still be trained on in time.
+
+    Others may have taken their places since. Fresh tickets have theirs: those before them are not too many.
+    """
+    if not tickets or not state.tasks.in_sets:
+        return tickets
+    room, last = Room(state), version.number + state.plan.max_staleness
+    kept = {ticket: state.groups[ticket].last for ticket in tickets}
+    return [ticket for ticket in tickets if NO_STEP < kept[ticket] <= last or room.moves(kept[ticket], last)]
+
+
+def why_not(state: QueueState, version: Version | None) -> tuple[str, bool, Cause]:
+    """Why there is no ticket for an engine that serves ``version``, whether there is none for any other either, and
+    its cause: it is the actor that publishes versions and empties the queue."""
+    plan = state.plan
+    if version is None or version not in state.lineage:
+        return "serves no version of this lineage yet", False, ("actor", "tickets: a version to serve")
+    step = plan.step_of(min([state.tickets.next, *state.tickets.reissued.lowest(1)]))
+    if step >= plan.steps:
+        return "all tickets are out", True, ("actor", "tickets: all are out")
+    if version.number < step - plan.max_staleness:
+        newest = state.weights.newest.number if state.weights.newest else version.number
+        needed = f"waits for version {step - plan.max_staleness}, newest is {newest}"
+        return needed, False, ("actor", _NEWER)
+    if (lag := state.progress.trained_steps - version.number) > plan.publish_lag:
+        behind = f"serves {version}, {lag} behind the newest, allowed weights.publish_lag={plan.publish_lag}"
+        return behind, False, ("actor", _NEWER)
+    again = state.tickets.reissued.lowest(1)
+    if again and not _in_time(state, version, again):
+        return f"serves {version}, too old for ticket {again[0]}, whose step is near", False, ("actor", _NEWER)
+    full = ("actor", "tickets: the queue is full")
+    if state.shards.untrained_bytes >= plan.max_bytes:
+        return f"the queue holds {amounts(state.shards.untrained_bytes, plan.max_bytes)}", True, full
+    rows = (len(state.tickets.generating) + len(state.tickets.untrained)) * plan.samples_per_prompt
+    return f"the queue holds or awaits {rows} of {plan.max_rows} rows", True, full
+
+
+def amounts(held: int, allowed: int) -> str:
+    """Both numbers of bytes in the unit of the second.
+
+    >>> amounts(3 << 29, 2 << 30)
+    '1.5 of 2.0 GiB'
+    """
+    power = min((allowed.bit_length() - 1) // 10, len(_UNITS) - 1) if allowed else 0
+    return f"{held / 1024**power:.1f} of {allowed / 1024**power:.1f} {_UNITS[power]}"

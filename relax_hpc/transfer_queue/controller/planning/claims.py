@@ -1,0 +1,49 @@
+"""What a task may claim next, and whom it waits for while there is nothing. Functions of the state alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from relax_hpc.transfer_queue.controller.planning import step_sets, windows
+from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
+from relax_hpc.transfer_queue.controller.state.task_queues import READY
+from relax_hpc.transfer_queue.lengths import unpacked
+from relax_hpc.transfer_queue.samplers import Assignment, schedule
+
+
+def claimable(state: QueueState, task: str, budget: int, boundary: int, padded: bool = True) -> tuple[int, ...]:
+    """The next window of ``task``: ready tickets whose tokens fit ``budget`` (one group always fits).
+
+    Rows count as the longest of the window or, not ``padded``, as long as they are. A window never crosses a
+    multiple of ``boundary`` tickets. In order, it is known to be complete: the group behind it would not fit, or
+    the boundary is reached.
+    """
+    queue = state.tasks[task]
+    if queue.whole_step:
+        return windows.whole_step(state, task, boundary)
+    edge = (queue.position // boundary + 1) * boundary
+    for window in queue.returned:
+        # One from behind the boundary waits until all before it was taken.
+        if window[0] < edge and all(queue.statuses[ticket] == READY for ticket in window):
+            return windows.fitting(state, window, budget, padded)
+    if queue.in_sets:
+        return step_sets.next_window(state, task, budget, boundary, padded)[0]
+    cut = windows.in_order if queue.in_order else windows.as_ready
+    return cut(state, task, budget, boundary, padded)
+
+
+def awaited(state: QueueState, task: str, budget: int, boundary: int, padded: bool = True) -> tuple[str, str]:
+    """The role that ``task`` waits for while nothing is `claimable`, and for what of it."""
+    queue = state.tasks[task]
+    if queue.in_sets and step_sets.next_window(state, task, budget, boundary, padded)[1]:
+        peer = windows.awaited(state, task, step_sets.straggler(state, task))
+        return peer, f"stragglers of {peer}"
+    peer = windows.awaited(state, task, queue.lowest_waiting())
+    return peer, f"rows of {peer}"
+
+
+def assignment(state: QueueState, tickets: Sequence[int], ranks: int, max_tokens: int, batch: int) -> Assignment:
+    """The rows of window number ``batch`` dealt to data ranks, in micro-batches of ``max_tokens``."""
+    samples = state.plan.samples_per_prompt
+    lengths = [tokens for ticket in tickets for tokens in unpacked(state.groups[ticket].lengths, samples)]
+    return schedule(dict(enumerate(lengths)), ranks, max_tokens, batch)

@@ -1,0 +1,26 @@
+"""What has become of rows, in numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class Counts:
+    """Since the run began."""
+
+    accepted: int = 0
+    """Rows."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Rows by reason."""
+    noted: Counter[str] = field(default_factory=Counter)
+    """What went wrong outside of a ticket, by `<what>/<reason>`."""
+
+    def dump(self) -> Any:
+        return self.accepted, dict(self.dropped), dict(self.noted)
+
+    def load(self, values: Any) -> None:
+        self.accepted, dropped, noted = values
+        self.dropped, self.noted = Counter(dropped), Counter(noted)

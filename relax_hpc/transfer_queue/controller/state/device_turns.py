@@ -1,0 +1,32 @@
+"""Turns on devices that the actor and the engines share: one side makes room, and says so, before the other begins.
+
+The actor has the first turn, and the first after its group began anew: it loads the model and publishes it. A turn of
+the engines lasts from a version until each of them has nothing more to do for its step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Side = Literal["actor", "engines"]
+
+
+@dataclass(slots=True)
+class DeviceTurns:
+    """Whose turn it is."""
+
+    side: Side = "actor"
+    rested: dict[str, int] = field(default_factory=dict)
+    """Of the engines in this lineage, the last step that each has made room after."""
+
+    def keep_engines(self, readers: Container[str]) -> None:
+        """Other engines have ended, and what they had of the devices is free."""
+        self.rested = {reader: step for reader, step in self.rested.items() if reader in readers}
+
+    def dump(self) -> Any:
+        return self.side, self.rested
+
+    def load(self, values: Any) -> None:
+        self.side, self.rested = values

@@ -1,0 +1,69 @@
+"""What consumers hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, ValuesView
+from dataclasses import dataclass, field
+from typing import Any
+
+from relax_hpc.transfer_queue.records import Lease
+from relax_hpc.transfer_queue.samplers import of_rows
+
+
+@dataclass(slots=True)
+class Leases:
+    """Leases by number, which is never used again."""
+
+    _held: dict[int, Lease] = field(default_factory=dict)
+    by_key: dict[str, int] = field(default_factory=dict)
+    """By the request that asked for it."""
+    next: int = 1
+
+    def add(self, number: int, lease: Lease) -> None:
+        self._held[number] = lease
+        self.by_key[lease.key] = number
+        self.next = max(self.next, number + 1)
+
+    def end(self, number: int) -> Lease:
+        lease = self._held.pop(number)
+        self.by_key.pop(lease.key, None)
+        return lease
+
+    def of_group(self, group: str, below: int) -> list[int]:
+        """Numbers of those that incarnations of ``group`` before incarnation ``below`` hold."""
+        return [n for n, lease in self._held.items() if lease.owner[0] == group and lease.owner[1] < below]
+
+    def shrink(self, tickets: Iterable[int], samples: int) -> None:
+        """Nobody holds ``tickets`` any more, each of so many samples."""
+        gone = set(tickets)
+        for lease in self._held.values():
+            if not gone.isdisjoint(lease.tickets):
+                places = [place for place, ticket in enumerate(lease.tickets) if ticket not in gone]
+                rows = [place * samples + k for place in places for k in range(samples)]
+                lease.tickets = tuple(lease.tickets[place] for place in places)
+                lease.assignment = of_rows(lease.assignment, rows)
+
+    def __getitem__(self, number: int) -> Lease:
+        return self._held[number]
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._held
+
+    def get(self, number: int) -> Lease | None:
+        return self._held.get(number)
+
+    def values(self) -> ValuesView[Lease]:
+        return self._held.values()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def dump(self) -> Any:
+        leases = [(n, v.task, v.owner, v.key, v.tickets, v.shards, v.assignment) for n, v in self._held.items()]
+        return self.next, leases
+
+    def load(self, values: Any) -> None:
+        for number, task, owner, key, tickets, shards, assignment in values[1]:
+            lease = Lease(task, (owner[0], owner[1]), key, tuple(tickets), tuple(shards), assignment)
+            self.add(number, lease)
+        self.next = values[0]

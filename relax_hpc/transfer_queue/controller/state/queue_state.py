@@ -1,0 +1,132 @@
+"""The controller's memory: a deterministic state machine over journal records.
+
+Every change goes through `apply(record)`, in a live controller and in a replay alike, which calls the applier that is
+registered for the record (`controller.changes`); what may be done next is planned by functions that only read it
+(`controller.planning`). Bookkeeping is by prompt group, whose number is its ticket. Symbols: t = step of a ticket,
+S = max_staleness, V = version that an engine serves: a ticket is admitted only if V.number >= t - S (and V is not
+rolled back).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from relax_hpc.transfer_queue.controller import changes
+from relax_hpc.transfer_queue.controller.state.answers import Answers
+from relax_hpc.transfer_queue.controller.state.counts import Counts
+from relax_hpc.transfer_queue.controller.state.device_turns import DeviceTurns
+from relax_hpc.transfer_queue.controller.state.events import Events
+from relax_hpc.transfer_queue.controller.state.kept import Kept
+from relax_hpc.transfer_queue.controller.state.leases import Leases
+from relax_hpc.transfer_queue.controller.state.lineage import Lineage
+from relax_hpc.transfer_queue.controller.state.media_holders import MediaHolders
+from relax_hpc.transfer_queue.controller.state.members import Members
+from relax_hpc.transfer_queue.controller.state.order import TrainingOrder
+from relax_hpc.transfer_queue.controller.state.progress import Progress
+from relax_hpc.transfer_queue.controller.state.prompt_groups import PromptGroups
+from relax_hpc.transfer_queue.controller.state.shards import Shards
+from relax_hpc.transfer_queue.controller.state.task_queues import DONE, TaskQueues
+from relax_hpc.transfer_queue.controller.state.tickets import Tickets
+from relax_hpc.transfer_queue.controller.state.weights import Weights
+from relax_hpc.transfer_queue.plan import Plan
+from relax_hpc.transfer_queue.records import NO_STEP, FieldBits, PromptGroup
+
+Record = dict[str, Any]
+_SAVED = ("members", "lineage", "weights", "progress", "tickets", "order", "leases", "shards", "tasks")
+_SAVED += ("kept", "media", "counts", "device_turns", "admissions", "puts")
+"""Parts that a snapshot holds by their `dump` and gets back by their `load`, beside `groups` and `bits`."""
+
+
+class QueueState:
+    """Its parts, each of which owns what it says. Only appliers of records change them."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.bits = FieldBits(name for task in plan.tasks.values() for name in (*task.needs, *task.gives))
+        self.generated, self.scored = self.bits.of(("token_ids",)), self.bits.of(("old_logprob_version",))
+        self.full = (1 << plan.samples_per_prompt) - 1
+        """Bit mask of all samples of a prompt group."""
+        self.members = Members()
+        self.lineage = Lineage()
+        self.weights = Weights(self.lineage)
+        self.progress = Progress(plan)
+        self.groups = PromptGroups()
+        self.tickets = Tickets()
+        self.order = TrainingOrder()
+        self.tasks = TaskQueues(plan, self.bits)
+        self.leases = Leases()
+        self.shards = Shards()
+        self.kept = Kept()
+        self.media = MediaHolders()
+        self.counts = Counts()
+        self.device_turns = DeviceTurns()
+        self.admissions, self.puts = Answers(), Answers()
+        self.events = Events(plan)
+        self.woken: set[str] = set()
+        """Topics of waiting requests that may be answered since it was last emptied."""
+
+    def apply(self, record: Record) -> None:
+        """Carry out one journal record. Deterministic; records are checked before they are journaled."""
+        about = dict(record)
+        changes.APPLIERS[about.pop("op")](self, **about)
+
+    # -- what follows from several parts -----------------------------------------------------------------------
+
+    def shards_with(self, group: PromptGroup, bits: int) -> list[int]:
+        """Numbers of the shards where any of these fields of ``group`` lie, each once."""
+        found = [number for number, fields in group.parts if self.bits.of(fields) & bits]
+        return found if len(found) == 1 else list(dict.fromkeys(found))
+
+    def tickets_of(self, step: int) -> Sequence[int]:
+        """What ``step`` trains, as far as that is decided; ascending where steps have no sets."""
+        size = self.plan.prompts_per_step
+        places = range(step * size, (step + 1) * size)
+        return self.order.between(places.start, places.stop) if self.tasks.in_sets else places
+
+    def step_of(self, ticket: int) -> int:
+        """The step that trains ``ticket``, or for which it is admitted while that is not decided."""
+        group = self.groups.get(ticket)
+        return self.plan.step_of(ticket if group is None or group.place == NO_STEP else group.place)
+
+    def last_step(self, codes: Iterable[int]) -> int:
+        """The last step that may train tokens of these encoded versions; NO_STEP if there are none."""
+        oldest = self.lineage.origin(tuple(codes))[1]
+        return oldest + self.plan.max_staleness if oldest >= 0 else NO_STEP
+
+    # -- snapshots ---------------------------------------------------------------------------------------------
+
+    def dump(self) -> dict[str, Any]:
+        """Everything that matters, msgpack-able; events that were not taken yet are left out."""
+        parts = {name: getattr(self, name).dump() for name in _SAVED}
+        return {"fields": self.bits.names, "groups": self.groups.dump(), **parts}
+
+    @classmethod
+    def load(cls, plan: Plan, values: dict[str, Any]) -> QueueState:
+        """The state that ``values`` are the dump of. LookupError, TypeError or ValueError: they are none."""
+        state = cls(plan)
+        state.bits = FieldBits(values["fields"])
+        state.groups.load(values["groups"], state.bits, plan.samples_per_prompt)
+        for name in _SAVED:
+            getattr(state, name).load(values[name])
+        state._count_anew()
+        return state
+
+    def _count_anew(self) -> None:
+        """What is not in a dump, as it follows from several parts: where tickets are, and who needs which shards."""
+        shards, done = self.shards.by_number, self.tasks["actor"].statuses
+        trained = {ticket for ticket in self.groups if done[ticket] == DONE}
+        for ticket, group in self.groups.items():
+            for number, _ in group.parts:
+                shards[number].needed += 1
+                shards[number].untrained += ticket not in trained
+        for number, count in self.kept.shards().items():
+            shards[number].needed += count
+            shards[number].untrained += count
+        for lease in self.leases.values():
+            for number in lease.shards:
+                shards[number].leases += 1
+        self.tickets.generating.add(ticket for ticket, group in self.groups.items() if not group.parts)
+        self.tickets.untrained.add(self.groups.keys() - trained - set(self.tickets.generating))
+        for number, shard in shards.items():
+            self.shards.put_back(number, shard)
