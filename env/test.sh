@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs what is missing and runs the tests; arguments go to pytest (`-m unit`: the quick ones, `-m run`, `-m slurm`).
-# Two test files run at a time, as whole runs mostly wait; `-n 0`: one after the other, which -s and --pdb need.
+# Three test files run at a time, as whole runs mostly wait; `-n 0`: one after the other, which -s and --pdb need.
 # A test of something installed here may not skip.
 # --record-budgets writes what each file took to tests/budgets.json; one that takes twice that fails.
 # With --all: all faults that runs have to survive, with real engines everywhere, as root and as a plain user (hours),
@@ -39,7 +39,7 @@ if [[ ${1:-} == --all ]]; then
 fi
 
 if [[ $# -eq 0 || $* == --record-budgets ]]; then set -- tests -q --durations=15 "$@"; fi
-beside=(-n 2 --dist loadfile --no-loadscope-reorder)
+beside=(-n 3 --dist loadfile --no-loadscope-reorder)
 for word in "$@"; do
     case $word in -n* | --numprocesses* | -s | --pdb | --capture=no) beside=() ;; esac
 done

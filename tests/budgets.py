@@ -4,6 +4,7 @@ Counted are CPU seconds, of this process and of all children that have ended: th
 Not wholly, though. On processors that are shared the same work takes more of them, and whatever watches a run takes the
 longer the slower that is. So a fixed piece of work is timed before and after each file, and the budget is multiplied by
 how much slower than at the recording it went. `env/test.sh --record-budgets`, on a quiet machine, writes the record.
+Wall seconds are recorded too, as workers begin with the files that take longest; nobody is judged by them.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class Cost:
     """What a file took in this session."""
 
     cpu_s: float = 0.0
+    wall_s: float = 0.0
     paces: list[float] = field(default_factory=list)
 
     def slower(self, usual: float) -> float:
@@ -74,11 +76,14 @@ def recorded(costs: Mapping[str, Cost], record: Mapping[str, Any]) -> dict[str, 
     paces = [one for cost in costs.values() for one in cost.paces]
     kept = {name: spent for name, spent in record["cpu_s"].items() if name not in costs and Path(name).exists()}
     kept |= {name: round(cost.cpu_s, 1) for name, cost in costs.items() if cost.cpu_s >= KEPT_S}
+    walls = {name: spent for name, spent in record["wall_s"].items() if name not in costs and Path(name).exists()}
+    walls |= {name: round(cost.wall_s, 1) for name, cost in costs.items() if cost.wall_s >= KEPT_S}
     words = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(words, cwd=RECORD.parent, capture_output=True, text=True).stdout.strip()
     where = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
     pace_s = round(sorted(paces)[len(paces) // 2], 5)
-    return {"machine": where, "commit": commit, "pace_s": pace_s, "cpu_s": dict(sorted(kept.items()))}
+    head = {"machine": where, "commit": commit, "pace_s": pace_s}
+    return head | {"cpu_s": dict(sorted(kept.items())), "wall_s": dict(sorted(walls.items()))}
 
 
 class Budgets:
@@ -93,8 +98,8 @@ class Budgets:
         self._last = False
 
     def expected(self, path: Path) -> float:
-        """CPU seconds that a file took when it was recorded."""
-        return self.record["cpu_s"].get(f"tests/{path.name}", 0.0)
+        """Seconds that a file took when it was recorded."""
+        return self.record["wall_s"].get(f"tests/{path.name}", 0.0)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
@@ -113,6 +118,7 @@ class Budgets:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         cost = self.costs[report.nodeid.partition("::")[0]]
         cost.cpu_s += getattr(report, "cpu_s", 0.0)
+        cost.wall_s += report.duration
         cost.paces += getattr(report, "paces", [])
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import uuid
-from functools import cache
 from pathlib import Path
 
 import psutil
@@ -69,27 +68,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             quick[item.path] &= item.get_closest_marker("unit") is not None
         budgets = config.pluginmanager.get_plugin("budgets")
         items.sort(key=lambda item: (quick[item.path], -budgets.expected(item.path), item.path))
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """A worker takes a file at a time, and one of them all that needs a private Slurm: there is one a process."""
-    if config.getoption("dist") != "loadfile":
-        return None
-    from xdist.scheduler import LoadFileScheduling
-
-    class OneSlurm(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = super()._split_scope(nodeid)
-            return "slurm" if asks_for_slurm(config.rootpath / file) else file
-
-    return OneSlurm(config, log)
-
-
-@cache
-def asks_for_slurm(file: Path) -> bool:
-    """Whether a test file uses the session's private Slurm. Who schedules knows files, and no fixtures."""
-    return file.name.startswith("test_slurm_") or "sandbox: Sandbox" in file.read_text()
 
 
 @pytest.hookimpl(optionalhook=True)

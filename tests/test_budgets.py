@@ -30,14 +30,15 @@ USUAL = {"pace_s": 0.01, "cpu_s": {"tests/test_a.py": 20.0, "tests/test_b.py": 1
 def test_twice_the_budget_on_a_machine_as_fast_is_too_much(
     name: str, cpu_s: float, paces: list[float], told: bool
 ) -> None:
-    lines = list(over_budget({name: Cost(cpu_s, paces)}, USUAL))
+    lines = list(over_budget({name: Cost(cpu_s, paces=paces)}, USUAL))
     assert len(lines) == told and all(name in line and "--record-budgets" in line for line in lines)
 
 
 def test_what_was_not_run_keeps_its_budget() -> None:
     record = json.loads(RECORD.read_text())
-    found = recorded({"tests/test_budgets.py": Cost(50.0, [0.02, 0.01, 0.03])}, record)
+    found = recorded({"tests/test_budgets.py": Cost(50.0, 60.0, [0.02, 0.01, 0.03])}, record)
     assert found["cpu_s"] == dict(sorted((record["cpu_s"] | {"tests/test_budgets.py": 50.0}).items()))
+    assert found["wall_s"] == dict(sorted((record["wall_s"] | {"tests/test_budgets.py": 60.0}).items()))
     assert found["pace_s"] == 0.02 and "cores" in found["machine"]
 
 
@@ -66,7 +67,7 @@ def test_a_session_counts_what_children_burn_and_fails(tmp_path: Path) -> None:
     """Also where a worker has run the tests."""
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_it.py").write_text(BURNS)
-    (tmp_path / "record.json").write_text(json.dumps({"pace_s": 1e6, "cpu_s": {}}))
+    (tmp_path / "record.json").write_text(json.dumps({"pace_s": 1e6, "cpu_s": {}, "wall_s": {}}))
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
     words += ["-n", "1"] if find_spec("xdist") else []
     root = str(Path(__file__).parents[1])

@@ -70,6 +70,22 @@ def test_a_rank_imports_all_that_it_needs_at_once_and_nothing_else(role: str, tm
     assert found["collections"] == 0 and found["collects"] and found["for_good"] > 100_000
 
 
+ENGINE = """
+import sys
+from relax_hpc.engines.transformers_hook import install_transformers_hook
+
+install_transformers_hook()
+from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
+print(*[name for name in ("sklearn", "scipy") if name in sys.modules])
+"""
+
+
+def test_the_small_engine_imports_no_statistics() -> None:
+    requires("torch", "transformers")
+    done = subprocess.run([sys.executable, "-c", ENGINE], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.split() == [], done
+
+
 def within(name: str, packages: tuple[str, ...]) -> bool:
     return any(name == one or name.startswith(one + ".") for one in packages)
 

@@ -1,4 +1,4 @@
-"""Lets transformers' model classes be imported beside a torchvision that was built for another torch."""
+"""Lets transformers' model classes be imported beside a torchvision that was built for another torch, and sooner."""
 
 from __future__ import annotations
 
@@ -20,11 +20,15 @@ def install_transformers_hook() -> None:
     """Let transformers' model classes be imported where torchvision was built for another torch (CUDA beside CPU).
 
     torchvision describes two of its operators to the compiler as it is imported, and fails on "operator
-    torchvision::nms does not exist" when its library could not be loaded; declared, they exist. Cheap; idempotent;
-    safe from several threads.
+    torchvision::nms does not exist" when its library could not be loaded; declared, they exist. And without sklearn and
+    scipy, which assisted generation and losses of detectors alone need: half a second of a start. Idempotent; safe from
+    several threads.
     """
+    from transformers import utils
+
     with _declaring:
         _declare_operators()
+        utils.is_sklearn_available = utils.is_scipy_available = lambda: False
 
 
 def _declare_operators() -> None:
