@@ -17,7 +17,7 @@ import pytest
 from relax_hpc.sandbox import Sandbox
 from tests.requirements import requires
 from tests.run_helpers import ALL, rollbacks, with_engine
-from tests.slurm_runs import ENDLESS, LEASE_S, START_S, SlurmRun, killing, submitted
+from tests.slurm_runs import ENDLESS, ENGINE_START_S, LEASE_S, START_S, SlurmRun, killing, submitted
 from tests.slurm_sandbox import requires_sandbox
 
 requires("torch", "megatron", "transformers", "sglang", "mpi")
@@ -201,6 +201,7 @@ def test_slurm_is_restarted(live: SlurmRun) -> None:
 
 def test_it_is_stopped_and_comes_to_its_end_with_real_engines(live: SlurmRun) -> None:
     """Submitted again it has the size that rollout was given, and all settings that it is given now."""
+    live.patience_s = ENGINE_START_S
     live.finish_soon("--rollout.engine.kind=sglang", "--rollout.engine.simulated.response_s=0")
     assert "--nodes=1" in (live.run.submit / "rollout.sbatch").read_text()
     assert set(groups(live)) == {"hub", "rollout", "actor", "actor_fwd"}

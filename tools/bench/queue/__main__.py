@@ -69,6 +69,13 @@ class Setting:
     def load(self, load: Load) -> Load:
         return replace(load, samples=min(load.samples, 16), tokens=min(load.tokens, 64)) if self.quick else load
 
+    def moves(self, load: Load) -> int:
+        """Rounds of three moves each: of a quick session further than engines may lag once, as rows differ in their
+        bytes alone."""
+        if not self.quick:
+            return self.rounds
+        return QUICK_STEPS // 3 if load == self.load(FIXED) else 2
+
 
 # -- rows with their bytes ---------------------------------------------------------------------------------------------
 
@@ -81,7 +88,7 @@ def moved(setting: Setting, load: Load) -> dict[str, list[float]]:
         setting.peer.ask("move", True)
     with setting.place() as folder, move_of(folder, load) as move:
         move.round(check=True)
-        for _ in range(QUICK_STEPS // 3 if setting.quick else setting.rounds):
+        for _ in range(setting.moves(load)):
             found = move.round()
             found["get while written"] = move.round(while_written=True)["get"]
             checked = move.round(check=True)
@@ -157,9 +164,9 @@ def fields(setting: Setting) -> Lines:
 
 def latency(setting: Setting) -> Lines:
     """Milliseconds: medians over the rounds of the p50 and the p99 of each."""
-    count = QUICK_STEPS if setting.quick else 200
     theirs: list[list[float]] = []
     for durability in DURABILITIES:
+        count = 200 if not setting.quick else QUICK_STEPS if durability == DURABILITIES[0] else 3
         ours: list[dict[str, list[float]]] = []
         with setting.place() as folder, move_of(folder, ONE, durability) as move:
             move.round(check=True)
