@@ -51,9 +51,11 @@ class FieldSpec:
 
 
 _TABLE = (
-    FieldSpec("sample_id", "row", "str", "{ticket:09d}.{k:02d}"),
+    FieldSpec("row_id", "row", "str", "{ticket:09d}.{episode:02d}.{row:02d}"),
     FieldSpec("prompt_id", "row", "str", "id of the prompt in its file", by="rollout"),
     FieldSpec("ticket", "row", "int64", "number of the prompt group in the order of admission", by="rollout"),
+    FieldSpec("episode", "row", "int32", "number of the episode in its prompt group", by="rollout"),
+    FieldSpec("row", "row", "int32", "number of the row in its episode", by="rollout"),
     FieldSpec("token_ids", "token", "int32", "prompt and response", by="rollout"),
     FieldSpec("prompt_len", "row", "int32", "length of the prompt", "tokens", by="rollout"),
     FieldSpec("loss_mask", "token", "uint8", "1: chosen by the policy and trained on", by="rollout"),
@@ -62,7 +64,7 @@ _TABLE = (
     FieldSpec("old_logprobs", "token", "float32", "the clip's denominator", "nats", by="actor_fwd", loss=True),
     FieldSpec("old_logprob_version", "row", "int32", "encoded version of the weights that scored", by="actor_fwd"),
     FieldSpec("ref_logprobs", "token", "float32", "by the reference", "nats", by="reference", loss=True),
-    FieldSpec("reward", "row", "float32", "task reward", by="rollout"),
+    FieldSpec("reward", "row", "float32", "task reward of the episode", by="rollout"),
     FieldSpec("advantages", "token", "float32", "0 where loss_mask is 0", by="advantages", loss=True),
     FieldSpec("spans", "blob", "list", "media in the sequence: [{kind, start, length, media_id}]", by="rollout"),
     FieldSpec("media_tokens", "blob", "dict", "placeholders counted, by media id", by="rollout", optional=True),

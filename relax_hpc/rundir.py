@@ -231,8 +231,9 @@ class RunDir:
 
     def check_format(self) -> None:
         """ConfigError if the run was made by code of another format: its names mean something else."""
-        # Before there were numbers, an incarnation was an epoch.
-        unsaid = 1 if any(self.journal.glob("epoch-*.journal")) else RUN_FORMAT
+        # Before there were numbers, an incarnation was an epoch, and then one.
+        journals = [path.name for path in self.journal.glob("*.journal")]
+        unsaid = (1 if any(name.startswith("epoch-") for name in journals) else 2) if journals else RUN_FORMAT
         if (found := read_map(self._format).get("format", unsaid)) != RUN_FORMAT:
             raise ConfigError(
                 f"{self.root}: found a run of format {found}, this code reads {RUN_FORMAT}; go on with the code that "

@@ -41,7 +41,7 @@ def main(path: Path) -> None:
         rows = roles["actor"].rows(roles["actor"].claim("actor", 1 << 20))
         assert same(rows, made)
         written = [row for file in run.shards.glob("rollout-*.shard") for row in read(file).values()]
-        assert same(sorted(written, key=lambda row: row["sample_id"]), made)
+        assert same(sorted(written, key=lambda row: row["row_id"]), made)
         export(KeptRows(run), [0], "jsonl", path / "rows.jsonl")
     told = [json.loads(line) for line in (path / "rows.jsonl").read_text().splitlines()]
     assert [row["routes"] for row in told] == [row["routes"].tolist() for row in made]

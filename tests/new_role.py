@@ -25,7 +25,7 @@ def run(context: Any) -> None:
     """Serve until the run is finished."""
     client = context.client
     while claim := client.claim("novelty", 1 << 30):
-        made = [{"sample_id": row["sample_id"], "novelty": novelty(row["token_ids"])} for row in client.rows(claim)]
+        made = [{"row_id": row["row_id"], "novelty": novelty(row["token_ids"])} for row in client.rows(claim)]
         client.put(made, ("novelty",), claim)
 
 

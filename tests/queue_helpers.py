@@ -21,7 +21,8 @@ from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transfer_queue.controller.server import Controller
 from relax_hpc.transfer_queue.controller.snapshots import RECORDS
 from relax_hpc.transfer_queue.plan import Plan
-from relax_hpc.transfer_queue.row_schema import Row, sample_id
+from relax_hpc.transfer_queue.row_ids import row_id
+from relax_hpc.transfer_queue.row_schema import Row
 from relax_hpc.transport.sockets import Connection, connect, wake
 from relax_hpc.transport.wire import purpose_of
 from relax_hpc.versions import Version
@@ -120,15 +121,22 @@ class HubProcess:
         self.kill()
 
 
-def rows_of(tickets: Sequence[int], version: Version, samples: int = 2, length: int = 5) -> list[Row]:
-    """Whole generated prompt groups: two prompt tokens, then ``length - 2`` by ``version``."""
+def rows_of(
+    tickets: Sequence[int], version: Version, samples: int = 2, length: int = 5, episodes: bytes = b""
+) -> list[Row]:
+    """Whole generated prompt groups: two prompt tokens, then ``length - 2`` by ``version``.
+
+    ``episodes``: how many rows each has, instead of one for each of ``samples``.
+    """
     versions = np.array([0, 0] + [version.encode()] * (length - 2), dtype=np.int32)
     return [
         {
-            "sample_id": sample_id(ticket, k),
+            "row_id": row_id(ticket, k, row),
             "prompt_id": f"p{ticket}",
             "ticket": ticket,
-            "token_ids": np.arange(length, dtype=np.int32) + 100 * ticket + k,
+            "episode": k,
+            "row": row,
+            "token_ids": np.arange(length, dtype=np.int32) + 100 * ticket + 10 * k + row,
             "prompt_len": 2,
             "loss_mask": (versions > 0).astype(np.uint8),
             "rollout_logprobs": np.full(length, -1.0 - k, np.float32),
@@ -138,7 +146,8 @@ def rows_of(tickets: Sequence[int], version: Version, samples: int = 2, length: 
             "finish_reason": "stop",
         }
         for ticket in tickets
-        for k in range(samples)
+        for k, count in enumerate(episodes or bytes([1]) * samples)
+        for row in range(count)
     ]
 
 

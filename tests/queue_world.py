@@ -17,6 +17,7 @@ from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 from relax_hpc.transfer_queue.controller.waiting import NotYet
 from relax_hpc.transfer_queue.lengths import packed
 from relax_hpc.transfer_queue.plan import GENERATED, Plan
+from relax_hpc.transfer_queue.row_ids import ids_of
 from relax_hpc.versions import Version
 from tests.queue_helpers import GIVES
 
@@ -91,7 +92,9 @@ class World:
         self.gone: set[str] = set()
         self.service = InMemory(plan)
         self.keys = itertools.count()
-        self.names = itertools.count()
+        self.names, self.shapes = itertools.count(), itertools.count()
+        self.declared: dict[int, bytes] = {}
+        """By ticket, how many rows each episode had that was put last."""
         self.incarnations = dict.fromkeys(GROUPS, 1)
         self.shards: dict[str, dict[int, dict[str, Any]]] = {}
         self.status: dict[str, str] = {}
@@ -143,25 +146,31 @@ class World:
     # -- the ledger --------------------------------------------------------------------------------------------
 
     def audit(self) -> None:
-        """Every accepted sample is in one place: waiting, trained, or dropped."""
+        """Every accepted row is in one place: waiting, trained, or dropped."""
         for event in self.service.state.events.take():
             if event.what == "accepted":
                 assert self.status.get(event.id) in (None, "dropped"), event
             elif event.what == "trained":
                 assert self.status[event.id] == "accepted", event
             elif event.what == "returned":
-                for sample in [name for name in self.status if name.startswith(event.id)]:
-                    assert self.status[sample] == "trained", event
-                    self.status[sample] = "accepted"
+                for name in self.named(event.id):
+                    assert self.status[name] == "trained", event
+                    self.status[name] = "accepted"
             if event.what in ("accepted", "trained", "dropped"):
-                self.status[event.id] = event.what
+                self.status |= dict.fromkeys(self.named(event.id), event.what)
             if event.what == "dropped":
                 assert event.reason, event
             assert event.what != "old_logprobs" or Version.parse(event.version), event
         for held in self.service.state.leases.values():
             dealt = sorted(row for rank in held.assignment for batch in rank for row in batch)
-            rows = len(held.tickets) * self.plan.samples_per_prompt
+            rows = sum(len(ids_of(ticket, self.declared[ticket])) for ticket in held.tickets)
             assert dealt == (list(range(rows)) if held.task == "actor" else []), "each row is one rank's"
+
+    def named(self, name: str) -> list[str]:
+        """Rows by their id; by that of a prompt group those of it that are not dropped."""
+        return [n for n in self.status if n.startswith(f"{name}.") and self.status[n] != "dropped"] or (
+            [name] if "." in name else []
+        )
 
     def rows(self, claim: dict[str, Any]) -> dict[int, dict[str, Any]]:
         """As `read_rows` puts them together, however late: the shards of a claim stay as long as its lease."""
@@ -171,6 +180,7 @@ class World:
         for shard in claim["shards"]:
             for ticket in shard["tickets"]:
                 merged[ticket].update(self.shards[shard["name"]][ticket])
+        assert [row["episodes"] for row in merged.values()] == claim["episodes"]
         return merged
 
     def read(self, role: str, claim: dict[str, Any]) -> dict[int, dict[str, Any]]:
@@ -191,15 +201,17 @@ class World:
     ) -> dict[int, str]:
         name = f"s{next(self.names)}"
         self.shards[name] = rows
-        full = (1 << self.plan.samples_per_prompt) - 1
         summary = [
-            {"ticket": t, "mask": full, "lengths": packed(row.get("lengths", [])), "versions": row.get("made_by", [])}
+            {"ticket": t, "episodes": row["episodes"], "lengths": packed(row.get("lengths", []))}
+            | {"versions": row.get("made_by", [])}
             for t, row in rows.items()
         ]
         put = {"shard": {"name": name, "bytes": BYTES * len(rows)}, "rows": summary, "fields": list(fields)}
         reply = self.ask(role, "put", lease=lease, saved=not self.slow_disk, extras=list(extras), **put)
         if self.slow_disk:
             self.unsaved[role].append(name)
+        if not lease:
+            self.declared |= {t: row["episodes"] for t, row in rows.items() if t not in reply["refused"]}
         self.tidy_up()
         return reply["refused"]
 
@@ -295,7 +307,7 @@ class World:
             self.known[ticket] = {"samples": tokens, "made_by": made_by}
             return
         del work[ticket]
-        rows = {ticket: {"lengths": self.lengths(ticket), "made_by": made_by, "generated": made_by}}
+        rows = {ticket: self.generated(ticket, made_by)}
         assert self.put("rollout", rows, GENERATED, extras=[{"ticket": ticket, "reused": sum(tokens.values())}]) == {}
 
     def keep_part(self, choice: int) -> bool:
@@ -339,7 +351,8 @@ class World:
         state, plan = self.service.state, self.plan
         ahead = [ticket for ticket in tickets if plan.step_of(ticket) > state.progress.trained_steps]
         fresh = [ticket for ticket in ahead if state.groups[ticket].attempt == 0 and ticket not in self.begun]
-        rows = (len(state.tickets.generating) + len(state.tickets.untrained)) * plan.samples_per_prompt
+        waiting = sum(sum(self.declared[ticket]) for ticket in state.tickets.untrained)
+        rows = waiting + len(state.tickets.generating) * plan.samples_per_prompt
         assert not ahead or state.shards.untrained_bytes < plan.max_bytes
         assert not fresh or rows <= plan.max_rows
         self.begun.update(tickets)
@@ -365,14 +378,18 @@ class World:
         for ticket in tickets:
             known = self.known.pop(ticket, {"samples": {}, "made_by": []})
             made_by = sorted({version.encode(), self.serving.encode(), *known["made_by"]})
-            rows[ticket] = {"lengths": self.lengths(ticket), "made_by": made_by, "generated": made_by}
+            rows[ticket] = self.generated(ticket, made_by)
             extras += [{"ticket": ticket, "reused": tokens}] if (tokens := sum(known["samples"].values())) else []
         refused = self.put("rollout", rows, GENERATED, extras=extras)
         assert set(refused.values()) <= {"rolled_back"}, refused
         return True
 
-    def lengths(self, ticket: int) -> list[int]:
-        return [3 + (7 * ticket + 3 * k) % 5 for k in range(self.plan.samples_per_prompt)]
+    def generated(self, ticket: int, made_by: list[int]) -> dict[str, Any]:
+        """Rows of a prompt group, whose episodes have one or more, other ones at every attempt."""
+        attempt = next(self.shapes)
+        episodes = bytes(max(1, (attempt + 5 * k) % 4) for k in range(self.plan.samples_per_prompt))
+        lengths = [3 + (7 * ticket + 3 * k) % 5 for k in range(sum(episodes))]
+        return {"episodes": episodes, "lengths": lengths, "made_by": made_by, "generated": made_by}
 
     def alive(self, version: Version) -> bool:
         return version in self.service.state.lineage
@@ -391,7 +408,9 @@ class World:
             return self.follow()
         self.read("actor_fwd", claim)
         code = self.scoring.encode()
-        rows = {ticket: {"made_by": [code], "old": code} for ticket in claim["tickets"]}
+        rows = {
+            ticket: {"made_by": [code], "old": code, "episodes": self.declared[ticket]} for ticket in claim["tickets"]
+        }
         self.put("actor_fwd", rows, GIVES["actor_fwd"], claim["lease"])
         return True
 
@@ -407,7 +426,8 @@ class World:
             return getattr(self, role) is not None
         setattr(self, role, None)
         self.read(role, claim)
-        self.put(role, {ticket: {} for ticket in claim["tickets"]}, GIVES[role], claim["lease"])
+        rows = {ticket: {"episodes": self.declared[ticket]} for ticket in claim["tickets"]}
+        self.put(role, rows, GIVES[role], claim["lease"])
         return True
 
     def act_reference(self, choice: int) -> bool:
@@ -528,15 +548,17 @@ class World:
     # -- the end -----------------------------------------------------------------------------------------------
 
     def go_to_the_end(self, rounds: int = 600) -> None:
-        """No more faults: the run must finish, with every sample trained once."""
+        """No more faults: the run must finish, with every row that was declared last trained once."""
         for round_ in range(rounds):
             moved = [self.act(role, choice) for role in GROUPS for choice in (0, 1, 2, 3)]
             if self.service.state.progress.finished() and not any(moved):
                 break
             assert any(moved), f"deadlock in round {round_}: {contents(self.service.state)}"
         assert self.service.state.progress.finished(), contents(self.service.state)
-        samples = self.plan.steps * self.plan.prompts_per_step * self.plan.samples_per_prompt
-        assert list(self.status.values()).count("trained") == len(self.status) == samples
+        assert len(self.declared) == self.plan.steps * self.plan.prompts_per_step
+        last = {name for ticket, episodes in self.declared.items() for name in ids_of(ticket, episodes)}
+        assert {name for name, what in self.status.items() if what == "trained"} == last
+        assert set(self.status.values()) <= {"trained", "dropped"}
         assert contents(self.service.replayed()) == contents(self.service.state)
         kept = self.service.state.kept
         assert kept.total == kept.used + kept.held + kept.lost.total() and kept.again == 0 and not kept.surplus

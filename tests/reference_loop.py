@@ -40,7 +40,8 @@ from relax_hpc.training.batches import PAD, Batch, collate, split_rows
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.optimizer import learning_rate
 from relax_hpc.training.trainer import Trainer
-from relax_hpc.transfer_queue.row_schema import Row, sample_id
+from relax_hpc.transfer_queue.row_ids import row_id
+from relax_hpc.transfer_queue.row_schema import Row
 from relax_hpc.transfer_queue.storage.shard import pack
 from relax_hpc.transfer_queue.storage.shard_files import ShardFiles
 from relax_hpc.versions import Version
@@ -179,7 +180,7 @@ def row_of(prompt: Prompt, ticket: int, k: int, answer: Generation, reward: floa
     """A sample's row; the reward counts as the float32 that rows carry."""
     before = np.zeros(len(prompt.token_ids))
     return {
-        "sample_id": sample_id(ticket, k),
+        "row_id": row_id(ticket, k),
         "prompt_id": prompt.prompt_id,
         "ticket": ticket,
         "token_ids": np.array([*prompt.token_ids, *answer.token_ids], np.int32),

@@ -243,7 +243,7 @@ def queue_rows(run: RunDir) -> dict[str, Row]:
         for number, fields in group.parts:
             for name, row in shards[number].items():
                 if int(name.partition(".")[0]) == ticket:
-                    rows.setdefault(name, {"sample_id": name}).update({field: row[field] for field in fields})
+                    rows.setdefault(name, {"row_id": name}).update({field: row[field] for field in fields})
     return rows
 
 

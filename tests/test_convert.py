@@ -16,6 +16,8 @@ from relax_hpc.checkpoint.store import MARKER, checksum
 from relax_hpc.cli.program import main
 from relax_hpc.convert import workspace
 from relax_hpc.errors import RelaxError
+from relax_hpc.protocol import RUN_FORMAT
+from relax_hpc.rundir import RunDir
 from tests.convert_helpers import DENSE, MIXED, content, in_child, kill_at, model, to
 
 FORMS: dict[str, tuple[dict, dict[str, Any]]] = {
@@ -35,10 +37,13 @@ def dense(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_there_and_back_gives_the_same_bytes(tmp_path: Path, form: str):
+    """Also in the folder of a run of an older format, which is not gone on with."""
     config, options = FORMS[form]
-    source = model(tmp_path / "hf", config, **options)
-    there = to(source, tmp_path / "megatron", shard_bytes=20_000, verify="digests")
-    back = to(tmp_path / "megatron", tmp_path / "again", verify="digests")
+    source, run = model(tmp_path / "hf", config, **options), RunDir(tmp_path / "run")
+    run.create()
+    (run.root / "format.json").write_text(f'{{"format": {RUN_FORMAT - 1}}}')
+    there = to(source, run.checkpoints / "megatron", shard_bytes=20_000, verify="digests")
+    back = to(run.checkpoints / "megatron", tmp_path / "again", verify="digests")
     assert content(tmp_path / "again") == content(source)
     assert there["digests"] == back["digests"] and (there["direction"], back["direction"]) == ("megatron", "hf")
 

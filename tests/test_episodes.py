@@ -16,6 +16,7 @@ from relax_hpc.roles.advantages import advantages_of
 from relax_hpc.roles.step_report import Tally
 from relax_hpc.rollout.samples import leave_older_out
 from relax_hpc.transfer_queue.client.summary import summarise
+from relax_hpc.transfer_queue.row_ids import place_of, row_id, ticket_of
 from relax_hpc.transfer_queue.row_schema import Row, by_prompt, sampled_versions
 from relax_hpc.versions import Version
 from tests.requirements import requires
@@ -32,8 +33,8 @@ def row_of(name: str, seed: int, length: int = 12) -> Row:
     new = -draw.exponential(1.0, length)
     near = {field: new + draw.normal(0, 0.4, length) for field in ("old_logprobs", "rollout_logprobs", "ref_logprobs")}
     return {
-        "sample_id": name,
-        "ticket": int(name.split(".")[0]),
+        "row_id": name,
+        "ticket": ticket_of(name),
         "token_ids": np.arange(length, dtype=np.int32),
         "prompt_len": 2,
         "loss_mask": mask,
@@ -47,14 +48,13 @@ def row_of(name: str, seed: int, length: int = 12) -> Row:
 
 def cut(row: Row, pieces: int) -> list[Row]:
     """``row`` as so many rows of the same episode, cut where nobody sampled; what is said of all of it stays."""
-    if pieces == 1:
-        return [row]
     length = len(row["token_ids"])
-    ends = [0, length // 2, length] if pieces == 2 else [0, 2, length // 2, length]
+    ends = [0, *{1: [], 2: [length // 2], 3: [2, length // 2]}[pieces], length]
+    ticket, episode, _ = place_of(row["row_id"])
     rows = []
     for number, (start, end) in enumerate(pairwise(ends)):
         part = {name: value[start:end] if isinstance(value, np.ndarray) else value for name, value in row.items()}
-        rows.append({**part, "sample_id": f"{row['sample_id']}.{number:02d}", "prompt_len": 2 if start == 0 else 1})
+        rows.append({**part, "row_id": row_id(ticket, episode, number), "prompt_len": 2 if start == 0 else 1})
     return rows
 
 
@@ -65,7 +65,7 @@ groups = st.lists(st.integers(1, 3), min_size=2, max_size=4).flatmap(
 
 def whole_and_cut(pieces: Sequence[int], seed: int) -> tuple[list[Row], list[Row]]:
     """Two prompts of as many episodes as there are ``pieces``, and the same with each episode cut into so many."""
-    whole = [row_of(f"{t:09d}.{k:02d}", seed + 10 * t + k) for t in (4, 5) for k in range(len(pieces))]
+    whole = [row_of(row_id(t, k), seed + 10 * t + k) for t in (4, 5) for k in range(len(pieces))]
     return whole, [part for row, count in zip(whole, [*pieces] * 2, strict=True) for part in cut(row, count)]
 
 
@@ -83,7 +83,7 @@ def test_an_episodes_reward_counts_once_and_all_of_its_rows_have_its_advantage()
     """Rewards 0, 1, 5 of episodes of 1, 2 and 3 rows: deviations -2, -1, 3, unbiased variance 7."""
     _, parts = whole_and_cut([1, 2, 3], seed=1)
     for row in parts:
-        row["reward"] = (0.0, 1.0, 5.0)[int(row["sample_id"].split(".")[1])]
+        row["reward"] = (0.0, 1.0, 5.0)[place_of(row["row_id"])[1]]
     expected = {
         "grpo": np.array([-2, -1, 3]) / 7**0.5,
         "dr_grpo": np.array([-2, -1, 3]),
@@ -91,9 +91,9 @@ def test_an_episodes_reward_counts_once_and_all_of_its_rows_have_its_advantage()
     }
     for name, values in expected.items():
         made = advantages_of(parts, ALGORITHMS[name](), seed=0)
-        assert [one["sample_id"] for one in made] == [row["sample_id"] for row in parts]
+        assert [one["row_id"] for one in made] == [row["row_id"] for row in parts]
         for one, row in zip(made, parts, strict=True):
-            value = values[int(row["sample_id"].split(".")[1])]
+            value = values[place_of(row["row_id"])[1]]
             assert one["advantages"] == pytest.approx(value * row["loss_mask"], rel=1e-6)
 
 
@@ -170,7 +170,7 @@ def test_a_sequence_mean_weighs_episodes_and_not_rows() -> None:
     def line(name: str, trained: int, reward: float) -> Row:
         mask = np.array([0] + [1] * trained, np.uint8)
         about = {
-            "sample_id": name,
+            "row_id": name,
             "ticket": 0,
             "reward": reward,
             "loss_mask": mask,
@@ -194,7 +194,7 @@ def test_what_is_of_a_sequence_is_of_one_row() -> None:
     def line(name: str, shift: float, reward: float) -> Row:
         mask, old = np.array([0, 1, 1], np.uint8), np.array([0.0, -1.0, -1.0])
         about = {
-            "sample_id": name,
+            "row_id": name,
             "ticket": 0,
             "reward": reward,
             "loss_mask": mask,
@@ -220,7 +220,7 @@ def test_what_nobody_sampled_has_no_version_and_no_length(numbers: list[int | No
     codes = [0] * prompt + [0 if number is None else Version(1, number).encode() for number in numbers]
     versions = np.array(codes, np.int32)
     row: Row = {
-        "sample_id": "000000007.00",
+        "row_id": row_id(7, 0),
         "token_ids": np.ones(len(codes), np.int32),
         "token_versions": versions,
         "prompt_len": prompt,

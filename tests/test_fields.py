@@ -74,4 +74,4 @@ def test_entries_of_tokens_have_one_shape(tmp_path: Path, routes: tuple[str, ...
     record = pack(rows, routes, {"group": "rollout", "incarnation": 1})
     write(tmp_path / "a.h5", columns_of(record), {"run": "a"}, sync=False)
     for found in (unpack(record), read(tmp_path / "a.h5")):
-        assert all(np.array_equal(found[row["sample_id"]]["routes"], row["routes"]) for row in rows)
+        assert all(np.array_equal(found[row["row_id"]]["routes"], row["routes"]) for row in rows)

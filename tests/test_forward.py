@@ -67,7 +67,7 @@ def test_a_claim_from_before_a_rollback_is_given_back_and_training_goes_on(monke
     """Version 1 of the new actor comes only after step 0 was trained again, which needs these scores."""
     monkeypatch.setattr(forward, "Subscriber", Reader)
     client, told = Queue(), []
-    rows, reader = [{"sample_id": "000000000.00"}], SimpleNamespace(ways=Ways(), planes=[])
+    rows, reader = [{"row_id": "000000000.00.00"}], SimpleNamespace(ways=Ways(), planes=[])
     # The first time that they are read, their maker has just died.
     found = {8: iter([None, rows])}
     rows_of = {"rows": lambda claim, channel: next(found[claim.lease])}

@@ -30,7 +30,7 @@ from tests.queue_helpers import learned, rows_of
 ORIGIN = {"group": "rollout", "incarnation": 1}
 PLAIN = st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.floats() | st.text() | st.binary()
 VALUES = st.recursive(PLAIN, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3))
-NAMES = st.text() | st.sampled_from(["offsets", "offsets1", ".", "..", "a/b", "%", "", "\0", "sample_ids"])
+NAMES = st.text() | st.sampled_from(["offsets", "offsets1", ".", "..", "a/b", "%", "", "\0", "row_ids"])
 
 
 @pytest.fixture(scope="module")
@@ -86,10 +86,10 @@ def _packable(value: Any) -> bool:
 
 def test_fields_without_the_tokens_themselves(tmp_path):
     rows = learned(rows_of([3, 4], Version(1, 0), length=7), Version(1, 0))
-    row = read(written(tmp_path / "a.h5", rows, ("old_logprobs", "old_logprob_version")))["000000004.01"]
+    row = read(written(tmp_path / "a.h5", rows, ("old_logprobs", "old_logprob_version")))["000000004.01.00"]
     assert np.array_equal(row["old_logprobs"], rows[-1]["rollout_logprobs"])
     assert row["old_logprob_version"] == Version(1, 0).encode() and set(row) == {
-        "sample_id",
+        "row_id",
         "old_logprobs",
         "old_logprob_version",
     }
@@ -97,14 +97,14 @@ def test_fields_without_the_tokens_themselves(tmp_path):
 
 def test_rows_of_different_lengths_a_field(tmp_path):
     """Nothing says that per-token fields of another task are as long as each other."""
-    rows = [{"sample_id": "000000001.00", "ref_logprobs": np.ones(3, "f4"), "advantages": np.ones(5, "f4")}]
-    row = read(written(tmp_path / "a.h5", rows, ("ref_logprobs", "advantages")))["000000001.00"]
+    rows = [{"row_id": "000000001.00.00", "ref_logprobs": np.ones(3, "f4"), "advantages": np.ones(5, "f4")}]
+    row = read(written(tmp_path / "a.h5", rows, ("ref_logprobs", "advantages")))["000000001.00.00"]
     assert (len(row["ref_logprobs"]), len(row["advantages"])) == (3, 5)
 
 
 def test_rows_are_views_that_cannot_be_written_and_outlive_the_file(tmp_path):
     path = written(tmp_path / "a.h5", rows_of([0], Version(1, 0)))
-    row = read(path)["000000000.00"]
+    row = read(path)["000000000.00.00"]
     path.unlink()
     with pytest.raises(ValueError, match="read-only"):
         row["token_ids"][0] = 1
@@ -163,11 +163,11 @@ def test_h5py_alone_reads_and_explains_it(tmp_path):
     with h5py.File(written(tmp_path / "a.h5", rows, (*GENERATED, "mood")), "r") as file:
         about = dict(file.attrs)
         assert (about["run"], about["group"], about["incarnation"], about["rows"]) == ("runs/a", "rollout", 1, 4)
-        assert (about["format"], about["format_version"]) == ("relax_hpc shard", 1) and "offsets" in about["layout"]
-        ids = json.loads(file["sample_id"][()])
+        assert (about["format"], about["format_version"]) == ("relax_hpc shard", 2) and "offsets" in about["layout"]
+        ids = json.loads(file["row_id"][()])
         tokens, offsets = file["token_ids"], file[file["token_ids"].attrs["offsets"]]
         for number, row in enumerate(rows):
-            assert ids[number] == row["sample_id"]
+            assert ids[number] == row["row_id"]
             assert np.array_equal(tokens[offsets[number] : offsets[number + 1]], row["token_ids"])
         assert file["prompt_len"][:].tolist() == [2, 2, 2, 2]
         assert json.loads(file["finish_reason"][()]) == ["stop"] * 4
@@ -276,7 +276,7 @@ def test_files_of_others_are_refused(tmp_path):
 
 
 def test_a_later_format_is_named(whole, tmp_path):
-    later = whole.read_bytes().replace(b"shard 1:", b"shard 7:", 1)
+    later = whole.read_bytes().replace(b"shard 2:", b"shard 7:", 1)
     (tmp_path / "later.h5").write_bytes(later)
-    with pytest.raises(ShardError, match=r"later\.h5: a shard of format 7, this program reads 1"):
+    with pytest.raises(ShardError, match=r"later\.h5: a shard of format 7, this program reads 2"):
         read(tmp_path / "later.h5")

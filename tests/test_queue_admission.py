@@ -126,8 +126,7 @@ class Small:
             return False
         (ticket, began), *later = engine.flight
         codes = sorted({began.encode(), engine.serving.encode()})
-        full = (1 << self.plan.samples_per_prompt) - 1
-        rows = [{"ticket": ticket, "mask": full, "lengths": packed([3, 3]), "versions": codes}]
+        rows = [{"ticket": ticket, "episodes": self.plan.undeclared, "lengths": packed([3, 3]), "versions": codes}]
         shard = {"name": f"{name}-{engine.incarnation}-{ticket}-{self.service.state.shards.next}"}
         put = {"shard": shard, "rows": rows, "fields": list(GENERATED)}
         refused = self.ask(name, engine.incarnation, "put", **put)["refused"]

@@ -64,7 +64,7 @@ def test_arrays_that_the_schema_does_not_know_are_carried(tmp_path):
         rows = [{**row, **mine} for row in rows_of(tickets, Version(1, 0))]
         with pytest.raises(RefusedError, match="mine: found an array of <U1"):
             it.put([{**row, "mine": np.array(["a"])} for row in rows], ["token_ids", "reward", "mine"])
-        assert it.put(rows, [name for name in rows[0] if name != "sample_id"]) == {}
+        assert it.put(rows, [name for name in rows[0] if name != "row_id"]) == {}
         it.settle()
         claim = actor.claim("reference", 1 << 20)
         for row in actor.rows(claim):
@@ -117,5 +117,5 @@ def test_columns_leave_out_rows_that_were_generated_again(tmp_path):
             shards.append({"name": name, "bytes": len(record), "planes": planes, "tickets": tickets})
         reader = ShardReader(files, [shm])
         for tickets, expected in (((0, 1), [4, 4, 7, 7]), ((1,), [7, 7])):
-            claim = Claim(1, 0, tickets, tuple(shards[2 - len(tickets) :]), 0)
-            assert read_columns(reader, claim, ["token_ids"], 2)["token_ids"].lengths == expected
+            claim = Claim(1, 0, tickets, tuple(shards[2 - len(tickets) :]), 0, episodes=(b"\1\1",) * len(tickets))
+            assert read_columns(reader, claim, ["token_ids"])["token_ids"].lengths == expected

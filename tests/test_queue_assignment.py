@@ -35,7 +35,7 @@ def service_with(tickets: list[int], saved: bool = True) -> InMemory:
     service.ask("rollout", 1, "serve", "serve", reader="r", version=str(V0))
     service.ask("rollout", 1, "admit", "admit", reader="r", count=4)
     for ticket in tickets:
-        row = {"ticket": ticket, "mask": 3, "lengths": packed(LENGTHS[ticket]), "versions": [V0.encode()]}
+        row = {"ticket": ticket, "episodes": b"\1\1", "lengths": packed(LENGTHS[ticket]), "versions": [V0.encode()]}
         put = {"shard": {"name": f"s{ticket}"}, "rows": [row], "fields": list(GENERATED), "saved": saved}
         assert service.ask("rollout", 1, f"put{ticket}", "put", **put) == {"refused": {}}
     return service
@@ -139,7 +139,7 @@ def test_an_impossible_deal_is_refused(dealt: dict[str, Any]):
 @pytest.mark.parametrize("lengths", [b"", b"\5\0", b"\5\0\5\0x", [5, 5], 5, None, "\5\0\5\0"])
 def test_lengths_that_are_not_those_of_the_samples_are_refused(lengths):
     service = service_with([0])
-    row = {"ticket": 1, "mask": 3, "lengths": lengths, "versions": [V0.encode()]}
+    row = {"ticket": 1, "episodes": b"\1\1", "lengths": lengths, "versions": [V0.encode()]}
     put = {"shard": {"name": "s"}, "rows": [row], "fields": list(GENERATED)}
     assert refused_kind(service, "rollout", 1, "p", "put", **put) == "refused"
 

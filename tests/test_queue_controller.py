@@ -31,7 +31,7 @@ def test_a_run_from_its_first_to_its_last_step(tmp_path, staleness):
                 roles.learn(version if staleness else Version(1, step))
             rows = roles.train(step)
             samples = itertools.product((2 * step, 2 * step + 1), range(2))
-            assert [row["sample_id"] for row in rows] == [f"{ticket:09d}.{k:02d}" for ticket, k in samples]
+            assert [row["row_id"] for row in rows] == [f"{ticket:09d}.{k:02d}.00" for ticket, k in samples]
             assert np.array_equal(rows[0]["ref_logprobs"], rows[0]["rollout_logprobs"] * 2)
             roles["actor"].connection.call("checkpoint", step=step + 1, name=f"c{step}", digest="d")
         assert roles["reference"].claim("reference", BUDGET) is None
@@ -148,7 +148,10 @@ def requests(group_rows: list[dict]):
 @pytest.mark.parametrize("restart", [False, True])
 def test_every_request_asked_twice_has_the_effect_of_one(tmp_path, restart):
     run, config = make_run(tmp_path / "run"), small()
-    rows = [{"ticket": t, "mask": 3, "lengths": packed([5, 5]), "versions": [Version(1, 0).encode()]} for t in (0, 1)]
+    rows = [
+        {"ticket": t, "episodes": b"\1\1", "lengths": packed([5, 5]), "versions": [Version(1, 0).encode()]}
+        for t in (0, 1)
+    ]
     script = requests(rows)
     group, op, args = next(script)
     for name in ("gen", "actor_fwd", "reference", "adv"):

@@ -101,7 +101,7 @@ class Simulation:
         """The answer is there; weights may have changed under way."""
         self.flight[name].discard(ticket)
         codes = sorted({began.encode(), self.newest.encode()})
-        row = {"ticket": ticket, "mask": 3, "lengths": packed([self.lengths[ticket]] * 2), "versions": codes}
+        row = {"ticket": ticket, "episodes": b"\1\1", "lengths": packed([self.lengths[ticket]] * 2), "versions": codes}
         put = {"shard": {"name": f"{name}-{next(self.keys)}"}, "rows": [row], "fields": list(GENERATED)}
         assert self.ask(name, "put", **put) == {"refused": {}}
         self.fill()

@@ -70,7 +70,7 @@ def trained(run: RunDir, config: Config, point: str = "") -> dict[str, dict[str,
     try:
         with Roles(run, config) as roles:
             roles.start()
-            rows = {row["sample_id"]: row for step in range(STEPS - 1) for row in roles.step(step)}
+            rows = {row["row_id"]: row for step in range(STEPS - 1) for row in roles.step(step)}
             roles["actor"].training.checkpoint(step=STEPS - 1, name="c", digest="d")
             if point:
                 process.join(WAIT_S)
@@ -104,7 +104,7 @@ def check_kept(run: RunDir, rows: dict[str, dict[str, Any]]) -> None:
     """Every row of the steps that are kept is there as it was trained on, whatever kind of file it lies in."""
     kept = KeptRows(run)
     assert kept.steps() == list(range(STEPS - 1 - KEPT, STEPS - 1))
-    found = {row["sample_id"]: row for step in kept.steps() for row in kept.rows(step)}
+    found = {row["row_id"]: row for step in kept.steps() for row in kept.rows(step)}
     assert len(found) == KEPT * 4 and not kept.absent
     for name, row in found.items():
         for field, value in rows[name].items():
@@ -118,10 +118,13 @@ def test_steps_that_stay_become_a_file_each_that_h5py_reads(tmp_path: Path) -> N
     first, _ = files_of_steps(run)
     assert first.name == "step-000001-i000001-000001.h5"
     with h5py.File(first) as file:
-        names = file["sample_id"][()].decode()
-        assert file.attrs["step"] == 1 and names == '["000000002.00", "000000002.01", "000000003.00", "000000003.01"]'
+        names = file["row_id"][()].decode()
+        assert (
+            file.attrs["step"] == 1
+            and names == '["000000002.00.00", "000000002.01.00", "000000003.00.00", "000000003.01.00"]'
+        )
         start, end = file[file["advantages"].attrs["offsets"]][1:3]
-        assert np.array_equal(file["advantages"][start:end], rows["000000002.01"]["advantages"])
+        assert np.array_equal(file["advantages"][start:end], rows["000000002.01.00"]["advantages"])
 
 
 @pytest.mark.parametrize("point", [name for name in POINTS if name])
@@ -143,7 +146,7 @@ def test_rows_are_trained_on_again_from_the_file_of_their_step(tmp_path: Path) -
         claim = roles["actor"].claim("actor", BUDGET)
         assert claim and [shard["name"] for shard in claim.shards] == [files_of_steps(run)[-1].name]
         for row in roles["actor"].rows(claim):
-            assert all(np.array_equal(value, rows[row["sample_id"]][field]) for field, value in row.items())
+            assert all(np.array_equal(value, rows[row["row_id"]][field]) for field, value in row.items())
 
 
 def test_a_step_that_cannot_be_gathered_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,7 @@ anything = st.recursive(
 row = st.fixed_dictionaries(
     {
         "ticket": whole,
-        "mask": st.sampled_from([0, -1, 1, 1 << 60]),
+        "episodes": st.binary(max_size=3) | whole,
         "lengths": st.binary(max_size=9) | whole,
         "versions": st.lists(whole, max_size=3),
     }
@@ -249,7 +249,7 @@ def test_a_real_controller_outlives_them_all(served):
         connection.close()
     roles.learn(version)
     rows = roles.train(step)
-    assert [row["sample_id"] for row in rows] == [row["sample_id"] for row in rows_of(tickets, version)]
+    assert [row["row_id"] for row in rows] == [row["row_id"] for row in rows_of(tickets, version)]
     assert hub.process.poll() is None and roles["actor"].connection.call("status")["refused_connections"] >= 5
     for one in sockets:
         one.close()
@@ -277,9 +277,9 @@ def test_a_shard_in_the_place_of_another_is_noticed(tmp_path):
     files = ShardFiles(folder)
     shards = [files.write(f"{t}.h5", pack(rows_of([t], version), GENERATED, ORIGIN)) for t in (0, 1)]
     (folder / "1.h5").replace(folder / "0.h5")
-    claim = Claim(1, 0, (0,), ({**shards[0], "tickets": [0]},), 0)
-    with pytest.raises(ShardError, match=r"0.h5: has no sample 000000000.00; another file has its name"):
-        read_rows(ShardReader(files), claim, 2)
+    claim = Claim(1, 0, (0,), ({**shards[0], "tickets": [0]},), 0, episodes=(b"\1\1",))
+    with pytest.raises(ShardError, match=r"0.h5: has no row 000000000.00.00; another file has its name"):
+        read_rows(ShardReader(files), claim)
 
 
 @pytest.mark.parametrize("planes", [None, [], "x", {"shm": None, "tcp": 7}, {"shm": {}, "tcp": {"host": "h"}}])

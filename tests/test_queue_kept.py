@@ -54,7 +54,8 @@ class Scene:
         self, name: str, tickets: list[int], incarnation: int = 1, saved: bool = True, **reused: int
     ) -> dict[int, str]:
         rows = [
-            {"ticket": ticket, "mask": 3, "lengths": packed([5, 5]), "versions": [V0.encode()]} for ticket in tickets
+            {"ticket": ticket, "episodes": b"\1\1", "lengths": packed([5, 5]), "versions": [V0.encode()]}
+            for ticket in tickets
         ]
         put = {"shard": {"name": name, "bytes": 10}, "rows": rows, "fields": list(GENERATED)}
         extras = [{"ticket": tickets[0], **reused}] if reused else []
@@ -170,7 +171,9 @@ def test_surplus_groups_that_are_too_old_are_dropped_with_the_reason():
         ("advantages", ["advantages"], []),
     ):
         claim = it.ask("hub", "claim", task=task, **WINDOW)
-        rows = [{"ticket": ticket, "mask": 3, "lengths": b"", "versions": codes} for ticket in claim["tickets"]]
+        rows = [
+            {"ticket": ticket, "episodes": b"\1\1", "lengths": b"", "versions": codes} for ticket in claim["tickets"]
+        ]
         it.ask("hub", "put", shard={"name": task}, rows=rows, fields=fields, lease=claim["lease"])
     lease = it.ask("actor", "claim", task="actor", **WINDOW)["lease"]
     assert it.counts() == {"total": 7, "held": 7}
@@ -248,7 +251,7 @@ def test_malformed_rows_are_refused(about):
 def test_malformed_extras_are_refused(extra):
     it = Scene()
     it.admit()
-    rows = [{"ticket": 0, "mask": 3, "lengths": packed([5, 5]), "versions": [V0.encode()]}]
+    rows = [{"ticket": 0, "episodes": b"\1\1", "lengths": packed([5, 5]), "versions": [V0.encode()]}]
     put = {"shard": {"name": "p"}, "rows": rows, "fields": list(GENERATED), "extras": [extra]}
     assert refused_kind(it.service, "rollout", 1, "k", "put", **put) == "refused"
 
@@ -277,7 +280,7 @@ def test_kept_rows_come_back_byte_for_byte_after_the_hub_and_their_maker_died(tm
                 assert again[name].tobytes() == row[name].tobytes()
             assert again["finish_reason"] == row["finish_reason"]
         relabelled = found[2].as_ticket(2)
-        assert [row["sample_id"] for row in relabelled] == ["000000002.00", "000000002.01"]
+        assert [row["row_id"] for row in relabelled] == ["000000002.00.00", "000000002.01.00"]
         assert rollout.generated([*rows_of([0, 1], V0), *relabelled], {0: 3, 1: 6, 2: 8}) == {}
         rollout.settle()
     dump(config, run.config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -35,18 +36,21 @@ def test_a_run_ends_whatever_the_bounds(max_rows, max_bytes, staleness, groups, 
     it.go_to_the_end()
 
 
-def test_rows_wait_for_room_and_take_it_when_a_step_was_trained():
+@pytest.mark.parametrize(("attempt", "rows", "first", "then"), [(0, 2, 4, 6), (1, 3, 3, 5)])
+def test_rows_wait_for_room_and_take_it_when_a_step_was_trained(attempt, rows, first, then):
+    """Of a prompt group in generation those are counted that it has at least."""
     plan = replace(Plan.of(small(2, 2, 6, 4)), max_rows=8)
     it = World(plan, 1000)
+    it.shapes = itertools.repeat(attempt)
     for _ in range(60):
         it.act("actor", 0) if it.step < 0 else it.act("rollout", 2)
-    assert it.service.state.tickets.next == 4, "eight rows"
+    assert it.service.state.tickets.next == first and set(map(sum, it.declared.values())) == {rows}
     while it.service.state.progress.trained_steps < 1:
         for role in ("actor_fwd", "reference", "advantages", "actor"):
             it.act(role, 0)
     for _ in range(9):
         it.act("rollout", 2)
-    assert it.service.state.tickets.next == 6
+    assert it.service.state.tickets.next == then
     it.go_to_the_end()
 
 

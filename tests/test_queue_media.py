@@ -269,7 +269,7 @@ def test_only_who_generates_a_group_names_its_media(tmp_path):
         assert roles["rollout"].generated(rows) == {0: "unknown_media"}
         assert hub.state.counts.dropped == {"unknown_media": 2} and list(hub.state.tickets.reissued) == [0]
         rows[0]["spans"] = [{"kind": "image"}]
-        with pytest.raises(RefusedError, match=r"put: 000000000\.00: span"):
+        with pytest.raises(RefusedError, match=r"put: 000000000\.00\.00: span"):
             roles["rollout"].generated(rows)
 
 

@@ -73,16 +73,16 @@ texts = st.text(max_size=6)
 
 
 @given(
-    samples=st.integers(0, 3),
+    episodes=st.lists(st.integers(1, 3), max_size=3).map(bytes),
     numbers=several,
     words=st.tuples(texts, texts, texts),
     note=st.builds(Event, texts, texts, st.integers(0, 9), texts, texts),
 )
-def test_lines_of_events_are_json(samples, numbers, words, note):
-    told = [EventBatch(words[0], numbers, samples, 4, *words[1:]), note]
+def test_lines_of_events_are_json(episodes, numbers, words, note):
+    told = [EventBatch(words[0], numbers, episodes, 4, *words[1:]), note]
     events = list(expand(told))
     assert [json.loads(line) for line in lines(told).decode().splitlines()] == [asdict(event) for event in events]
-    assert len(events) == len(numbers) * max(1, samples) + 1
+    assert len(events) == len(numbers) * max(1, sum(episodes)) + 1
 
 
 def test_a_busy_client_does_not_push_out_the_answers_of_another():

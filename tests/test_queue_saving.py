@@ -33,7 +33,7 @@ class Scene:
     ) -> dict:
         codes = [V0.encode()] if group in ("rollout", "actor_fwd") else []
         lengths = packed([5, 5]) if group == "rollout" else b""
-        rows = [{"ticket": ticket, "mask": 3, "lengths": lengths, "versions": codes} for ticket in tickets]
+        rows = [{"ticket": ticket, "episodes": b"\1\1", "lengths": lengths, "versions": codes} for ticket in tickets]
         put = {"shard": {"name": name, "bytes": 10}, "rows": rows, "fields": list(fields), "lease": lease}
         return self.ask(group, "put", incarnation, **put, saved=group not in self.late)["refused"]
 
@@ -267,7 +267,9 @@ def test_acceptance_is_journaled_by_a_live_controller(tmp_path):
             actor.connection.call("publish", version=str(V0), digest="d")
         rollout.connection.call("serve", reader="r", version=str(V0))
         tickets = rollout.connection.call("admit", reader="r", count=2)["tickets"]
-        rows = [{"ticket": t, "mask": 3, "lengths": packed([5, 5]), "versions": [V0.encode()]} for t in tickets]
+        rows = [
+            {"ticket": t, "episodes": b"\1\1", "lengths": packed([5, 5]), "versions": [V0.encode()]} for t in tickets
+        ]
         put = {"shard": {"name": "s"}, "rows": rows, "fields": list(GENERATED)}
         assert rollout.connection.call("put", **put, saved=False) == {"refused": {}}
         rollout.connection.call("saved", names=["s"])

@@ -13,9 +13,6 @@ from relax_hpc.versions import Version
 from tests.queue_helpers import BUDGET, GIVES, small
 from tests.queue_world import InMemory
 
-FULL = 0b11
-"""Both samples of a prompt group."""
-
 
 class Queue(InMemory):
     """One prompt group a step, so that tickets are steps. The actor has published all versions up to ``newest``."""
@@ -43,7 +40,7 @@ class Queue(InMemory):
         """Why what these versions made for a ticket was refused, if it was."""
         codes = [Version(1, number).encode() for number in versions]
         lengths = packed([] if lease else [3, 3])
-        rows = [{"ticket": ticket, "mask": FULL, "lengths": lengths, "versions": codes}]
+        rows = [{"ticket": ticket, "episodes": b"\1\1", "lengths": lengths, "versions": codes}]
         shard = {"name": f"{group}-i000001-{next(self.names)}"}
         return self.by(group, "put", shard=shard, rows=rows, fields=list(fields), lease=lease)["refused"]
 

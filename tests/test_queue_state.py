@@ -180,7 +180,7 @@ def test_scores_that_come_in_late_from_rolled_back_weights_are_refused():
     it.kill("actor", True)
     it.older = 9
     it.act("actor")
-    rows = {ticket: {"made_by": [Version(1, 1).encode()]} for ticket in claim["tickets"]}
+    rows = {t: {"made_by": [Version(1, 1).encode()], "episodes": it.declared[t]} for t in claim["tickets"]}
     refused = it.put("actor_fwd", rows, GIVES["actor_fwd"], claim["lease"])
     assert set(refused) == set(claim["tickets"]) and set(refused.values()) <= {"rolled_back", "lease_lost"}
     assert claim["lease"] not in it.service.state.leases
@@ -189,7 +189,8 @@ def test_scores_that_come_in_late_from_rolled_back_weights_are_refused():
 
 
 def lengths_of(ticket: int) -> list[int]:
-    return [3 + (5 * ticket) % 7, 1 + ticket % 3]
+    """Of an episode of one row, and of one of 1 to 3."""
+    return [3 + (5 * ticket) % 7, *(1 + (ticket + row) % 3 for row in range(1 + ticket % 3))]
 
 
 def generated(plan: Plan, order: list[int], budget: int, boundary: int, padded: bool) -> list[tuple[int, ...]]:
@@ -199,7 +200,7 @@ def generated(plan: Plan, order: list[int], budget: int, boundary: int, padded: 
     tickets = sorted(order)
     state.apply({"op": "admit", "owner": ["rollout", 1], "key": "k", "tickets": tickets, "version": "i000001-v000000"})
     for ticket in order:
-        row = [ticket, packed(lengths_of(ticket)), [Version(1, 0).encode()]]
+        row = [ticket, packed(lengths_of(ticket)), [Version(1, 0).encode()], bytes([1, 1 + ticket % 3])]
         put = {"key": f"p{ticket}", "shard": {"name": f"s{ticket}"}, "rows": [row], "refused": {}, "lease": 0}
         put |= {"owner": ["rollout", 1], "saved": True}
         state.apply({"op": "put", "fields": list(GENERATED), **put})
@@ -283,7 +284,7 @@ def test_incomplete_prompt_groups_are_dropped_and_offered_again():
     it.act("actor")
     it.swap(0)
     it.admit(0)
-    row = {"ticket": 0, "mask": 1, "lengths": packed([5]), "versions": [Version(1, 0).encode()]}
+    row = {"ticket": 0, "episodes": b"\1", "lengths": packed([5]), "versions": [Version(1, 0).encode()]}
     put = {"shard": {"name": "half"}, "rows": [row], "fields": list(GENERATED)}
     assert it.service.ask("rollout", 1, "half", "put", **put) == {"refused": {0: "incomplete"}}
     assert it.service.state.counts.dropped == {"incomplete": 2}

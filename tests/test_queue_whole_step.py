@@ -38,7 +38,7 @@ class Queue:
     def put(self, group: str, tickets: list[int], fields: tuple[str, ...], lease: int = 0) -> dict[int, str]:
         versions = [] if lease else [VERSION.encode()]
         lengths = b"" if lease else packed([4, 5])
-        rows = [{"ticket": t, "mask": 3, "lengths": lengths, "versions": versions} for t in tickets]
+        rows = [{"ticket": t, "episodes": b"\1\1", "lengths": lengths, "versions": versions} for t in tickets]
         shard = {"name": f"s{next(self.shards)}"}
         return self.ask(group, "put", shard=shard, rows=rows, fields=list(fields), lease=lease)["refused"]
 

@@ -27,7 +27,7 @@ from relax_hpc.rollout.outcomes import Failure, generated
 from relax_hpc.supervise.processes import environment
 from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 from relax_hpc.transfer_queue.plan import Plan
-from relax_hpc.transfer_queue.row_schema import sample_id
+from relax_hpc.transfer_queue.row_ids import row_id
 from relax_hpc.transfer_queue.samplers import share
 from tests.requirements import requires
 
@@ -35,7 +35,7 @@ from tests.requirements import requires
 def rows_with(rewards: list[float], samples: int) -> list[dict]:
     mask = np.array([0, 1, 1], np.uint8)
     return [
-        {"sample_id": sample_id(n // samples, n % samples), "ticket": n // samples, "reward": r, "loss_mask": mask}
+        {"row_id": row_id(n // samples, n % samples), "ticket": n // samples, "reward": r, "loss_mask": mask}
         for n, r in enumerate(rewards)
     ]
 
@@ -129,7 +129,10 @@ def test_the_actors_report_closes_a_step(tmp_path: Path) -> None:
 
 def test_the_mean_of_all_that_was_generated_stands_beside_that_of_what_was_kept(tmp_path: Path) -> None:
     hub = board(tmp_path)
-    kept, dropped = [{"reward": 1.0}, {"reward": 0.0}], Failure("filtered", "", (1.0, 1.0))
+    kept, dropped = (
+        [{"reward": 1.0, "row": 0}, {"reward": 0.0, "row": 0}, {"reward": 0.0, "row": 1}],
+        Failure("filtered", "", (1.0, 1.0)),
+    )
     for groups in ([kept, dropped], [Failure("timeout", ""), dropped]):
         hub.report("rollout", 0, generated(groups), {})
         hub.report("rollout", 0, {COMPONENT_SUM + "form": 1.5, COMPONENT_COUNT + "form": 2.0}, {})

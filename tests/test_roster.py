@@ -78,12 +78,23 @@ def test_code_of_another_protocol_is_named(tmp_path: Path) -> None:
         card.check_protocol()
 
 
-def test_a_run_of_an_older_format_is_not_gone_on_with(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("journal", "says", "found"),
+    [
+        ("epoch-000001.journal", "", 1),
+        ("inc-000001.journal", "", 2),
+        ("inc-000001.journal", '{"format": 2}', 2),
+        ("inc-000001.journal", f'{{"format": {RUN_FORMAT + 1}}}', RUN_FORMAT + 1),
+    ],
+)
+def test_a_run_of_another_format_is_not_gone_on_with(tmp_path: Path, journal: str, says: str, found: int) -> None:
     run = RunDir(tmp_path / "run")
     run.create()
     run.check_format()
     (run.root / "format.json").unlink()
     run.check_format()
-    (run.journal / "epoch-000001.journal").write_bytes(b"")
-    with pytest.raises(ConfigError, match=f"found a run of format 1, this code reads {RUN_FORMAT}; .*convert"):
+    (run.journal / journal).write_bytes(b"")
+    if says:
+        (run.root / "format.json").write_text(says)
+    with pytest.raises(ConfigError, match=f"found a run of format {found}, this code reads {RUN_FORMAT}; .*convert"):
         load_resolved(run.root)

@@ -75,7 +75,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
             again.start(step=0)
             again.train(0)
             put(again, log, Version(2, 1), -2.0)
-    log.keep([sample("000000003.00", 1, 9.0, shard="rollout-000001-9.h5", finish_reason="length")], step=1)
+    log.keep([sample("000000003.00.00", 1, 9.0, shard="rollout-000001-9.h5", finish_reason="length")], step=1)
     log.keep([sample(f"q{k}", 4, float(k), eval="heldout", finish_reason="length") for k in range(30)])
     log.close()
     with (run.samples / "rollout-inc-000002-rank-0.jsonl.gz").open("wb") as file:

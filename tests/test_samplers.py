@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_hpc.transfer_queue.row_schema import sample_id
+from relax_hpc.transfer_queue.row_ids import row_id
 from relax_hpc.transfer_queue.samplers import (
     balanced,
     micro_batches,
@@ -40,7 +40,7 @@ def spread(found: list[int]) -> int:
 
 def samples(window: dict[int, int], count: int = 3) -> dict[str, int]:
     """Sample ids of whole prompt groups, of various lengths."""
-    return {sample_id(ticket, k): size + k for ticket, size in window.items() for k in range(count)}
+    return {row_id(ticket, k): size + k for ticket, size in window.items() for k in range(count)}
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)

@@ -99,5 +99,5 @@ def test_components_of_rewards_are_counted_and_known_of_samples(monkeypatch: pyt
         for step, total, count in sums
     ]
     about = judging.about([*rows, *others])
-    assert list(about) == [row["sample_id"] for row in rows] and judging.about(rows) == {}
-    assert about[rows[0]["sample_id"]] == {"answer": "2", "components": {"a name/of it": 1.0, "good": 1.0}}
+    assert list(about) == [row["row_id"] for row in rows] and judging.about(rows) == {}
+    assert about[rows[0]["row_id"]] == {"answer": "2", "components": {"a name/of it": 1.0, "good": 1.0}}

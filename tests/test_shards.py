@@ -31,21 +31,21 @@ def test_rows_come_back_as_they_went_in(lengths):
     if not rows:
         return
     found = unpack(packed(rows))
-    assert list(found) == [row["sample_id"] for row in rows]
+    assert list(found) == [row["row_id"] for row in rows]
     for row in rows:
-        assert same(found[row["sample_id"]], row)
-        assert found[row["sample_id"]]["token_ids"].dtype == np.int32
+        assert same(found[row["row_id"]], row)
+        assert found[row["row_id"]]["token_ids"].dtype == np.int32
 
 
 def test_unknown_fields_are_kept():
     rows = [{**row, "mood": {"a": [1]}} for row in rows_of([3], Version(1, 0))]
-    assert unpack(packed(rows, (*GENERATED, "mood")))["000000003.01"]["mood"] == {"a": [1]}
+    assert unpack(packed(rows, (*GENERATED, "mood")))["000000003.01.00"]["mood"] == {"a": [1]}
 
 
 def test_mapped_rows_cannot_be_written(tmp_path):
     files = ShardFiles(tmp_path)
     descriptor = files.write("a.h5", packed(rows_of([0], Version(1, 0))))
-    row = files.read(descriptor)["000000000.00"]
+    row = files.read(descriptor)["000000000.00.00"]
     with pytest.raises(ValueError, match="read-only"):
         row["token_ids"][0] = 1
     files.forget(set())
@@ -82,6 +82,6 @@ def test_dropped_rows_in_a_shard_that_is_still_needed_do_not_show(tmp_path):
         {**files.write("b", packed(stale, ("old_logprobs",))), "tickets": [0]},
         {**files.write("c", packed(again)), "tickets": [1]},
     ]
-    rows = read_rows(files, Claim(1, 0, (0, 1), tuple(shards), 0), 2)
+    rows = read_rows(files, Claim(1, 0, (0, 1), tuple(shards), 0, episodes=(b"\1\1",) * 2))
     assert [len(row["token_ids"]) for row in rows] == [5, 5, 9, 9]
     assert ["old_logprobs" in row for row in rows] == [True, True, False, False]

@@ -54,7 +54,7 @@ class Asker:
 
     def put(self, engine: str, ticket: int, *versions: int, length: int = 3) -> dict[int, str]:
         codes = [Version(1, number).encode() for number in versions]
-        row = {"ticket": ticket, "mask": 3, "lengths": packed([length, 2]), "versions": codes}
+        row = {"ticket": ticket, "episodes": b"\1\1", "lengths": packed([length, 2]), "versions": codes}
         put = {"shard": {"name": f"s{next(self.keys)}"}, "rows": [row], "fields": list(GENERATED)}
         return self.ask(engine, "put", **put)["refused"]
 

@@ -66,7 +66,7 @@ def read_elsewhere(folder: Path, descriptor: Descriptor) -> tuple[dict[str, int]
 
 def _read(folder: Path, descriptor: Descriptor) -> tuple[dict[str, int], list[int]]:
     reader = ShardReader(ShardFiles(folder), [ShmPlane(TOKEN, SlabPool())])
-    row = reader.read(descriptor)["000000000.00"]
+    row = reader.read(descriptor)["000000000.00.00"]
     tokens = row["token_ids"].tolist()
     reader.close()
     return dict(reader.ways.shards), tokens

@@ -120,7 +120,7 @@ def streamed(samples: list[Row], ranks: int, arrival: Sequence[int]) -> list[lis
     ask("rollout", "admit", reader="r", count=len(samples))
     for ticket in arrival:
         lengths = packed([len(row["token_ids"]) for row in samples[2 * ticket : 2 * ticket + 2]])
-        summary = {"ticket": ticket, "mask": 3, "lengths": lengths, "versions": [version.encode()]}
+        summary = {"ticket": ticket, "episodes": b"\1\1", "lengths": lengths, "versions": [version.encode()]}
         ask("rollout", "put", shard={"name": f"s{ticket}"}, rows=[summary], fields=list(GENERATED))
         while claim := ask("actor", "claim", **window, ranks=ranks, max_tokens=20, batch=len(windows)):
             rows = [row for held in claim["tickets"] for row in samples[2 * held : 2 * held + 2]]

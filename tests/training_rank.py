@@ -114,14 +114,14 @@ def check_who_waits_for_the_leader() -> None:
 def check_rows_that_one_rank_cannot_read() -> None:
     """What a maker took along after the leader had read it costs a claim, and no rank; what is only late is awaited."""
     ranks, line, leads = Ranks.__new__(Ranks), Channel(60.0), dist.get_rank() == 0
-    claim = Claim(5, 0, (7,), ({"name": "maker-i000001-1-aa-000001.h5", "tickets": [7]},), 0)
+    claim = Claim(5, 0, (7,), ({"name": "maker-i000001-1-aa-000001.h5", "tickets": [7]},), 0, episodes=(b"\1",))
     given_back: list[int] = []
     for held, expected in (([7], [{"reward": 1.0}]), ([], None)):
         answer: Future[list[int]] = Future()
         answer.set_result(held)
         training = SimpleNamespace(settled=lambda leases, answer=answer: answer)
         ranks._client = SimpleNamespace(training=training, give_back=lambda claim: given_back.append(claim.lease))
-        ranks.samples, ranks.reader = 1, LateReader(misses=0 if leads else 1)
+        ranks.reader = LateReader(misses=0 if leads else 1)
         assert ranks.rows(claim, line) == expected
     assert given_back == ([5] if leads else [])
 
@@ -136,7 +136,7 @@ class LateReader:
         self.misses -= 1
         if self.misses >= 0:
             raise ShardError(f"{descriptor['name']}: No such file or directory")
-        return {"000000007.00": {"reward": 1.0}}
+        return {"000000007.00.00": {"reward": 1.0}}
 
     def forget(self, keep: set[str]) -> None: ...
 

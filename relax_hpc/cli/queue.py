@@ -1,4 +1,4 @@
-"""`relax-hpc queue VERB`: what became of the samples of a run, and their rows."""
+"""`relax-hpc queue VERB`: what became of the rows of a run, and the rows themselves."""
 
 from __future__ import annotations
 
@@ -70,13 +70,14 @@ def _audit(run: RunDir, given: dict[str, Any]) -> int:
         found.problems.append(f"the run is marked finished, its journal has {trained} of {steps} steps trained")
     about = {"run_dir": str(run.root), "state": "finished" if finished else "live" if live else "not running"}
     about |= {"trained_steps": trained, "steps": steps, "journal_records": ledger.records}
-    about |= _figures(found, ledger.plan.samples_per_prompt)
+    about |= _figures(found, len(ledger.plan.undeclared))
     print(json.dumps(about) if given.get("json") else "\n".join(_lines(about)))
     return EXIT_CONFIG if found.problems else EXIT_DONE
 
 
-def _figures(found: Audit, samples_per_prompt: int) -> dict[str, Any]:
-    failed = Counter({reason: count * samples_per_prompt for reason, count in found.failed.items()})
+def _figures(found: Audit, rows: int) -> dict[str, Any]:
+    """``rows``: for how many a prompt group counts that never had any."""
+    failed = Counter({reason: count * rows for reason, count in found.failed.items()})
     return {
         "accepted": found.accepted,
         "trained": found.trained,
@@ -99,7 +100,7 @@ def _lines(about: dict[str, Any]) -> Iterator[str]:
     yield f"{about['run_dir']}: {about['state']}, {done}"
     if about["state"] == "live":
         yield "the run goes on: this is its journal as it was a moment ago"
-    yield _row("accepted", about["accepted"], "samples; each acceptance of one that was dropped before counts")
+    yield _row("accepted", about["accepted"], "rows; each acceptance of one that was dropped before counts")
     yield _row("trained", about["trained"], "once, by steps that were not rolled back")
     yield _row("dropped", sum(about["dropped"].values()), _list(about["dropped"]))
     waiting = _list(about["waiting_for"])
@@ -209,10 +210,10 @@ def _ranges(steps: list[int]) -> str:
 
 
 QUEUE = Verbs(
-    "What became of every sample of a run, and the rows themselves.",
+    "What became of every row of a run, and the rows themselves.",
     {
         "audit": Command(
-            "Prove from the journal that each accepted sample was consumed once by every task, or dropped.",
+            "Prove from the journal that each accepted row was consumed once by every task, or dropped.",
             "RUN [--json]",
             _audit_arguments,
             partial(_of_run, "audit", _audit),

@@ -54,11 +54,34 @@ class Generation:
     logprobs: list[float]
     """Nats, at the sampling temperature (at 1 if that is 0), before top_p."""
     token_versions: np.ndarray
-    """int32 [tokens]: `Version.encode()` of the weights that sampled each token."""
+    """int32 [tokens]: `Version.encode()` of the weights that sampled each token; 0: nobody did, and its entry in
+    `logprobs` is 0 too, as of what a tool or a user says between turns."""
     finish_reason: Ended
     extras: Mapping[str, np.ndarray] = field(default_factory=dict)
     """What else the engine knows of each token: name -> [tokens, ...]. One that `relax_hpc.fields` declares is put into
     the queue under its name, 0 on the prompt; others are left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeRow:
+    """One training sequence of an episode: what the policy was given first, and all that came after it."""
+
+    prompt: Sequence[int]
+    made: Generation
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """One attempt at a prompt that takes several rows: its history was compacted, or it has branches."""
+
+    rows: Sequence[EpisodeRow]
+    """At least one, in their order. One whose only row has the ticket's prompt is as well a `Generation`."""
+
+    @property
+    def finish_reason(self) -> str:
+        """`abort`, if a row has it, or else the last one's."""
+        reasons = [row.made.finish_reason for row in self.rows]
+        return "abort" if "abort" in reasons else reasons[-1]
 
 
 @dataclass(slots=True)

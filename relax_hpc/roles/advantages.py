@@ -22,7 +22,7 @@ def advantages_of(rows: Sequence[Row], algorithm: Algorithm, seed: int) -> list[
     prompts = by_prompt(rows)
     if algorithm.shuffle_rewards:
         prompts = shuffled(prompts, seed)
-    return [{"sample_id": row["sample_id"], **made} for row, made in zip(rows, algorithm.given(prompts), strict=True)]
+    return [{"row_id": row["row_id"], **made} for row, made in zip(rows, algorithm.given(prompts), strict=True)]
 
 
 def shuffled(prompts: Sequence[Prompt], seed: int) -> list[list[list[Row]]]:

@@ -156,7 +156,7 @@ def _waited(claim: Claim | None) -> Sequence[tuple[str, str, float]]:
 def _put(client: QueueClient, rows: list[Row], scores: list[np.ndarray], claim: Claim, version: Version | None) -> None:
     """Put the scores by actor_fwd's ``version``, or by the reference."""
     field, extra = ("old_logprobs", {VERSION_FIELD: version.encode()}) if version else ("ref_logprobs", {})
-    made = [{"sample_id": row["sample_id"], field: score, **extra} for row, score in zip(rows, scores, strict=True)]
+    made = [{"row_id": row["row_id"], field: score, **extra} for row, score in zip(rows, scores, strict=True)]
     client.put(made, (field, *extra), claim)
 
 

@@ -42,7 +42,6 @@ class Ranks:
             shape, world.rank, world.size, world.local_rank, store, config.model.device, config.seed, timeout
         )
         self.layout = parallel.layout()
-        self.samples = config.samples_per_prompt
         self._mark = context.run.exit_mark(context.group, context.incarnation, context.role)
         self.leader = world.leader
         self.size = world.size
@@ -81,7 +80,7 @@ class Ranks:
         while True:
             rows, failure = None, None
             try:
-                rows = read_rows(self.reader, claim, self.samples)
+                rows = read_rows(self.reader, claim)
             except ShardError as error:
                 failure = error
             if channel.agree(rows is not None):

@@ -17,7 +17,7 @@ from relax_hpc.roles.context import NEWS, TURN
 from relax_hpc.roles.ticket_worker import TicketWorker
 from relax_hpc.rollout.activity import Activity
 from relax_hpc.rollout.episodes import Repeat, play
-from relax_hpc.rollout.samples import requests_for
+from relax_hpc.rollout.samples import last_response, requests_for
 from relax_hpc.transfer_queue.client import News
 from relax_hpc.versions import Version
 from relax_hpc.weights.node_cache import Staged
@@ -238,10 +238,11 @@ class Replica:
         return list(zip(prompts, answers, await self.rollout.judging.evaluated(prompts, answers), strict=True))
 
     async def answer(self, request: GenerateRequest) -> Generation | BadAnswer:
-        """The engine's answer, asked for again while the engine fails, a few times in a row at most."""
+        """How an episode ends, asked for again while the engine fails, a few times in a row at most."""
         while True:
             with contextlib.suppress(Repeat):
-                return await play(self.rollout.task, request, self.once)
+                made = await play(self.rollout.task, request, self.once)
+                return made if isinstance(made, BadAnswer) else last_response(made)
 
     async def once(self, request: GenerateRequest, counted: bool = True) -> Generation | BadAnswer:
         """The engine's answer, or what is wrong with it. Repeat: there is none, which ends the role if too many that

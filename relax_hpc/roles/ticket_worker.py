@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from relax_hpc.engines.engine import BadAnswer, Draft, Generation
+from relax_hpc.engines.engine import BadAnswer, Draft, Episode, Generation
 from relax_hpc.errors import RelaxError
 from relax_hpc.roles.context import END
 from relax_hpc.rollout.episodes import Repeat, play
@@ -137,13 +137,13 @@ class TicketWorker:
         """The step that ``ticket`` is for."""
         return ticket // self.config.prompts_per_step
 
-    async def finish(self, group: PartialGroup, counted: bool = True) -> list[Generation | BadAnswer]:
+    async def finish(self, group: PartialGroup, counted: bool = True) -> list[Generation | Episode | BadAnswer]:
         """The samples of ``group``, of which the engine draws what is missing."""
         async with asyncio.TaskGroup() as tasks:
             samples = [tasks.create_task(self.sample(group, k, counted)) for k in range(len(group.drafts))]
         return [sample.result() for sample in samples]
 
-    async def sample(self, group: PartialGroup, k: int, counted: bool) -> Generation | BadAnswer:
+    async def sample(self, group: PartialGroup, k: int, counted: bool) -> Generation | Episode | BadAnswer:
         """One of them; asked for again while the engine fails. Repeat: it failed, which is not ``counted``."""
         while request := group.request(k, self.rollout.sampling, self.config.rollout.max_new_tokens):
             with contextlib.suppress(*([Repeat] if counted else [])):

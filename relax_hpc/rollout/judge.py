@@ -10,13 +10,13 @@ from typing import Any
 
 from relax_hpc.config.schema import Config
 from relax_hpc.data.prompts import Prompt, Tokenizer
-from relax_hpc.engines.engine import EngineFault, Generation
+from relax_hpc.engines.engine import EngineFault, Episode, Generation
 from relax_hpc.metrics.writer import COMPONENT_COUNT, COMPONENT_SUM
 from relax_hpc.rewards import RewardError, RewardInput, Score
 from relax_hpc.rewards.where import Rewards, make_rewards
 from relax_hpc.rollout.filters import get_filter
 from relax_hpc.rollout.outcomes import Failure
-from relax_hpc.rollout.samples import group_rows, refused, reward_input
+from relax_hpc.rollout.samples import group_rows, last_response, refused, reward_input
 from relax_hpc.tasks import eval_reward, train_reward
 from relax_hpc.transfer_queue.row_schema import Row
 
@@ -60,7 +60,7 @@ class Judge:
             await rewards.close()
 
     async def rows(
-        self, prompt: Prompt, ticket: int, answers: Sequence[Generation | EngineFault]
+        self, prompt: Prompt, ticket: int, answers: Sequence[Generation | Episode | EngineFault]
     ) -> list[Row] | Failure:
         """Of a prompt group its rows, rewards included, or why it came to nothing."""
         if failure := refused(answers):
@@ -72,15 +72,16 @@ class Judge:
         newest_only = self.config.algorithm.mask_older_tokens
         rows = group_rows(prompt, ticket, answers, [score.total for score in scores], self._filter, newest_only)
         if not isinstance(rows, Failure) and self._keeps(ticket):
-            for row, score in zip(rows, scores, strict=True):
-                self._about[row["sample_id"]] = {"answer": prompt.answer, "components": score.components}
+            for row in rows:
+                components = scores[row["episode"]].components
+                self._about[row["row_id"]] = {"answer": prompt.answer, "components": components}
             while len(self._about) > _MOST_KEPT:
                 del self._about[next(iter(self._about))]
         return rows
 
     def about(self, rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
         """By row id what is known of ``rows`` beside them, for people, once."""
-        names = [row["sample_id"] for row in rows]
+        names = [row["row_id"] for row in rows]
         return {name: self._about.pop(name) for name in names if name in self._about}
 
     async def evaluated(self, prompts: Sequence[Prompt], answers: Sequence[Generation | EngineFault]) -> list[Score]:
@@ -99,12 +100,12 @@ class Judge:
                 values[k] = scores[0]
         return values
 
-    async def _inputs(self, prompts: Sequence[Prompt], answers: Sequence[Generation]) -> list[RewardInput]:
+    async def _inputs(self, prompts: Sequence[Prompt], answers: Sequence[Generation | Episode]) -> list[RewardInput]:
         def made() -> list[RewardInput]:
             pairs = zip(prompts, answers, strict=True)
             return [reward_input(prompt, answer, self.tokenizer) for prompt, answer in pairs]
 
-        tokens = sum(len(answer.token_ids) for answer in answers)
+        tokens = sum(len(last_response(answer).token_ids) for answer in answers)
         return made() if tokens <= _AT_ONCE_TOKENS else await asyncio.to_thread(made)
 
     def _note(self, step: int, scores: Sequence[Score]) -> None:

@@ -25,15 +25,17 @@ class Failure:
     reason: str
     detail: str
     rewards: tuple[float, ...] = ()
-    """Of all samples, where there are any: of a group that the filter dropped."""
+    """Of all episodes, where there are any: of a group that the filter dropped."""
 
 
 def generated(groups: Iterable[list[Row] | Failure]) -> dict[str, float]:
-    """How many samples with a reward there are in ``groups``, those included that are not kept, and their sum."""
+    """How many episodes with a reward there are in ``groups``, those included that are not kept, and their sum."""
     rewards = [
         reward
         for group in groups
-        for reward in (group.rewards if isinstance(group, Failure) else [row["reward"] for row in group])
+        for reward in (
+            group.rewards if isinstance(group, Failure) else [row["reward"] for row in group if not row["row"]]
+        )
     ]
     return {GENERATED: float(len(rewards)), GENERATED_SUM: float(sum(rewards))}
 

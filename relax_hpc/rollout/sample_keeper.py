@@ -45,8 +45,8 @@ class SampleKeeper:
                 known, versions = int(row["prompt_len"]), row["token_versions"]
                 made = Generation(row["token_ids"][known:].tolist(), [], versions[known:], row["finish_reason"])
                 step, prompt = row["ticket"] // self.config.prompts_per_step, row["token_ids"][:known].tolist()
-                sample = self._sample(row["sample_id"], step, row["prompt_id"], prompt, made, row["reward"])
-                by_step[step].append(sample | {"shard": shard} | dict((about or {}).get(row["sample_id"], {})))
+                sample = self._sample(row["row_id"], step, row["prompt_id"], prompt, made, row["reward"])
+                by_step[step].append(sample | {"shard": shard} | dict((about or {}).get(row["row_id"], {})))
         for step, samples in by_step.items():
             self.log.keep(samples, step)
         return [sample for samples in by_step.values() for sample in samples]

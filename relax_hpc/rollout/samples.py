@@ -10,13 +10,14 @@ import numpy as np
 
 from relax_hpc.config.schema import Config
 from relax_hpc.data.prompts import BadLine, Prompt, PromptRules, Tokenizer, load_prompts, prompt_at
-from relax_hpc.engines.engine import EngineFault, GenerateRequest, Generation, Sampling
+from relax_hpc.engines.engine import EngineFault, Episode, EpisodeRow, GenerateRequest, Generation, Sampling
 from relax_hpc.fields import FIELDS
 from relax_hpc.rewards import RewardInput
 from relax_hpc.rollout.filters import Filter
 from relax_hpc.rollout.outcomes import Failure
 from relax_hpc.transfer_queue.records import FILTERED
-from relax_hpc.transfer_queue.row_schema import NOBODY, Row, sample_id
+from relax_hpc.transfer_queue.row_ids import row_id
+from relax_hpc.transfer_queue.row_schema import NOBODY, Row
 
 
 @dataclass(slots=True)
@@ -50,8 +51,9 @@ def requests_for(prompt: Prompt, ticket: int, samples: int, sampling: Sampling, 
     return [GenerateRequest(prompt.token_ids, key, k, sampling, budget) for k in range(samples)]
 
 
-def reward_input(prompt: Prompt, generation: Generation, tokenizer: Tokenizer) -> RewardInput:
-    """What a reward sees of one response."""
+def reward_input(prompt: Prompt, answer: Generation | Episode, tokenizer: Tokenizer) -> RewardInput:
+    """What a reward sees of one episode."""
+    generation = last_response(answer)
     response = generation.token_ids
     # One that a text has ended has no end token.
     ended = generation.finish_reason == "stop" and response[-1] in tokenizer.eos_ids
@@ -59,7 +61,12 @@ def reward_input(prompt: Prompt, generation: Generation, tokenizer: Tokenizer) -
     return RewardInput(prompt.text, prompt.answer, text, generation.finish_reason, prompt.metadata)
 
 
-def refused(answers: Sequence[Generation | EngineFault]) -> Failure | None:
+def last_response(answer: Generation | Episode) -> Generation:
+    """Of an episode of several rows that of the last one."""
+    return answer.rows[-1].made if isinstance(answer, Episode) else answer
+
+
+def refused(answers: Sequence[Generation | Episode | EngineFault]) -> Failure | None:
     """Why there is no prompt group of these, if one of them is no response: groups enter the queue whole."""
     for answer in answers:
         if isinstance(answer, EngineFault):
@@ -72,7 +79,7 @@ def refused(answers: Sequence[Generation | EngineFault]) -> Failure | None:
 def group_rows(
     prompt: Prompt,
     ticket: int,
-    answers: Sequence[Generation],
+    answers: Sequence[Generation | Episode],
     rewards: Sequence[float],
     keeps: Filter = lambda rewards: True,
     newest_only: bool = False,
@@ -85,10 +92,9 @@ def group_rows(
         return Failure(FILTERED, f"rewards {sorted(set(rewards))} (prompt {prompt.prompt_id})", tuple(rewards))
     rows: list[Row] = []
     for k, (answer, reward) in enumerate(zip(answers, rewards, strict=True)):
-        row = unscored_row(prompt, ticket, k, answer) | {"reward": reward}
-        if newest_only:
-            leave_older_out(row)
-        rows.append(row)
+        rows += [row | {"reward": reward} for row in episode_rows(prompt, ticket, k, answer)]
+    for row in rows if newest_only else ():
+        leave_older_out(row)
     return rows
 
 
@@ -99,18 +105,32 @@ def leave_older_out(row: Row) -> None:
         row["loss_mask"] *= versions == sampled[-1]
 
 
-def unscored_row(prompt: Prompt, ticket: int, k: int, answer: Generation) -> Row:
-    """The row of one response but for its reward."""
-    known, made = len(prompt.token_ids), len(answer.token_ids)
+def unscored_row(prompt: Prompt, ticket: int, episode: int, answer: Generation) -> Row:
+    """The row of an episode that has one but for its reward."""
+    return _row(prompt.prompt_id, (ticket, episode, 0), prompt.token_ids, answer)
+
+
+def episode_rows(prompt: Prompt, ticket: int, episode: int, answer: Generation | Episode) -> list[Row]:
+    """The rows of an episode but for its reward."""
+    turns = answer.rows if isinstance(answer, Episode) else [EpisodeRow(prompt.token_ids, answer)]
+    return [
+        _row(prompt.prompt_id, (ticket, episode, number), turn.prompt, turn.made) for number, turn in enumerate(turns)
+    ]
+
+
+def _row(prompt_id: str, place: tuple[int, int, int], prompt: Sequence[int], answer: Generation) -> Row:
+    """Of ``answer``, tokens of no version were sampled by nobody and are not trained on."""
+    known = len(prompt)
+    versions = np.concatenate([np.full(known, NOBODY, np.int32), answer.token_versions.astype(np.int32)])
     return {
-        "sample_id": sample_id(ticket, k),
-        "prompt_id": prompt.prompt_id,
-        "ticket": ticket,
-        "token_ids": np.array([*prompt.token_ids, *answer.token_ids], np.int32),
+        "row_id": row_id(*place),
+        "prompt_id": prompt_id,
+        **dict(zip(("ticket", "episode", "row"), place, strict=True)),
+        "token_ids": np.array([*prompt, *answer.token_ids], np.int32),
         "prompt_len": known,
-        "loss_mask": np.repeat(np.array([0, 1], np.uint8), [known, made]),
+        "loss_mask": (versions != NOBODY).astype(np.uint8),
         "rollout_logprobs": np.concatenate([np.zeros(known, np.float32), np.array(answer.logprobs, np.float32)]),
-        "token_versions": np.concatenate([np.zeros(known, np.int32), answer.token_versions.astype(np.int32)]),
+        "token_versions": versions,
         "spans": [],
         "finish_reason": answer.finish_reason,
         **_extras(answer, known),

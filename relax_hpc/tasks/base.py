@@ -11,7 +11,7 @@ from relax_hpc.rewards.answers import answer_partial
 if TYPE_CHECKING:
     from relax_hpc.config.schema import DataConfig
     from relax_hpc.data.prompts import Tokenizer
-    from relax_hpc.engines.engine import GenerateRequest, Generation
+    from relax_hpc.engines.engine import Episode, GenerateRequest, Generation
 
     Ask = Callable[[GenerateRequest], Awaitable[Generation]]
 else:
@@ -52,10 +52,12 @@ class Task:
         """
         raise NotImplementedError
 
-    async def episode(self, request: GenerateRequest, ask: Ask) -> Generation:
+    async def episode(self, request: GenerateRequest, ask: Ask) -> Generation | Episode:
         """One attempt at a prompt, as ``request`` has it: here one turn.
 
-        What ``ask`` returns is a response; one that goes on from it is asked for by a request with a longer prompt.
+        What ``ask`` returns is a response; one that goes on from it is asked for by a request with a longer prompt. Of
+        several turns with what others say between them one `Generation` is made, whose tokens of version 0 nobody
+        sampled; where no sequence holds all of it, as after a history was compacted, an `Episode` of several rows.
         """
         return await ask(request)
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from relax_hpc.fields import FIELDS, loss_fields
-from relax_hpc.transfer_queue.row_schema import Row, place_of
+from relax_hpc.transfer_queue.row_ids import place_of
+from relax_hpc.transfer_queue.row_schema import Row
 
 PAD = 0
 """Token id after a row's end; nothing that is used depends on it."""
@@ -74,7 +75,7 @@ def collate(
 
 def episode_tokens(rows: Sequence[Row]) -> list[int]:
     """Of each of `rows`, the trained tokens of its whole episode, all rows of which are among them."""
-    episodes = [place_of(row["sample_id"])[:2] for row in rows]
+    episodes = [place_of(row["row_id"])[:2] for row in rows]
     found: Counter[tuple[int, int]] = Counter()
     for episode, row in zip(episodes, rows, strict=True):
         found[episode] += int(np.count_nonzero(row["loss_mask"]))

@@ -12,17 +12,22 @@ from relax_hpc.training.trainer import Trainer
 
 
 class SimulatedTrainer(Trainer):
-    """`Trainer` whose passes over a training batch take `actor.simulated_step_s`, each row its share."""
+    """`Trainer` whose passes over a training batch take `actor.simulated_step_s`, each episode its share."""
 
     def __init__(self, model: PolicyModel, config: Config) -> None:
         super().__init__(model, config.algorithm, config.actor.optimizer, config.rollout.temperature)
-        rows = config.prompts_per_step * config.samples_per_prompt / config.actor.parallel.data
-        self._row_s = config.actor.simulated_step_s / rows
+        episodes = config.prompts_per_step * config.samples_per_prompt / config.actor.parallel.data
+        self._episode_s = config.actor.simulated_step_s / episodes
 
     def accumulate(self, micro_batches: Sequence[Batch]) -> None:
         """Wait for as long as these rows take."""
-        time.sleep(self._row_s * sum(len(batch.lengths) for batch in micro_batches))
+        time.sleep(self._episode_s * sum(_episodes(batch) for batch in micro_batches))
 
     def step(self, lr: float) -> dict[str, float]:
         """No change, and nothing to tell."""
         return {"grad_norm": 0.0, "skipped": 0.0}
+
+
+def _episodes(batch: Batch) -> float:
+    """How many there are in ``batch``; of one that has rows elsewhere, its share of the tokens that are trained."""
+    return float((batch.mask.sum(1, keepdim=True) / batch.episode_tokens.clamp(min=1.0)).sum())

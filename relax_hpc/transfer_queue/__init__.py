@@ -6,13 +6,13 @@ rows. Here all of them are in one; elsewhere, each opens the same run and finds 
 >>> import tempfile
 >>> from pathlib import Path
 >>> import numpy as np
->>> from relax_hpc.transfer_queue import Config, GroupConfig, QueueClient, RunDir, Version, sample_id, serving
+>>> from relax_hpc.transfer_queue import Config, GroupConfig, QueueClient, RunDir, Version, row_id, serving
 >>> groups = {"rollout": GroupConfig(roles=["rollout"]), "actor": GroupConfig(roles=["actor"])}
 >>> config = Config(groups=groups, steps=1, prompts_per_step=2, samples_per_prompt=2)
 >>> run = RunDir(Path(tempfile.mkdtemp()))
 >>> version = Version(incarnation=1, number=0)
 >>> def row(ticket, k):
-...     about = {"sample_id": sample_id(ticket, k), "prompt_len": 1, "reward": float(k)}
+...     about = {"row_id": row_id(ticket, k), "prompt_len": 1, "reward": float(k)}
 ...     about["token_ids"] = np.array([7, 8, ticket], np.int32)
 ...     return {**about, "token_versions": np.array([0] + 2 * [version.encode()], np.int32), "mine": np.ones(5)}
 >>> run.create()
@@ -39,7 +39,8 @@ from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.client import Claim, QueueClient
 from relax_hpc.transfer_queue.controller.server import Controller
 from relax_hpc.transfer_queue.plan import Plan, Task
-from relax_hpc.transfer_queue.row_schema import Row, sample_id
+from relax_hpc.transfer_queue.row_ids import row_id
+from relax_hpc.transfer_queue.row_schema import Row
 from relax_hpc.transfer_queue.serving import serving
 from relax_hpc.transfer_queue.storage.columns import Column
 from relax_hpc.versions import Version
@@ -58,6 +59,6 @@ __all__ = [
     "RunDir",
     "Task",
     "Version",
-    "sample_id",
+    "row_id",
     "serving",
 ]

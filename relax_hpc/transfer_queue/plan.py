@@ -89,6 +89,11 @@ class Plan:
             refresh_every=algorithm.kl.refresh_every,
         )
 
+    @property
+    def undeclared(self) -> bytes:
+        """Rows of each episode of a prompt group that nobody has declared, as in `row_ids`: it counts as having one."""
+        return bytes([1]) * self.samples_per_prompt
+
     def knows(self, group: str) -> bool:
         """Whether ``group`` is one of the run's, an elastic member of one, or a supervisor."""
         return group == SUPERVISOR or bool(base_name(group.removeprefix(f"{SUPERVISOR}-"), self.groups))

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from relax_hpc.transfer_queue.lengths import unpacked
 from relax_hpc.transfer_queue.samplers import Assignment
 
 Owner = tuple[str, int]
@@ -26,7 +27,7 @@ Part = tuple[int, tuple[str, ...]]
 
 @dataclass(slots=True)
 class PromptGroup:
-    """One prompt's samples: who generates them, which fields are there, and where."""
+    """One prompt's episodes: who generates them, which rows and fields of them are there, and where."""
 
     owner: Owner | None
     """While it is in generation."""
@@ -34,9 +35,11 @@ class PromptGroup:
     filtered: int = 0
     """Attempts before that a filter dropped."""
     width: int = 0
-    """Tokens of its longest sample."""
+    """Tokens of its longest row."""
     lengths: bytes = b""
-    """Tokens of every sample, see `transfer_queue.lengths`."""
+    """Tokens of every row, see `transfer_queue.lengths`."""
+    episodes: bytes = b""
+    """How many rows each episode has, see `transfer_queue.row_ids`; empty before somebody has declared it."""
     versions: frozenset[int] = frozenset()
     old_version: int = 0
     last: int = NO_STEP
@@ -52,6 +55,21 @@ class PromptGroup:
     def has(self, bits: int) -> bool:
         """Whether it has all these fields."""
         return self.present & bits == bits
+
+    def declare(self, lengths: bytes, episodes: bytes, versions: frozenset[int]) -> None:
+        """These are its rows."""
+        self.lengths, self.episodes, self.versions = lengths, episodes, versions
+        self.width = max(self.row_tokens)
+
+    @property
+    def rows(self) -> int:
+        """How many were declared."""
+        return sum(self.episodes)
+
+    @property
+    def row_tokens(self) -> tuple[int, ...]:
+        """Tokens of each row."""
+        return unpacked(self.lengths, self.rows)
 
     @property
     def failures(self) -> int:

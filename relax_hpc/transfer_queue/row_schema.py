@@ -1,4 +1,4 @@
-"""Row schema, format version 1: what a sample carries between the roles.
+"""Row schema, format version 2: what a training sequence carries between the roles.
 
 A row is a dict of fields. Per-token arrays all have the length of the whole sequence, prompt and response, so index i
 of every one of them belongs to token i: ``loss_mask[i]`` says whether token i was chosen by the policy and
@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from relax_hpc.fields import FIELDS, FieldSpec, fields_by
+from relax_hpc.transfer_queue.row_ids import place_of
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 NOBODY = 0
 """Encoded version, of no incarnation, of tokens that nobody sampled: those of the prompt, and what others put between
 those of the policy, such as a tool. Their mask and their log-probabilities are 0."""
@@ -31,31 +32,12 @@ class BadRow(ValueError):
     """Rows that may not enter the queue; the message names the field."""
 
 
-def sample_id(ticket: int, k: int) -> str:
-    """Id of sample ``k`` of a prompt group.
-
-    >>> sample_id(123, 4)
-    '000000123.04'
-    """
-    return f"{ticket:09d}.{k:02d}"
-
-
-def place_of(name: str) -> tuple[int, int, int]:
-    """The ticket, the episode and the row that an id names.
-
-    >>> place_of("000000123.04.01"), place_of("000000123.04")
-    ((123, 4, 1), (123, 4, 0))
-    """
-    ticket, episode, row = (*name.split("."), "0")[:3]
-    return int(ticket), int(episode), int(row)
-
-
 def by_prompt(rows: Sequence[Row]) -> list[list[list[Row]]]:
     """``rows``, in the order of their ids, as [prompt group][episode][row]."""
     prompts: list[list[list[Row]]] = []
     last: tuple[int, ...] = ()
     for row in rows:
-        place = place_of(row["sample_id"])
+        place = place_of(row["row_id"])
         if place[:1] != last[:1]:
             prompts.append([])
         if place[:2] != last[:2]:

@@ -1,6 +1,6 @@
 """Which rank takes which rows, and in which micro-batches: pure functions of a window.
 
-A window is what a task has claimed: the tokens of every prompt group by ticket, or of every sample by sample id. The
+A window is what a task has claimed: the tokens of every prompt group by ticket, or of every row by its id. The
 answers depend on nothing else, neither on the order of arrival nor on chance, and ties go to the lower ticket. So
 every tensor, pipeline and context rank, and every retry, finds the same rows for (step, task, data rank, batch).
 """
@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 from typing import TypeVar
 
 Key = TypeVar("Key", int, str)
-"""A ticket, or a `sample_id`; both sort in ticket order."""
+"""A ticket, or a `row_id`; both sort in ticket order."""
 Sampler = Callable[[Mapping[Key, int], int], list[list[Key]]]
 """(tokens by key, parts) -> the keys of every part. Each key is in one part; keys ascend within it."""
 Assignment = list[list[list[int]]]
@@ -66,10 +66,10 @@ def evenly(lengths: Mapping[Key, int], parts: int) -> list[list[Key]]:
 
 
 def whole_groups(lengths: Mapping[str, int], parts: int, equal_counts: bool = False) -> list[list[str]]:
-    """`balanced` with the samples of a prompt group kept together; keys are sample ids.
+    """`balanced` with the rows of a prompt group kept together; keys are row ids.
 
-    >>> whole_groups({"000000000.00": 5, "000000000.01": 5, "000000001.00": 9}, 2)
-    [['000000000.00', '000000000.01'], ['000000001.00']]
+    >>> whole_groups({"000000000.00.00": 5, "000000000.01.00": 5, "000000001.00.00": 9}, 2)
+    [['000000000.00.00', '000000000.01.00'], ['000000001.00.00']]
     """
     groups: dict[str, list[str]] = {}
     for sample in sorted(lengths):

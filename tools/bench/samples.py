@@ -22,6 +22,7 @@ from relax_hpc.data.prompts import load_tokenizer
 from relax_hpc.data.tiny_model import write_tokenizer
 from relax_hpc.rollout.sample_keeper import SampleKeeper
 from relax_hpc.rollout.sample_log import SampleLog, read_samples
+from relax_hpc.transfer_queue.row_ids import row_id
 from relax_hpc.transfer_queue.row_schema import Row
 
 
@@ -31,7 +32,7 @@ def rows_of(config: Config, step: int, tokens: int, vocabulary: int) -> list[Row
     size, samples = config.prompts_per_step, config.samples_per_prompt
     return [
         {
-            "sample_id": f"{ticket:09d}.{k:02d}",
+            "row_id": row_id(ticket, k),
             "prompt_id": str(ticket),
             "ticket": ticket,
             "token_ids": random.integers(0, vocabulary, tokens, dtype=np.int32),

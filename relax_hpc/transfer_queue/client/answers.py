@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from relax_hpc.transfer_queue.row_ids import ids_of, ticket_of
 from relax_hpc.transfer_queue.row_schema import Row
 
 Message = Mapping[str, Any]
@@ -84,8 +85,10 @@ class Claim:
     """In the order of training, where it is the first of these that have one."""
     with_media: tuple[int, ...] = ()
     """Tickets whose rows name media: see `check_claim`."""
+    episodes: tuple[bytes, ...] = ()
+    """Of each ticket, how many rows each episode has, a byte an episode."""
     assignment: Sequence[Sequence[Sequence[int]]] = ()
-    """[data rank][micro-batch][row], numbers of the rows in ticket and sample order, if it was claimed for ranks."""
+    """[data rank][micro-batch][row], numbers of the rows in the order of their ids, if it was claimed for ranks."""
     waited: Sequence[Waited] = ()
     """What the queue had to wait for until there was this."""
     given: tuple[int, ...] = ()
@@ -98,7 +101,7 @@ class Claim:
         with_media, assignment = tuple(message.get("with_media", ())), message["assignment"]
         place = message.get("place", tickets[0] if tickets else 0)
         about = {"with_media": with_media, "assignment": assignment, "waited": message.get("waited", ())}
-        about["given"] = tuple(message.get("given", ()))
+        about |= {"given": tuple(message.get("given", ())), "episodes": tuple(message["episodes"])}
         return cls(message["lease"], message["step"], tickets, shards, message["min_version"], place, **about)
 
     @classmethod
@@ -108,8 +111,12 @@ class Claim:
 
     def lacking(self, rows: Sequence[Row]) -> Sequence[Row]:
         """Those of ``rows`` that have not yet what the task gives."""
-        given = {f"{ticket:09d}" for ticket in self.given}
-        return [row for row in rows if row["sample_id"].partition(".")[0] not in given] if given else rows
+        return [row for row in rows if ticket_of(row["row_id"]) not in self.given] if self.given else rows
+
+    def row_ids(self) -> list[str]:
+        """Of all its rows, in their order."""
+        pairs = zip(self.tickets, self.episodes, strict=True)
+        return [name for ticket, episodes in pairs for name in ids_of(ticket, episodes)]
 
     def message(self) -> dict[str, Any]:
         """A msgpack-able copy, for the other ranks of the group."""
@@ -169,7 +176,7 @@ class QueueStatus:
     trained_steps: int
     steps: int
     accepted: int
-    """Samples so far, also those that were dropped since."""
+    """Rows so far, also those that were dropped since."""
     newest: str
     """Version; empty before the first one."""
     readers: Mapping[str, str]
@@ -179,7 +186,7 @@ class QueueStatus:
     oldest_s: Mapping[str, float]
     untrained_bytes: int
     dropped: Mapping[str, int]
-    """Samples by reason."""
+    """Rows by reason; of prompt groups that never had any, one an episode."""
     noted: Mapping[str, int]
     disk: Sequence[Message]
     """Whose writes do not succeed, see `Waits.told`."""

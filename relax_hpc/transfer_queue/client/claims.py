@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from relax_hpc.transfer_queue.row_ids import ticket_of
 from relax_hpc.transfer_queue.row_schema import Row
 from relax_hpc.transfer_queue.storage.media import BadMedia, MediaError, MediaStore, check_media, media_ids
 from relax_hpc.transfer_queue.storage.shard import ShardError
@@ -94,17 +95,15 @@ def _bad_media(client: QueueClient, claim: Claim, placeholders: Mapping[str, int
             _check(client.media, row, placeholders)
         except BadMedia as bad:
             print(f"quarantined: {bad}", flush=True)
-            yield bad.reason, int(row["sample_id"].partition(".")[0])
+            yield bad.reason, ticket_of(row["row_id"])
 
 
 def _check(store: MediaStore, row: Row, placeholders: Mapping[str, int] | None) -> None:
     if row["spans"] and not row.get("media_tokens"):
-        raise BadMedia(
-            "media_mismatch", f"{row['sample_id']}: it names media, and nobody says how many tokens they have"
-        )
+        raise BadMedia("media_mismatch", f"{row['row_id']}: it names media, and nobody says how many tokens they have")
     check_media(row, placeholders)
     for media_id in sorted(media_ids([row])):
         try:
             store.check(media_id)
         except MediaError as error:
-            raise BadMedia("media_missing", f"{row['sample_id']}: {error}") from error
+            raise BadMedia("media_missing", f"{row['row_id']}: {error}") from error

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from relax_hpc.errors import RefusedError
 from relax_hpc.transfer_queue.controller.handlers.kept import UNSCORED
 from relax_hpc.transfer_queue.plan import GENERATED
-from relax_hpc.transfer_queue.row_schema import BadRow, Row, sample_id, with_optional
+from relax_hpc.transfer_queue.row_ids import place_of, row_id
+from relax_hpc.transfer_queue.row_schema import BadRow, Row, sampled_versions, with_optional
 from relax_hpc.transfer_queue.storage.shard import ShardError, pack
 from relax_hpc.transfer_queue.storage.shard_files import ShardFiles
 from relax_hpc.transfer_queue.storage.shard_store import files_of
@@ -45,7 +46,7 @@ class Leftover:
 
     def as_ticket(self, ticket: int) -> list[Row]:
         """The rows as those of ``ticket``."""
-        return [row | {"sample_id": sample_id(ticket, k), "ticket": ticket} for k, row in sorted(self.rows.items())]
+        return [row | {"row_id": row_id(ticket, k), "ticket": ticket} for k, row in sorted(self.rows.items())]
 
 
 def keep(
@@ -75,12 +76,12 @@ def keep(
 def _summarise(rows: Sequence[Row], attempts: Mapping[int, int], reused: Mapping[int, int]) -> list[dict[str, Any]]:
     groups: dict[int, dict[str, Any]] = {}
     for row in rows:
-        ticket, _, k = row["sample_id"].partition(".")
-        about = {"ticket": int(ticket), "attempt": attempts[int(ticket)], "reused": reused.get(int(ticket), 0)}
-        group = groups.setdefault(int(ticket), {**about, "samples": [], "versions": set()})
+        ticket, k, _ = place_of(row["row_id"])
+        about = {"ticket": ticket, "attempt": attempts[ticket], "reused": reused.get(ticket, 0)}
+        group = groups.setdefault(ticket, {**about, "samples": [], "versions": set()})
         made = len(row["token_ids"]) - int(row["prompt_len"])
-        group["samples"].append([int(k), made, int(row["finish_reason"] != PARTIAL)])
-        group["versions"].update(row["token_versions"][row["prompt_len"] :].tolist())
+        group["samples"].append([k, made, int(row["finish_reason"] != PARTIAL)])
+        group["versions"] |= sampled_versions(row)
     return [{**group, "versions": sorted(group["versions"])} for group in groups.values()]
 
 
@@ -105,5 +106,5 @@ def _read(files: ShardFiles, kept: Partial) -> dict[int, Row]:
     rows: dict[int, Row] = {}
     for descriptor in kept.shards:
         lies = files.read(descriptor)
-        rows |= {k: lies[sample_id(kept.source, k)] for k in descriptor["samples"]}
+        rows |= {k: lies[row_id(kept.source, k)] for k in descriptor["samples"]}
     return rows

@@ -89,11 +89,11 @@ class QueueClient:
 
     def rows(self, claim: Claim) -> list[Row]:
         """``read_rows`` through this client's store."""
-        return read_rows(self.store, claim, self.config.samples_per_prompt)
+        return read_rows(self.store, claim)
 
     def columns(self, claim: Claim, fields: Sequence[str], room: memoryview | None = None) -> dict[str, Column]:
         """``read_columns`` through this client's store: much cheaper than rows where rows are many or small."""
-        return read_columns(self.store, claim, fields, self.config.samples_per_prompt, room)
+        return read_columns(self.store, claim, fields, room)
 
     # -- puts --------------------------------------------------------------------------------------------------
 
@@ -115,11 +115,12 @@ class QueueClient:
         name = name or self.next_shard()
         try:
             shard, saved = self.store.make(name, rows, fields, {"group": self.group, "incarnation": self.incarnation})
+            summary = summarise(rows, fields)
         except BadRow as error:
+            self.store.discard(name)
             raise RefusedError(f"put: {error}") from error
-        lease = claim.lease if claim else 0
+        lease, names = claim.lease if claim else 0, list(fields)
         self.beat.progress += 1
-        summary, names = summarise(rows, fields), list(fields)
         also = {"extras": list(extras)} if extras else {}
         about = {"shard": shard, "rows": summary, "fields": names, "lease": lease, "saved": saved, **also}
         refused = self.connection.call("put", **about)["refused"]

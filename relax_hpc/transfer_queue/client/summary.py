@@ -1,28 +1,46 @@
-"""What the controller must know of rows that are put: by prompt group which samples, their lengths, their versions."""
+"""What the controller must know of rows that are put: by prompt group which rows, their lengths, their versions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from relax_hpc.transfer_queue.lengths import packed
-from relax_hpc.transfer_queue.row_schema import Row, sampled_versions
+from relax_hpc.transfer_queue.row_ids import place_of, rows_by_episode
+from relax_hpc.transfer_queue.row_schema import BadRow, Row, sampled_versions
+
+
+@dataclass(slots=True)
+class _Group:
+    """Of one prompt group: tokens by (episode, row), and versions."""
+
+    lengths: dict[tuple[int, int], int] = field(default_factory=dict)
+    versions: set[int] = field(default_factory=set)
 
 
 def summarise(rows: Sequence[Row], fields: Sequence[str]) -> list[dict[str, Any]]:
-    """Per prompt group what the controller must know: ticket, which samples, their lengths, versions."""
-    groups: dict[int, dict[str, Any]] = {}
-    for row in rows:
-        ticket, _, k = row["sample_id"].partition(".")
-        summary = groups.setdefault(int(ticket), {"ticket": int(ticket), "mask": 0, "lengths": {}, "versions": set()})
-        summary["mask"] |= 1 << int(k)
-        if "token_ids" in fields:
-            summary["lengths"][int(k)] = len(row["token_ids"])
-            summary["versions"] |= sampled_versions(row)
-        if "old_logprob_version" in fields:
-            summary["versions"].add(int(row["old_logprob_version"]))
-    for summary in groups.values():
-        lengths = summary["lengths"]
-        summary["lengths"] = packed([lengths[k] for k in sorted(lengths)])
-        summary["versions"] = sorted(summary["versions"])
-    return list(groups.values())
+    """Per prompt group what the controller must know: ticket, rows of each episode, their lengths, versions.
+
+    BadRow: an id is none.
+    """
+    groups: dict[int, _Group] = {}
+    generated = "token_ids" in fields
+    try:
+        for row in rows:
+            ticket, *place = place_of(row["row_id"])
+            group = groups.setdefault(ticket, _Group())
+            group.lengths[place[0], place[1]] = len(row["token_ids"]) if generated else 0
+            if generated:
+                group.versions |= sampled_versions(row)
+            if "old_logprob_version" in fields:
+                group.versions.add(int(row["old_logprob_version"]))
+        return [_told(ticket, group, generated) for ticket, group in groups.items()]
+    except ValueError as error:
+        raise BadRow(str(error)) from error
+
+
+def _told(ticket: int, group: _Group, generated: bool) -> dict[str, Any]:
+    lengths = packed([group.lengths[place] for place in sorted(group.lengths)]) if generated else b""
+    episodes, versions = rows_by_episode(group.lengths), sorted(group.versions)
+    return {"ticket": ticket, "episodes": episodes, "lengths": lengths, "versions": versions}

@@ -1,6 +1,6 @@
 """The file events.jsonl, a projection of the journal. Every controller makes it anew: a crash may cost its end.
 
-It has two lines a sample, so it is cut: what is before the newest two parts lies compressed beside it, see
+It has two lines a row, so it is cut: what is before the newest two parts lies compressed beside it, see
 `relax_hpc.parts`, and `event_lines` reads all of it. Where the parts end follows from the lines alone. So every
 controller makes the same ones, an older one that ends late writes nothing else into them, and what is there is kept.
 """

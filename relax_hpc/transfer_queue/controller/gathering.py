@@ -194,10 +194,10 @@ def write(folder: Path, gathering: Gathering) -> None:
     from relax_hpc.transfer_queue.storage import hdf5_writer
 
     rows = list(_rows(folder, gathering))
-    fields = dict.fromkeys(field for row in rows for field in row if field != "sample_id")
+    fields = dict.fromkeys(field for row in rows for field in row if field != "row_id")
     columns = [column_of(field, _of_one_type(field, [row[field] for row in rows])) for field in fields]
     origin = {"run": str(folder.parents[1]), "step": gathering.step}
-    hdf5_writer.write(folder / gathering.name, Columns({}, [row["sample_id"] for row in rows], columns), origin, True)
+    hdf5_writer.write(folder / gathering.name, Columns({}, [row["row_id"] for row in rows], columns), origin, True)
 
 
 def _rows(folder: Path, gathering: Gathering) -> Iterable[Row]:
@@ -208,7 +208,7 @@ def _rows(folder: Path, gathering: Gathering) -> Iterable[Row]:
             names.setdefault((number, int(name.partition(".")[0])), []).append(name)
     for ticket, parts in gathering.parts.items():
         for name in names[parts[0][0], ticket]:
-            row: Row = {"sample_id": name}
+            row: Row = {"row_id": name}
             for number, fields in parts:
                 row |= {field: shards[number][name][field] for field in fields}
             yield row

@@ -14,6 +14,7 @@ import msgpack
 from relax_hpc.transfer_queue.controller.planning.acceptance import Row
 from relax_hpc.transfer_queue.lengths import is_packed
 from relax_hpc.transfer_queue.records import Cause, Owner
+from relax_hpc.transfer_queue.row_ids import MAX_ROWS
 from relax_hpc.transport.wire import BadMessage
 
 Args = dict[str, Any]
@@ -26,7 +27,7 @@ MAX_TOLD_BYTES = 16 << 10
 MAX_TOLD_DEPTH = 8
 """Of maps and lists in each other: what is far from the limits of msgpack when it is passed on within others."""
 _MAX_PATIENCE_S = 1e9
-_ROW, _WHOLE = ("ticket", "mask", "lengths", "versions"), frozenset([int])
+_ROW, _WHOLE = ("ticket", "episodes", "lengths", "versions"), frozenset([int])
 
 
 class Refused(Exception):
@@ -157,9 +158,10 @@ def rows_of(summaries: list[dict], fields: list[str]) -> list[Row]:
     rows: list[Row] = []
     generated = "token_ids" in fields
     for summary in summaries:
-        row = ticket, mask, lengths, codes = tuple(map(summary.get, _ROW))
-        whole = type(ticket) is type(mask) is int and type(codes) is list and _WHOLE.issuperset(map(type, codes))
-        if not whole or not is_packed(lengths, mask.bit_count() if generated else 0):
+        row = ticket, episodes, lengths, codes = tuple(map(summary.get, _ROW))
+        good = type(ticket) is int and type(episodes) is bytes and episodes and max(episodes) <= MAX_ROWS
+        good = good and type(codes) is list and _WHOLE.issuperset(map(type, codes))
+        if not good or not is_packed(lengths, sum(episodes) if generated else 0):
             raise Refused("refused", f"put: rows: found {reprlib.repr(summary)}, expected {', '.join(_ROW)}")
         if "old_logprob_version" in fields and not codes:
             raise Refused("refused", f"put: ticket {ticket} has an old_logprob_version, but names none")

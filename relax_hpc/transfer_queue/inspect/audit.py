@@ -1,7 +1,7 @@
-"""The audit of a run by sample id, from its journal: each accepted sample is consumed once by every task, or dropped.
+"""The audit of a run by row id, from its journal: each accepted row is consumed once by every task, or dropped.
 
-A sample has a life for every time that it was accepted; a life ends when the sample is trained or dropped. What weights
-did that were rolled back later does not count.
+A row has a life for every time that it was accepted; a life ends when the row is trained or dropped. What weights did
+that were rolled back later does not count. Which rows a prompt group has, who generated it has declared.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import shutil
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from relax_hpc.transfer_queue.controller.journal import Journal, JournalError
 from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 from relax_hpc.transfer_queue.plan import Plan
 from relax_hpc.transfer_queue.records import Event
-from relax_hpc.transfer_queue.row_schema import sample_id
+from relax_hpc.transfer_queue.row_ids import place_of, ticket_of
 from relax_hpc.versions import Version
 
 _AFTER_ALL_INCARNATIONS = 999_999
@@ -34,15 +34,15 @@ _Lives = list[list[_Mark]]
 
 @dataclass(slots=True)
 class Audit:
-    """What became of the samples of a run. `problems` is empty when all is well."""
+    """What became of the rows of a run. `problems` is empty when all is well."""
 
     problems: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
-    """Ids of samples that the surviving steps should have trained, and did not."""
+    """Ids of rows that the surviving steps should have trained, and did not; of prompt groups that never had any."""
     duplicated: list[str] = field(default_factory=list)
-    """Ids of samples that the surviving steps trained more than once."""
+    """Ids of rows that the surviving steps trained more than once."""
     accepted: int = 0
-    """Lives: a sample that was dropped is accepted again. Each was trained, dropped or is in flight."""
+    """Lives: a row that was dropped is accepted again. Each was trained, dropped or is in flight."""
     trained: int = 0
     in_flight: int = 0
     waiting: Counter[str] = field(default_factory=Counter)
@@ -50,7 +50,7 @@ class Audit:
     consumed: Counter[str] = field(default_factory=Counter)
     """Of those in flight or trained, how many each task has consumed."""
     dropped: Counter[str] = field(default_factory=Counter)
-    """Samples by the reason of their drop."""
+    """Rows by the reason of their drop."""
     refused: Counter[str] = field(default_factory=Counter)
     """Those among `dropped` that were never accepted."""
     failed: Counter[str] = field(default_factory=Counter)
@@ -59,13 +59,13 @@ class Audit:
     """Other events with a reason: `engine_fault/timeout`, `bad_prompt/over_long`."""
     kept: dict[str, int] = field(default_factory=dict)
     """Tokens of responses that were kept before their prompt groups were accepted, and what became of them: see
-    `Kept.counts`, zeros left out. A partial or surplus group is no accepted sample."""
+    `Kept.counts`, zeros left out. A partial or surplus group is no accepted row."""
     torn: dict[str, int] = field(default_factory=dict)
     """Bytes at the end of journal files that do not count: see `JournalCopy`."""
 
 
 def audit(run: RunDir, steps: int | None = None) -> Audit:
-    """Follow every sample of a run that has ended.
+    """Follow every row of a run that has ended.
 
     ``steps``: of a run that was ended early, how many it has trained; None: all that were planned. JournalError if the
     journal is damaged; events.jsonl must be its projection to the last line.
@@ -140,7 +140,7 @@ class _Unsealed(Journal):
 
 
 class Ledger:
-    """The lives of all samples, as the journal of ``run`` tells them. JournalError if it is damaged."""
+    """The lives of all rows, as the journal of ``run`` tells them. JournalError if it is damaged."""
 
     def __init__(self, run: RunDir) -> None:
         self.plan = Plan.of(load_resolved(run.root))
@@ -149,6 +149,10 @@ class Ledger:
         self.records = 0
         self._result = Audit()
         self._lives: dict[str, _Lives] = defaultdict(list)
+        self._rows: dict[int, list[str]] = defaultdict(list)
+        """Of each ticket, the ids of the rows that were accepted last."""
+        self._counted: Counter[str] = Counter()
+        """Drops by reason as the queue counts them, which may have forgotten how many rows a prompt group has."""
         self._marks: dict[_Mark, _Mark] = {}
         self._tasks = {task.gives[0]: name for name, task in self.plan.tasks.items() if task.gives}
         """Event of a middle task -> the task."""
@@ -163,9 +167,9 @@ class Ledger:
         self._result.torn = {name: size for name, size in copy.torn.items() if size}
 
     def _take(self, event: Event) -> None:
-        result, lives = self._result, self._lives
+        result = self._result
         if event.what == "accepted":
-            lives[event.id].append([])
+            self._accept(event.id)
         elif event.what == "trained":
             self._mark(event.id, "actor", event.version)
         elif event.what == "dropped":
@@ -177,48 +181,63 @@ class Ledger:
         elif event.reason:
             result.noted[f"{event.what}/{event.reason}"] += 1
 
+    def _accept(self, name: str) -> None:
+        ticket, *place = place_of(name)
+        if place == [0, 0]:
+            # Another attempt may have other rows.
+            self._rows[ticket] = []
+        self._rows[ticket].append(name)
+        self._lives[name].append([])
+
     def _mark(self, name: str, what: str, about: str) -> None:
-        lives, mark = self._lives[name], (what, about)
-        if lives and not _ended(lives[-1]):
-            # Millions of samples share few marks.
-            lives[-1].append(self._marks.setdefault(mark, mark))
+        mark = (what, about)
+        if self._is_alive(name):
+            # Millions of rows share few marks.
+            self._lives[name][-1].append(self._marks.setdefault(mark, mark))
         else:
             self._result.problems.append(f"{name}: {what}, although it was not accepted, or dropped since")
 
     def _drop(self, name: str, reason: str) -> None:
-        self._result.dropped[reason] += 1
+        """A row, or a prompt group whose rows the queue does not know: it never had any, or has forgotten them."""
         if not reason:
             self._result.problems.append(f"{name}: dropped without a reason")
-        if self._lives[name] and not _ended(self._lives[name][-1]):
-            self._mark(name, _DROPPED, reason)
-        else:
-            self._result.refused[reason] += 1
+        whole = "." not in name
+        count = len(self.plan.undeclared) if whole else 1
+        self._counted[reason] += count
+        alive = [row for row in (self._rows[ticket_of(name)] if whole else [name]) if self._is_alive(row)]
+        for row in alive:
+            self._mark(row, _DROPPED, reason)
+        self._result.dropped[reason] += len(alive) or count
+        if not alive:
+            self._result.refused[reason] += count
+
+    def _is_alive(self, row: str) -> bool:
+        return bool(self._lives[row]) and not _ended(self._lives[row][-1])
 
     def _consume(self, ticket: int, task: str) -> None:
         uses = self.state.groups[ticket].old_version if "old_logprob_version" in self.plan.tasks[task].gives else 0
         self._since[task] = min(ticket, self._since.get(task, ticket))
-        for k in range(self.plan.samples_per_prompt):
-            self._mark(sample_id(ticket, k), task, str(Version.decode(uses)) if uses else "")
+        for name in self._rows[ticket]:
+            self._mark(name, task, str(Version.decode(uses)) if uses else "")
 
     def judge(self, steps: int) -> Audit:
-        """What became of every sample, ``steps`` being trained."""
+        """What became of every row, ``steps`` being trained."""
         result, state = self._result, self.state
         result.kept = {fate: tokens for fate, tokens in state.kept.counts().items() if tokens}
         if 2 * state.kept.total != sum(result.kept.values()):
             result.problems.append(f"tokens kept: {state.kept.total}, found: {result.kept}")
-        all_names, due = set(_names(self.plan, range(self.plan.steps * self.plan.prompts_per_step))), self._due(steps)
-        for name in _names(self.plan, due):
-            self._judge(name, self._lives.pop(name, []), True)
+        end = self.plan.steps * self.plan.prompts_per_step
+        for ticket in self._due(steps):
+            for name in self._rows.get(ticket) or [f"{ticket:09d}"]:
+                self._judge(name, self._lives.pop(name, []), True)
         for name, lives in self._lives.items():
             self._judge(name, lives, False)
-            if lives and name not in all_names:
+            if lives and ticket_of(name) >= end:
                 result.problems.append(f"{name}: accepted beyond the last step")
-        for reason in state.counts.dropped.keys() | result.dropped.keys():
-            counted = result.dropped[reason] + result.failed[reason] * self.plan.samples_per_prompt
-            if state.counts.dropped[reason] != counted:
-                result.problems.append(
-                    f"dropped, {reason}: counted {state.counts.dropped[reason]}, found {counted} samples"
-                )
+        for reason in state.counts.dropped.keys() | self._counted.keys():
+            found = self._counted[reason] + result.failed[reason] * len(self.plan.undeclared)
+            if (counted := state.counts.dropped[reason]) != found:
+                result.problems.append(f"dropped, {reason}: counted {counted}, found {found} rows")
         return result
 
     def _due(self, steps: int) -> Sequence[int]:
@@ -234,7 +253,7 @@ class Ledger:
         return [ticket for step in range(steps) for ticket in state.tickets_of(step)]
 
     def _judge(self, name: str, lives: _Lives, due: bool) -> None:
-        """Note what is wrong with one sample; ``due``: it should have been trained by now."""
+        """Note what is wrong with one row; ``due``: it should have been trained by now."""
         kept = [[what for what, about in life if self._survives(what, about)] for life in lives]
         trained = sum(life.count("actor") for life in kept)
         if trained > 1 or (due and not trained):
@@ -246,7 +265,7 @@ class Ledger:
             self._complain(name, "dropped, although it was trained", lives)
         for life in kept:
             self._count(life)
-            for task in self._unlawful(int(name.partition(".")[0]), life):
+            for task in self._unlawful(ticket_of(name), life):
                 self._complain(name, f"consumed {life.count(task)} times by {task}", lives)
 
     def _count(self, life: list[str]) -> None:
@@ -262,13 +281,13 @@ class Ledger:
             result.waiting.update(task for task in self._needed() if task not in life)
 
     def _unlawful(self, ticket: int, life: list[str]) -> list[str]:
-        """Middle tasks that consumed the sample more than once, or not at all although it was trained."""
+        """Middle tasks that consumed the row more than once, or not at all although it was trained."""
         owing = {task for task, since in self._since.items() if since <= ticket} & self._needed()
         missing = owing - set(life) if "actor" in life else set()
         return sorted(missing | {task for task in self._since if life.count(task) > 1})
 
     def _needed(self) -> set[str]:
-        """Tasks that a sample goes through."""
+        """Tasks that a row goes through."""
         needs, tasks = set(self.plan.tasks["actor"].needs), self.plan.tasks
         return {name for name, task in tasks.items() if needs.issuperset(task.gives)}
 
@@ -320,9 +339,3 @@ def _told(line: bytes) -> tuple[str, ...]:
 
 def _ended(life: list[_Mark]) -> bool:
     return bool(life) and life[-1][0] == _DROPPED
-
-
-def _names(plan: Plan, tickets: Iterable[int]) -> Iterator[str]:
-    """Ids of the samples of ``tickets``."""
-    for ticket in tickets:
-        yield from (sample_id(ticket, k) for k in range(plan.samples_per_prompt))

@@ -21,7 +21,8 @@ from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 from relax_hpc.transfer_queue.inspect.audit import JournalCopy
 from relax_hpc.transfer_queue.plan import Plan
 from relax_hpc.transfer_queue.records import NO_STEP
-from relax_hpc.transfer_queue.row_schema import Row, sample_id, sampled_versions
+from relax_hpc.transfer_queue.row_ids import ids_of
+from relax_hpc.transfer_queue.row_schema import Row, sampled_versions
 from relax_hpc.transfer_queue.storage import record_file
 from relax_hpc.transfer_queue.storage.shard import check_name
 from relax_hpc.versions import Version
@@ -62,8 +63,8 @@ class KeptRows:
                 self.absent.append(ticket)
                 continue
             shards |= {name: record_file.read(self.folder / name) for name, _ in parts if name not in shards}
-            for k in range(self.plan.samples_per_prompt if parts else 0):
-                found.append(self._row(step, sample_id(ticket, k), [(shards[name], fields) for name, fields in parts]))
+            for row in ids_of(ticket, self._state.groups[ticket].episodes) if parts else ():
+                found.append(self._row(step, row, [(shards[name], fields) for name, fields in parts]))
         return found
 
     def _tickets(self, step: int) -> Sequence[int]:
@@ -80,7 +81,7 @@ class KeptRows:
         return [(check_name(self._state.shards[number].descriptor["name"]), fields) for number, fields in numbered]
 
     def _row(self, step: int, name: str, parts: list[tuple[dict[str, Row], tuple[str, ...]]]) -> Row:
-        row: Row = {"sample_id": name, "step": step, "trained": self._trained(step), "versions": []}
+        row: Row = {"row_id": name, "step": step, "trained": self._trained(step), "versions": []}
         for rows, fields in parts:
             row |= {field: rows[name][field] for field in fields}
         sampled = sorted(sampled_versions(row)) if "token_versions" in row else ()

@@ -22,17 +22,17 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """What a record holds, with the sample ids of its rows and its origin (group, incarnation)."""
+    """What a record holds, with the ids of its rows and its origin (group, incarnation)."""
 
     origin: dict[str, Any]
-    sample_ids: list[str]
+    row_ids: list[str]
     columns: list[Column]
 
 
 def columns_of(record: memoryview, name: str = "shard") -> Columns:
     """The columns of a record of `shard.pack`, as read-only views into it; ShardError if it is none, or cut."""
     header, payload = parts_of(record, name)
-    return Columns(header["origin"], header["sample_ids"], [_column(head, payload) for head in header["columns"]])
+    return Columns(header["origin"], header["row_ids"], [_column(head, payload) for head in header["columns"]])
 
 
 def column_of(name: str, values: list[Any]) -> Column:

@@ -37,7 +37,7 @@ def mapped(path: Path) -> memoryview:
 
 
 def read(path: Path) -> dict[str, Row]:
-    """Rows by sample id, numbers as read-only views into the mapped file.
+    """Rows by row id, numbers as read-only views into the mapped file.
 
     ShardError, naming the file and what is wrong, unless every row is as it was written.
     """

@@ -32,7 +32,7 @@ _TEXT = h5py.string_dtype()
 _TEXT_TYPES = h5t.py_create(_TEXT, logical=True), h5t.py_create(_TEXT)
 """In the file, and in memory."""
 _ONE = h5s.create(h5s.SCALAR)
-_LAYOUT = """One dataset a field, its name written as in a URL; entry i of each belongs to entry i of sample_id.
+_LAYOUT = """One dataset a field, its name written as in a URL; entry i of each belongs to entry i of row_id.
 Attribute `kind`: token: numbers of all rows end to end, row i is [o[i]:o[i+1]] of the first axis, o being the int64
 dataset named by `offsets`; scalar: one number a row; json: a JSON list, one entry a row; msgpack: the same in msgpack.
 Without a `unit` it is a pure number. `by`: the role that made it.
@@ -49,7 +49,7 @@ def write(path: Path, columns: Columns, origin: dict[str, Any], sync: bool) -> N
         data.update(dataset.raw)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
-        places = _create(temporary, datasets, {**origin, "rows": len(columns.sample_ids), "digest": data.hexdigest()})
+        places = _create(temporary, datasets, {**origin, "rows": len(columns.row_ids), "digest": data.hexdigest()})
         descriptor = os.open(temporary, os.O_WRONLY)
         try:
             size = os.fstat(descriptor).st_size
@@ -101,10 +101,10 @@ class _Dataset:
 
 def _datasets(columns: Columns) -> list[_Dataset]:
     """In the order of the file; per-token fields of the same lengths share their offsets."""
-    found = [_listed("sample_id", columns.sample_ids)]
+    found = [_listed("row_id", columns.row_ids)]
     tables: dict[tuple[int, ...], str] = {}
     for column in columns.columns:
-        if column.name == "sample_id":
+        if column.name == "row_id":
             continue
         if column.flat is None:
             found.append(_listed(column.name, column.values or []))

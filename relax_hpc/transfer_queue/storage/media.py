@@ -31,6 +31,7 @@ import xxhash
 
 from relax_hpc.disk import patiently
 from relax_hpc.rundir import sync_directory, write_atomic
+from relax_hpc.transfer_queue.row_ids import ticket_of
 from relax_hpc.transfer_queue.row_schema import BadRow, Row
 
 KINDS = ("image", "video", "audio")
@@ -210,7 +211,7 @@ def media_by_ticket(rows: Iterable[Row]) -> dict[int, list[str]]:
     found: dict[int, set[str]] = {}
     for row in rows:
         if named := {media_id for *_, media_id in _spans(row, len(row.get("token_ids", ())))}:
-            found.setdefault(int(row["sample_id"].partition(".")[0]), set()).update(named)
+            found.setdefault(ticket_of(row["row_id"]), set()).update(named)
     return {ticket: sorted(ids) for ticket, ids in found.items()}
 
 
@@ -285,7 +286,7 @@ def _spans(row: Row, tokens: int) -> Iterator[tuple[str, int, int, str]]:
 
 
 def _bad(row: Row, message: str, reason: str = "media_mismatch") -> BadMedia:
-    return BadMedia(reason, f"{row.get('sample_id', 'row')}: {message}")
+    return BadMedia(reason, f"{row.get('row_id', 'row')}: {message}")
 
 
 def id_of(data: bytes | memoryview | np.ndarray) -> str:

@@ -56,7 +56,7 @@ def _write_all(file: int, parts: list[memoryview]) -> None:
 
 
 def read(path: Path) -> dict[str, Row]:
-    """Rows by sample id, numbers as read-only views into the mapped file: of one that `write` made, or of HDF5.
+    """Rows by row id, numbers as read-only views into the mapped file: of one that `write` made, or of HDF5.
 
     ShardError, naming the file and what is wrong, unless every row is as it was written.
     """

@@ -83,8 +83,8 @@ def pack(
     for name in fields:
         columns.append(_column(name, rows, tokens, end))
         end = aligned(end + columns[-1].size)
-    names = [row["sample_id"] for row in rows]
-    header = msgpack.packb({"origin": origin, "sample_ids": names, "columns": [column.head for column in columns]})
+    names = [row["row_id"] for row in rows]
+    header = msgpack.packb({"origin": origin, "row_ids": names, "columns": [column.head for column in columns]})
     body_at = aligned(PREFIX.size + len(header))
     record = allocate(body_at + end)[: body_at + end]
     PREFIX.pack_into(record, 0, _MAGIC, FORMAT_VERSION, len(header), end)
@@ -98,7 +98,7 @@ def pack(
 def _column(name: str, rows: Sequence[Row], tokens: list[int | None], at: int) -> _Column:
     values = [row.get(name) for row in rows]
     if any(value is None for value in values):
-        missing = next(row["sample_id"] for row, value in zip(rows, values, strict=True) if value is None)
+        missing = next(row["row_id"] for row, value in zip(rows, values, strict=True) if value is None)
         raise BadRow(f"{name}: missing in {missing}")
     spec = spec_of(name, values)
     if not spec.is_number:
@@ -115,7 +115,7 @@ def _check_lengths(name: str, rows: Sequence[Row], lengths: list[int], tokens: l
     """BadRow if a per-token field has not as many entries as its row has tokens."""
     for row, length, expected in zip(rows, lengths, tokens, strict=True):
         if expected is not None and length != expected:
-            raise BadRow(f"{name}: {length} entries for {expected} tokens in {row['sample_id']}")
+            raise BadRow(f"{name}: {length} entries for {expected} tokens in {row['row_id']}")
 
 
 def is_record(data: memoryview | bytes) -> bool:
@@ -138,10 +138,10 @@ def parts_of(record: memoryview | bytes, name: str = "shard") -> tuple[dict[str,
 
 
 def unpack(record: memoryview | bytes, name: str = "shard") -> dict[str, Row]:
-    """Rows by sample id, per-token fields as read-only views into ``record``; ShardError if it is none, or cut."""
+    """Rows by row id, per-token fields as read-only views into ``record``; ShardError if it is none, or cut."""
     header, payload = parts_of(record, name)
-    names = ["sample_id", *(column["name"] for column in header["columns"])]
-    values = [header["sample_ids"], *(_values(column, payload) for column in header["columns"])]
+    names = ["row_id", *(column["name"] for column in header["columns"])]
+    values = [header["row_ids"], *(_values(column, payload) for column in header["columns"])]
     return {row[0]: dict(zip(names, row, strict=True)) for row in zip(*values, strict=True)}
 
 

@@ -36,7 +36,7 @@ class ShardFiles:
             patiently(self.folder, partial(sync_directory, self.folder), until)
 
     def read(self, descriptor: dict[str, Any]) -> dict[str, Row]:
-        """Rows of a shard by sample id, mapped; ShardError if the file is missing or not whole."""
+        """Rows of a shard by row id, mapped; ShardError if the file is missing or not whole."""
         name = check_name(descriptor["name"])
         if name not in self._open:
             self._open[name] = record_file.read(self.folder / name)

@@ -36,7 +36,7 @@ class ShardReader:
         self._open: dict[str, dict[str, Row]] = {}
 
     def read(self, descriptor: Descriptor) -> dict[str, Row]:
-        """Rows of a shard by sample id, as views; ShardError if it can be had nowhere."""
+        """Rows of a shard by row id, as views; ShardError if it can be had nowhere."""
         name = check_name(descriptor["name"])
         if name not in self._open:
             why_not: list[str] = []

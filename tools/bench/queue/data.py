@@ -22,7 +22,8 @@ from work import VERSION, WAIT_S, begin, hub, process, receive
 from relax_hpc.config.schema import Config, GroupConfig
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue import Claim, Column, Plan, QueueClient
-from relax_hpc.transfer_queue.row_schema import Row, sample_id
+from relax_hpc.transfer_queue.row_ids import row_id
+from relax_hpc.transfer_queue.row_schema import Row
 from relax_hpc.transfer_queue.storage.shard_store import ShardReader, files_of
 from relax_hpc.transport import TcpPlane
 
@@ -138,10 +139,10 @@ def make(run: RunDir, config: Config, load: Load, pipe: Connection) -> None:
 
 
 def rows_of(columns: dict[str, list[np.ndarray]], tickets: list[int], group: int) -> list[Row]:
-    names = [sample_id(ticket, k) for ticket in tickets for k in range(group)]
+    names = [row_id(ticket, k) for ticket in tickets for k in range(group)]
     about = {"prompt_len": 0, "reward": 1.0}
     return [
-        {"sample_id": name, **about} | {field: values[number] for field, values in columns.items()}
+        {"row_id": name, **about} | {field: values[number] for field, values in columns.items()}
         for number, name in enumerate(names)
     ]
 

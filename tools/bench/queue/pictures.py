@@ -18,7 +18,8 @@ from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue import Claim, Plan, QueueClient
 from relax_hpc.transfer_queue.client.claims import check_claim
 from relax_hpc.transfer_queue.client.media_client import store_media
-from relax_hpc.transfer_queue.row_schema import Row, sample_id
+from relax_hpc.transfer_queue.row_ids import row_id
+from relax_hpc.transfer_queue.row_schema import Row
 
 PLACEHOLDER = 99
 
@@ -61,7 +62,7 @@ class Pictures:
             "spans": [{**places, "start": self.tokens * k, "media_id": name} for k, name in enumerate(ids)],
             "media_tokens": dict.fromkeys(ids, self.tokens),
         }
-        return [{"sample_id": sample_id(ticket, k), **row} for k in range(self.samples)]
+        return [{"row_id": row_id(ticket, k), "episode": k, "row": 0, **row} for k in range(self.samples)]
 
 
 def make(run: RunDir, about: Pictures, pipe: Connection) -> None:

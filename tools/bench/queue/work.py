@@ -67,9 +67,10 @@ def admit(ask: Ask, reader: str, count: int) -> list[int]:
 def put(ask: Ask, plan: Plan, tickets: list[int], name: str, lease: int = 0) -> None:
     """Generated rows, or with a lease what the reference adds to them."""
     codes = [] if lease else [VERSION.encode()]
-    mask = (1 << plan.samples_per_prompt) - 1
     lengths = b"" if lease else packed([WIDTH] * plan.samples_per_prompt)
-    rows = [{"ticket": ticket, "mask": mask, "lengths": lengths, "versions": codes} for ticket in tickets]
+    rows = [
+        {"ticket": ticket, "episodes": plan.undeclared, "lengths": lengths, "versions": codes} for ticket in tickets
+    ]
     group, fields = ("reference", ["ref_logprobs"]) if lease else ("rollout", list(GENERATED))
     shard = {"plane": "file", "name": f"{group}-i000001-{name}.shard", "bytes": 16 * WIDTH * len(rows)}
     assert ask(group, "put", shard=shard, rows=rows, fields=fields, lease=lease)["refused"] == {}

@@ -41,14 +41,14 @@ def fail(state: QueueState, ticket: int, reason: str) -> None:
     state.groups[ticket].attempt += 1
     state.groups[ticket].filtered += reason == FILTERED
     lose_kept(state, ticket, reason)
-    state.counts.dropped[reason] += state.plan.samples_per_prompt
+    state.counts.dropped[reason] += len(state.plan.undeclared)
     state.events.tell("failed", [ticket], reason=reason)
 
 
 @applies("spared")
 def spare(state: QueueState, key: str, owner: list, tickets: list[int], reason: str) -> None:
     state.puts.remember(key, (owner[0], owner[1]), {})
-    state.counts.dropped[reason] += state.plan.samples_per_prompt * len(tickets)
+    state.counts.dropped[reason] += len(state.plan.undeclared) * len(tickets)
     state.events.tell("failed", tickets, reason=reason)
 
 

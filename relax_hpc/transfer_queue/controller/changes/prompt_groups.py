@@ -15,9 +15,14 @@ if TYPE_CHECKING:
 
 
 def drop(state: QueueState, ticket: int, reason: str) -> None:
-    """Count the samples of ``ticket`` as dropped and offer the ticket again."""
-    state.counts.dropped[reason] += state.plan.samples_per_prompt
-    state.events.tell_samples("dropped", [ticket], reason=reason)
+    """Count the rows of ``ticket`` as dropped and offer the ticket again.
+
+    Of one that has none, or of which nobody knows them any more, the prompt group is told, and counts for one an
+    episode.
+    """
+    episodes = state.groups[ticket].episodes
+    state.counts.dropped[reason] += sum(episodes or state.plan.undeclared)
+    state.events.tell_rows("dropped", episodes, [ticket], reason=reason)
     if reason != "lost":
         lose_kept(state, ticket, reason)
     group = state.groups[ticket]
@@ -72,9 +77,9 @@ def leave_place(state: QueueState, ticket: int) -> None:
 def detach(state: QueueState, tickets: Sequence[int]) -> None:
     """No shard or lease knows them any more. All of them wait for training, or none."""
     if untrained := tickets[0] in state.tickets.untrained:
-        state.tickets.untrained.discard(tickets)
+        state.tickets.end_wait(tickets, state.groups.rows_of(tickets))
     for number, count in state.groups.shards_of(tickets).items():
         state.shards.drop(number, count, count * untrained)
     if state.tasks.hold_any(tickets):
-        state.leases.shrink(tickets, state.plan.samples_per_prompt)
+        state.leases.shrink(tickets, state.groups)
     state.tickets.generating.discard(tickets)

@@ -11,9 +11,8 @@ from relax_hpc.transfer_queue.controller.changes.kept import use_kept
 from relax_hpc.transfer_queue.controller.changes.leases import consume
 from relax_hpc.transfer_queue.controller.changes.prompt_groups import drop, withdraw
 from relax_hpc.transfer_queue.controller.registry import applies
-from relax_hpc.transfer_queue.controller.state.prompt_groups import shared
+from relax_hpc.transfer_queue.controller.state.prompt_groups import same_bytes, shared
 from relax_hpc.transfer_queue.controller.topics import DISK, rows_for
-from relax_hpc.transfer_queue.lengths import unpacked
 from relax_hpc.transfer_queue.records import Owner, Part, Shard
 from relax_hpc.versions import Version
 
@@ -55,21 +54,21 @@ def put(
 def _store(
     state: QueueState, owner: Owner, descriptor: dict, fields: tuple[str, ...], rows: Sequence[Sequence], saved: bool
 ) -> None:
-    """Fields of prompt groups, whose rows are (ticket, lengths, versions), lie in a new shard."""
-    tickets, bits, samples = [row[0] for row in rows], state.bits.of(fields), state.plan.samples_per_prompt
+    """Fields of prompt groups, told as (ticket, lengths, versions, episodes), lie in a new shard."""
+    tickets, bits = [row[0] for row in rows], state.bits.of(fields)
     generated, scored, groups = bits & state.generated, bits & state.scored, state.groups
     if generated:
-        state.tickets.store(tickets)
+        state.tickets.store(tickets, sum(sum(episodes) for *_, episodes in rows))
     shard = Shard(descriptor, fields, owner, () if saved else tuple(tickets), len(tickets))
     shard.untrained = sum(map(state.tickets.untrained.__contains__, tickets))
     part = (state.shards.add(shard), fields)
-    for ticket, lengths, versions in rows:
+    for ticket, lengths, versions, episodes in rows:
         group = groups[ticket]
         group.parts += (part,)
         group.present |= bits
         if generated:
-            group.lengths, group.width = lengths, max(unpacked(lengths, samples))
-            group.versions, group.owner = shared(tuple(versions)), None
+            group.declare(lengths, same_bytes(episodes), shared(tuple(versions)))
+            group.owner = None
             group.last = state.last_step(versions)
         if scored:
             group.old_version = versions[0]
@@ -112,8 +111,8 @@ def _accept(state: QueueState, tickets: Sequence[int]) -> None:
     groups = state.groups
     for versions, same in groupby(tickets, lambda ticket: groups[ticket].versions):
         accepted = list(same)
-        state.counts.accepted += len(accepted) * state.plan.samples_per_prompt
-        state.events.tell_samples("accepted", accepted, _oldest(versions))
+        state.counts.accepted += groups.rows_of(accepted)
+        state.tell_rows("accepted", accepted, _oldest(versions))
     if state.kept.groups:
         use_kept(state, tickets)
     for ticket in [ticket for ticket in tickets if len(groups[ticket].parts) > 1]:

@@ -25,10 +25,10 @@ def train(state: QueueState, step: int, leases: list[int]) -> None:
         consume(state, lease)
     state.progress.trained_steps = step + 1
     tickets = state.tickets_of(step)
-    state.tickets.untrained.discard(tickets)
+    state.tickets.end_wait(tickets, state.groups.rows_of(tickets))
     for number, count in state.groups.shards_of(tickets).items():
         state.shards.count_untrained(number, -count)
-    state.events.tell_samples("trained", tickets, str(Version(state.lineage.incarnation, step)), step=step)
+    state.tell_rows("trained", tickets, str(Version(state.lineage.incarnation, step)), step)
     state.woken.add(ADMISSION)
     lose_stale(state)
 
@@ -121,7 +121,7 @@ def _untrain(state: QueueState, ticket: int) -> None:
     """What the actor has made of it is undone."""
     for number, _ in state.groups[ticket].parts:
         state.shards.count_untrained(number, 1)
-    state.tickets.untrained.add([ticket])
+    state.tickets.wait([ticket], state.groups[ticket].rows)
     leave_place(state, ticket)
     reopen(state, "actor", ticket)
     state.events.tell("returned", [ticket])

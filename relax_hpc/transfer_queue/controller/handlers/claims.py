@@ -80,6 +80,7 @@ def _described(state: QueueState, number: int) -> dict[str, Any]:
         "step": step,
         "place": _first_place(state, tickets),
         "tickets": list(tickets),
+        "episodes": [state.groups[ticket].episodes for ticket in tickets],
         "shards": [{**_where(state, n), "tickets": shards[n]} for n in sorted(shards)],
         "min_version": 0 if state.plan.max_staleness else step,
         "with_media": [ticket for ticket in tickets if ticket in state.media.holders],

@@ -101,7 +101,7 @@ def _refuse_part(state: QueueState, owner: Owner, handed: Handed) -> str:
 def _refuse_surplus(state: QueueState, _: Owner, handed: Handed) -> str:
     """Why a whole group cannot be kept for a later ticket."""
     plan, shards = state.plan, state.shards
-    if sum(1 << k for k, _, finished in handed[2] if finished) != state.full:
+    if sum(finished for _, _, finished in handed[2]) != plan.samples_per_prompt:
         return "incomplete"
     if handed[4]:
         return "unknown_tokens"

@@ -48,7 +48,8 @@ def put(
         check_extras(extras, [] if lease else [row[0] for row in groups])
         refused = without_media(state, extras) | refused
         also["reused"] = reused_of(state, [extra for extra in extras if extra["ticket"] not in refused])
-    taken = [(ticket, lengths, codes) for ticket, _, lengths, codes in groups if ticket not in refused]
+    # What a task adds is of the rows that were declared.
+    taken = [(t, lengths, codes, b"" if lease else rows) for t, rows, lengths, codes in groups if t not in refused]
     about = {"owner": list(owner), "lease": lease if held and held.owner == owner else 0, "saved": saved}
     service.record(op="put", key=request.key, shard=shard, rows=taken, fields=fields, refused=refused, **about, **also)
     return {"refused": refused}

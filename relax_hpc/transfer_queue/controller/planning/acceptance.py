@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 from relax_hpc.transfer_queue.records import NO_STEP, Owner
 
-Row = tuple[int, int, bytes, Sequence[int]]
-"""Ticket, bit mask of the samples, their lengths (`packed` tokens), `Version.encode` of the versions that made it."""
+Row = tuple[int, bytes, bytes, Sequence[int]]
+"""Ticket, rows of each episode (see `row_ids`), their lengths (`packed` tokens), `Version.encode` of the versions that
+made it."""
 
 
 def refusals(state: QueueState, owner: Owner, rows: Iterable[Row], lease: int) -> dict[int, str]:
@@ -17,14 +18,14 @@ def refusals(state: QueueState, owner: Owner, rows: Iterable[Row], lease: int) -
     mine = frozenset(held.tickets) if held and held.owner == owner else frozenset()
     judge = _refuse_fields if lease else _refuse_rows
     refused: dict[int, str] = {}
-    for ticket, mask, _, codes in rows:
-        if reason := judge(state, owner, ticket, mask, mine, *state.lineage.origin(tuple(codes))):
+    for ticket, episodes, _, codes in rows:
+        if reason := judge(state, owner, ticket, episodes, mine, *state.lineage.origin(tuple(codes))):
             refused[ticket] = reason
     return refused
 
 
 def _refuse_rows(
-    state: QueueState, owner: Owner, ticket: int, mask: int, _: frozenset[int], survive: bool, oldest: int
+    state: QueueState, owner: Owner, ticket: int, episodes: bytes, _: frozenset[int], survive: bool, oldest: int
 ) -> str:
     """Freshly generated ones."""
     group = state.groups.get(ticket)
@@ -34,7 +35,7 @@ def _refuse_rows(
         return "duplicate"
     if group.owner != owner:
         return "not_owner"
-    if mask != state.full:
+    if len(episodes) != state.plan.samples_per_prompt or 0 in episodes:
         return "incomplete"
     if oldest < 0 or not survive:
         return "rolled_back"
@@ -45,14 +46,14 @@ def _refuse_rows(
 
 
 def _refuse_fields(
-    state: QueueState, owner: Owner, ticket: int, mask: int, mine: frozenset[int], survive: bool, oldest: int
+    state: QueueState, owner: Owner, ticket: int, episodes: bytes, mine: frozenset[int], survive: bool, oldest: int
 ) -> str:
     """What a task adds to the tickets that it holds."""
     if ticket not in state.groups:
         return "unknown_ticket"
     if ticket not in mine:
         return "lease_lost"
-    if mask != state.full:
+    if episodes != state.groups[ticket].episodes:
         return "incomplete"
     if not survive:
         return "rolled_back"

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from relax_hpc.transfer_queue.controller.planning import step_sets, windows
 from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 from relax_hpc.transfer_queue.controller.state.task_queues import READY
-from relax_hpc.transfer_queue.lengths import unpacked
 from relax_hpc.transfer_queue.samplers import Assignment, schedule
 
 
@@ -44,6 +43,5 @@ def awaited(state: QueueState, task: str, budget: int, boundary: int, padded: bo
 
 def assignment(state: QueueState, tickets: Sequence[int], ranks: int, max_tokens: int, batch: int) -> Assignment:
     """The rows of window number ``batch`` dealt to data ranks, in micro-batches of ``max_tokens``."""
-    samples = state.plan.samples_per_prompt
-    lengths = [tokens for ticket in tickets for tokens in unpacked(state.groups[ticket].lengths, samples)]
+    lengths = [tokens for ticket in tickets for tokens in state.groups[ticket].row_tokens]
     return schedule(dict(enumerate(lengths)), ranks, max_tokens, batch)

@@ -74,7 +74,7 @@ def next_window(state: QueueState, task: str, budget: int, boundary: int, padded
         return (), False
     ready = queue.statuses.each(READY, queue.lowest_ready(), queue.statuses.end)
     nearest = sorted((groups[ticket].last, ticket) for ticket in ready)
-    room, taken = Budget(state, budget, padded), []
+    room, taken = Budget(budget, padded), []
     for last, ticket in islice(nearest, len(places)):
         if not room.takes(groups[ticket]):
             break

@@ -6,7 +6,6 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from relax_hpc.transfer_queue.controller.state.task_queues import HELD, READY, WAITING
-from relax_hpc.transfer_queue.lengths import unpacked
 from relax_hpc.transfer_queue.records import PromptGroup
 
 if TYPE_CHECKING:
@@ -16,18 +15,18 @@ if TYPE_CHECKING:
 class Budget:
     """What a window may still take: all its tokens, each row as long as the longest or as they are, fit ``budget``."""
 
-    def __init__(self, state: QueueState, budget: int, padded: bool) -> None:
-        self.samples, self.budget, self.padded = state.plan.samples_per_prompt, budget, padded
-        self.groups = self.longest = self.tokens = 0
+    def __init__(self, budget: int, padded: bool) -> None:
+        self.budget, self.padded = budget, padded
+        self.groups = self.rows = self.longest = self.tokens = 0
 
     def takes(self, group: PromptGroup) -> bool:
         """Whether ``group``, which is counted in, fits; the first one always does."""
         self.groups += 1
         if self.padded:
-            self.longest = max(self.longest, group.width)
-            self.tokens = self.groups * self.samples * self.longest
+            self.rows, self.longest = self.rows + group.rows, max(self.longest, group.width)
+            self.tokens = self.rows * self.longest
         else:
-            self.tokens += sum(unpacked(group.lengths, self.samples))
+            self.tokens += sum(group.row_tokens)
         return self.groups == 1 or self.tokens <= self.budget
 
 
@@ -36,7 +35,7 @@ def in_order(state: QueueState, task: str, budget: int, boundary: int, padded: b
 
     What it holds depends on the groups' lengths alone, never on when they arrived.
     """
-    queue, start, room = state.tasks[task], state.tasks[task].position, Budget(state, budget, padded)
+    queue, start, room = state.tasks[task], state.tasks[task].position, Budget(budget, padded)
     held = {ticket for window in queue.returned for ticket in window}
     window: list[int] = []
     for ticket in range(start, (start // boundary + 1) * boundary):
@@ -56,7 +55,7 @@ def in_order(state: QueueState, task: str, budget: int, boundary: int, padded: b
 
 def as_ready(state: QueueState, task: str, budget: int, boundary: int, padded: bool) -> tuple[int, ...]:
     """What is ready now, lowest tickets first, as much as fits."""
-    queue, room = state.tasks[task], Budget(state, budget, padded)
+    queue, room = state.tasks[task], Budget(budget, padded)
     window: list[int] = []
     first = queue.lowest_ready()
     for ticket in queue.statuses.each(READY, first, (first // boundary + 1) * boundary):
@@ -89,5 +88,5 @@ def awaited(state: QueueState, task: str, ticket: int) -> str:
 
 def fitting(state: QueueState, window: tuple[int, ...], budget: int, padded: bool) -> tuple[int, ...]:
     """As much of ``window`` as fits: a row that was lost and made again may be longer."""
-    room = Budget(state, budget, padded)
+    room = Budget(budget, padded)
     return tuple(takewhile(lambda ticket: room.takes(state.groups[ticket]), window))

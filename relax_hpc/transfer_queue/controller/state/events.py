@@ -10,7 +10,7 @@ from json.encoder import encode_basestring_ascii as quoted
 
 from relax_hpc.transfer_queue.plan import Plan
 from relax_hpc.transfer_queue.records import NO_STEP, Event
-from relax_hpc.transfer_queue.row_schema import sample_id
+from relax_hpc.transfer_queue.row_ids import id_ends, ids_of
 
 _ID = b"\0"
 """Stands for a ticket in a template; JSON text never holds it."""
@@ -18,11 +18,12 @@ _ID = b"\0"
 
 @dataclass(slots=True)
 class EventBatch:
-    """The same event of several prompt groups, or, where `samples` is not 0, of each of so many samples of them."""
+    """The same event of several prompt groups, or, where they have `episodes`, of each row of them."""
 
     what: str
     tickets: Sequence[int]
-    samples: int
+    episodes: bytes
+    """How many rows each episode has, the same in all of them."""
     prompts_per_step: int
     version: str = ""
     reason: str = ""
@@ -34,13 +35,13 @@ class EventBatch:
 
     def events(self) -> Iterator[Event]:
         for ticket in self.tickets:
-            names = [sample_id(ticket, k) for k in range(self.samples)] or [f"{ticket:09d}"]
+            names = ids_of(ticket, self.episodes) or [f"{ticket:09d}"]
             step = self.step_of(ticket)
             yield from (Event(name, self.what, step, self.version, self.reason) for name in names)
 
     def lines(self) -> Iterator[bytes]:
         """As JSON, several lines a piece."""
-        about = (self.samples, self.what, self.version, self.reason)
+        about = (self.episodes, self.what, self.version, self.reason)
         step, template = -1, b""
         for ticket in self.tickets:
             if self.step_of(ticket) != step:
@@ -68,8 +69,8 @@ def _line(event: Event) -> bytes:
 
 
 @lru_cache(maxsize=128)
-def _template(step: int, samples: int, what: str, version: str, reason: str) -> bytes:
-    names = [f'"\0.{k:02d}"' for k in range(samples)] or ['"\0"']
+def _template(step: int, episodes: bytes, what: str, version: str, reason: str) -> bytes:
+    names = [f'"\0{end}"' for end in id_ends(episodes)] or ['"\0"']
     return "".join(_about(name, what, step, version, reason) for name in names).encode()
 
 
@@ -90,23 +91,27 @@ class Events:
     def tell(self, what: str, tickets: Sequence[int], version: str = "", reason: str = "") -> None:
         """Of each of these prompt groups."""
         if tickets:
-            self.batches.append(EventBatch(what, tickets, 0, self.plan.prompts_per_step, version, reason))
+            self.batches.append(EventBatch(what, tickets, b"", self.plan.prompts_per_step, version, reason))
 
-    def tell_samples(
-        self, what: str, tickets: Sequence[int], version: str = "", reason: str = "", step: int = NO_STEP
+    def tell_rows(
+        self,
+        what: str,
+        episodes: bytes,
+        tickets: Sequence[int],
+        version: str = "",
+        reason: str = "",
+        step: int = NO_STEP,
     ) -> None:
-        """Of each sample of them."""
-        plan = self.plan
-        self.batches.append(
-            EventBatch(what, tickets, plan.samples_per_prompt, plan.prompts_per_step, version, reason, step)
-        )
+        """Of each row of them, whose episodes have so many; of each prompt group, if they have none."""
+        about = self.plan.prompts_per_step, version, reason, step
+        self.batches.append(EventBatch(what, tickets, episodes, *about))
 
     def tell_of(self, name: str, what: str, step: int, reason: str) -> None:
         """Of something else."""
         self.batches.append(Event(name, what, step, reason=reason))
 
     def take(self) -> Iterator[Event]:
-        """Events since the last call, one a sample."""
+        """Events since the last call, one a row."""
         batches, self.batches = self.batches, []
         return expand(batches)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, ValuesView
 from dataclasses import dataclass, field
 from typing import Any
 
+from relax_hpc.transfer_queue.controller.state.prompt_groups import PromptGroups
 from relax_hpc.transfer_queue.records import Lease
 from relax_hpc.transfer_queue.samplers import of_rows
 
@@ -33,14 +34,14 @@ class Leases:
         """Numbers of those that incarnations of ``group`` before incarnation ``below`` hold."""
         return [n for n, lease in self._held.items() if lease.owner[0] == group and lease.owner[1] < below]
 
-    def shrink(self, tickets: Iterable[int], samples: int) -> None:
-        """Nobody holds ``tickets`` any more, each of so many samples."""
+    def shrink(self, tickets: Iterable[int], groups: PromptGroups) -> None:
+        """Nobody holds ``tickets`` any more."""
         gone = set(tickets)
         for lease in self._held.values():
             if not gone.isdisjoint(lease.tickets):
-                places = [place for place, ticket in enumerate(lease.tickets) if ticket not in gone]
-                rows = [place * samples + k for place in places for k in range(samples)]
-                lease.tickets = tuple(lease.tickets[place] for place in places)
+                holders = (ticket for ticket in lease.tickets for _ in range(groups[ticket].rows))
+                rows = [number for number, ticket in enumerate(holders) if ticket not in gone]
+                lease.tickets = tuple(ticket for ticket in lease.tickets if ticket not in gone)
                 lease.assignment = of_rows(lease.assignment, rows)
 
     def __getitem__(self, number: int) -> Lease:

@@ -10,6 +10,7 @@ rolled back).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 from relax_hpc.transfer_queue.controller import changes
@@ -45,8 +46,6 @@ class QueueState:
         self.plan = plan
         self.bits = FieldBits(name for task in plan.tasks.values() for name in (*task.needs, *task.gives))
         self.generated, self.scored = self.bits.of(("token_ids",)), self.bits.of(("old_logprob_version",))
-        self.full = (1 << plan.samples_per_prompt) - 1
-        """Bit mask of all samples of a prompt group."""
         self.members = Members()
         self.lineage = Lineage()
         self.weights = Weights(self.lineage)
@@ -78,6 +77,11 @@ class QueueState:
         found = [number for number, fields in group.parts if self.bits.of(fields) & bits]
         return found if len(found) == 1 else list(dict.fromkeys(found))
 
+    def tell_rows(self, what: str, tickets: Sequence[int], version: str = "", step: int = NO_STEP) -> None:
+        """The same event of all rows of ``tickets``."""
+        for episodes, alike in groupby(tickets, lambda ticket: self.groups[ticket].episodes):
+            self.events.tell_rows(what, episodes, list(alike), version, step=step)
+
     def tickets_of(self, step: int) -> Sequence[int]:
         """What ``step`` trains, as far as that is decided; ascending where steps have no sets."""
         size = self.plan.prompts_per_step
@@ -106,7 +110,7 @@ class QueueState:
         """The state that ``values`` are the dump of. LookupError, TypeError or ValueError: they are none."""
         state = cls(plan)
         state.bits = FieldBits(values["fields"])
-        state.groups.load(values["groups"], state.bits, plan.samples_per_prompt)
+        state.groups.load(values["groups"], state.bits)
         for name in _SAVED:
             getattr(state, name).load(values[name])
         state._count_anew()
@@ -127,6 +131,7 @@ class QueueState:
             for number in lease.shards:
                 shards[number].leases += 1
         self.tickets.generating.add(ticket for ticket, group in self.groups.items() if not group.parts)
-        self.tickets.untrained.add(self.groups.keys() - trained - set(self.tickets.generating))
+        untrained = self.groups.keys() - trained - set(self.tickets.generating)
+        self.tickets.wait(untrained, self.groups.rows_of(untrained))
         for number, shard in shards.items():
             self.shards.put_back(number, shard)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,8 @@ class Tickets:
     """Of prompt groups without rows."""
     untrained: AgedTickets = field(default_factory=AgedTickets)
     """Of prompt groups with rows that wait for training."""
+    untrained_rows: int = 0
+    """Of these prompt groups."""
 
     def admit(self, tickets: Sequence[int]) -> None:
         """Somebody generates for them."""
@@ -30,10 +32,20 @@ class Tickets:
         self.generating.discard(tickets)
         self.generating.add(tickets)
 
-    def store(self, tickets: Sequence[int]) -> None:
-        """Their rows have come."""
+    def store(self, tickets: Sequence[int], rows: int) -> None:
+        """Their rows have come, so many in all."""
         self.generating.discard(tickets)
+        self.wait(tickets, rows)
+
+    def wait(self, tickets: Iterable[int], rows: int) -> None:
+        """They wait for training, with so many rows in all."""
         self.untrained.add(tickets)
+        self.untrained_rows += rows
+
+    def end_wait(self, tickets: Sequence[int], rows: int) -> None:
+        """They, all of which waited for training, do so no more."""
+        self.untrained.discard(tickets)
+        self.untrained_rows -= rows
 
     def depth(self) -> dict[str, int]:
         """Prompt groups by how far they are: in generation, waiting for training."""
