@@ -33,8 +33,8 @@ _GRACE_S = 60.0
 """The supervisor ends a run that waits too long; a process that nobody ends gives up so much later."""
 _KEPT_BYTES = 16 << 20
 _PROBE_BYTES = 1 << 20
-Told = dict[str, Any]
-"""A wait as beats and `status` tell of it: {path, errno, seconds, loose}."""
+DiskWait = dict[str, Any]
+"""A wait as beats and `status` have it: {path, errno, seconds, loose}."""
 
 
 def may_pass(error: BaseException) -> bool:
@@ -89,7 +89,7 @@ class Waits:
         """Whether there are any."""
         return bool(self._waits)
 
-    def told(self) -> Told:
+    def longest(self) -> DiskWait:
         """The one that goes on longest, those that somebody waits for first; empty: all is well."""
         if not self._waits:
             return {}
@@ -288,7 +288,7 @@ def _try(folder: Path, size: int = _PROBE_BYTES) -> None:
         path.unlink(missing_ok=True)
 
 
-def probe(folder: Path, size: int = _PROBE_BYTES) -> Told:
+def probe(folder: Path, size: int = _PROBE_BYTES) -> DiskWait:
     """Whether so many bytes can be written to ``folder``: what hinders that, empty if nothing does; they are gone
     then."""
     try:

@@ -88,7 +88,7 @@ def test_a_write_is_tried_again_until_it_succeeds(tmp_path: Path, number: int) -
         if left:
             left.pop()
             raise OSError(number, os.strerror(number))
-        told.append(WAITS.told())
+        told.append(WAITS.longest())
         return "done"
 
     assert patiently(tmp_path / "file", write) == "done"
@@ -125,7 +125,7 @@ def test_lines_that_a_disk_does_not_take_are_written_later(tmp_path: Path, monke
     for line in (b"b\n", b"c\n"):
         lines.write(line)
         lines.flush()
-    assert WAITS.told()["loose"] and lines.dropped == 0
+    assert WAITS.longest()["loose"] and lines.dropped == 0
     monkeypatch.setattr(disk, "_KEPT_BYTES", 4)
     lines.write(b"too much\n")
     assert lines.dropped == 9

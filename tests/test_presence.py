@@ -46,7 +46,7 @@ def test_a_group_is_waited_for_until_it_beats_and_has_loaded() -> None:
     actor, rollout = {"group": "actor"}, {"group": "rollout"}
     assert world.look(actor) == {"rollout": "is not there"} and world.presence.stood_s == 2.0
     assert world.look(actor, rollout | {"loads": True}) == {"rollout": "is loading"}
-    assert world.presence.told(world.now)["rollout"]["since_s"] == 2.0, "since it was first missed"
+    assert world.presence.report(world.now)["rollout"]["since_s"] == 2.0, "since it was first missed"
     assert world.look(actor, rollout) == {} and world.presence.stood_s == 4.0
 
 

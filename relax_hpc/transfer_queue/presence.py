@@ -64,6 +64,6 @@ class Presence:
             return "is not there"
         return "is loading" if all(beat.get("loads") for beat in mine) else ""
 
-    def told(self, now: float) -> dict[str, dict[str, Any]]:
+    def report(self, now: float) -> dict[str, dict[str, Any]]:
         """`lacking` for others: {group: {"why", "since_s"}}."""
         return {name: {"why": why, "since_s": now - since} for name, (why, since) in self.lacking.items()}

@@ -189,7 +189,7 @@ class QueueStatus:
     """Rows by reason; of prompt groups that never had any, one an episode."""
     noted: Mapping[str, int]
     disk: Sequence[Message]
-    """Whose writes do not succeed, see `Waits.told`."""
+    """Whose writes do not succeed, see `Waits.longest`."""
     kept: Mapping[str, int]
     refused_connections: int
     checkpoints: Sequence[Message]
@@ -197,7 +197,7 @@ class QueueStatus:
     beats: Mapping[str, Message]
     """What each member said of itself last."""
     lacking: Mapping[str, Message]
-    """Groups that the others wait for, see `Presence.told`."""
+    """Groups that the others wait for, see `Presence.report`."""
     finished: bool
     waiting: Sequence[str]
     """Requests that cannot be answered yet, in words."""

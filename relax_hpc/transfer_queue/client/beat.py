@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from relax_hpc.disk import WAITS, Told
+from relax_hpc.disk import WAITS, DiskWait
 
 
 class Beat:
@@ -25,7 +25,7 @@ class Beat:
         wall clock), how many failed, and why."""
         self.stood_s = 0.0
         """For how long, so far, there was no hub, or it let clocks stand."""
-        self.waits: Told = {}
+        self.waits: DiskWait = {}
         """Which disk somebody waits for, as the hub said last."""
         self._doing, self._doing_since, self._awaits = "", 0.0, False
         self._stands = True
@@ -45,8 +45,8 @@ class Beat:
     @property
     def hindered(self) -> bool:
         """Whether somebody, this process or another, waits for a disk, or there is no hub to answer."""
-        told = WAITS.told()
-        return bool(self.waits or (told and not told["loose"]) or not self._has_hub())
+        own = WAITS.longest()
+        return bool(self.waits or (own and not own["loose"]) or not self._has_hub())
 
     def passes(self, now: float) -> None:
         """Another one is due."""
@@ -66,7 +66,7 @@ class Beat:
         """What it says: work done, how long it is at one piece, its longest gap between beats so far, whether it is
         loading, and what it is at; while it loads, how long one part takes. Who waits for others, for a disk, its own
         or another's, or has no hub to answer, is at no work."""
-        told, now = WAITS.told(), time.monotonic()
+        own, now = WAITS.longest(), time.monotonic()
         if self.hindered or self._awaits:
             self._waited_at = now
         busy_s = min(self.busy(), now - self._waited_at)
@@ -76,4 +76,4 @@ class Beat:
             about |= {"doing": self._doing, "doing_s": now - self._doing_since}
         if self._doing and about["loads"]:
             about["loading_s"] = now - max(self._doing_since, self._waited_at)
-        return about | ({"disk": told} if told else {}) | ({"unsaved": self.unsaved} if self.unsaved else {})
+        return about | ({"disk": own} if own else {}) | ({"unsaved": self.unsaved} if self.unsaved else {})

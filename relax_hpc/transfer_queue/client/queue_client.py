@@ -168,7 +168,7 @@ class QueueClient:
         """Wait until everything put here is accepted: saved, as durably as configured, and journaled. DeadlineError."""
         timeout = self.config.queue.wait_timeout_s if timeout is None else timeout
         if self._store and not self._store.settle(timeout):
-            why = self._store.failure or (in_words(told) if (told := WAITS.told()) else "its disk is slow")
+            why = self._store.failure or (in_words(wait) if (wait := WAITS.longest()) else "its disk is slow")
             raise DeadlineError(f"settle: what was put is not saved after {timeout:.0f} s: {why}")
         self._told.result(timeout)
 

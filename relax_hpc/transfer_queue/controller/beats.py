@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from relax_hpc.disk import WAITS, Told
+from relax_hpc.disk import WAITS, DiskWait
 from relax_hpc.transfer_queue.records import Owner
 
 _FRESH_S = 10.0
@@ -18,9 +18,9 @@ class Beats:
     def __init__(self) -> None:
         self.latest: dict[str, dict[str, Any]] = {}
         """With `group`, `incarnation`, and `at`, seconds of the monotonic clock."""
-        self._disk_waits: dict[str, tuple[float, Told]] = {}
+        self._disk_waits: dict[str, tuple[float, DiskWait]] = {}
 
-    def take(self, owner: Owner, member: str, about: dict[str, Any], disk: Told) -> None:
+    def take(self, owner: Owner, member: str, about: dict[str, Any], disk: DiskWait) -> None:
         """``disk``: a write that does not succeed; empty: there is none."""
         (group, incarnation), now = owner, time.monotonic()
         name = f"{group}/{member}"
@@ -35,15 +35,15 @@ class Beats:
             del self.latest[name]
             self._disk_waits.pop(name, None)
 
-    def disk_wait(self) -> Told:
+    def disk_wait(self) -> DiskWait:
         """A write that does not succeed and that somebody waits for; empty: there is none."""
         if not WAITS and not self._disk_waits:
             return {}
         since = time.monotonic() - _FRESH_S
-        found = [WAITS.told(), *(wait for at, wait in self._disk_waits.values() if at > since)]
+        found = [WAITS.longest(), *(wait for at, wait in self._disk_waits.values() if at > since)]
         return next((wait for wait in found if wait and not wait["loose"]), {})
 
     def disk_waits(self) -> list[dict[str, Any]]:
         """Every member's write that does not succeed, its own first."""
-        own = [{"who": "hub/controller", **wait}] if (wait := WAITS.told()) else []
+        own = [{"who": "hub/controller", **wait}] if (wait := WAITS.longest()) else []
         return own + [{"who": name, **wait} for name, (_, wait) in sorted(self._disk_waits.items())]

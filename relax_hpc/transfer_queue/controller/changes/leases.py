@@ -9,7 +9,7 @@ from relax_hpc.transfer_queue.controller.changes.prompt_groups import leave_plac
 from relax_hpc.transfer_queue.controller.registry import applies
 from relax_hpc.transfer_queue.controller.state.task_queues import HELD
 from relax_hpc.transfer_queue.controller.topics import rows_for
-from relax_hpc.transfer_queue.records import Lease
+from relax_hpc.transfer_queue.records import Lease, Owner
 from relax_hpc.transfer_queue.samplers import Assignment
 
 if TYPE_CHECKING:
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 @applies("claim")
 def claim(
-    state: QueueState, task: str, owner: list, key: str, number: int, tickets: list[int], assignment: Assignment
+    state: QueueState, task: str, owner: Owner, key: str, number: int, tickets: list[int], assignment: Assignment
 ) -> None:
     queue, groups = state.tasks[task], state.groups
     shards = {shard for ticket in tickets for shard in state.shards_with(groups[ticket], queue.needs)}
-    lease = Lease(task, (owner[0], owner[1]), key, tuple(tickets), tuple(sorted(shards)), assignment)
+    lease = Lease(task, owner, key, tuple(tickets), tuple(sorted(shards)), assignment)
     state.shards.hold(lease.shards)
     state.leases.add(number, lease)
     queue.take(lease.tickets)

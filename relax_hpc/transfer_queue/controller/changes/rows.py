@@ -27,7 +27,7 @@ REJECTED = ("rolled_back", "stale_version", "incomplete", "unknown_media")
 def put(
     state: QueueState,
     key: str,
-    owner: list,
+    owner: Owner,
     shard: dict,
     rows: list[list],
     fields: list[str],
@@ -36,12 +36,11 @@ def put(
     saved: bool,
     reused: dict[int, int] | None = None,
 ) -> None:
-    who = (owner[0], owner[1])
-    state.puts.remember(key, who, refused)
+    state.puts.remember(key, owner, refused)
     for ticket, tokens in (reused or {}).items():
         state.kept.groups[ticket].reused = tokens
     if rows:
-        _store(state, who, shard, tuple(fields), rows, saved)
+        _store(state, owner, shard, tuple(fields), rows, saved)
     else:
         state.shards.garbage.append(shard["name"])
     for ticket, reason in refused.items():
@@ -164,9 +163,9 @@ def quarantine(state: QueueState, tickets: list[int], reason: str) -> None:
 
 
 @applies("gathered")
-def gather(state: QueueState, owner: list, end: int, files: list) -> None:
+def gather(state: QueueState, owner: Owner, end: int, files: list) -> None:
     for descriptor, tickets in files:
-        _gather_into(state, (owner[0], owner[1]), descriptor, tickets)
+        _gather_into(state, owner, descriptor, tickets)
     state.progress.gathered = max(state.progress.gathered, end)
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from relax_hpc.transfer_queue.controller.registry import applies
 from relax_hpc.transfer_queue.controller.topics import ADMISSION, NEWS
+from relax_hpc.transfer_queue.records import Owner
 from relax_hpc.versions import Version
 
 if TYPE_CHECKING:
@@ -31,6 +32,6 @@ def retire(state: QueueState, versions: list[str]) -> None:
 
 
 @applies("serve")
-def serve(state: QueueState, reader: str, owner: list, version: str) -> None:
-    state.weights.readers[reader] = ((owner[0], owner[1]), Version.parse(version))
+def serve(state: QueueState, reader: str, owner: Owner, version: str) -> None:
+    state.weights.readers[reader] = (owner, Version.parse(version))
     state.woken.add(ADMISSION)

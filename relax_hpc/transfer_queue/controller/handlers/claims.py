@@ -50,7 +50,7 @@ def claim(
             peer, what = awaited(state, task, budget, boundary, padded=not ranks)
             raise NotYet(rows_for(task), f"waits for {what}", not state.tasks[task].in_order, (peer, what))
         number = state.leases.next
-        about = {"task": task, "owner": list(request.owner), "key": request.key, "number": number}
+        about = {"task": task, "owner": request.owner, "key": request.key, "number": number}
         dealt = assignment(state, tickets, ranks, max_tokens, batch) if ranks else []
         service.record(op="claim", **about, tickets=list(tickets), assignment=dealt)
     return {**_described(state, number), "waited": request.waited_for()}

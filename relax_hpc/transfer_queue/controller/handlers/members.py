@@ -34,7 +34,7 @@ def beat(
 
 
 def _check_disk(disk: dict) -> None:
-    """Refused unless it is empty, or says of a write that does not succeed what `Waits.told` does."""
+    """Refused unless it is empty, or says of a write that does not succeed what `Waits.longest` does."""
     kinds = {"path": str, "errno": int, "seconds": float, "loose": bool}
     if disk and {name: type(value) for name, value in disk.items()} != kinds:
         raise Refused("refused", f"beat: disk: found {disk!r:.80}, expected {', '.join(kinds)}")

@@ -50,7 +50,7 @@ def put(
         also["reused"] = reused_of(state, [extra for extra in extras if extra["ticket"] not in refused])
     # What a task adds is of the rows that were declared.
     taken = [(t, lengths, codes, b"" if lease else rows) for t, rows, lengths, codes in groups if t not in refused]
-    about = {"owner": list(owner), "lease": lease if held and held.owner == owner else 0, "saved": saved}
+    about = {"owner": owner, "lease": lease if held and held.owner == owner else 0, "saved": saved}
     service.record(op="put", key=request.key, shard=shard, rows=taken, fields=fields, refused=refused, **about, **also)
     return {"refused": refused}
 

@@ -57,7 +57,7 @@ def status(service: QueueService, request: Request) -> Any:
         "checkpoints": progress.checkpoints,
         "incarnations": state.members.incarnations,
         "beats": {name: {**beat, "age_s": now - beat["at"]} for name, beat in service.beats.latest.items()},
-        "lacking": service.presence.told(now),
+        "lacking": service.presence.report(now),
         "finished": progress.finished(),
         "waiting": [": ".join(filter(None, (r.owner[0], r.op, r.why))) for r in service.waiting],
     }

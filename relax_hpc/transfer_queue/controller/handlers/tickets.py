@@ -21,9 +21,9 @@ def admit(service: QueueService, request: Request, reader: str, count: int) -> A
     state, (_, version) = service.state, service.state.weights.readers.get(reader, (None, None))
     tickets = state.admissions.recall(request.key)
     if tickets is None and version and (tickets := admissible(state, version, count)):
-        owner, surplus = list(request.owner), surplus_for(state, tickets, version.number)
+        surplus = surplus_for(state, tickets, version.number)
         also = {"surplus": surplus} if surplus else {}
-        service.record(op="admit", owner=owner, key=request.key, tickets=tickets, version=str(version), **also)
+        service.record(op="admit", owner=request.owner, key=request.key, tickets=tickets, version=str(version), **also)
     if tickets:
         groups = [state.groups[ticket] for ticket in tickets]
         attempts = [group.attempt for group in groups]
@@ -57,5 +57,5 @@ def spared(service: QueueService, request: Request, tickets: list[int], reason: 
         raise Refused("refused", f"spared: tickets: found {unknown[0]}, allowed those that were admitted")
     if service.state.puts.recall(request.key) is None:
         about = {"tickets": tickets, "reason": reason}
-        service.record(op="spared", key=request.key, owner=list(request.owner), **about)
+        service.record(op="spared", key=request.key, owner=request.owner, **about)
     return {}

@@ -70,7 +70,7 @@ def _news(weights: Weights, version: Version) -> dict[str, str]:
 def serve(service: QueueService, request: Request, reader: str, version: str) -> Any:
     """``reader`` has loaded ``version``; whether it owes an evaluation of it."""
     found, state = Version.parse(version), service.state
-    service.record(op="serve", reader=reader, owner=list(request.owner), version=version)
+    service.record(op="serve", reader=reader, owner=request.owner, version=version)
     due = found in state.lineage and service.plan.eval_due(state.progress.evaluated, found.number)
     return {"eval_due": due}
 

@@ -68,6 +68,9 @@ class QueueState:
     def apply(self, record: Record) -> None:
         """Carry out one journal record. Deterministic; records are checked before they are journaled."""
         about = dict(record)
+        if "owner" in about:
+            # A list, as it comes from the journal.
+            about["owner"] = tuple(about["owner"])
         changes.APPLIERS[about.pop("op")](self, **about)
 
     # -- what follows from several parts -----------------------------------------------------------------------
