@@ -45,8 +45,11 @@ class PlainUser:
 
 
 @contextmanager
-def plain_user() -> Iterator[PlainUser]:
-    """A user made for the block; ourselves if we are no root."""
+def plain_user(small: bool = False) -> Iterator[PlainUser]:
+    """A user made for the block; ourselves if we are no root.
+
+    ``small``: with an environment of links to our packages, which is copied in no time, where the system has our Python.
+    """
     if os.getuid():
         with _home() as home:
             yield PlainUser(pwd.getpwuid(os.getuid()), home, Path(sys.executable))
@@ -58,7 +61,8 @@ def plain_user() -> Iterator[PlainUser]:
         with _home() as home:
             os.chown(home, entry.pw_uid, entry.pw_gid)
             user = PlainUser(entry, home, Path(sys.executable))
-            yield user if _works(user) else PlainUser(entry, home, _environment(home))
+            linked = small and Path(SYSTEM_PYTHON).resolve() == Path(sys.executable).resolve()
+            yield user if not linked and _works(user) else PlainUser(entry, home, _environment(home))
     finally:
         subprocess.run(["userdel", name], check=True, capture_output=True, timeout=30)
 

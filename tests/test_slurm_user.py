@@ -1,7 +1,8 @@
 """A whole run of a user without rights: their own sandbox, a heterogeneous job, a rank killed in it, the end.
 
 Its ranks meet through the MPI that came with the packages, by pmi2; the other runs use the system's, by pmix. Model
-and environment are copied to what stands for the nodes' own disks. The engine is `simulated`.
+and environment are copied to what stands for the nodes' own disks; that of `env/test.sh --all` has gigabytes. The engine
+is `simulated`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import pytest
 from relax_hpc.errors import EXIT_DONE
 from relax_hpc.rundir import RunDir
 from relax_hpc.sandbox import cluster
+from tests.effort import effort
 from tests.plain_user import PlainUser, plain_user
 from tests.requirements import requires
 from tests.run_helpers import merged, with_engine, write_config
@@ -47,7 +49,7 @@ def call(user: PlainUser, *words: str | Path, slurm: Path | None = None) -> str:
 
 
 def test_a_plain_user_runs_it_all() -> None:
-    with plain_user() as user:
+    with plain_user(small=bool(effort(1, 0))) as user:
         folder, root, disk = user.home / "slurm", user.home / "run", user.home / "disk"
         options = [f"--{name}={value}" for name, value in QUICK.items()]
         call(user, "relax_hpc", "sandbox", "up", folder, "--nodes", "5", *options)
@@ -56,7 +58,7 @@ def test_a_plain_user_runs_it_all() -> None:
             over = merged(with_engine("simulated"), {"site": {"local_dir": str(disk)}})
             config = write_config(user.home / "run.yaml", merged(OVER, over))
             words = ["--config", sandbox.site, "--config", config, "--run_dir", root, "--layout", "het", "--parsable"]
-            # Its environment, gigabytes, is copied first.
+            # Its environment is copied first.
             live = SlurmRun(sandbox, RunDir(root), [], "het", "simulated", patience_s=3 * START_S)
             live.jobs = call(user, "relax_hpc", "submit", *words, slurm=sandbox.conf).split()
             live.wait_for_step(2)
