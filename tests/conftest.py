@@ -58,6 +58,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What is not marked otherwise is quick; with workers, it comes last, and fills what whole runs leave over."""
     for item in items:
+        if " at 0x" in item.nodeid:
+            raise pytest.UsageError(f"{item.nodeid}: an address in a test's name, which each worker calls another")
         if {"sandbox", "small_sandbox"}.intersection(item.fixturenames):
             item.add_marker(pytest.mark.slurm)
         if item.get_closest_marker("run") is None and item.get_closest_marker("slurm") is None:

@@ -48,7 +48,7 @@ class PlainUser:
 def plain_user(small: bool = False) -> Iterator[PlainUser]:
     """A user made for the block; ourselves if we are no root.
 
-    ``small``: with an environment of links to our packages, which is copied in no time, where the system has our Python.
+    ``small``: with an environment of links to our packages, which is soon copied, where the system has our Python.
     """
     if os.getuid():
         with _home() as home:

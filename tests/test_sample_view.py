@@ -106,6 +106,29 @@ def test_what_the_journal_did_not_accept_is_left_out(made: Path, capsys: pytest.
     assert marked["hidden"] == {} and marked["matching"] == 7
 
 
+def test_a_sample_is_of_the_step_that_it_was_trained_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ticket 0 is slow: what was admitted for step 1 takes its place in step 0."""
+    run, config = make_run(tmp_path / "run"), small(staleness=1)
+    dump(config, run.config)
+    log, drawn = SampleLog(run.samples / "rollout-inc-000001-rank-0.jsonl.gz", SamplesConfig(), steps=4), Version(1, 0)
+    with in_thread(run, config), Roles(run, config) as roles:
+        roles.start()
+        tickets = roles.admit(drawn, count=4)
+        rollout = roles["rollout"]
+        shard = rollout.next_shard()
+        assert rollout.generated(rows_of(tickets[1:3], drawn), name=shard) == {}
+        rollout.settle()
+        log.keep([sample(f"{ticket:09d}.00", ticket // 2, ticket, shard=shard) for ticket in tickets[1:3]])
+        log.close()
+        assert {one["reward"]: one["step"] for one in shown(run.root, capsys)["samples"]} == {1: 0, 2: 1}
+        for _ in range(2):
+            # A window of middle roles ends where a step of tickets does.
+            roles.learn(drawn)
+        roles.train(0)
+        assert [one["reward"] for one in shown(run.root, capsys, "--step", "0", "--best")["samples"]] == [2, 1]
+    assert shown(run.root, capsys, "--step", "1")["samples"] == []
+
+
 def test_samples_are_chosen(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {one["step"] for one in shown(made, capsys, "--step", "0")["samples"]} == {0}
     assert shown(made, capsys, "--worst", "--limit", "1")["samples"][0]["reward"] == -2.0

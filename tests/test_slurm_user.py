@@ -1,8 +1,8 @@
 """A whole run of a user without rights: their own sandbox, a heterogeneous job, a rank killed in it, the end.
 
 Its ranks meet through the MPI that came with the packages, by pmi2; the other runs use the system's, by pmix. Model
-and environment are copied to what stands for the nodes' own disks; that of `env/test.sh --all` has gigabytes. The engine
-is `simulated`.
+and environment are copied to what stands for the nodes' own disks; in `env/test.sh --all` gigabytes. The engine is
+`simulated`.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Wanted:
     """Which samples, and in what order."""
 
     step: int | None = None
-    """Of this training step; of evaluations, of this version."""
+    """Trained in this step, or admitted for it and not trained yet; of evaluations, of this version."""
     of: str | None = ""
     """Of this evaluation set; empty: of training; None: of both."""
     reason: str = ""
@@ -87,9 +87,11 @@ def find(run: RunDir, wanted: Wanted) -> Found:
     def chosen() -> Iterator[Sample]:
         for sample in whole(read_samples(run.samples)):
             found.sets.add(sample.get("eval", ""))
+            fate = fate_of(sample, fates)
+            if fate.step is not None:
+                sample["step"] = fate.step
             if not wanted.fits(sample):
                 continue
-            fate = fate_of(sample, fates)
             if wanted.dropped or fate.state in _COUNTED:
                 found.matching += 1
                 yield sample | {"fate": str(fate)}

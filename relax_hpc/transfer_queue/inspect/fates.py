@@ -10,6 +10,7 @@ from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 from relax_hpc.transfer_queue.inspect.audit import JournalCopy
 from relax_hpc.transfer_queue.plan import Plan
+from relax_hpc.versions import Version
 
 
 class Fate(NamedTuple):
@@ -21,6 +22,11 @@ class Fate(NamedTuple):
 
     state: str
     about: str = ""
+
+    @property
+    def step(self) -> int | None:
+        """The step that it was trained in, which above staleness 0 may be another than its ticket's."""
+        return Version.parse(self.about).number if self.state == "trained" else None
 
     def __str__(self) -> str:
         return f"{self.state} {self.about}".strip()
