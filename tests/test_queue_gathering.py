@@ -47,8 +47,8 @@ def second_time(function: Callable[[str], None]) -> Callable[[str], None]:
 POINTS: dict[str, tuple[Any, str, Any]] = {
     "": (None, "", None),
     "a file is written, and not journaled": (server, "journal_files", die),
-    "it is journaled, and no shard is removed": (server, "_remove", die),
-    "some shards are removed": (server, "_remove", second_time(server._remove)),
+    "it is journaled, and no shard is removed": (server, "remove", die),
+    "some shards are removed": (server, "remove", second_time(server.remove)),
 }
 """Where a controller is killed: what is replaced by what."""
 

@@ -20,6 +20,7 @@ from typing import Any
 import msgpack
 
 from relax_hpc.disk import patiently
+from relax_hpc.errors import FencedError
 from relax_hpc.rundir import sync_directory
 
 FORMAT = 3
@@ -188,6 +189,12 @@ class Journal:
         it reads this one, so what was written while there was none is in its replay."""
         newest = max(self._files(), default=0)
         return newest if newest > self.incarnation else 0
+
+    def check_newest(self) -> None:
+        """FencedError once there is a successor."""
+        if successor := self.superseded():
+            text = f"hub incarnation {self.incarnation} is over: incarnation {successor} has taken its place"
+            raise FencedError(text)
 
     def append(self, record: dict[str, Any]) -> None:
         """Buffer ``record``; it counts after the next ``commit``."""

@@ -7,26 +7,23 @@ so nobody polls.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from relax_hpc.config.schema import Durability
 from relax_hpc.disk import Patience, may_pass, patiently
-from relax_hpc.errors import FencedError
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.controller.eventlog import EventLog
-from relax_hpc.transfer_queue.controller.gathering import GATHERED_NAME, Gatherer, journal_files
+from relax_hpc.transfer_queue.controller.gathering import Gatherer, journal_files
 from relax_hpc.transfer_queue.controller.journal import Journal
 from relax_hpc.transfer_queue.controller.messages import Refused, Request, parse
+from relax_hpc.transfer_queue.controller.recovery import end_former_groups, note_torn_tails, recovered, remove, sweep
 from relax_hpc.transfer_queue.controller.service import LEASE_S, QueueService
-from relax_hpc.transfer_queue.controller.snapshots import RECORDS, Snapshot, SnapshotError, Snapshots
+from relax_hpc.transfer_queue.controller.snapshots import RECORDS, Snapshots
 from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 from relax_hpc.transfer_queue.controller.waiting import NotYet
-from relax_hpc.transfer_queue.plan import SUPERVISOR, Plan
-from relax_hpc.transfer_queue.storage.media import MediaStore
-from relax_hpc.transfer_queue.storage.shard import SHARD_NAME
+from relax_hpc.transfer_queue.plan import Plan
 from relax_hpc.transport.listener import Listener, listen
 from relax_hpc.transport.wire import Bytes, pack, purpose_of, unpack
 
@@ -77,73 +74,17 @@ class Controller:
         self.event_log = EventLog(run.events, incarnation)
         self.gatherer = Gatherer(run.shards, incarnation) if gathers else None
         self.journal, self.incarnation = journal, incarnation
-        self.service = QueueService(plan, incarnation, QueueState(plan), journal, lease_s)
-        self._replay()
-        self._end_former_groups()
-        self._sweep()
+        state = recovered(journal, self.snapshots, self.event_log)
+        self.service = QueueService(plan, incarnation, state, journal, lease_s)
+        note_torn_tails(self.service)
+        end_former_groups(self.service, all_of_them=self.late_s > 0)
+        sweep(run, state)
         self.listener = Listener(listen(host), run.token(), purpose_of(incarnation))
         self.endpoint = self.listener.endpoint
 
     @property
     def state(self) -> QueueState:
         return self.service.state
-
-    # -- start -------------------------------------------------------------------------------------------------
-
-    def _replay(self) -> None:
-        """Apply the journal, or what of it is newer than a snapshot, and write events.jsonl anew as it goes."""
-        after = None
-        if snapshot := self._snapshot():
-            self.service.state, after = snapshot.state, snapshot.position
-        for number, record in enumerate(self.journal.replay(after)):
-            self.state.apply(record)
-            if number % 1000 == 0:
-                self.event_log.write(self.state.events.take_lines())
-        self.event_log.write(self.state.events.take_lines())
-        self._check_successor()
-        self.event_log.publish()
-        for name, size in self.journal.cut.items():
-            path = self.journal.folder / name
-            print(f"{path}: the last {size} bytes are no whole record and were cut off", flush=True)
-            self.service.record(op="note", what="torn_tail", name=name, reason="journal")
-
-    def _snapshot(self) -> Snapshot | None:
-        """The newest that can be used; its events are in the new events.jsonl."""
-        for path in self.snapshots.found():
-            try:
-                snapshot = self.snapshots.load(path)
-            except SnapshotError as error:
-                print(error, flush=True)
-                continue
-            if self.journal.covers(snapshot.position) and self.event_log.begin_with(snapshot.events):
-                return snapshot
-        return None
-
-    def _end_former_groups(self) -> None:
-        """After a resume with other groups nobody speaks for the old ones: what they hold comes back.
-
-        So it is with all of them if the journal may lack what they were told: they begin again with what it has.
-        """
-        for group, incarnation in self.state.members.incarnations.items():
-            gone = not self.service.plan.knows(group) or (self.late_s and group.partition("-")[0] != SUPERVISOR)
-            if gone and not self.state.members.lowest_allowed((group, incarnation)):
-                self.service.record(op="down", group=group, incarnation=incarnation)
-
-    def _sweep(self) -> None:
-        """Remove the files of shards that are garbage, or were never put by a group incarnation that is over.
-
-        A living one's are left alone: its put may have been sent to an earlier controller and be sent again.
-        """
-        needed, garbage = self.state.shards.numbers, set(self.state.shards.take_garbage())
-        for path in self.run.shards.iterdir():
-            made = SHARD_NAME.match(path.name)
-            orphan = made and path.name not in needed and self.state.members.lowest_allowed((made[1], int(made[2])))
-            orphan = orphan or (GATHERED_NAME.match(path.name) and path.name not in needed)
-            if orphan or path.name in garbage:
-                _remove(str(path))
-        if self.run.media.exists():
-            with contextlib.suppress(OSError):
-                MediaStore(self.run.media).keep_only(self.state.media.counts)
 
     # -- loop --------------------------------------------------------------------------------------------------
 
@@ -197,25 +138,19 @@ class Controller:
     def _look(self) -> None:
         """See that this one is still the newest. While the disk does not say, nobody is told of anything either."""
         try:
-            self._check_successor()
+            self.journal.check_newest()
             self.event_log.check()
         except OSError as error:
             self.stuck.failed(error)
-
-    def _check_successor(self) -> None:
-        if successor := self.journal.superseded():
-            raise FencedError(
-                f"hub incarnation {self.incarnation} is over: incarnation {successor} has taken its place"
-            )
 
     def _after_replies(self) -> None:
         self.event_log.write(self.state.events.take_lines())
         self.event_log.flush()
         for name in self.state.shards.take_garbage():
             # Building a path costs more than the rest of it.
-            _remove(f"{self._shards}/{name}")
+            remove(f"{self._shards}/{name}")
         for media_id in self.state.media.take_garbage():
-            _remove(str(self.run.media / media_id))
+            remove(str(self.run.media / media_id))
         if self.snapshots.due(self.journal.records):
             log = self.event_log
             self.snapshots.take(self.state, self.journal.records, self.journal.position, log.extent, log.fileno())
@@ -319,12 +254,3 @@ class Controller:
 
     def _reply(self, request: Request, **content: Any) -> Reply:
         return {"id": request.id, "hub_incarnation": self.incarnation, **content}
-
-
-def _remove(path: str) -> None:
-    """A file that nobody needs. What cannot be removed now the next controller finds (`_sweep`)."""
-    try:
-        os.unlink(path)  # noqa: PTH108
-    except OSError as error:
-        if not isinstance(error, FileNotFoundError) and not may_pass(error):
-            raise
