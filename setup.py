@@ -27,6 +27,7 @@ EXTRAS = {
     "omni": ["pillow", "decord", "librosa", "soundfile", "numba==0.65.1"],
     "slurm": ["submitit>=1.5"],
     "plot": ["matplotlib>=3.8"],
+    "parquet": ["pyarrow>=15"],
     "dev": ["pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "hypothesis>=6", "ruff>=0.12", "packaging"],
 }
 EXTRAS["all"] = sorted({requirement for extra in EXTRAS.values() for requirement in extra})

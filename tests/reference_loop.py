@@ -25,7 +25,8 @@ from torch import Tensor
 
 from relax_hpc.config import Config, load
 from relax_hpc.config.schema import ActorConfig, ParallelConfig
-from relax_hpc.data.prompts import Prompt, PromptRules, load_prompts, load_tokenizer, prompt_at
+from relax_hpc.data.prompts import Prompt, PromptRules, load_tokenizer, prompt_at, prompts_of
+from relax_hpc.data.rows import read_rows
 from relax_hpc.engines import make_engine
 from relax_hpc.engines.engine import GenerateRequest, Generation, Sampling
 from relax_hpc.models.hf_files import read_config
@@ -105,7 +106,8 @@ class Loop:
         self.config = config
         self.tokenizer = load_tokenizer(run.model)
         train, data = Path(config.data.train or run.data / "train.jsonl"), config.data
-        self.prompts, _ = load_prompts(train, self.tokenizer, PromptRules.of(data, self.tokenizer), data.max_bad_share)
+        rows = prompts_of(read_rows(train), self.tokenizer, PromptRules.of(data, self.tokenizer))
+        self.prompts = [row for row in rows if isinstance(row, Prompt)]
         self.reward = get_reward(train_reward(config))
         initial = Path(config.model.reference_path or run.model)
         self.reference = policy(config, initial)

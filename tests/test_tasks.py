@@ -14,7 +14,7 @@ import pytest
 from relax_hpc.checks.settings import check
 from relax_hpc.config import Config, load
 from relax_hpc.config.schema import TinyModelConfig
-from relax_hpc.data.prompts import PromptRules, Tokenizer, load_prompts, load_tokenizer
+from relax_hpc.data.prompts import PromptRules, Tokenizer, load_tokenizer
 from relax_hpc.data.tiny_model import make_tiny_model
 from relax_hpc.engines.engine import BadAnswer, Draft, GenerateRequest, Generation, Sampling
 from relax_hpc.errors import ConfigError
@@ -24,6 +24,7 @@ from relax_hpc.rundir import RunDir
 from relax_hpc.tasks import Task, eval_reward, get_task, train_reward
 from relax_hpc.tasks.files import eval_files, make_files, train_file
 from relax_hpc.tasks.sort_digits import sets_of, sort_answer
+from tests.prompt_helpers import load_prompts
 
 
 @pytest.fixture(scope="module")

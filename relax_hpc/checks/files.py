@@ -40,7 +40,7 @@ def check_files(config: Config) -> Iterator[str]:
         yield from find_model(model, "reference_path").problems
     for key, path in _prompt_files(config).items():
         if not Path(path).is_file():
-            yield f"{key}: found {path!r}, which is not a file; name a jsonl file"
+            yield f"{key}: found {path!r}, which is not a file; name a jsonl or parquet file"
         else:
             yield from _prompts(key, path, policy.tokenizer, config.data)
 
@@ -117,7 +117,7 @@ def read_prompts(path: str, tokenizer: Tokenizer | None, data: DataConfig) -> Re
 def _read(path: str, _: tuple[int, ...], tokenizer: Tokenizer | None, how: PromptRules, read_s: float) -> Reading:
     names = re.compile("|".join(map(re.escape, tokenizer.special_names)) or "(?!)") if tokenizer else None
     found, until = Reading(tally=Tally()), time.monotonic() + read_s
-    rows = prompts_of(read_rows(path), tokenizer, how)
+    rows = prompts_of(read_rows(path), tokenizer, how, tokens=False)
     with how.rendering():
         while block := list(islice(rows, BLOCK)):
             for one in block:

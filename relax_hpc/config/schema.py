@@ -47,8 +47,8 @@ class ModelConfig:
 
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
-    """Prompts. A jsonl line is {"id", "prompt", "messages" or "token_ids", "answer", ...}; see
-    `relax_hpc.data.prompts`."""
+    """Prompts. A row of a jsonl or parquet file is {"id", "prompt", "messages" or "token_ids", "answer", ...}; see
+    `relax_hpc.data.prompts`. A file must stay as it is while a run uses it."""
 
     task: str = ""
     """`sort_digits`, a built-in verifiable task whose files are made in the run directory, or one's own as
@@ -56,9 +56,9 @@ class DataConfig:
     digits: int = bounded(4, 1, 6)
     """Digits a prompt of `sort_digits` has."""
     train: str = ""
-    """jsonl file of training prompts."""
+    """File of training prompts, jsonl or parquet."""
     eval: dict[str, str] = field(default_factory=dict)
-    """Name of an evaluation set -> jsonl file."""
+    """Name of an evaluation set -> file."""
     shuffle: bool = True
     """Visit prompts in an order drawn from the run's seed, anew each incarnation."""
     special_tokens: list[Literal["prompt"]] = field(default_factory=list)

@@ -7,6 +7,7 @@ A template is a program of whoever made the model's folder. It runs in jinja2's 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 import resource
@@ -45,6 +46,11 @@ class ChatTemplate:
         self._system = system
         self._child: subprocess.Popen[bytes] | None = None
         self._turn = threading.Lock()
+
+    @property
+    def key(self) -> str:
+        """The same for templates that make the same text."""
+        return hashlib.sha256(json.dumps([self._first, self._system], sort_keys=True).encode()).hexdigest()
 
     def render(self, messages: list[dict[str, Any]]) -> str:
         """The prompt of these messages, up to where the model answers. TemplateError: there is none."""

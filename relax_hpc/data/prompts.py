@@ -1,12 +1,13 @@
-"""Prompts of a jsonl file, the tokenizer that encodes them, and which prompt a ticket gets."""
+"""Prompts of the rows of a file, the tokenizer that encodes them, and which prompt a ticket gets."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import json
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 
 from relax_hpc.config.schema import DataConfig
 from relax_hpc.data.chat import ChatTemplate, TemplateError, template_of
-from relax_hpc.data.rows import BadLine, Record, read_rows
+from relax_hpc.data.rows import BadLine, Record
 from relax_hpc.errors import ConfigError
 
 
@@ -51,6 +52,27 @@ class Tokenizer:
         if special and self._add_bos and ids[:1] != [self.bos_id]:
             return [self.bos_id, *ids]
         return ids
+
+    def at_most(self, text: str) -> int | None:
+        """How many tokens ``text`` has at most, and at least one, which is seen without making them; None: it is not.
+
+        Merging makes fewer tokens of characters, never more.
+        """
+        unknown, most, around = self._characters
+        return None if unknown.search(text) else most * len(text) + around
+
+    @functools.cached_property
+    def _characters(self) -> tuple[re.Pattern[str], int, int]:
+        """What finds characters that are not plain or have no token, the most tokens of others, those around a text."""
+        counts = {chr(code): len(self.encode(chr(code), special=False)) for code in range(128)}
+        known = "".join(re.escape(character) for character, count in counts.items() if count)
+        return re.compile(f"[^{known}]" if known else ""), max(counts.values()), len(self.encode(""))
+
+    @functools.cached_property
+    def key(self) -> str:
+        """The same for tokenizers that make the same tokens."""
+        about = f"{self._add_bos} {self.bos_id} {self._backend.to_str()}"
+        return hashlib.sha256(about.encode()).hexdigest()
 
     @functools.cached_property
     def _reading_special(self) -> Any:
@@ -153,67 +175,62 @@ class PromptRules:
                 self.template.close()
 
 
-def load_prompts(
-    path: Path | str, tokenizer: Tokenizer, how: PromptRules, max_bad_share: float
-) -> tuple[list[Prompt], list[BadLine]]:
-    """Prompts of a jsonl file in its order, and the lines that are none. Blank lines do not count.
-
-    A line is {"id", "prompt" (text, or messages), "messages" or "token_ids", "answer", ...}; the rest becomes metadata.
-    ConfigError: no such file, no usable line, or a larger share of bad lines than
-    `max_bad_share`.
-    """
-    tally, good, bad = Tally(), list[Prompt](), list[BadLine]()
-    with how.rendering():
-        for one in prompts_of(read_rows(path), tokenizer, how):
-            tally.add(one)
-            if isinstance(one, BadLine):
-                bad.append(one)
-            else:
-                good.append(one)
-    if problem := tally.problem(max_bad_share, tally.rows):
-        raise ConfigError(f"{path}: {problem}")
-    return good, bad
-
-
 def prompts_of(
-    rows: Iterable[tuple[int, Record] | BadLine], tokenizer: Tokenizer | None, how: PromptRules
+    rows: Iterable[tuple[int, Record] | BadLine], tokenizer: Tokenizer | None, how: PromptRules, tokens: bool = True
 ) -> Iterator[Prompt | BadLine]:
-    """The prompt of each row, or why it has none. Without a tokenizer texts get no tokens, and no length is judged."""
+    """The prompt of each row, or why it has none; of one id the first counts.
+
+    A row is {"id", "prompt" (text, or messages), "messages" or "token_ids", "answer", ...}; the rest becomes metadata.
+    Without a tokenizer texts get no tokens, and no length is judged; without ``tokens`` only those whose length cannot
+    be judged otherwise.
+    """
     seen: set[str] = set()
     for row in rows:
-        if isinstance(row, BadLine):
-            yield row
-            continue
-        number, record = row
-        try:
-            prompt = _prompt(record, tokenizer, how)
-            if prompt.prompt_id in seen:
-                raise _Bad("duplicate_id", f"id {prompt.prompt_id}")
-        except _Bad as bad:
-            yield BadLine(number, *bad.args)
-            continue
-        seen.add(prompt.prompt_id)
-        yield prompt
+        found = row if isinstance(row, BadLine) else prompt_of(*row, tokenizer, how, tokens)
+        if isinstance(found, Prompt):
+            if found.prompt_id in seen:
+                found = BadLine(row[0], "duplicate_id", f"id {found.prompt_id}")
+            else:
+                seen.add(found.prompt_id)
+        yield found
+
+
+def prompt_of(
+    number: int, record: Record, tokenizer: Tokenizer | None, how: PromptRules, tokens: bool = True
+) -> Prompt | BadLine:
+    """The prompt of the row in line ``number``, or why it has none; see `prompts_of`."""
+    try:
+        return _prompt(record, tokenizer, how, tokens)
+    except _Bad as bad:
+        return BadLine(number, *bad.args)
 
 
 class Tally:
     """Rows of a prompt file, counted as they pass."""
 
-    def __init__(self) -> None:
-        self.rows = 0
-        self._counts: Counter[str] = Counter()
+    def __init__(self, rows: int = 0, counts: Mapping[str, int] | None = None, bad: Iterable[BadLine] = ()) -> None:
+        """``counts``: of bad lines by reason. ``bad``: the first of them."""
+        self.rows = rows
+        self.counts = Counter(counts or {})
         self._first: dict[str, BadLine] = {}
         """Of each reason."""
+        for line in bad:
+            self._first.setdefault(line.reason, line)
 
     @property
     def bad(self) -> int:
-        return self._counts.total()
+        return self.counts.total()
 
     def add(self, one: Prompt | BadLine) -> None:
+        """Count another row."""
         self.rows += 1
         if isinstance(one, BadLine):
-            self._counts[one.reason] += 1
-            self._first.setdefault(one.reason, one)
+            self.count(one)
+
+    def count(self, bad: BadLine) -> None:
+        """Count a row as bad that was counted as one."""
+        self.counts[bad.reason] += 1
+        self._first.setdefault(bad.reason, bad)
 
     def problem(self, max_bad_share: float, total: int) -> str:
         """What is wrong with a file of ``total`` rows that so many are bad of; empty if it will do."""
@@ -223,9 +240,9 @@ class Tally:
             return ""
         reasons = "; ".join(
             f"{count} {reason} (first line {self._first[reason].line}: {self._first[reason].detail})"
-            for reason, count in self._counts.most_common()
+            for reason, count in self.counts.most_common()
         )
-        cure = "raise data.max_prompt_tokens, or " if "over_long" in self._counts else ""
+        cure = "raise data.max_prompt_tokens, or " if "over_long" in self.counts else ""
         return (
             f"{self.bad} of {total} lines are bad: {reasons}; allowed share {max_bad_share}; {cure}mend the file, or "
             "raise data.max_bad_share"
@@ -236,7 +253,7 @@ class _Bad(Exception):
     """(reason, detail) of a row that is no prompt."""
 
 
-def _prompt(record: Record, tokenizer: Tokenizer | None, how: PromptRules) -> Prompt:
+def _prompt(record: Record, tokenizer: Tokenizer | None, how: PromptRules, tokens: bool) -> Prompt:
     source = next((name for name in ("token_ids", "messages") if name in record), "prompt")
     if missing := [name for name in ("id", source, "answer") if name not in record]:
         raise _Bad("missing_field", f"no {', no '.join(missing)}")
@@ -246,36 +263,43 @@ def _prompt(record: Record, tokenizer: Tokenizer | None, how: PromptRules) -> Pr
         if not isinstance(value, kinds):
             raise _Bad("wrong_type", f"{name} is {_kind(value)}")
     if source != "token_ids":
-        text, ids = _encoded(given, source, tokenizer, how)
+        text, ids = _encoded(given, source, tokenizer, how, tokens)
     else:
         _check_ids(given, tokenizer.vocab_size if tokenizer else None)
         text = str(rest.pop("prompt", "") or (tokenizer.decode(given) if tokenizer else ""))
         ids = given
-    if not (ids if tokenizer or source == "token_ids" else text.strip()):
+    if not (text.strip() if ids is None else ids):
         raise _Bad("empty_prompt", f"{source} is empty")
-    if len(ids) > how.max_tokens:
+    if len(ids or ()) > how.max_tokens:
         if not how.keeps_end:
             raise _Bad("over_long", f"{len(ids)} tokens, data.max_prompt_tokens is {how.max_tokens}")
         ids = ids[-how.max_tokens :]
-    return Prompt(str(prompt_id), tuple(ids), text, str(answer), rest)
+    return Prompt(str(prompt_id), tuple(ids or ()), text, str(answer), rest)
 
 
-def _encoded(given: Any, source: str, tokenizer: Tokenizer | None, how: PromptRules) -> tuple[str, list[int]]:
-    """The text of a prompt, by a template or as it is, and its tokens, none without a tokenizer."""
+def _encoded(
+    given: Any, source: str, tokenizer: Tokenizer | None, how: PromptRules, tokens: bool
+) -> tuple[str, list[int] | None]:
+    """The text of a prompt, by a template or as it is, and its tokens; None: they were not looked at."""
     is_chat = isinstance(given, list) and given and all(isinstance(one, dict) and "role" in one for one in given)
     if not (is_chat or (isinstance(given, str) and source == "prompt")):
         raise _Bad("wrong_type", f"{source} is {_kind(given)}")
     if not tokenizer:
-        return (given if isinstance(given, str) else json.dumps(given)), []
+        return (given if isinstance(given, str) else json.dumps(given)), None
     as_tokens = "prompt" in how.special_tokens
-    if not how.template:
-        if is_chat:
-            raise _Bad("wrong_type", f"{source} is a list of chat messages; set data.chat_template: model")
-        return given, tokenizer.encode(given, special_tokens=as_tokens) if given.strip() else []
+    if is_chat and not how.template:
+        raise _Bad("wrong_type", f"{source} is a list of chat messages; set data.chat_template: model")
     if isinstance(given, str) and not given.strip():
         return given, []
-    text = _rendered(given if is_chat else [{"role": "user", "content": given}], tokenizer, how.template, as_tokens)
-    return text, tokenizer.encode(text, special=False, special_tokens=True)
+    text = given
+    if how.template:
+        messages = given if is_chat else [{"role": "user", "content": given}]
+        text = _rendered(messages, tokenizer, how.template, as_tokens)
+    if not tokens and text.strip() and (most := tokenizer.at_most(text)) and (how.keeps_end or most <= how.max_tokens):
+        return text, None
+    if how.template:
+        return text, tokenizer.encode(text, special=False, special_tokens=True)
+    return text, tokenizer.encode(text, special_tokens=as_tokens)
 
 
 def _rendered(messages: list[Any], tokenizer: Tokenizer, template: ChatTemplate, as_tokens: bool) -> str:
@@ -316,7 +340,7 @@ def prompt_at(ticket: int, attempt: int, count: int, seed: int, shuffle: bool) -
     return other + (other >= first)
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=3)
 def _order(count: int, seed: int, epoch: int) -> np.ndarray:
     """A permutation of range(count): indices sorted by SplitMix64 of (seed, epoch, index).
 
@@ -326,7 +350,7 @@ def _order(count: int, seed: int, epoch: int) -> np.ndarray:
         z = np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(_hash(f"{seed}/{epoch}"))
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.argsort(z ^ (z >> np.uint64(31)))
+    return np.argsort(z ^ (z >> np.uint64(31))).astype(np.uint32)
 
 
 def _hash(text: str) -> int:

@@ -1,11 +1,13 @@
-"""Rows of data files, one after the other, each a mapping or the reason why it is none. Nothing is held in memory."""
+"""Rows of data files, jsonl or parquet, one after the other, each a mapping or the reason why it is none. Nothing is
+held in memory."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,17 @@ from relax_hpc.errors import ConfigError
 _OTHER_KINDS = {
     b"\xff\xfe": "UTF-16 text; iconv -f UTF-16 -t UTF-8",
     b"\xfe\xff": "UTF-16 text; iconv -f UTF-16 -t UTF-8",
-    b"PAR1": "a parquet file; write its rows as lines of JSON",
     b"\x1f\x8b": "compressed by gzip; gunzip",
     b"\x28\xb5\x2f\xfd": "compressed by zstd; unzstd",
     b"PK": "a zip archive; unzip",
 }
 """Beginning of a file -> what it is, and what makes lines of it."""
+
+
+MOST_BYTES = 1 << 30
+"""Of a line: more is some other file."""
+_BATCH = 1024
+"""Rows of a parquet file in memory at a time, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,22 +44,109 @@ class BadLine:
 Record = dict[str, Any]
 
 
-def read_rows(path: Path | str) -> Iterator[tuple[int, Record] | BadLine]:
-    """Rows of a jsonl file with their lines, counted from 1; blank lines are none.
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of a file, as it stands."""
 
-    ConfigError: it cannot be read, or is no file of lines at all.
+    number: int
+    """Counted from 1."""
+    start: int
+    """Byte of the file."""
+    data: bytes
+
+    @property
+    def is_blank(self) -> bool:
+        return not self.data.strip()
+
+
+def read_rows(path: Path | str) -> Iterator[tuple[int, Record] | BadLine]:
+    """Rows of a jsonl or parquet file with their lines, counted from 1; blank lines are none.
+
+    ConfigError: it cannot be read, or is no file of rows at all.
+    """
+    if is_parquet(path):
+        yield from read_parquet(path)
+        return
+    for line in read_lines(path):
+        if not line.is_blank:
+            yield row_of(line)
+
+
+def read_lines(path: Path | str, told: Callable[[bytes], None] = lambda data: None) -> Iterator[Line]:
+    """All lines of a jsonl file; ``told`` all its bytes, in their order. ConfigError: as `read_rows`.
+
+    Of a line that is too long the beginning alone is there, no JSON.
     """
     with _opened(path) as file:
         _refuse_others(path, file.peek(512))
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield _record(number, line)
+        number = start = 0
+        while data := file.readline(MOST_BYTES):
+            number, length = number + 1, len(data)
+            told(data)
+            rest = data
+            while not rest.endswith(b"\n") and (rest := file.readline(MOST_BYTES)):
+                told(rest)
+                length += len(rest)
+            yield Line(number, start, data)
+            start += length
+
+
+def row_of(line: Line) -> tuple[int, Record] | BadLine:
+    """What stands in ``line``."""
+    if len(line.data) >= MOST_BYTES:
+        return BadLine(line.number, "broken_json", f"longer than {MOST_BYTES} bytes")
+    return _record(line.number, line.data)
+
+
+def is_parquet(path: Path | str) -> bool:
+    """Whether it begins as such files do. ConfigError: it cannot be read."""
+    with _opened(path) as file:
+        return file.peek(4)[:4] == b"PAR1"
+
+
+def read_parquet(path: Path | str) -> Iterator[tuple[int, Record] | BadLine]:
+    """As `read_rows`. What is null is not there; times and decimals are texts."""
+    parquet = _parquet(path)
+    number = 0
+    try:
+        for batch in parquet.ParquetFile(str(path)).iter_batches(batch_size=_BATCH, use_threads=False):
+            for record in batch.to_pylist():
+                number += 1
+                yield _as_json(number, {name: value for name, value in record.items() if value is not None})
+    except (OSError, ValueError) as error:  # what pyarrow raises derives from these
+        raise ConfigError(f"{path}: not a parquet file that can be read: {error}; write it again") from error
 
 
 def count_rows(path: Path | str) -> int:
-    """Rows of a jsonl file, sound or not, which is much faster than to read them. ConfigError: it cannot be read."""
+    """Rows of a file, sound or not, which is much faster than to read them. ConfigError: it cannot be read."""
+    if is_parquet(path):
+        return _parquet(path).read_metadata(str(path)).num_rows
     with _opened(path) as file:
         return sum(1 for line in file if line.strip())
+
+
+def _parquet(path: Path | str) -> Any:
+    try:
+        return import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise ConfigError(
+            f"{path}: found a parquet file, which needs pyarrow, and that is not installed: pip install pyarrow, or "
+            "write its rows as lines of JSON"
+        ) from error
+
+
+def _as_json(number: int, record: Record) -> tuple[int, Record] | BadLine:
+    """``record`` as it is after it was written as JSON."""
+    try:
+        return number, json.loads(json.dumps(record, default=_text))
+    except (TypeError, ValueError) as error:
+        return BadLine(number, "wrong_type", str(error))
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bytes | memoryview):
+        raise TypeError("a column holds bytes, which no row of text has a place for")
+    return str(value)
 
 
 @contextmanager
@@ -62,7 +156,7 @@ def _opened(path: Path | str) -> Iterator[BufferedReader]:
             yield file
     except OSError as error:
         raise ConfigError(
-            f"{path}: cannot be read: {error.strerror}; data.train and data.eval name jsonl files"
+            f"{path}: cannot be read: {error.strerror}; data.train and data.eval name jsonl or parquet files"
         ) from error
 
 
@@ -73,7 +167,7 @@ def _refuse_others(path: Path | str, head: bytes) -> None:
     if not found and head.lstrip().startswith(b"["):
         found = "one JSON list; jq -c '.[]' makes a line of each entry"
     if found:
-        raise ConfigError(f"{path}: found {found}; allowed: jsonl, one JSON object a line")
+        raise ConfigError(f"{path}: found {found}; allowed: jsonl, one JSON object a line, or parquet")
 
 
 def _record(number: int, line: bytes) -> tuple[int, Record] | BadLine:

@@ -40,15 +40,15 @@ def _tiny_model(run: RunDir, config: Config) -> Path:
 
 
 def _prompts(run: RunDir, config: Config, model: Path) -> None:
-    """ConfigError now, before anything waits for a GPU, if a prompt file is of no use."""
-    from relax_hpc.data.prompts import PromptRules, load_prompts, load_tokenizer
-    from relax_hpc.tasks.files import eval_files, make_files, train_file
+    """Make the task's files, and the index of each. ConfigError now, before anything waits for a GPU, if a prompt file
+    is of no use."""
+    from relax_hpc.data.prompts import load_tokenizer
+    from relax_hpc.tasks.files import make_files, open_evals, open_train
 
-    data, tokenizer = config.data, load_tokenizer(model)
+    tokenizer = load_tokenizer(model)
     make_files(run, config, tokenizer)
-    how = PromptRules.of(data, tokenizer)
-    for path in (train_file(run, config), *eval_files(run, config).values()):
-        load_prompts(path, tokenizer, how, data.max_bad_share)
+    open_train(run, config, tokenizer)
+    open_evals(run, config, tokenizer)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -220,14 +220,14 @@ class Replica:
         values: dict[str, float] = {}
         size = self.config.rollout.groups_per_request * self.config.samples_per_prompt
         for name, prompts in self.rollout.eval_sets.items():
-            scores = 0.0
-            for start in range(0, len(prompts), size):
-                part = prompts[start : start + size]
+            scores, count = 0.0, min(len(prompts), self.config.eval.samples)
+            for start in range(0, count, size):
+                part = await asyncio.to_thread(prompts.__getitem__, slice(start, min(start + size, count)))
                 with self.activity("eval", version.number):
                     scored = await self.scored(part)
                 scores += sum(score.total for _, _, score in scored)
                 await asyncio.to_thread(self.rollout.samples.evaluated, name, version, scored)
-            values[f"eval/{name}/{self.config.eval.metric}"] = scores / max(1, len(prompts))
+            values[f"eval/{name}/{self.config.eval.metric}"] = scores / max(1, count)
         await asyncio.wrap_future(self.rollout.client.weights.evaluated(version.number, values))
 
     async def scored(self, prompts: list[Prompt]) -> list[tuple[Prompt, Generation | EngineFault, Score]]:

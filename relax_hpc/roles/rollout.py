@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from relax_hpc.data.prompts import Prompt, load_tokenizer
+from relax_hpc.data.prompts import load_tokenizer
 from relax_hpc.engines.engine import BadAnswer, Generation, Sampling
 from relax_hpc.engines.pool import Pool, entries
 from relax_hpc.errors import StoppedError
@@ -26,11 +25,8 @@ from relax_hpc.rollout.sample_keeper import SampleKeeper, in_tensorboard
 from relax_hpc.rollout.sample_log import SUFFIX, SampleLog
 from relax_hpc.rollout.samples import PromptSource
 from relax_hpc.tasks import get_task
-from relax_hpc.tasks.files import eval_files, train_file
+from relax_hpc.tasks.files import open_evals, open_train
 from relax_hpc.transfer_queue.row_schema import Row
-
-_NOTED_LINES = 10_000
-"""Bad lines beyond so many are left out of the counts."""
 
 
 class Rollout:
@@ -42,9 +38,9 @@ class Rollout:
         self.tokenizer = load_tokenizer(context.model)
         config = self.config
         self.task = get_task(config.data.task)
-        self.source = PromptSource.load(train_file(context.run, config), self.tokenizer, config)
-        files = eval_files(context.run, config)
-        self.eval_sets = {name: self._eval_prompts(path) for name, path in files.items()}
+        self.train_prompts = open_train(context.run, config, self.tokenizer)
+        self.source = PromptSource(self.train_prompts, config)
+        self.eval_sets = open_evals(context.run, config, self.tokenizer)
         stops = tuple(self.tokenizer.eos_ids)
         shape = config.rollout
         self.sampling = Sampling(shape.temperature, shape.top_p, stops, config.seed, tuple(shape.stop))
@@ -79,11 +75,8 @@ class Rollout:
         """Count them, once a run: an earlier incarnation of the group may have done so."""
         noted = self.client.status.get().result().noted
         if not any(name.startswith("bad_prompt/") for name in noted):
-            for line in self.source.bad[:_NOTED_LINES]:
+            for line in self.train_prompts.bad:
                 self.client.status.note("bad_prompt", f"line {line.line}", line.reason)
-
-    def _eval_prompts(self, path: Path) -> list[Prompt]:
-        return PromptSource.load(path, self.tokenizer, self.config).prompts[: self.config.eval.samples]
 
     async def serve(self) -> None:
         """Run the engines until the run is finished; the first failure ends the others."""

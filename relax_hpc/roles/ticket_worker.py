@@ -55,7 +55,9 @@ class TicketWorker:
                     self.replica.activity.because(admitted.waited)
                     for ticket, failures in admitted.failures.items():
                         self.rollout.outcomes.count_lost(ticket, failures, "rows that were dropped after they were put")
-                    for ticket, attempt in zip(admitted.tickets, admitted.attempts, strict=True):
+                    wanted = list(zip(admitted.tickets, admitted.attempts, strict=True))
+                    await asyncio.to_thread(self.rollout.source.fetch, wanted)
+                    for ticket, attempt in wanted:
                         self.free -= 1
                         kept = [partial for partial in admitted.partials if partial.ticket == ticket]
                         tasks.create_task(self.fill(ticket, attempt, kept))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from relax_hpc.config.schema import Config
-from relax_hpc.data.prompts import BadLine, Prompt, PromptRules, Tokenizer, load_prompts, prompt_at
+from relax_hpc.data.prompts import Prompt, Tokenizer, prompt_at
 from relax_hpc.engines.engine import EngineFault, Episode, EpisodeRow, GenerateRequest, Generation, Sampling
 from relax_hpc.fields import FIELDS
 from relax_hpc.rewards import RewardInput
@@ -19,24 +17,32 @@ from relax_hpc.transfer_queue.records import FILTERED
 from relax_hpc.transfer_queue.row_ids import row_id
 from relax_hpc.transfer_queue.row_schema import NOBODY, Row
 
+_MOST_FETCHED = 4096
+"""Prompts in memory that nobody has asked for yet."""
 
-@dataclass(slots=True)
+
 class PromptSource:
-    """The training prompts; which one a ticket gets depends on the seed, the ticket and the attempt alone."""
+    """Which training prompt a ticket gets: that depends on the seed, the ticket and the attempt alone."""
 
-    config: Config
-    prompts: list[Prompt]
-    bad: list[BadLine]
-
-    @classmethod
-    def load(cls, path: Path, tokenizer: Tokenizer, config: Config) -> PromptSource:
-        """Read the file; ConfigError if too much of it is unusable."""
-        how = PromptRules.of(config.data, tokenizer)
-        return cls(config, *load_prompts(path, tokenizer, how, config.data.max_bad_share))
+    def __init__(self, prompts: Sequence[Prompt], config: Config) -> None:
+        self.prompts, self._config = prompts, config
+        self._fetched: dict[int, Prompt] = {}
 
     def prompt(self, ticket: int, attempt: int) -> Prompt:
-        config = self.config
-        return self.prompts[prompt_at(ticket, attempt, len(self.prompts), config.seed, config.data.shuffle)]
+        """Read it, unless it was fetched. Errors as of `PromptFile`."""
+        place = self._place(ticket, attempt)
+        return self._fetched.pop(place, None) or self.prompts[place]
+
+    def fetch(self, wanted: Iterable[tuple[int, int]]) -> None:
+        """Read prompts of (ticket, attempt) that are wanted soon, in whatever thread this is."""
+        for place in (self._place(*each) for each in wanted):
+            self._fetched[place] = self.prompts[place]
+        for place in list(self._fetched)[:-_MOST_FETCHED]:
+            self._fetched.pop(place, None)
+
+    def _place(self, ticket: int, attempt: int) -> int:
+        config = self._config
+        return prompt_at(ticket, attempt, len(self.prompts), config.seed, config.data.shuffle)
 
 
 def draw_key(ticket: int, prompt: Prompt) -> str:

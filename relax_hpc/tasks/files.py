@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from relax_hpc.config.schema import Config
-from relax_hpc.data.prompts import Tokenizer
+from relax_hpc.data.prompt_file import PromptFile, open_prompts
+from relax_hpc.data.prompts import PromptRules, Tokenizer
 from relax_hpc.errors import ConfigError
 from relax_hpc.rundir import RunDir
 from relax_hpc.tasks import Task, get_task
@@ -25,6 +26,22 @@ def eval_files(run: RunDir, config: Config) -> dict[str, Path]:
     if config.data.eval:
         return {name: Path(path) for name, path in config.data.eval.items()}
     return {name: run.data / f"{name}.jsonl" for name in get_task(config.data.task).evaluations}
+
+
+def open_train(run: RunDir, config: Config, tokenizer: Tokenizer) -> PromptFile:
+    """The training prompts. ConfigError: see `open_prompts`."""
+    return _opened(run, config, tokenizer, "train", train_file(run, config))
+
+
+def open_evals(run: RunDir, config: Config, tokenizer: Tokenizer) -> dict[str, PromptFile]:
+    """The prompts of each evaluation set. ConfigError: see `open_prompts`."""
+    files = eval_files(run, config)
+    return {name: _opened(run, config, tokenizer, f"eval-{name}", path) for name, path in files.items()}
+
+
+def _opened(run: RunDir, config: Config, tokenizer: Tokenizer, name: str, path: Path) -> PromptFile:
+    how = PromptRules.of(config.data, tokenizer)
+    return open_prompts(path, run.data / "prompts" / f"{name}.index", tokenizer, how, config.data.max_bad_share)
 
 
 def make_files(run: RunDir, config: Config, tokenizer: Tokenizer) -> None:

@@ -34,6 +34,7 @@ from relax_hpc.engines.simulated_engine import SimulatedEngine
 from relax_hpc.metrics.read import read_metrics
 from relax_hpc.rollout.samples import PromptSource, requests_for
 from relax_hpc.rundir import RunDir
+from relax_hpc.tasks.files import open_train
 from relax_hpc.versions import Version
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -154,7 +155,7 @@ def responses_s(run: RunDir, config: Config) -> list[list[float]]:
     asyncio.run(engine.start())
     shape = config.rollout
     tokenizer = load_tokenizer(run.model)
-    source = PromptSource.load(run.data / "train.jsonl", tokenizer, config)
+    source = PromptSource(open_train(run, config, tokenizer), config)
     sampling = Sampling(shape.temperature, shape.top_p, tuple(tokenizer.eos_ids), config.seed)
 
     def seconds(ticket: int) -> Iterator[float]:

@@ -39,6 +39,7 @@ from relax_hpc.roles.advantages import advantages_of
 from relax_hpc.rollout.samples import PromptSource, group_rows, requests_for, reward_input
 from relax_hpc.rundir import RunDir
 from relax_hpc.tasks import train_reward
+from relax_hpc.tasks.files import open_train
 from relax_hpc.training import parallel
 from relax_hpc.training.batches import Batch, collate, split_rows
 from relax_hpc.training.model import PolicyModel
@@ -77,8 +78,7 @@ class PlainLoop:
     def __init__(self, run: RunDir, config: Config, folder: Path) -> None:
         self.config, self.folder = config, folder
         self.tokenizer = load_tokenizer(run.model)
-        train = Path(config.data.train) if config.data.train else run.data / "train.jsonl"
-        self.source = PromptSource.load(train, self.tokenizer, config)
+        self.source = PromptSource(open_train(run, config, self.tokenizer), config)
         self.reward = get_reward(train_reward(config))
         shape = config.rollout
         stops = tuple(self.tokenizer.eos_ids)

@@ -1,0 +1,278 @@
+"""A file of prompts of which an index is in memory: which lines are prompts, and where they stand.
+
+The index is made once a run, when it is prepared, and lies in its directory; each process maps it, reads a line when
+its prompt is used, and makes tokens of it then. A file that is not the one that was indexed is refused: its tickets
+would have other prompts. Of a parquet file the rows are written out as lines beside the index.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, astuple, dataclass, field
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import xxhash
+
+from relax_hpc.data.prompts import Prompt, PromptRules, Tally, Tokenizer, prompt_of
+from relax_hpc.data.rows import BadLine, Line, Record, is_parquet, read_lines, read_parquet, row_of
+from relax_hpc.disk import patiently
+from relax_hpc.errors import ConfigError, RelaxError
+from relax_hpc.rundir import write_atomic
+
+Row = tuple[int, Record] | BadLine
+FORMAT = 1
+ENTRY = np.dtype([("start", "<u8"), ("size", "<u4"), ("check", "<u4"), ("line", "<u4")])
+"""Of a prompt: where its line begins, its bytes and their CRC-32, its number from 1."""
+_ENTRY = struct.Struct("<QIII")
+KEPT_BAD = 10_000
+"""Bad lines that are known one by one; of all it is known how many there are."""
+_COPY_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """Which file was indexed."""
+
+    path: str
+    size: int
+    mtime_ns: int
+    digest: str = ""
+    """XXH3 of its bytes, 128 bits."""
+
+    @classmethod
+    def of(cls, path: Path) -> Stamp:
+        """Without the digest. ConfigError: there is no such file."""
+        try:
+            found = path.stat()
+        except OSError as error:
+            raise ConfigError(
+                f"{path}: cannot be read: {error.strerror}; data.train and data.eval name jsonl or parquet files"
+            ) from error
+        return cls(str(path), found.st_size, found.st_mtime_ns)
+
+    def is_still(self, now: Stamp) -> bool:
+        """Whether the file that is there ``now`` is the same: one that was copied, or touched, is."""
+        if self.size != now.size:
+            return False
+        return self.mtime_ns == now.mtime_ns or self.digest == digest_of(Path(now.path))
+
+
+@dataclass(slots=True)
+class Index:
+    """What is known of a file of prompts."""
+
+    stamp: Stamp
+    rules: str
+    """How rows became prompts, see `rules_key`."""
+    rows: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
+    """Bad lines by reason."""
+    bad: list[BadLine] = field(default_factory=list)
+    entries: np.ndarray = field(default_factory=lambda: np.zeros(0, ENTRY))
+
+
+class PromptFile(Sequence[Prompt]):
+    """The prompts of a file, in its order; safe to use from threads."""
+
+    def __init__(self, lines: Path, index: Index, where: Path, tokenizer: Tokenizer, how: PromptRules) -> None:
+        """``lines``: the file that the ``index`` is of, which lies at ``where``."""
+        self.index, self._lines, self._where = index, lines, where
+        self._tokenizer, self._how = tokenizer, how
+        self._file = os.open(lines, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        if file := getattr(self, "_file", 0):
+            os.close(file)
+
+    @property
+    def bad(self) -> list[BadLine]:
+        """The first of the lines that are no prompts."""
+        return self.index.bad
+
+    def __len__(self) -> int:
+        return len(self.index.entries)
+
+    @overload
+    def __getitem__(self, place: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Prompt]: ...
+    def __getitem__(self, place: int | slice) -> Prompt | list[Prompt]:
+        """ConfigError: the file was changed since it was indexed. RelaxError: it cannot be read now."""
+        if isinstance(place, slice):
+            return [self[each] for each in range(*place.indices(len(self)))]
+        start, size, check, number = self.index.entries[place].item()
+        try:
+            data = os.pread(self._file, size, start)
+        except OSError as error:
+            raise RelaxError(f"{self._lines}: line {number} cannot be read: {error.strerror}") from error
+        if len(data) != size or zlib.crc32(data) != check:
+            raise changed(self.index.stamp, self._where, f"line {number} is another")
+        record = row_of(Line(number, start, data))
+        made = record if isinstance(record, BadLine) else prompt_of(number, record[1], self._tokenizer, self._how)
+        if isinstance(made, BadLine):
+            raise RelaxError(
+                f"{self._lines}: line {number} was a prompt when it was indexed: {made.reason}: {made.detail}"
+            )
+        return made
+
+
+def open_prompts(path: Path, where: Path, tokenizer: Tokenizer, how: PromptRules, max_bad_share: float) -> PromptFile:
+    """The prompts of ``path``, whose index is at ``where``; it is made if it is not there, or of another file or rules.
+
+    ConfigError: no such file, no usable line, a larger share of bad lines than ``max_bad_share``, or the file is not
+    what it was when the index was made.
+    """
+    now, key = Stamp.of(path), rules_key(tokenizer, how)
+    index = load(where)
+    if index and index.stamp.path == now.path and index.rules == key and _lines_of(path, where).is_file():
+        if not index.stamp.is_still(now):
+            raise changed(index.stamp, where, f"found {now.size} bytes, had {index.stamp.size}")
+    else:
+        with how.rendering():
+            index = build(path, where, key, tokenizer, how)
+    tally = Tally(index.rows, index.counts, index.bad)
+    if problem := tally.problem(max_bad_share, index.rows):
+        where.unlink(missing_ok=True)
+        raise ConfigError(f"{path}: {problem}")
+    return PromptFile(_lines_of(path, where), index, where, tokenizer, how)
+
+
+def changed(stamp: Stamp, where: Path, what: str) -> ConfigError:
+    return ConfigError(
+        f"{stamp.path}: has changed since the run began ({what}), so that tickets would get other prompts; restore it, "
+        f"or remove {where} to go on with it as it is"
+    )
+
+
+def rules_key(tokenizer: Tokenizer, how: PromptRules) -> str:
+    """Of all that decides which lines are prompts."""
+    template = how.template.key if how.template else ""
+    about = [FORMAT, how.max_tokens, *how.special_tokens, template, how.keeps_end, tokenizer.key]
+    return hashlib.sha256(json.dumps(about).encode()).hexdigest()
+
+
+def digest_of(path: Path) -> str:
+    """XXH3 of a file."""
+    found = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while data := file.read(_COPY_BYTES):
+            found.update(data)
+    return found.hexdigest()
+
+
+def build(path: Path, where: Path, key: str, tokenizer: Tokenizer, how: PromptRules) -> Index:
+    """Read the whole of ``path`` once, and write its index to ``where``."""
+    where.parent.mkdir(parents=True, exist_ok=True)
+    before, digest = Stamp.of(path), xxhash.xxh3_128()
+    scan = _Scan(tokenizer, how)
+    for line, row in _spooled(path, where) if is_parquet(path) else _rows(path, digest.update):
+        scan.add(line, row)
+    stamp = Stamp(
+        before.path, before.size, before.mtime_ns, digest_of(path) if is_parquet(path) else digest.hexdigest()
+    )
+    if Stamp.of(path) != before:
+        raise ConfigError(f"{path}: has changed while it was read; write it whole before a run begins")
+    index = scan.index(stamp, key, _lines_of(path, where))
+    _save(index, where)
+    return index
+
+
+class _Scan:
+    """What one pass over the lines finds."""
+
+    def __init__(self, tokenizer: Tokenizer, how: PromptRules) -> None:
+        self._tokenizer, self._how = tokenizer, how
+        self._tally = Tally()
+        self._entries, self._ids = bytearray(), bytearray()
+        self._bad: list[BadLine] = []
+
+    def add(self, line: Line, row: Row) -> None:
+        """``row``: what stands in ``line``."""
+        found = row if isinstance(row, BadLine) else prompt_of(*row, self._tokenizer, self._how, tokens=False)
+        self._tally.add(found)
+        if isinstance(found, BadLine):
+            if len(self._bad) < KEPT_BAD:
+                self._bad.append(found)
+            return
+        self._entries += _ENTRY.pack(line.start, len(line.data), zlib.crc32(line.data), line.number)
+        self._ids += hashlib.blake2b(found.prompt_id.encode(), digest_size=16).digest()
+
+    def index(self, stamp: Stamp, key: str, lines: Path) -> Index:
+        entries = np.frombuffer(bytes(self._entries), ENTRY)
+        again = _repeated(np.frombuffer(bytes(self._ids), "<u8").reshape(-1, 2))
+        for entry in entries[again]:
+            bad = BadLine(int(entry["line"]), "duplicate_id", f"id {_id_at(lines, entry)}")
+            self._tally.count(bad)
+            self._bad.append(bad)
+        self._bad = sorted(self._bad, key=lambda bad: bad.line)[:KEPT_BAD]
+        return Index(stamp, key, self._tally.rows, dict(self._tally.counts), self._bad, entries[~again])
+
+
+def _repeated(ids: np.ndarray) -> np.ndarray:
+    """Of rows of numbers, whether each has come before. One pass, with as much memory again."""
+    order = np.lexsort((ids[:, 1], ids[:, 0]))
+    again = np.zeros(len(ids), bool)
+    again[order[1:]] = (ids[order[1:]] == ids[order[:-1]]).all(axis=1)
+    return again
+
+
+def _id_at(lines: Path, entry: np.void) -> str:
+    with lines.open("rb") as file:
+        file.seek(int(entry["start"]))
+        return str(json.loads(file.read(int(entry["size"])))["id"])
+
+
+def _lines_of(path: Path, where: Path) -> Path:
+    """The file with the lines of ``path``: that itself, or what was written out of it."""
+    spooled = where.with_suffix(".lines")
+    return spooled if is_parquet(path) else path
+
+
+def _rows(path: Path, told: Callable[[bytes], None]) -> Iterator[tuple[Line, Row]]:
+    return ((line, row_of(line)) for line in read_lines(path, told) if not line.is_blank)
+
+
+def _spooled(path: Path, where: Path) -> Iterator[tuple[Line, Row]]:
+    """Rows of a parquet file, which are written beside the index as lines."""
+    lines = _lines_of(path, where)
+    partial, start = lines.with_name(f".{lines.name}.{os.getpid()}"), 0
+    try:
+        with partial.open("wb") as file:
+            for number, row in enumerate(read_parquet(path), start=1):
+                data = json.dumps(None if isinstance(row, BadLine) else row[1]).encode() + b"\n"
+                file.write(data)
+                yield Line(number, start, data), row
+                start += len(data)
+        partial.replace(lines)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _save(index: Index, where: Path) -> None:
+    about = {"stamp": asdict(index.stamp), "rules": index.rules, "rows": index.rows, "counts": index.counts}
+    about |= {"format": FORMAT, "prompts": len(index.entries), "bad": [astuple(bad) for bad in index.bad]}
+    head = json.dumps(about).encode() + b"\n"
+    patiently(where, lambda: write_atomic(where, head, tail=index.entries.tobytes()))
+
+
+def load(where: Path) -> Index | None:
+    """The index at ``where``; None: there is none that is whole."""
+    try:
+        with where.open("rb") as file:
+            head = file.readline()
+        about: dict[str, Any] = json.loads(head)
+        count = about["prompts"]
+        if about["format"] != FORMAT or where.stat().st_size != len(head) + count * ENTRY.itemsize:
+            return None
+        entries = np.memmap(where, ENTRY, "r", offset=len(head), shape=count) if count else np.zeros(0, ENTRY)
+        bad = [BadLine(*each) for each in about["bad"]]
+        return Index(Stamp(**about["stamp"]), about["rules"], about["rows"], about["counts"], bad, entries)
+    except (OSError, ValueError, TypeError, LookupError):
+        return None
