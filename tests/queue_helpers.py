@@ -173,10 +173,10 @@ GIVES = {
 
 
 class Roles:
-    """One client a role, each with its step of work."""
+    """One client a role, each with its step of work. ``episodes``: rows of each, instead of one."""
 
-    def __init__(self, run: RunDir, config: Config, incarnation: int = 1) -> None:
-        self.config, self.incarnation = config, incarnation
+    def __init__(self, run: RunDir, config: Config, incarnation: int = 1, episodes: bytes = b"") -> None:
+        self.config, self.incarnation, self.episodes = config, incarnation, episodes
         groups = {"actor": "actor", "rollout": "rollout", "actor_fwd": "actor_fwd", "reference": "reference"}
         groups["advantages"] = "hub"
         self.clients = {role: QueueClient(run, config, group, incarnation, role) for role, group in groups.items()}
@@ -206,7 +206,8 @@ class Roles:
 
     def generate(self, version: Version) -> list[int]:
         tickets = self.admit(version)
-        assert self["rollout"].generated(rows_of(tickets, version, self.config.samples_per_prompt)) == {}
+        made = rows_of(tickets, version, self.config.samples_per_prompt, episodes=self.episodes)
+        assert self["rollout"].generated(made) == {}
         self["rollout"].settle()
         return tickets
 

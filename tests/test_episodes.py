@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,13 +14,21 @@ from hypothesis import strategies as st
 
 from relax_hpc.algorithms import ALGORITHMS, Algorithm, Grpo, Gspo, ReinforcePP
 from relax_hpc.algorithms.base import CorrectionConfig, KlConfig
+from relax_hpc.data.prompts import Prompt
+from relax_hpc.engines.engine import BadAnswer, Episode, EpisodeRow, GenerateRequest, Generation, Sampling
+from relax_hpc.errors import RefusedError
+from relax_hpc.metrics.writer import GENERATED, GENERATED_SUM
 from relax_hpc.roles.advantages import advantages_of
 from relax_hpc.roles.step_report import Tally
-from relax_hpc.rollout.samples import leave_older_out
+from relax_hpc.rollout.episodes import play
+from relax_hpc.rollout.outcomes import Failure, generated
+from relax_hpc.rollout.samples import group_rows, leave_older_out
+from relax_hpc.tasks import Task
 from relax_hpc.transfer_queue.client.summary import summarise
-from relax_hpc.transfer_queue.row_ids import place_of, row_id, ticket_of
+from relax_hpc.transfer_queue.row_ids import ids_of, place_of, row_id, ticket_of
 from relax_hpc.transfer_queue.row_schema import Row, by_prompt, sampled_versions
 from relax_hpc.versions import Version
+from tests.queue_helpers import BUDGET, Roles, in_thread, make_run, rows_of, small
 from tests.requirements import requires
 
 PER_TOKEN = [name for name in ALGORITHMS if name != "gspo"]
@@ -238,3 +248,76 @@ def test_what_nobody_sampled_has_no_version_and_no_length(numbers: list[int | No
     assert (tally.lengths, tally.tokens) == ([len(drawn)], len(codes))
     leave_older_out(row)
     assert row["loss_mask"].tolist() == [0] * prompt + [int(bool(drawn) and number == drawn[-1]) for number in numbers]
+
+
+# -- what is declared ----------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_group_is_whole_when_each_of_its_episodes_is(tmp_path: Path) -> None:
+    """Who generates it declares how many rows each has; whoever adds fields to it has to add them to all of these."""
+    run, config, version = make_run(tmp_path / "run"), small(groups=2), Version(1, 0)
+    with in_thread(run, config), Roles(run, config, episodes=b"\2\1") as roles:
+        roles.start()
+        assert roles.admit(version) == [0, 1]
+        whole = rows_of([0], version, episodes=b"\2\1")
+        for lacks in (whole[:2], whole[1:], [whole[0], whole[0]], rows_of([0], version, samples=3)):
+            assert roles["rollout"].generated(lacks) == {0: "incomplete"}
+            assert roles.admit(version, 1) == [0], "the ticket is drawn again, whole"
+        assert roles["rollout"].generated([*rows_of([1], version, episodes=b"\1\3"), *whole[::-1]]) == {}
+        claim = roles["reference"].claim("reference", BUDGET)
+        names = [row["row_id"] for row in roles["reference"].rows(claim)]
+        assert names == [*ids_of(0, b"\2\1"), *ids_of(1, b"\1\3")] == claim.row_ids()
+        made = [{"row_id": name, "ref_logprobs": np.zeros(5, np.float32)} for name in names]
+        assert roles["reference"].put(made[1:], ("ref_logprobs",), claim) == {0: "incomplete"}
+        (left,) = (claim := roles["reference"].claim("reference", BUDGET)).tickets
+        assert left == 0 and roles["reference"].put(made[:3], ("ref_logprobs",), claim) == {}
+        assert roles["rollout"].connection.call("status")["dropped"] == {"incomplete": 4 * 2}, "one row an episode"
+        with pytest.raises(RefusedError, match=r"row_id: found '7', expected ticket.episode.row"):
+            roles["rollout"].generated([whole[0] | {"row_id": "7"}])
+        with pytest.raises(RefusedError, match=r"found an episode of 101 rows, allowed: at most 100"):
+            roles["rollout"].generated([whole[0] | {"row_id": row_id(0, 0, row)} for row in range(101)])
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ([], "found an episode of 0 rows, allowed 1 to 100"),
+        ([([5], [0], [0.0])], "found no token that the policy has sampled"),
+        ([([5, 6], [0, 9], [-1.0, -1.0])], "a log-probability other than 0 of a token that nobody sampled"),
+        ([([5, 6], [9], [0.0, -1.0])], "found 1 versions for 2 tokens"),
+        ([([5], [9], [float("nan")])], "nan_logprob"),
+        ([None], "episode_exception: AttributeError"),
+    ],
+)
+def test_an_episode_that_is_none_costs_its_prompt_group(rows, says: str) -> None:
+    class Odd(Task):
+        async def episode(self, request: GenerateRequest, ask: object) -> Episode:
+            made = [row and Generation(row[0], row[2], np.array(row[1], np.int32), "stop") for row in rows]
+            return Episode([EpisodeRow((1,), one) for one in made])
+
+    request = GenerateRequest((1,), "p", 0, Sampling(1.0, 1.0, (), 0), 4)
+    found = asyncio.run(play(Odd(), request, lambda asked: None))
+    assert isinstance(found, BadAnswer) and says in str(found)
+
+
+def test_an_episode_becomes_rows_with_one_reward() -> None:
+    def made(versions: list[int]) -> Generation:
+        logprobs = [-0.5 if version else 0.0 for version in versions]
+        return Generation([7] * len(versions), logprobs, np.array(versions, np.int32), "length")
+
+    prompt = Prompt("p", (1, 2, 3), "2+2?", "4")
+    answers = [made([9, 9]), Episode([EpisodeRow((1, 2, 3), made([9, 0, 8])), EpisodeRow((4,), made([0, 9]))])]
+    rows = group_rows(prompt, 6, answers, [1.0, 0.5])
+    assert [row["row_id"] for row in rows] == ids_of(6, b"\1\2")
+    assert [(row["ticket"], row["episode"], row["row"], row["reward"]) for row in rows] == [
+        (6, 0, 0, 1.0),
+        (6, 1, 0, 0.5),
+        (6, 1, 1, 0.5),
+    ]
+    assert [row["loss_mask"].tolist() for row in rows] == [[0, 0, 0, 1, 1], [0, 0, 0, 1, 0, 1], [0, 0, 1]]
+    assert [row["prompt_len"] for row in rows] == [3, 3, 1] and rows[2]["token_ids"].tolist() == [4, 7, 7]
+    newest = group_rows(prompt, 6, answers, [1.0, 0.5], newest_only=True)
+    assert newest[1]["loss_mask"].tolist() == [0, 0, 0, 0, 0, 1]
+    failure = group_rows(prompt, 6, answers, [1.0, 0.5], keeps=lambda rewards: len(rewards) != 2)
+    assert isinstance(failure, Failure) and failure.rewards == (1.0, 0.5), "a filter sees each reward once"
+    assert generated([rows, failure]) == {GENERATED: 4.0, GENERATED_SUM: 3.0}

@@ -18,10 +18,10 @@ from relax_hpc.versions import Version
 from tests.queue_helpers import BUDGET, Roles, dial, in_thread, make_run, next_payload, rows_of, small
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
-def test_a_run_from_its_first_to_its_last_step(tmp_path, staleness):
+@pytest.mark.parametrize(("staleness", "episodes"), [(0, b"\1\1"), (2, b"\3\1")])
+def test_a_run_from_its_first_to_its_last_step(tmp_path, staleness, episodes):
     run, config = make_run(tmp_path / "run"), small(steps=3, staleness=staleness, keep_steps=0)
-    with in_thread(run, config) as controller, Roles(run, config) as roles:
+    with in_thread(run, config) as controller, Roles(run, config, episodes=episodes) as roles:
         version = roles.start()
         for step in range(3):
             if step == 0 or not staleness:
@@ -30,8 +30,11 @@ def test_a_run_from_its_first_to_its_last_step(tmp_path, staleness):
             while controller.state.tasks["advantages"].position < 2 * (step + 1):
                 roles.learn(version if staleness else Version(1, step))
             rows = roles.train(step)
-            samples = itertools.product((2 * step, 2 * step + 1), range(2))
-            assert [row["row_id"] for row in rows] == [f"{ticket:09d}.{k:02d}.00" for ticket, k in samples]
+            assert [row["row_id"] for row in rows] == [
+                f"{ticket:09d}.{episode:02d}.{row:02d}"
+                for ticket, episode in itertools.product((2 * step, 2 * step + 1), range(2))
+                for row in range(episodes[episode])
+            ]
             assert np.array_equal(rows[0]["ref_logprobs"], rows[0]["rollout_logprobs"] * 2)
             roles["actor"].connection.call("checkpoint", step=step + 1, name=f"c{step}", digest="d")
         assert roles["reference"].claim("reference", BUDGET) is None
@@ -39,7 +42,7 @@ def test_a_run_from_its_first_to_its_last_step(tmp_path, staleness):
         assert list(run.shards.iterdir()) == []
     events = [json.loads(line) for line in run.events.read_text().splitlines()]
     trained = [event["id"] for event in events if event["what"] == "trained"]
-    assert len(trained) == len(set(trained)) == 12
+    assert len(trained) == len(set(trained)) == 6 * sum(episodes)
 
 
 def test_nobody_is_told_what_a_maker_had_in_memory_whose_lease_is_over(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -22,11 +23,14 @@ from relax_hpc.transfer_queue.controller import gathering, server
 from relax_hpc.transfer_queue.controller.gathering import covered_steps, planned
 from relax_hpc.transfer_queue.inspect.audit import audit
 from relax_hpc.transfer_queue.inspect.export import KeptRows
+from relax_hpc.transfer_queue.row_ids import ids_of
 from relax_hpc.transfer_queue.storage import hdf5_writer
 from tests.queue_helpers import BUDGET, Roles, in_thread, make_run, serve_here, small
 
 pytestmark = pytest.mark.run
 STEPS, KEPT, WAIT_S = 4, 2, 30.0
+EPISODES = b"\1\2"
+"""Rows of those of each prompt group."""
 
 
 def die(*_: Any, **__: Any) -> None:
@@ -68,7 +72,7 @@ def trained(run: RunDir, config: Config, point: str = "") -> dict[str, dict[str,
     process = multiprocessing.get_context("fork").Process(target=hub, args=(run.root, incarnation, config, point))
     process.start()
     try:
-        with Roles(run, config) as roles:
+        with Roles(run, config, episodes=EPISODES) as roles:
             roles.start()
             rows = {row["row_id"]: row for step in range(STEPS - 1) for row in roles.step(step)}
             roles["actor"].training.checkpoint(step=STEPS - 1, name="c", digest="d")
@@ -105,7 +109,7 @@ def check_kept(run: RunDir, rows: dict[str, dict[str, Any]]) -> None:
     kept = KeptRows(run)
     assert kept.steps() == list(range(STEPS - 1 - KEPT, STEPS - 1))
     found = {row["row_id"]: row for step in kept.steps() for row in kept.rows(step)}
-    assert len(found) == KEPT * 4 and not kept.absent
+    assert len(found) == KEPT * 2 * sum(EPISODES) and not kept.absent
     for name, row in found.items():
         for field, value in rows[name].items():
             assert np.array_equal(row[field], value) and type(row[field]) is type(value), (name, field)
@@ -118,13 +122,10 @@ def test_steps_that_stay_become_a_file_each_that_h5py_reads(tmp_path: Path) -> N
     first, _ = files_of_steps(run)
     assert first.name == "step-000001-i000001-000001.h5"
     with h5py.File(first) as file:
-        names = file["row_id"][()].decode()
-        assert (
-            file.attrs["step"] == 1
-            and names == '["000000002.00.00", "000000002.01.00", "000000003.00.00", "000000003.01.00"]'
-        )
+        names = json.loads(file["row_id"][()])
+        assert file.attrs["step"] == 1 and names == [*ids_of(2, EPISODES), *ids_of(3, EPISODES)]
         start, end = file[file["advantages"].attrs["offsets"]][1:3]
-        assert np.array_equal(file["advantages"][start:end], rows["000000002.01.00"]["advantages"])
+        assert np.array_equal(file["advantages"][start:end], rows[names[1]]["advantages"])
 
 
 @pytest.mark.parametrize("point", [name for name in POINTS if name])

@@ -17,7 +17,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from relax_hpc.cli.program import main
 from relax_hpc.metrics.read_spans import read_spans
+from relax_hpc.rundir import RunDir
+from relax_hpc.transfer_queue.inspect.export import KeptRows
+from relax_hpc.transfer_queue.row_ids import place_of
 from relax_hpc.transfer_queue.row_schema import Row
 from relax_hpc.transfer_queue.storage import record_file
 from tests import late_news, run_helpers
@@ -196,19 +200,61 @@ def test_a_run_equals_the_synchronous_loop(plain):
     assert_equal(found, expected)
 
 
-def test_two_data_ranks_train_as_one(references, plain, tmp_path):
-    """Each on its share of every window, while the rest is still generated; sums differ only in their order."""
+def test_two_data_ranks_train_as_one_on_episodes_that_were_cut_into_rows(references, plain, tmp_path, capsys):
+    """Each on its share of every window, while the rest is still generated; sums differ only in their order. An
+    episode's rows may be of both ranks, and of several micro-batches; together they weigh as much as if it were one."""
     import torch
 
-    alone = with_model_of(plain, PLAIN, {"steps": 1, "actor": {"balance_window": 1}})
+    over = {"steps": 1, "actor": {"balance_window": 1}, "algorithm": {"reduction": "sequence_mean"}}
+    alone = with_model_of(plain, PLAIN, over)
     expected = references.begin(tmp_path, alone)
-    both = run_helpers.merged(alone, {"actor": {"parallel": {"data": 2}}})
-    with run_helpers.running(tmp_path, both) as running:
+    cut = {"actor": {"parallel": {"data": 2}}, "data": {"task": "tests.cut_episodes:CutSortDigits"}}
+    with run_helpers.running(tmp_path, run_helpers.merged(alone, cut)) as running:
         found, should = outcome_of(running), expected()
     ((line,), (wanted,)) = found.lines, should.lines
+    same = {tag: name for tag, name in METRICS.items() if tag != "loss/grad_norm"}
+    assert {tag: line[tag] for tag in same} == pytest.approx(
+        {t: wanted[n] for t, n in same.items()}, rel=1e-3, abs=1e-5
+    )
     assert line["loss/grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
     for name, value in should.weights.items():
         torch.testing.assert_close(found.weights[name], value, atol=1e-5, rtol=0)
+    assert_cut(found, should, line)
+    assert_shown(running.run, found, capsys)
+
+
+def assert_cut(found: Outcome, should: Outcome, line: dict[str, float]) -> None:
+    """The rows are those of the reference in one to three pieces, told apart by their ids."""
+    counts = []
+    for name, whole in should.rows.items():
+        ticket, episode, _ = place_of(name)
+        pieces = [row for name, row in found.rows.items() if place_of(name)[:2] == (ticket, episode)]
+        made = len(whole["token_ids"]) - int(whole["prompt_len"])
+        assert len(pieces) == min(1 + episode % 3, made)
+        assert np.array_equal(pieces[-1]["token_ids"], whole["token_ids"])
+        for field in ("loss_mask", "rollout_logprobs", "advantages"):
+            together = sum(np.pad(row[field], (0, len(whole[field]) - len(row[field]))) for row in pieces)
+            np.testing.assert_allclose(together, whole[field], atol=1e-6)
+        assert {(int(row["ticket"]), int(row["episode"]), float(row["reward"])) for row in pieces} == {
+            (ticket, episode, float(whole["reward"]))
+        }
+        counts += [made]
+    assert {len(place) for place in map(place_of, found.rows)} == {3} and len(found.rows) > len(should.rows)
+    assert line["reward/response_tokens"] == pytest.approx(np.mean(counts)), "each is sampled once"
+
+
+def assert_shown(run: RunDir, found: Outcome, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each row is audited, exported and shown by its own id."""
+    result = audit(run)
+    assert result.problems == [] and result.trained == len(found.rows) and not result.dropped
+    kept = KeptRows(run).rows(0)
+    assert [row["row_id"] for row in kept] == sorted(found.rows)
+    assert all(row["versions"] == ["i000001-v000000"] for row in kept), "nobody sampled the rest"
+    assert main(["samples", str(run.root), "--json", "--limit", "0"]) == 0
+    shown = {one["id"]: one for one in json.loads(capsys.readouterr().out)["samples"]}
+    assert shown.keys() <= found.rows.keys() and {place_of(name)[2] for name in shown} == {0, 1, 2}
+    for name, one in shown.items():
+        assert one["tokens"] == found.rows[name]["loss_mask"].sum() and one["fate"] == "trained i000001-v000000"
 
 
 def assert_close(found: Outcome, expected: Outcome) -> None:

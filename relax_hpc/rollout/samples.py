@@ -127,7 +127,7 @@ def episode_rows(prompt: Prompt, ticket: int, episode: int, answer: Generation |
 def _row(prompt_id: str, place: tuple[int, int, int], prompt: Sequence[int], answer: Generation) -> Row:
     """Of ``answer``, tokens of no version were sampled by nobody and are not trained on."""
     known = len(prompt)
-    versions = np.concatenate([np.full(known, NOBODY, np.int32), answer.token_versions.astype(np.int32)])
+    versions = np.concatenate([np.full(known, NOBODY, np.int32), np.asarray(answer.token_versions, np.int32)])
     return {
         "row_id": row_id(*place),
         "prompt_id": prompt_id,
