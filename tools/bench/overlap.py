@@ -48,8 +48,8 @@ REQUESTS = 20
 """In flight: as many as keep the engine's places full while some wait for their longest response. What waits in the
 engine's own line is promised to an earlier step than it comes to be made for."""
 _WINDOWS = 4
-_LONGEST = 8
-"""Tokens of a prompt and its response."""
+_LONGEST = 7
+"""Tokens of a prompt and its response: all have as many."""
 _RUN_S = 600.0
 
 

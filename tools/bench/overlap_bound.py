@@ -1,17 +1,17 @@
 """What the queue's rules allow: a run in which nothing but generating and training takes time, on a clock of its own.
 
-A place of the engine takes the next response, in the order of tickets; a request of tickets is admitted when its step
-is at most max_staleness ahead and one of the requests in flight is done, and its rows come together. The trainer takes
-a window as soon as the rule of the step's set (Contract 1) has one, at staleness 0 in the order of tickets.
+A place of the engine takes the next response, in the order of tickets. A ticket is admitted when its step is at most
+max_staleness ahead and the rollout has room for one, of which it has groups_per_request x requests_in_flight; its rows
+come together, with its last response. The trainer takes a window as soon as the rule of the step's set (Contract 1)
+has one, at staleness 0 in the order of tickets.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
-from typing import Any
 
 from relax_hpc.config.schema import Config
 
@@ -30,17 +30,20 @@ class Bound:
         self.steps, self.staleness, samples = len(responses), config.max_staleness, config.samples_per_prompt
         flat = [found for step in responses for found in step]
         self.groups = [flat[start : start + samples] for start in range(0, len(flat), samples)]
-        self.prompts, self.together = len(responses[0]) // samples, config.rollout.groups_per_request
-        self.idle, self.in_flight = config.rollout.engine.simulated.concurrency, config.rollout.requests_in_flight
+        self.prompts, self.idle = len(responses[0]) // samples, config.rollout.engine.simulated.concurrency
+        self.in_flight = config.rollout.groups_per_request * config.rollout.requests_in_flight
         self.window, self.window_s = self.prompts // windows, config.actor.simulated_step_s / windows
-        self.events: list[tuple[float, int, str, Any]] = []
+        self.events: list[tuple[float, int, str, int]] = []
         self.numbers = itertools.count()
-        self.now, self.next, self.waiting = 0.0, 0, []
+        self.now, self.next = 0.0, 0
+        self.waiting: deque[tuple[float, int]] = deque()
         self.left: dict[int, int] = {}
         """Last step by ticket, of those that are admitted and not trained."""
         self.ready: set[int] = set()
-        self.missing: Counter[int] = Counter()
-        """Responses by request, which its first ticket names."""
+        self.missing: dict[int, int] = {}
+        """Responses by ticket."""
+        self.oldest: dict[int, int] = {}
+        """Version of the oldest token by ticket, of those that are being generated."""
         self.ends: list[float] = []
         self.taken, self.trains = 0, False
 
@@ -49,36 +52,36 @@ class Bound:
         while len(self.ends) < self.steps:
             self.generate()
             self.train()
-            self.now, _, what, request = heapq.heappop(self.events)
-            getattr(self, what)(request)
+            self.now, _, what, ticket = heapq.heappop(self.events)
+            getattr(self, what)(ticket)
         return self.ends
 
-    def later(self, seconds: float, what: str, request: Any = None) -> None:
-        heapq.heappush(self.events, (self.now + seconds, next(self.numbers), what, request))
+    def later(self, seconds: float, what: str, ticket: int = 0) -> None:
+        heapq.heappush(self.events, (self.now + seconds, next(self.numbers), what, ticket))
 
     def generate(self) -> None:
         """Admit what may be, and have free places take what waits for one."""
         version = len(self.ends)
         end = min(len(self.groups), (version + self.staleness + 1) * self.prompts)
         while len(self.missing) < self.in_flight and self.next < end:
-            tickets = range(self.next, min(end, self.next + self.together))
-            self.left |= dict.fromkeys(tickets, version + self.staleness)
-            self.waiting += [(seconds, tickets) for ticket in tickets for seconds in self.groups[ticket]]
-            self.missing[tickets.start] = sum(len(self.groups[ticket]) for ticket in tickets)
-            self.next = tickets.stop
+            ticket = self.next
+            self.next, self.left[ticket] = ticket + 1, version + self.staleness
+            self.missing[ticket] = len(self.groups[ticket])
+            self.waiting += ((seconds, ticket) for seconds in self.groups[ticket])
         while self.idle and self.waiting:
-            seconds, tickets = self.waiting.pop(0)
+            seconds, ticket = self.waiting.popleft()
             self.idle -= 1
-            self.later(seconds, "responded", tickets)
+            self.later(seconds, "responded", ticket)
 
-    def responded(self, tickets: range) -> None:
-        """A place is free; tokens are of the version that is served when they come."""
+    def responded(self, ticket: int) -> None:
+        """A place is free; a response is of one token, which is of the version that is served when it comes."""
         self.idle += 1
-        self.missing[tickets.start] -= 1
-        if not self.missing[tickets.start]:
-            del self.missing[tickets.start]
-            self.ready.update(tickets)
-            self.left |= dict.fromkeys(tickets, len(self.ends) + self.staleness)
+        oldest = self.oldest.setdefault(ticket, len(self.ends))
+        self.missing[ticket] -= 1
+        if not self.missing[ticket]:
+            del self.missing[ticket], self.oldest[ticket]
+            self.ready.add(ticket)
+            self.left[ticket] = oldest + self.staleness
 
     def train(self) -> None:
         """Take the next window, if there is one."""
@@ -103,7 +106,7 @@ class Bound:
         places = itertools.count(free - len(window), self.prompts)
         return window if all(count <= room for count, room in zip(counts, places, strict=False)) else []
 
-    def window_trained(self, _: None) -> None:
+    def window_trained(self, _: int) -> None:
         self.trains = False
         if self.taken == self.prompts:
             self.taken = 0
