@@ -18,7 +18,7 @@ def test_a_request_is_ended_when_nobody_was_told_anything_for_so_long() -> None:
         async def request(start: float) -> None:
             await asyncio.sleep(start)
             with pytest.raises(TimeoutError):
-                async with silence.limited():
+                with silence.limited():
                     await asyncio.sleep(1e9)
             ends.append(clock())
 
@@ -46,7 +46,7 @@ def test_an_update_is_no_silence() -> None:
 
         updating = asyncio.create_task(update())
         with pytest.raises(TimeoutError):
-            async with silence.limited():
+            with silence.limited():
                 await asyncio.sleep(1e9)
         await updating
         return clock()
@@ -59,3 +59,24 @@ def test_time_to_read_weights_follows_from_their_bytes(tmp_path) -> None:
     with (tmp_path / "model-00001-of-00002.safetensors").open("wb") as file:
         file.truncate(64 * 10**9)
     assert read_seconds(tmp_path) == 640.0
+
+
+def test_who_is_cancelled_has_not_come_to_a_deadline() -> None:
+    async def served() -> list[bool]:
+        silence, loop = Silence(120.0), asyncio.get_running_loop()
+
+        async def request() -> None:
+            with silence.limited():
+                await loop.create_future()
+
+        cancelled, late = asyncio.create_task(request()), asyncio.create_task(request())
+        await asyncio.sleep(60.0)
+        cancelled.cancel()
+        await asyncio.wait([cancelled, late])
+        both = asyncio.create_task(request())
+        # Whoever is cancelled at the deadline itself is cancelled.
+        loop.call_later(120.0, both.cancel)
+        await asyncio.wait([both])
+        return [cancelled.cancelled(), isinstance(late.exception(), TimeoutError), both.cancelled()]
+
+    assert run_on_a_clock(served()) == [True, True, True]

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
+from typing import Any
 
 
 class Silence:
@@ -18,14 +19,14 @@ class Silence:
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self._begun: dict[asyncio.Timeout, float] = {}
+        self._begun: dict[Limited, float] = {}
         """Requests, the oldest first -> when each began."""
         self._heard = -math.inf
         self._excuses = 0
         self._timer: asyncio.TimerHandle | None = None
 
     def limited(self) -> Limited:
-        """`async with` it around one request. TimeoutError: it was silent for too long."""
+        """`with` it around one request. TimeoutError: it was silent for too long."""
         return Limited(self)
 
     def heard(self) -> None:
@@ -43,12 +44,12 @@ class Silence:
             self.heard()
             self._arm()
 
-    def begin(self, limit: asyncio.Timeout) -> None:
+    def begin(self, limit: Limited) -> None:
         """A request begins that ``limit`` would end."""
         self._begun[limit] = asyncio.get_running_loop().time()
         self._arm()
 
-    def end(self, limit: asyncio.Timeout) -> None:
+    def end(self, limit: Limited) -> None:
         """It has ended."""
         self._begun.pop(limit, None)
         if not self._begun and self._timer:
@@ -67,24 +68,35 @@ class Silence:
             silent = [limit for limit, begun in self._begun.items() if max(begun, self._heard) + self.seconds <= now]
             for limit in silent:
                 del self._begun[limit]
-                limit.reschedule(now)
+                limit.expire()
         self._arm()
 
 
 class Limited:
-    """See `Silence.limited`; a class, and no generator: there is one for every response that an engine draws."""
+    """See `Silence.limited`: as `asyncio.timeout`, for less, as each response of an engine pays for it."""
 
-    __slots__ = ("_limit", "_silence")
+    __slots__ = ("_before", "_ended", "_silence", "_task")
 
     def __init__(self, silence: Silence) -> None:
-        self._silence, self._limit = silence, asyncio.timeout(None)
+        self._silence, self._ended = silence, False
+        self._task: asyncio.Task[Any]
+        self._before = 0
+        """Requests to cancel the task that are another's."""
 
-    async def __aenter__(self) -> None:
-        await self._limit.__aenter__()
-        self._silence.begin(self._limit)
+    def __enter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task, self._before = task, task.cancelling()
+        self._silence.begin(self)
 
-    async def __aexit__(
+    def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        self._silence.end(self._limit)
-        return await self._limit.__aexit__(kind, error, trace)
+    ) -> None:
+        self._silence.end(self)
+        if self._ended and self._task.uncancel() <= self._before and kind is asyncio.CancelledError:
+            raise TimeoutError from error
+
+    def expire(self) -> None:
+        """End the request."""
+        self._ended = True
+        self._task.cancel()

@@ -60,7 +60,7 @@ class SimulatedEngine:
         refuse_media(request)
         await self._gate.enter()
         try:
-            async with self._silence.limited():
+            with self._silence.limited():
                 return checked(await self._draw(request), request.budget)
         except TimeoutError as error:
             raise EngineFault("timeout", f"no token for {self._silence.seconds} s") from error

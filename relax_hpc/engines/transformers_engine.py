@@ -72,8 +72,9 @@ class TransformersEngine:
         drawing = _Drawing(request, asyncio.get_running_loop(), self._silence)
         await self._gate.enter()
         try:
-            async with self._silence.limited(), self._turn:
-                return checked(await drawing.by(self._draw), request.budget)
+            with self._silence.limited():
+                async with self._turn:
+                    return checked(await drawing.by(self._draw), request.budget)
         except TimeoutError as error:
             raise EngineFault("timeout", f"no token for {self._silence.seconds} s") from error
         except asyncio.CancelledError:

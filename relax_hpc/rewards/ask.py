@@ -38,10 +38,10 @@ def scores(reward: Reward, samples: Sequence[RewardInput]) -> Scores:
     What has to be awaited is, in an event loop of its own.
     """
     try:
-        values = _called(reward, samples)
+        values, of_group = _called(reward, samples)
         if any(map(inspect.isawaitable, values)):
             values = asyncio.run(_awaited(values))
-        return checked(_flat(values, reward), len(samples))
+        return checked(values[0] if of_group else values, len(samples))
     except (Exception, SystemExit) as error:  # a user's function may raise anything, and end itself
         return _raised(error)
 
@@ -49,8 +49,9 @@ def scores(reward: Reward, samples: Sequence[RewardInput]) -> Scores:
 async def scores_soon(reward: Reward, samples: Sequence[RewardInput]) -> Scores:
     """As `scores`, in the event loop that runs: all samples of the group are asked for at once."""
     try:
-        values = await _awaited(_called(reward, samples))
-        return checked(_flat(values, reward), len(samples))
+        values, of_group = _called(reward, samples)
+        values = await _awaited(values)
+        return checked(values[0] if of_group else values, len(samples))
     except (Exception, SystemExit) as error:
         return _raised(error)
 
@@ -69,13 +70,10 @@ def checked(values: Any, count: int) -> Scores:
     return found
 
 
-def _called(reward: Reward, samples: Sequence[RewardInput]) -> list[Any]:
-    """What calls of ``reward`` return: one for the group, or one for each sample."""
-    return [reward(list(samples))] if takes_group(reward) else [reward(sample) for sample in samples]
-
-
-def _flat(values: list[Any], reward: Reward) -> Any:
-    return values[0] if takes_group(reward) else values
+def _called(reward: Reward, samples: Sequence[RewardInput]) -> tuple[list[Any], bool]:
+    """What calls of ``reward`` return, and whether that is one of the group, and not one for each sample."""
+    of_group = takes_group(reward)
+    return [reward(list(samples))] if of_group else [reward(sample) for sample in samples], of_group
 
 
 async def _awaited(values: list[Any]) -> list[Any]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from relax_hpc.data.prompts import Prompt
 from relax_hpc.engines.engine import BadAnswer, Draft, GenerateRequest, Generation, Sampling, checked
-from relax_hpc.rollout.samples import draw_key, unscored_row
+from relax_hpc.rollout.samples import draw_key, rows_of
 from relax_hpc.transfer_queue.client.partials import PARTIAL, Leftover
 from relax_hpc.transfer_queue.row_schema import Row
 
@@ -58,7 +58,7 @@ class PartialGroup:
 
     def rows(self, made: Mapping[int, Generation]) -> list[Row]:
         """The rows of some samples, without rewards."""
-        return [unscored_row(self.prompt, self.ticket, k, generation) for k, generation in made.items()]
+        return rows_of(self.prompt, self.ticket, made)
 
     def tokens(self) -> int:
         """Of all responses so far."""

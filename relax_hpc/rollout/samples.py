@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, chain
 
 import numpy as np
 
@@ -96,9 +97,9 @@ def group_rows(
     """
     if not keeps(list(rewards)):
         return Failure(FILTERED, f"rewards {sorted(set(rewards))} (prompt {prompt.prompt_id})", tuple(rewards))
-    rows: list[Row] = []
-    for k, (answer, reward) in enumerate(zip(answers, rewards, strict=True)):
-        rows += [row | {"reward": reward} for row in episode_rows(prompt, ticket, k, answer)]
+    rows = rows_of(prompt, ticket, dict(enumerate(answers)))
+    for row in rows:
+        row["reward"] = rewards[row["episode"]]
     for row in rows if newest_only else ():
         leave_older_out(row)
     return rows
@@ -111,40 +112,56 @@ def leave_older_out(row: Row) -> None:
         row["loss_mask"] *= versions == sampled[-1]
 
 
-def unscored_row(prompt: Prompt, ticket: int, episode: int, answer: Generation) -> Row:
-    """The row of an episode that has one but for its reward."""
-    return _row(prompt.prompt_id, (ticket, episode, 0), prompt.token_ids, answer)
+def rows_of(prompt: Prompt, ticket: int, answers: Mapping[int, Generation | Episode]) -> list[Row]:
+    """The rows of episodes of a prompt group, by their numbers, but for the rewards.
 
-
-def episode_rows(prompt: Prompt, ticket: int, episode: int, answer: Generation | Episode) -> list[Row]:
-    """The rows of an episode but for its reward."""
-    turns = answer.rows if isinstance(answer, Episode) else [EpisodeRow(prompt.token_ids, answer)]
+    Arrays are made once for all of them, and each row has its part: of many short rows that is most of the work.
+    """
+    turns = [(episode, *turn) for episode, answer in answers.items() for turn in enumerate(_turns(prompt, answer))]
+    if not turns:
+        return []
+    flat = _columns([turn for *_, turn in turns])
+    ends = list(accumulate(len(turn.prompt) + len(turn.made.token_ids) for *_, turn in turns))
     return [
-        _row(prompt.prompt_id, (ticket, episode, number), turn.prompt, turn.made) for number, turn in enumerate(turns)
+        {
+            "row_id": row_id(ticket, episode, number),
+            "prompt_id": prompt.prompt_id,
+            "ticket": ticket,
+            "episode": episode,
+            "row": number,
+            **{name: values[start:end] for name, values in flat.items()},
+            "prompt_len": len(turn.prompt),
+            "spans": [],
+            "finish_reason": turn.made.finish_reason,
+            **_extras(turn.made, len(turn.prompt)),
+        }
+        for (episode, number, turn), start, end in zip(turns, [0, *ends], ends, strict=False)
     ]
 
 
-def _row(prompt_id: str, place: tuple[int, int, int], prompt: Sequence[int], answer: Generation) -> Row:
-    """Of ``answer``, tokens of no version were sampled by nobody and are not trained on."""
-    known = len(prompt)
-    versions = np.concatenate([np.full(known, NOBODY, np.int32), np.asarray(answer.token_versions, np.int32)])
+def _columns(turns: Sequence[EpisodeRow]) -> dict[str, np.ndarray]:
+    """Per-token fields of all rows, end to end: tokens of no version were sampled by nobody, and are not trained on."""
+    blank = np.zeros(max(len(turn.prompt) for turn in turns), np.float32)
+    nobody = np.full(len(blank), NOBODY, np.int32)
+    pairs = [(turn, len(turn.prompt)) for turn in turns]
+    versions = np.concatenate([part for turn, known in pairs for part in (nobody[:known], turn.made.token_versions)])
+    logprobs = [part for turn, known in pairs for part in (blank[:known], np.array(turn.made.logprobs, np.float32))]
     return {
-        "row_id": row_id(*place),
-        "prompt_id": prompt_id,
-        **dict(zip(("ticket", "episode", "row"), place, strict=True)),
-        "token_ids": np.array([*prompt, *answer.token_ids], np.int32),
-        "prompt_len": known,
+        "token_ids": np.array([*chain.from_iterable((*turn.prompt, *turn.made.token_ids) for turn in turns)], np.int32),
         "loss_mask": (versions != NOBODY).astype(np.uint8),
-        "rollout_logprobs": np.concatenate([np.zeros(known, np.float32), np.array(answer.logprobs, np.float32)]),
-        "token_versions": versions,
-        "spans": [],
-        "finish_reason": answer.finish_reason,
-        **_extras(answer, known),
+        "rollout_logprobs": np.concatenate(logprobs),
+        "token_versions": versions.astype(np.int32, copy=False),
     }
+
+
+def _turns(prompt: Prompt, answer: Generation | Episode) -> Sequence[EpisodeRow]:
+    return answer.rows if isinstance(answer, Episode) else [EpisodeRow(prompt.token_ids, answer)]
 
 
 def _extras(answer: Generation, known: int) -> Row:
     """What the engine gave beside the tokens, of that which is declared; 0 on the ``known`` ones of the prompt."""
+    if not answer.extras:
+        return {}
     found = {name: values for name, values in answer.extras.items() if name in FIELDS}
     return {
         name: np.concatenate([np.zeros((known, *values.shape[1:]), values.dtype), values]).astype(FIELDS[name].dtype)

@@ -107,7 +107,7 @@ class SglangClient:
         """Take the server's answer in; what has none by its end has a fault."""
         fault = EngineFault("wrong_count", f"/generate: some of {len(asked)} requests have no answer")
         try:
-            async with self._silence.limited():
+            with self._silence.limited():
                 async for piece in self._stream("/generate", _body(asked)):
                     self._silence.heard()
                     _take(piece, asked)
