@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from relax_hpc.config.schema import Config, PlanesConfig, QueueConfig
 from relax_hpc.rendezvous.process import die_with_parent
-from relax_hpc.transfer_queue.controller.messages import MAX_TOLD_BYTES
+from relax_hpc.transfer_queue.controller.messages import MAX_OPAQUE_BYTES
 from relax_hpc.transfer_queue.storage.shard_store import planes_of
 from relax_hpc.transport import Descriptor, PlaneError, SlabPool, rdma_agent, rdma_path
 from relax_hpc.transport.rdma import RdmaPlane, available
@@ -278,7 +278,7 @@ def test_a_shard_with_every_plane_is_a_short_message(tmp_path):
     name = "rollout-i000001-4000000-0123abcd-000001.h5"
     offers = {plane.name: plane.publish(name, pool.take(4096).memory) for plane in planes}
     assert list(offers) == ["shm", "rdma", "tcp"]
-    assert len(msgpack.packb({"name": name, "bytes": 4096, "planes": offers})) < MAX_TOLD_BYTES // 8
+    assert len(msgpack.packb({"name": name, "bytes": 4096, "planes": offers})) < MAX_OPAQUE_BYTES // 8
     for plane in planes:
         plane.close()
     pool.close()

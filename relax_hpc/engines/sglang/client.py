@@ -14,11 +14,11 @@ import aiohttp
 import orjson
 
 from relax_hpc.config.schema import EngineConfig, PartialRollout
+from relax_hpc.engines.batcher import Batcher
 from relax_hpc.engines.deadline import Silence
 from relax_hpc.engines.engine import EngineFault, GenerateRequest, Generation, refuse_media
 from relax_hpc.engines.gate import UpdateGate
 from relax_hpc.engines.sglang.stream import Events, Response
-from relax_hpc.engines.turns import Turns
 from relax_hpc.models.sizes import read_seconds
 from relax_hpc.versions import Version
 
@@ -59,7 +59,7 @@ class SglangClient:
         self._released = False
         self._left_behind = False
         """With requests that nobody waits for, and that may run still."""
-        self._turns: Turns[Response] = Turns(self._ask, together)
+        self._batcher: Batcher[Response] = Batcher(self._ask, together)
         self._reading: set[asyncio.Task[None]] = set()
         self.gate = UpdateGate()
         self.pause_s = 0.0
@@ -82,7 +82,7 @@ class SglangClient:
                 raise EngineFault("update_failed", "the last update failed; the server's weights are unknown")
             response = Response(request, self._version)
             if not response.answer.done():
-                self._turns.add(response)
+                self._batcher.add(response)
             try:
                 answer = await asyncio.shield(response.answer)
             except asyncio.CancelledError:

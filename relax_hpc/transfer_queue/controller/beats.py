@@ -9,15 +9,15 @@ from relax_hpc.disk import WAITS, DiskWait
 from relax_hpc.transfer_queue.records import Owner
 
 _FRESH_S = 10.0
-"""So long clocks stand for what a member said that it waits for, unless it says so again."""
+"""Seconds for which clocks stand after a member said that it waits for a disk, unless it says so again."""
 
 
 class Beats:
-    """By member."""
+    """The last beat of each member."""
 
     def __init__(self) -> None:
         self.latest: dict[str, dict[str, Any]] = {}
-        """With `group`, `incarnation`, and `at`, seconds of the monotonic clock."""
+        """What each said, by `group/member`, with `group`, `incarnation`, and `at`: seconds of the monotonic clock."""
         self._disk_waits: dict[str, tuple[float, DiskWait]] = {}
 
     def take(self, owner: Owner, member: str, about: dict[str, Any], disk: DiskWait) -> None:
@@ -30,7 +30,7 @@ class Beats:
             self._disk_waits[name] = now, dict(disk)
 
     def forget(self, owner: Owner) -> None:
-        """It has ended."""
+        """Members of ``owner``, which has ended, say nothing any more."""
         for name in [name for name, beat in self.latest.items() if (beat["group"], beat["incarnation"]) == owner]:
             del self.latest[name]
             self._disk_waits.pop(name, None)

@@ -64,9 +64,9 @@ class EventLog:
         """The file is empty, and ``gone`` parts lie beside it."""
         self._gone, self._chain = gone, chain
         self._ends: list[tuple[int, int]] = []
-        """Of the whole parts in the file: where they end, and their checksums."""
+        """Where the whole parts in the file end, and their checksums."""
         self._size = self._crc = 0
-        """Of what is behind them."""
+        """Bytes and checksum of what is behind the last whole part."""
 
     # -- the beginning -----------------------------------------------------------------------------------------
 
@@ -176,7 +176,7 @@ class EventLog:
                 raise
 
     def _remove_later_parts(self) -> None:
-        """Of an older controller, which are told anew."""
+        """Parts of an older controller: what they hold is written anew."""
         for part in parts_of(self.path):
             if number_of(part) > self._gone:
                 part.unlink(missing_ok=True)
@@ -291,7 +291,7 @@ def _pieces(chunks: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _read(file: int, start: int, end: int) -> Iterator[bytes]:
-    """Of what was flushed; from any thread."""
+    """Bytes ``start`` to ``end`` of what was flushed; may be called from any thread."""
     while start < end:
         chunk = os.pread(file, min(_CHUNK_BYTES, end - start), start)
         if not chunk:

@@ -29,7 +29,7 @@ from relax_hpc.transfer_queue.storage.shard import ShardError
 GATHERED_NAME = re.compile(r"\.?step-\d{6,}-i\d{6,}-\d{6,}\.h5")
 """A file of gathered rows, or its temporary one."""
 _MOST_BYTES = 512 << 20
-"""Of one file, about: the child holds all of its rows in memory."""
+"""Bytes of one file, about, at most: the child holds all of its rows in memory."""
 _LONGEST_S = 3600.0
 """A child that takes longer hangs on its filesystem."""
 _AGAIN_S = 30.0
@@ -45,7 +45,7 @@ class Gathering:
     name: str
     step: int
     parts: dict[int, tuple[Part, ...]]
-    """By ticket. All have the same fields."""
+    """Where the fields of each prompt group lie, by ticket. All have the same fields."""
     shards: dict[int, str]
     """Names by number."""
 

@@ -22,10 +22,10 @@ MAX_WHOLE = 1 << 53
 """Numbers in messages are smaller than this."""
 MAX_TEXT = 4096
 """Longest text in a message, characters."""
-MAX_TOLD_BYTES = 16 << 10
-"""Of what is passed on as it is: a shard's descriptor, and what a member says of itself."""
-MAX_TOLD_DEPTH = 8
-"""Of maps and lists in each other: what is far from the limits of msgpack when it is passed on within others."""
+MAX_OPAQUE_BYTES = 16 << 10
+"""Bytes of what is passed on as it is, at most: a shard's descriptor, and what a member says of itself."""
+MAX_OPAQUE_DEPTH = 8
+"""Levels of maps and lists in each other, at most: far from the limits of msgpack, also within other messages."""
 _MAX_PATIENCE_S = 1e9
 _ROW, _WHOLE = ("ticket", "episodes", "lengths", "versions"), frozenset([int])
 
@@ -51,20 +51,20 @@ class Request:
     since: float
     deadline: float
     topic: str = ""
-    """What it waits for, while it waits."""
+    """What it waits for, one of `controller.topics`; empty: it was not tried yet."""
     why: str = ""
-    """The same in words, if it can be said better than by its name."""
+    """What it waits for, in words for people; empty: the topic says enough."""
     common: bool = False
     """No request that waits for the same can be answered either."""
     cause: Cause = ("", "")
     """Whom it has waited for since it was last tried."""
     tried: float = 0.0
     waited: dict[Cause, float] = field(default_factory=dict)
-    """Seconds by cause, those that came first at first."""
+    """Seconds that it has waited, by cause, in the order in which the causes came."""
     may_stand_s: float = 0.0
-    """By how much its deadline may be put off because others are not there."""
+    """Seconds by which its deadline may be put off because others are not there."""
     stood_s: float = 0.0
-    """For how long clocks had stood when it came; see `Presence`."""
+    """Seconds for which clocks had stood when it came; see `Presence`."""
 
     def put_down(self) -> None:
         """The time since it was last tried was for `cause`."""
@@ -174,10 +174,10 @@ def rows_of(summaries: list[dict], fields: list[str]) -> list[Row]:
 def check_size(what: str, value: dict) -> None:
     """Refused if ``value``, which others are told of, is larger than a few kilobytes, or nested deeply."""
     size = len(msgpack.packb(value))
-    if size > MAX_TOLD_BYTES:
-        raise Refused("refused", f"{what}: {size} bytes, allowed {MAX_TOLD_BYTES}")
-    if _is_deeper(value, MAX_TOLD_DEPTH):
-        raise Refused("refused", f"{what}: nested too deeply, allowed {MAX_TOLD_DEPTH} levels")
+    if size > MAX_OPAQUE_BYTES:
+        raise Refused("refused", f"{what}: {size} bytes, allowed {MAX_OPAQUE_BYTES}")
+    if _is_deeper(value, MAX_OPAQUE_DEPTH):
+        raise Refused("refused", f"{what}: nested too deeply, allowed {MAX_OPAQUE_DEPTH} levels")
 
 
 def _is_deeper(value: Any, levels: int) -> bool:

@@ -30,8 +30,8 @@ class Registry(dict[str, Callable]):
 
 
 APPLIERS = Registry()
-"""By the `op` of a journal record: (state, **the rest of the record), which changes the state and nothing else."""
+"""What carries out a journal record, by its `op`: (state, **the rest of it), which changes the state alone."""
 applies = APPLIERS.add
 HANDLERS = Registry()
-"""By the `op` of a request: (service, request, **its arguments), annotated with their types, which gives the answer."""
+"""What answers a request, by its `op`: (service, request, **its arguments), whose annotations are their types."""
 handles = HANDLERS.add

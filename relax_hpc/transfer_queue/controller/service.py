@@ -25,7 +25,7 @@ from relax_hpc.transfer_queue.records import OBSERVER_INCARNATION
 _FOR_OBSERVERS = ("beat", "status", "checkpoints")
 LEASE_S = 30.0
 SCHEMAS = {op: Schema(handler) for op, handler in handlers.HANDLERS.items()}
-"""By operation."""
+"""The arguments of each request, by its `op`."""
 
 
 class BrokenStateError(RelaxError):

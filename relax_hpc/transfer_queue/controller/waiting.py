@@ -25,7 +25,7 @@ class NotYet(Exception):
 
 
 class WaitingRequests:
-    """They are answered once they can be; within a topic those first that came first."""
+    """Requests that are answered once they can be; within a topic those first that came first."""
 
     def __init__(self) -> None:
         self._topics: dict[str, dict[int, Request]] = {}
@@ -44,13 +44,13 @@ class WaitingRequests:
         return (request for topic in self._topics.values() for request in topic.values())
 
     def next_deadline(self) -> float:
-        """Of the monotonic clock; infinity without any."""
+        """The first deadline, seconds of the monotonic clock; infinity without any."""
         while self._deadlines and self._deadlines[0][1] not in self._topics.get(self._deadlines[0][2], ()):
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else float("inf")
 
     def take_overdue(self) -> list[Request]:
-        """Those whose deadline has passed; they wait no more."""
+        """Requests whose deadline has passed; they wait no more."""
         overdue, now = [], time.monotonic()
         while self.next_deadline() <= now:
             _, number, topic = heapq.heappop(self._deadlines)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 
 MAX_RANKS = 1 << 13
-"""To which a claim may be dealt."""
+"""Ranks to which a claim may be dealt, at most."""
 
 
 @handles("claim")

@@ -19,8 +19,11 @@ NO_WAIT: dict = MappingProxyType({})
 def beat(
     service: QueueService, request: Request, member: str, holds: list[str] = (), disk: dict = NO_WAIT, **about: Any
 ) -> Any:
-    """Of the shards that the client ``holds`` in memory, all of them put and on disk, those that nobody needs any
-    more; whether clocks stand, and for which ``disk`` somebody waits."""
+    """A member is there. ``disk``: a write of its own that does not succeed.
+
+    Answered with those of the shards that it ``holds`` in memory, all of them put and on disk, that nobody needs any
+    more; whether clocks stand; and for which disk somebody waits.
+    """
     check_size("beat", about)
     _check_disk(disk)
     if request.owner[1]:

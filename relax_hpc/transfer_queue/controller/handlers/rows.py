@@ -91,7 +91,7 @@ def _names_maker(name: str, owner: Owner) -> bool:
 
 @handles("quarantine")
 def quarantine(service: QueueService, request: Request, lease: int, tickets: list[int], reason: str) -> Any:
-    """Of a lease, rows that nobody may use: they are dropped, and other prompts take the place of theirs."""
+    """Rows of a lease that nobody may use: they are dropped, and other prompts take the place of theirs."""
     if not reason:
         raise Refused("refused", "quarantine: reason: found an empty text, expected what was wrong, in a word")
     held = service.state.leases.get(lease)

@@ -78,7 +78,7 @@ def resume(service: QueueService, request: Request, step: int) -> Any:
 
 @handles("checkpoints")
 def checkpoints(service: QueueService, request: Request) -> Any:
-    """Those that may be resumed from, the latest last."""
+    """The checkpoints that may be resumed from, the latest last."""
     return {"checkpoints": service.state.progress.checkpoints}
 
 

@@ -13,7 +13,7 @@ made it."""
 
 
 def refusals(state: QueueState, owner: Owner, rows: Iterable[Row], lease: int) -> dict[int, str]:
-    """Of the prompt groups of a put those that cannot be taken, with the reason; 'duplicate' is harmless."""
+    """Which prompt groups of a put cannot be taken, with the reason; 'duplicate' is harmless."""
     held = state.leases.get(lease) if lease else None
     mine = frozenset(held.tickets) if held and held.owner == owner else frozenset()
     judge = _refuse_fields if lease else _refuse_rows

@@ -37,7 +37,7 @@ def admissible(state: QueueState, version: Version, count: int) -> list[int]:
 
 
 def _in_time(state: QueueState, version: Version, tickets: list[int]) -> list[int]:
-    """Of tickets that were admitted before those whose tokens by ``version`` could still be trained on in time.
+    """Those of ``tickets``, admitted before, whose tokens by ``version`` could still be trained on in time.
 
     Others may have taken their places since. Fresh tickets have theirs: those before them are not too many.
     """

@@ -28,7 +28,8 @@ _AHEAD = 2
 
 
 class Room:
-    """By step u, from the next one on: free places of the steps until u, less the groups left that must be in them.
+    """How much is free: for each step u from the next on, places of the steps until u less the groups left that must
+    be in them.
 
     It is never below 0.
     """

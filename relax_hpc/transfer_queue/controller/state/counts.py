@@ -9,12 +9,12 @@ from typing import Any
 
 @dataclass(slots=True)
 class Counts:
-    """Since the run began."""
+    """Counts since the run began."""
 
     accepted: int = 0
-    """Rows."""
+    """Rows that were accepted, each time that they were."""
     dropped: Counter[str] = field(default_factory=Counter)
-    """Rows by reason."""
+    """Rows that were dropped, by reason."""
     noted: Counter[str] = field(default_factory=Counter)
     """What went wrong outside of a ticket, by `<what>/<reason>`."""
 

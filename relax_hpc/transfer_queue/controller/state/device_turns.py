@@ -19,7 +19,7 @@ class DeviceTurns:
 
     side: Side = "actor"
     rested: dict[str, int] = field(default_factory=dict)
-    """Of the engines in this lineage, the last step that each has made room after."""
+    """The last step that each engine has made room after, in this lineage."""
 
     def keep_engines(self, readers: Container[str]) -> None:
         """Other engines have ended, and what they had of the devices is free."""

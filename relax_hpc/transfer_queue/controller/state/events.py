@@ -28,7 +28,7 @@ class EventBatch:
     version: str = ""
     reason: str = ""
     step: int = NO_STEP
-    """Of all of them; NO_STEP: each is of the step that its ticket is admitted for."""
+    """The step of all of them; NO_STEP: each is of the step that its ticket is admitted for."""
 
     def step_of(self, ticket: int) -> int:
         return ticket // self.prompts_per_step if self.step == NO_STEP else self.step
@@ -82,14 +82,14 @@ def _about(name: str, what: str, step: int, version: str, reason: str) -> str:
 
 
 class Events:
-    """Those that nobody has taken yet; no part of what a state is."""
+    """Events that nobody has taken yet; no part of what a state is."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.batches: list[Event | EventBatch] = []
 
     def tell(self, what: str, tickets: Sequence[int], version: str = "", reason: str = "") -> None:
-        """Of each of these prompt groups."""
+        """One event of each of these prompt groups."""
         if tickets:
             self.batches.append(EventBatch(what, tickets, b"", self.plan.prompts_per_step, version, reason))
 
@@ -102,12 +102,12 @@ class Events:
         reason: str = "",
         step: int = NO_STEP,
     ) -> None:
-        """Of each row of them, whose episodes have so many; of each prompt group, if they have none."""
+        """One event of each row of them, whose episodes have so many; of each prompt group, if they have none."""
         about = self.plan.prompts_per_step, version, reason, step
         self.batches.append(EventBatch(what, tickets, episodes, *about))
 
     def tell_of(self, name: str, what: str, step: int, reason: str) -> None:
-        """Of something else."""
+        """One event of something else than a prompt group."""
         self.batches.append(Event(name, what, step, reason=reason))
 
     def take(self) -> Iterator[Event]:
@@ -116,6 +116,6 @@ class Events:
         return expand(batches)
 
     def take_lines(self) -> bytes:
-        """The same as lines of JSON."""
+        """Events since the last call, as lines of JSON."""
         batches, self.batches = self.batches, []
         return lines(batches)

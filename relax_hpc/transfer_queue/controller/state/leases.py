@@ -17,7 +17,7 @@ class Leases:
 
     _held: dict[int, Lease] = field(default_factory=dict)
     by_key: dict[str, int] = field(default_factory=dict)
-    """By the request that asked for it."""
+    """Numbers by the key of the request that asked for the lease."""
     next: int = 1
 
     def add(self, number: int, lease: Lease) -> None:

@@ -37,7 +37,7 @@ class Lineage:
         return all(version.number <= start for _, start in later)
 
     def origin(self, codes: tuple[int, ...]) -> tuple[bool, int]:
-        """Of encoded versions: whether all of them survive, and the lowest number (-1 if there are none)."""
+        """Whether all of these encoded versions survive, and the lowest number among them (-1 if there are none)."""
         if codes not in self._origins:
             if len(self._origins) >= _ORIGINS:
                 self._origins.clear()

@@ -10,12 +10,12 @@ from relax_hpc.transfer_queue.records import Owner
 
 @dataclass(slots=True)
 class Members:
-    """By group."""
+    """The incarnations of each group, by its name."""
 
     incarnations: dict[str, int] = field(default_factory=dict)
-    """The newest that was heard of."""
+    """The newest incarnation that was heard of."""
     ended: dict[str, int] = field(default_factory=dict)
-    """The newest that was seen to end."""
+    """The newest incarnation that was seen to end."""
 
     def lowest_allowed(self, owner: Owner) -> int:
         """0 while ``owner`` may speak for its group, else the lowest incarnation that may."""

@@ -1,4 +1,4 @@
-"""In which order prompt groups are trained."""
+"""The order in which prompt groups are trained."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class TrainingOrder:
     places are tickets, and `tickets` is without use."""
 
     tickets: array[int] = field(default_factory=lambda: array("q"))
-    """By place; NO_STEP where there is none yet."""
+    """Tickets by place; NO_STEP where there is none yet."""
     first: int = 0
-    """Of the places that are not retired."""
+    """The lowest place that is not retired."""
 
     def take(self, start: int, ticket: int) -> int:
         """``ticket`` has the first free place from ``start`` on; that place."""

@@ -19,7 +19,7 @@ class Progress:
     evaluated: int = -1
     """The highest version that was evaluated."""
     gathered: int = 0
-    """Of lower steps nothing is left to be gathered into files of a step."""
+    """The lowest step whose rows may be left to be gathered into a file."""
 
     @property
     def covered_steps(self) -> int:

@@ -11,7 +11,7 @@ from relax_hpc.transfer_queue.records import FieldBits, Part, PromptGroup
 
 
 class PromptGroups(dict[int, PromptGroup]):
-    """By ticket."""
+    """Prompt groups by ticket."""
 
     def shards_of(self, tickets: Iterable[int]) -> Counter[int]:
         """Numbers of the shards in which they lie, and how many of them in each."""

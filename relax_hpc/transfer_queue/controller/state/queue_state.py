@@ -40,7 +40,7 @@ _SAVED += ("kept", "media", "counts", "device_turns", "admissions", "puts")
 
 
 class QueueState:
-    """Its parts, each of which owns what it says. Only appliers of records change them."""
+    """The parts of the state, each of which owns what it says. Only appliers of records change them."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan

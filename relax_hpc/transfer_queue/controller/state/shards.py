@@ -15,12 +15,12 @@ class Shards:
 
     by_number: dict[int, Shard] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
-    """By the shard's name."""
+    """Numbers by the name of the shard."""
     unsaved: dict[Owner, set[int]] = field(default_factory=dict)
-    """By who put them."""
+    """Numbers of shards that are not on disk, by who put them."""
     next: int = 1
     untrained_bytes: int = 0
-    """Of shards with rows that wait for training."""
+    """Bytes of shards with rows that wait for training."""
     garbage: list[str] = field(default_factory=list, compare=False)
     """Names of files to be removed; whoever removes them empties the list."""
 

@@ -11,7 +11,7 @@ from relax_hpc.transfer_queue.plan import Plan
 from relax_hpc.transfer_queue.records import FieldBits
 
 WAITING, READY, HELD, DONE = range(4)
-"""Of a ticket, for one task: not all that it needs is there, it may be taken, a lease has it, it was consumed."""
+"""Status of a ticket for one task: not all that it needs is there, it may be taken, a lease has it, it was consumed."""
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class TaskQueue:
         self.low = min(self.low, *tickets)
 
     def take(self, tickets: tuple[int, ...]) -> None:
-        """They are a lease's."""
+        """A lease has ``tickets``."""
         self.statuses.change(tickets, READY, HELD)
         if self.returned:
             left = [tuple(t for t in window if self.statuses[t] < HELD) for window in self.returned]
@@ -93,7 +93,7 @@ class TaskQueue:
 
 
 class TaskQueues(dict[str, TaskQueue]):
-    """By the name of the task."""
+    """The queue of each task, by its name."""
 
     def __init__(self, plan: Plan, bits: FieldBits) -> None:
         super().__init__(

@@ -11,18 +11,18 @@ from relax_hpc.transfer_queue.controller.state.ticket_map import AgedTickets, Ti
 
 @dataclass(slots=True)
 class Tickets:
-    """By what is to be done for them next."""
+    """Tickets by what is to be done for them next."""
 
     next: int = 0
-    """The lowest that nobody was admitted to yet."""
+    """The lowest ticket that nobody was admitted to yet."""
     reissued: TicketSet = field(default_factory=TicketSet)
-    """Those of `generating` that were taken back, and that nobody has."""
+    """Tickets of `generating` that were taken back, and that nobody has."""
     generating: AgedTickets = field(default_factory=AgedTickets)
-    """Of prompt groups without rows."""
+    """Tickets whose prompt groups have no rows."""
     untrained: AgedTickets = field(default_factory=AgedTickets)
-    """Of prompt groups with rows that wait for training."""
+    """Tickets whose prompt groups have rows that wait for training."""
     untrained_rows: int = 0
-    """Of these prompt groups."""
+    """How many rows they have in all."""
 
     def admit(self, tickets: Sequence[int]) -> None:
         """Somebody generates for them."""

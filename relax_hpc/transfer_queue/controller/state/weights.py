@@ -19,7 +19,7 @@ class Weights:
     published: dict[Version, str] = field(default_factory=dict)
     """Version -> digest of its manifest."""
     filed: dict[Version, str] = field(default_factory=dict)
-    """Those of them that are on disk too -> digest of the listing of its files."""
+    """Version that is on disk too -> digest of the listing of its files."""
     newest: Version | None = None
     readers: dict[str, tuple[Owner, Version]] = field(default_factory=dict)
     """What each serves, or may still be loading."""
@@ -35,7 +35,7 @@ class Weights:
         return self._newest_of(self.filed, multiple_of)
 
     def _newest_of(self, versions: Iterable[Version], multiple_of: int) -> Version | None:
-        """Of the lineage."""
+        """The newest of ``versions`` in the lineage whose number is a multiple."""
         return max((v for v in versions if not v.number % multiple_of and v in self.lineage), default=None)
 
     def retirable(self, refresh_every: int) -> list[Version]:

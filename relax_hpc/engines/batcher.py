@@ -9,14 +9,14 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Turns(Generic[T]):
+class Batcher(Generic[T]):
     """Collects what is added in one turn of the running event loop, and hands it to ``send`` in the next.
 
     >>> batches: list[list[int]] = []
     >>> async def main() -> None:
-    ...     turns = Turns(batches.append, most=2)
+    ...     batcher = Batcher(batches.append, most=2)
     ...     for number in range(3):
-    ...         turns.add(number)
+    ...         batcher.add(number)
     ...     await asyncio.sleep(0)
     >>> asyncio.run(main())
     >>> batches
