@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -20,22 +21,31 @@ _NUMBERED = re.compile(r"(\d{6})\b", re.ASCII)
 _CHECKPOINT = re.compile(r"i\d{6}-step-(\d{6})", re.ASCII)
 
 
-def write_atomic(path: Path, data: bytes | memoryview, sync: bool = False, tail: bytes = b"") -> None:
-    """Write ``data``, then ``tail``, beside ``path`` and rename it into place: readers see all of it or nothing."""
+@contextlib.contextmanager
+def written_beside(path: Path) -> Iterator[Path]:
+    """A name beside ``path`` to write a file to, which then takes its place: readers see all of it or nothing.
+
+    To survive a power loss the block syncs the file, and whoever calls it the folder.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.write(tail)
-            if sync:
-                file.flush()
-                os.fsync(file.fileno())
+        yield temporary
         temporary.replace(path)
     except BaseException:
         # What a full disk has taken of it would keep it full.
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+
+
+def write_atomic(path: Path, data: bytes | memoryview, sync: bool = False, tail: bytes = b"") -> None:
+    """Write ``data``, then ``tail``, to ``path`` at once; ``sync``: so that it survives a power loss."""
+    with written_beside(path) as temporary, temporary.open("wb") as file:
+        file.write(data)
+        file.write(tail)
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())
     if sync:
         sync_directory(path.parent)
 

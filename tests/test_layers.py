@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -76,3 +77,14 @@ def test_imports_run_downward(package: str) -> None:
         if (package, name) not in KNOWN
     ]
     assert not upward
+
+
+def test_a_class_name_means_one_thing_in_a_package() -> None:
+    """Across packages the import says which it is."""
+    found = Counter(
+        (path.parent, node.name)
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.parse(path.read_bytes()).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert [(str(folder), name) for (folder, name), count in found.items() if count > 1] == []

@@ -9,13 +9,13 @@ from typing import Any
 from relax_hpc.metrics.accounting import Interval, work_of
 from relax_hpc.metrics.read_spans import union_length
 from relax_hpc.metrics.timeline import trained_again
-from relax_hpc.supervise.incarnations import Incarnation, Restart, held
+from relax_hpc.supervise.incarnations import PastIncarnation, Restart, held
 
 _HOUR_S = 3600.0
 
 
 def hours(
-    unit: str, incarnations: Sequence[Incarnation], followed: Sequence[Restart], window: Interval
+    unit: str, incarnations: Sequence[PastIncarnation], followed: Sequence[Restart], window: Interval
 ) -> dict[str, Any]:
     """Of ``window``, in hours of a ``unit``; the parts add up to `asked`.
 
@@ -47,7 +47,7 @@ def hours(
     return {"unit": unit, **{name: spent / _HOUR_S for name, spent in found.items()}}
 
 
-def _again(incarnations: Sequence[Incarnation], gaps: dict[str, list[Interval]], window: Interval) -> float:
+def _again(incarnations: Sequence[PastIncarnation], gaps: dict[str, list[Interval]], window: Interval) -> float:
     """Unit-seconds."""
     parts = {(one.group, one.incarnation): one.units / len(one.workers) for one in incarnations}
     total = 0.0

@@ -22,7 +22,7 @@ _QUIET_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedLogs:
     """Which logs; empty or None: all."""
 
     group: str = ""
@@ -32,7 +32,7 @@ class Wanted:
     lines: int = 20
 
 
-def main(root: str, wanted: Wanted, follow: bool = False) -> int:
+def main(root: str, wanted: WantedLogs, follow: bool = False) -> int:
     """Print the last lines of each file, prefixed by its name when there are several; then what is added."""
     run = RunDir(root)
     if not run.config.exists():
@@ -48,7 +48,7 @@ def main(root: str, wanted: Wanted, follow: bool = False) -> int:
     return EXIT_DONE
 
 
-def files(run: RunDir, wanted: Wanted) -> list[Path]:
+def files(run: RunDir, wanted: WantedLogs) -> list[Path]:
     """The logs that are there; without any choice the supervisors' too."""
     config = load_resolved(run.root)
     living = [n for n in members_of(run, config) if n in config.groups or not all_ended(run, config, n)]
@@ -112,7 +112,7 @@ class Tail:
         return data
 
 
-def _follow(run: RunDir, wanted: Wanted, tails: dict[Path, Tail]) -> None:
+def _follow(run: RunDir, wanted: WantedLogs, tails: dict[Path, Tail]) -> None:
     """Until the run has ended; incarnations that come are followed too."""
     quiet_since = time.monotonic()
     while not _over(run) or time.monotonic() - quiet_since < _QUIET_S:
@@ -129,7 +129,7 @@ def _over(run: RunDir) -> bool:
     return run.finished.exists() or bool(asked_to_stop(run))
 
 
-def _is_wanted(stem: str, wanted: Wanted) -> bool:
+def _is_wanted(stem: str, wanted: WantedLogs) -> bool:
     """Files are named ROLE, ROLE-rank-K, ROLE-srun, and engines as they like."""
     role, _, rank = stem.partition("-rank-")
     if wanted.rank is not None and rank != str(wanted.rank):

@@ -17,7 +17,7 @@ from relax_hpc.metrics.read_spans import union_length
 from relax_hpc.metrics.timeline import Pace, Worker, pace, step_ends
 from relax_hpc.observe.hours import hours
 from relax_hpc.rundir import RunDir, read_map
-from relax_hpc.supervise.incarnations import Incarnation, Restart, read_incarnations, restarts, unit_of
+from relax_hpc.supervise.incarnations import PastIncarnation, Restart, read_incarnations, restarts, unit_of
 
 ENOUGH_STEPS = 5
 """With fewer, medians say little."""
@@ -130,7 +130,7 @@ def _pace(found: Pace | None) -> dict[str, Any] | None:
     return {**about, "overlap": found.overlap}
 
 
-def _split(config: Config, incarnations: Sequence[Incarnation], part: _Part, found: Pace | None) -> dict | None:
+def _split(config: Config, incarnations: Sequence[PastIncarnation], part: _Part, found: Pace | None) -> dict | None:
     """The present split, and the one of as many units with which both sides of a step would take as long.
 
     None where there is nothing to divide: a group with both roles, no step, or no unit of one side.

@@ -22,7 +22,7 @@ _GOOD_ENDS = ("done", "stopped")
 
 
 @dataclass(frozen=True, slots=True)
-class Incarnation:
+class PastIncarnation:
     """The workers of one incarnation of a group."""
 
     group: str
@@ -50,8 +50,8 @@ class Incarnation:
 class Restart:
     """An incarnation that another one followed."""
 
-    before: Incarnation
-    after: Incarnation
+    before: PastIncarnation
+    after: PastIncarnation
     gap: Interval
     """From the last work of the one that helped the run to the first of the other, or to its end without any."""
 
@@ -69,7 +69,7 @@ def unit_of(config: Config) -> str:
     return "process" if config.layout == "local" else "node"
 
 
-def read_incarnations(run: RunDir, config: Config, now: float | None = None) -> list[Incarnation]:
+def read_incarnations(run: RunDir, config: Config, now: float | None = None) -> list[PastIncarnation]:
     """All that wrote spans, by group and incarnation; those that live are taken to last until ``now``."""
     now = time.time() if now is None else now
     processes = read_processes(run.root)
@@ -82,13 +82,13 @@ def read_incarnations(run: RunDir, config: Config, now: float | None = None) -> 
     return found
 
 
-def restarts(incarnations: Sequence[Incarnation]) -> list[Restart]:
+def restarts(incarnations: Sequence[PastIncarnation]) -> list[Restart]:
     """Of each group, oldest first."""
     pairs = [(before, after) for before, after in pairwise(incarnations) if before.group == after.group]
     return [Restart(before, after, _gap(before, after)) for before, after in pairs]
 
 
-def held(incarnations: Sequence[Incarnation]) -> list[tuple[Incarnation, Interval]]:
+def held(incarnations: Sequence[PastIncarnation]) -> list[tuple[PastIncarnation, Interval]]:
     """How long the nodes of each incarnation were the run's: also until the next one that runs on the same."""
     spans = []
     for number, one in enumerate(incarnations):
@@ -98,7 +98,7 @@ def held(incarnations: Sequence[Incarnation]) -> list[tuple[Incarnation, Interva
     return spans
 
 
-def _incarnation(run: RunDir, config: Config, processes: list[Process], until: float, living: bool) -> Incarnation:
+def _incarnation(run: RunDir, config: Config, processes: list[Process], until: float, living: bool) -> PastIncarnation:
     group, incarnation = processes[0].group, processes[0].incarnation
     roles = list(dict.fromkeys(process.role for process in processes))
     marks = {role: read_mark(run, group, incarnation, role) for role in roles}
@@ -111,7 +111,7 @@ def _incarnation(run: RunDir, config: Config, processes: list[Process], until: f
     launch = read_launch(run, group, incarnation)
     held_as = (launch.attempt, launch.job, launch.allocation) if launch else ()
     about = (launch.attempt if launch else 0, worst.get("status", ""), worst.get("reason", ""))
-    return Incarnation(
+    return PastIncarnation(
         group, incarnation, workers, _units(run, config, group, incarnation, len(workers)), held_as, *about
     )
 
@@ -141,7 +141,7 @@ def _nodes(run: RunDir, group: str, incarnation: int) -> int:
     return len({rank.get("node", "") for rank in card.ranks} - {""}) if card else 0
 
 
-def _gap(before: Incarnation, after: Incarnation) -> Interval:
+def _gap(before: PastIncarnation, after: PastIncarnation) -> Interval:
     ends = [found[1] for worker in before.workers if (found := worker.useful())]
     starts = [found[0] for worker in after.workers if (found := worker.useful())]
     start = max(ends, default=before.began)

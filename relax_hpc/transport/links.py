@@ -92,7 +92,7 @@ def prove(connection: socket.socket, token: bytes, purpose: bytes, deadline: Dea
     response.check(proof)
 
 
-class Listener:
+class ThreadListener:
     """Serves each connection in a thread of its own: a slow, broken or hostile peer harms its own connection alone.
 
     ``serve`` gets those that have proven that they hold ``token``; it returns, or raises an OSError, when the

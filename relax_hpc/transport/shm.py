@@ -15,7 +15,7 @@ from pathlib import Path
 from relax_hpc.rendezvous.network import peer_user
 from relax_hpc.transport.links import (
     Deadline,
-    Listener,
+    ThreadListener,
     prove,
     receive,
     wait_for_request,
@@ -192,7 +192,7 @@ class ShmPlane(Plane):
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listening.bind(f"\0{self._address}")
         listening.listen()
-        self._listener = Listener(listening, token, self._address.encode(), self._serve, "plane-shm", _check_user)
+        self._listener = ThreadListener(listening, token, self._address.encode(), self._serve, "plane-shm", _check_user)
 
     def publish(self, name: str, record: memoryview) -> Descriptor:
         """See `Plane`. Nothing is copied if ``record`` lies in a slab of the pool. PlaneError if ``name`` is taken."""

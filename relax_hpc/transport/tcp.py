@@ -13,7 +13,7 @@ import xxhash
 
 from relax_hpc.transport.links import (
     Deadline,
-    Listener,
+    ThreadListener,
     prove,
     receive,
     receive_into,
@@ -129,7 +129,7 @@ class TcpPlane(Plane):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = socket.create_server((host, 0), family=family)
         self._port = listening.getsockname()[1]
-        self._listener = Listener(listening, token, self._maker.encode(), self._serve, "plane-tcp")
+        self._listener = ThreadListener(listening, token, self._maker.encode(), self._serve, "plane-tcp")
 
     def publish(self, name: str, record: memoryview) -> Descriptor:
         """See `Plane`. Nothing is copied. PlaneError if ``name`` is taken or too long."""

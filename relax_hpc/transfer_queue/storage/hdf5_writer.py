@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import re
-import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import xxhash
 from h5py import h5a, h5d, h5f, h5p, h5s, h5t
 
 from relax_hpc.fields import FIELDS
-from relax_hpc.rundir import sync_directory
+from relax_hpc.rundir import sync_directory, written_beside
 from relax_hpc.transfer_queue.row_schema import FORMAT_VERSION
 from relax_hpc.transfer_queue.storage.columns import Columns
 from relax_hpc.transfer_queue.storage.hdf5 import FIRST_LINE
@@ -47,8 +46,7 @@ def write(path: Path, columns: Columns, origin: dict[str, Any], sync: bool) -> N
     datasets, data = _datasets(columns), xxhash.xxh3_64()
     for dataset in datasets:
         data.update(dataset.raw)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    try:
+    with written_beside(path) as temporary:
         places = _create(temporary, datasets, {**origin, "rows": len(columns.row_ids), "digest": data.hexdigest()})
         descriptor = os.open(temporary, os.O_WRONLY)
         try:
@@ -60,10 +58,6 @@ def write(path: Path, columns: Columns, origin: dict[str, Any], sync: bool) -> N
                 os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
     if sync:
         sync_directory(path.parent)
 

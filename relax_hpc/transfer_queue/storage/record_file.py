@@ -8,12 +8,12 @@ one HDF5 file each (`controller.gathering`), for people and other programs.
 from __future__ import annotations
 
 import os
-import secrets
 import struct
 from pathlib import Path
 
 import xxhash
 
+from relax_hpc.rundir import written_beside
 from relax_hpc.transfer_queue.row_schema import Row
 from relax_hpc.transfer_queue.storage import hdf5
 from relax_hpc.transfer_queue.storage.shard import ShardError, is_record, unpack
@@ -29,9 +29,8 @@ def write(path: Path, record: memoryview, sync: bool) -> None:
 
     The name survives a power loss once its folder is synced too. OSError as the filesystem says.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     end = _END.pack(_MARK, xxhash.xxh3_64_intdigest(record))
-    try:
+    with written_beside(path) as temporary:
         file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             _write_all(file, [record, memoryview(end)])
@@ -39,10 +38,6 @@ def write(path: Path, record: memoryview, sync: bool) -> None:
                 os.fsync(file)
         finally:
             os.close(file)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def _write_all(file: int, parts: list[memoryview]) -> None:
