@@ -28,6 +28,10 @@ def late_writes(run: RunDir) -> list[str]:
 
 def writer_of(record: dict[str, Any]) -> tuple[str, int]:
     """Group and incarnation of the process whose request a journal record is; incarnation 0: it does not say."""
+    if record["op"] == "gathered":
+        # The controller's own work, for which nobody asked: it may end after its group was said to be over, and what
+        # fences a controller is its successor's journal.
+        return "", 0
     if "owner" in record:
         return record["owner"][0], record["owner"][1]
     if record["op"] in ("resume", "checkpoint"):
