@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 
 from tests.budgets import Budgets
+from tests.effort import effort
 from tests.slurm_sandbox import sandbox, small_sandbox  # noqa: F401
 
 # Until all is imported, as ranks do (relax_hpc.imports): two fifths of the time that collecting takes.
@@ -23,7 +24,8 @@ if os.environ.get("RELAX_TEST_DEVICE") != "cuda":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 settings.register_profile("default", deadline=None)
-settings.register_profile("ci", deadline=None, derandomize=True)
+# The same examples each time, of which the first find what many of them find: the others are in `env/test.sh --all`.
+settings.register_profile("ci", deadline=None, derandomize=True, max_examples=effort(30, 100))
 settings.load_profile("ci" if os.environ.get("CI") or os.environ.get("RELAX_REQUIRE") else "default")
 
 MARK = "RELAX_TEST_SESSION"

@@ -26,6 +26,7 @@ from relax_hpc.config.options import options
 from relax_hpc.errors import ConfigError
 from relax_hpc.fields import fields_by
 from relax_hpc.transfer_queue.plan import Plan
+from tests.effort import effort
 from tests.test_algorithms import random_batch
 
 OFF = CorrectionConfig(kind="off")
@@ -217,7 +218,7 @@ def verl_token(algorithm: Grpo, log: float, mean: float, advantage: float, logpr
     return loss
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=effort(20, 60), deadline=None)
 @given(
     st.sampled_from(LOSSES),
     st.sampled_from(["token_mean", "sequence_mean"]),

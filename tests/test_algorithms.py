@@ -20,6 +20,7 @@ from relax_hpc.algorithms.correction import correction, effective_share
 from relax_hpc.algorithms.kl import KL_ESTIMATORS
 from relax_hpc.algorithms.losses import MAX_SUFFIX, mean_metrics
 from relax_hpc.fields import loss_fields
+from tests.effort import effort
 
 NAMES = ("logprobs", "entropy", "mask", *loss_fields())
 
@@ -140,7 +141,7 @@ def numpy_weight(ratio: float, config: CorrectionConfig) -> tuple[float, bool]:
     return 0.0 if outside else ratio, outside
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=effort(60, 200), deadline=None)
 @given(configs, shapes)
 def test_loss_and_metrics_equal_an_independent_implementation(config, shape):
     batch = random_batch(*shape)
@@ -149,7 +150,7 @@ def test_loss_and_metrics_equal_an_independent_implementation(config, shape):
     assert found == pytest.approx(numpy_loss(batch, config), rel=1e-9, abs=1e-12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=effort(20, 60), deadline=None)
 @given(configs, shapes, st.sampled_from([math.nan, math.inf, -math.inf, 1e30]))
 def test_masked_entries_may_hold_anything(config, shape, garbage):
     clean, dirty = random_batch(*shape), random_batch(*shape, garbage=garbage)
@@ -164,7 +165,7 @@ def test_masked_entries_may_hold_anything(config, shape, garbage):
     assert not (gradients[1] * (1 - dirty.mask)).any()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=effort(20, 60), deadline=None)
 @given(configs, shapes, st.integers(0, 4))
 def test_parts_of_a_batch_add_up_to_the_whole(config, shape, cut):
     batch = random_batch(*shape)
@@ -200,7 +201,7 @@ def test_gradient_equals_finite_differences(reduction, estimator, kind, level):
     assert torch.autograd.gradcheck(loss, (batch.logprobs.requires_grad_(), batch.entropy.requires_grad_()))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=effort(20, 60), deadline=None)
 @given(configs, shapes)
 def test_the_correction_only_weighs_the_gradient(config, shape):
     """Of a token's policy loss, which is linear in the weight; none comes from the weight itself."""
@@ -451,6 +452,7 @@ def test_an_advantage_is_spread_over_what_is_trained_on():
 def test_algorithms_load_neither_torch_nor_the_configuration():
     code = """
 import importlib, pkgutil, sys, relax_hpc.algorithms
+from tests.effort import effort
 for module in pkgutil.iter_modules(relax_hpc.algorithms.__path__, "relax_hpc.algorithms."):
     importlib.import_module(module.name)
 print([name for name in sys.modules if name == "torch" or name.startswith("relax_hpc.config")])

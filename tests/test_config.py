@@ -20,6 +20,7 @@ from relax_hpc.config.load import compose, gather, merge, print_config
 from relax_hpc.config.read import MAX_BYTES, dump_yaml, parse_yaml
 from relax_hpc.config.schema import GroupConfig
 from relax_hpc.errors import EXIT_CONFIG, ConfigError
+from tests.effort import effort
 from tests.model_files import model_directory
 
 QUICKSTART = Path(__file__).parents[1] / "configs" / "runs" / "quickstart.yaml"
@@ -315,7 +316,7 @@ layers = st.fixed_dictionaries(
 
 
 @given(layers, layers, layers)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=effort(20, 60), deadline=None)
 def test_merging_is_associative_and_the_last_layer_wins(a: Any, b: Any, c: Any) -> None:
     assert merge(Config, merge(Config, a, b), c) == merge(Config, a, merge(Config, b, c))
     assert merge(Config, a, {}) == a == merge(Config, a, a)
@@ -324,13 +325,13 @@ def test_merging_is_associative_and_the_last_layer_wins(a: Any, b: Any, c: Any) 
 
 
 @given(plain)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=effort(30, 100), deadline=None)
 def test_yaml_gives_back_what_was_written(value: Any) -> None:
     assert parse_yaml(dump_yaml({"a": value}), "x") == {"a": value}
 
 
 @given(st.dictionaries(st.sampled_from(list(to_dict(Config()))) | st.text(), plain, max_size=3))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=effort(30, 100), deadline=None)
 def test_cleaning_anything_gives_a_layer_or_one_line(tree: Any) -> None:
     try:
         clean(Config, tree, "source")

@@ -12,6 +12,7 @@ from tests.pages import ROOT, Example, examples
 EXAMPLES = list(examples(ROOT / "docs" / "extending.md"))
 
 
+@pytest.mark.run
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.title)
 def test_examples_run(example: Example, tmp_path: Path) -> None:
     example.run(tmp_path)

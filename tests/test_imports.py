@@ -86,6 +86,12 @@ def test_the_small_engine_imports_no_statistics() -> None:
     assert done.returncode == 0 and done.stdout.split() == [], done
 
 
+def test_roles_are_imported_before_megatron_core_is_prepared_for_their_device() -> None:
+    """Imported unprepared, it loads a compiler that nothing uses on a CPU."""
+    code = "import sys, relax_hpc.roles.actor, relax_hpc.roles.forward; sys.exit('megatron.core' in sys.modules)"
+    assert subprocess.run([sys.executable, "-W", "ignore", "-c", code], timeout=120).returncode == 0
+
+
 def within(name: str, packages: tuple[str, ...]) -> bool:
     return any(name == one or name.startswith(one + ".") for one in packages)
 

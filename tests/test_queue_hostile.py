@@ -317,7 +317,7 @@ def replayed(folder: Path, content: bytes) -> tuple[list[dict[str, Any]], int]:
         made.close()
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=effort(50, 500), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), cut=st.booleans(), junk=st.binary(max_size=30))
 def test_a_damaged_journal_is_cut_at_its_end_or_refused(tmp_path, journal_bytes, data, cut, junk):
     """What is replayed is the beginning of what was written, whole, and nothing else."""

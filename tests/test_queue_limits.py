@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from relax_hpc.transfer_queue.controller.planning.admission import amounts
 from relax_hpc.transfer_queue.plan import Plan
 from relax_hpc.versions import Version
+from tests.effort import effort
 from tests.queue_helpers import GIVES, Roles, in_thread, learned, make_run, rows_of, small
 from tests.queue_world import BYTES, GROUPS, World
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=effort(10, 100), deadline=None)
 @given(
     max_rows=st.integers(1, 24),
     max_bytes=st.integers(1, 12 * BYTES),

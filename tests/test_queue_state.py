@@ -17,6 +17,7 @@ from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 from relax_hpc.transfer_queue.lengths import packed
 from relax_hpc.transfer_queue.plan import GENERATED, Plan
 from relax_hpc.versions import Version
+from tests.effort import effort
 from tests.queue_helpers import GIVES, small
 from tests.queue_world import GROUPS, World, contents, refused_kind
 
@@ -79,7 +80,7 @@ class QueueMachine(RuleBasedStateMachine):
 
 TestQueueMachine = QueueMachine.TestCase
 TestQueueMachine.settings = settings(
-    max_examples=40,
+    max_examples=effort(15, 200),
     stateful_step_count=25,
     deadline=None,
     suppress_health_check=list(HealthCheck),

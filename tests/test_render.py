@@ -19,6 +19,7 @@ from relax_hpc.config.read import dump_yaml, parse_yaml
 from relax_hpc.errors import ConfigError
 from relax_hpc.slurm.layout import components, gpu_hours
 from relax_hpc.slurm.render import directive, render, render_group, templates
+from tests.effort import effort
 from tests.model_files import model_directory
 from tests.requirements import requires
 
@@ -344,7 +345,7 @@ HOSTILE = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_siz
 )
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=effort(10, 100), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(value=HOSTILE, folder=HOSTILE)
 @example(value="x'\"$(touch pwned)\n`touch pwned`", folder="run $(touch pwned)'\"")
 def test_hostile_values_stay_values(tmp_path: Path, value: str, folder: str) -> None:
