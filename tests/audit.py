@@ -1,4 +1,4 @@
-"""The audit of a run by sample id, as the product has it."""
+"""The audit of a run by row id, as the product has it."""
 
 from relax_hpc.transfer_queue.inspect.audit import Audit, audit, next_of, read_events
 

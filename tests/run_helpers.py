@@ -230,7 +230,7 @@ def queue_state(run: RunDir) -> QueueState:
 
 
 def queue_rows(run: RunDir) -> dict[str, Row]:
-    """Every row that the queue holds at the end, with all its fields, by sample id.
+    """Every row that the queue holds at the end, with all its fields, by its id.
 
     Rows whose shards were deleted after a checkpoint are missing: set queue.keep_steps to keep them.
     """

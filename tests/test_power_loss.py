@@ -64,6 +64,6 @@ def assert_something_was_lost(run: RunDir, before: RunDir) -> None:
     assert any(before.weights.iterdir()) and not any(run.weights.iterdir())
     assert before.metrics.stat().st_size > 0 and not run.metrics.exists()
     state = queue_state(run)
-    saved = {shard.descriptor["name"] for shard in state.shards.values() if not shard.unsaved}
+    saved = {shard.descriptor["name"] for shard in state.shards.by_number.values() if not shard.unsaved}
     assert saved and saved <= {path.name for path in run.shards.iterdir()}
     assert state.progress.trained_steps > EVERY and state.progress.checkpoints[-1]["step"] >= EVERY

@@ -542,7 +542,7 @@ class Config:
     prompts_per_step: int = bounded(32, 1)
     """Prompt groups a training step takes."""
     samples_per_prompt: int = bounded(8, 2)
-    """Responses to each prompt."""
+    """Episodes of each prompt: attempts at it, whose rewards are compared."""
     max_staleness: int = bounded(0, 0, 64)
     """0: on-policy, the synchronous run; 1: near-on-policy; more: fully asynchronous."""
     colocate: bool = False

@@ -36,13 +36,13 @@ PARTS = (
 """In the order in which people look for them."""
 
 TAGS = {
-    "reward/mean": "mean reward of the samples that were trained on",
-    "reward/mean_generated": "mean reward of all samples that were drawn, those that a filter dropped too",
+    "reward/mean": "mean reward of the episodes that were trained on",
+    "reward/mean_generated": "mean reward of all episodes that were drawn, those that a filter dropped too",
     "reward/std": "standard deviation of the rewards trained on",
-    "reward/generated": "samples drawn and given a reward since the last step",
-    "reward/component_<name>": "mean of a component that the reward names, over all samples that were drawn",
-    "reward/response_tokens": "mean length of a response, tokens",
-    "reward/stopped_share": "share of the responses that the policy ended itself",
+    "reward/generated": "episodes drawn and given a reward since the last step",
+    "reward/component_<name>": "mean of a component that the reward names, over all episodes that were drawn",
+    "reward/response_tokens": "tokens that the policy sampled in an episode, mean",
+    "reward/stopped_share": "share of the episodes that the policy ended itself",
     "eval/<set>/<reward>": "mean reward of a set, written at the version that it is of",
     "loss/policy": "the clipped surrogate, the loss's part that learns from rewards",
     "loss/kl": "kl.coefficient times the KL to the reference",
@@ -85,7 +85,7 @@ TAGS = {
     "queue/generating": "prompt groups in generation",
     "queue/ready": "prompt groups that wait for training",
     "queue/reissued": "tickets that wait to be given out again",
-    "queue/dropped_<reason>": "samples dropped so far, by reason",
+    "queue/dropped_<reason>": "rows dropped so far, by reason; an attempt without rows counts for one an episode",
     "queue/by_<plane>_shards": "shards read since the last step, by the way they came",
     "queue/by_<plane>_bytes": "the same in bytes",
     "queue/samples_skipped": "episodes that were to be kept for people since the last step and found no room",
