@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,9 +47,16 @@ pytestmark = pytest.mark.run
 
 WAIT_S = 240.0
 FICKLE = """
+import os, threading
+
 def fickle(sample):
-    if sample.metadata.get("poison"):
-        raise RuntimeError("no answer to that")
+    match sample.metadata.get("poison"):
+        case "raise":
+            raise RuntimeError("no answer to that")
+        case "exit":
+            os._exit(3)
+        case "hang":
+            threading.Event().wait()
     return float(len(sample.response_text))
 
 def never(sample):
@@ -96,10 +103,10 @@ def test_impossible_settings_start_nothing(
     assert not (tmp_path / "run").exists()
 
 
-def make_data(directory: Path, extra: Sequence[str] = (), poisoned: Sequence[int] = ()) -> dict:
+def make_data(directory: Path, extra: Sequence[str] = (), poisoned: Mapping[int, str] | None = None) -> dict:
     """A model and a prompt file of GOOD with `extra` lines at its end; the settings that name them."""
     make_tiny_model(directory / "model", TinyModelConfig(**SMALL["model"]["tiny"]), 3)
-    lines = [json.dumps(prompt | {"poison": index in poisoned}) for index, prompt in enumerate(GOOD)]
+    lines = [json.dumps(prompt | {"poison": (poisoned or {}).get(index)}) for index, prompt in enumerate(GOOD)]
     (directory / "train.jsonl").write_text("\n".join([*lines, *extra]) + "\n")
     (directory / "fickle.py").write_text(FICKLE)
     groups = {"reference": None}  # not needed, and a start saved
@@ -153,7 +160,9 @@ def test_an_unknown_engine_flag_starts_nothing(tmp_path: Path) -> None:
 
 def test_bad_lines_and_a_fickle_reward_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requires("mpi", "torch", "megatron", "transformers")
-    over = merged(LIGHT, make_data(tmp_path, BAD_LINES, poisoned=(1, 6)) | {"rollout": {"reward": "fickle:fickle"}})
+    poisoned = {1: "raise", 6: "exit", 9: "hang"}
+    reward = {"rollout": {"reward": "fickle:fickle", "reward_timeout_s": 3.0}}
+    over = merged(LIGHT, make_data(tmp_path, BAD_LINES, poisoned) | reward)
     over["data"]["max_bad_share"] = 0.2
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with running(tmp_path, over) as live:
@@ -163,10 +172,12 @@ def test_bad_lines_and_a_fickle_reward_are_counted(tmp_path: Path, monkeypatch: 
     last = trained_steps(live.run)[-1]
     assert [last[f"queue/bad_prompt_{reason}"] for reason in REASONS] == [1, 1, 1, 1]
     result = audit(live.run)
-    assert result.problems == [] and result.failed.keys() == {"reward_exception"}
-    assert last["queue/dropped_reward_exception"] == 4 * result.failed["reward_exception"] >= 8
+    failures = {"reward_exception", "reward_died", "reward_timeout"}
+    assert result.problems == [] and result.failed.keys() == failures
+    assert all(last[f"queue/dropped_{reason}"] == 4 * result.failed[reason] >= 4 for reason in failures)
+    assert live.incarnations("rollout") == 1, "what a reward does to its process is no failure of the role"
     prompts = {row["ticket"]: row["prompt_id"] for row in queue_rows(live.run).values()}
-    assert {prompts[ticket] for ticket in range(12)}.isdisjoint({"p101", "p106"})
+    assert {prompts[ticket] for ticket in range(12)}.isdisjoint({"p101", "p106", "p109"})
     assert prompts[0] == "p100" and prompts[2] == "p102", "tickets without a fault keep their prompts"
 
 
