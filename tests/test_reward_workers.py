@@ -59,6 +59,9 @@ def word(sample):
         while len(list(Path(rest[0]).parent.glob("here-*"))) < 2:
             time.sleep(0.01)
         return 1.0
+    if what == "modules":
+        heavy = ("numpy", "torch", "yaml", "msgpack", "relax_hpc.config", "relax_hpc.engines")
+        return {"total": 1, **{name: 1 for name in heavy if name in sys.modules}}
     if what == "environment":
         return {"total": 1, **{name: 1 for name in os.environ if name in ("RELAX_PARENT", "PMI_RANK", "SLURM_JOB_ID")}}
     return {"total": float(what), "pid": os.getpid()}
@@ -144,8 +147,8 @@ def alive(pid: int) -> bool:
 def test_a_worker_has_what_libraries_want(pool: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RELAX_PARENT", "PMI_RANK", "SLURM_JOB_ID"):
         monkeypatch.setenv(name, "1")
-    found = one_after_the_other(pool(), "main", "loop", "alarm", "print", "environment")
-    assert found == [[Score(1.0)], [Score(0.5)], [Score(1.0)], [Score(1.0)], [Score(1.0)]]
+    found = one_after_the_other(pool(), "main", "loop", "alarm", "print", "modules", "environment")
+    assert found == [[Score(1.0)], [Score(0.5)], [Score(1.0)], [Score(1.0)], [Score(1.0)], [Score(1.0)]]
 
 
 def test_no_more_workers_than_were_asked_for_and_none_that_is_not_needed(

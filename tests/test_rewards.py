@@ -188,6 +188,13 @@ def test_an_exception_becomes_a_named_reason():
     assert found == RewardError("reward_exception", "KeyError: 'weight'")
 
 
+def test_what_a_reward_says_at_length_is_cut():
+    found = asked(lambda s: s.metadata["x" * 1_000_000])
+    assert len(found.detail) == 1000
+    [score] = asked(lambda _: {"total": 1, "y" * 1_000_000: 0})
+    assert score == Score(1.0, {"y" * 64: 0.0})
+
+
 @pytest.mark.parametrize("code", [3, None, "no grader on this node"])
 def test_a_reward_that_would_end_the_process_is_named_like_another_that_fails(code):
     async def soon(_: RewardInput) -> float:

@@ -15,6 +15,8 @@ TOTAL = "total"
 """Name of the component that is learned from."""
 MOST_COMPONENTS = 32
 """Of a sample: each is a metric."""
+_NAME_CHARS, _DETAIL_CHARS = 64, 1000
+"""Of the name of a component, and of what a reward has raised: a user's code may say any amount."""
 
 
 def takes_group(reward: Reward) -> bool:
@@ -99,7 +101,7 @@ class _Exited(Exception):
 
 def _raised(error: BaseException) -> RewardError:
     kind = "SystemExit" if isinstance(error, _Exited) else type(error).__name__
-    return RewardError("reward_exception", f"{kind}: {error}")
+    return RewardError("reward_exception", f"{kind}: {error}"[:_DETAIL_CHARS])
 
 
 def _score(value: Any) -> Score | RewardError:
@@ -114,7 +116,7 @@ def _score(value: Any) -> Score | RewardError:
     for name, each in value.items():
         if isinstance(number := _number(each), RewardError):
             return RewardError(number.reason, f"{name}: {number.detail}")
-        components[str(name)] = number
+        components[str(name)[:_NAME_CHARS]] = number
     return Score(components.pop(TOTAL), components)
 
 

@@ -112,7 +112,7 @@ class Judge:
         """Report what the components of ``scores`` come to."""
         values: Counter[str] = Counter()
         for name, value in (item for score in scores for item in score.components.items()):
-            name = _OTHER.sub("_", name)[:64]
+            name = _OTHER.sub("_", name)
             if name in self._names or len(self._names) < _MOST_COMPONENTS:
                 self._names.add(name)
                 values[COMPONENT_SUM + name] += value
