@@ -30,7 +30,17 @@ def bench(monkeypatch):
     """Import a module of tools/bench, which is no package, as its scripts do."""
     monkeypatch.syspath_prepend(str(BENCH))
     yield importlib.import_module
-    for name in ("figures", "turns", "quickstart", "overlap", "convergence", "modes", "strangers", "startup"):
+    for name in (
+        "figures",
+        "turns",
+        "quickstart",
+        "overlap",
+        "convergence",
+        "modes",
+        "strangers",
+        "startup",
+        "before_after",
+    ):
         sys.modules.pop(name, None)
 
 
@@ -176,3 +186,27 @@ def test_a_start_lasts_until_the_first_work(bench):
     assert (wall.value, wall.ok, cpu.value) == (2.5, True, 2.3)
     # What had ended before it was looked at again.
     assert watch.spent(("actor", 2), 200.0) == 2.6
+
+
+def test_what_two_versions_measure_under_one_name_is_compared(bench):
+    both = bench("before_after")
+    figure = {"name": "pull", "value": 2.0, "unit": "GB/s", "target": None, "rounds": []}
+    line = {"what": "get", "unit": "GB/s", "ours": 1.0, "targets": {}, "rounds": [1.0, 3.0]}
+    case = {"ratio": 1.0, "sigma": 0.0, "staleness": 1}
+    record = {"fault": "kill:actor", "detect": 0.5, "working": None, "caught_up": 4.0, "lost": 0, "duplicated": 0}
+    before = both.found_in({"figures": [figure, figure | {"name": "gone"}]}) | both.found_in({"lines": [line]})
+    before |= both.found_in([{"case": case, "efficiency": 0.5}]) | both.found_in({"records": [record]})
+    now = both.found_in({"figures": [figure | {"value": 3.0}, figure | {"name": "new"}]})
+    now |= both.found_in({"lines": [line | {"rounds": [2.0, 4.0]}]}) | both.found_in(
+        {"records": [record | {"detect": 1}]}
+    )
+    now |= both.found_in([{"case": case, "efficiency": 1.0}])
+    assert list(both.cells(before, now)) == [
+        ["pull", "2 GB/s", "3 GB/s", "1.50"],
+        ["get", "2 GB/s (1 to 3)", "3 GB/s (2 to 4)", "1.50"],
+        ["kill:actor: detect", "0.5 s", "1 s", "0.50"],
+        ["kill:actor: caught_up", "4 s", "4 s", "1.00"],
+        ["kill:actor: lost", "0 samples", "0 samples", "same"],
+        ["kill:actor: duplicated", "0 samples", "0 samples", "same"],
+        ["G/T 1, sigma 0, staleness 1: ideal / step", "0.5", "1", "2.00"],
+    ]

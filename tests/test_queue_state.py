@@ -236,6 +236,15 @@ def test_windows_in_order_do_not_depend_on_arrival(budget, boundary, padded):
         assert len(window) == 1 or (len(rows) * max(rows) if padded else sum(rows)) <= budget
 
 
+@pytest.mark.parametrize("padded", [True, False])
+def test_a_window_that_is_full_waits_for_no_other_group(padded):
+    plan = Plan.of(small(8, 2, 1))
+    rows = lengths_of(0)
+    least = len(rows) * max(rows) + 2 * max(rows) - 1 if padded else sum(rows) + 1
+    assert generated(plan, [0], least, 8, padded) == [(0,)], "any other one has two rows at least"
+    assert generated(plan, [0], least + 1, 8, padded) == []
+
+
 def test_an_older_incarnation_can_change_nothing():
     it = world()
     until_trained(it, 1)

@@ -198,7 +198,9 @@ def refuse_media(request: GenerateRequest) -> None:
 
 def checked(generation: Generation, budget: int) -> Generation:
     """`generation` itself. BadAnswer: its counts or log-probabilities cannot be."""
-    tokens, logprobs = len(generation.token_ids), len(generation.logprobs)
+    tokens, logprobs, versions = map(len, (generation.token_ids, generation.logprobs, generation.token_versions))
+    if versions != tokens:
+        raise BadAnswer("wrong_count", f"found {versions} versions for {tokens} tokens")
     if not 0 < tokens <= budget or tokens != logprobs:
         raise BadAnswer("wrong_count", f"found {tokens} tokens and {logprobs} log-probs, allowed 1 to {budget} of both")
     for position, value in enumerate(generation.logprobs):

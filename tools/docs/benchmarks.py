@@ -35,9 +35,11 @@ def _row(cells: list[Any]) -> str:
 
 
 def stored(output: str, command: str) -> dict[str, Any]:
-    """A result of what a benchmark printed with --json, whose last line is {"figures": [...], "settings": {...}}."""
+    """A result of what a benchmark printed with --json, whose last line has "figures", or "columns" and "rows", and
+    "settings"."""
     found = json.loads(output.strip().splitlines()[-1])
-    rows = [[one["name"], _value(one), _verdict(one)] for one in found["figures"]]
+    columns = found.get("columns", ["what", "measured (least to most of the rounds)", "target"])
+    rows = found.get("rows") or [[one["name"], _value(one), _verdict(one)] for one in found["figures"]]
     git = ["git", "-C", str(RESULTS), "rev-parse", "--short", "HEAD"]
     return {
         "commit": subprocess.check_output(git, text=True).strip(),
@@ -45,7 +47,7 @@ def stored(output: str, command: str) -> dict[str, Any]:
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
         "load": found["settings"].get("load_before", os.getloadavg()[0]),
         "command": command,
-        "columns": ["what", "measured (least to most of the rounds)", "target"],
+        "columns": columns,
         "rows": rows,
     }
 

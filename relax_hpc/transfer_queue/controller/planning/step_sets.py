@@ -69,19 +69,19 @@ class Room:
 
 def next_window(state: QueueState, task: str, budget: int, boundary: int, padded: bool) -> tuple[tuple[int, ...], bool]:
     """The tickets of the next window, ascending, and whether it is stragglers alone that are waited for if there are
-    none. It is known to be complete: the next ready group would not fit, or the places until ``boundary`` are taken."""
+    none. It is known to be complete: another group would not fit, or the places until ``boundary`` are taken."""
     places, queue, groups = free_places(state, boundary), state.tasks[task], state.groups
     if not places or queue.statuses.count(READY) == 0:
         return (), False
     ready = queue.statuses.each(READY, queue.lowest_ready(), queue.statuses.end)
     nearest = sorted((groups[ticket].last, ticket) for ticket in ready)
-    room, taken = Budget(budget, padded), []
+    room, taken = Budget(budget, padded, state.plan.samples_per_prompt), []
     for last, ticket in islice(nearest, len(places)):
         if not room.takes(groups[ticket]):
             break
         taken.append((last, ticket))
     else:
-        if len(taken) < len(places):
+        if len(taken) < len(places) and not room.full:
             return (), False
     step = places[0] // state.plan.prompts_per_step
     if not Room(state).takes((last for last, _ in taken), step):

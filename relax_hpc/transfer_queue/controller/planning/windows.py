@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 class Budget:
     """What a window may still take: all its tokens, each row as long as the longest or as they are, fit ``budget``."""
 
-    def __init__(self, budget: int, padded: bool) -> None:
-        self.budget, self.padded = budget, padded
+    def __init__(self, budget: int, padded: bool, episodes: int) -> None:
+        """``episodes``: of a prompt group, each of a row at least."""
+        self.budget, self.padded, self.episodes = budget, padded, episodes
         self.groups = self.rows = self.longest = self.tokens = 0
 
     def takes(self, group: PromptGroup) -> bool:
@@ -29,19 +30,27 @@ class Budget:
             self.tokens += sum(group.row_tokens)
         return self.groups == 1 or self.tokens <= self.budget
 
+    @property
+    def full(self) -> bool:
+        """Whether no other group would fit, whatever its lengths are: then nobody has to wait to see them."""
+        return self.groups > 0 and self.tokens + self.episodes * max(1, self.longest) > self.budget
+
 
 def in_order(state: QueueState, task: str, budget: int, boundary: int, padded: bool) -> tuple[int, ...]:
     """The next window in ticket order, known to be complete; empty while it is not, or not all of it is ready.
 
     What it holds depends on the groups' lengths alone, never on when they arrived.
     """
-    queue, start, room = state.tasks[task], state.tasks[task].position, Budget(budget, padded)
+    queue, room = state.tasks[task], Budget(budget, padded, state.plan.samples_per_prompt)
+    start = queue.position
     held = {ticket for window in queue.returned for ticket in window}
     window: list[int] = []
     for ticket in range(start, (start // boundary + 1) * boundary):
         status = queue.statuses[ticket]
         if status >= HELD or ticket in held:
             continue
+        if room.full:
+            break
         group = state.groups.get(ticket)
         if group is None or not group.present & state.generated:
             return ()
@@ -55,7 +64,7 @@ def in_order(state: QueueState, task: str, budget: int, boundary: int, padded: b
 
 def as_ready(state: QueueState, task: str, budget: int, boundary: int, padded: bool) -> tuple[int, ...]:
     """What is ready now, lowest tickets first, as much as fits."""
-    queue, room = state.tasks[task], Budget(budget, padded)
+    queue, room = state.tasks[task], Budget(budget, padded, state.plan.samples_per_prompt)
     window: list[int] = []
     first = queue.lowest_ready()
     for ticket in queue.statuses.each(READY, first, (first // boundary + 1) * boundary):
@@ -88,5 +97,5 @@ def awaited(state: QueueState, task: str, ticket: int) -> str:
 
 def fitting(state: QueueState, window: tuple[int, ...], budget: int, padded: bool) -> tuple[int, ...]:
     """As much of ``window`` as fits: a row that was lost and made again may be longer."""
-    room = Budget(budget, padded)
+    room = Budget(budget, padded, state.plan.samples_per_prompt)
     return tuple(takewhile(lambda ticket: room.takes(state.groups[ticket]), window))
