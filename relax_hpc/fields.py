@@ -68,7 +68,7 @@ _TABLE = (
     FieldSpec("advantages", "token", "float32", "0 where loss_mask is 0", by="advantages", loss=True),
     FieldSpec("spans", "blob", "list", "media in the sequence: [{kind, start, length, media_id}]", by="rollout"),
     FieldSpec("media_tokens", "blob", "dict", "placeholders counted, by media id", by="rollout", optional=True),
-    FieldSpec("finish_reason", "row", "str", "stop | length | abort | partial: kept, and not ended yet", by="rollout"),
+    FieldSpec("finish_reason", "row", "str", "stop | length | abort | partial: of a segment, not last", by="rollout"),
 )
 
 FIELDS: dict[str, FieldSpec] = {spec.name: spec for spec in _TABLE}

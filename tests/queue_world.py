@@ -16,7 +16,7 @@ from relax_hpc.transfer_queue.controller.service import QueueService
 from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 from relax_hpc.transfer_queue.controller.waiting import NotYet
 from relax_hpc.transfer_queue.lengths import packed
-from relax_hpc.transfer_queue.plan import GENERATED, Plan
+from relax_hpc.transfer_queue.plan import GENERATED, UNSCORED, Plan
 from relax_hpc.transfer_queue.row_ids import ids_of
 from relax_hpc.versions import Version
 from tests.queue_helpers import GIVES
@@ -92,7 +92,7 @@ class World:
         self.gone: set[str] = set()
         self.service = InMemory(plan)
         self.keys = itertools.count()
-        self.names, self.shapes = itertools.count(), itertools.count()
+        self.names, self.shapes, self.drawn = itertools.count(), itertools.count(), itertools.count()
         self.declared: dict[int, bytes] = {}
         """By ticket, how many rows each episode had that was put last."""
         self.incarnations = dict.fromkeys(GROUPS, 1)
@@ -103,7 +103,7 @@ class World:
         self.lost_steps = 0
         self.begun: set[int] = set()
         self.durable: dict[int, dict[int, int]] = {}
-        """By ticket, the tokens of each sample that the queue was last said to keep."""
+        """By ticket, the tokens of each episode that were appended last."""
         for role in GROUPS:
             self.reborn(role)
 
@@ -161,6 +161,8 @@ class World:
             if event.what == "dropped":
                 assert event.reason, event
             assert event.what != "old_logprobs" or Version.parse(event.version), event
+        logs = self.service.state.segments
+        assert logs.appended == logs.used + logs.held + logs.lost.total(), "every token is in one place"
         for held in self.service.state.leases.values():
             dealt = sorted(row for rank in held.assignment for batch in rank for row in batch)
             rows = sum(len(ids_of(ticket, self.declared[ticket])) for ticket in held.tickets)
@@ -197,7 +199,6 @@ class World:
         rows: dict[int, dict[str, Any]],
         fields: tuple[str, ...],
         lease: int = 0,
-        extras: list[dict[str, Any]] = (),
     ) -> dict[int, str]:
         name = f"s{next(self.names)}"
         self.shards[name] = rows
@@ -207,7 +208,7 @@ class World:
             for t, row in rows.items()
         ]
         put = {"shard": {"name": name, "bytes": BYTES * len(rows)}, "rows": summary, "fields": list(fields)}
-        reply = self.ask(role, "put", lease=lease, saved=not self.slow_disk, extras=list(extras), **put)
+        reply = self.ask(role, "put", lease=lease, saved=not self.slow_disk, **put)
         if self.slow_disk:
             self.unsaved[role].append(name)
         if not lease:
@@ -288,61 +289,69 @@ class World:
             assert self.alive(self.serving)
         self.check_room(reply["tickets"])
         work = dict(zip(reply["tickets"], reply["attempts"], strict=True))
-        for kept in reply["kept"]:
-            self.take_kept(work, **kept)
+        for log in reply["logs"]:
+            self.take_log(work, **log)
         if work:
             self.flight.append((list(work), list(work.values()), self.serving))
         return True
 
-    def take_kept(self, work: dict[int, int], ticket: int, source: int, attempt: int, shards: list[dict]) -> None:
-        """What an earlier incarnation has made is still there; surplus groups are put as they are."""
-        lies = {k: self.shards[shard["name"]][source] for shard in shards for k in shard["samples"]}
-        tokens = {k: part["samples"][k] for k, part in lies.items()}
-        made_by = sorted({code for part in lies.values() for code in part["made_by"]})
+    def take_log(self, work: dict[int, int], holder: int, ticket: int, attempt: int, shards: list[dict]) -> None:
+        """What an earlier incarnation has made is still there; spares are put as they are."""
+        lies = [self.shards[shard["name"]][ticket] for shard in shards]
+        tokens: dict[int, list[int]] = {}
+        for part in lies:
+            tokens |= {k: [*tokens.get(k, [])[:start], *made] for k, (start, made) in part["episodes"].items()}
+        made_by = sorted({code for part in lies for code in part["made_by"]})
         assert all(self.alive(Version.decode(code)) for code in made_by)
         lowest = min(Version.decode(code).number for code in made_by)
-        assert lowest >= self.plan.step_of(ticket) - self.plan.max_staleness
-        if source == ticket and work[ticket] == attempt:
-            assert tokens == self.durable[ticket], "nothing that was kept is lost"
-            self.known[ticket] = {"samples": tokens, "made_by": made_by}
+        assert lowest >= self.plan.step_of(holder) - self.plan.max_staleness
+        if (ticket, attempt) == (holder, work[holder]):
+            assert tokens == self.durable[holder], "nothing that was appended is lost"
+            self.known[holder] = {"tokens": tokens, "made_by": made_by}
             return
-        del work[ticket]
-        rows = {ticket: self.generated(ticket, made_by)}
-        assert self.put("rollout", rows, GENERATED, extras=[{"ticket": ticket, "reused": sum(tokens.values())}]) == {}
+        del work[holder]
+        rows = {holder: self.generated(holder, made_by)}
+        assert self.put("rollout", rows, GENERATED) == {}
 
-    def keep_part(self, choice: int) -> bool:
-        """Hand over a few tokens more of one sample."""
+    def append_some(self, choice: int) -> bool:
+        """Append a few tokens more of one episode, or drop what cannot be read."""
         tickets, attempts, version = self.flight[choice % len(self.flight)]
         ticket, k, code = tickets[0], choice % 2, max(version, self.serving).encode()
-        known = self.known.get(ticket, {"samples": {}, "made_by": []})
-        before = known["samples"].get(k, 0)
-        part = {"samples": {k: before + 1 + choice % 3}, "made_by": sorted({*known["made_by"], code})}
-        refused = self.keep(ticket, attempts[0], part, before, surplus=False)
+        if choice % 9 == 8:
+            self.ask("rollout", "drop_attempt", ticket=ticket, attempt=attempts[0], reason="unusable")
+            self.known.pop(ticket, None)
+            return True
+        known = self.known.get(ticket, {"tokens": {}, "made_by": []})
+        before = known["tokens"].get(k, [])
+        # Of those before, the last ones again: the answer to whoever appended them may have been lost.
+        start, fresh = max(0, len(before) - choice % 3), [next(self.drawn) for _ in range(1 + choice % 3)]
+        part = {"episodes": {k: (start, [*before[start:], *fresh])}, "made_by": sorted({*known["made_by"], code})}
+        refused = self.append(ticket, attempts[0], part)
         # After a rollback the engine may go on by weights that are too old for the step, with tokens that are dropped.
-        rolled_back = {"stale_version", "unknown_tokens"} if len(self.service.state.lineage.starts) > 1 else set()
+        rolled_back = {"stale_version", "gap"} if len(self.service.state.lineage.starts) > 1 else set()
         assert set(refused.values()) <= {"rolled_back", "not_owner", *rolled_back}, refused
         if not refused:
-            samples = known["samples"] | part["samples"]
-            self.known[ticket] = {"samples": samples, "made_by": part["made_by"]}
-            self.durable[ticket] = dict(samples)
+            tokens = known["tokens"] | {k: [*before, *fresh]}
+            self.known[ticket] = {"tokens": tokens, "made_by": part["made_by"]}
+            self.durable[ticket] = dict(tokens)
         return True
 
     def over_sample(self, choice: int) -> bool:
-        """Hand over a whole group that no ticket asked for."""
+        """Append a whole attempt that no ticket asked for."""
         if self.serving == NOTHING:
             return False
-        part = {"samples": {0: 2, 1: 1 + choice % 3}, "made_by": [self.serving.encode()]}
-        refused = self.keep(choice, 100, part, 0, surplus=True)
+        part = {"episodes": {0: (0, [1, 2]), 1: (0, [3] * (1 + choice % 3))}, "made_by": [self.serving.encode()]}
+        refused = self.append(choice, 100, part, spare=True)
         assert set(refused.values()) <= {"rolled_back", "stale_version", "no_room", "unwanted", "duplicate"}, refused
         return True
 
-    def keep(self, ticket: int, attempt: int, part: dict, reused: int, surplus: bool) -> dict[int, str]:
+    def append(self, ticket: int, attempt: int, part: dict, spare: bool = False) -> dict[int, str]:
         name = f"s{next(self.names)}"
         self.shards[name] = {ticket: part}
-        samples = [[k, tokens, 1] for k, tokens in part["samples"].items()]
-        row = {"ticket": ticket, "attempt": attempt, "reused": reused, "samples": samples, "versions": part["made_by"]}
-        put = {"shard": {"name": name, "bytes": BYTES}, "rows": [row], "fields": list(GENERATED)}
-        reply = self.ask("rollout", "keep", surplus=surplus, **put)
+        segments = [[k, 0, start, len(made), int(spare)] for k, (start, made) in part["episodes"].items()]
+        log = {"ticket": ticket, "attempt": attempt, "segments": segments, "versions": part["made_by"]}
+        put = {"shard": {"name": name, "bytes": BYTES}, "logs": [log], "fields": list(UNSCORED)}
+        reply = self.ask("rollout", "append", spare=spare, **put)
         self.tidy_up()
         return reply["refused"]
 
@@ -363,24 +372,23 @@ class World:
         if not self.flight:
             return False
         if choice % 5 == 4:
-            return self.keep_part(choice)
+            return self.append_some(choice)
         tickets, attempts, version = self.flight.pop(choice % len(self.flight))
         if choice % 7 == 6:
             answer = self.ask("rollout", "fail", ticket=tickets[0], attempt=attempts[0], reason="reward")
             self.known.pop(tickets[0], None)
             work = {tickets[0]: answer["attempt"]}
-            for kept in answer["kept"]:
-                self.take_kept(work, **kept)
+            for log in answer["logs"]:
+                self.take_log(work, **log)
             tickets = [*work, *tickets[1:]]
             if not tickets:
                 return True
-        rows, extras = {}, []
+        rows = {}
         for ticket in tickets:
-            known = self.known.pop(ticket, {"samples": {}, "made_by": []})
+            known = self.known.pop(ticket, {"made_by": []})
             made_by = sorted({version.encode(), self.serving.encode(), *known["made_by"]})
             rows[ticket] = self.generated(ticket, made_by)
-            extras += [{"ticket": ticket, "reused": tokens}] if (tokens := sum(known["samples"].values())) else []
-        refused = self.put("rollout", rows, GENERATED, extras=extras)
+        refused = self.put("rollout", rows, GENERATED)
         assert set(refused.values()) <= {"rolled_back"}, refused
         return True
 
@@ -560,8 +568,7 @@ class World:
         assert {name for name, what in self.status.items() if what == "trained"} == last
         assert set(self.status.values()) <= {"trained", "dropped"}
         assert contents(self.service.replayed()) == contents(self.service.state)
-        kept = self.service.state.kept
-        assert kept.total == kept.used + kept.held + kept.lost.total() and kept.again == 0 and not kept.surplus
+        assert not self.service.state.segments.logs
 
 
 def refused_kind(service: InMemory, *args: Any, **kwargs: Any) -> str:

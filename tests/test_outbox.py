@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -23,11 +23,10 @@ class Queue:
     def __init__(self) -> None:
         self.puts: list[list[int]] = []
         self.said: list[object] = []
-        self.reused: dict[int, int] = {}
         self.open, self.asked = threading.Event(), threading.Event()
         self.open.set()
 
-    def generated(self, rows: Sequence[Row], reused: Mapping[int, int]) -> dict[int, str]:
+    def generated(self, rows: Sequence[Row]) -> dict[int, str]:
         self.asked.set()
         assert self.open.wait(20.0)
         tickets = sorted({row["ticket"] for row in rows})
@@ -37,11 +36,10 @@ class Queue:
             raise FencedError("over")
         self.puts.append(tickets)
         self.said.append(tickets)
-        self.reused |= reused
         return {2: "duplicate"} if 2 in tickets else {}
 
-    async def put(self, rows: Sequence[Row], reused: Mapping[int, int]) -> dict[int, str]:
-        return await asyncio.to_thread(self.generated, rows, reused)
+    async def put(self, rows: Sequence[Row]) -> dict[int, str]:
+        return await asyncio.to_thread(self.generated, rows)
 
     def report(self, step: int, values: dict[str, float]) -> None:
         self.said.append((step, values))
@@ -53,7 +51,7 @@ def test_groups_that_are_done_together_are_one_put_and_those_that_come_meanwhile
     async def work() -> list[dict[int, str]]:
         outbox = Outbox(queue.put, queue.report)
         queue.open.clear()
-        first = [asyncio.create_task(outbox.put(rows_of([ticket], VERSION), {ticket: 7})) for ticket in range(4)]
+        first = [asyncio.create_task(outbox.put(rows_of([ticket], VERSION))) for ticket in range(4)]
         outbox.report(0, {"reward/generated": 4.0})
         outbox.report(1, {"reward/generated": 2.0})
         assert await asyncio.to_thread(queue.asked.wait, 20.0)
@@ -64,7 +62,6 @@ def test_groups_that_are_done_together_are_one_put_and_those_that_come_meanwhile
 
     assert asyncio.run(work()) == [{}, {}, {2: "duplicate"}, {}, {}, {}]
     assert queue.said == [(1, {"reward/generated": 6.0}), [0, 1, 2, 3], [5, 6]], "counts come before their rows"
-    assert queue.reused == dict.fromkeys(range(4), 7)
 
 
 def test_a_bad_row_is_refused_with_its_own_group_alone() -> None:

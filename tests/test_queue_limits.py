@@ -64,7 +64,7 @@ def test_bytes_count_while_their_rows_wait_for_training():
         state = it.service.state
         lie = {
             n for ticket in state.tickets.untrained for n, _ in state.groups[ticket].parts
-        } | state.kept.shards().keys()
+        } | state.segments.shards().keys()
         assert state.shards.untrained_bytes == sum(state.shards[n].bytes for n in lie)
         held.append(state.shards.untrained_bytes)
     assert max(held) > 0 and held[-1] == 0 and it.service.state.shards, "trained rows are kept, and are no burden"

@@ -15,10 +15,11 @@ from relax_hpc.errors import RefusedError
 from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transfer_queue.client.claims import check_claim, sound_claim
 from relax_hpc.transfer_queue.client.media_client import TOO_LARGE, store_media
-from relax_hpc.transfer_queue.client.partials import keep, kept_rows
-from relax_hpc.transfer_queue.controller.handlers.kept import MAX_MEDIA
+from relax_hpc.transfer_queue.client.segments import START, append, read
+from relax_hpc.transfer_queue.controller.handlers.media import MAX_MEDIA
 from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 from relax_hpc.transfer_queue.plan import Plan
+from relax_hpc.transfer_queue.row_ids import row_id
 from relax_hpc.transfer_queue.row_schema import Row
 from relax_hpc.transfer_queue.storage import media
 from relax_hpc.transfer_queue.storage.media import BadMedia, MediaStore, check_media, id_of
@@ -219,21 +220,24 @@ def test_a_dropped_group_keeps_its_media_until_it_was_made_again(tmp_path):
                 assert image_ids == [id_of(png(0))] and files(run) == names
 
 
-def test_surplus_groups_take_their_media_with_them(tmp_path):
+def test_spares_take_their_media_with_them(tmp_path):
     run, config = make_run(tmp_path / "run"), small(staleness=2, keep_steps=0)
     with in_thread(run, config) as hub, Roles(run, config) as roles:
         rollout = roles["rollout"]
         roles.admit(roles.start(), 2)
         extra = with_media(rollout, [0])
-        assert keep(rollout, extra, {0: 1}, surplus=True) == {}
+        assert append(rollout, [row | {START: 0} for row in extra], {0: 1}, spare=True) == {}
         assert hub.state.media.counts[id_of(png(0))] == 2
         assert contents(QueueState.load(hub.state.plan, hub.state.dump())) == contents(hub.state)
         admitted = rollout.tickets.admit("rollout/0", 1).result()
         (ticket,) = admitted.tickets
         assert hub.state.media.of(ticket) == tuple(sorted([id_of(png(0)), id_of(wav(7))]))
-        assert rollout.generated(kept_rows(rollout, admitted.partials)[ticket].as_ticket(ticket), {ticket: 6}) == {}
+        (place,) = admitted.logs
+        rows = [row for k in (0, 1) for row in read(rollout, place)[k]]
+        ours = [row | {"row_id": row_id(ticket, k), "ticket": ticket} for k, row in enumerate(rows)]
+        assert rollout.generated([row | {"reward": 0.0} for row in ours]) == {}
         rollout.settle()
-        assert hub.state.kept.counts() == {"total": 6, "used": 6, "held": 0, "again": 0}
+        assert hub.state.segments.counts() == {"appended": 6, "used": 6, "held": 0}
         claim = roles["reference"].claim("reference", BUDGET)
         assert claim.tickets == (2,) and check_claim(roles["reference"], claim, PADS)
 

@@ -1,4 +1,4 @@
-"""A rollout that is killed or stopped at any point: who comes next draws no token again that the queue has kept."""
+"""A rollout that is killed or stopped at any point: who comes next draws no token again that is in a log."""
 
 from __future__ import annotations
 
@@ -8,14 +8,20 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from relax_hpc.config import dump
+from relax_hpc.data.prompts import load_tokenizer
+from relax_hpc.engines.engine import Generation
+from relax_hpc.rollout.attempt import Attempt
+from relax_hpc.rollout.samples import PromptSource
+from relax_hpc.tasks.files import open_train
 from relax_hpc.transfer_queue.client import QueueClient
-from relax_hpc.transfer_queue.client.partials import keep
+from relax_hpc.transfer_queue.client.segments import append
 from relax_hpc.transfer_queue.inspect.audit import Ledger
 from relax_hpc.versions import Version
-from tests.queue_helpers import in_thread, make_run, rows_of
+from tests.queue_helpers import in_thread, make_run
 from tests.requirements import requires
 
 requires("torch", "transformers")
@@ -72,63 +78,68 @@ def world(tmp_path: Path):
 
 @pytest.mark.parametrize("mode", ["tokens", "samples"])
 @pytest.mark.parametrize("points", [[5], [LONG + 1, 2 * LONG + 3], [4 * LONG - 6, 1, 3]])
-def test_a_rollout_killed_anywhere_draws_no_kept_token_again(world, mode, points):
+def test_a_rollout_killed_anywhere_draws_no_appended_token_again(world, mode, points):
     """The engine has four samples at first: the kills come within the first, between two, in the last, and again.
 
-    Of what is drawn whole groups are put, the rest is kept."""
+    Of what is drawn whole groups are put, the rest is in logs."""
     run, hub = world
     for incarnation, draws in enumerate(points, start=1):
         (whole, due), made = divmod(kept_of(mode, points[:incarnation])[0], 2 * LONG), sum(points[:incarnation])
 
         def is_kept(whole: int = whole, due: int = due, made: int = made) -> bool:
             is_put = hub.state.counts.accepted == 2 * whole
-            return is_put and hub.state.kept.held == due and drawn(run).total() == made
+            return is_put and hub.state.segments.held == due and drawn(run).total() == made
 
         with rollout_of(run, incarnation, draws, mode) as process:
-            until(is_kept, f"{due} tokens are kept")
+            until(is_kept, f"{due} tokens are in logs")
             process.kill()
     lost = kept_of(mode, points)[1]
     with rollout_of(run, len(points) + 1, 10**9, mode):
         until(lambda: hub.state.counts.accepted == 8, "all prompt groups are accepted")
-    counts, often = hub.state.kept.counts(), drawn(run)
-    assert counts["again"] == 0 and counts["held"] == 0 and counts["used"] == counts["total"] >= due
+    counts, often = hub.state.segments.counts(), drawn(run)
+    assert counts["held"] == 0 and counts["used"] == counts["appended"] >= due
     assert len(often) == 8 * LONG, "every token of every sample was drawn"
-    assert often.total() == 8 * LONG + lost, "of what was kept, nothing was drawn again"
+    assert often.total() == 8 * LONG + lost, "of what was appended, nothing was drawn again"
     result = Ledger(run).judge(0)
     assert result.problems == [] and result.accepted == 8
-    assert result.kept == {fate: tokens for fate, tokens in counts.items() if tokens}
+    assert result.segments == {fate: tokens for fate, tokens in counts.items() if tokens}
 
 
-def test_responses_that_wait_for_their_rewards_are_kept(world, tmp_path):
+def test_responses_that_wait_for_their_rewards_are_in_logs(world, tmp_path):
     run, hub = world
     (tmp_path / "slow").touch()
     with rollout_of(run, 1, 10**9, "samples") as process:
-        until(lambda: hub.state.kept.held == 4 * LONG, "the first request is kept")
+        until(lambda: hub.state.segments.held == 4 * LONG, "the first request is appended")
         process.kill()
     (tmp_path / "slow").unlink()
     with rollout_of(run, 2, 10**9, "samples"):
         until(lambda: hub.state.counts.accepted == 8, "all prompt groups are accepted")
-    assert drawn(run).total() == 8 * LONG and hub.state.kept.again == 0
+    assert drawn(run).total() == 8 * LONG and hub.state.segments.used == hub.state.segments.appended
 
 
-def test_surplus_groups_are_put_as_they_are(world):
+def test_spares_are_put_as_they_are(world):
     run, hub = world
-    with QueueClient(run, config_of(run, "samples"), "rollout", 1) as client:
-        assert keep(client, rows_of([9], V0), {9: 1}, surplus=True) == {}
+    config = config_of(run, "samples")
+    source = PromptSource(open_train(run, config, load_tokenizer(run.model)), config)
+    spare = Attempt(9, 1, source.prompt(9, 1), 2)
+    for draft in spare.drafts:
+        draft.ended = Generation([5], [-1.0], np.array([V0.encode()], np.int32), "length")
+    with QueueClient(run, config, "rollout", 1) as client:
+        assert append(client, spare.news(False, LONG), {9: 1}, spare=True) == {}
     with rollout_of(run, 2, 10**9, "samples"):
         until(lambda: hub.state.counts.accepted == 8, "all prompt groups are accepted")
     assert {place[0] for place in drawn(run)} == {"1/p101", "2/p102", "3/p103"}
-    counts = hub.state.kept.counts()
-    assert counts["used"] == counts["total"] and counts["again"] == counts["held"] == 0
+    counts = hub.state.segments.counts()
+    assert counts["used"] == counts["appended"] >= 2
 
 
 def test_a_rollout_that_is_asked_to_stop_hands_over_what_it_has(world):
     run, hub = world
     with rollout_of(run, 1, LONG + 4, "tokens", every_s=1000.0) as process:
         until(lambda: drawn(run).total() == LONG + 4, "drawn")
-        assert hub.state.kept.held == 0
+        assert hub.state.segments.held == 0
         process.terminate()
-        until(lambda: hub.state.kept.held == LONG + 4, "kept")
+        until(lambda: hub.state.segments.held == LONG + 4, "appended")
 
 
 @pytest.mark.skipif(not ALL, reason="a real engine is started twice by env/test.sh --all")
@@ -136,11 +147,11 @@ def test_sglang_goes_on_where_it_was_killed(world):
     requires("sglang")
     run, hub = world
     with in_process(sglang_process, run.root, 1) as process:
-        until(lambda: hub.state.kept.held > 0, "tokens of unfinished responses are kept")
+        until(lambda: hub.state.segments.held > 0, "tokens of unfinished responses are appended")
         process.kill()
-    kept = hub.state.kept.held
+    kept = hub.state.segments.held
     with in_process(sglang_process, run.root, 2):
         until(lambda: hub.state.counts.accepted == 8, "all prompt groups are accepted")
-    counts = hub.state.kept.counts()
-    assert counts["again"] == counts["held"] == 0 and counts["used"] == counts["total"] >= kept
+    counts = hub.state.segments.counts()
+    assert counts["held"] == 0 and counts["used"] == counts["appended"] >= kept
     assert Ledger(run).judge(0).problems == []

@@ -12,16 +12,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_hpc.config import dump
-from relax_hpc.data.prompts import prompt_at
+from relax_hpc.data.prompts import load_tokenizer, prompt_at
 from relax_hpc.engines.engine import BadAnswer, EngineFault, GenerateRequest, Generation
-from relax_hpc.roles import rollout, ticket_worker
+from relax_hpc.rollout import segment_log
+from relax_hpc.rollout.attempt import Attempt
+from relax_hpc.rollout.samples import PromptSource
 from relax_hpc.rollout.spares import has_spare
+from relax_hpc.tasks.files import open_train
+from relax_hpc.transfer_queue.client import QueueClient
+from relax_hpc.transfer_queue.client.segments import append
 from relax_hpc.transfer_queue.controller.server import Controller
+from relax_hpc.versions import Version
 from tests.audit import audit
 from tests.run_helpers import queue_rows
-from tests.test_bad_input import FaultyEngine, train_the_step, world  # noqa: F401
+from tests.test_bad_input import FaultyEngine, train_the_step, use_reward, world  # noqa: F401
 
-PROMPTS = 40
+PROMPTS, V0 = 40, Version(1, 0)
 
 
 def prompt_of(ticket: int, attempt: int) -> str:
@@ -74,7 +80,7 @@ def trained_prompts(world: SimpleNamespace) -> dict[int, str]:  # noqa: F811
 def test_at_staleness_0_spares_save_attempts_and_change_nothing(world, monkeypatch, share):  # noqa: F811
     """Prompts with odd numbers are filtered out."""
     world.config.rollout.filter, world.config.rollout.over_sampling = "tests.test_bad_input:never_equal", share
-    monkeypatch.setattr(rollout, "get_reward", lambda _: lambda sample: float(int(sample.prompt[:-1]) % 2))
+    use_reward(monkeypatch, lambda sample: float(int(sample.prompt[:-1]) % 2))
     controller, asked = run(world, monkeypatch)
     attempts = {ticket: next(a for a in range(99) if int(prompt_of(ticket, a)[1:]) % 2 == 0) for ticket in range(4)}
     assert trained_prompts(world) == {ticket: prompt_of(ticket, attempt) for ticket, attempt in attempts.items()}
@@ -98,20 +104,20 @@ def test_spares_that_nobody_waits_for_are_aborted_at_staleness_0(world, monkeypa
     assert not spares.intersection(*asked) and controller.state.counts.dropped == {"surplus": 8}
 
 
-def test_surplus_groups_take_the_place_of_others_that_fail(world, monkeypatch):  # noqa: F811
+def test_spares_take_the_place_of_others_that_fail(world, monkeypatch):  # noqa: F811
     """The second request waits for the surplus of the first one; its spares are never finished."""
-    config, kept = world.config, world.controller.state.kept
+    config, logs = world.config, world.controller.state.segments
     config.max_staleness, config.rollout.over_sampling = 1, 1.0
     config.rollout.groups_per_request, config.rollout.requests_in_flight = 2, 1
     later = {f"{ticket}/{prompt_of(ticket, 0)}" for ticket in (2, 3)}
     never = {f"{ticket}/{prompt_of(ticket, 1)}" for ticket in (2, 3)}
-    hold = staticmethod(lambda key: key in never or (key in later and not kept.surplus and not kept.used))
+    hold = staticmethod(lambda key: key in never or (key in later and not logs.spares and not logs.used))
     controller, _ = run(world, monkeypatch, hold=hold, fails={f"2/{prompt_of(2, 0)}"})
     trained = trained_prompts(world)
     assert trained.pop(2) in {prompt_of(0, 1), prompt_of(1, 1)}, "whichever was handed over first"
     assert trained == {ticket: prompt_of(ticket, 0) for ticket in (0, 1, 3)}
     assert controller.state.counts.dropped["nan_logprob"] == 2
-    assert kept.used == 4 and kept.again == 0
+    assert logs.used == 4 and logs.lost.keys() <= {"unwanted"}
     assert audit(world.run).problems == []
 
 
@@ -125,18 +131,40 @@ def test_a_spare_that_came_to_nothing_is_drawn_again(world, monkeypatch):  # noq
     assert sum(f"0/{prompt_of(0, 1)}" in keys for keys in asked) == 2
 
 
-def test_surplus_that_cannot_be_handed_over_is_no_loss(world, monkeypatch, capsys):  # noqa: F811
+def test_a_spare_that_cannot_be_appended_is_no_loss(world, monkeypatch, capsys):  # noqa: F811
     def broken(*_: object, **__: object) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(ticket_worker, "keep", broken)
+    monkeypatch.setattr(segment_log, "append", broken)
     config, waits = world.config, iter([True] * 50)
     config.max_staleness, config.rollout.over_sampling, config.rollout.groups_per_request = 1, 1.0, 2
     config.rollout.requests_in_flight = 1
     later = {f"{ticket}/{prompt_of(ticket, 0)}" for ticket in (2, 3)}
     controller, _ = run(world, monkeypatch, hold=staticmethod(lambda key: key in later and next(waits, False)))
-    assert not controller.state.counts.dropped and controller.state.kept.total == 0
-    assert "a spare prompt group was not handed over: no space left on device" in capsys.readouterr().out
+    assert not controller.state.counts.dropped and controller.state.segments.appended == 0
+    assert "2 segments of unfinished prompt groups were not appended: no space left" in capsys.readouterr().out
+
+
+def test_a_log_that_cannot_be_used_is_drawn_anew_and_counted(world, capsys):  # noqa: F811
+    """One is damaged; of the other the prompt file has changed since."""
+    with QueueClient(world.run, world.config, "rollout", 1) as client:
+        client.connection.call("serve", reader="rollout/0", version=str(V0))
+        admitted = client.tickets.admit("rollout/0", 4).result()
+        source = PromptSource(open_train(world.run, world.config, load_tokenizer(world.run.model)), world.config)
+        for ticket, prompt in ((0, source.prompt(0, 0)), (1, source.prompt(3, 0))):
+            attempt = Attempt(ticket, 0, prompt, 2)
+            attempt.drafts[1].add([5, 6], [-1.0, -1.0], [V0.encode()] * 2)
+            assert append(client, attempt.news(True, 8), {ticket: 0}) == {}
+    first = min(world.run.shards.glob("*.shard"))
+    first.write_bytes(first.read_bytes()[:-8])
+    trainer = threading.Thread(target=train_the_step, args=(world.actor, world.run))
+    trainer.start()
+    world.rollout([], incarnation=2)
+    trainer.join(20.0)
+    state, said = world.controller.state, capsys.readouterr().out
+    assert admitted.tickets == [0, 1, 2, 3] and state.progress.finished()
+    assert state.segments.counts() == {"appended": 4, "used": 0, "held": 0, "lost/unusable": 4}
+    assert f"ticket 0 is generated anew: {first}" in said and "ticket 1 is generated anew: its prompt" in said
 
 
 @given(tickets=st.integers(1, 2000), share=st.floats(0, 1))

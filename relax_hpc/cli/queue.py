@@ -86,7 +86,7 @@ def _figures(found: Audit, rows: int) -> dict[str, Any]:
         "waiting_for": dict(found.waiting),
         "consumed_by": dict(found.consumed),
         "never_accepted": dict(found.refused + failed),
-        "kept_tokens": found.kept,
+        "segment_tokens": found.segments,
         "torn_bytes": found.torn,
         "lost": found.lost,
         "duplicated": found.duplicated,
@@ -107,9 +107,9 @@ def _lines(about: dict[str, Any]) -> Iterator[str]:
     yield _row("in flight", about["in_flight"], waiting and f"to be consumed by: {waiting}")
     if about["never_accepted"]:
         yield _row("not accepted", sum(about["never_accepted"].values()), _list(about["never_accepted"]))
-    if kept := about["kept_tokens"]:
-        fates = {fate: tokens for fate, tokens in kept.items() if fate != "total"}
-        yield _row("kept tokens", kept["total"], f"of groups that were not whole, or not wanted yet: {_list(fates)}")
+    if tokens := about["segment_tokens"]:
+        fates = {fate: count for fate, count in tokens.items() if fate != "appended"}
+        yield _row("in segments", tokens["appended"], f"tokens, of attempts under way and spares: {_list(fates)}")
     yield _row("torn bytes", sum(about["torn_bytes"].values()), _list(about["torn_bytes"]))
     yield f"consumed by: {_list(about['consumed_by']) or 'no task yet'}"
     problems = about["problems"]

@@ -166,8 +166,8 @@ class RolloutConfig:
     the same tickets. Empty: all."""
     over_sampling: float = bounded(0.0, 0.0, 1.0)
     """For this share of the tickets the next prompt group is drawn beside the first, to be there if the first is
-    filtered out or fails. What nobody needs is kept for later tickets; at max_staleness 0 it is aborted and dropped as
-    `surplus`, so that spares change how long a step takes and nothing that is trained."""
+    filtered out or fails. What nobody needs waits in the queue for later tickets; at max_staleness 0 it is aborted and
+    dropped as `surplus`, so that spares change how long a step takes and nothing that is trained."""
     max_filtered_share: float = bounded(0.99, 0.0, 1.0)
     """Stop (exit 93) when a larger share of the last 256 prompt groups was filtered out."""
     partial_rollout: PartialRollout = "keep"
@@ -175,12 +175,13 @@ class RolloutConfig:
     older weights have left; `recompute`: over keys and values of the new ones; `off`: the engine takes new weights when
     all that it is at has ended, so that a response is drawn by one version."""
     save_partial: Literal["off", "samples", "tokens"] = "samples"
-    """What of unfinished prompt groups the queue keeps, for whoever generates them after a restart: nothing, finished
-    `samples`, or the `tokens` of unfinished ones too: the engine goes on with these, if not bit for bit as one that was
-    not interrupted. SGLang tells of them every 64 tokens, and no more of a response once its weights have changed."""
+    """What of unfinished prompt groups is appended to their logs in the queue, for whoever generates them after a
+    restart: nothing, finished `samples`, or the `tokens` of unfinished ones too: the engine goes on with these, if not
+    bit for bit as one that was not interrupted. SGLang tells of them every 64 tokens, and no more of a response once
+    its weights have changed."""
     save_partial_every_s: float = bounded(10.0, 0.1)
-    """Between two savings of a request's unfinished groups; what was finished since the last one is lost by a kill,
-    and saved when the group is asked to stop."""
+    """Between two segments of an unfinished prompt group; what was made since the last one is lost by a kill, and
+    appended when the group is asked to stop."""
     engine: EngineConfig = field(default_factory=EngineConfig)
 
 

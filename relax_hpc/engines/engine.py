@@ -91,12 +91,14 @@ class Draft:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     token_versions: list[int] = field(default_factory=list)
-    ended: Generation | None = None
-    """The whole response."""
+    ended: Generation | Episode | None = None
+    """The whole response, or what a task has made of several."""
 
     @classmethod
-    def of(cls, made: Generation) -> Draft:
+    def of(cls, made: Generation | Episode) -> Draft:
         ended = None if made.finish_reason == "partial" else made
+        if isinstance(made, Episode):
+            return cls(ended=made)
         return cls(list(made.token_ids), list(made.logprobs), made.token_versions.tolist(), ended)
 
     def add(self, token_ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]) -> None:
@@ -106,11 +108,19 @@ class Draft:
         # Last: they say how much there is.
         self.token_versions += versions
 
-    def so_far(self) -> Generation:
+    def so_far(self) -> Generation | Episode:
         """All that there is, or a copy of it."""
-        count = len(self.token_versions)
-        versions = np.array(self.token_versions[:count], np.int32)
-        return self.ended or Generation(self.token_ids[:count], self.logprobs[:count], versions, "partial")
+        return self.ended or self.since(0)
+
+    def since(self, start: int) -> Generation:
+        """Of one response, a copy of it without the first ``start`` tokens."""
+        if not isinstance(made := self.ended, Generation):
+            count = len(self.token_versions)
+            versions = np.array(self.token_versions[start:count], np.int32)
+            return Generation(self.token_ids[start:count], self.logprobs[start:count], versions, "partial")
+        extras = {name: values[start:] for name, values in made.extras.items()}
+        about = made.token_versions[start:], made.finish_reason, extras
+        return Generation(made.token_ids[start:], made.logprobs[start:], *about)
 
 
 @dataclass(slots=True, frozen=True)

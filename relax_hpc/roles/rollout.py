@@ -11,16 +11,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from relax_hpc.data.prompts import load_tokenizer
-from relax_hpc.engines.engine import BadAnswer, Generation, Sampling
+from relax_hpc.engines.engine import BadAnswer, Episode, Generation, Sampling
 from relax_hpc.engines.pool import Pool, entries
 from relax_hpc.errors import StoppedError
 from relax_hpc.metrics.writer import SKIPPED
 from relax_hpc.roles.context import Context
 from relax_hpc.roles.replica import FOR_TURN, Replica
+from relax_hpc.rollout.attempt import Attempt
 from relax_hpc.rollout.judge import Judge
 from relax_hpc.rollout.outbox import Outbox
 from relax_hpc.rollout.outcomes import Failure, Outcomes
-from relax_hpc.rollout.partial import PartialGroup
 from relax_hpc.rollout.sample_keeper import SampleKeeper, in_tensorboard
 from relax_hpc.rollout.sample_log import SUFFIX, SampleLog
 from relax_hpc.rollout.samples import PromptSource
@@ -91,10 +91,10 @@ class Rollout:
             await asyncio.gather(*self.keeping, return_exceptions=True)
             self.samples.log.close()
 
-    async def put(self, rows: list[Row], reused: dict[int, int]) -> dict[int, str]:
+    async def put(self, rows: list[Row]) -> dict[int, str]:
         """Have the queue take prompt groups, and keep for people what is to be kept of them; what was refused."""
         name = self.client.next_shard()
-        refused = await asyncio.to_thread(self.client.generated, rows, reused, name)
+        refused = await asyncio.to_thread(self.client.generated, rows, name)
         if kept := [row for row in rows if row["ticket"] not in refused and self.samples.keeps(row["ticket"])]:
             # Nobody waits for it, least of all the next put.
             task = asyncio.create_task(self.keep(kept, name, self.judging.about(kept)))
@@ -111,9 +111,9 @@ class Rollout:
         if skipped := self.samples.log.take_skipped():
             self.client.status.report("rollout", step, {SKIPPED: float(skipped)})
 
-    async def judge(self, group: PartialGroup, answers: Sequence[Generation | BadAnswer]) -> list[Row] | Failure:
-        """Of a prompt group its rows, rewards included, or why it came to nothing."""
-        judged = await self.judging.rows(group.prompt, group.ticket, answers)
+    async def judge(self, attempt: Attempt, answers: Sequence[Generation | Episode | BadAnswer]) -> list[Row] | Failure:
+        """Of an attempt its rows, rewards included, or why it came to nothing."""
+        judged = await self.judging.rows(attempt.prompt, attempt.ticket, answers)
         self.outcomes.count(judged)
         return judged
 

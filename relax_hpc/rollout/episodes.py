@@ -46,7 +46,7 @@ async def play(
         raise
     except Exception as error:  # a user's method may raise anything
         return BadAnswer("episode_exception", f"{type(error).__name__}: {error}")
-    if request.draft and isinstance(made, Generation):
+    if request.draft:
         request.draft.ended = made
     return made
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from relax_hpc.errors import RefusedError
 from relax_hpc.transfer_queue.row_schema import Row
 
-Put = Callable[[list[Row], dict[int, int]], Awaitable[dict[int, str]]]
+Put = Callable[[list[Row]], Awaitable[dict[int, str]]]
 GATHER_S = 0.003
 """How long the first of several waits for the others, seconds."""
 _MOST_TOKENS = 1 << 22
@@ -29,7 +29,6 @@ class _Parcel:
     """Rows of whole prompt groups, and who waits for what the queue says of them."""
 
     rows: Sequence[Row]
-    reused: Mapping[int, int]
     refused: asyncio.Future[dict[int, str]]
 
     @property
@@ -48,7 +47,7 @@ class Outbox:
     """
 
     def __init__(self, put: Put, report: Callable[[int, dict[str, float]], None]) -> None:
-        """``put(rows, reused)`` has the queue take prompt groups, ``report(step, values)`` sends metrics."""
+        """``put(rows)`` has the queue take prompt groups, ``report(step, values)`` sends metrics."""
         self._put_all, self._report = put, report
         self._parcels: list[_Parcel] = []
         self._values: Counter[str] = Counter()
@@ -61,12 +60,12 @@ class Outbox:
         self._values.update(values)
         self._begin()
 
-    async def put(self, rows: Sequence[Row], reused: Mapping[int, int] | None = None) -> dict[int, str]:
+    async def put(self, rows: Sequence[Row]) -> dict[int, str]:
         """Have the queue take whole prompt groups, together with others; why tickets of ``rows`` were refused.
 
-        ``reused``: by ticket, how many tokens of them the queue had kept before. RefusedError as `QueueClient.put`.
+        RefusedError as `QueueClient.put`.
         """
-        parcel = _Parcel(rows, reused or {}, asyncio.get_running_loop().create_future())
+        parcel = _Parcel(rows, asyncio.get_running_loop().create_future())
         self._parcels.append(parcel)
         self._begin()
         return await parcel.refused
@@ -104,9 +103,8 @@ class Outbox:
 
     async def _put(self, parcels: list[_Parcel]) -> None:
         rows = [row for parcel in parcels for row in parcel.rows]
-        reused = {ticket: tokens for parcel in parcels for ticket, tokens in parcel.reused.items()}
         try:
-            refused = await self._put_all(rows, reused)
+            refused = await self._put_all(rows)
         except RefusedError as error:
             if len(parcels) == 1:
                 _fail(parcels, error)

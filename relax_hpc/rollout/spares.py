@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from relax_hpc.rollout.partial import PartialGroup
+from relax_hpc.rollout.attempt import Attempt
 
 
 @dataclass(frozen=True, slots=True)
 class Spare:
-    """A prompt group that is drawn beside the one asked for."""
+    """An attempt that is drawn beside the one asked for."""
 
-    group: PartialGroup
+    attempt: Attempt
     drawing: asyncio.Task[bool]
     """Fills it; its result: whether the engine gave a good answer to all."""
 
@@ -27,5 +27,5 @@ class Spare:
 
 
 def has_spare(ticket: int, share: float) -> bool:
-    """Whether ``ticket`` is among those, a ``share`` of all and evenly spread, that get a spare group."""
+    """Whether ``ticket`` is among those, a ``share`` of all and evenly spread, that get a spare attempt."""
     return int((ticket + 1) * share) > int(ticket * share)

@@ -12,6 +12,8 @@ from relax_hpc.fields import fields_by
 SUPERVISOR = "supervisor"
 """Speaks to the queue as a group of this name; one that looks after a single group as supervisor-<group>."""
 GENERATED = fields_by("rollout")
+UNSCORED = tuple(name for name in GENERATED if name != "reward")
+"""What segments have of them: rewards come when a prompt group is whole."""
 NEEDED = tuple(field for field in GENERATED if any(field in role.needs for role in ROLES.values()))
 """Of these, what roles cannot work without."""
 

@@ -18,15 +18,16 @@ Waited = tuple[str, str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Partial:
-    """Where the newest of each sample lies that was generated of a ticket before its prompt group was whole."""
+class LogPlace:
+    """Where the log of an attempt lies that somebody was at before."""
 
+    holder: int
+    """The ticket whose owner goes on with it."""
     ticket: int
-    source: int
-    """The ticket in the ids of its rows, and `attempt`, the one that drew them: another's, if it was surplus."""
+    """With `attempt`, whose log it is: another ticket's, if it was a spare."""
     attempt: int
     shards: Sequence[Message]
-    """Descriptors, each with the numbers of its `samples`."""
+    """Descriptors, in the order of the segments in them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +39,7 @@ class Admission:
     """Of each ticket, the number of the attempt that begins."""
     failures: Mapping[int, int]
     """By ticket, how many attempts came to nothing by their own fault; those without any are left out."""
-    partials: Sequence[Partial]
+    logs: Sequence[LogPlace]
     waited: Sequence[Waited]
     """What kept the tickets from being admitted sooner."""
 
@@ -49,7 +50,7 @@ class Admission:
             return None
         attempts, failures = answer["attempts"], answer["failures"]
         about = {"attempts": attempts, "failures": failures, "waited": tuple(map(tuple, answer["waited"]))}
-        return cls(tickets=answer["tickets"], partials=_partials(answer["kept"]), **about)
+        return cls(tickets=answer["tickets"], logs=_places(answer["logs"]), **about)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,17 +59,17 @@ class NextAttempt:
 
     attempt: int
     failures: int
-    partials: Sequence[Partial]
-    """A surplus group in its place, if there is one."""
+    logs: Sequence[LogPlace]
+    """Of a spare that it is made of, if there is one."""
 
     @classmethod
     def of(cls, answer: Message) -> NextAttempt:
-        return cls(attempt=answer["attempt"], failures=answer["failures"], partials=_partials(answer["kept"]))
+        return cls(attempt=answer["attempt"], failures=answer["failures"], logs=_places(answer["logs"]))
 
 
-def _partials(told: Sequence[Message]) -> Sequence[Partial]:
-    names = ("ticket", "source", "attempt", "shards")
-    return tuple(Partial(**{name: one[name] for name in names}) for one in told)
+def _places(told: Sequence[Message]) -> Sequence[LogPlace]:
+    names = ("holder", "ticket", "attempt", "shards")
+    return tuple(LogPlace(**{name: one[name] for name in names}) for one in told)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +191,7 @@ class QueueStatus:
     noted: Mapping[str, int]
     disk: Sequence[Message]
     """Whose writes do not succeed, see `Waits.longest`."""
-    kept: Mapping[str, int]
+    segments: Mapping[str, int]
     refused_connections: int
     checkpoints: Sequence[Message]
     incarnations: Mapping[str, int]

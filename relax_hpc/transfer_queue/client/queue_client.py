@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import cached_property
 from typing import Any
@@ -154,12 +154,12 @@ class QueueClient:
         """The files of shards are written; the queue is told, and told again if its controller changes."""
         self._told = self.connection.submit("saved", names=names)
 
-    def generated(self, rows: Sequence[Row], reused: Mapping[int, int] | None = None, name: str = "") -> dict[int, str]:
-        """Put freshly generated prompt groups; ``reused``: by ticket, how many tokens of them were kept before."""
-        extras = [{"ticket": ticket, "reused": tokens} for ticket, tokens in (reused or {}).items()]
+    def generated(self, rows: Sequence[Row], name: str = "") -> dict[int, str]:
+        """Put freshly generated prompt groups."""
+        extras: list[dict[str, Any]] = []
         if any(row.get("spans") for row in rows):
             try:
-                extras += [{"ticket": ticket, "media": ids} for ticket, ids in media_by_ticket(rows).items()]
+                extras = [{"ticket": ticket, "media": ids} for ticket, ids in media_by_ticket(rows).items()]
             except BadRow as error:
                 raise RefusedError(f"put: {error}") from error
         return self.put(*with_optional(rows, GENERATED), extras=extras, name=name)

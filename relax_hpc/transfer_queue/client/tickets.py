@@ -24,22 +24,22 @@ class Tickets:
         """This attempt at ``ticket`` came to nothing; what to try next under the same ticket."""
         return then(self._submit("fail", ticket=ticket, attempt=attempt, reason=reason), NextAttempt.of)
 
-    def drop_spares(self, tickets: Sequence[int], reason: str) -> Future[None]:
-        """Groups that were begun beside those of ``tickets``, to take their place if need be, came to nothing."""
-        return then(self._submit("spared", tickets=list(tickets), reason=reason), nothing)
+    def append(
+        self,
+        shard: Mapping[str, Any],
+        logs: Sequence[Mapping[str, Any]],
+        fields: Sequence[str],
+        spare: bool,
+        timeout: float | None = None,
+    ) -> Future[dict[int, str]]:
+        """Segments of ``logs`` lie in ``shard``; why tickets were refused. See `client.segments.append`."""
+        about = {"shard": shard, "logs": list(logs), "fields": list(fields), "spare": spare}
+        return then(self._submit("append", timeout, **about), lambda answer: answer["refused"])
+
+    def drop_attempt(self, ticket: int, attempt: int, reason: str) -> Future[None]:
+        """What there is of an attempt is of no use: that of its ticket begins anew, and a spare one is counted."""
+        return then(self._submit("drop_attempt", ticket=ticket, attempt=attempt, reason=reason), nothing)
 
     def name_media(self, ticket: int, ids: Sequence[str]) -> Future[bool]:
         """The prompt group of ``ticket`` needs these media; whether they are to be stored: its owner does that."""
         return then(self._submit("media", ticket=ticket, ids=list(ids)), lambda answer: answer["named"])
-
-    def keep(
-        self,
-        shard: Mapping[str, Any],
-        rows: Sequence[Mapping[str, Any]],
-        fields: Sequence[str],
-        surplus: bool,
-        timeout: float | None = None,
-    ) -> Future[dict[int, str]]:
-        """Parts of groups, or whole surplus ones, lie in ``shard``; why tickets were refused. See `partials.keep`."""
-        about = {"shard": shard, "rows": list(rows), "fields": list(fields), "surplus": surplus}
-        return then(self._submit("keep", timeout, **about), lambda answer: answer["refused"])

@@ -57,9 +57,9 @@ class Audit:
     """Prompt groups that never came to be, by reason."""
     noted: Counter[str] = field(default_factory=Counter)
     """Other events with a reason: `engine_fault/timeout`, `bad_prompt/over_long`."""
-    kept: dict[str, int] = field(default_factory=dict)
-    """Tokens of responses that were kept before their prompt groups were accepted, and what became of them: see
-    `Kept.counts`, zeros left out. A partial or surplus group is no accepted row."""
+    segments: dict[str, int] = field(default_factory=dict)
+    """Tokens that were appended to logs before their prompt groups were accepted, and what became of them: see
+    `Segments.counts`, zeros left out. What is in a log is no accepted row."""
     torn: dict[str, int] = field(default_factory=dict)
     """Bytes at the end of journal files that do not count: see `JournalCopy`."""
 
@@ -223,9 +223,9 @@ class Ledger:
     def judge(self, steps: int) -> Audit:
         """What became of every row, ``steps`` being trained."""
         result, state = self._result, self.state
-        result.kept = {fate: tokens for fate, tokens in state.kept.counts().items() if tokens}
-        if 2 * state.kept.total != sum(result.kept.values()):
-            result.problems.append(f"tokens kept: {state.kept.total}, found: {result.kept}")
+        result.segments = {fate: tokens for fate, tokens in state.segments.counts().items() if tokens}
+        if 2 * state.segments.appended != sum(result.segments.values()):
+            result.problems.append(f"tokens appended: {state.segments.appended}, found: {result.segments}")
         end = self.plan.steps * self.plan.prompts_per_step
         for ticket in self._due(steps):
             for name in self._rows.get(ticket) or [f"{ticket:09d}"]:

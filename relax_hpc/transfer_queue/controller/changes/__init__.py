@@ -6,13 +6,25 @@ They only change; whether a record may be written is decided before (`controller
 from relax_hpc.transfer_queue.controller.changes import (
     admission,
     device_turns,
-    kept,
     leases,
+    media,
     members,
     rows,
+    segments,
     training,
     weights,
 )
 from relax_hpc.transfer_queue.controller.registry import APPLIERS
 
-__all__ = ["APPLIERS", "admission", "device_turns", "kept", "leases", "members", "rows", "training", "weights"]
+__all__ = [
+    "APPLIERS",
+    "admission",
+    "device_turns",
+    "leases",
+    "media",
+    "members",
+    "rows",
+    "segments",
+    "training",
+    "weights",
+]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from relax_hpc.transfer_queue.controller.changes.kept import bind, last_step_of_kept, lose_kept
 from relax_hpc.transfer_queue.controller.changes.prompt_groups import reissue
+from relax_hpc.transfer_queue.controller.changes.segments import bind, lose_log
 from relax_hpc.transfer_queue.controller.registry import applies
-from relax_hpc.transfer_queue.records import FILTERED, Owner, PromptGroup
+from relax_hpc.transfer_queue.records import FILTERED, NO_STEP, Owner, PromptGroup
 from relax_hpc.versions import Version
 
 if TYPE_CHECKING:
@@ -22,17 +22,18 @@ def admit(
     key: str,
     tickets: list[int],
     version: str,
-    surplus: Mapping[int, int] | None = None,
+    spares: Mapping[int, int] | None = None,
 ) -> None:
     groups = state.groups
     last = Version.parse(version).number + state.plan.max_staleness
     for ticket in tickets:
         group = groups.setdefault(ticket, PromptGroup(owner))
         group.owner = owner
-        group.last = min(last, last_step_of_kept(state, ticket)) if ticket in state.kept.groups else last
+        known = state.last_step(state.segments.versions(ticket))
+        group.last = last if known == NO_STEP else min(last, known)
     state.tickets.admit(tickets)
     state.events.tell("admitted", tickets, version)
-    bind(state, surplus or {})
+    bind(state, spares or {})
     state.admissions.remember(key, owner, tickets)
 
 
@@ -40,16 +41,9 @@ def admit(
 def fail(state: QueueState, ticket: int, reason: str) -> None:
     state.groups[ticket].attempt += 1
     state.groups[ticket].filtered += reason == FILTERED
-    lose_kept(state, ticket, reason)
+    lose_log(state, ticket, reason)
     state.counts.dropped[reason] += len(state.plan.undeclared)
     state.events.tell("failed", [ticket], reason=reason)
-
-
-@applies("spared")
-def spare(state: QueueState, key: str, owner: Owner, tickets: list[int], reason: str) -> None:
-    state.puts.remember(key, owner, {})
-    state.counts.dropped[reason] += len(state.plan.undeclared) * len(tickets)
-    state.events.tell("failed", tickets, reason=reason)
 
 
 def take_back(state: QueueState, group: str, below: int) -> None:

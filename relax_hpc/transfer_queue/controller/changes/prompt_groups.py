@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from relax_hpc.transfer_queue.controller.changes.kept import last_step_of_kept, lose_kept
+from relax_hpc.transfer_queue.controller.changes.segments import lose_log
 from relax_hpc.transfer_queue.controller.state.task_queues import DONE, HELD
 from relax_hpc.transfer_queue.controller.topics import ADMISSION, rows_for
 from relax_hpc.transfer_queue.records import NO_STEP, Part, PromptGroup
@@ -24,7 +24,7 @@ def drop(state: QueueState, ticket: int, reason: str) -> None:
     state.counts.dropped[reason] += sum(episodes or state.plan.undeclared)
     state.events.tell_rows("dropped", episodes, [ticket], reason=reason)
     if reason != "lost":
-        lose_kept(state, ticket, reason)
+        lose_log(state, ticket, reason)
     group = state.groups[ticket]
     leave_place(state, ticket)
     detach(state, [ticket])
@@ -38,7 +38,7 @@ def drop(state: QueueState, ticket: int, reason: str) -> None:
 def reissue(state: QueueState, ticket: int) -> None:
     """Somebody else may be admitted to ``ticket``, which is in generation."""
     state.tickets.reissued.add(ticket)
-    state.groups[ticket].last = last_step_of_kept(state, ticket)
+    state.groups[ticket].last = state.last_step(state.segments.versions(ticket))
     # Who waits to train may wait for it no more.
     state.woken |= {ADMISSION, *map(rows_for, state.tasks.in_sets)}
 

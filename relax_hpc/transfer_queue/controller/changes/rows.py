@@ -7,9 +7,9 @@ from functools import lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from relax_hpc.transfer_queue.controller.changes.kept import use_kept
 from relax_hpc.transfer_queue.controller.changes.leases import consume
 from relax_hpc.transfer_queue.controller.changes.prompt_groups import drop, withdraw
+from relax_hpc.transfer_queue.controller.changes.segments import use_logs
 from relax_hpc.transfer_queue.controller.registry import applies
 from relax_hpc.transfer_queue.controller.state.prompt_groups import same_bytes, shared
 from relax_hpc.transfer_queue.controller.topics import DISK, rows_for
@@ -34,11 +34,8 @@ def put(
     refused: dict[int, str],
     lease: int,
     saved: bool,
-    reused: dict[int, int] | None = None,
 ) -> None:
     state.puts.remember(key, owner, refused)
-    for ticket, tokens in (reused or {}).items():
-        state.kept.groups[ticket].reused = tokens
     if rows:
         _store(state, owner, shard, tuple(fields), rows, saved)
     else:
@@ -112,8 +109,8 @@ def _accept(state: QueueState, tickets: Sequence[int]) -> None:
         accepted = list(same)
         state.counts.accepted += groups.rows_of(accepted)
         state.tell_rows("accepted", accepted, _oldest(versions))
-    if state.kept.groups:
-        use_kept(state, tickets)
+    if state.segments.logs:
+        use_logs(state, tickets)
     for ticket in [ticket for ticket in tickets if len(groups[ticket].parts) > 1]:
         for number, fields in groups[ticket].parts[1:]:
             if not state.shards[number].unsaved:

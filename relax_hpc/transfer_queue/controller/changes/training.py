@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby, islice
 from typing import TYPE_CHECKING
 
-from relax_hpc.transfer_queue.controller.changes.kept import lose_rolled_back, lose_stale
 from relax_hpc.transfer_queue.controller.changes.leases import consume
 from relax_hpc.transfer_queue.controller.changes.prompt_groups import detach, drop, leave_place, reopen, withdraw
+from relax_hpc.transfer_queue.controller.changes.segments import lose_rolled_back, lose_stale
 from relax_hpc.transfer_queue.controller.registry import applies
 from relax_hpc.transfer_queue.controller.state.task_queues import DONE
 from relax_hpc.transfer_queue.controller.topics import ADMISSION, ALL

@@ -6,9 +6,10 @@ They check, record what changes, and answer; or raise Refused, or NotYet with wh
 from relax_hpc.transfer_queue.controller.handlers import (
     claims,
     device_turns,
-    kept,
+    media,
     members,
     rows,
+    segments,
     status,
     tickets,
     training,
@@ -16,4 +17,16 @@ from relax_hpc.transfer_queue.controller.handlers import (
 )
 from relax_hpc.transfer_queue.controller.registry import HANDLERS
 
-__all__ = ["HANDLERS", "claims", "device_turns", "kept", "members", "rows", "status", "tickets", "training", "weights"]
+__all__ = [
+    "HANDLERS",
+    "claims",
+    "device_turns",
+    "media",
+    "members",
+    "rows",
+    "segments",
+    "status",
+    "tickets",
+    "training",
+    "weights",
+]

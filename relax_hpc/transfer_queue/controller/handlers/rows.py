@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from relax_hpc.transfer_queue.controller.handlers.kept import check_extras, reused_of, without_media
+from relax_hpc.transfer_queue.controller.handlers.media import check_extras, without_media
 from relax_hpc.transfer_queue.controller.messages import Refused, Request, check_size, rows_of
 from relax_hpc.transfer_queue.controller.planning.acceptance import refusals
 from relax_hpc.transfer_queue.controller.registry import handles
@@ -31,7 +31,7 @@ def put(
 ) -> Any:
     """Rows of a new shard. Not ``saved``, they can be read, and count once `saved` names the shard.
 
-    ``extras``: of some tickets the ids of their `media`, and how many tokens are `reused` that were kept before.
+    ``extras``: of some tickets the ids of their `media`.
     """
     state = service.state
     if (refused := state.puts.recall(request.key)) is not None:
@@ -43,15 +43,13 @@ def put(
     check_size("put: shard", shard)
     groups, owner = rows_of(rows, fields), request.owner
     refused = refusals(state, owner, groups, lease)
-    also: dict[str, Any] = {}
     if extras:
         check_extras(extras, [] if lease else [row[0] for row in groups])
         refused = without_media(state, extras) | refused
-        also["reused"] = reused_of(state, [extra for extra in extras if extra["ticket"] not in refused])
     # What a task adds is of the rows that were declared.
     taken = [(t, lengths, codes, b"" if lease else rows) for t, rows, lengths, codes in groups if t not in refused]
     about = {"owner": owner, "lease": lease if held and held.owner == owner else 0, "saved": saved}
-    service.record(op="put", key=request.key, shard=shard, rows=taken, fields=fields, refused=refused, **about, **also)
+    service.record(op="put", key=request.key, shard=shard, rows=taken, fields=fields, refused=refused, **about)
     return {"refused": refused}
 
 

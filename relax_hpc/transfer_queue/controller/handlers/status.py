@@ -52,7 +52,7 @@ def status(service: QueueService, request: Request) -> Any:
         "dropped": dict(state.counts.dropped),
         "noted": dict(state.counts.noted),
         "disk": service.beats.disk_waits(),
-        "kept": state.kept.counts(),
+        "segments": state.segments.counts(),
         "refused_connections": service.refused_connections,
         "checkpoints": progress.checkpoints,
         "incarnations": state.members.incarnations,

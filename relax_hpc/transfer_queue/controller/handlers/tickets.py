@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from relax_hpc.transfer_queue.controller.handlers.kept import kept_for, surplus_for
-from relax_hpc.transfer_queue.controller.messages import Refused, Request
+from relax_hpc.transfer_queue.controller.messages import Request
 from relax_hpc.transfer_queue.controller.planning.admission import admissible, why_not
+from relax_hpc.transfer_queue.controller.planning.segments import logs_of, spares_for
 from relax_hpc.transfer_queue.controller.registry import handles
 from relax_hpc.transfer_queue.controller.topics import ADMISSION
 from relax_hpc.transfer_queue.controller.waiting import NotYet
@@ -21,15 +21,15 @@ def admit(service: QueueService, request: Request, reader: str, count: int) -> A
     state, (_, version) = service.state, service.state.weights.readers.get(reader, (None, None))
     tickets = state.admissions.recall(request.key)
     if tickets is None and version and (tickets := admissible(state, version, count)):
-        surplus = surplus_for(state, tickets, version.number)
-        also = {"surplus": surplus} if surplus else {}
+        spares = spares_for(state, tickets, version.number)
+        also = {"spares": spares} if spares else {}
         service.record(op="admit", owner=request.owner, key=request.key, tickets=tickets, version=str(version), **also)
     if tickets:
         groups = [state.groups[ticket] for ticket in tickets]
         attempts = [group.attempt for group in groups]
         failures = {t: group.failures for t, group in zip(tickets, groups, strict=True) if group.failures}
         about = {"attempts": attempts, "failures": failures, "waited": request.waited_for()}
-        return {"tickets": tickets, "kept": kept_for(state, tickets), **about}
+        return {"tickets": tickets, "logs": logs_of(state, tickets), **about}
     if state.progress.finished():
         return {"finished": True}
     raise NotYet(ADMISSION, *why_not(state, version))
@@ -37,25 +37,12 @@ def admit(service: QueueService, request: Request, reader: str, count: int) -> A
 
 @handles("fail")
 def fail(service: QueueService, request: Request, ticket: int, attempt: int, reason: str) -> Any:
-    """An attempt came to nothing; the number of the next one, and a surplus group in its place if there is any."""
+    """An attempt came to nothing; the number of the next one, and a spare in its place if there is any."""
     group = service.state.groups[ticket]
     mine = group.owner == request.owner
     if mine and group.attempt == attempt:
         service.record(op="fail", ticket=ticket, reason=reason)
-        if surplus := surplus_for(service.state, [ticket], group.last - service.plan.max_staleness):
-            service.record(op="bind", surplus=surplus)
-    kept = kept_for(service.state, [ticket] if mine else [])
-    return {"attempt": group.attempt, "failures": group.failures, "kept": kept}
-
-
-@handles("spared")
-def spared(service: QueueService, request: Request, tickets: list[int], reason: str) -> Any:
-    """Groups that were begun beside those of ``tickets``, to take their place if need be, and came to nothing."""
-    if not reason:
-        raise Refused("refused", "spared: reason: found an empty text, expected why, in a word")
-    if unknown := [ticket for ticket in tickets if not 0 <= ticket < service.state.tickets.next]:
-        raise Refused("refused", f"spared: tickets: found {unknown[0]}, allowed those that were admitted")
-    if service.state.puts.recall(request.key) is None:
-        about = {"tickets": tickets, "reason": reason}
-        service.record(op="spared", key=request.key, owner=request.owner, **about)
-    return {}
+        if spares := spares_for(service.state, [ticket], group.last - service.plan.max_staleness):
+            service.record(op="bind", spares=spares)
+    logs = logs_of(service.state, [ticket] if mine else [])
+    return {"attempt": group.attempt, "failures": group.failures, "logs": logs}

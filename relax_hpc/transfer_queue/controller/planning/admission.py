@@ -23,7 +23,7 @@ def admissible(state: QueueState, version: Version, count: int) -> list[int]:
         return []
     end = min(plan.steps, version.number + plan.max_staleness + 1) * plan.prompts_per_step
     full = state.shards.untrained_bytes >= plan.max_bytes
-    room = (plan.max_rows - _rows(state)) // plan.samples_per_prompt
+    room = (plan.max_rows - rows_to_train(state)) // plan.samples_per_prompt
     if state.tasks.in_sets:
         begun = len(state.tickets.generating) - len(state.tickets.reissued) + len(state.tickets.untrained)
         owed = max(0, plan.prompts_per_step - begun)
@@ -70,10 +70,10 @@ def why_not(state: QueueState, version: Version | None) -> tuple[str, bool, Caus
     full = ("actor", "tickets: the queue is full")
     if state.shards.untrained_bytes >= plan.max_bytes:
         return f"the queue holds {amounts(state.shards.untrained_bytes, plan.max_bytes)}", True, full
-    return f"the queue holds or awaits {_rows(state)} of {plan.max_rows} rows", True, full
+    return f"the queue holds or awaits {rows_to_train(state)} of {plan.max_rows} rows", True, full
 
 
-def _rows(state: QueueState) -> int:
+def rows_to_train(state: QueueState) -> int:
     """What it holds of those that wait for training, or awaits: of a prompt group in generation one an episode."""
     return state.tickets.untrained_rows + len(state.tickets.generating) * len(state.plan.undeclared)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class MediaHolders:
-    """Media ids by holder: a ticket, or the negated number of a surplus group.
+    """Media ids by holder: a ticket, or the negative number of a spare.
 
     >>> media = MediaHolders()
     >>> media.hold(7, ["a", "b"]); media.hold(8, ["a"])

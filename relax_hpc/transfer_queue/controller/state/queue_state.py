@@ -18,7 +18,6 @@ from relax_hpc.transfer_queue.controller.state.answers import Answers
 from relax_hpc.transfer_queue.controller.state.counts import Counts
 from relax_hpc.transfer_queue.controller.state.device_turns import DeviceTurns
 from relax_hpc.transfer_queue.controller.state.events import Events
-from relax_hpc.transfer_queue.controller.state.kept import Kept
 from relax_hpc.transfer_queue.controller.state.leases import Leases
 from relax_hpc.transfer_queue.controller.state.lineage import Lineage
 from relax_hpc.transfer_queue.controller.state.media_holders import MediaHolders
@@ -26,6 +25,7 @@ from relax_hpc.transfer_queue.controller.state.members import Members
 from relax_hpc.transfer_queue.controller.state.order import TrainingOrder
 from relax_hpc.transfer_queue.controller.state.progress import Progress
 from relax_hpc.transfer_queue.controller.state.prompt_groups import PromptGroups
+from relax_hpc.transfer_queue.controller.state.segments import Segments
 from relax_hpc.transfer_queue.controller.state.shards import Shards
 from relax_hpc.transfer_queue.controller.state.task_queues import DONE, TaskQueues
 from relax_hpc.transfer_queue.controller.state.tickets import Tickets
@@ -35,7 +35,7 @@ from relax_hpc.transfer_queue.records import NO_STEP, FieldBits, PromptGroup
 
 Record = dict[str, Any]
 _SAVED = ("members", "lineage", "weights", "progress", "tickets", "order", "leases", "shards", "tasks")
-_SAVED += ("kept", "media", "counts", "device_turns", "admissions", "puts")
+_SAVED += ("segments", "media", "counts", "device_turns", "admissions", "puts")
 """Parts that a snapshot holds by their `dump` and gets back by their `load`, beside `groups` and `bits`."""
 
 
@@ -56,7 +56,7 @@ class QueueState:
         self.tasks = TaskQueues(plan, self.bits)
         self.leases = Leases()
         self.shards = Shards()
-        self.kept = Kept()
+        self.segments = Segments()
         self.media = MediaHolders()
         self.counts = Counts()
         self.device_turns = DeviceTurns()
@@ -127,7 +127,7 @@ class QueueState:
             for number, _ in group.parts:
                 shards[number].needed += 1
                 shards[number].untrained += ticket not in trained
-        for number, count in self.kept.shards().items():
+        for number, count in self.segments.shards().items():
             shards[number].needed += count
             shards[number].untrained += count
         for lease in self.leases.values():

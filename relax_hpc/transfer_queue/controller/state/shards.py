@@ -103,7 +103,7 @@ class Shards:
             self.garbage.append(shard.descriptor["name"])
 
     def dump(self) -> Any:
-        """Who needs them follows from prompt groups, leases and what is kept."""
+        """Who needs them follows from prompt groups, leases and logs of segments."""
         shards = [(n, s.descriptor, s.fields, s.owner, s.unsaved) for n, s in self.by_number.items()]
         return self.next, shards
 

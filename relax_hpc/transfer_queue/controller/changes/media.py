@@ -1,0 +1,15 @@
+"""Prompt groups need media."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from relax_hpc.transfer_queue.controller.registry import applies
+
+if TYPE_CHECKING:
+    from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
+
+
+@applies("media")
+def hold_media(state: QueueState, ticket: int, ids: list[str]) -> None:
+    state.media.hold(ticket, ids)

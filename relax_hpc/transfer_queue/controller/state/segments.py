@@ -1,0 +1,135 @@
+"""Logs of segments: what was made of attempts at tickets before their rows are accepted, so that none of it is lost.
+
+A log grows, segment by segment, while engines are at the attempt. Whoever has the ticket next goes on after the last
+ones, and rows that are accepted use the log up. A spare is a whole attempt that no ticket had a use for: its log waits
+for one that can be made of it. Every token that was ever appended is used, held, or lost with a reason.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Segment = Sequence[int]
+"""What came of a row since the last one: episode, row, tokens that the row had before, tokens that it gets, and 1 if
+the episode ends with it. Tokens of prompts do not count."""
+Growth = tuple[int, int, Sequence[Segment], Sequence[int]]
+"""Of a log: its ticket and attempt, segments, and `Version.encode` of what sampled them."""
+
+
+@dataclass(slots=True)
+class Log:
+    """All segments of one attempt."""
+
+    ticket: int
+    """By which its segments are named. A spare may be given to another one."""
+    attempt: int
+    versions: frozenset[int] = frozenset()
+    shards: list[int] = field(default_factory=list)
+    """Numbers, in the order of the segments in them."""
+    lengths: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Tokens by episode and row."""
+    ended: set[int] = field(default_factory=set)
+    """Episodes."""
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths.values())
+
+    def fits(self, segments: Iterable[Segment]) -> bool:
+        """Whether they go on where it ends, or begin before with tokens that it has: the answer to who appended those
+        was lost."""
+        for episode, row, start, tokens, _ in segments:
+            known, end = self.lengths.get((episode, row), 0), start + tokens
+            if not start <= known <= end or (known < end and episode in self.ended):
+                return False
+        return True
+
+    def grow(self, shard: int, growth: Growth) -> int:
+        """Add what lies in ``shard``; how many tokens of it are new."""
+        before = self.tokens
+        self.shards.append(shard)
+        self.versions |= frozenset(growth[3])
+        for episode, row, start, tokens, ended in growth[2]:
+            self.lengths[episode, row] = start + tokens
+            if ended:
+                self.ended.add(episode)
+        return self.tokens - before
+
+
+@dataclass(slots=True)
+class Segments:
+    """All logs, and what became of their tokens."""
+
+    logs: dict[int, Log] = field(default_factory=dict)
+    """By holder: the ticket that is made of it, or the negative number of a spare. The oldest first."""
+    last_spare: int = 0
+    appended: int = 0
+    """Tokens that ever were, also those that were refused."""
+    used: int = 0
+    """In rows that were accepted."""
+    lost: Counter[str] = field(default_factory=Counter)
+    """By reason."""
+
+    @property
+    def spares(self) -> list[int]:
+        return [holder for holder in self.logs if holder < 0]
+
+    @property
+    def held(self) -> int:
+        return sum(log.tokens for log in self.logs.values())
+
+    def counts(self) -> dict[str, int]:
+        """What became of all tokens that were ever appended; those that were lost as `lost/<reason>`."""
+        found = {"appended": self.appended, "used": self.used, "held": self.held}
+        return found | {f"lost/{reason}": tokens for reason, tokens in sorted(self.lost.items())}
+
+    def shards(self) -> Counter[int]:
+        """Numbers of all shards, and how many logs lie in each."""
+        return Counter(number for log in self.logs.values() for number in log.shards)
+
+    def versions(self, holder: int) -> frozenset[int]:
+        """Of what the holder has: none, if that is nothing."""
+        log = self.logs.get(holder)
+        return log.versions if log else frozenset()
+
+    def append(self, shard: int, growth: Growth, spare: bool) -> int:
+        """A log grows by what lies in ``shard``; its holder."""
+        ticket, attempt, *_ = growth
+        self.last_spare -= spare
+        holder = self.last_spare if spare else ticket
+        self.appended += self.logs.setdefault(holder, Log(ticket, attempt)).grow(shard, growth)
+        return holder
+
+    def refuse(self, growth: Growth, reason: str) -> None:
+        tokens = sum(segment[3] for segment in growth[2])
+        self.appended += tokens
+        self.lost[reason] += tokens
+
+    def use(self, holder: int) -> Log:
+        """Its rows are accepted."""
+        log = self.logs.pop(holder)
+        self.used += log.tokens
+        return log
+
+    def lose(self, holder: int, reason: str) -> Log:
+        """Nobody may go on with it, or can."""
+        log = self.logs.pop(holder)
+        self.lost[reason] += log.tokens
+        return log
+
+    def dump(self) -> Any:
+        logs = [
+            (holder, v.ticket, v.attempt, list(v.versions), v.shards, list(v.lengths.items()), list(v.ended))
+            for holder, v in self.logs.items()
+        ]
+        return logs, self.last_spare, self.appended, self.used, dict(self.lost)
+
+    def load(self, values: Any) -> None:
+        logs, self.last_spare, self.appended, self.used, lost = values
+        self.lost = Counter(lost)
+        for holder, ticket, attempt, versions, shards, lengths, ended in logs:
+            known = {(episode, row): tokens for (episode, row), tokens in lengths}
+            self.logs[holder] = Log(ticket, attempt, frozenset(versions), list(shards), known, set(ended))

@@ -1,0 +1,223 @@
+"""Logs of segments alone: whatever dies in whatever order, what is read was appended, and every token counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from relax_hpc.data.prompts import Prompt
+from relax_hpc.engines.engine import Episode, EpisodeRow, Generation
+from relax_hpc.rollout.attempt import Attempt, answer_of
+from relax_hpc.transfer_queue.client.segments import START, UNFINISHED, joined, told
+from relax_hpc.transfer_queue.controller.state.segments import Log, Segments
+from relax_hpc.transfer_queue.row_schema import Row
+
+EPISODES, TICKETS, BUDGET = 2, 3, 99
+PROMPT = Prompt("p", (7, 8, 9), "text", "answer")
+tickets, few = st.integers(0, TICKETS - 1), st.integers(0, 4)
+
+
+class LogMachine(RuleBasedStateMachine):
+    """A rollout that draws, appends and dies; a queue that keeps logs; what both know must agree."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logs, self.files = Segments(), {}
+        self.numbers = [0] * TICKETS
+        self.known: dict[int, list[Generation]] = {}
+        """By holder of a log, what must be in it."""
+        self.unanswered: set[int] = set()
+        """Tickets whose owner does not know what was appended last."""
+        self.drawn = 0
+        self.work = [self.begin(ticket) for ticket in range(TICKETS)]
+
+    def begin(self, ticket: int) -> Attempt:
+        """Go on with what there is."""
+        self.unanswered.discard(ticket)
+        made = self.read(ticket) if ticket in self.logs.logs else {}
+        return Attempt(ticket, self.numbers[ticket], PROMPT, EPISODES, made)
+
+    def read(self, holder: int) -> dict[int, Generation]:
+        found: dict[int, Row] = {}
+        for number in self.logs.logs[holder].shards:
+            for k, segment in self.files[number].items():
+                found[k] = joined(found[k], segment) if k in found else segment
+        return {k: answer_of([row], PROMPT) for k, row in found.items()}
+
+    def store(self, segments: Sequence[Row], number: int) -> tuple[int, Any]:
+        """Write a shard; its number, and what the queue is told."""
+        self.files[len(self.files)] = {one["episode"]: one for one in segments}
+        (growth,) = told(segments, {segments[0]["ticket"]: number})
+        return len(self.files) - 1, (growth["ticket"], growth["attempt"], growth["segments"], growth["versions"])
+
+    @rule(ticket=tickets, k=st.integers(0, EPISODES - 1), tokens=few, version=st.integers(0, 3), ends=st.booleans())
+    def draw(self, ticket: int, k: int, tokens: int, version: int, ends: bool) -> None:
+        """Version 0: an observation, which nobody has sampled."""
+        draft = self.work[ticket].drafts[k]
+        if draft.ended:
+            return
+        made = list(range(self.drawn, self.drawn + tokens))
+        self.drawn += tokens
+        draft.add(made, [-float(token % 5) for token in made], [version] * tokens)
+        if ends and draft.token_ids:
+            draft.ended = Generation(*vars_of(draft.so_far()), "stop")
+
+    @rule(ticket=tickets, unfinished_too=st.booleans(), answered=st.booleans())
+    def append(self, ticket: int, unfinished_too: bool, answered: bool) -> None:
+        attempt = self.work[ticket]
+        if not (segments := attempt.news(unfinished_too, BUDGET)):
+            return
+        number, growth = self.store(segments, attempt.number)
+        log = self.logs.logs.get(ticket, Log(ticket, attempt.number))
+        assert log.fits(growth[2])
+        if ticket not in self.unanswered:
+            assert all(log.lengths.get((k, row), 0) == start for k, row, start, *_ in growth[2]), "nothing twice"
+        (self.unanswered.discard if answered else self.unanswered.add)(ticket)
+        self.logs.append(number, growth, False)
+        if answered:
+            attempt.appended(segments, False)
+        self.known[ticket] = self.read(ticket)
+        for k, draft in enumerate(attempt.drafts):
+            made = self.known[ticket].get(k)
+            whole = draft.so_far()
+            if made and (unfinished_too or made.finish_reason != UNFINISHED):
+                assert vars_of(made)[0] == whole.token_ids and made.finish_reason == whole.finish_reason
+                assert vars_of(made)[1] == whole.logprobs and (made.token_versions == whole.token_versions).all()
+
+    @rule(ticket=tickets)
+    def kill(self, ticket: int) -> None:
+        """Whoever comes next has all that was appended, and nothing else."""
+        self.work[ticket] = again = self.begin(ticket)
+        kept = self.known.get(ticket, {})
+        assert again.tokens == sum(len(made.token_ids) for made in kept.values())
+        assert not again.news(True, BUDGET), "what the queue has is not appended again"
+
+    @rule(ticket=tickets)
+    def fail(self, ticket: int) -> None:
+        """Of its next attempt there is nothing, or a spare."""
+        if ticket in self.logs.logs:
+            self.logs.lose(ticket, "failed")
+        self.numbers[ticket] += 1
+        if spares := self.logs.spares:
+            self.logs.logs[ticket] = self.logs.logs.pop(spares[0])
+            self.known[ticket] = self.known.pop(spares[0])
+        else:
+            self.known.pop(ticket, None)
+        self.work[ticket] = self.begin(ticket)
+
+    @rule(ticket=tickets)
+    def put(self, ticket: int) -> None:
+        if ticket in self.logs.logs:
+            self.logs.use(ticket)
+        self.known.pop(ticket, None)
+        self.numbers[ticket] += 1
+        self.work[ticket] = self.begin(ticket)
+
+    @rule(ticket=tickets, refused=st.booleans())
+    def spare(self, ticket: int, refused: bool) -> None:
+        attempt = Attempt(ticket, 1000 + self.drawn, PROMPT, EPISODES)
+        for draft in attempt.drafts:
+            draft.ended = Generation([self.drawn], [-1.0], np.array([1], np.int32), "length")
+            self.drawn += 1
+        number, growth = self.store(attempt.news(False, BUDGET), attempt.number)
+        if refused:
+            self.logs.refuse(growth, "no_room")
+        else:
+            holder = self.logs.append(number, growth, True)
+            self.known[holder] = self.read(holder)
+
+    @rule(version=st.integers(1, 3))
+    def roll_back(self, version: int) -> None:
+        for holder in [h for h in self.logs.logs if version in self.logs.versions(h)]:
+            self.logs.lose(holder, "rolled_back")
+            del self.known[holder]
+            if holder >= 0:
+                self.work[holder] = self.begin(holder)
+
+    @precondition(lambda self: self.logs.logs)
+    @rule()
+    def restart(self) -> None:
+        before, self.logs = self.logs, Segments()
+        self.logs.load(msgpack.unpackb(msgpack.packb(before.dump()), strict_map_key=False))
+        assert self.logs == before
+
+    @invariant()
+    def every_token_is_in_one_place(self) -> None:
+        logs = self.logs
+        assert logs.appended == logs.used + logs.held + logs.lost.total()
+        assert logs.held == sum(len(made.token_ids) for log in self.known.values() for made in log.values())
+
+
+def vars_of(made: Generation) -> tuple[list[int], list[float], np.ndarray]:
+    return made.token_ids, made.logprobs, made.token_versions
+
+
+TestLogs = LogMachine.TestCase
+TestLogs.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.parametrize(
+    ("segments", "fits"),
+    [
+        ([[0, 0, 3, 1, 0]], True),
+        ([[0, 0, 0, 3, 0]], True),
+        ([[0, 0, 1, 5, 1]], True),
+        ([[0, 0, 4, 1, 0]], False),
+        ([[0, 0, 0, 2, 0]], False),
+        ([[1, 0, 2, 1, 0]], False),
+        ([[1, 0, 0, 2, 1]], True),
+        ([[1, 1, 0, 2, 1]], False),
+        ([[0, 1, 0, 2, 1]], True),
+        ([[0, 1, 1, 2, 1]], False),
+    ],
+)
+def test_a_segment_goes_on_where_its_row_ends(segments, fits):
+    """An episode may go on in another row, unless it has ended."""
+    log = Log(0, 0)
+    assert log.grow(1, (0, 0, [[0, 0, 0, 3, 0], [1, 0, 0, 2, 1]], [5])) == 5
+    assert log.fits(segments) == fits
+
+
+def test_a_segment_holds_what_is_new_and_the_first_the_prompt():
+    attempt = Attempt(4, 2, PROMPT, 1)
+    attempt.drafts[0].add([1, 2], [-1.0, -2.0], [5, 5])
+    (first,) = attempt.news(True, BUDGET)
+    attempt.appended([first], False)
+    attempt.drafts[0].add([3], [0.0], [0])
+    (second,) = attempt.news(True, BUDGET)
+    assert first["token_ids"].tolist() == [7, 8, 9, 1, 2] and (first["prompt_len"], first[START]) == (3, 0)
+    assert second["token_ids"].tolist() == [3] and (second["prompt_len"], second[START]) == (0, 2)
+    assert second["loss_mask"].tolist() == [0] and told([second], {4: 2})[0]["versions"] == []
+    assert joined(first, second)["token_ids"].tolist() == [7, 8, 9, 1, 2, 3]
+    assert attempt.news(False, BUDGET) == []
+    attempt.appended([second], True)
+    attempt.drafts[0].add([4], [-1.0], [5])
+    assert attempt.news(True, BUDGET) == [], "the queue wants no more"
+
+
+def test_an_episode_of_several_rows_is_appended_when_it_has_ended_and_comes_back():
+    attempt = Attempt(4, 0, PROMPT, 2)
+    rows = [
+        EpisodeRow((7, 8, 9), Generation([1, 2], [-1.0, 0.0], np.array([5, 0], np.int32), "length")),
+        EpisodeRow((7, 3), Generation([4], [-2.0], np.array([6], np.int32), "stop")),
+    ]
+    attempt.drafts[1].ended = Episode(rows)
+    segments = attempt.news(True, 1)
+    assert attempt.tokens == 2, "those that were sampled"
+    (growth,) = told(segments, {4: 0})
+    assert growth["segments"] == [[1, 0, 0, 2, 1], [1, 1, 0, 1, 1]] and growth["versions"] == [5, 6]
+    attempt.appended(segments, False)
+    assert attempt.news(True, 1) == []
+    again = Attempt(4, 0, PROMPT, 2, {1: answer_of(segments, PROMPT)})
+    assert again.request(1, None, 9) is None and again.news(True, 1) == [] and not again.whole
+    for found, row in zip(again.drafts[1].ended.rows, rows, strict=True):
+        assert (tuple(found.prompt), vars_of(found.made)[:2]) == (row.prompt, vars_of(row.made)[:2])
+        assert found.made.token_versions.tolist() == row.made.token_versions.tolist()
+    assert answer_of(segments, Prompt("p", (7, 8), "text", "answer")) is None
