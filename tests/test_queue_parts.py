@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 import time
 from dataclasses import asdict
+from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from relax_hpc import transfer_queue
 from relax_hpc.transfer_queue.controller.messages import Request
+from relax_hpc.transfer_queue.controller.registry import APPLIERS, HANDLERS, Registry
 from relax_hpc.transfer_queue.controller.state.answers import REMEMBERED, Answers
 from relax_hpc.transfer_queue.controller.state.events import EventBatch, expand, lines
 from relax_hpc.transfer_queue.controller.state.ticket_map import AgedTickets, TicketMap, TicketSet
@@ -17,6 +23,7 @@ from relax_hpc.transfer_queue.controller.topics import ALL
 from relax_hpc.transfer_queue.controller.waiting import WaitingRequests
 from relax_hpc.transfer_queue.records import Event
 
+PACKAGE = Path(transfer_queue.__file__).parent
 tickets = st.integers(0, 40)
 runs = st.tuples(tickets, st.integers(0, 8)).map(lambda run: list(range(run[0], run[0] + run[1])))
 several = runs | st.lists(tickets, max_size=8, unique=True)
@@ -144,3 +151,22 @@ def test_deadlines_end_waits_in_their_order():
     assert waiting.next_deadline() == 2.0
     assert [one.id for one in waiting.take_overdue()] == [4, 1]
     assert [one.id for one in waiting] == [3] and waiting.next_deadline() == 1e12
+
+
+def texts_in(folder: str) -> set[str]:
+    """All constant texts of the code there."""
+    nodes = [node for path in (PACKAGE / folder).rglob("*.py") for node in ast.walk(ast.parse(path.read_bytes()))]
+    return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+
+
+def test_each_record_that_is_written_is_applied_and_each_request_that_is_answered_is_sent():
+    code = "".join(path.read_text() for path in (PACKAGE / "controller").rglob("*.py"))
+    assert set(re.findall(r"\.record\(\s*op=\"(\w+)\"", code)) == APPLIERS.keys()
+    assert HANDLERS.keys() <= texts_in("client") | texts_in("../supervise") | texts_in("../observe")
+
+
+def test_an_operation_has_one_function():
+    registry = Registry()
+    registry.add("claim")(len)
+    with pytest.raises(ValueError, match="'claim' is registered twice: builtins and builtins"):
+        registry.add("claim")(max)

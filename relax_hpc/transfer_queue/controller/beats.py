@@ -24,7 +24,7 @@ class Beats:
         """``disk``: a write that does not succeed; empty: there is none."""
         (group, incarnation), now = owner, time.monotonic()
         name = f"{group}/{member}"
-        self.latest[name] = {"group": group, "incarnation": incarnation, **about, "at": now}
+        self.latest[name] = {**about, "group": group, "incarnation": incarnation, "at": now}
         self._disk_waits.pop(name, None)
         if disk:
             self._disk_waits[name] = now, dict(disk)

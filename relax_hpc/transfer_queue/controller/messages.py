@@ -133,7 +133,10 @@ class Schema:
     """
 
     def __init__(self, handler: Callable) -> None:
-        parameters = list(inspect.signature(handler).parameters.values())[2:]
+        parameters = list(inspect.signature(handler).parameters.values())
+        self._given = {parameter.name for parameter in parameters[:2]}
+        """What comes from the service itself."""
+        parameters = parameters[2:]
         named = [parameter for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
         self._types = {parameter.name: parameter.annotation for parameter in named}
         self._checks = {name: _TYPES[annotation] for name, annotation in self._types.items()}
@@ -146,7 +149,7 @@ class Schema:
             return f"{min(self._needed - args.keys())} is missing"
         for name, value in args.items():
             if name not in self._checks:
-                if not self._open or not is_text(name) or name in ("self", "request"):
+                if not self._open or not is_text(name) or name in self._given:
                     return f"{reprlib.repr(name)} is unknown, allowed: {', '.join(self._checks)}"
             elif not self._checks[name](value):
                 return f"{name}: found {reprlib.repr(value)}, expected {self._types[name]}"
