@@ -93,7 +93,7 @@ def test_every_role_can_die(tmp_path: Path) -> None:
 def test_a_crash_loop_ends_the_run(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import os\nos._exit(7)\n")
     groups = {"rollout": {"env": {"PYTHONPATH": str(tmp_path)}}}
-    with running(tmp_path, {"groups": groups, "liveness": {"max_restarts": 2}}) as live:
+    with running(tmp_path, merged(LIGHT, {"groups": groups, "liveness": {"max_restarts": 2}})) as live:
         assert live.wait(START_S) == EXIT_NO_PROGRESS, live.story()
     last = live.output.read_text().splitlines()[-1]
     assert last.startswith("relax-hpc: error: rollout: ") and "ended with code 7" in last

@@ -62,6 +62,8 @@ REGULARISED = run_helpers.merged(
         "checkpoint": {"every": 2},
     },
 )
+INSIDE = {"actor": {"forward": ["actor_fwd", "reference"]}, "groups": {"actor_fwd": None, "reference": None}}
+"""The actor scores too: two processes fewer that import torch."""
 EXACT = ("token_ids", "prompt_len", "loss_mask", "rollout_logprobs", "old_logprobs", "ref_logprobs")
 EXACT += ("reward", "advantages", "prompt_id", "finish_reason")
 METRICS = {
@@ -209,7 +211,7 @@ def test_two_data_ranks_train_as_one_on_episodes_that_were_cut_into_rows(referen
     alone = with_model_of(plain, PLAIN, over)
     expected = references.begin(tmp_path, alone)
     cut = {"actor": {"parallel": {"data": 2}}, "data": {"task": "tests.cut_episodes:CutSortDigits"}}
-    with run_helpers.running(tmp_path, run_helpers.merged(alone, cut)) as running:
+    with run_helpers.running(tmp_path, run_helpers.merged(alone, run_helpers.merged(INSIDE, cut))) as running:
         found, should = outcome_of(running), expected()
     ((line,), (wanted,)) = found.lines, should.lines
     same = {tag: name for tag, name in METRICS.items() if tag != "loss/grad_norm"}
@@ -296,9 +298,8 @@ def test_without_actor_fwd_the_actors_own_log_probs_are_the_old_ones(references,
 def test_forward_roles_inside_of_the_actor(references, plain, tmp_path):
     """Two passes of two mini-batches, with a KL to the reference, which comes back with the actor."""
     settings = with_model_of(plain, REGULARISED, {"steps": 3, "checkpoint": {"every": 1}})
-    inside = {"actor": {"forward": ["actor_fwd", "reference"]}, "groups": {"actor_fwd": None, "reference": None}}
     expected = references.begin(tmp_path, settings)
-    with run_helpers.running(tmp_path, run_helpers.merged(settings, inside)) as running:
+    with run_helpers.running(tmp_path, run_helpers.merged(settings, INSIDE)) as running:
         running.wait_for_step(1, RUN_S)
         running.kill("actor")
         found = outcome_of(running)

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.effort import effort
 from tests.requirements import requires
 
 requires("sglang")
@@ -599,6 +600,9 @@ def test_ranks_of_one_server_meet_in_memory_also_where_its_flags_say_that_they_a
     assert os.environ[override].startswith("file:///proc/") == private
 
 
+@pytest.mark.skipif(
+    not effort(0, 1), reason="test_bad_input.py has a whole run end by it; alone: env/test.sh --all, or RELAX_WHOLE=1"
+)
 def test_an_unknown_flag_is_refused_with_the_nearest(place: Path) -> None:
     """By SGLang's own list, in the server process."""
     with pytest.raises(ConfigError) as caught:
