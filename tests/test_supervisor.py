@@ -354,6 +354,25 @@ def test_an_outage_ends_nothing_but_is_waited_for(world: World, error: Exception
     assert world.said().count("rollout: cannot be brought back yet") == 2
 
 
+@pytest.mark.parametrize("what", ["requests.pending", "requests.asked_to_stop", "fruitless"])
+def test_a_read_that_fails_is_tried_again(world: World, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """As of a shared file system one of whose servers is away; a group that ended meanwhile comes back."""
+    room, _, name = what.rpartition(".")
+    where = getattr(supervisor, room) if room else supervisor
+    real, ill = getattr(where, name), [OSError(5, "Input/output error")] * 3
+
+    def read(*words: Any, **named: Any) -> Any:
+        if ill and len(world.started) > 1:
+            raise ill.pop()
+        return real(*words, **named)
+
+    monkeypatch.setattr(where, name, read)
+    world.plans = {"rollout": ["crashes", "crashes", "crashes", "crashes", "done:0"]}
+    assert world.supervise("rollout", "actor", then=lambda: end_the_actor(world)) is Outcome.FINISHED
+    assert not ill and [name for name, _ in world.started].count("rollout") == 5
+    assert world.said().count("Input/output error; see whether its file system is well") == 1
+
+
 def test_no_job_is_asked_for_while_nothing_can_be_written(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """It could not even be written down that there is one: another would be asked for at the next try."""
     monkeypatch.setattr(supervisor, "_AGAIN_S", 0.0)

@@ -184,24 +184,37 @@ class Supervisor:
                 self.turn_away(name, self.unfit[name])
             elif name not in self.elsewhere:
                 self.begin(name)
-        while not self.finished():
-            if self.interrupted or requests.asked_to_stop(self.run):
+        while not self.at_next_look(self.finished):
+            if self.interrupted or self.at_next_look(lambda: requests.asked_to_stop(self.run)):
                 return self.stop()
             self.wait(self.config.liveness.beat_s)
             self.check_fenced()
-            self.look_after_groups()
-            self.look_after_waits()
-            self.say_what_groups_do()
+            self.at_next_look(self.look_around)
             self.look_at_disk()
-            self.look_at_checkpoints()
-            self.try_again()
-            self.serve_requests()
             if self.released.issuperset(self.names):
                 return Outcome.RELEASED
-            self.each_tick()
-            self.terminal.show_progress()
         self.end_hub()
         return Outcome.FINISHED
+
+    def at_next_look(self, look: Callable[[], object]) -> bool:
+        """Whether ``look`` finds something. What a file system that is ill for a while does not let be read is found
+        in another round."""
+        try:
+            return bool(look())
+        except OSError as error:
+            self.disk.met(self.run.root, error)
+            return False
+
+    def look_around(self) -> None:
+        """One round. Whatever of it is done twice, as another part of it could not be, does no harm."""
+        self.look_after_groups()
+        self.look_after_waits()
+        self.say_what_groups_do()
+        self.look_at_checkpoints()
+        self.try_again()
+        self.serve_requests()
+        self.each_tick()
+        self.terminal.show_progress()
 
     def begin(self, name: str) -> None:
         """Take over what runs of a group, or start it."""
@@ -382,7 +395,8 @@ class Supervisor:
         """End what is left of a group, tell the queue, and have it started again where its policy says."""
         self.check_fenced()
         self.forget(name)
-        self.judge(name, reason)
+        # If not now it is judged at its next end.
+        self.at_next_look(lambda: self.judge(name, reason))
         self.bring_back(name, reason)
 
     def judge(self, name: str, reason: str) -> None:
@@ -453,10 +467,11 @@ class Supervisor:
 
     def forget(self, name: str) -> None:
         """End what is left of a group and stop watching it; the queue takes back what it held."""
-        group = self.groups.pop(name)
+        group = self.groups[name]
         for member in group.members:
             self._unwatch(member)
         group.end()
+        del self.groups[name]
         self.done -= {f"{name}/{role}" for role in roles_of(self.config, name)}
         if self.client and name != "hub":
             self.client.status.down(name, group.incarnation)
