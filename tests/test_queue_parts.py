@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from relax_hpc import transfer_queue
 from relax_hpc.transfer_queue.controller.messages import Request
 from relax_hpc.transfer_queue.controller.registry import APPLIERS, HANDLERS, Registry
-from relax_hpc.transfer_queue.controller.state.answers import REMEMBERED, Answers
 from relax_hpc.transfer_queue.controller.state.events import EventBatch, expand, lines
+from relax_hpc.transfer_queue.controller.state.reply_cache import REMEMBERED, ReplyCache
 from relax_hpc.transfer_queue.controller.state.ticket_map import AgedTickets, TicketMap, TicketSet
 from relax_hpc.transfer_queue.controller.topics import ALL
 from relax_hpc.transfer_queue.controller.waiting import WaitingRequests
@@ -93,7 +93,7 @@ def test_lines_of_events_are_json(episodes, numbers, words, note):
 
 
 def test_a_busy_client_does_not_push_out_the_answers_of_another():
-    answers = Answers()
+    answers = ReplyCache()
     answers.remember("slow#1", ("rollout", 1), "first")
     for number in range(3 * REMEMBERED):
         answers.remember(f"busy#{number}", ("rollout-2", 1), number)

@@ -14,7 +14,6 @@ from itertools import groupby
 from typing import Any
 
 from relax_hpc.transfer_queue.controller import changes
-from relax_hpc.transfer_queue.controller.state.answers import Answers
 from relax_hpc.transfer_queue.controller.state.counts import Counts
 from relax_hpc.transfer_queue.controller.state.device_turns import DeviceTurns
 from relax_hpc.transfer_queue.controller.state.events import Events
@@ -25,6 +24,7 @@ from relax_hpc.transfer_queue.controller.state.members import Members
 from relax_hpc.transfer_queue.controller.state.order import TrainingOrder
 from relax_hpc.transfer_queue.controller.state.progress import Progress
 from relax_hpc.transfer_queue.controller.state.prompt_groups import PromptGroups
+from relax_hpc.transfer_queue.controller.state.reply_cache import ReplyCache
 from relax_hpc.transfer_queue.controller.state.segments import Segments
 from relax_hpc.transfer_queue.controller.state.shards import Shards
 from relax_hpc.transfer_queue.controller.state.task_queues import DONE, TaskQueues
@@ -60,7 +60,7 @@ class QueueState:
         self.media = MediaHolders()
         self.counts = Counts()
         self.device_turns = DeviceTurns()
-        self.admissions, self.puts = Answers(), Answers()
+        self.admissions, self.puts = ReplyCache(), ReplyCache()
         self.events = Events(plan)
         self.woken: set[str] = set()
         """Topics of waiting requests that may be answered since it was last emptied."""

@@ -12,12 +12,12 @@ REMEMBERED = 256
 
 
 @dataclass(slots=True)
-class Answers:
+class ReplyCache:
     """The latest answers to each client's requests. A request's key is ``<client>#<number>``.
 
-    >>> answers = Answers()
-    >>> answers.remember("engine#7", ("rollout", 1), [3, 4])
-    >>> answers.recall("engine#7"), answers.recall("engine#8")
+    >>> cache = ReplyCache()
+    >>> cache.remember("engine#7", ("rollout", 1), [3, 4])
+    >>> cache.recall("engine#7"), cache.recall("engine#8")
     ([3, 4], None)
     """
 
