@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
@@ -149,7 +150,8 @@ class Algorithm:
         values = self.advantages(rewards_of(prompts), trained_tokens(prompts))
         found = zip(prompts, values, strict=True)
         of_episodes = (pair for prompt, line in found for pair in zip(prompt, line, strict=True))
-        return [spread(value, row["loss_mask"]) for episode, value in of_episodes for row in episode]
+        of_rows = [(value, row["loss_mask"]) for episode, value in of_episodes for row in episode]
+        return spread_all([value for value, _ in of_rows], [mask for _, mask in of_rows])
 
     def given(self, prompts: Sequence[Prompt]) -> list[dict[str, np.ndarray]]:
         """Of every row, in their order, the fields of `gives`; whoever gives more than advantages overrides it."""
@@ -188,6 +190,15 @@ def centred(rewards: np.ndarray) -> np.ndarray:
     # Without the test, rounding of the mean would leave noise that the division by a tiny std blows up.
     equal = (rewards == rewards[:, :1]).all(axis=1, keepdims=True)
     return np.where(equal, 0.0, rewards - rewards.mean(axis=1, keepdims=True))
+
+
+def spread_all(advantages: Sequence[float], loss_masks: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """`spread` of one advantage each, for many short rows at the price of one."""
+    lengths = [len(mask) for mask in loss_masks]
+    flat = np.repeat(np.array(advantages, np.float32), lengths)
+    flat[np.concatenate(loss_masks) == 0] = 0.0
+    ends = list(accumulate(lengths))
+    return [flat[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def spread(advantage: float | np.ndarray, loss_mask: np.ndarray) -> np.ndarray:
