@@ -290,14 +290,16 @@ class World:
         self.check_room(reply["tickets"])
         work = dict(zip(reply["tickets"], reply["attempts"], strict=True))
         for log in reply["logs"]:
-            self.take_log(work, **log)
+            self.take_log(work, reply["shards"], **log)
         if work:
             self.flight.append((list(work), list(work.values()), self.serving))
         return True
 
-    def take_log(self, work: dict[int, int], holder: int, ticket: int, attempt: int, shards: list[dict]) -> None:
+    def take_log(
+        self, work: dict[int, int], where: dict[int, dict], holder: int, ticket: int, attempt: int, shards: list[int]
+    ) -> None:
         """What an earlier incarnation has made is still there; spares are put as they are."""
-        lies = [self.shards[shard["name"]][ticket] for shard in shards]
+        lies = [self.shards[where[number]["name"]][ticket] for number in shards]
         tokens: dict[int, list[int]] = {}
         for part in lies:
             tokens |= {k: [*tokens.get(k, [])[:start], *made] for k, (start, made) in part["episodes"].items()}
@@ -379,7 +381,7 @@ class World:
             self.known.pop(tickets[0], None)
             work = {tickets[0]: answer["attempt"]}
             for log in answer["logs"]:
-                self.take_log(work, **log)
+                self.take_log(work, answer["shards"], **log)
             tickets = [*work, *tickets[1:]]
             if not tickets:
                 return True

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from relax_hpc.data.prompts import Prompt
 from relax_hpc.engines.engine import Episode, EpisodeRow, Generation
+from relax_hpc.fields import FIELDS, FieldSpec
 from relax_hpc.rollout.attempt import Attempt, answer_of
 from relax_hpc.transfer_queue.client.segments import START, UNFINISHED, joined, told
 from relax_hpc.transfer_queue.controller.state.segments import Log, Segments
@@ -96,7 +97,7 @@ class LogMachine(RuleBasedStateMachine):
         """Whoever comes next has all that was appended, and nothing else."""
         self.work[ticket] = again = self.begin(ticket)
         kept = self.known.get(ticket, {})
-        assert again.tokens == sum(len(made.token_ids) for made in kept.values())
+        assert again.tokens == sum(np.count_nonzero(made.token_versions) for made in kept.values())
         assert not again.news(True, BUDGET), "what the queue has is not appended again"
 
     @rule(ticket=tickets)
@@ -221,3 +222,16 @@ def test_an_episode_of_several_rows_is_appended_when_it_has_ended_and_comes_back
         assert (tuple(found.prompt), vars_of(found.made)[:2]) == (row.prompt, vars_of(row.made)[:2])
         assert found.made.token_versions.tolist() == row.made.token_versions.tolist()
     assert answer_of(segments, Prompt("p", (7, 8), "text", "answer")) is None
+
+
+def test_what_an_engine_gives_beside_the_tokens_is_in_the_log(monkeypatch):
+    """It comes with the whole response alone, so nothing is appended before."""
+    monkeypatch.setitem(
+        FIELDS, "routes", FieldSpec("routes", "token", "uint8", "", by="rollout", tail=(2,), optional=True)
+    )
+    attempt, routes = Attempt(4, 0, PROMPT, 1), np.array([[1, 2], [3, 4]], np.uint8)
+    attempt.drafts[0].add([1], [-1.0], [5])
+    assert attempt.news(True, BUDGET) == []
+    attempt.drafts[0].ended = Generation([1, 2], [-1.0, -2.0], np.array([5, 5], np.int32), "stop", {"routes": routes})
+    found = answer_of(attempt.news(True, BUDGET), PROMPT)
+    assert found.extras["routes"].tolist() == routes.tolist() and found.finish_reason == "stop"

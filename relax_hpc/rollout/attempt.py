@@ -23,7 +23,6 @@ from relax_hpc.rollout.samples import draw_key, rows_of
 from relax_hpc.transfer_queue.client.segments import START, UNFINISHED
 from relax_hpc.transfer_queue.row_schema import Row
 
-_EXTRAS = [name for name in fields_by("rollout", optional=True) if FIELDS[name].kind == "token"]
 Made = Generation | Episode
 
 
@@ -64,9 +63,11 @@ class Attempt:
         return GenerateRequest(self.prompt.token_ids, key, k, sampling, budget, draft=draft)
 
     def news(self, unfinished_too: bool, budget: int) -> list[Row]:
-        """The segments that the log does not have; nothing that the queue would refuse."""
+        """The segments that the log does not have; nothing that the queue would refuse. Unfinished ones not if fields
+        are declared that engines give with the whole response alone."""
         if self._refused:
             return []
+        unfinished_too = unfinished_too and not _extras()
         return [row for k in range(len(self.drafts)) for row in self._segments(k, unfinished_too, budget)]
 
     def _segments(self, k: int, unfinished_too: bool, budget: int) -> list[Row]:
@@ -102,8 +103,12 @@ def answer_of(rows: Sequence[Row], prompt: Prompt) -> Made | None:
 def _generation(row: Row) -> Generation:
     known = int(row["prompt_len"])
     tokens, logprobs = row["token_ids"][known:].tolist(), row["rollout_logprobs"][known:].tolist()
-    extras = {name: row[name][known:] for name in _EXTRAS if name in row}
+    extras = {name: row[name][known:] for name in _extras() if name in row}
     return Generation(tokens, logprobs, row["token_versions"][known:].copy(), row["finish_reason"], extras)
+
+
+def _extras() -> list[str]:
+    return [name for name in fields_by("rollout", optional=True) if FIELDS[name].kind == "token"]
 
 
 def _is_sound(made: Generation, budget: int) -> bool:

@@ -60,7 +60,7 @@ class SegmentLog:
         """By episode what a log has; nothing if it cannot be used."""
         try:
             episodes = await asyncio.to_thread(read, self._client, place)
-        except ShardError as error:
+        except (ShardError, KeyError) as error:
             print(f"ticket {place.holder} is generated anew: {error}", flush=True)
             return {}
         found = {k: made for k, rows in episodes.items() if (made := answer_of(rows, prompt)) is not None}

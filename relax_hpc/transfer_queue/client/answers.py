@@ -50,7 +50,7 @@ class Admission:
             return None
         attempts, failures = answer["attempts"], answer["failures"]
         about = {"attempts": attempts, "failures": failures, "waited": tuple(map(tuple, answer["waited"]))}
-        return cls(tickets=answer["tickets"], logs=_places(answer["logs"]), **about)
+        return cls(tickets=answer["tickets"], logs=_places(answer), **about)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,12 +64,15 @@ class NextAttempt:
 
     @classmethod
     def of(cls, answer: Message) -> NextAttempt:
-        return cls(attempt=answer["attempt"], failures=answer["failures"], logs=_places(answer["logs"]))
+        return cls(attempt=answer["attempt"], failures=answer["failures"], logs=_places(answer))
 
 
-def _places(told: Sequence[Message]) -> Sequence[LogPlace]:
-    names = ("holder", "ticket", "attempt", "shards")
-    return tuple(LogPlace(**{name: one[name] for name in names}) for one in told)
+def _places(answer: Message) -> Sequence[LogPlace]:
+    shards, names = answer["shards"], ("holder", "ticket", "attempt")
+    return tuple(
+        LogPlace(**{name: log[name] for name in names}, shards=[shards[number] for number in log["shards"]])
+        for log in answer["logs"]
+    )
 
 
 @dataclass(frozen=True, slots=True)

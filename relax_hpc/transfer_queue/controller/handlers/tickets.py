@@ -29,7 +29,7 @@ def admit(service: QueueService, request: Request, reader: str, count: int) -> A
         attempts = [group.attempt for group in groups]
         failures = {t: group.failures for t, group in zip(tickets, groups, strict=True) if group.failures}
         about = {"attempts": attempts, "failures": failures, "waited": request.waited_for()}
-        return {"tickets": tickets, "logs": logs_of(state, tickets), **about}
+        return {"tickets": tickets, **logs_of(state, tickets), **about}
     if state.progress.finished():
         return {"finished": True}
     raise NotYet(ADMISSION, *why_not(state, version))
@@ -45,4 +45,4 @@ def fail(service: QueueService, request: Request, ticket: int, attempt: int, rea
         if spares := spares_for(service.state, [ticket], group.last - service.plan.max_staleness):
             service.record(op="bind", spares=spares)
     logs = logs_of(service.state, [ticket] if mine else [])
-    return {"attempt": group.attempt, "failures": group.failures, "logs": logs}
+    return {"attempt": group.attempt, "failures": group.failures, **logs}

@@ -68,11 +68,11 @@ def spares_for(state: QueueState, tickets: Iterable[int], version: int) -> dict[
     return given
 
 
-def logs_of(state: QueueState, tickets: Iterable[int]) -> list[dict[str, Any]]:
-    """What there is of them: whose attempt, and the shards with its segments in their order."""
+def logs_of(state: QueueState, tickets: Iterable[int]) -> dict[str, Any]:
+    """What there is of them: `logs`, with whose attempt each is and the numbers of its shards in the order of the
+    segments, and `shards` by number, of which many logs have the same."""
     held = [(ticket, log) for ticket in tickets if (log := state.segments.logs.get(ticket))]
-    return [
-        {"holder": ticket, "ticket": log.ticket, "attempt": log.attempt}
-        | {"shards": [state.shards[number].descriptor for number in log.shards]}
-        for ticket, log in held
-    ]
+    return {
+        "logs": [{"holder": t, "ticket": v.ticket, "attempt": v.attempt, "shards": v.shards} for t, v in held],
+        "shards": {number: state.shards[number].descriptor for _, log in held for number in log.shards},
+    }
