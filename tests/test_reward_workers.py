@@ -130,6 +130,23 @@ def test_what_ends_a_worker_costs_its_group_and_the_next_one_is_well(pool: Calla
     assert len({pid_of(before), pid_of(after), pid_of(last)}) == 3
 
 
+def test_a_worker_that_has_ended_is_not_killed_again(
+    pool: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its number may be another process's by then."""
+    own, killed, real = pool(), list[int](), os.killpg
+
+    async def work() -> int:
+        await own.start()
+        [worker] = own.workers
+        await own.of([sample("exit")])
+        monkeypatch.setattr(os, "killpg", lambda pid, number: killed.append(pid) or real(pid, number))
+        await worker.end()
+        return worker.busy
+
+    assert with_pool(own, work) == 0 and killed == []
+
+
 def test_what_hangs_in_c_is_killed_with_all_that_it_started(pool: Callable[..., Pool], tmp_path: Path) -> None:
     late, after = one_after_the_other(pool(limit_s=1.5), f"hang {tmp_path / 'pids'}", "2")
     assert isinstance(late, RewardError) and late.reason == "reward_timeout"

@@ -1,8 +1,8 @@
 """A file of prompts of which an index is in memory: which lines are prompts, and where they stand.
 
-The index is made once a run, when it is prepared, and lies in its directory; each process maps it, reads a line when
-its prompt is used, and makes tokens of it then. A file that is not the one that was indexed is refused: its tickets
-would have other prompts. Of a parquet file the rows are written out as lines beside the index.
+The index is made once a run, when it is prepared, and lies in its directory. Each process has it in memory, reads a
+line when its prompt is used, and makes tokens of it then. A file that is not the one that was indexed is refused: its
+tickets would have other prompts. Of a parquet file the rows are written out as lines beside the index.
 """
 
 from __future__ import annotations
@@ -266,12 +266,11 @@ def load(where: Path) -> Index | None:
     """The index at ``where``; None: there is none that is whole."""
     try:
         with where.open("rb") as file:
-            head = file.readline()
-        about: dict[str, Any] = json.loads(head)
-        count = about["prompts"]
-        if about["format"] != FORMAT or where.stat().st_size != len(head) + count * ENTRY.itemsize:
+            about: dict[str, Any] = json.loads(file.readline())
+            # Not mapped: what a shared filesystem cannot read is an error then, and no signal.
+            entries = np.frombuffer(file.read(), ENTRY)
+        if about["format"] != FORMAT or len(entries) != about["prompts"]:
             return None
-        entries = np.memmap(where, ENTRY, "r", offset=len(head), shape=count) if count else np.zeros(0, ENTRY)
         bad = [BadLine(*each) for each in about["bad"]]
         return Index(Stamp(**about["stamp"]), about["rules"], about["rows"], about["counts"], bad, entries)
     except (OSError, ValueError, TypeError, LookupError):

@@ -38,6 +38,8 @@ class Worker:
         """Prompt groups that it may have at a time."""
         self.busy = 0
         """How many of them are taken."""
+        self.has_ended = False
+        """Nothing can be asked of it any more."""
         self._process = process
         self._asked: dict[int, asyncio.Future[Scores]] = {}
         self._reading = asyncio.create_task(self._read())
@@ -68,25 +70,25 @@ class Worker:
             raise ConfigError(first["error"])
         return cls(process, AT_ONCE if first["many"] else 1)
 
-    @property
-    def has_ended(self) -> bool:
-        return self._reading.done()
-
     async def ask(self, number: int, samples: Sequence[RewardInput]) -> Scores:
         """The scores of ``samples``. WorkerEnded: see there. TypeError, ValueError: JSON has no such samples."""
         message = frames.pack({"id": number, "samples": [_fields(sample) for sample in samples]})
+        if self.has_ended:
+            raise WorkerEnded("had ended", False)
         answer = self._asked[number] = asyncio.get_running_loop().create_future()
         try:
             assert self._process.stdin
             self._process.stdin.write(message)
-            if self.has_ended:
-                raise WorkerEnded("had ended", False)
             return await answer
         finally:
             self._asked.pop(number, None)
 
     def kill(self) -> None:
         """End it, with all that it has started; what was asked of it was not at fault."""
+        if self.has_ended:
+            # Its number may be another process's by now.
+            return
+        self.has_ended = True
         self._reading.cancel()
         _kill(self._process)
         self._give_up("was ended because of another prompt", False)
@@ -103,6 +105,7 @@ class Worker:
                 message = await _message(self._process.stdout)
                 if (answer := self._asked.get(message["id"])) and not answer.done():
                     answer.set_result(_scores(message))
+        self.has_ended = True
         self._give_up(await _end(self._process), True)
 
     def _give_up(self, how: str, by_itself: bool) -> None:
