@@ -47,6 +47,8 @@ def test_empty_answer_and_response():
 
 
 OWN = """
+from dataclasses import dataclass
+
 def length(sample):
     return len(sample.response_text)
 
@@ -58,6 +60,13 @@ class Offset:
         return self.offset + len(sample.response_text)
 
     async def ranked(self, samples):
+        return [self.offset + place for place, _ in enumerate(samples)]
+
+@dataclass
+class Ranked:
+    offset: int = 10
+
+    def __call__(self, samples):
         return [self.offset + place for place, _ in enumerate(samples)]
 
 class Needy:
@@ -72,7 +81,8 @@ def test_own_reward_is_imported(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     assert get_reward("my_rewards:length")(sample("12")) == 2
     assert get_reward("my_rewards:Offset")(sample("12")) == 12
-    assert asked(get_reward("my_rewards:Offset.ranked"), "a", "b") == [Score(10.0), Score(11.0)]
+    for name in ("Offset.ranked", "Ranked"):
+        assert asked(get_reward(f"my_rewards:{name}"), "a", "b") == [Score(10.0), Score(11.0)]
     with pytest.raises(ConfigError, match="no function 'lenght'; did you mean 'length'"):
         get_reward("my_rewards:lenght")
     with pytest.raises(ConfigError, match=r"'my_rewards:Needy': cannot be made: TypeError: .*'more'"):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from relax_hpc.rewards import Reward, RewardError, RewardInput, Score, Scores
@@ -21,10 +22,16 @@ _NAME_CHARS, _DETAIL_CHARS = 64, 1000
 
 def takes_group(reward: Reward) -> bool:
     """Whether ``reward`` wants all samples of a prompt: its parameter is called `samples`."""
+    look = _first_parameter if isinstance(reward, Hashable) else _first_parameter.__wrapped__
     try:
-        return next(iter(inspect.signature(reward).parameters), "") == "samples"
+        return look(reward) == "samples"
     except (TypeError, ValueError):  # something built in, which does not say
         return False
+
+
+@functools.lru_cache(maxsize=64)
+def _first_parameter(reward: Reward) -> str:
+    return next(iter(inspect.signature(reward).parameters), "")
 
 
 def is_async(reward: Reward) -> bool:
