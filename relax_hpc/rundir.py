@@ -18,7 +18,16 @@ from relax_hpc.protocol import RUN_FORMAT
 
 MIN_TOKEN_BYTES = 32
 _NUMBERED = re.compile(r"(\d{6})\b", re.ASCII)
-_CHECKPOINT = re.compile(r"i\d{6}-step-(\d{6})", re.ASCII)
+_CHECKPOINT = re.compile(r"(?:(\w+)-)?i(\d{6})-step-(\d{6})", re.ASCII)
+
+
+def checkpoint_name(role: str, incarnation: int, step: int) -> str:
+    """Of the folder of a checkpoint; ``role``: whose part of it that is, empty for the policy's.
+
+    >>> checkpoint_name("", 1, 100), checkpoint_name("critic", 2, 100)
+    ('i000001-step-000100', 'critic-i000002-step-000100')
+    """
+    return "-".join(filter(None, (role, f"i{incarnation:06d}-step-{step:06d}")))
 
 
 @contextlib.contextmanager
@@ -165,10 +174,11 @@ class RunDir:
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 
-    def saved(self) -> list[tuple[int, Path]]:
-        """(step, folder) of each checkpoint, whole or not, in the order of their names."""
-        paths = sorted(self.checkpoints.glob("i*-step-*"))
-        return [(int(match[1]), path) for path in paths if (match := _CHECKPOINT.fullmatch(path.name))]
+    def saved(self, role: str = "") -> list[tuple[int, Path]]:
+        """(step, folder) of each checkpoint of the policy, or of another ``role`` that trains: whole or not, in the
+        order of their names, which are those of `checkpoint_name`."""
+        found = [(_CHECKPOINT.fullmatch(path.name), path) for path in sorted(self.checkpoints.glob("*-step-*"))]
+        return [(int(match[3]), path) for match, path in found if match and (match[1] or "") == role]
 
     @property
     def samples(self) -> Path:

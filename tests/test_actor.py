@@ -107,7 +107,7 @@ def waiting(deadline: float | None = None, client: Queue | None = None) -> Any:
     actor.clock = StepClock(deadline)
     actor.beside = Beside()
     actor.checkpoints = SimpleNamespace(saver=SimpleNamespace(check=lambda: None))
-    actor.windows = WindowStream(actor.context, actor.ranks, actor.clock, {}, actor.check)
+    actor.windows = WindowStream(actor.context, actor.ranks, actor.clock, actor.settings, {}, actor.check)
     return actor
 
 
@@ -282,6 +282,7 @@ class Recorded(TrainerRole):
     def __init__(self, ends_at: int, saves: tuple[int, ...] = (), in_step: bool = False) -> None:
         self.ends_at, self.saves, self.in_step = ends_at, saves, in_step
         self.config, self.clock, self.beside, self.windows = Config(steps=5), StepClock(None), Beside(), None
+        self.alone = True
         self.step, self.saved = 0, []
         self.saver = SimpleNamespace(seconds=0.0, failure="")
         self.checkpoints = SimpleNamespace(

@@ -197,7 +197,7 @@ def lengths_of(ticket: int) -> list[int]:
 def generated(plan: Plan, order: list[int], budget: int, boundary: int, padded: bool) -> list[tuple[int, ...]]:
     """Windows of the reference when prompt groups of various lengths arrive in ``order``."""
     state, windows = QueueState(plan), []
-    state.apply({"op": "resume", "incarnation": 1, "step": 0})
+    state.apply({"op": "resume", "task": "actor", "incarnation": 1, "step": 0})
     tickets = sorted(order)
     state.apply({"op": "admit", "owner": ["rollout", 1], "key": "k", "tickets": tickets, "version": "i000001-v000000"})
     for ticket in order:

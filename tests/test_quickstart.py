@@ -134,7 +134,7 @@ def assert_last_lines_name_what_is_there(live: Running) -> None:
     run, checkpoint, board, plot = (Path(words[-1]) for words in last)
     assert run == live.run.root and board == live.run.tensorboard and any(board.iterdir())
     assert plot.read_bytes().startswith(b"\x89PNG")
-    point = queue_state(live.run).progress.checkpoints[-1]
+    point = queue_state(live.run).progress.parts("actor")[-1]
     assert checkpoint.name == point["name"]
     text = (checkpoint / "COMPLETE.json").read_bytes()
     assert hashlib.sha256(text).hexdigest() == point["digest"]

@@ -91,8 +91,9 @@ def interrupt(live: Running) -> int:
     live.process.send_signal(signal.SIGINT)
     assert live.wait(60.0) == INTERRUPTED, live.story()
     assert not alive(family) and not staging_root(live.run).exists()
-    step = queue_state(live.run).progress.checkpoints[-1]["step"]
-    assert step == queue_state(live.run).progress.trained_steps > EVERY, "saved at the edge of the step it was at"
+    progress = queue_state(live.run).progress
+    step = progress.whole[-1]
+    assert step == progress.trained_steps > EVERY, "saved at the edge of the step it was at"
     assert "--resume" in live.output.read_text().splitlines()[-1]
     return step
 
@@ -118,7 +119,7 @@ def kill_everything(live: Running) -> tuple[dict, dict]:
     assert live.wait(30.0) == -signal.SIGKILL
     psutil.wait_procs(family, timeout=30.0)
     assert not alive(family)
-    older, newest = queue_state(live.run).progress.checkpoints[-2:]
+    older, newest = queue_state(live.run).progress.parts("actor")[-2:]
     return older, newest
 
 

@@ -111,7 +111,7 @@ def test_numbers_are_taken_from_what_has_one(run):
     assert new_attempt(run) == 1 and latest_attempt(run) == max(1, before)
     for name in ("i-step-backup", "i000001-step-000004.old", "i000001-step-000002"):
         leave(run.checkpoints / name / "COMPLETE.json", b"{}")
-    assert last_checkpoint(run)["step"] == 2
+    assert last_checkpoint(run, load_resolved(run.root))["step"] == 2
     check_resumable(run, load_resolved(run.root))
 
 

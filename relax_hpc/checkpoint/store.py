@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 2
 MARKER = "COMPLETE.json"
 _PIECE_BYTES = 4 << 20
-_INCARNATION = re.compile(r"\.?i(\d{6})-")
 _OWNED = re.compile(r"__(\d+)_\d+\.distcp$|random-(\d+)\.safetensors$")
 """Files that each rank writes; all others are rank 0's."""
 
@@ -59,14 +58,15 @@ def load(directory: Path, trainer: Trainer, channel: Channel, digest: str | None
     return marker["meta"]
 
 
-def remove_others(root: Path, keep: Collection[str], incarnation: int) -> list[str]:
-    """Delete every checkpoint in `root`, partial ones too, whose name is not in `keep`, nor of a later incarnation than
-    `incarnation`; the names deleted. What cannot be deleted stays.
+def remove_others(root: Path, keep: Collection[str], incarnation: int, role: str = "") -> list[str]:
+    """Delete every checkpoint of `role` (see `checkpoint_name`) in `root`, partial ones too, whose name is not in
+    `keep`, nor of a later incarnation than `incarnation`; the names deleted. What cannot be deleted stays.
 
     Each loses its marker first, so that an interrupted deletion leaves nothing that looks whole.
     """
     doomed = sorted(path for path in root.iterdir() if path.is_dir() and path.name not in keep)
-    mine = [path for path in doomed if (found := _INCARNATION.match(path.name)) and int(found[1]) <= incarnation]
+    own = re.compile(rf"\.?{re.escape(role + '-' if role else '')}i(\d{{6}})-")
+    mine = [path for path in doomed if (found := own.match(path.name)) and int(found[1]) <= incarnation]
     for path in mine:
         with contextlib.suppress(OSError):
             (path / MARKER).unlink(missing_ok=True)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
-from relax_hpc.config.roles import RANKED
+from relax_hpc.config.roles import RANKED, ROLES
 from relax_hpc.config.schema import Config, GroupConfig
 from relax_hpc.errors import ConfigError
 
@@ -47,6 +47,16 @@ def variables_of(config: Config, name: str) -> dict[str, str]:
 def roles_of(config: Config, name: str) -> list[str]:
     """The roles that a group's processes run; the hub's first is the queue controller."""
     return ([CONTROLLER] if name == "hub" else []) + list(group_of(config, name).roles)
+
+
+def trainers_of(groups: Mapping[str, GroupConfig]) -> dict[str, str]:
+    """Roles that train, in the order of `ROLES`, and the group that each is in.
+
+    >>> trainers_of({"hub": GroupConfig(roles=["advantages"]), "training": GroupConfig(roles=["actor"])})
+    {'actor': 'training'}
+    """
+    placed = {role: name for name, group in groups.items() for role in group.roles}
+    return {name: placed[name] for name, role in ROLES.items() if role.trains and name in placed}
 
 
 def ranks_of(config: Config, name: str, role: str) -> int:

@@ -20,6 +20,8 @@ class Role:
     """Whether it brings to an end what it is at when it is asked to stop."""
     needs: tuple[str, ...] = ()
     """Fields of rows without which it cannot work. What it gives is declared in `relax_hpc.fields`."""
+    trains: bool = False
+    """Whether it learns from rows, and checkpoints: a step is trained when all such roles of a run have trained it."""
 
 
 ROLES = {
@@ -30,6 +32,7 @@ ROLES = {
         sections=("actor", "checkpoint"),
         finishes_first=True,
         needs=("token_ids", "reward"),
+        trains=True,
     ),
     "actor_fwd": Role(
         "relax_hpc.roles.forward",
@@ -45,5 +48,7 @@ ROLES = {
     ),
     "advantages": Role("relax_hpc.roles.advantages", needs=("reward",)),
 }
+POLICY = "actor"
+"""The role that trains what engines generate with: versions and their lineage are of its incarnations."""
 RANKED = tuple(name for name, role in ROLES.items() if role.ranked)
 """Roles whose ranks split one model."""

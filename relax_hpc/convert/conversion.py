@@ -28,7 +28,7 @@ from relax_hpc.weights.version_files import check_listed, check_unchanged
 DEFAULT_SHARD_BYTES = 5_000_000_000
 PLAN_VERSION = 1
 """Of what is written; with another, a conversion that was interrupted starts again."""
-_OF_A_RUN = re.compile(r"[ei]\d{6}-step-\d{6}|\..*")
+_OF_A_RUN = re.compile(r"(\w+-)?[ei]\d{6}-step-\d{6}|\..*")
 """Names of checkpoints that count by their marker alone, and of those that never came to their end."""
 
 

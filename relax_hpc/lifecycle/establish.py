@@ -7,6 +7,7 @@ from pathlib import Path
 from relax_hpc.checks.settings import check
 from relax_hpc.config import Config, dump, load_resolved, resolve
 from relax_hpc.config.changes import retire_changes
+from relax_hpc.config.groups import trainers_of
 from relax_hpc.errors import EXIT_DONE, ConfigError
 from relax_hpc.observe.status import status
 from relax_hpc.rundir import RunDir, read_map, write_json
@@ -43,6 +44,9 @@ def check_resumable(directory: RunDir, config: Config) -> None:
     for key in FIXED:
         if (found := getattr(config, key)) != (kept := getattr(before, key)):
             raise ConfigError(f"{directory.config}: {key}: found {found}, a run keeps {kept}; start a new run_dir")
+    if (found := [*trainers_of(config.groups)]) != (kept := [*trainers_of(before.groups)]):
+        text = f"found {', '.join(found)} for the roles that train, a run keeps {', '.join(kept)}"
+        raise ConfigError(f"{directory.config}: groups: {text}, which its checkpoints are of; start a new run_dir")
     saved = max((step for step, _ in directory.saved()), default=0)
     if config.steps < saved:
         raise ConfigError(f"steps: found {config.steps}, but step {saved} is checkpointed; allowed: at least {saved}")

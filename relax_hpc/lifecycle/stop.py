@@ -46,7 +46,7 @@ def main(root: str, now: bool) -> int:
         slurm = Slurm()
         here = config.layout == "local" and not _left(run, config, slurm)
         _stop_processes(run, config, now) if here else _stop_jobs(run, config, slurm, now)
-    _say_what_is_saved(run)
+    _say_what_is_saved(run, config)
     return EXIT_DONE
 
 
@@ -148,8 +148,8 @@ def _until(deadline: float, condition: Callable[[], bool]) -> bool:
     return True
 
 
-def _say_what_is_saved(run: RunDir) -> None:
-    saved = last_checkpoint(run)
+def _say_what_is_saved(run: RunDir, config: Config) -> None:
+    saved = last_checkpoint(run, config)
     what = f"step {saved['step']} is saved in {saved['path']}" if saved else "no checkpoint was made"
     print(f"stopped: {what}")
     if not run.finished.exists():

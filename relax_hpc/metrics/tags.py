@@ -32,6 +32,7 @@ PARTS = (
     Part("idle", "Share of a role's time in which it waited"),
     Part("weights", "Versions on their way to engines"),
     Part("queue", "Prompt groups and samples on their way"),
+    Part("trainer", "What roles that train beside the actor report of their last step"),
 )
 """In the order in which people look for them."""
 
@@ -89,6 +90,7 @@ TAGS = {
     "queue/by_<plane>_shards": "shards read since the last step, by the way they came",
     "queue/by_<plane>_bytes": "the same in bytes",
     "queue/samples_skipped": "episodes that were to be kept for people since the last step and found no room",
+    "trainer/<role>_<name>": "the role's own value of the metric, such as loss_grad_norm or perf_unsaved_steps",
     "queue/<what>_<reason>": "other things that went wrong so far: bad lines of prompt files, faults of engines ...",
 }
 """Tag -> its meaning; `<name>` stands for any word. The first that fits counts."""

@@ -8,6 +8,8 @@ import time
 from typing import Any
 
 from relax_hpc.config import Config, load_resolved
+from relax_hpc.config.groups import trainers_of
+from relax_hpc.config.roles import POLICY
 from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.metrics.read import read_metrics
 from relax_hpc.metrics.shares import shares_of_time
@@ -58,7 +60,7 @@ def status(run: RunDir, patience_s: float = 3.0, slurm: Slurm | None = None) -> 
         "stop": asked,
         "jobs": _job_rows(run, jobs),
         "excluded_nodes": excluded(run),
-        "checkpoint": last_checkpoint(run),
+        "checkpoint": last_checkpoint(run, config),
         "preparing": said(run.preparing),
         "groups": {
             name: group_status(run, config, name, found, jobs, squeue, bool(asked))
@@ -73,9 +75,12 @@ def status(run: RunDir, patience_s: float = 3.0, slurm: Slurm | None = None) -> 
     return about | {"state": state, "exit_code": exit_code(state, asked)}
 
 
-def last_checkpoint(run: RunDir) -> dict[str, Any] | None:
-    """{"step", "path", "age_s"} of the newest whole checkpoint."""
-    whole = [(step, path) for step, path in run.saved() if (path / _MARKER).exists()]
+def last_checkpoint(run: RunDir, config: Config) -> dict[str, Any] | None:
+    """{"step", "path", "age_s"} of the newest whole checkpoint: all roles that train have saved their part of it."""
+    others = [role for role in trainers_of(config.groups) if role != POLICY]
+    steps = [{step for step, path in run.saved(role) if (path / _MARKER).exists()} for role in others]
+    parts = [(step, path) for step, path in run.saved() if (path / _MARKER).exists()]
+    whole = [(step, path) for step, path in parts if all(step in saved for saved in steps)]
     if not whole:
         return None
     step, path = max(whole, key=lambda found: (found[1] / _MARKER).stat().st_mtime)

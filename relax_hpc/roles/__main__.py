@@ -113,7 +113,7 @@ def import_role(name: str, config: Config, local_rank: int) -> ModuleType:
         if name in WITH_RANKS:
             from relax_hpc.training.parallel import import_libraries
 
-            import_libraries(config.model.device, local_rank, trains=name == "actor")
+            import_libraries(config.model.device, local_rank, trains=ROLES[name].trains)
     return role
 
 

@@ -123,4 +123,4 @@ def run(context: Context) -> None:
     model = PolicyModel(read_config(context.model), config.model, config.actor.parallel)
     model.load_hf(context.model)
     policy = Policy(context, ranks, model)
-    TrainerRole(context, ranks, policy.trainer, policy, placeholders_of(context.model)).run()
+    TrainerRole(context, ranks, config.actor, policy.trainer, policy, placeholders_of(context.model)).run()

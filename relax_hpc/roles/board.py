@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from relax_hpc.config.roles import POLICY
 from relax_hpc.config.schema import Config
 from relax_hpc.metrics.progress import Progress
 from relax_hpc.metrics.read import read_metrics
@@ -45,16 +46,19 @@ class Board:
         self._shown: Counter[int] = Counter()
 
     def report(self, role: str, step: int, values: dict[str, float], seconds: dict[str, float]) -> None:
-        """Take a role's report; an evaluation is written at once, a step when the actor reports it."""
+        """Take a role's report; an evaluation is written at once, a step when the actor reports it, with what other
+        trainers have reported since the last."""
         if role == "eval":
             self.writer.write(step, values)
             self._scores = values
             return
         for what, spent in seconds.items():
             self._seconds[role][what] += spent
+        if role in self.state.plan.trainers and role != POLICY:
+            values = {f"trainer/{role}_{tag.replace('/', '_')}": value for tag, value in values.items()}
         for tag, value in values.items():
             self._values[tag] = self._values[tag] + value if tag.startswith(_ADDED_UP) else value
-        if role == "actor":
+        if role == POLICY:
             self._write(step)
 
     def show(self, step: int, texts: Iterable[str]) -> None:
@@ -73,7 +77,7 @@ class Board:
         generating = self._seconds["rollout"].get("generate", 0.0)
         if generating:
             values["perf/rollout_tokens_per_s"] = values.get("perf/rollout_tokens", 0.0) / generating
-        training = self._seconds["actor"].get("train", 0.0)
+        training = self._seconds[POLICY].get("train", 0.0)
         if training:
             values["perf/train_tokens_per_s"] = values["perf/trained_tokens"] / training
         total = values.pop(GENERATED_SUM, 0.0)

@@ -1,4 +1,8 @@
-"""A trainer role's checkpoints: saved beside training, counted once the queue has journaled them, resumed from."""
+"""A trainer role's part of checkpoints: saved beside training, counted once the queue has journaled it, resumed from.
+
+A checkpoint is one cut over all roles of a run that train: it is whole when each has saved its part of the same step,
+and only what is whole is resumed from.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,11 @@ from typing import Any
 
 from relax_hpc.checkpoint import store
 from relax_hpc.checkpoint.saver import Saver
+from relax_hpc.config.roles import POLICY
 from relax_hpc.config.schema import CheckpointConfig
 from relax_hpc.roles.context import Context
 from relax_hpc.roles.ranks import Ranks
+from relax_hpc.rundir import checkpoint_name
 from relax_hpc.training.trainer import Trainer
 from relax_hpc.transfer_queue.client import Checkpoint, then
 
@@ -33,13 +39,16 @@ class Checkpoints:
             stands=lambda: client is None or client.beat.hindered,
         )
         self.saved: tuple[int, float] = 0, time.time()
-        """The newest step that can be resumed from, and when that was."""
+        """The newest step that this role has saved, and when that was."""
+        self.part = "" if context.role == POLICY else context.role
+        """In the names of its folders."""
 
     def load(self) -> int:
-        """Load the newest checkpoint that verifies; the step to begin with (0 without one)."""
+        """Load this role's part of the newest checkpoint that verifies; the step to begin with (0 without one)."""
+        role = self.context.role
         self.context.says("")
-        points = self.ranks.ask(lambda client: then(client.training.checkpoints(), _messages))
-        for point in reversed([Checkpoint(**about) for about in points]):
+        found = self.ranks.ask(lambda client: then(client.training.checkpoints(role), _messages))
+        for point in reversed([point for point in (Checkpoint(**about) for about in found) if point.whole]):
             directory = self.context.run.checkpoints / point.name
             self.context.says(f"loading checkpoint {point.name}")
             try:
@@ -50,7 +59,7 @@ class Checkpoints:
         else:
             step = 0
         self.saved = step, time.time()
-        self.ranks.ask(lambda client: client.training.resume(step))
+        self.ranks.ask(lambda client: client.training.resume(step, role))
         self.context.says("")
         return step
 
@@ -58,20 +67,19 @@ class Checkpoints:
         """Save everything that training step ``step`` needs; what is older than `keep_last` goes once it is saved."""
         with self.context.spans("checkpoint", step=step):
             incarnation = self.context.incarnation
-            name, first = f"i{incarnation:06d}-step-{step:06d}", step * self.config.prompts_per_step
+            name, first = checkpoint_name(self.part, incarnation, step), step * self.config.prompts_per_step
             meta = {"step": step, "first_ticket": first, "seed": self.config.seed, "incarnation": incarnation}
-            journal = partial(self._journal, step, time.time(), name)
+            journal = partial(self.journal, step, time.time(), name)
             self.saver.save(self.context.run.checkpoints / name, meta, journal)
 
-    def _journal(self, step: int, at: float, name: str, digest: str) -> None:
+    def journal(self, step: int, at: float, name: str, digest: str) -> None:
         """A checkpoint counts from here on. In the leader's saving thread."""
         client, root = self.context.client, self.context.run.checkpoints
-        client.training.checkpoint(step, name, digest).result()
+        client.training.checkpoint(step, name, digest, self.context.role).result()
         self.saved, client.beat.unsaved = (step, at), {}
-        points = client.training.checkpoints().result()
-        store.remove_others(
-            root, {point.name for point in kept_points(points, self.config.checkpoint)}, self.context.incarnation
-        )
+        points = client.training.checkpoints(self.context.role).result()
+        kept = {point.name for point in kept_points(points, self.config.checkpoint)}
+        store.remove_others(root, kept, self.context.incarnation, self.part)
 
     def _note_unsaved(self, why: str) -> None:
         """In the leader's saving thread."""
@@ -100,11 +108,13 @@ def _messages(points: list[Checkpoint]) -> list[dict[str, Any]]:
 
 
 def kept_points(points: list[Checkpoint], config: CheckpointConfig) -> list[Checkpoint]:
-    """The checkpoints that stay: the last ones, and every so-manyth.
+    """The checkpoints that stay: the last whole ones, every so-manyth, and what others have yet to save their part of.
 
     >>> points = [Checkpoint(step=step, incarnation=1, name=f"c{step}", digest="") for step in (10, 20, 30, 40)]
+    >>> points.append(Checkpoint(step=50, incarnation=1, name="c50", digest="", whole=False))
     >>> [point.step for point in kept_points(points, CheckpointConfig(keep_last=1, keep_every=20))]
-    [20, 40]
+    [20, 40, 50]
     """
-    every = config.keep_every
-    return [p for p in points[: -config.keep_last] if every and not p.step % every] + points[-config.keep_last :]
+    every, whole = config.keep_every, [point for point in points if point.whole]
+    old, last = whole[: -config.keep_last], whole[-config.keep_last :]
+    return [p for p in old if every and not p.step % every] + last + [point for point in points if not point.whole]

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from relax_hpc.background import Background
+from relax_hpc.config.schema import ActorConfig
 from relax_hpc.roles.context import Context
 from relax_hpc.roles.ranks import Ranks
 from relax_hpc.transfer_queue.client import Claim
@@ -33,8 +34,8 @@ class Prefetch:
     >>> window = prefetch.asked.result()
     """
 
-    def __init__(self, context: Context, ranks: Ranks, placeholders: Mapping[str, int]) -> None:
-        self.context, self.ranks, self.placeholders = context, ranks, placeholders
+    def __init__(self, context: Context, ranks: Ranks, settings: ActorConfig, placeholders: Mapping[str, int]) -> None:
+        self.context, self.ranks, self.settings, self.placeholders = context, ranks, settings, placeholders
         self.channel = ranks.channel()
         self.asked: Future[Window] | None = None
         """What was last asked for; None once `taken`."""
@@ -72,7 +73,7 @@ class Prefetch:
         The request is never given up, as its answer, a lease, would come to nobody: who needs it has the deadline.
         """
         config, client, task = self.context.config, self.context.client, self.context.role
-        settings, ranks = getattr(config, task), self.ranks.layout.data_size
+        settings, ranks = self.settings, self.ranks.layout.data_size
         most, size = settings.max_tokens_per_micro_batch, config.prompts_per_step // config.algorithm.mini_batches
         budget, about = settings.balance_window * most * ranks, {"ranks": ranks, "max_tokens": most, "batch": batch}
         while True:

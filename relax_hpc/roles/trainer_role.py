@@ -13,6 +13,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+from relax_hpc.config.groups import trainers_of
+from relax_hpc.config.schema import ActorConfig
 from relax_hpc.errors import StoppedError
 from relax_hpc.roles.checkpoints import Checkpoints
 from relax_hpc.roles.context import Context
@@ -25,6 +27,8 @@ from relax_hpc.training.batches import PAD, Batch, collate, episode_tokens
 from relax_hpc.training.optimizer import learning_rate
 from relax_hpc.training.trainer import Trainer
 from relax_hpc.transfer_queue.client import Claim, StepTrained, then
+
+_OTHERS = ("trainers", "their last step")
 
 
 class Beside:
@@ -66,15 +70,22 @@ class TrainerRole:
     """One rank of a group that trains; every method runs in all of them, only the leader talks to the queue."""
 
     def __init__(
-        self, context: Context, ranks: Ranks, trainer: Trainer, beside: Beside, placeholders: Mapping[str, int]
+        self,
+        context: Context,
+        ranks: Ranks,
+        settings: ActorConfig,
+        trainer: Trainer,
+        beside: Beside,
+        placeholders: Mapping[str, int],
     ) -> None:
-        """``placeholders``: see `check_media`."""
+        """``settings``: the role's section of the configuration. ``placeholders``: see `check_media`."""
         self.context, self.config, self.ranks = context, context.config, ranks
-        self.settings = getattr(self.config, context.role)
-        self.trainer, self.beside = trainer, beside
+        self.settings, self.trainer, self.beside = settings, trainer, beside
         self.checkpoints = Checkpoints(context, ranks, trainer)
         self.clock = StepClock(context.deadline)
-        self.windows = WindowStream(context, ranks, self.clock, placeholders, self.check)
+        self.windows = WindowStream(context, ranks, self.clock, settings, placeholders, self.check)
+        self.alone = len(trainers_of(self.config.groups)) == 1
+        """No other role of the run trains."""
         self.told: Future | None = None
         """Of the leader: {} when the queue has taken the last step for trained, and it is reported."""
 
@@ -92,6 +103,8 @@ class TrainerRole:
                 self.beside.end_step()
                 self.clock.took(time.monotonic() - started, self.checkpoints.saver.seconds)
                 step += 1
+            self.settle()
+            self.await_others()
         except AtEdge as edge:
             self.await_told(step)
             if self.checkpoints.unsaved(step, saved):
@@ -100,8 +113,15 @@ class TrainerRole:
             # The others end only after the leader's last work.
             self.ranks.tell({})
             raise StoppedError(f"{edge}: saved step {step}") from None
-        self.settle()
         self.ranks.close()
+
+    def await_others(self) -> None:
+        """Wait until all trainers have saved the last step: one that had left could not go back with the policy."""
+        last, seen = self.config.steps, -1
+        while not self.alone:
+            whole, seen = self.windows.ask(last, _OTHERS, lambda client, seen=seen: client.training.whole(last, seen))
+            if whole:
+                break
 
     def check_edge(self) -> None:
         """AtEdge, in every rank, if another step must not begin."""
@@ -146,7 +166,7 @@ class TrainerRole:
         self.beside.trained(step)
         if self.ranks.leader:
             result = StepResult(first, metrics, tally, lr, time.monotonic() - started)
-            answer = self.context.client.training.trained(step, leases)
+            answer = self.context.client.training.trained(step, leases, self.context.role)
             self.told = then(answer, partial(self._report, step, result))
         due = (step + 1) % self.config.checkpoint.every == 0 or step + 1 == self.config.steps
         if due:

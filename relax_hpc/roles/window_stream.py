@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
+from typing import Any
 
+from relax_hpc.config.schema import ActorConfig
 from relax_hpc.errors import DeadlineError, RelaxError
 from relax_hpc.roles.context import HUB, Context
 from relax_hpc.roles.prefetch import Prefetch, Window
@@ -33,13 +35,14 @@ class WindowStream:
         context: Context,
         ranks: Ranks,
         clock: StepClock,
+        settings: ActorConfig,
         placeholders: Mapping[str, int],
         check: Callable[[], None] = lambda: None,
     ) -> None:
         """``check`` raises what goes wrong elsewhere in this process, which may be why no rows come."""
         self.context, self.config, self.ranks = context, context.config, ranks
         self.clock, self.check = clock, check
-        self.prefetch = Prefetch(context, ranks, placeholders)
+        self.prefetch = Prefetch(context, ranks, settings, placeholders)
         self.settling: Future | None = None
         """Of the leader, about the rows of the last mini-batch."""
 
@@ -88,34 +91,35 @@ class WindowStream:
     def _release(self, claim: Claim) -> None:
         self.ranks.ask(lambda client: client.release(claim))
 
-    def _wait(self, work: Future, may_end: bool) -> str:
-        """Wait for an answer of the queue, in the leader; why the role has to end before, if it ``may_end``."""
+    def _wait(self, work: Future, may_end: bool, what: str = "no rows to train on came") -> str:
+        """Wait for an answer of the queue, in the leader; why the role has to end before, if it ``may_end``.
+
+        DeadlineError, which says ``what`` was waited for in vain."""
         patience, client = self.config.queue.wait_timeout_s, self.context.client
         longest, until, stood = longest_wait_s(self.config), time.monotonic() + patience, client.beat.stood_s
         while not wait([work], timeout=_LOOK_S).done:
             # While somebody is not there, the clock stands.
             if time.monotonic() > until + min(client.beat.stood_s - stood, longest):
-                text = (
-                    f"no rows to train on came for {patience:g} s; see relax-hpc status, and the logs of the group that"
-                )
-                raise DeadlineError(f"{text} is behind in {self.context.run.root / 'logs'}")
+                where = f"the logs of the group that is behind in {self.context.run.root / 'logs'}"
+                raise DeadlineError(f"{what} for {patience:g} s; see relax-hpc status, and {where}")
             self.ranks.control.still_waits()
             self.check()
             if may_end and (reason := self.why_end()):
                 return reason
         return ""
 
-    def ask(self, step: int, cause: tuple[str, str], ask: Callable[[QueueClient], Future]) -> None:
-        """Ask the queue and wait for its answer, in every rank; AtEdge if the role has to end before."""
-        reason = ""
+    def ask(self, step: int, cause: tuple[str, str], ask: Callable[[QueueClient], Future]) -> Any:
+        """Ask the queue and wait for its answer, a message, in every rank; AtEdge if the role has to end before."""
+        told: dict[str, Any] = {}
         with self.context.spans("wait", step=step, cause=cause):
             if self.ranks.leader:
                 work = ask(self.context.client)
-                if not (reason := self._wait(work, may_end=True)):
-                    work.result()
-            reason = self.ranks.tell({"reason": reason})["reason"]
-        if reason:
-            raise AtEdge(reason)
+                reason = self._wait(work, may_end=True, what=f"{cause[0]}: {cause[1]}: waited in vain")
+                told = {"reason": reason, "answer": None if reason else work.result()}
+            told = self.ranks.tell(told)
+        if told["reason"]:
+            raise AtEdge(told["reason"])
+        return told["answer"]
 
     def why_end(self) -> str:
         """Why another step must not begin; empty: it may."""
@@ -139,5 +143,5 @@ def check_range(claim: Claim, first: int, size: int) -> None:
     if not first <= claim.place < first + size:
         found = f"places from {claim.place} on in the order of training"
         raise RelaxError(
-            f"claim: found {found}, expected those of {first} to {first + size - 1}; the actor starts again"
+            f"claim: found {found}, expected those of {first} to {first + size - 1}; its group starts again"
         )

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 
 from relax_hpc.config import Config
-from relax_hpc.config.groups import base_name, group_of, roles_of
+from relax_hpc.config.groups import base_name, group_of, roles_of, trainers_of
 from relax_hpc.disk import for_at_most, may_pass, patiently, with_cure
 from relax_hpc.errors import (
     EXIT_CONFIG,
@@ -582,7 +582,8 @@ class Supervisor:
         return group.alive() if group else not all_ended(self.run, self.config, name)
 
     def _stop_order(self, names: list[str]) -> list[list[str]]:
-        """The actor while it can still be fed, then the others together, the hub last."""
-        actors = [name for name in names if name != "hub" and "actor" in group_of(self.config, name).roles]
-        others = [name for name in names if name not in (*actors, "hub")]
-        return [actors, others, ["hub"] if "hub" in names else []]
+        """Who trains while that can still be fed, then the others together, the hub last."""
+        trainers = set(trainers_of(self.config.groups).values())
+        fed = [name for name in names if name != "hub" and name in trainers]
+        others = [name for name in names if name not in (*fed, "hub")]
+        return [fed, others, ["hub"] if "hub" in names else []]

@@ -14,11 +14,12 @@ _HOUR_S = 3600.0
 
 
 def unsaved(config: Config, beats: Mapping[str, Mapping[str, Any]], trained_steps: int) -> dict[str, Any]:
-    """What the actor's beat says of it, and what is at risk: `steps`, `seconds`, and hours `spent` of a `unit`.
+    """What the trainers' beats say of it, and what is at risk: `steps`, `seconds`, and hours `spent` of a `unit`.
 
     Empty: all checkpoints so far are written, or none is due yet.
     """
-    told = next((beat["unsaved"] for beat in beats.values() if beat.get("unsaved")), {})
+    found = [beat["unsaved"] for beat in beats.values() if beat.get("unsaved")]
+    told = min(found, key=lambda one: one["step"], default={})
     if not told:
         return {}
     seconds, unit = max(0.0, time.time() - told["since"]), unit_of(config)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from relax_hpc.config.groups import base_name
-from relax_hpc.config.roles import ROLES
+from relax_hpc.config.groups import base_name, trainers_of
+from relax_hpc.config.roles import POLICY, ROLES
 from relax_hpc.config.schema import Config
 from relax_hpc.fields import fields_by
 
@@ -48,6 +48,8 @@ class Plan:
     max_bytes: int
     max_rows: int
     """Bounds of the rows that wait for training, beyond which tickets are given out for the next step alone."""
+    trainers: dict[str, str]
+    """Roles that train, and the group that each is in."""
     groups: frozenset[str]
     """As configured; what others hold from before the groups were changed comes back."""
     publish_lag: int = 64
@@ -73,7 +75,9 @@ class Plan:
         tasks["advantages"] = Task(algorithm.needs, algorithm.gives, in_order=False, whole_step=whole)
         active = {role for group in config.groups.values() for role in group.roles}
         learned = tuple(field for name, task in tasks.items() if name in active for field in task.gives)
-        tasks["actor"] = Task((*ROLES["actor"].needs, *learned), (), in_order or whole, in_sets=not (in_order or whole))
+        trainers, in_sets = {POLICY: POLICY} | trainers_of(config.groups), not (in_order or whole)
+        for name in trainers:
+            tasks[name] = Task((*ROLES[name].needs, *learned), (), not in_sets, in_sets=in_sets)
         return cls(
             steps=config.steps,
             prompts_per_step=config.prompts_per_step,
@@ -84,9 +88,10 @@ class Plan:
             tasks=tasks,
             max_bytes=config.queue.max_bytes,
             max_rows=config.queue.max_rows,
+            trainers=trainers,
             groups=frozenset(config.groups),
             publish_lag=config.weights.publish_lag,
-            colocated=next((n for n, g in config.groups.items() if "actor" in g.roles), "") if config.colocate else "",
+            colocated=trainers[POLICY] if config.colocate else "",
             engines=config.rollout.replicas,
             refresh_every=algorithm.kl.refresh_every,
         )

@@ -159,18 +159,21 @@ class StepTrained:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """One that counts: what is in its folder is judged by the digest."""
+    """A trainer's part of one: what is in its folder is judged by the digest."""
 
     step: int
     incarnation: int
     name: str
     digest: str
+    whole: bool = True
+    """Whether all trainers of the run have their part of that step, without which nobody resumes from it."""
 
     @classmethod
     def of_answer(cls, answer: Message) -> list[Checkpoint]:
         """Those of the surviving lineage, oldest first."""
         names = ("step", "incarnation", "name", "digest")
-        return [cls(**{name: point[name] for name in names}) for point in answer["checkpoints"]]
+        points = answer["checkpoints"]
+        return [cls(**{name: point[name] for name in names}, whole=point.get("whole", True)) for point in points]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,35 +5,46 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 
+from relax_hpc.config.roles import POLICY
 from relax_hpc.transfer_queue.client.answers import Checkpoint, StepTrained
 from relax_hpc.transfer_queue.client.connection import Submit, nothing, then
 
 
 class Training:
-    """What an actor says and asks, and engines that share its devices. Every method returns a future."""
+    """What a trainer says and asks, and engines that share the actor's devices. Every method returns a future.
+
+    ``task``: the trainer's, if it is not the policy's.
+    """
 
     def __init__(self, submit: Submit) -> None:
         self._submit = submit
 
-    def resume(self, step: int) -> Future[None]:
-        """This incarnation begins with ``step``: what weights after it made is rolled back."""
-        return then(self._submit("resume", step=step), nothing)
+    def resume(self, step: int, task: str = POLICY) -> Future[None]:
+        """This incarnation begins with ``step``. Of the policy: what weights after it made is rolled back, and who has
+        trained on that goes back too; of another trainer: it gets the rows of later steps again."""
+        return then(self._submit("resume", step=step, task=task), nothing)
 
     def settled(self, leases: Sequence[int]) -> Future[list[int]]:
         """Tickets of ``leases`` that nothing can take away any more, once that is known of all of them."""
         return then(self._submit("settled", leases=list(leases)), lambda answer: answer["tickets"])
 
-    def trained(self, step: int, leases: Sequence[int]) -> Future[StepTrained]:
+    def trained(self, step: int, leases: Sequence[int], task: str = POLICY) -> Future[StepTrained]:
         """``step`` was trained on all that these leases hold."""
-        return then(self._submit("trained", step=step, leases=list(leases)), StepTrained.of)
+        return then(self._submit("trained", step=step, leases=list(leases), task=task), StepTrained.of)
 
-    def checkpoints(self) -> Future[list[Checkpoint]]:
-        """Those of the surviving lineage, oldest first."""
-        return then(self._submit("checkpoints"), Checkpoint.of_answer)
+    def checkpoints(self, task: str = POLICY) -> Future[list[Checkpoint]]:
+        """The trainer's parts of those of the surviving lineage, oldest first."""
+        return then(self._submit("checkpoints", task=task), Checkpoint.of_answer)
 
-    def checkpoint(self, step: int, name: str, digest: str) -> Future[None]:
-        """The checkpoint in folder ``name`` counts from here on."""
-        return then(self._submit("checkpoint", step=step, name=name, digest=digest), nothing)
+    def checkpoint(self, step: int, name: str, digest: str, task: str = POLICY) -> Future[None]:
+        """The trainer's part of the checkpoint of ``step``, in folder ``name``, counts from here on."""
+        return then(self._submit("checkpoint", step=step, name=name, digest=digest, task=task), nothing)
+
+    def whole(self, step: int, seen: int) -> Future[tuple[bool, int]]:
+        """Whether all trainers have saved ``step``, and how many steps all have trained: answered once the one is so,
+        or the other is not ``seen`` any more."""
+        submitted = self._submit("whole", step=step, seen=seen)
+        return then(submitted, lambda answer: (answer["whole"], answer["trained_steps"]))
 
     def take_turn(self, side: str, step: int = 0) -> Future[None]:
         """Answered when the devices are free for ``side``: the actor that is to train ``step``, or the engines."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_hpc.config import load_resolved
+from relax_hpc.config.roles import POLICY
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.controller.eventlog import event_lines
 from relax_hpc.transfer_queue.controller.journal import Journal, JournalError
@@ -26,9 +27,9 @@ from relax_hpc.transfer_queue.row_ids import place_of, ticket_of
 from relax_hpc.versions import Version
 
 _AFTER_ALL_INCARNATIONS = 999_999
-_DROPPED = "dropped"
+_DROPPED, _TRAINED = "dropped", POLICY
 _Mark = tuple[str, str]
-"""A task and the version that it used ("": it uses none), or _DROPPED and the reason."""
+"""A task and the version that it used ("": it uses none), or _DROPPED and the reason. _TRAINED: by all trainers."""
 _Lives = list[list[_Mark]]
 
 
@@ -171,7 +172,9 @@ class Ledger:
         if event.what == "accepted":
             self._accept(event.id)
         elif event.what == "trained":
-            self._mark(event.id, "actor", event.version)
+            self._mark(event.id, _TRAINED, event.version)
+        elif event.what == "returned":
+            self._return(int(event.id))
         elif event.what == "dropped":
             self._drop(event.id, event.reason)
         elif event.what in self._tasks:
@@ -196,6 +199,11 @@ class Ledger:
             self._lives[name][-1].append(self._marks.setdefault(mark, mark))
         else:
             self._result.problems.append(f"{name}: {what}, although it was not accepted, or dropped since")
+
+    def _return(self, ticket: int) -> None:
+        """A trainer has gone back, and trains on it once more."""
+        for row in filter(self._is_alive, self._rows[ticket]):
+            self._lives[row][-1] = [mark for mark in self._lives[row][-1] if mark[0] != _TRAINED]
 
     def _drop(self, name: str, reason: str) -> None:
         """A row, or a prompt group whose rows the queue does not know: it never had any, or has forgotten them."""
@@ -255,13 +263,13 @@ class Ledger:
     def _judge(self, name: str, lives: _Lives, due: bool) -> None:
         """Note what is wrong with one row; ``due``: it should have been trained by now."""
         kept = [[what for what, about in life if self._survives(what, about)] for life in lives]
-        trained = sum(life.count("actor") for life in kept)
+        trained = sum(life.count(_TRAINED) for life in kept)
         if trained > 1 or (due and not trained):
             (self._result.duplicated if trained else self._result.lost).append(name)
             self._complain(name, f"trained {trained} times in the surviving lineage", lives)
         elif not all(_ended(life) for life in lives[:-1]):
             self._complain(name, "accepted again without having been dropped", lives)
-        elif any("actor" in life and _DROPPED in life for life in kept):
+        elif any(_TRAINED in life and _DROPPED in life for life in kept):
             self._complain(name, "dropped, although it was trained", lives)
         for life in kept:
             self._count(life)
@@ -274,7 +282,7 @@ class Ledger:
         if _DROPPED in life:
             return
         result.consumed.update(set(life))
-        if "actor" in life:
+        if _TRAINED in life:
             result.trained += 1
         else:
             result.in_flight += 1
@@ -283,18 +291,18 @@ class Ledger:
     def _unlawful(self, ticket: int, life: list[str]) -> list[str]:
         """Middle tasks that consumed the row more than once, or not at all although it was trained."""
         owing = {task for task, since in self._since.items() if since <= ticket} & self._needed()
-        missing = owing - set(life) if "actor" in life else set()
+        missing = owing - set(life) if _TRAINED in life else set()
         return sorted(missing | {task for task in self._since if life.count(task) > 1})
 
     def _needed(self) -> set[str]:
         """Tasks that a row goes through."""
-        needs, tasks = set(self.plan.tasks["actor"].needs), self.plan.tasks
+        needs, tasks = set(self.plan.tasks[POLICY].needs), self.plan.tasks
         return {name for name, task in tasks.items() if needs.issuperset(task.gives)}
 
     def _survives(self, what: str, about: str) -> bool:
         if what == _DROPPED or not about:
             return True
-        return (next_of(about) if what == "actor" else Version.parse(about)) in self.state.lineage
+        return (next_of(about) if what == _TRAINED else Version.parse(about)) in self.state.lineage
 
     def _complain(self, name: str, what: str, lives: _Lives) -> None:
         told = "; ".join(", ".join(" ".join(mark).strip() for mark in life) or "accepted" for life in lives)

@@ -9,7 +9,7 @@ from relax_hpc.transfer_queue.controller.changes.prompt_groups import leave_plac
 from relax_hpc.transfer_queue.controller.registry import applies
 from relax_hpc.transfer_queue.controller.state.task_queues import HELD
 from relax_hpc.transfer_queue.controller.topics import rows_for
-from relax_hpc.transfer_queue.records import Lease, Owner
+from relax_hpc.transfer_queue.records import NO_STEP, Lease, Owner
 from relax_hpc.transfer_queue.samplers import Assignment
 
 if TYPE_CHECKING:
@@ -27,15 +27,15 @@ def claim(
     state.leases.add(number, lease)
     queue.take(lease.tickets)
     if queue.in_sets:
-        _take_places(state, lease.tickets)
+        _take_places(state, task, lease.tickets)
     if queue.in_order:
         state.woken.add(rows_for(task))
 
 
-def _take_places(state: QueueState, tickets: tuple[int, ...]) -> None:
-    """They take the first free places in the order of training, as they come."""
-    place = state.progress.trained_steps * state.plan.prompts_per_step
-    for ticket in tickets:
+def _take_places(state: QueueState, task: str, tickets: tuple[int, ...]) -> None:
+    """They take the first free places in the order of training, as they come, unless another trainer took them."""
+    place = state.progress.trained[task] * state.plan.prompts_per_step
+    for ticket in [ticket for ticket in tickets if state.groups[ticket].place == NO_STEP]:
         place = state.groups[ticket].place = state.order.take(place, ticket)
 
 
@@ -47,7 +47,7 @@ def release(state: QueueState, lease: int) -> None:
     # A whole step may have been taken for a few of its tickets.
     tickets = tuple(ticket for ticket in held.tickets if queue.statuses[ticket] == HELD)
     for ticket in tickets:
-        if queue.in_sets:
+        if queue.in_sets and not state.is_taken(ticket, but=held.task):
             leave_place(state, ticket)
         reopen(state, held.task, ticket)
     if tickets and queue.in_order:

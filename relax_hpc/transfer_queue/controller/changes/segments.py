@@ -88,7 +88,7 @@ def lose_rolled_back(state: QueueState) -> None:
 
 def lose_stale(state: QueueState) -> None:
     """Spares that no step which is still to be trained admits, or that come after the last one."""
-    step = state.progress.trained_steps
+    step = state.progress.furthest
     for spare in state.segments.spares:
         if step >= state.plan.steps:
             lose_log(state, spare, "unwanted")

@@ -1,4 +1,10 @@
-"""Steps are trained, checkpointed, evaluated, and rolled back."""
+"""Steps are trained, checkpointed, evaluated, and rolled back.
+
+A trainer that comes back goes on where the newest whole checkpoint ends. It is the policy that versions and rows are
+made by: where it goes back, rows of later versions are gone, and every other trainer that is beyond that step goes back
+with it, by an end of its incarnation. Where another one goes back, the rows are still there: it gets them again, under
+the same steps, and nobody else has to undo anything.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +12,9 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby, islice
 from typing import TYPE_CHECKING
 
-from relax_hpc.transfer_queue.controller.changes.leases import consume
+from relax_hpc.config.roles import POLICY
+from relax_hpc.transfer_queue.controller.changes.leases import consume, release
+from relax_hpc.transfer_queue.controller.changes.members import end
 from relax_hpc.transfer_queue.controller.changes.prompt_groups import detach, drop, leave_place, reopen, withdraw
 from relax_hpc.transfer_queue.controller.changes.segments import lose_rolled_back, lose_stale
 from relax_hpc.transfer_queue.controller.registry import applies
@@ -20,15 +28,15 @@ if TYPE_CHECKING:
 
 
 @applies("trained")
-def train(state: QueueState, step: int, leases: list[int]) -> None:
+def train(state: QueueState, task: str, step: int, leases: list[int]) -> None:
     for lease in leases:
         consume(state, lease)
-    state.progress.trained_steps = step + 1
-    tickets = state.tickets_of(step)
-    state.tickets.end_wait(tickets, state.groups.rows_of(tickets))
-    for number, count in state.groups.shards_of(tickets).items():
-        state.shards.count_untrained(number, -count)
-    state.tell_rows("trained", tickets, str(Version(state.lineage.incarnation, step)), step)
+    for done in state.progress.train(task, step):
+        tickets = state.tickets_of(done)
+        state.tickets.end_wait(tickets, state.groups.rows_of(tickets))
+        for number, count in state.groups.shards_of(tickets).items():
+            state.shards.count_untrained(number, -count)
+        state.tell_rows("trained", tickets, str(Version(state.lineage.incarnation, done)), done)
     state.woken.add(ADMISSION)
     lose_stale(state)
 
@@ -40,10 +48,10 @@ def evaluate(state: QueueState, version: int) -> None:
 
 
 @applies("checkpoint")
-def save_checkpoint(state: QueueState, step: int, incarnation: int, name: str, digest: str) -> None:
-    point = {"step": step, "incarnation": incarnation, "name": name, "digest": digest}
-    state.progress.checkpoints.append(point)
-    _retire(state, (step - state.plan.keep_steps) * state.plan.prompts_per_step)
+def save_checkpoint(state: QueueState, task: str, step: int, incarnation: int, name: str, digest: str) -> None:
+    part = {"incarnation": incarnation, "name": name, "digest": digest}
+    if state.progress.save(step, task, part):
+        _retire(state, (step - state.plan.keep_steps) * state.plan.prompts_per_step)
     state.woken.add(ALL)
 
 
@@ -66,8 +74,46 @@ def _retire(state: QueueState, end: int) -> None:
 
 
 @applies("resume")
-def resume(state: QueueState, incarnation: int, step: int) -> None:
+def resume(state: QueueState, task: str, incarnation: int, step: int) -> None:
+    """A trainer goes on at ``step``."""
+    state.progress.incarnations[task] = incarnation
+    if task == POLICY:
+        _take_all_back(state, incarnation, step)
+    else:
+        _train_again(state, task, step)
+
+
+def _train_again(state: QueueState, task: str, step: int) -> None:
+    """A trainer that is not the policy gets the rows of ``step`` and later ones once more."""
+    first, queue = step * state.plan.prompts_per_step, state.tasks[task]
+    state.progress.trained[task] = step
+    again = state.order.between(first) if queue.in_sets else range(first, state.tickets.next)
+    for ticket in [ticket for ticket in again if ticket in state.groups and queue.statuses[ticket] == DONE]:
+        _count_as_untrained(state, ticket)
+        reopen(state, task, ticket)
+    if not queue.in_sets:
+        queue.rewind(first)
+    if first < state.order.first:
+        # The rows are gone: they have to be drawn once more, for all trainers.
+        state.progress.forget_after(step)
+        _end_life(state, POLICY)
+    state.woken.add(ALL)
+
+
+def _end_life(state: QueueState, task: str) -> None:
+    """A trainer has to go back: its incarnation, if it lives, may change nothing any more."""
+    owner = state.plan.trainers[task], state.progress.incarnations.get(task, 0)
+    if not state.members.lowest_allowed(owner):
+        end(state, *owner)
+
+
+def _take_all_back(state: QueueState, incarnation: int, step: int) -> None:
     """Training goes on at ``step``: what was made of it and of later ones, by weights that are gone, is undone."""
+    others = [task for task in state.plan.trainers if task != POLICY]
+    for task in [task for task in others if state.progress.trained[task] > step]:
+        _end_life(state, task)
+    for lease in state.leases.of_tasks(others):
+        release(state, lease)
     state.lineage.resume(incarnation, step)
     state.device_turns.rested.clear()
     state.progress.resume(step)
@@ -102,7 +148,7 @@ def _cut_order(state: QueueState, first: int) -> list[int]:
 
 
 def _roll_back(state: QueueState, ticket: int, group: PromptGroup) -> None:
-    """After the lineage changed: drop what rolled-back weights made, give the rest back to the actor."""
+    """After the lineage changed: drop what rolled-back weights made, give the rest back to the trainers."""
     if not state.lineage.origin(tuple(group.versions))[0]:
         drop(state, ticket, "rolled_back")
         return
@@ -110,18 +156,19 @@ def _roll_back(state: QueueState, ticket: int, group: PromptGroup) -> None:
     if group.owner and state.plan.step_of(ticket) <= latest:
         # Whoever goes on with it may do so by the version that was resumed from.
         group.last = min(group.last, latest)
-    if state.tasks["actor"].statuses[ticket] == DONE:
-        _untrain(state, ticket)
+    for task in [task for task in state.plan.trainers if state.tasks[task].statuses[ticket] == DONE]:
+        _count_as_untrained(state, ticket)
+        leave_place(state, ticket)
+        reopen(state, task, ticket)
     if group.old_version and not state.lineage.origin((group.old_version,))[0]:
         for part in [part for part in group.parts if state.bits.of(part[1]) & state.scored]:
             withdraw(state, ticket, part)
 
 
-def _untrain(state: QueueState, ticket: int) -> None:
-    """What the actor has made of it is undone."""
-    for number, _ in state.groups[ticket].parts:
-        state.shards.count_untrained(number, 1)
-    state.tickets.wait([ticket], state.groups[ticket].rows)
-    leave_place(state, ticket)
-    reopen(state, "actor", ticket)
-    state.events.tell("returned", [ticket])
+def _count_as_untrained(state: QueueState, ticket: int) -> None:
+    """What a trainer has made of it is about to be undone."""
+    if state.is_trained(ticket):
+        for number, _ in state.groups[ticket].parts:
+            state.shards.count_untrained(number, 1)
+        state.tickets.wait([ticket], state.groups[ticket].rows)
+        state.events.tell("returned", [ticket])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from relax_hpc.config.roles import POLICY
 from relax_hpc.transfer_queue.controller.messages import Refused, Request
 from relax_hpc.transfer_queue.controller.planning.claims import assignment, awaited, claimable
 from relax_hpc.transfer_queue.controller.registry import handles
@@ -43,6 +44,7 @@ def claim(
         service.record(op="release", lease=number)
         number = 0
     if not number:
+        _check_turn(state, task)
         tickets = claimable(state, task, budget, boundary, padded=not ranks)
         if not tickets and state.progress.finished():
             return {"finished": True}
@@ -63,6 +65,15 @@ def _check(state: QueueState, task: str, boundary: int, ranks: int, max_tokens: 
     if task not in state.tasks or boundary < 1:
         allowed = f"a task ({', '.join(state.tasks)}) and a boundary of at least 1"
         raise Refused("refused", f"claim: found {task!r:.40} and {boundary}, allowed {allowed}")
+
+
+def _check_turn(state: QueueState, task: str) -> None:
+    """Another trainer waits while the policy is about to say where it goes on: it would have to undo what it does."""
+    trainers, ended = state.plan.trainers, state.progress.trained[POLICY] == state.plan.steps
+    if task == POLICY or task not in trainers or ended:
+        return
+    if state.lineage.incarnation < state.members.incarnations.get(trainers[POLICY], 0):
+        raise NotYet(rows_for(task), f"waits for where {POLICY} goes on", False, (POLICY, "where it goes on"))
 
 
 def _described(state: QueueState, number: int) -> dict[str, Any]:

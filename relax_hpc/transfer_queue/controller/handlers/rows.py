@@ -95,5 +95,7 @@ def quarantine(service: QueueService, request: Request, lease: int, tickets: lis
     held = service.state.leases.get(lease)
     mine = set(held.tickets) if held and held.owner == request.owner else ()
     if bad := sorted(set(tickets).intersection(mine)):
+        if known := [ticket for ticket in bad if service.state.is_trained_by_any(ticket)]:
+            raise Refused("refused", f"quarantine: another trainer could read {known}; can this node not?")
         service.record(op="quarantine", tickets=bad, reason=reason)
     return {}

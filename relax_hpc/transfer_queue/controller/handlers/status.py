@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from relax_hpc.config.roles import POLICY
 from relax_hpc.transfer_queue.controller.messages import Request
 from relax_hpc.transfer_queue.controller.registry import handles
 
@@ -54,7 +55,7 @@ def status(service: QueueService, request: Request) -> Any:
         "disk": service.beats.disk_waits(),
         "segments": state.segments.counts(),
         "refused_connections": service.refused_connections,
-        "checkpoints": progress.checkpoints,
+        "checkpoints": [part for part in progress.parts(POLICY) if part["whole"]],
         "incarnations": state.members.incarnations,
         "beats": {name: {**beat, "age_s": now - beat["at"]} for name, beat in service.beats.latest.items()},
         "lacking": service.presence.report(now),

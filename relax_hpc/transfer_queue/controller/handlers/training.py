@@ -1,13 +1,14 @@
-"""The actor settles what it trains on, trains steps, saves checkpoints and resumes from them."""
+"""Trainers settle what they train on, train steps, save their parts of checkpoints, and resume from them."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from relax_hpc.config.roles import POLICY
 from relax_hpc.transfer_queue.controller.messages import Refused, Request
 from relax_hpc.transfer_queue.controller.planning.training import is_safe, staleness
 from relax_hpc.transfer_queue.controller.registry import handles
-from relax_hpc.transfer_queue.controller.topics import DISK
+from relax_hpc.transfer_queue.controller.topics import ALL, DISK
 from relax_hpc.transfer_queue.controller.waiting import NotYet
 from relax_hpc.transfer_queue.records import Lease, Owner
 from relax_hpc.transfer_queue.storage.shard import check_name
@@ -22,7 +23,7 @@ def settled(service: QueueService, request: Request, leases: list[int]) -> Any:
     """What of its leases the asking group still holds as it was claimed, once all of that is on disk: nothing can
     take it away then.
 
-    An actor asks before it changes its weights; rows that were lost with their maker cost no more than gradients.
+    A trainer asks before it changes its weights; rows that were lost with their maker cost no more than gradients.
     """
     state = service.state
     held = [state.leases.get(lease) for lease in leases]
@@ -40,24 +41,30 @@ def _is_as_claimed(state: QueueState, lease: Lease, ticket: int) -> bool:
 
 
 @handles("trained")
-def trained(service: QueueService, request: Request, step: int, leases: list[int]) -> Any:
-    """Training step ``step`` was done; answered when all its rows are on disk."""
+def trained(service: QueueService, request: Request, step: int, leases: list[int], task: str = POLICY) -> Any:
+    """A trainer has done step ``step``; answered when all its rows are on disk."""
     state = service.state
-    if step >= state.progress.trained_steps:
-        _check_trained(state, request.owner, step, leases)
-        if not is_safe(state, state.tickets_of(step), state.tasks["actor"].needs):
+    _check_trainer(service, "trained", task)
+    if step >= state.progress.trained[task]:
+        _check_trained(state, task, request.owner, step, leases)
+        if not is_safe(state, state.tickets_of(step), state.tasks[task].needs):
             raise NotYet(DISK, f"rows of step {step} are not saved yet")
-        service.record(op="trained", step=step, leases=leases)
+        service.record(op="trained", task=task, step=step, leases=leases)
     return {"staleness": staleness(state, step), "lag": state.weights.publish_lag(step)}
 
 
-def _check_trained(state: QueueState, owner: Owner, step: int, leases: list[int]) -> None:
-    """Step t is trained on exactly the tickets of its set, all of them held by this actor."""
+def _check_trainer(service: QueueService, op: str, task: str) -> None:
+    if task not in service.plan.trainers:
+        raise Refused("refused", f"{op}: task: found {task!r:.40}, allowed {', '.join(service.plan.trainers)}")
+
+
+def _check_trained(state: QueueState, task: str, owner: Owner, step: int, leases: list[int]) -> None:
+    """Step t is trained on exactly the tickets of its set, all of them held by this trainer."""
     held = [state.leases.get(lease) for lease in leases]
-    mine = [found is not None and (found.task, found.owner) == ("actor", owner) for found in held]
+    mine = [found is not None and (found.task, found.owner) == (task, owner) for found in held]
     lost = [lease for lease, found in zip(leases, mine, strict=True) if not found]
     tickets = sorted(ticket for found in held if found for ticket in found.tickets)
-    expected = state.progress.trained_steps
+    expected = state.progress.trained[task]
     theirs = sorted(state.tickets_of(step))
     if step != expected or lost or tickets != theirs or len(theirs) != state.plan.prompts_per_step:
         raise Refused(
@@ -66,29 +73,47 @@ def _check_trained(state: QueueState, owner: Owner, step: int, leases: list[int]
 
 
 @handles("resume")
-def resume(service: QueueService, request: Request, step: int) -> Any:
-    """The actor goes on at ``step``, with the weights of a checkpoint or of the start."""
+def resume(service: QueueService, request: Request, step: int, task: str = POLICY) -> Any:
+    """A trainer goes on at ``step``, with its part of a checkpoint or of the start."""
+    progress, incarnation = service.state.progress, request.owner[1]
+    _check_trainer(service, "resume", task)
     if not 0 <= step <= service.plan.steps:
         raise Refused("refused", f"resume: step {step}, the run has {service.plan.steps}")
-    if service.state.lineage.incarnation < request.owner[1]:
-        service.record(op="resume", incarnation=request.owner[1], step=step)
-        service.on_resume(step)
+    if progress.incarnations.get(task, 0) < incarnation:
+        if task != POLICY and step not in (0, *progress.whole):
+            # The policy has gone back since it was asked for checkpoints.
+            raise Refused("refused", f"resume: step {step} of {task}, whole checkpoints are of {progress.whole}")
+        service.record(op="resume", task=task, incarnation=incarnation, step=step)
+        if task == POLICY:
+            service.on_resume(step)
     return {}
 
 
 @handles("checkpoints")
-def checkpoints(service: QueueService, request: Request) -> Any:
-    """The checkpoints that may be resumed from, the latest last."""
-    return {"checkpoints": service.state.progress.checkpoints}
+def checkpoints(service: QueueService, request: Request, task: str = POLICY) -> Any:
+    """A trainer's parts of those that may be resumed from, or may be once others have their parts; the latest last."""
+    return {"checkpoints": service.state.progress.parts(task)}
+
+
+@handles("whole")
+def whole(service: QueueService, request: Request, step: int, seen: int) -> Any:
+    """Whether all trainers have saved their parts of ``step``, once they have, or have trained other than ``seen``."""
+    progress = service.state.progress
+    is_whole = step in progress.whole
+    if not is_whole and progress.trained_steps == seen:
+        lacking = [task for task in progress.trained if step not in [part["step"] for part in progress.parts(task)]]
+        raise NotYet(ALL, f"waits for {', '.join(lacking)} to save step {step}")
+    return {"whole": is_whole, "trained_steps": progress.trained_steps}
 
 
 @handles("checkpoint")
-def checkpoint(service: QueueService, request: Request, step: int, name: str, digest: str) -> Any:
-    """A checkpoint is whole."""
+def checkpoint(service: QueueService, request: Request, step: int, name: str, digest: str, task: str = POLICY) -> Any:
+    """A trainer's part of a checkpoint is on disk."""
     progress = service.state.progress
-    point = {"step": step, "incarnation": request.owner[1], "name": check_name(name), "digest": digest}
-    if point not in progress.checkpoints:
-        if not 0 <= step <= progress.trained_steps:
-            raise Refused("refused", f"checkpoint: step {step}, trained are {progress.trained_steps}")
-        service.record(op="checkpoint", **point)
+    _check_trainer(service, "checkpoint", task)
+    part = {"step": step, "incarnation": request.owner[1], "name": check_name(name), "digest": digest}
+    if part not in [{name: found[name] for name in part} for found in progress.parts(task)]:
+        if not 0 <= step <= progress.trained[task]:
+            raise Refused("refused", f"checkpoint: step {step}, trained are {progress.trained[task]}")
+        service.record(op="checkpoint", task=task, **part)
     return {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from relax_hpc.config.roles import POLICY
 from relax_hpc.transfer_queue.controller.planning.step_sets import Room
 from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 from relax_hpc.transfer_queue.records import NO_STEP, Cause
@@ -19,7 +20,7 @@ def admissible(state: QueueState, version: Version, count: int) -> list[int]:
     if version not in state.lineage:
         return []
     plan = state.plan
-    if state.progress.trained_steps - version.number > plan.publish_lag:
+    if state.progress.trained[POLICY] - version.number > plan.publish_lag:
         return []
     end = min(plan.steps, version.number + plan.max_staleness + 1) * plan.prompts_per_step
     full = state.shards.untrained_bytes >= plan.max_bytes
@@ -53,21 +54,21 @@ def why_not(state: QueueState, version: Version | None) -> tuple[str, bool, Caus
     its cause: it is the actor that publishes versions and empties the queue."""
     plan = state.plan
     if version is None or version not in state.lineage:
-        return "serves no version of this lineage yet", False, ("actor", "tickets: a version to serve")
+        return "serves no version of this lineage yet", False, (POLICY, "tickets: a version to serve")
     step = plan.step_of(min([state.tickets.next, *state.tickets.reissued.lowest(1)]))
     if step >= plan.steps:
-        return "all tickets are out", True, ("actor", "tickets: all are out")
+        return "all tickets are out", True, (POLICY, "tickets: all are out")
     if version.number < step - plan.max_staleness:
         newest = state.weights.newest.number if state.weights.newest else version.number
         needed = f"waits for version {step - plan.max_staleness}, newest is {newest}"
-        return needed, False, ("actor", _NEWER)
-    if (lag := state.progress.trained_steps - version.number) > plan.publish_lag:
+        return needed, False, (POLICY, _NEWER)
+    if (lag := state.progress.trained[POLICY] - version.number) > plan.publish_lag:
         behind = f"serves {version}, {lag} behind the newest, allowed weights.publish_lag={plan.publish_lag}"
-        return behind, False, ("actor", _NEWER)
+        return behind, False, (POLICY, _NEWER)
     again = state.tickets.reissued.lowest(1)
     if again and not _in_time(state, version, again):
-        return f"serves {version}, too old for ticket {again[0]}, whose step is near", False, ("actor", _NEWER)
-    full = ("actor", "tickets: the queue is full")
+        return f"serves {version}, too old for ticket {again[0]}, whose step is near", False, (POLICY, _NEWER)
+    full = (POLICY, "tickets: the queue is full")
     if state.shards.untrained_bytes >= plan.max_bytes:
         return f"the queue holds {amounts(state.shards.untrained_bytes, plan.max_bytes)}", True, full
     return f"the queue holds or awaits {rows_to_train(state)} of {plan.max_rows} rows", True, full

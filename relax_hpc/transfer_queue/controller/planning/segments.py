@@ -17,7 +17,7 @@ def refusal(state: QueueState, owner: Owner, growth: Growth, spare: bool) -> str
     ticket, attempt, segments, versions = growth
     group, log = state.groups.get(ticket), Log(ticket, attempt)
     if spare:
-        why, step = _no_spare(state, growth), state.progress.trained_steps
+        why, step = _no_spare(state, growth), state.progress.furthest
     elif group and (group.owner, group.attempt) == (owner, attempt):
         log = state.segments.logs.get(ticket, log)
         why = "" if (log.ticket, log.attempt) == (ticket, attempt) else "duplicate"
@@ -39,7 +39,7 @@ def _no_spare(state: QueueState, growth: Growth) -> str:
     plan, held = state.plan, state.segments
     if len({episode for episode, *_, ended in growth[2] if ended}) < plan.samples_per_prompt or not growth[3]:
         return "incomplete"
-    if state.progress.trained_steps >= plan.steps:
+    if state.progress.furthest >= plan.steps:
         return "unwanted"
     if any((log.ticket, log.attempt) == (growth[0], growth[1]) for log in held.logs.values()):
         return "duplicate"

@@ -13,11 +13,11 @@ Source: Jackson 1955, "Scheduling a production line to minimize maximum tardines
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain, islice, takewhile
 from typing import TYPE_CHECKING
 
 from relax_hpc.transfer_queue.controller.planning.windows import Budget
-from relax_hpc.transfer_queue.controller.state.task_queues import READY
+from relax_hpc.transfer_queue.controller.state.task_queues import HELD, READY
 from relax_hpc.transfer_queue.records import NO_STEP
 
 if TYPE_CHECKING:
@@ -35,7 +35,8 @@ class Room:
     """
 
     def __init__(self, state: QueueState) -> None:
-        self.first, self._steps = state.progress.trained_steps, state.plan.max_staleness + _AHEAD
+        # All places of what any trainer has trained are taken.
+        self.first, self._steps = state.progress.furthest, state.plan.max_staleness + _AHEAD
         size, groups, order = state.plan.prompts_per_step, state.groups, state.order.tickets
         needed = [0] * self._steps
         for ticket in chain(state.tickets.generating, state.tickets.untrained):
@@ -69,13 +70,19 @@ class Room:
 
 def next_window(state: QueueState, task: str, budget: int, boundary: int, padded: bool) -> tuple[tuple[int, ...], bool]:
     """The tickets of the next window, ascending, and whether it is stragglers alone that are waited for if there are
-    none. It is known to be complete: another group would not fit, or the places until ``boundary`` are taken."""
-    places, queue, groups = free_places(state, boundary), state.tasks[task], state.groups
+    none. It is known to be complete: another group would not fit, or the places until ``boundary`` are taken.
+
+    What other trainers have taken comes first: all train the same.
+    """
+    room = Budget(budget, padded, state.plan.samples_per_prompt)
+    if len(state.plan.trainers) > 1 and (others := _of_others(state, task, boundary)):
+        return _in_reach(state, task, others, room), False
+    places, queue, groups = free_places(state, task, boundary), state.tasks[task], state.groups
     if not places or queue.statuses.count(READY) == 0:
         return (), False
     ready = queue.statuses.each(READY, queue.lowest_ready(), queue.statuses.end)
     nearest = sorted((groups[ticket].last, ticket) for ticket in ready)
-    room, taken = Budget(budget, padded, state.plan.samples_per_prompt), []
+    taken = []
     for last, ticket in islice(nearest, len(places)):
         if not room.takes(groups[ticket]):
             break
@@ -89,9 +96,25 @@ def next_window(state: QueueState, task: str, budget: int, boundary: int, padded
     return tuple(sorted(ticket for _, ticket in taken)), False
 
 
-def free_places(state: QueueState, boundary: int) -> Sequence[int]:
+def _of_others(state: QueueState, task: str, boundary: int) -> Sequence[int]:
+    """Up to a multiple of ``boundary``, the tickets whose places another trainer took, and which ``task`` did not."""
+    order, statuses = state.order.tickets, state.tasks[task].statuses
+    places = range(state.progress.trained[task] * state.plan.prompts_per_step, len(order))
+    left = [place for place in places if order[place] == NO_STEP or statuses[order[place]] < HELD]
+    end = (left[0] // boundary + 1) * boundary if left else 0
+    return [order[place] for place in left if place < end and order[place] != NO_STEP]
+
+
+def _in_reach(state: QueueState, task: str, tickets: Sequence[int], room: Budget) -> tuple[int, ...]:
+    """As many of ``tickets``, in their order, as fit; none if one of those is not ready."""
+    fitting = list(takewhile(lambda ticket: room.takes(state.groups[ticket]), tickets))
+    ready = all(state.tasks[task].statuses[ticket] == READY for ticket in fitting)
+    return tuple(sorted(fitting)) if ready else ()
+
+
+def free_places(state: QueueState, task: str, boundary: int) -> Sequence[int]:
     """The first free place in the order of training, and those behind it up to a multiple of ``boundary``."""
-    order, start = state.order.tickets, state.progress.trained_steps * state.plan.prompts_per_step
+    order, start = state.order.tickets, state.progress.trained[task] * state.plan.prompts_per_step
     first = next((place for place in range(start, len(order)) if order[place] == NO_STEP), max(start, len(order)))
     if first >= state.plan.steps * state.plan.prompts_per_step:
         return ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, ValuesView
+from collections.abc import Collection, Iterable, ValuesView
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,10 @@ class Leases:
     def of_group(self, group: str, below: int) -> list[int]:
         """Numbers of those that incarnations of ``group`` before incarnation ``below`` hold."""
         return [n for n, lease in self._held.items() if lease.owner[0] == group and lease.owner[1] < below]
+
+    def of_tasks(self, tasks: Collection[str]) -> list[int]:
+        """Numbers of those of ``tasks``."""
+        return [number for number, lease in self._held.items() if lease.task in tasks]
 
     def shrink(self, tickets: Iterable[int], groups: PromptGroups) -> None:
         """Nobody holds ``tickets`` any more."""

@@ -27,7 +27,7 @@ from relax_hpc.transfer_queue.controller.state.prompt_groups import PromptGroups
 from relax_hpc.transfer_queue.controller.state.reply_cache import ReplyCache
 from relax_hpc.transfer_queue.controller.state.segments import Segments
 from relax_hpc.transfer_queue.controller.state.shards import Shards
-from relax_hpc.transfer_queue.controller.state.task_queues import DONE, TaskQueues
+from relax_hpc.transfer_queue.controller.state.task_queues import DONE, HELD, TaskQueues
 from relax_hpc.transfer_queue.controller.state.tickets import Tickets
 from relax_hpc.transfer_queue.controller.state.weights import Weights
 from relax_hpc.transfer_queue.plan import Plan
@@ -91,6 +91,17 @@ class QueueState:
         places = range(step * size, (step + 1) * size)
         return self.order.between(places.start, places.stop) if self.tasks.in_sets else places
 
+    def is_trained(self, ticket: int) -> bool:
+        """Whether all trainers have trained on ``ticket``."""
+        return all(self.tasks[task].statuses[ticket] == DONE for task in self.plan.trainers)
+
+    def is_trained_by_any(self, ticket: int) -> bool:
+        return any(self.tasks[task].statuses[ticket] == DONE for task in self.plan.trainers)
+
+    def is_taken(self, ticket: int, but: str) -> bool:
+        """Whether another trainer than ``but`` holds ``ticket``, or has trained on it."""
+        return any(self.tasks[task].statuses[ticket] >= HELD for task in self.plan.trainers if task != but)
+
     def step_of(self, ticket: int) -> int:
         """The step that trains ``ticket``, or for which it is admitted while that is not decided."""
         group = self.groups.get(ticket)
@@ -121,8 +132,7 @@ class QueueState:
 
     def _count_anew(self) -> None:
         """What is not in a dump, as it follows from several parts: where tickets are, and who needs which shards."""
-        shards, done = self.shards.by_number, self.tasks["actor"].statuses
-        trained = {ticket for ticket in self.groups if done[ticket] == DONE}
+        shards, trained = self.shards.by_number, {ticket for ticket in self.groups if self.is_trained(ticket)}
         for ticket, group in self.groups.items():
             for number, _ in group.parts:
                 shards[number].needed += 1
