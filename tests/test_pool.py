@@ -8,12 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from relax_hpc.config import dump
+from relax_hpc.config import Config, dump
 from relax_hpc.engines import make_engine
 from relax_hpc.engines.engine import GenerateRequest, Generation
 from relax_hpc.engines.pool import Entry, Pool, entries
 from relax_hpc.errors import ConfigError
 from relax_hpc.roles import rollout
+from relax_hpc.roles.replica import Replica
 from tests.audit import audit
 from tests.test_bad_input import FaultyEngine, train_the_step, world  # noqa: F401
 
@@ -40,6 +41,13 @@ class Own:
 
     def __init__(self, *about: object) -> None:
         self.place = about[-1]
+
+
+def test_an_engine_that_takes_turns_with_the_actor_may_not_leave() -> None:
+    replica = Replica.__new__(Replica)
+    replica.config, replica.number = Config(colocate=True), 1
+    with pytest.raises(ConfigError, match=r"colocate: engine 1 may not leave, .* --resume and fewer"):
+        replica.leave()
 
 
 class Choreography:

@@ -11,7 +11,7 @@ from relax_hpc.data.prompts import Prompt
 from relax_hpc.engines import make_engine
 from relax_hpc.engines.engine import BadAnswer, Engine, EngineFault, GenerateRequest, Generation
 from relax_hpc.engines.pool import Entry
-from relax_hpc.errors import RelaxError
+from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.rewards import Score
 from relax_hpc.roles.context import NEWS, TURN
 from relax_hpc.roles.ticket_worker import TicketWorker
@@ -73,7 +73,13 @@ class Replica:
             await self.engine.close()
 
     def leave(self) -> None:
-        """Take no more tickets and no newer weights; `serve` ends when what it has is put."""
+        """Take no more tickets and no newer weights; `serve` ends when what it has is put. ConfigError with `colocate`:
+        the actor waits for all engines of the configuration to make room."""
+        if self.config.colocate:
+            raise ConfigError(
+                f"colocate: engine {self.number} may not leave, as the actor takes turns with all of rollout.replicas "
+                "engines; stop the run, and go on with --resume and fewer"
+            )
         self.leaving.set()
 
     async def unless_leaving(self, asking: asyncio.Future[T]) -> T | None:
