@@ -272,8 +272,11 @@ def test_a_prompt_group_is_whole_when_each_of_its_episodes_is(tmp_path: Path) ->
         (left,) = (claim := roles["reference"].claim("reference", BUDGET)).tickets
         assert left == 0 and roles["reference"].put(made[:3], ("ref_logprobs",), claim) == {}
         assert roles["rollout"].connection.call("status")["dropped"] == {"incomplete": 4 * 2}, "one row an episode"
-        with pytest.raises(RefusedError, match=r"row_id: found '7', expected ticket.episode.row"):
-            roles["rollout"].generated([whole[0] | {"row_id": "7"}])
+        for name in ("7", "0.1", "0.0.x", "0.0.-1", "-1.0.0", 7):
+            with pytest.raises(RefusedError, match=r"row_id: found .*, expected ticket.episode.row"):
+                roles["rollout"].generated([whole[0] | {"row_id": name}])
+        with pytest.raises(RefusedError, match=r"found episode 70000, allowed: below 65536"):
+            roles["rollout"].generated([whole[0] | {"row_id": row_id(0, 70_000)}])
         with pytest.raises(RefusedError, match=r"found an episode of 101 rows, allowed: at most 100"):
             roles["rollout"].generated([whole[0] | {"row_id": row_id(0, 0, row)} for row in range(101)])
 

@@ -11,6 +11,8 @@ from functools import lru_cache
 
 MAX_ROWS = 100
 """Of an episode: they are numbered by two digits."""
+MAX_EPISODES = 1 << 16
+"""Of a prompt group; what is said of it in a message has a byte for each."""
 
 
 def row_id(ticket: int, episode: int, row: int = 0) -> str:
@@ -29,10 +31,12 @@ def place_of(name: str) -> tuple[int, int, int]:
     (123, 4, 1)
     """
     try:
-        ticket, episode, row = name.split(".")
-        return int(ticket), int(episode), int(row)
-    except ValueError:
-        raise ValueError(f"row_id: found {name!r:.80}, expected ticket.episode.row, as {row_id(123, 4, 1)}") from None
+        ticket, episode, row = map(int, name.split("."))
+    except (ValueError, AttributeError):
+        ticket = episode = row = -1
+    if min(ticket, episode, row) < 0:
+        raise ValueError(f"row_id: found {name!r:.80}, expected ticket.episode.row, as {row_id(123, 4, 1)}")
+    return ticket, episode, row
 
 
 def ticket_of(name: str) -> int:
@@ -63,7 +67,7 @@ def id_ends(episodes: bytes) -> tuple[str, ...]:
 def rows_by_episode(places: Iterable[tuple[int, int]]) -> bytes:
     """How many rows each episode has, of whose rows these (episode, row) are there; 0: not all of it is.
 
-    ValueError: one has more than MAX_ROWS.
+    ValueError: one has more than MAX_ROWS, or there are more than MAX_EPISODES.
 
     >>> [*rows_by_episode([(0, 0), (1, 1), (1, 0)])], [*rows_by_episode([(0, 0), (2, 1)])]
     ([1, 2], [1, 0, 0])
@@ -73,5 +77,7 @@ def rows_by_episode(places: Iterable[tuple[int, int]]) -> bytes:
         there.setdefault(episode, set()).add(row)
     if (most := max(map(len, there.values()))) > MAX_ROWS:
         raise ValueError(f"row_id: found an episode of {most} rows, allowed: at most {MAX_ROWS}")
+    if (last := max(there)) >= MAX_EPISODES:
+        raise ValueError(f"row_id: found episode {last}, allowed: below {MAX_EPISODES}")
     whole = {episode: len(rows) if max(rows) < len(rows) else 0 for episode, rows in there.items()}
-    return bytes(whole.get(episode, 0) for episode in range(max(whole) + 1))
+    return bytes(whole.get(episode, 0) for episode in range(last + 1))
