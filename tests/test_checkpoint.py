@@ -150,7 +150,7 @@ def test_a_trainer_killed_at_any_point_of_a_save_comes_back_bit_for_bit(tiny: Pa
 
 def killed_saves(model: Path, folder: Path, *points: str) -> Iterator[dict]:
     command = [sys.executable, "-W", "ignore", "-m", "tests.killed_saves", str(model), str(folder), *points]
-    process = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, timeout=120, text=True, check=True)
+    process = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, timeout=300, text=True, check=True)
     yield from map(json.loads, process.stdout.splitlines())
 
 

@@ -22,7 +22,7 @@ from relax_hpc.metrics.read import read_metrics
 from relax_hpc.protocol import PROTOCOL
 from tests.audit import audit
 from tests.requirements import requires
-from tests.run_helpers import LIGHT, Running, merged, running
+from tests.run_helpers import Running, merged, running
 from tests.stray_files import scatter
 
 requires("mpi", "torch", "megatron", "transformers")
@@ -30,7 +30,8 @@ requires("mpi", "torch", "megatron", "transformers")
 pytestmark = pytest.mark.run
 
 SETTINGS = {"steps": 100_000, "max_staleness": 1, "groups": {"reference": None}, "liveness": {"beat_s": 0.2}}
-SETTINGS |= {"rollout": LIGHT["rollout"]}
+# Steps are slow, so that a run which is only asked things leaves the processors to who asks.
+SETTINGS |= {"rollout": {"engine": {"kind": "simulated", "simulated": {"response_s": 0.5}}}}
 HOTTER = merged(SETTINGS, {"rollout": {"temperature": 0.9}})
 
 
@@ -109,7 +110,7 @@ def test_commands_on_a_living_run(tmp_path: Path) -> None:
         assert live.wait(10) == 130
         assert_over(live, "stopped", 130)
     steps = max(row["step"] for row in read_metrics(live.run.root))
-    with running(tmp_path, HOTTER, None, "--resume", "--steps", str(steps + 20)) as live:
+    with running(tmp_path, HOTTER, None, "--resume", "--steps", str(steps + 5)) as live:
         live.finish(120)
         assert_over(live, "finished", 0)
     assert not audit(live.run).problems

@@ -112,7 +112,6 @@ def test_unsaved_work_is_said(tmp_path: Path) -> None:
     with small_disk(tmp_path / "saves") as saves:
         (tmp_path / "run").mkdir(mode=0o700)
         (tmp_path / "run" / "checkpoints").symlink_to(saves.folder)
-        (tmp_path / "run" / "token").write_text("0" * 64)
         saves.fill()
         checkpoint = OVER["checkpoint"] | {"max_failures": 3}
         with running(tmp_path, OVER | {"steps": 10_000, "checkpoint": checkpoint}) as live:
@@ -146,7 +145,6 @@ def test_a_wait_that_takes_too_long_saves_what_it_can(tmp_path: Path) -> None:
     with small_disk(tmp_path / "weights") as disk:
         (tmp_path / "run").mkdir(mode=0o700)
         (tmp_path / "run" / "weights").symlink_to(disk.folder)
-        (tmp_path / "run" / "token").write_text("0" * 64)
         with running(tmp_path, over) as live:
             live.wait_for_step(1, 120.0)
             disk.fill()

@@ -39,7 +39,12 @@ SETTINGS = merged(
     LIGHT,
     {
         "steps": 60,
-        "rollout": {"reward": "hanging:partial", "reward_workers": 0},
+        "rollout": {
+            "reward": "hanging:partial",
+            "reward_workers": 0,
+            # It is asked things before it has finished, however busy the machine is.
+            "engine": {"simulated": {"response_s": 0.4}},
+        },
         "groups": {"reference": {"roles": ["reference"]}},
         "liveness": {"beat_s": 0.2, "lease_s": LEASE_S, "stop_timeout_s": 5.0},
     },
@@ -53,7 +58,8 @@ def cli(*words: str) -> subprocess.CompletedProcess:
 
 def freeze(run: Running, group: str, role: str) -> None:
     """Stop ``role`` and wait until its group was started again, the others untouched."""
-    roles = ("rollout", "actor", "actor_fwd", "reference", "controller")
+    roles = ("rollout", "actor", "reference", "controller")
+    run.wait_until(lambda: all(map(run.processes, roles)), "everybody is there", 20 * LEASE_S)
     others = {name: [p.pid for p in run.processes(name)] for name in roles if name != role}
     incarnations = run.incarnations(group)
     run.processes(role)[0].send_signal(signal.SIGSTOP)
