@@ -11,6 +11,7 @@ import pytest
 
 from relax_hpc.errors import EXIT_NO_PROGRESS, EXIT_RETRY
 from relax_hpc.observe.status import status
+from relax_hpc.rundir import RunDir
 from tests.audit import audit
 from tests.effort import effort
 from tests.requirements import requires
@@ -90,6 +91,14 @@ def full_for_a_while(live: Running, disk: SmallDisk, left: int, kill: str = "", 
     assert after == before, live.story()
 
 
+def run_with(directory: Path, name: str, elsewhere: Path) -> None:
+    """Make a run's directory one folder of which lies on a disk of its own."""
+    run = RunDir(directory / "run")
+    run.create()
+    (run.root / name).rmdir()
+    (run.root / name).symlink_to(elsewhere)
+
+
 def test_a_full_disk_is_waited_for(tmp_path: Path) -> None:
     """However much room is left: for nothing, for a journal's record but no shard. Who dies meanwhile comes back.
 
@@ -110,8 +119,7 @@ def test_unsaved_work_is_said(tmp_path: Path) -> None:
     Then their folder is gone, which no room brings back: after some of them the run ends with 93.
     """
     with small_disk(tmp_path / "saves") as saves:
-        (tmp_path / "run").mkdir(mode=0o700)
-        (tmp_path / "run" / "checkpoints").symlink_to(saves.folder)
+        run_with(tmp_path, "checkpoints", saves.folder)
         saves.fill()
         checkpoint = OVER["checkpoint"] | {"max_failures": 3}
         with running(tmp_path, OVER | {"steps": 10_000, "checkpoint": checkpoint}) as live:
@@ -143,8 +151,7 @@ def test_a_wait_that_takes_too_long_saves_what_it_can(tmp_path: Path) -> None:
     limits = OVER["liveness"] | {"longest_wait_s": 40.0, "stop_timeout_s": 20.0}
     over = OVER | {"steps": 10_000, "checkpoint": {"every": 10_000}, "liveness": limits}
     with small_disk(tmp_path / "weights") as disk:
-        (tmp_path / "run").mkdir(mode=0o700)
-        (tmp_path / "run" / "weights").symlink_to(disk.folder)
+        run_with(tmp_path, "weights", disk.folder)
         with running(tmp_path, over) as live:
             live.wait_for_step(1, 120.0)
             disk.fill()
