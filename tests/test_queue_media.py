@@ -232,6 +232,7 @@ def test_spares_take_their_media_with_them(tmp_path):
         admitted = rollout.tickets.admit("rollout/0", 1).result()
         (ticket,) = admitted.tickets
         assert hub.state.media.of(ticket) == tuple(sorted([id_of(png(0)), id_of(wav(7))]))
+        assert set(hub.state.media.holders) == {0, ticket}, "the spare needs nothing for itself any more"
         (place,) = admitted.logs
         rows = [row for k in (0, 1) for row in read(rollout, place)[k]]
         ours = [row | {"row_id": row_id(ticket, k), "ticket": ticket} for k, row in enumerate(rows)]

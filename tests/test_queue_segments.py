@@ -178,11 +178,13 @@ def test_another_attempt_and_a_rollback_lose_a_log_with_the_reason():
     assert it.append("b", [0, 0, 0, 4, 1]) == {0: "not_owner"}, "of the attempt that failed"
     it.publish(V1)
     assert it.append("c", [0, 0, 0, 3, 1], attempt=1, versions=[V1.encode()]) == {}
-    it.append("d", [0, 0, 0, 2, 1], ticket=1)
+    assert it.append("d", [0, 0, 3, 1, 1], attempt=1) == {0: "gap"}, "it has ended"
+    assert it.append("e", [1, 0, 0, 1, 1], attempt=1) == {}, "by the older version"
+    it.append("f", [0, 0, 0, 2, 1], ticket=1)
     it.ask("actor", "resume", 2, step=0)
-    lost = {"lost/nan_logprob": 4, "lost/not_owner": 4, "lost/rolled_back": 3}
-    assert it.counts() == {"appended": 13, "held": 2, **lost}
-    assert it.garbage() == ["a", "b", "c"]
+    lost = {"lost/gap": 1, "lost/nan_logprob": 4, "lost/not_owner": 4, "lost/rolled_back": 4}
+    assert it.counts() == {"appended": 15, "held": 2, **lost}
+    assert it.garbage() == ["a", "b", "d", "c", "e"]
     it.check()
 
 

@@ -19,6 +19,7 @@ from relax_hpc.rollout.attempt import Attempt, answer_of
 from relax_hpc.transfer_queue.client.segments import START, UNFINISHED, joined, told
 from relax_hpc.transfer_queue.controller.state.segments import Log, Segments
 from relax_hpc.transfer_queue.row_schema import Row
+from tests.effort import effort
 
 EPISODES, TICKETS, BUDGET = 2, 3, 99
 PROMPT = Prompt("p", (7, 8, 9), "text", "answer")
@@ -161,7 +162,7 @@ def vars_of(made: Generation) -> tuple[list[int], list[float], np.ndarray]:
 
 
 TestLogs = LogMachine.TestCase
-TestLogs.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestLogs.settings = settings(max_examples=effort(25, 400), stateful_step_count=30, deadline=None)
 
 
 @pytest.mark.parametrize(
@@ -197,6 +198,10 @@ def test_a_segment_holds_what_is_new_and_the_first_the_prompt():
     assert second["token_ids"].tolist() == [3] and (second["prompt_len"], second[START]) == (0, 2)
     assert second["loss_mask"].tolist() == [0] and told([second], {4: 2})[0]["versions"] == []
     assert joined(first, second)["token_ids"].tolist() == [7, 8, 9, 1, 2, 3]
+    attempt.drafts[0].add([4], [-1.0], [5])
+    (both,) = attempt.news(True, BUDGET)
+    again = joined(joined(first, second), both)
+    assert again["token_ids"].tolist() == [7, 8, 9, 1, 2, 3, 4], "the answer to the second one was lost"
     assert attempt.news(False, BUDGET) == []
     attempt.appended([second], True)
     attempt.drafts[0].add([4], [-1.0], [5])
