@@ -111,6 +111,14 @@ def test_a_step_goes_on_without_a_straggler_until_its_last_step_has_come():
     assert contents(it.service.replayed()) == contents(it.state)
 
 
+def test_room_is_counted_for_steps_that_what_is_left_could_fill():
+    it = Asker(2, 1_000_000, 2_000_000)
+    assert it.admit("rollout", 0, 7) == list(range(7))
+    for ticket in (5, 3, 6):
+        it.put("rollout", ticket, 0)
+    assert Room(it.state).free == [2, 4, 6, 8, 3] and it.claim()["tickets"] == [3, 5]
+
+
 def test_rows_of_later_weights_may_wait_longer():
     """By the versions of their tokens, not by their tickets."""
     it = Asker(1, 2, 4)

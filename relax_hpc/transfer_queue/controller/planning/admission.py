@@ -44,7 +44,7 @@ def _in_time(state: QueueState, version: Version, tickets: list[int]) -> list[in
     """
     if not tickets or not state.tasks.in_sets:
         return tickets
-    room, last = Room(state), version.number + state.plan.max_staleness
+    room, last = Room(state, len(tickets)), version.number + state.plan.max_staleness
     kept = {ticket: state.groups[ticket].last for ticket in tickets}
     return [ticket for ticket in tickets if NO_STEP < kept[ticket] <= last or room.moves(kept[ticket], last)]
 

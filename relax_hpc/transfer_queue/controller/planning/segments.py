@@ -54,7 +54,8 @@ def spares_for(state: QueueState, tickets: Iterable[int], version: int) -> dict[
     given: dict[int, int] = {}
     if not (spares := state.segments.spares):
         return given
-    room, latest = Room(state), version + state.plan.max_staleness
+    tickets = list(tickets)
+    room, latest = Room(state, len(tickets)), version + state.plan.max_staleness
     for ticket in tickets:
         fits = (
             spare

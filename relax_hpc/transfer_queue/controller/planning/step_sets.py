@@ -34,10 +34,14 @@ class Room:
     It is never below 0.
     """
 
-    def __init__(self, state: QueueState) -> None:
+    def __init__(self, state: QueueState, coming: int = 0) -> None:
+        """``coming``: how many prompt groups may be moved that are not in ``state`` yet."""
         # All places of what any trainer has trained are taken.
-        self.first, self._steps = state.progress.furthest, state.plan.max_staleness + _AHEAD
-        size, groups, order = state.plan.prompts_per_step, state.groups, state.order.tickets
+        self.first, size, order = state.progress.furthest, state.plan.prompts_per_step, state.order.tickets
+        left = coming + len(state.tickets.generating) + len(state.tickets.untrained)
+        left += max(0, len(order) - self.first * size)
+        # Later steps than all that are left could fill have room, however large max_staleness is.
+        self._steps, groups = min(state.plan.max_staleness, left // size) + _AHEAD, state.groups
         needed = [0] * self._steps
         for ticket in chain(state.tickets.generating, state.tickets.untrained):
             group = groups[ticket]
