@@ -242,7 +242,7 @@ def test_after_a_record_that_is_not_to_be_had_the_others_are_not_asked_for(stage
     source = Source(stage.run, stage.actor, tensors, file_every=0, chunk_bytes=4096)
     source.publish(Version(1, 0))
     source.publisher.close()
-    asked, reader = [], stage.reader(patience=0.1)
+    asked, reader = [], stage.reader(patience=5.0)
     [plane] = reader.fetcher.puller.planes = reader.fetcher.puller.planes[:1]
     read = plane.read
     monkeypatch.setattr(plane, "read", lambda *a: (asked.append(a), read(*a))[1])
