@@ -257,7 +257,7 @@ class World:
         if news is None or "version" not in news:
             return None
         version = Version.parse(news["version"])
-        reply = self.ask(role, "serve", reader=role, version=news["version"])
+        reply = self.ask(role, "serve", reader=role, version=news["version"], evaluates=role == "rollout")
         if role == "rollout" and reply["eval_due"]:
             self.due = version
         return version

@@ -18,7 +18,7 @@ from relax_hpc.roles.ticket_worker import TicketWorker
 from relax_hpc.rollout.activity import Activity
 from relax_hpc.rollout.episodes import Repeat, play
 from relax_hpc.rollout.samples import last_response, requests_for
-from relax_hpc.transfer_queue.client import News
+from relax_hpc.transfer_queue.client.answers import OWED, News
 from relax_hpc.versions import Version
 from relax_hpc.weights.node_cache import Staged
 from relax_hpc.weights.subscriber import NOTHING, Subscriber
@@ -46,7 +46,8 @@ class Replica:
         self.ready = asyncio.Event()
         """Cleared while the engine's weights are not known: then nothing is asked of it."""
         planes = rollout.client.store.planes
-        self.reader = Subscriber(context.run, rollout.client, f"{context.group}/{number}", planes, self.config.weights)
+        reader = f"{context.group}/{number}"
+        self.reader = Subscriber(context.run, rollout.client, reader, planes, self.config.weights, evaluates=True)
         self.suspected = asyncio.Event()
         """Set when the engine has shown that it does not serve what it was given."""
         self.replaced = 0
@@ -121,6 +122,9 @@ class Replica:
                 if (announced := await self.news()) is None:
                     return
                 self.activity.because([(*NEWS, math.inf)])
+                if announced is OWED:
+                    await self.evaluate(self.reader.serving)
+                    continue
                 with self.activity("weights", Version.parse(announced.version).number):
                     got = await asyncio.to_thread(self.reader.fetch, announced)
                 if got is None:
@@ -131,7 +135,7 @@ class Replica:
                 await self.update(version, got[1])
                 with self.activity("weights", version.number):
                     due = await asyncio.to_thread(self.reader.served, version)
-                if due and self.number == 0:
+                if due:
                     await self.evaluate(version)
                 if self.config.colocate:
                     await self.rest(version.number)

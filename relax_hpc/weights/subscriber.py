@@ -121,19 +121,21 @@ class Subscriber:
         planes: Sequence[Plane],
         settings: WeightsConfig,
         every: int = 1,
+        evaluates: bool = False,
     ) -> None:
-        """``every``: only versions whose number is a multiple of it are of interest."""
-        self.client, self.reader, self.every = client, reader, every
+        """``every``: only versions whose number is a multiple of it are of interest. ``evaluates``: it can, if asked."""
+        self.client, self.reader, self.every, self.evaluates = client, reader, every, evaluates
         self.fetcher = Fetcher(run, planes, settings)
         self.serving = NOTHING
         self._given_up = NOTHING
 
     def newer(self) -> Future[News | None]:
-        """A future of the next version above the one served; None: the run is finished.
+        """A future of the next version above the one served; None: the run is finished. OWED: see `Weights.newer`.
 
         Versions that could not be read are not told of again.
         """
-        return self.client.weights.newer(max(self.serving, self._given_up), self.every)
+        evaluator = self.reader if self.evaluates else ""
+        return self.client.weights.newer(max(self.serving, self._given_up), self.every, evaluator=evaluator)
 
     def fetch(self, announced: News) -> tuple[News, Staged] | None:
         """The announced version, or a newer one; None if none can be had: then the last good one stays in use."""
@@ -175,7 +177,7 @@ class Subscriber:
     def served(self, version: Version) -> bool:
         """Tell the controller that this reader now works with ``version``; whether an evaluation is due."""
         self.serving = version
-        due = self.client.weights.serve(self.reader, version).result()
+        due = self.client.weights.serve(self.reader, version, self.evaluates).result()
         self.fetcher.forget_before(str(version))
         return due
 

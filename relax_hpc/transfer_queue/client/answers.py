@@ -138,9 +138,15 @@ class News:
     @classmethod
     def of(cls, answer: Message) -> News | None:
         """None: no such version comes any more, or there is none."""
+        if answer.get("evaluate"):
+            return OWED
         if "version" not in answer:
             return None
         return cls(version=answer["version"], digest=answer["digest"], files=answer.get("files", ""))
+
+
+OWED = News(version="", digest="")
+"""No version: the reader that asked owes an evaluation of the one that it serves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,17 +24,24 @@ class Weights:
         """The files of ``version`` are written; ``digest`` is that of their listing."""
         return then(self._submit("filed", version=str(version), digest=digest), nothing)
 
-    def newer(self, after: Version, multiple_of: int = 1, timeout: float | None = None) -> Future[News | None]:
-        """The newest version whose number is a multiple, once it is above ``after``; None: the run is finished."""
-        return then(self._submit("next_version", timeout, after=str(after), multiple_of=multiple_of), News.of)
+    def newer(
+        self, after: Version, multiple_of: int = 1, timeout: float | None = None, evaluator: str = ""
+    ) -> Future[News | None]:
+        """The newest version whose number is a multiple, once it is above ``after``; None: the run is finished.
+
+        OWED: the reader ``evaluator`` is to evaluate what it serves first.
+        """
+        about = {"multiple_of": multiple_of, "evaluator": evaluator}
+        return then(self._submit("next_version", timeout, after=str(after), **about), News.of)
 
     def newest_on_disk(self, after: Version, multiple_of: int = 1, timeout: float | None = None) -> Future[News | None]:
         """The same of those that have files, now; None if there is none above ``after``."""
         return then(self._submit("filed_version", timeout, after=str(after), multiple_of=multiple_of), News.of)
 
-    def serve(self, reader: str, version: Version) -> Future[bool]:
-        """``reader`` works with ``version`` from now on; whether it owes an evaluation."""
-        return then(self._submit("serve", reader=reader, version=str(version)), lambda answer: answer["eval_due"])
+    def serve(self, reader: str, version: Version, evaluates: bool = False) -> Future[bool]:
+        """``reader`` works with ``version`` from now on; whether it, who ``evaluates``, owes an evaluation."""
+        about = {"reader": reader, "version": str(version), "evaluates": evaluates}
+        return then(self._submit("serve", **about), lambda answer: answer["eval_due"])
 
     def evaluated(self, version: int, values: Mapping[str, float]) -> Future[None]:
         """What the evaluation of version number ``version`` has given."""

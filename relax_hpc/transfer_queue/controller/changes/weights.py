@@ -34,4 +34,5 @@ def retire(state: QueueState, versions: list[str]) -> None:
 @applies("serve")
 def serve(state: QueueState, reader: str, owner: Owner, version: str) -> None:
     state.weights.readers[reader] = (owner, Version.parse(version))
-    state.woken.add(ADMISSION)
+    # Who serves nothing any more evaluates nothing either: another reader may have to.
+    state.woken |= {ADMISSION, NEWS}

@@ -43,9 +43,14 @@ def _of_its_own(request: Request, version: str) -> Version:
 
 
 @handles("next_version")
-def next_version(service: QueueService, request: Request, after: str, multiple_of: int = 1) -> Any:
-    """The newest published version whose number is a multiple, once it is above ``after``."""
+def next_version(
+    service: QueueService, request: Request, after: str, multiple_of: int = 1, evaluator: str = ""
+) -> Any:
+    """The newest published version whose number is a multiple, once it is above ``after``; before that, that the reader
+    ``evaluator`` owes an evaluation of what it serves: who owed it may have left."""
     weights = service.state.weights
+    if evaluator and _owes_evaluation(service, evaluator):
+        return {"evaluate": True}
     if newest := weights.newer(Version.parse(after), multiple_of):
         return _news(weights, newest)
     if service.state.progress.finished():
@@ -67,12 +72,22 @@ def _news(weights: Weights, version: Version) -> dict[str, str]:
 
 
 @handles("serve")
-def serve(service: QueueService, request: Request, reader: str, version: str) -> Any:
-    """``reader`` has loaded ``version``; whether it owes an evaluation of it."""
-    found, state = Version.parse(version), service.state
+def serve(service: QueueService, request: Request, reader: str, version: str, evaluates: bool = False) -> Any:
+    """``reader`` has loaded ``version``; whether it, who ``evaluates``, owes an evaluation of it."""
+    Version.parse(version)
     service.record(op="serve", reader=reader, owner=request.owner, version=version)
-    due = found in state.lineage and service.plan.eval_due(state.progress.evaluated, found.number)
-    return {"eval_due": due}
+    return {"eval_due": evaluates and _owes_evaluation(service, reader)}
+
+
+def _owes_evaluation(service: QueueService, reader: str) -> bool:
+    """Whether what ``reader`` serves is to be evaluated, and by it: one reader evaluates for as long as it serves."""
+    state, (_, version) = service.state, service.state.weights.readers.get(reader, (None, None))
+    if version is None or version not in state.lineage or not service.plan.eval_due(state.progress.evaluated, version.number):
+        return False
+    _, served = state.weights.readers.get(service.evaluator, (None, None))
+    if served is None or served not in state.lineage:
+        service.evaluator = reader
+    return service.evaluator == reader
 
 
 @handles("evaluated")
