@@ -123,7 +123,7 @@ class Subscriber:
         every: int = 1,
         evaluates: bool = False,
     ) -> None:
-        """``every``: only versions whose number is a multiple of it are of interest. ``evaluates``: it can, if asked."""
+        """``every``: only versions whose number is a multiple of it are of interest. ``evaluates``: it can."""
         self.client, self.reader, self.every, self.evaluates = client, reader, every, evaluates
         self.fetcher = Fetcher(run, planes, settings)
         self.serving = NOTHING
