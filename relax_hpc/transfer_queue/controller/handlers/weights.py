@@ -43,9 +43,7 @@ def _of_its_own(request: Request, version: str) -> Version:
 
 
 @handles("next_version")
-def next_version(
-    service: QueueService, request: Request, after: str, multiple_of: int = 1, evaluator: str = ""
-) -> Any:
+def next_version(service: QueueService, request: Request, after: str, multiple_of: int = 1, evaluator: str = "") -> Any:
     """The newest published version whose number is a multiple, once it is above ``after``; before that, that the reader
     ``evaluator`` owes an evaluation of what it serves: who owed it may have left."""
     weights = service.state.weights
@@ -81,11 +79,11 @@ def serve(service: QueueService, request: Request, reader: str, version: str, ev
 
 def _owes_evaluation(service: QueueService, reader: str) -> bool:
     """Whether what ``reader`` serves is to be evaluated, and by it: one reader evaluates for as long as it serves."""
-    state, (_, version) = service.state, service.state.weights.readers.get(reader, (None, None))
-    if version is None or version not in state.lineage or not service.plan.eval_due(state.progress.evaluated, version.number):
+    state = service.state
+    serving = {name: found for name, (_, found) in state.weights.readers.items() if found in state.lineage}
+    if reader not in serving or not service.plan.eval_due(state.progress.evaluated, serving[reader].number):
         return False
-    _, served = state.weights.readers.get(service.evaluator, (None, None))
-    if served is None or served not in state.lineage:
+    if service.evaluator not in serving:
         service.evaluator = reader
     return service.evaluator == reader
 
