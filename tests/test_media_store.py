@@ -216,7 +216,7 @@ def test_a_placeholder_too_few_or_too_many_is_a_mismatch(at, placeholders):
     row = row_with([("image", 2, 5), ("image", 9, 3)])
     tokens = row["token_ids"]
     tokens[at] = 5 if tokens[at] == PADS["image"] else PADS["image"]
-    with pytest.raises(BadRow, match=r"000000001\.00: ") as caught:
+    with pytest.raises(BadRow, match=r"000000001\.00\.00: ") as caught:
         check_media(row, placeholders)
     assert caught.value.reason == "media_mismatch"
 
