@@ -5,11 +5,15 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from relax_hpc.rendezvous.roster import claim_incarnation
+from relax_hpc.rundir import RunDir
 
 BENCH = Path(__file__).parents[1] / "tools/bench"
 MODULES = ("recovery", "recovery_run", "recovery_figures")
@@ -165,3 +169,14 @@ def test_times_of_slurm_are_local(bench):
     run = bench("recovery_run")
     assert run.moment("2024-05-01T12:00:10") - run.moment("2024-05-01T12:00:00") == 10.0
     assert run.moment("Unknown") == run.moment("") == 0.0
+
+
+def test_the_next_incarnation_is_found_by_the_files_that_it_writes(bench, tmp_path):
+    run = object.__new__(bench("recovery_run").Run)
+    run.run = RunDir(tmp_path)
+    for number in (1, 2):
+        assert claim_incarnation(run.run, "actor") == number
+        at = 100.0 * number
+        os.utime(run.run.rendezvous("actor") / f"inc-{number:06d}.claim", (at, at))
+    assert run.first("actor", "inc-*.claim", 150.0) == (200.0, 2)
+    assert run.first("actor", "inc-*.claim", 250.0) == (math.inf, 0)

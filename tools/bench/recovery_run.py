@@ -156,7 +156,7 @@ class Run:
         found = []
         for path in self.run.rendezvous(name).glob(pattern):
             with contextlib.suppress(FileNotFoundError, ValueError):
-                found.append((path.stat().st_mtime, int(path.name[6:12])))
+                found.append((path.stat().st_mtime, int(path.name.removeprefix("inc-")[:6])))
         return min((entry for entry in found if entry[0] > since), default=(float("inf"), 0))
 
     def said(self, name: str, since: float) -> float:
