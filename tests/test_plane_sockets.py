@@ -122,6 +122,19 @@ def test_a_maker_without_the_token_is_refused(kind, maker, reader, answer):
     assert digest(reader.read(record, READ_S)) == digest(pattern(1000, 0))
 
 
+def test_a_maker_that_gives_no_sign_is_given_up_long_before_the_deadline(kind, reader, monkeypatch):
+    """Its node may have lost power: then nobody closes the connection."""
+    monkeypatch.setattr(f"relax_hpc.transport.{kind}.SILENCE_S", SHORT_S)
+    with Peer(kind) as silent:
+        first, second = silent.publish(next(NAMES), 1000), silent.publish(next(NAMES), BIG, 1)
+        assert digest(reader.read(first, READ_S)) == digest(pattern(1000, 0))
+        silent.stop()
+        with pytest.raises(PlaneError, match="timed out"):
+            reader.read(second, 100 * READ_S)
+        silent.go_on()
+        assert digest(reader.read(second, READ_S)) == digest(pattern(BIG, 1))
+
+
 def test_who_listens_and_says_nothing_is_not_waited_for(kind, maker, reader, monkeypatch):
     """Whoever got the port of a maker that has died may wait to be spoken to."""
     monkeypatch.setattr("relax_hpc.transport.peers.CONNECT_S", SHORT_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import selectors
 import socket
 import threading
@@ -16,6 +17,9 @@ MAX_CONNECTIONS = 1024
 """Of one listener, each of which has a thread; whoever comes then is turned away, and reads by another plane."""
 CONNECT_S = 10.0
 """For a peer to be reached and to prove what it is. A dead maker's port may have gone to somebody who says nothing."""
+SILENCE_S = 5.0
+"""For a maker of records without any sign. One whose node lost power closes no connection, nor does one that is
+stopped; whoever reads then asks again what there is to be read."""
 _PIECE_BYTES = 1 << 20
 ACCEPT_SHARE = 0.1
 """Of the time of a role, which has other things to do: what whoever floods it with connections gets, and as much again
@@ -26,10 +30,15 @@ CLOSE_S = 5.0
 class Deadline:
     """When one operation, with all its waits, must be over."""
 
-    __slots__ = ("_end", "seconds")
+    __slots__ = ("_end", "seconds", "silence")
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self._end = seconds, time.monotonic() + seconds
+    def __init__(self, seconds: float, silence: float = math.inf) -> None:
+        """``silence``: seconds of a single wait for the other end."""
+        self.seconds, self.silence, self._end = seconds, silence, time.monotonic() + seconds
+
+    def wait(self) -> float:
+        """Seconds that the other end may take for its next sign; TimeoutError if there are none."""
+        return min(self.left(), self.silence)
 
     def left(self) -> float:
         """Seconds until then; TimeoutError if there are none."""
@@ -62,7 +71,7 @@ def receive_into(
 ) -> None:
     """Fill ``room``, handing each piece to ``notice`` while it is in the cache; an OSError if that takes too long."""
     while room:
-        connection.settimeout(deadline.left())
+        connection.settimeout(deadline.wait())
         count = connection.recv_into(room[:_PIECE_BYTES])
         if not count:
             raise ConnectionError("the peer closed the connection")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from relax_hpc.rendezvous.network import peer_user
 from relax_hpc.transport.links import (
+    SILENCE_S,
     Deadline,
     ThreadListener,
     prove,
@@ -162,7 +163,7 @@ def _ask(connection: socket.socket, number: int, deadline: Deadline) -> int | No
     """A file descriptor of the maker's memfd ``number``; None if it has no such."""
     connection.settimeout(deadline.left())
     connection.sendall(_REQUEST.pack(number))
-    connection.settimeout(deadline.left())
+    connection.settimeout(deadline.wait())
     answer, fds, *_ = socket.recv_fds(connection, len(_HERE), 1, socket.MSG_CMSG_CLOEXEC)
     if answer == _UNKNOWN:
         return None
@@ -228,7 +229,7 @@ class ShmPlane(Plane):
             place = _Place.of(descriptor)
             if place.node != self._node:
                 raise PlaneError(f"its node is {place.node}, this is {self._node}; take another plane")
-            return self._makers.link(place.socket).view(place, Deadline(timeout_s))
+            return self._makers.link(place.socket).view(place, Deadline(timeout_s, SILENCE_S))
         except (OSError, ValueError, TypeError, struct.error) as error:
             which = f"record {descriptor.get('name')} from {descriptor.get('socket')}"
             raise PlaneError(f"shm: {which} (in {timeout_s:g} s): {error}") from error

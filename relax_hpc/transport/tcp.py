@@ -12,6 +12,7 @@ import numpy as np
 import xxhash
 
 from relax_hpc.transport.links import (
+    SILENCE_S,
     Deadline,
     ThreadListener,
     prove,
@@ -143,7 +144,7 @@ class TcpPlane(Plane):
     def read(self, descriptor: Descriptor, timeout_s: float) -> memoryview:
         """See `Plane`: a copy, whose checksum was compared."""
         place = _Place.of(descriptor)
-        deadline = Deadline(timeout_s)
+        deadline = Deadline(timeout_s, SILENCE_S)
         try:
             with self._peers.link((place.host, place.port, place.maker)).use(deadline) as connection:
                 record = _fetch(connection, place, deadline)
