@@ -145,7 +145,12 @@ def test_running_job_survives_a_restart_of_slurm(small_sandbox: Sandbox, tmp_pat
     # slurmctld writes its state within 5 s; what it has not written, a kill -9 makes it forget.
     saved = own.folder / "state/job_state"
     started = process.create_time()
-    until(lambda: saved.exists() and saved.stat().st_mtime > started, WAIT_S, "slurmctld does not save its state")
+
+    def knows_it() -> bool:
+        # A state that was put together before the job came may be written after that.
+        return saved.exists() and saved.stat().st_mtime > started and b"survivor" in saved.read_bytes()
+
+    until(knows_it, WAIT_S, "slurmctld does not save its state")
     before = own.daemons()
     own.restart()
     after = own.daemons()
