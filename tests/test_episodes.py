@@ -174,19 +174,19 @@ def test_losses_do_not_know_where_an_episode_was_cut(group, name: str, reduction
     assert expected["episodes"] == len(whole) and found["episodes"] == pytest.approx(len(whole), rel=1e-6)
 
 
+def trained_row(name: str, mask: np.ndarray, reward: float, old: np.ndarray, shift: float = 0.0) -> Row:
+    """Of one prompt, whose log-probabilities are ``shift`` above ``old`` now, and were as far below when drawn."""
+    logprobs = {"logprobs": old + shift * mask, "old_logprobs": old, "rollout_logprobs": old - shift * mask}
+    about = {"row_id": name, "ticket": 0, "reward": reward, "loss_mask": mask, "token_ids": mask.astype(np.int32)}
+    return about | logprobs
+
+
 def test_a_sequence_mean_weighs_episodes_and_not_rows() -> None:
     """Token losses -A r of an episode of 1 token and one of 1 + 3 in two rows, A = -+1 and r = 1."""
 
     def line(name: str, trained: int, reward: float) -> Row:
         mask = np.array([0] + [1] * trained, np.uint8)
-        about = {
-            "row_id": name,
-            "ticket": 0,
-            "reward": reward,
-            "loss_mask": mask,
-            "token_ids": mask.astype(np.int32),
-        }
-        return about | {"logprobs": -1.0 * mask, "old_logprobs": -1.0 * mask, "rollout_logprobs": -1.0 * mask}
+        return trained_row(name, mask, reward, -1.0 * mask)
 
     rows = [line("000000000.00.00", 1, 0.0), line("000000000.01.00", 1, 2.0), line("000000000.01.01", 3, 2.0)]
     found, slopes = losses(rows, ALGORITHMS["dr_grpo"](reduction="sequence_mean"), 2)
@@ -203,14 +203,7 @@ def test_what_is_of_a_sequence_is_of_one_row() -> None:
 
     def line(name: str, shift: float, reward: float) -> Row:
         mask, old = np.array([0, 1, 1], np.uint8), np.array([0.0, -1.0, -1.0])
-        about = {
-            "row_id": name,
-            "ticket": 0,
-            "reward": reward,
-            "loss_mask": mask,
-            "token_ids": mask.astype(np.int32),
-        }
-        return about | {"logprobs": old + shift * mask, "old_logprobs": old, "rollout_logprobs": old - shift * mask}
+        return trained_row(name, mask, reward, old, shift)
 
     rows = [line("000000000.00.00", 0.0, 0.0), line("000000000.01.00", 0.1, 1.0), line("000000000.01.01", -0.1, 1.0)]
     off = CorrectionConfig(kind="off")

@@ -7,9 +7,8 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import initialize, rule
 
 from relax_hpc.transfer_queue.controller.planning.admission import admissible
 from relax_hpc.transfer_queue.controller.planning.claims import claimable
@@ -17,15 +16,13 @@ from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 from relax_hpc.transfer_queue.lengths import packed
 from relax_hpc.transfer_queue.plan import GENERATED, Plan
 from relax_hpc.versions import Version
-from tests.effort import effort
 from tests.queue_helpers import GIVES, small
+from tests.queue_machine import WorldMachine, searched
 from tests.queue_world import GROUPS, World, contents, refused_kind
 
 
-class QueueMachine(RuleBasedStateMachine):
+class QueueMachine(WorldMachine):
     """Roles act and die in any order; then, without faults, the run must reach its end."""
-
-    world: World | None = None
 
     @initialize(
         staleness=st.integers(0, 4),
@@ -59,33 +56,9 @@ class QueueMachine(RuleBasedStateMachine):
     def kill(self, role, noticed):
         self.world.kill(role, noticed)
 
-    @rule(older=st.integers(1, 3))
-    def kill_actor_and_lose_checkpoints(self, older):
-        self.world.kill("actor", True)
-        self.world.older = older
-
-    @rule()
-    def kill_hub(self):
-        self.world.service.restart()
-
-    @invariant()
-    def replay_is_the_same(self):
-        if self.world:
-            assert contents(self.world.service.replayed()) == contents(self.world.service.state)
-
-    def teardown(self):
-        if self.world:
-            self.world.go_to_the_end()
-
 
 TestQueueMachine = QueueMachine.TestCase
-TestQueueMachine.settings = settings(
-    max_examples=effort(15, 200),
-    stateful_step_count=25,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    phases=(Phase.explicit, Phase.reuse, Phase.generate),
-)
+TestQueueMachine.settings = searched(15, 200)
 
 
 def world(staleness: int = 0, groups: int = 2, steps: int = 4, **more: int) -> World:
