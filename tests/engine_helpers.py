@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from relax_hpc.config.schema import Config, EngineConfig, TinyModelConfig
 from relax_hpc.data.tiny_model import EOS_ID, make_tiny_model
-from relax_hpc.engines.engine import Generation
+from relax_hpc.engines.engine import Draft, GenerateRequest, Generation, Sampling
 from relax_hpc.engines.transformers_hook import install_transformers_hook
 
 TOKEN = "b7d2-a-token-that-only-this-test-knows"
@@ -34,6 +34,11 @@ def make_config(kind: str, **engine: object) -> Config:
     config.rollout.engine = EngineConfig(kind=kind, **engine)
     config.liveness.stop_timeout_s = 5.0
     return config
+
+
+def request(kind: int, sample: int = 0, draft: Draft | None = None) -> GenerateRequest:
+    """What the fake server answers by its first token."""
+    return GenerateRequest((kind, 5), "p", sample, Sampling(1.0, 1.0, (), 0), 4, draft=draft)
 
 
 @functools.cache

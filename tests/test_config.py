@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_hpc.checks import files
-from relax_hpc.checks.settings import check, check_request
 from relax_hpc.config import Config, dump, load, load_resolved, resolve, to_dict
 from relax_hpc.config.clean import REMOVED, clean, keys
 from relax_hpc.config.load import compose, gather, merge, print_config
@@ -21,9 +16,14 @@ from relax_hpc.config.read import MAX_BYTES, dump_yaml, parse_yaml
 from relax_hpc.config.schema import GroupConfig
 from relax_hpc.errors import EXIT_CONFIG, ConfigError
 from tests.effort import effort
-from tests.model_files import model_directory
+from tests.run_helpers import QUICKSTART
 
-QUICKSTART = Path(__file__).parents[1] / "configs" / "runs" / "quickstart.yaml"
+
+def write(directory: Path, name: str, text: str) -> Path:
+    path = directory / name
+    path.write_text(text)
+    return path
+
 
 WRONG = [
     ("stepz: 5", ["stepz: unknown key", "did you mean steps?"]),
@@ -285,8 +285,11 @@ def test_print_config_names_the_source_of_every_value(tmp_path: Path) -> None:
     assert load([write(tmp_path, "b.yaml", text)]) == load([path], {"rollout.top_p": 0.5, "groups.reference": None})
 
 
-def test_quickstart_is_good(tmp_path: Path) -> None:
-    assert check(load([QUICKSTART], {"run_dir": str(tmp_path / "run")})) == []
+def test_a_setting_that_is_gone_says_what_took_its_place(tmp_path: Path) -> None:
+    path = write(tmp_path, "old.yaml", "rollout: {max_attempts: 8}")
+    with pytest.raises(ConfigError, match=r"old\.yaml:1: rollout\.max_attempts: .*any more: rollout\.max_failed_share"):
+        load([path])
+    assert not {*REMOVED} & {*keys()}
 
 
 names = st.text("abcxyz", min_size=1, max_size=2)
@@ -337,343 +340,3 @@ def test_cleaning_anything_gives_a_layer_or_one_line(tree: Any) -> None:
         clean(Config, tree, "source")
     except ConfigError as error:
         assert str(error).startswith("source: ")
-
-
-FINDINGS = [
-    ({"model.path": "/nowhere"}, ["model.path: found '/nowhere', which is not a directory"]),
-    (
-        {"data.task": ""},
-        ["data.train: found nothing", "model.path: found nothing", "warm_start.steps: found 80 without"],
-    ),
-    (
-        {"data.train": "/nowhere.jsonl"},
-        ["data.train: found '/nowhere.jsonl' beside data.task", "data.train: found '/nowhere.jsonl', which is not"],
-    ),
-    ({"data.eval.x": "/nowhere.jsonl"}, ["data.eval.x: found '/nowhere.jsonl', which is not a file"]),
-    ({"actor.parallel.tensor": 2}, ["actor.parallel.tensor: found 2, allowed: a divisor of the model's num_key_value"]),
-    (
-        {"model.tiny.num_attention_heads": 3, "model.tiny.num_key_value_heads": 2},
-        ["model.tiny.num_attention_heads: found"],
-    ),
-    ({"actor_fwd.parallel.pipeline": 3}, ["actor_fwd.parallel.pipeline: found 3", "num_hidden_layers, 2"]),
-    (
-        {"groups.reference": {}, "reference.parallel.sequence_parallel": True},
-        ["reference.parallel.sequence_parallel: found true with"],
-    ),
-    ({"algorithm.mini_batches": 5}, ["algorithm.mini_batches: found 5", "prompts_per_step, 32"]),
-    ({"algorithm.mini_batches": 16, "actor.parallel.data": 17}, ["actor.parallel.data: found 17, allowed: at most 16"]),
-    (
-        {"weights.publish_every": 2, "weights.file_every": 2},
-        ["weights.publish_every: found 2, allowed: at most max_staleness + 1, 1"],
-    ),
-    (
-        {"max_staleness": 3, "weights.publish_every": 3, "weights.publish_lag": 1, "weights.keep_every": 10},
-        [
-            "weights.publish_lag: found 1, allowed: at least weights.publish_every - 1, 2",
-            "weights.keep_every: found 10",
-        ],
-    ),
-    (
-        {"max_staleness": 4, "queue.max_rows": 1000},
-        ["queue.max_rows: found 1000, but max_staleness 4 lets rollout be 1280 rows ahead"],
-    ),
-    ({"rollout.filter": "rewards_differs"}, ["rollout.filter: found 'rewards_differs', allowed rewards_differ"]),
-    (
-        {"rollout.partial_rollout": "recompute", "rollout.engine.flags": {"disable_radix_cache": False}},
-        ["rollout.partial_rollout: found recompute with rollout.engine.flags.disable_radix_cache false"],
-    ),
-    ({"weights.slabs": 1}, ["weights.slabs: found 1, allowed: 0, or at least 2"]),
-    ({"groups.rollout": None}, ["groups: found role rollout in no group"]),
-    (
-        {"groups.actor_fwd": None, "algorithm.mini_batches": 2},
-        ["algorithm.passes: found 2 without role actor_fwd", "algorithm.mini_batches: found 2 without role actor_fwd"],
-    ),
-    (
-        {"actor.forward": ["reference", "actor_fwd"], "groups.reference": {}, "groups.actor_fwd": {}},
-        ["actor.forward: found actor_fwd, which is in a group too", "actor.forward: found reference, which is in a"],
-    ),
-    (
-        {"actor.forward": ["reference"], "algorithm.kl.refresh_every": 5},
-        ["algorithm.kl.refresh_every: found 5 with reference in actor.forward"],
-    ),
-    ({"groups.hub": None}, ["but no hub", "role advantages in no group"]),
-    ({"groups.hub.roles": ["advantages", "actor"]}, ["role actor 2 times (in hub, actor)"]),
-    ({"groups.idle": {}}, ["groups.idle.roles: found none"]),
-    (
-        {"groups.reference": None, "algorithm.kl.coefficient": 0.1},
-        ["algorithm.kl.coefficient: found 0.1, but role ref"],
-    ),
-    ({"rollout.max_new_tokens": 300}, ["rollout.max_new_tokens: found 300", "together 332", "of the model, 256"]),
-    (
-        {"rollout.top_p": 0.9},
-        ["rollout.top_p: found 0.9, allowed: 1.0; log-probabilities of rollouts are those before"],
-    ),
-    ({"rollout.temperature": 0}, ["rollout.temperature: found 0.0"]),
-    ({"rollout.reward": "answer_exct"}, ["rollout.reward: found 'answer_exct'", "did you mean"]),
-    ({"eval.reward": "no.such:reward"}, ["eval.reward: 'no.such:reward': importing"]),
-    ({"rollout.processes": 2, "rollout.replicas": 3}, ["rollout.processes: found 2", "what divides them"]),
-    ({"rollout.engine.port": 65535, "rollout.replicas": 2}, ["rollout.engine.port: found 65535", "at most 65534"]),
-    (
-        {"rollout.engine.flags.model_path": "x"},
-        ["rollout.engine.flags.model_path: found 'x'", "set model.path instead"],
-    ),
-    ({"rollout.engine.flags.api-key": "x"}, ["rollout.engine.flags.api-key", "it cannot be changed"]),
-    ({"rollout.engine.flags.host": "0.0.0.0"}, ["rollout.engine.flags.host", "it cannot be changed"]),
-    ({"rollout.engine.flags.max-total-tokens": 5}, ["underscores (max_total_tokens)"]),
-    ({"rollout.engine.simulated.sigma": 1.0}, ["rollout.engine.simulated: found settings, but kind is sglang"]),
-    ({"liveness.lease_s": 1, "liveness.beat_s": 0.5}, ["liveness.lease_s: found 1.0", "more than two beats"]),
-    ({"name": "a/b"}, ["name: found 'a/b'"]),
-    ({"run_dir": f"{__file__}/run"}, ["run_dir: found", "is a file; name a directory"]),
-]
-
-
-@pytest.mark.parametrize(("overrides", "parts"), FINDINGS, ids=[" ".join(map(str, item[0])) for item in FINDINGS])
-def test_findings(tmp_path: Path, overrides: dict[str, Any], parts: list[str]) -> None:
-    findings = check(load([QUICKSTART], {"run_dir": str(tmp_path / "run")} | overrides))
-    for part in parts:
-        assert any(part in finding for finding in findings), findings
-    for finding in findings:
-        assert any(part in finding for part in parts) and "\n" not in finding
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        {"groups.reference": {}},
-        {"algorithm.kl.coefficient": 0.1},
-        {"groups.actor_fwd": None, "algorithm.passes": 1},
-        {"actor.forward": ["actor_fwd"]},
-        {"actor.forward": ["reference"], "algorithm.kl.coefficient": 0.1},
-    ],
-    ids=str,
-)
-def test_runs_with_and_without_forward_groups_that_are_good(tmp_path: Path, overrides: dict[str, Any]) -> None:
-    assert check(load([QUICKSTART], {"run_dir": str(tmp_path / "run")} | overrides)) == []
-
-
-def test_busy_port(tmp_path: Path) -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        port = listener.getsockname()[1]
-        findings = check(load([QUICKSTART], {"run_dir": str(tmp_path / "run"), "rollout.engine.port": port}))
-    assert findings == [f"rollout.engine.port: found {port}, but {port} is in use; name another, or 0 for free ones"]
-
-
-def test_flags_that_sglang_does_not_have(tmp_path: Path) -> None:
-    over = {"run_dir": str(tmp_path / "run"), "rollout.engine.flags": {"nonsense": 1, "max_total_token": 5}}
-    findings = check(load([QUICKSTART], over))
-    assert len(findings) == 2 and "rollout.engine.flags.nonsense: SGLang has no such server argument" in findings[0]
-    assert "did you mean max_total_tokens?" in findings[1]
-    assert check(load([QUICKSTART], over | {"site.python": "/opt/other/python"})) == [], "another environment's SGLang"
-
-
-def test_what_slurm_cannot_be_asked_for_is_a_finding_too(tmp_path: Path) -> None:
-    over = {"run_dir": str(tmp_path / "run"), "layout": "het", "site.cpu_nodes": False}
-    (line,) = check_request(load([QUICKSTART], over))
-    assert line.startswith("groups.rollout.resources.nodes: found 1 for component 0 of a het job")
-    assert check(load([QUICKSTART], over)) == [], "a script by hand may have a hub of its own there"
-    over = {"run_dir": str(tmp_path / "run"), "layout": "jobs", "site.options.nodes": "2"}
-    (line,) = check_request(load([QUICKSTART], over))
-    assert line == "options.nodes: found '2', but it is set by relax_hpc; set groups.<group>.resources.nodes instead"
-
-
-def test_a_setting_that_is_gone_says_what_took_its_place(tmp_path: Path) -> None:
-    path = write(tmp_path, "old.yaml", "rollout: {max_attempts: 8}")
-    with pytest.raises(ConfigError, match=r"old\.yaml:1: rollout\.max_attempts: .*any more: rollout\.max_failed_share"):
-        load([path])
-    assert not {*REMOVED} & {*keys()}
-
-
-def test_a_device_is_looked_for_where_the_run_will_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    over = {"run_dir": str(tmp_path / "run"), "model.device": "cuda"}
-    monkeypatch.setattr(Path, "glob", lambda *_: iter(()))
-    monkeypatch.setattr(Path, "exists", lambda path, exists=Path.exists: path != Path("/dev/dxg") and exists(path))
-    assert check(load([QUICKSTART], over)) == [
-        "model.device: found cuda, but this machine has no NVIDIA device (/dev/nvidia0); set cpu"
-    ]
-    assert check(load([QUICKSTART], over | {"site.name": "cluster"})) == [], "a job's node, not this one"
-    without = check(load([QUICKSTART], over | {"layout": "het", "groups.actor.resources.gpus_per_node": 1}))
-    assert [line.split(":")[0] for line in without] == [
-        f"groups.{name}.resources.gpus_per_node" for name in ("rollout", "actor_fwd")
-    ]
-
-
-PROMPT = {"id": 1, "prompt": "12", "answer": "12"}
-PROMPTS = [
-    (b"", "no prompts; write one"),
-    (json.dumps({"id": 1, "prompt": "12"}).encode(), "1 of 1 lines are bad: 1 missing_field (first line 1: no answer)"),
-    (json.dumps(PROMPT).encode("utf-16"), "UTF-16"),
-    (json.dumps([PROMPT]).encode(), "one JSON list"),
-    (json.dumps(PROMPT | {"prompt": "1" * 500}).encode(), "over_long (first line 1: 501 tokens"),
-    (json.dumps(PROMPT | {"prompt": [{"role": "user", "content": "12"}]}).encode(), "a list of chat messages"),
-]
-
-
-@pytest.mark.parametrize(("content", "says"), PROMPTS, ids=[says for _, says in PROMPTS])
-def test_prompts_are_read(tmp_path: Path, content: bytes, says: str) -> None:
-    path = model_directory(tmp_path / "model")
-    (tmp_path / "p.jsonl").write_bytes(content)
-    over = {
-        "data.task": "",
-        "warm_start.steps": 0,
-        "data.max_prompt_tokens": 200,
-        "data.train": str(tmp_path / "p.jsonl"),
-    }
-    (finding,) = model_findings(path, **over)
-    assert finding.startswith(f"data.train: {tmp_path / 'p.jsonl'}: ") and says in finding
-    assert not (path / "run").exists()
-
-
-def prompt_findings(path: Path, **data: Any) -> tuple[list[str], list[str]]:
-    """What `check` says of a file of prompts: mistakes, and notes."""
-    config = load([], {"data.train": str(path), "model.path": str(path.parent / "model"), **data})
-    mistakes = [line for line in files.check_files(config) if line.startswith("data.train")]
-    return mistakes, [line for line in files.notes(config) if line.startswith("data.train")]
-
-
-def test_every_row_of_the_prompts_is_judged(tmp_path: Path) -> None:
-    model_directory(tmp_path / "model")
-    path, good = tmp_path / "p.jsonl", [json.dumps(PROMPT | {"id": number}) for number in range(1500)]
-    path.write_text("\n".join([*good, "", "{", *["{}"] * 300]))
-    says = f"data.train: {path}: 301 of 1801 lines are bad: 300 missing_field (first line 1503: no id, no prompt"
-    mistakes, notes = prompt_findings(path, **{"data.max_bad_share": 0.1})
-    assert len(mistakes) == 1 and mistakes[0].startswith(says) and notes == []
-    assert prompt_findings(path, **{"data.max_bad_share": 0.2}) == ([], [])
-
-
-def test_a_long_file_of_prompts_is_read_in_part_and_that_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(files, "READ_S", 0.0)
-    monkeypatch.setattr(files, "BLOCK", 10)
-    model_directory(tmp_path / "model")
-    path, good = tmp_path / "p.jsonl", [json.dumps(PROMPT | {"id": number}) for number in range(40)]
-    share = {"data.max_bad_share": 0.05}
-    path.write_text("\n".join(["{", *good, *["{"] * 20]))
-    begun = "all of them are read when the run begins"
-    assert prompt_findings(path, **share) == ([], [f"data.train: read 10 of 61 rows in 0 s, 1 of them bad; {begun}"])
-    path.write_text("\n".join(["{"] * 4 + good))
-    mistakes, _ = prompt_findings(path, **share)
-    assert len(mistakes) == 1 and "4 of 44 lines are bad: 4 broken_json (first line 1" in mistakes[0], "for certain"
-    path.write_text("\n".join(good[:10]))
-    assert prompt_findings(path, **share) == ([], []), "it was all there was"
-
-
-def test_prompts_are_read_once_for_mistakes_and_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model_directory(tmp_path / "model")
-    path, read = tmp_path / "p.jsonl", []
-    path.write_text(json.dumps(PROMPT | {"prompt": "<s>1"}))
-    rows = files.read_rows
-    monkeypatch.setattr(files, "read_rows", lambda path: read.append(path) or rows(path))
-    for _ in range(2):
-        mistakes, notes = prompt_findings(path)
-        assert mistakes == [] and len(notes) == 1
-    assert len(read) == 1
-    path.write_text(json.dumps(PROMPT | {"prompt": "11"}))
-    assert prompt_findings(path) == ([], []) and len(read) == 2
-
-
-def test_names_of_special_tokens_in_prompts_are_said(tmp_path: Path) -> None:
-    path, prompts = model_directory(tmp_path / "model"), tmp_path / "p.jsonl"
-    prompts.write_text(json.dumps(PROMPT | {"prompt": "<s>1"}) + "\n" + json.dumps(PROMPT | {"id": 2}))
-    over = {"model.path": str(path), "data.train": str(prompts)}
-    (note,) = files.notes(load([], over))
-    assert "data.train: 1 of 2 prompts have names of special tokens, such as <s>" in note
-    assert not list(files.notes(load([], over | {"data.special_tokens": ["prompt"]})))
-
-
-BROKEN = [
-    ("model.safetensors", b"", "model.safetensors: not a whole safetensors file"),
-    ("model.safetensors", lambda data: data[: len(data) // 2], "model.safetensors: not a whole safetensors file"),
-    ("tokenizer.json", b"", "tokenizer.json: not a tokenizer"),
-    ("tokenizer.json", b"{}", "tokenizer.json: not a tokenizer"),
-    ("tokenizer_config.json", b"{", "tokenizer_config.json: not JSON"),
-    (
-        "config.json",
-        lambda data: data.replace(b'"vocab_size": 64', b'"vocab_size": 32'),
-        "64 tokens, but vocab_size of",
-    ),
-    (
-        "config.json",
-        lambda data: data.replace(b'_layers": 4', b'_layers": 5'),
-        "model.layers.4.input_layernorm.weight is missing",
-    ),
-    ("config.json", lambda data: data.replace(b'_layers": 4', b'_layers": 3'), "unknown tensor model.layers.3."),
-    ("model.safetensors.index.json", b"{", "found an unreadable"),
-]
-
-
-@pytest.mark.parametrize(("name", "content", "says"), BROKEN, ids=[f"{one[0]} {one[2][-20:]}" for one in BROKEN])
-def test_files_of_a_model_are_read(tmp_path: Path, name: str, content: Any, says: str) -> None:
-    path = model_directory(tmp_path / "model")
-    file = path / name
-    file.write_bytes(content if isinstance(content, bytes) else content(file.read_bytes()))
-    findings = model_findings(path)
-    assert findings and all(line.startswith("model.path: ") and "\n" not in line for line in findings)
-    assert any(says in line for line in findings)
-
-
-def test_a_pipe_in_the_place_of_weights_is_not_waited_for(tmp_path: Path) -> None:
-    path = model_directory(tmp_path / "model")
-    (path / "model.safetensors").unlink()
-    os.mkfifo(path / "model.safetensors")
-    assert "found no *.safetensors" in model_findings(path)[0]
-
-
-def model_findings(path: Path, **overrides: Any) -> list[str]:
-    return check(load([QUICKSTART], {"run_dir": str(path / "run"), "model.path": str(path)} | overrides))
-
-
-def test_model_directories(tmp_path: Path) -> None:
-    good = model_directory(tmp_path / "good")
-    layout = {"actor.parallel.tensor": 2, "actor.parallel.pipeline": 4}
-    assert model_findings(good, **layout) == []
-    (good / "tokenizer.json").unlink()
-    (good / "model.safetensors").unlink()
-    findings = model_findings(good)
-    assert len(findings) == 2 and "no *.safetensors" in findings[0] and "no tokenizer.json" in findings[1]
-    (good / "config.json").unlink()
-    assert "model.path: found no config.json in" in model_findings(good)[0]
-
-
-@pytest.mark.parametrize("text", ["{", "[]", "\xff", "{}", '{"model_type": 5}'])
-def test_broken_model_config(tmp_path: Path, text: str) -> None:
-    path = model_directory(tmp_path / "model")
-    (path / "config.json").write_text(text, encoding="latin-1")
-    findings = model_findings(path)
-    assert len(findings) == 1 and findings[0].startswith("model.path: ") and "config.json" in findings[0]
-
-
-def test_index_that_names_a_missing_file(tmp_path: Path) -> None:
-    path = model_directory(tmp_path / "model")
-    (path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-2.safetensors"}}')
-    assert "no model-2.safetensors" in model_findings(path)[0]
-
-
-def test_models_that_cannot_be_trained_are_named_with_every_reason(tmp_path: Path) -> None:
-    path = model_directory(tmp_path / "model", rope_scaling={"type": "yarn"}, logit_scale=0.5)
-    findings = model_findings(path)
-    assert len(findings) == 2 and all(f"model.path: {path}/config.json: " in finding for finding in findings)
-    assert "rope_scaling.type is 'yarn'" in findings[0] or "rope_scaling.type is 'yarn'" in findings[1]
-    assert model_findings(path, **{"model.ignore_keys": ["rope_scaling", "logit_scale"]}) == []
-    other = model_directory(tmp_path / "other", model_type="llama")
-    assert "architectures is ['Qwen3ForCausalLM'], supported is ['LlamaForCausalLM']" in model_findings(other)[0]
-
-
-def test_every_family_is_sound_or_says_how_its_ranks_may_split_it(tmp_path: Path) -> None:
-    llama = model_directory(tmp_path / "llama", model_type="llama", architectures=["LlamaForCausalLM"], head_dim=None)
-    assert model_findings(llama, **{"actor.parallel.tensor": 4, "actor.parallel.pipeline": 2}) == []
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    about = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "intermediate_size": None} | experts
-    mixed = model_directory(tmp_path / "mixed", **about)
-    assert model_findings(mixed, **{"actor.parallel.data": 2}) == []
-    assert model_findings(mixed, **{"actor.parallel.tensor": 2}) == [
-        "actor.parallel.tensor: found 2, allowed: 1, as experts are not split over ranks yet"
-    ]
-
-
-def write(directory: Path, name: str, text: str) -> Path:
-    path = directory / name
-    path.write_text(text)
-    return path
