@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).with_name("results")
-ABOUT = ("commit", "date", "machine", "load", "command")
-"""What every result says of itself."""
 
 
 def table(name: str) -> str:
@@ -54,8 +52,17 @@ def stored(output: str, command: str) -> dict[str, Any]:
 
 def _value(figure: dict[str, Any]) -> str:
     rounds = figure.get("rounds") or []
-    spread = f" ({min(rounds):.3g} to {max(rounds):.3g})" if len(rounds) > 1 else ""
-    return f"{figure['value']:.3g} {figure['unit']}{spread}".strip()
+    spread = f" ({_short(min(rounds))} to {_short(max(rounds))})" if len(rounds) > 1 else ""
+    return f"{_short(figure['value'])} {figure['unit']}{spread}".strip()
+
+
+def _short(value: float) -> str:
+    """Three digits that count.
+
+    >>> [_short(value) for value in (0.0123456, 94.5789, 7608.9)]
+    ['0.0123', '94.6', '7,610']
+    """
+    return f"{float(f'{value:.3g}'):,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def _verdict(figure: dict[str, Any]) -> str:
