@@ -18,7 +18,7 @@ if [[ $(id -u) == 0 ]] && dpkg-query -W -f='${Version}' slurm-wlm munge >/dev/nu
 fi
 if [[ -f $VENV/.stamp-rdma ]]; then INSTALLED+=,nixl; fi
 export RELAX_REQUIRE=${RELAX_REQUIRE-$INSTALLED}
-# Both workers must find the same tests in the same order; the order of sets is another in each session all the same.
+# All workers must find the same tests in the same order; the order of sets is another in each session all the same.
 export PYTHONHASHSEED=${PYTHONHASHSEED-$RANDOM}
 
 if [[ ${1:-} == --all ]]; then

@@ -98,7 +98,6 @@ class World:
         self.incarnations = dict.fromkeys(GROUPS, 1)
         self.shards: dict[str, dict[int, dict[str, Any]]] = {}
         self.status: dict[str, str] = {}
-        self.trained_at: dict[int, list[int]] = {}
         self.older = 0
         self.lost_steps = 0
         self.begun: set[int] = set()

@@ -1,4 +1,8 @@
-"""`.metadata` is a pickle of somebody else: every Python's form of it is read, and nothing that it names is run."""
+"""`.metadata` is a pickle of somebody else: every Python's form of it is read, and nothing that it names is run.
+
+It is torch's format for `torch_dist`, which nobody can choose. `pickle.loads` stands here alone, where a test has just
+had the file written, to write it again in another form; the package reads it by `convert.metadata` only.
+"""
 
 from __future__ import annotations
 
