@@ -61,6 +61,25 @@ class Broken(Task):
         raise KeyError("tool")
 
 
+class Misspelled(TwoTurns):
+    evaluations = "held_out"  # type: ignore[assignment]
+    reward = None  # type: ignore[assignment]
+
+
+class Typos(Task):
+    def rows(self, split: str, data: object) -> Iterator[dict[str, Any]]:
+        return iter(open("/no/such/file"))  # noqa: PTH123
+
+    def epsiode(self, request: GenerateRequest, ask: Any) -> None: ...
+
+    def rewards(self, sample: object) -> float:
+        return 1.0
+
+
+class Needs(Task):
+    def __init__(self, path: str) -> None: ...
+
+
 def config_of(task: str, **over: Any) -> Config:
     return load([], {"data.task": task, "data.max_prompt_tokens": 32, **over})
 
@@ -77,6 +96,8 @@ def test_tasks_are_found_by_name_or_import_path() -> None:
         get_task("sort_digit")
     with pytest.raises(ConfigError, match=r"found no class derived from relax_hpc\.tasks\.Task"):
         get_task("pathlib:Path")
+    with pytest.raises(ConfigError, match=r"task: 'tests\.test_tasks:Needs': cannot be made: TypeError: .*'path'"):
+        get_task("tests.test_tasks:Needs")
 
 
 @pytest.mark.parametrize(
@@ -109,6 +130,8 @@ def test_rows_of_a_task_become_files_unless_files_are_named(tmp_path: Path, toke
     assert eval_files(run, named) == {"mine": Path("/my.jsonl")}
     with pytest.raises(ConfigError, match=r"data\.task: Broken: row 2 of train: TypeError: .*object is not JSON"):
         made(tmp_path / "three", tokenizer, config_of("tests.test_tasks:Broken"))
+    with pytest.raises(ConfigError, match=r"data\.task: Typos: row 1 of train: FileNotFoundError: .*'/no/such/file'"):
+        made(tmp_path / "four", tokenizer, config_of("tests.test_tasks:Typos"))
 
 
 @pytest.mark.parametrize(
@@ -120,6 +143,23 @@ def test_rows_of_a_task_become_files_unless_files_are_named(tmp_path: Path, toke
             "data.train: found nothing, and data.task 'relax_hpc",
         ),
         ({"data.train": "x.jsonl"}, "data.train: found 'x.jsonl' beside data.task 'tests.test_tasks:TwoTurns'"),
+        ({"data.task": "tests.test_tasks:Needs"}, "data.task: 'tests.test_tasks:Needs': cannot be made: TypeError"),
+        (
+            {"data.task": "tests.test_tasks:Misspelled"},
+            "data.task: tests.test_tasks:Misspelled.evaluations: found 'held_out'",
+        ),
+        (
+            {"data.task": "tests.test_tasks:Misspelled"},
+            "data.task: tests.test_tasks:Misspelled.reward: found None, allowed: a method",
+        ),
+        (
+            {"data.task": "tests.test_tasks:Typos"},
+            "data.task: tests.test_tasks:Typos.epsiode: found it, and no 'episode', which",
+        ),
+        (
+            {"data.task": "tests.test_tasks:Typos"},
+            "data.task: tests.test_tasks:Typos.rewards: found it, and no 'reward', which",
+        ),
         ({"warm_start.steps": 3}, "warm_start.steps: found 3 without a task that has demonstrations"),
     ],
 )

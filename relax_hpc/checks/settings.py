@@ -16,7 +16,7 @@ from relax_hpc.engines.kinds import findings_of
 from relax_hpc.errors import ConfigError
 from relax_hpc.fields import FIELDS
 from relax_hpc.protocol import misfit
-from relax_hpc.tasks import get_task
+from relax_hpc.tasks import get_task, misfits
 
 ALWAYS_NEEDED = ("rollout", "actor", "advantages")
 """Roles that every run has; `reference` is needed when its KL is in the loss, `actor_fwd` when a step has more than
@@ -108,6 +108,7 @@ def _data(config: Config) -> Findings:
     except ConfigError as error:
         yield f"data.task: {str(error).partition(': ')[2]}"
         return
+    yield from (f"data.task: {data.task}.{finding}" for finding in misfits(task))
     if task.makes("rows") and data.train:
         yield f"data.train: found {data.train!r} beside data.task {data.task!r}, which makes its own; remove one"
     if not task.makes("rows") and not data.train:

@@ -6,6 +6,9 @@ files that the configuration names, one turn, and one of the rewards that are bu
 
 from __future__ import annotations
 
+import difflib
+import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from relax_hpc.errors import ConfigError
@@ -18,7 +21,9 @@ if TYPE_CHECKING:
     from relax_hpc.config.schema import Config
 
 TASKS: dict[str, type[Task]] = {"sort_digits": SortDigits}
-__all__ = ["TASKS", "Ask", "Task", "eval_reward", "get_task", "train_reward"]
+_NEAR = 0.85
+"""How alike two names are of which one is probably the other, misspelled: `rewards`, but not `reward_of`."""
+__all__ = ["TASKS", "Ask", "Task", "eval_reward", "get_task", "misfits", "train_reward"]
 
 
 def get_task(name: str) -> Task:
@@ -28,7 +33,31 @@ def get_task(name: str) -> Task:
     found = named("task", name, TASKS)
     if not (isinstance(found, type) and issubclass(found, Task)):
         raise ConfigError(f"task: {name!r}: found no class derived from relax_hpc.tasks.Task")
-    return found()
+    try:
+        return found()
+    except Exception as error:  # a user's class may raise anything
+        raise ConfigError(
+            f"task: {name!r}: cannot be made: {type(error).__name__}: {error}; it gets no arguments"
+        ) from error
+
+
+def misfits(task: Task) -> Iterator[str]:
+    """What is wrong with a class of one's own, one line each, which begins with what it is of."""
+    if not callable(task.reward):
+        yield f"reward: found {task.reward!r}, allowed: a method"
+    if not (isinstance(task.evaluations, tuple | list) and all(map(_names_a_set, task.evaluations))):
+        yield (
+            f"evaluations: found {task.evaluations!r}, allowed: a tuple of names, of letters, digits, _ and -, not "
+            "train; of one name (name,)"
+        )
+    own = [name for name in sorted({*dir(task)}.difference(dir(Task))) if not name.startswith("_")]
+    for part in ("rows", "evaluations", "demonstrations", "episode", "reward"):
+        if not task.makes(part) and (near := difflib.get_close_matches(part, own, n=1, cutoff=_NEAR)):
+            yield f"{near[0]}: found it, and no {part!r}, which it is spelled nearly like; rename it to that, or away"
+
+
+def _names_a_set(name: object) -> bool:
+    return isinstance(name, str) and name != "train" and bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", name))
 
 
 def train_reward(config: Config) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -47,30 +48,34 @@ def _opened(run: RunDir, config: Config, tokenizer: Tokenizer, name: str, path: 
 def make_files(run: RunDir, config: Config, tokenizer: Tokenizer) -> None:
     """Write what the task makes: rows of the sets that no file is named for, and demonstrations for a warm start.
 
-    Each file appears whole or not at all. ConfigError: a row is none.
+    Each file appears whole or not at all. ConfigError: a row is none, or the task raises.
     """
     task, data, warm = get_task(config.data.task), config.data, config.warm_start
     splits = [*([] if data.train else ["train"]), *([] if data.eval else task.evaluations)]
     for split in splits if task.makes("rows") else ():
-        _write(run.data / f"{split}.jsonl", task.rows(split, data), task)
+        _write(run.data / f"{split}.jsonl", task, partial(task.rows, split, data))
     if warm.steps:
-        rows = islice(task.demonstrations(data, tokenizer, warm.noise, config.seed), warm.steps * warm.batch_size)
-        _write(run.data / "warm_start.jsonl", rows, task)
+        made = partial(task.demonstrations, data, tokenizer, warm.noise, config.seed)
+        _write(run.data / "warm_start.jsonl", task, made, warm.steps * warm.batch_size)
 
 
-def _write(path: Path, rows: Iterable[Mapping[str, Any]], task: Task) -> None:
+def _write(path: Path, task: Task, made: Callable[[], Iterable[Mapping[str, Any]]], most: int | None = None) -> None:
+    """The rows that ``made`` gives, not more than ``most``. ConfigError: it does not."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial, made = path.with_suffix(".partial"), 0
-    with partial.open("w") as file:
-        try:
-            for row in rows:
-                file.write(json.dumps(row) + "\n")
-                made += 1
-        except Exception as error:  # a user's method may raise anything
-            if isinstance(error, OSError):
-                raise
-            raise ConfigError(
-                f"data.task: {type(task).__name__}: row {made + 1} of {path.stem}: {type(error).__name__}: {error}; "
-                "rows are mappings of texts, numbers and lists"
-            ) from error
-    partial.replace(path)
+    unfinished = path.with_suffix(".partial")
+    with unfinished.open("w") as file:
+        file.writelines(islice(_lines(made, f"{type(task).__name__}: row", path.stem), most))
+    unfinished.replace(path)
+
+
+def _lines(made: Callable[[], Iterable[Mapping[str, Any]]], who: str, split: str) -> Iterator[str]:
+    number = 1
+    try:
+        for row in made():
+            yield json.dumps(row) + "\n"
+            number += 1
+    except Exception as error:  # a user's method may raise anything
+        raise ConfigError(
+            f"data.task: {who} {number} of {split}: {type(error).__name__}: {error}; "
+            "rows are mappings of texts, numbers and lists"
+        ) from error
