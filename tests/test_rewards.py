@@ -215,6 +215,32 @@ def test_a_reward_that_would_end_the_process_is_named_like_another_that_fails(co
         assert found == RewardError("reward_exception", f"SystemExit: {'' if code is None else code}")
 
 
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise KeyError
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError("by a library"), Unspeakable()], ids=kind_of)
+def test_errors_that_are_not_as_others_cost_their_group_alone(error: BaseException) -> None:
+    async def soon_raised(_: RewardInput) -> float:
+        raise error
+
+    text = "by a library" if isinstance(error, asyncio.CancelledError) else "it cannot say what it is"
+    for found in (asked(soon_raised, "a", "b"), asyncio.run(scores_soon(soon_raised, [sample("a"), sample("b")]))):
+        assert found == RewardError("reward_exception", f"{type(error).__name__}: {text}")
+
+
+def test_who_is_cancelled_waits_for_no_reward() -> None:
+    """A reward that is asked for is cancelled with the one who asks, and says nothing."""
+
+    async def late() -> None:
+        async with asyncio.timeout(0.01):
+            await scores_soon(lambda sample: asyncio.sleep(1000), [sample("a")])
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(late())
+
+
 def test_what_came_instead_of_a_number_is_said():
     found = asked(lambda _: torch.zeros(2, 1))
     assert found == RewardError("reward_not_a_number", "returned Tensor of shape (2, 1), expected one number")

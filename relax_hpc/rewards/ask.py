@@ -97,18 +97,24 @@ async def _awaited(values: list[Any]) -> list[Any]:
 async def _one(value: Any) -> Any:
     try:
         return await value if inspect.isawaitable(value) else value
-    except SystemExit as end:
-        # A task that raises it would end the event loop.
-        raise _Exited(str(end)) from end
+    except (SystemExit, asyncio.CancelledError) as end:
+        if (task := asyncio.current_task()) and task.cancelling():
+            raise
+        # A task that raises the one would end the event loop, and the other be taken for one that nobody waits for.
+        raise _Ended(end) from end
 
 
-class _Exited(Exception):
-    """SystemExit, of a task."""
+class _Ended(Exception):
+    """(error) that a task has raised, and no task of ours may."""
 
 
 def _raised(error: BaseException) -> RewardError:
-    kind = "SystemExit" if isinstance(error, _Exited) else type(error).__name__
-    return RewardError("reward_exception", f"{kind}: {error}"[:_DETAIL_CHARS])
+    error = error.args[0] if isinstance(error, _Ended) else error
+    try:
+        text = str(error)
+    except Exception:  # its class is a user's, too
+        text = "it cannot say what it is"
+    return RewardError("reward_exception", f"{type(error).__name__}: {text}"[:_DETAIL_CHARS])
 
 
 def _score(value: Any) -> Score | RewardError:

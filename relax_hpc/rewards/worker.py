@@ -11,8 +11,9 @@ import contextlib
 import json
 import os
 import sys
+import traceback
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 from relax_hpc.errors import ConfigError
 from relax_hpc.rendezvous.process import die_with_parent
@@ -94,9 +95,18 @@ def _write(file: BinaryIO, message: Any) -> None:
     file.flush()
 
 
-if __name__ == "__main__":
-    main()
+def _end(code: int) -> NoReturn:
+    """At once: threads of a user's libraries must not keep this process alive."""
     sys.stdout.flush()
     sys.stderr.flush()
-    # Threads of a user's libraries must not keep it alive.
-    os._exit(0)
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BaseException:  # a user's function may raise what no `except Exception` catches
+        traceback.print_exc()
+        # While the pipe is open: the role kills who has closed it, and would say that it was killed.
+        _end(1)
+    _end(0)
