@@ -53,6 +53,12 @@ def test_groups_of_equal_rewards_may_be_left_out() -> None:
     assert get_filter("")([1.0, 1.0])
 
 
+def test_a_filter_that_raises_costs_the_group() -> None:
+    found = rows_of([[1], [1]], [0.5, 0.5], keeps=lambda rewards: 1 / (rewards[0] - rewards[1]) > 0)
+    text = "filter_exception: ZeroDivisionError: float division by zero (prompt p)"
+    assert found == Failure("filter_exception", text)
+
+
 def test_an_unknown_filter_is_named_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"filter: found 'reward_differ', .* did you mean 'rewards_differ'\?"):
         get_filter("reward_differ")

@@ -95,7 +95,13 @@ def group_rows(
 
     ``keeps``: by the rewards, whether the group is wanted. ``newest_only``: see `leave_older_out`.
     """
-    if not keeps(list(rewards)):
+    try:
+        kept = bool(keeps(list(rewards)))
+    except Exception as error:  # a user's function may raise anything
+        return Failure(
+            "filter_exception", f"filter_exception: {type(error).__name__}: {error} (prompt {prompt.prompt_id})"
+        )
+    if not kept:
         return Failure(FILTERED, f"rewards {sorted(set(rewards))} (prompt {prompt.prompt_id})", tuple(rewards))
     rows = rows_of(prompt, ticket, dict(enumerate(answers)))
     for row in rows:
