@@ -128,3 +128,6 @@ def test_check_names_what_lacks_a_template(model: Path, tmp_path: Path) -> None:
     assert not [finding for finding in check(config) if finding.startswith("data")]
     config.data.chat_template = str(tmp_path / "none.jinja")
     assert any("there is no such file" in finding for finding in check(config))
+    (tmp_path / "latin.jinja").write_bytes("{{ 'é' }}".encode("latin-1"))
+    config.data.chat_template = str(tmp_path / "latin.jinja")
+    assert any("latin.jinja: cannot be read: 'utf-8'" in finding for finding in check(config))

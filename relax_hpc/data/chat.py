@@ -106,7 +106,7 @@ def find_template(chosen: str, model_dir: Path) -> str:
     paths = [model_dir / "chat_template.jinja"] if chosen == "model" else [Path(chosen)]
     for path in paths:
         if path.is_file():
-            return _short(path.read_text(), path)
+            return _short(_text(path), path)
     if chosen != "model":
         raise ConfigError(
             f"data.chat_template: found {chosen!r}, allowed: model, or a Jinja file; there is no such file"
@@ -114,7 +114,8 @@ def find_template(chosen: str, model_dir: Path) -> str:
     path = model_dir / "tokenizer_config.json"
     found = json.loads(path.read_bytes()).get("chat_template") if path.is_file() else None
     if isinstance(found, list):
-        found = next((each["template"] for each in found if each.get("name") == "default"), None)
+        named = [each for each in found if isinstance(each, dict)]
+        found = next((each.get("template") for each in named if each.get("name") == "default"), None)
     if not isinstance(found, str):
         raise ConfigError(
             f"data.chat_template: found model, but {model_dir} has no chat_template.jinja, and none in its "
@@ -130,6 +131,14 @@ def template_of(
     """One template for all who ask, so that it has one child process. ``names``: of the tokenizer's special tokens."""
     variables = {**dict(names), "add_generation_prompt": True, "enable_thinking": enable_thinking, "tools": None}
     return ChatTemplate(find_template(chosen, model_dir), variables, system)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        text = "data.chat_template: {}: cannot be read: {}; allowed: a Jinja file in UTF-8 that you may read"
+        raise ConfigError(text.format(path, error)) from error
 
 
 def _short(source: str, path: Path) -> str:
