@@ -12,17 +12,18 @@ import numpy as np
 import pytest
 
 from relax_hpc.checks.settings import check
-from relax_hpc.config import Config, load
+from relax_hpc.config import Config, dump, load
 from relax_hpc.config.schema import TinyModelConfig
 from relax_hpc.data.prompts import PromptRules, Tokenizer, load_tokenizer
 from relax_hpc.data.tiny_model import make_tiny_model
 from relax_hpc.engines.engine import BadAnswer, Draft, GenerateRequest, Generation, Sampling
 from relax_hpc.errors import ConfigError
+from relax_hpc.lifecycle.establish import check_resumable
 from relax_hpc.rewards import get_reward
 from relax_hpc.rollout.episodes import Repeat, play
 from relax_hpc.rundir import RunDir
 from relax_hpc.tasks import Task, eval_reward, get_task, train_reward
-from relax_hpc.tasks.files import eval_files, make_files, train_file
+from relax_hpc.tasks.files import eval_files, make_files, open_evals, open_train, train_file
 from relax_hpc.tasks.sort_digits import sets_of, sort_answer
 from tests.prompt_helpers import load_prompts
 
@@ -195,6 +196,24 @@ def test_an_episode_is_one_turn_unless_the_task_plays_it_otherwise() -> None:
     assert isinstance(failed, BadAnswer) and str(failed) == "episode_exception: KeyError: 'tool'" and not draft.ended
     with pytest.raises(Repeat):
         played(TwoTurns(), turn, Repeat())
+
+
+def test_prompts_that_have_changed_are_said_before_a_run_is_resumed(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    run, files = RunDir(tmp_path / "run"), [tmp_path / "train.jsonl", tmp_path / "held.jsonl"]
+    for path in files:
+        path.write_text('{"id": 1, "prompt": "12?", "answer": "12"}\n')
+    config = load([], {"data.train": str(files[0]), "data.eval.held": str(files[1])})
+    run.create()
+    dump(config, run.config)
+    open_train(run, config, tokenizer)
+    open_evals(run, config, tokenizer)
+    check_resumable(run, config)
+    for path in files:
+        before = path.read_bytes()
+        path.write_bytes(before + before.replace(b"1", b"2"))
+        with pytest.raises(ConfigError, match=rf"{path.name}: has changed since the run began"):
+            check_resumable(run, config)
+        path.write_bytes(before)
 
 
 # -- sorting digits ----------------------------------------------------------------------------------------------------

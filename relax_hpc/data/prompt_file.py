@@ -21,7 +21,7 @@ import numpy as np
 import xxhash
 
 from relax_hpc.data.prompts import Prompt, PromptRules, Tally, Tokenizer, prompt_of
-from relax_hpc.data.rows import BadLine, Line, Record, is_parquet, read_lines, read_parquet, row_of
+from relax_hpc.data.rows import BadLine, Line, Record, is_parquet, opened, read_lines, read_parquet, row_of
 from relax_hpc.disk import patiently
 from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.rundir import write_atomic
@@ -33,7 +33,6 @@ ENTRY = np.dtype([("start", "<u8"), ("size", "<u4"), ("check", "<u4"), ("line", 
 _ENTRY = struct.Struct("<QIII")
 KEPT_BAD = 10_000
 """Bad lines that are known one by one; of all it is known how many there are."""
-_COPY_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +128,8 @@ def open_prompts(path: Path, where: Path, tokenizer: Tokenizer, how: PromptRules
     ConfigError: no such file, no usable line, a larger share of bad lines than ``max_bad_share``, or the file is not
     what it was when the index was made.
     """
-    now, key = Stamp.of(path), rules_key(tokenizer, how)
-    index = load(where)
-    if index and index.stamp.path == now.path and index.rules == key and _lines_of(path, where).is_file():
-        if not index.stamp.is_still(now):
-            raise changed(index.stamp, where, f"found {now.size} bytes, had {index.stamp.size}")
-    else:
+    index, key = index_of(path, where), rules_key(tokenizer, how)
+    if not (index and index.rules == key and _lines_of(path, where).is_file()):
         with how.rendering():
             index = build(path, where, key, tokenizer, how)
     tally = Tally(index.rows, index.counts, index.bad)
@@ -142,6 +137,17 @@ def open_prompts(path: Path, where: Path, tokenizer: Tokenizer, how: PromptRules
         where.unlink(missing_ok=True)
         raise ConfigError(f"{path}: {problem}")
     return PromptFile(_lines_of(path, where), index, where, tokenizer, how)
+
+
+def index_of(path: Path, where: Path) -> Index | None:
+    """The index at ``where``, if it is one of ``path``. ConfigError: the file is not what it was, or cannot be read."""
+    now, index = Stamp.of(path), load(where)
+    if not index or index.stamp.path != now.path:
+        return None
+    if not index.stamp.is_still(now):
+        sizes = f"found {now.size} bytes, had {index.stamp.size}"
+        raise changed(index.stamp, where, sizes if now.size != index.stamp.size else "other bytes, as many as before")
+    return index
 
 
 def changed(stamp: Stamp, where: Path, what: str) -> ConfigError:
@@ -159,12 +165,9 @@ def rules_key(tokenizer: Tokenizer, how: PromptRules) -> str:
 
 
 def digest_of(path: Path) -> str:
-    """XXH3 of a file."""
-    found = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while data := file.read(_COPY_BYTES):
-            found.update(data)
-    return found.hexdigest()
+    """XXH3 of a file. ConfigError: it cannot be read."""
+    with opened(path) as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def build(path: Path, where: Path, key: str, tokenizer: Tokenizer, how: PromptRules) -> Index:

@@ -77,7 +77,7 @@ def read_lines(path: Path | str, told: Callable[[bytes], None] = lambda data: No
 
     Of a line that is too long the beginning alone is there, no JSON.
     """
-    with _opened(path) as file:
+    with opened(path) as file:
         _refuse_others(path, file.peek(512))
         number = start = 0
         while data := file.readline(MOST_BYTES):
@@ -100,7 +100,7 @@ def row_of(line: Line) -> tuple[int, Record] | BadLine:
 
 def is_parquet(path: Path | str) -> bool:
     """Whether it begins as such files do. ConfigError: it cannot be read."""
-    with _opened(path) as file:
+    with opened(path) as file:
         return file.peek(4)[:4] == b"PAR1"
 
 
@@ -121,7 +121,7 @@ def count_rows(path: Path | str) -> int:
     """Rows of a file, sound or not, which is much faster than to read them. ConfigError: it cannot be read."""
     if is_parquet(path):
         return _parquet(path).read_metadata(str(path)).num_rows
-    with _opened(path) as file:
+    with opened(path) as file:
         return sum(1 for line in file if line.strip())
 
 
@@ -150,7 +150,8 @@ def _text(value: Any) -> str:
 
 
 @contextmanager
-def _opened(path: Path | str) -> Iterator[BufferedReader]:
+def opened(path: Path | str) -> Iterator[BufferedReader]:
+    """A file that is to be read. ConfigError: it cannot be."""
     try:
         with Path(path).open("rb") as file:
             yield file

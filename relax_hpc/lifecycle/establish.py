@@ -11,6 +11,7 @@ from relax_hpc.config.groups import trainers_of
 from relax_hpc.errors import EXIT_DONE, ConfigError
 from relax_hpc.observe.status import status
 from relax_hpc.rundir import RunDir, read_map, write_json
+from relax_hpc.tasks.files import check_unchanged
 
 _ANSWER_S = 1.0
 FIXED = ("seed", "prompts_per_step", "samples_per_prompt", "model", "data", "warm_start")
@@ -39,7 +40,8 @@ def establish(config: Config, resume: bool) -> tuple[RunDir, Config]:
 
 
 def check_resumable(directory: RunDir, config: Config) -> None:
-    """ConfigError if a fixed setting changed or the run is being run; a finished run with more steps is reopened."""
+    """ConfigError if a fixed setting or a file of prompts changed, or the run is being run; a finished run with more
+    steps is reopened."""
     before = load_resolved(directory.root)
     for key in FIXED:
         if (found := getattr(config, key)) != (kept := getattr(before, key)):
@@ -50,6 +52,7 @@ def check_resumable(directory: RunDir, config: Config) -> None:
     saved = max((step for step, _ in directory.saved()), default=0)
     if config.steps < saved:
         raise ConfigError(f"steps: found {config.steps}, but step {saved} is checkpointed; allowed: at least {saved}")
+    check_unchanged(directory, config)
     if not directory.finished.exists():
         if status(directory, _ANSWER_S)["hub"]:
             raise ConfigError(f"run_dir: {directory.root} is being run now; look with: relax-hpc status RUN")

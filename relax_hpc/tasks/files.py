@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_hpc.config.schema import Config
-from relax_hpc.data.prompt_file import PromptFile, open_prompts
+from relax_hpc.data.prompt_file import PromptFile, index_of, open_prompts
 from relax_hpc.data.prompts import PromptRules, Tokenizer
 from relax_hpc.errors import ConfigError
 from relax_hpc.rundir import RunDir
@@ -31,18 +31,33 @@ def eval_files(run: RunDir, config: Config) -> dict[str, Path]:
 
 def open_train(run: RunDir, config: Config, tokenizer: Tokenizer) -> PromptFile:
     """The training prompts. ConfigError: see `open_prompts`."""
-    return _opened(run, config, tokenizer, "train", train_file(run, config))
+    return _opened(config, tokenizer, train_file(run, config), _train_index(run))
 
 
 def open_evals(run: RunDir, config: Config, tokenizer: Tokenizer) -> dict[str, PromptFile]:
     """The prompts of each evaluation set. ConfigError: see `open_prompts`."""
     files = eval_files(run, config)
-    return {name: _opened(run, config, tokenizer, f"eval-{name}", path) for name, path in files.items()}
+    return {name: _opened(config, tokenizer, path, _eval_index(run, name)) for name, path in files.items()}
 
 
-def _opened(run: RunDir, config: Config, tokenizer: Tokenizer, name: str, path: Path) -> PromptFile:
-    how = PromptRules.of(config.data, tokenizer)
-    return open_prompts(path, run.data / "prompts" / f"{name}.index", tokenizer, how, config.data.max_bad_share)
+def check_unchanged(run: RunDir, config: Config) -> None:
+    """ConfigError: a file of prompts is not what it was when the run began. Roles say so too, once they have GPUs."""
+    if config.data.train:
+        index_of(Path(config.data.train), _train_index(run))
+    for name, path in config.data.eval.items():
+        index_of(Path(path), _eval_index(run, name))
+
+
+def _opened(config: Config, tokenizer: Tokenizer, path: Path, index: Path) -> PromptFile:
+    return open_prompts(path, index, tokenizer, PromptRules.of(config.data, tokenizer), config.data.max_bad_share)
+
+
+def _train_index(run: RunDir) -> Path:
+    return run.data / "prompts" / "train.index"
+
+
+def _eval_index(run: RunDir, name: str) -> Path:
+    return run.data / "prompts" / f"eval-{name}.index"
 
 
 def make_files(run: RunDir, config: Config, tokenizer: Tokenizer) -> None:
