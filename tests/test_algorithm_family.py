@@ -16,7 +16,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_hpc.algorithms import ALGORITHMS, Algorithm, Cispo, DualClip, Grpo, Gspo, ReinforcePP, algorithm_class
+from relax_hpc.algorithms import (
+    ALGORITHMS,
+    Algorithm,
+    Cispo,
+    DualClip,
+    Grpo,
+    Gspo,
+    ReinforcePP,
+    algorithm_class,
+)
 from relax_hpc.algorithms.base import CorrectionConfig, KlConfig
 from relax_hpc.algorithms.batch import TokenBatch
 from relax_hpc.checks.settings import check
@@ -308,11 +317,23 @@ def test_a_class_of_ones_own_has_settings_like_any_other(tmp_path: Path, capsys:
     for wrong, why in (
         ("tests.own_algorithm:bounded", "found no class derived"),
         ("tests.test_algorithm_family:Plain", "@data"),
+        ("relax_hpc.algorithms:Algorithm", "found no advantages or token_advantages or given of its own; define one"),
+        ("tests.test_algorithm_family:Bare", "found no default of its setting mine; give it one"),
+        ("tests.test_algorithm_family:Lossless", "found no token_losses or loss of its own; define one"),
     ):
         (finding,) = load([], {"algorithm.name": wrong}).algorithm.findings()
         assert why in finding
     with pytest.raises(ConfigError, match="failed"):
         gone.algorithm.token_advantages([])
+
+
+class Lossless(Algorithm):
+    advantages = Grpo.advantages
+
+
+@dataclasses.dataclass(kw_only=True)
+class Bare(Grpo):
+    mine: int
 
 
 class Plain(Grpo):

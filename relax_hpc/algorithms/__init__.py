@@ -7,7 +7,7 @@ torch, or `relax_hpc.config`, before a loss is asked for: the hub and the launch
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from typing import ClassVar
 
 from relax_hpc.algorithms.base import Algorithm
@@ -67,6 +67,10 @@ def algorithm_class(name: str) -> type[Algorithm]:
         return type("Unavailable", (Unavailable,), {"why": str(error).partition(": ")[2]})
 
 
+_PARTS = ("advantages", "token_advantages", "given"), ("token_losses", "loss")
+"""Methods of which an algorithm has to have one of each: what it makes of rewards, and what it learns by."""
+
+
 def _checked(name: str, found: object) -> type[Algorithm]:
     if not (isinstance(found, type) and issubclass(found, Algorithm)):
         raise ConfigError(f"algorithm: {name!r}: found no class derived from relax_hpc.algorithms.base.Algorithm")
@@ -74,4 +78,9 @@ def _checked(name: str, found: object) -> type[Algorithm]:
         raise ConfigError(
             f"algorithm: {name!r}: a class with settings of its own, write @dataclass(kw_only=True) above it"
         )
+    if bare := [each.name for each in fields(found) if each.default is MISSING is each.default_factory]:
+        raise ConfigError(f"algorithm: {name!r}: found no default of its setting {bare[0]}; give it one")
+    for part in _PARTS:
+        if all(getattr(found, method) is getattr(Algorithm, method) for method in part):
+            raise ConfigError(f"algorithm: {name!r}: found no {' or '.join(part)} of its own; define one of them")
     return found

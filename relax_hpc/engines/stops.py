@@ -10,7 +10,7 @@ from relax_hpc.engines.engine import Sampling
 
 
 class Decoder(Protocol):
-    """As `relax_hpc.data.tokenizer.Tokenizer`."""
+    """As `relax_hpc.data.prompts.Tokenizer`."""
 
     def decode(self, ids: list[int]) -> str: ...
 
