@@ -241,6 +241,22 @@ def test_columns_that_json_has_no_word_for_are_texts_or_bad(tmp_path: Path, toke
         open_prompts(path, tmp_path / "b.index", tokenizer, HOW, 0.5)
 
 
+def test_parquet_that_cannot_be_read_is_named_whatever_its_library_raises(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    requires("pyarrow")
+    import pyarrow
+    from pyarrow import parquet as pq
+
+    path = tmp_path / "p.parquet"
+    late = pyarrow.array([10**7], pyarrow.int32()).cast(pyarrow.date32())
+    pq.write_table(pyarrow.table({"id": ["a"], "prompt": ["1?"], "answer": ["1"], "when": late}), path)
+    with pytest.raises(ConfigError, match=r"p\.parquet: not a parquet file that can be read: .*range"):
+        opened(path, tokenizer)
+    path.write_bytes(b"PAR1" + b"?" * 20)
+    for read in (lambda: opened(path, tokenizer), lambda: count_rows(path)):
+        with pytest.raises(ConfigError, match=r"p\.parquet: not a parquet file that can be read: .*; write it again"):
+            read()
+
+
 def test_parquet_without_its_library_says_what_to_do(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

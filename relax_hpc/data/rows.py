@@ -106,33 +106,37 @@ def is_parquet(path: Path | str) -> bool:
 
 def read_parquet(path: Path | str) -> Iterator[tuple[int, Record] | BadLine]:
     """As `read_rows`. What is null is not there; times and decimals are texts."""
-    parquet = _parquet(path)
     number = 0
-    try:
+    with _parquet(path) as parquet:
         for batch in parquet.ParquetFile(str(path)).iter_batches(batch_size=_BATCH, use_threads=False):
             for record in batch.to_pylist():
                 number += 1
                 yield _as_json(number, {name: value for name, value in record.items() if value is not None})
-    except (OSError, ValueError) as error:  # what pyarrow raises derives from these
-        raise ConfigError(f"{path}: not a parquet file that can be read: {error}; write it again") from error
 
 
 def count_rows(path: Path | str) -> int:
     """Rows of a file, sound or not, which is much faster than to read them. ConfigError: it cannot be read."""
     if is_parquet(path):
-        return _parquet(path).read_metadata(str(path)).num_rows
+        with _parquet(path) as parquet:
+            return parquet.read_metadata(str(path)).num_rows
     with opened(path) as file:
         return sum(1 for line in file if line.strip())
 
 
-def _parquet(path: Path | str) -> Any:
+@contextmanager
+def _parquet(path: Path | str) -> Iterator[Any]:
+    """What reads ``path``. ConfigError: it is not installed, or cannot."""
     try:
-        return import_module("pyarrow.parquet")
+        parquet = import_module("pyarrow.parquet")
     except ImportError as error:
         raise ConfigError(
             f"{path}: found a parquet file, which needs pyarrow, and that is not installed: pip install pyarrow, or "
             "write its rows as lines of JSON"
         ) from error
+    try:
+        yield parquet
+    except Exception as error:  # pyarrow's have no other base, a date in the year 30000
+        raise ConfigError(f"{path}: not a parquet file that can be read: {error}; write it again") from error
 
 
 def _as_json(number: int, record: Record) -> tuple[int, Record] | BadLine:
