@@ -45,9 +45,11 @@ def _of_its_own(request: Request, version: str) -> Version:
 @handles("next_version")
 def next_version(service: QueueService, request: Request, after: str, multiple_of: int = 1, evaluator: str = "") -> Any:
     """The newest published version whose number is a multiple, once it is above ``after``; before that, that the reader
-    ``evaluator`` owes an evaluation of what it serves: who owed it may have left."""
+    ``evaluator`` owes an evaluation of what it serves: who owed it may have left.
+
+    Who takes turns with the actor is not told: it may have made room by now, and evaluates what it loads next."""
     weights = service.state.weights
-    if evaluator and _owes_evaluation(service, evaluator):
+    if evaluator and not service.plan.colocated and _owes_evaluation(service, evaluator):
         return {"evaluate": True}
     if newest := weights.newer(Version.parse(after), multiple_of):
         return _news(weights, newest)
@@ -78,14 +80,14 @@ def serve(service: QueueService, request: Request, reader: str, version: str, ev
 
 
 def _owes_evaluation(service: QueueService, reader: str) -> bool:
-    """Whether what ``reader`` serves is to be evaluated, and by it: one reader evaluates for as long as it serves."""
+    """Whether what ``reader`` serves is to be evaluated, and by it: one reader at a time, for as long as it serves what
+    is due. Who cannot load a later version has had its turn."""
     state = service.state
-    serving = {name: found for name, (_, found) in state.weights.readers.items() if found in state.lineage}
-    if reader not in serving or not service.plan.eval_due(state.progress.evaluated, serving[reader].number):
-        return False
-    if service.evaluator not in serving:
+    serving = {name: found.number for name, (_, found) in state.weights.readers.items() if found in state.lineage}
+    due = {name for name, number in serving.items() if service.plan.eval_due(state.progress.evaluated, number)}
+    if reader in due and service.evaluator not in due:
         service.evaluator = reader
-    return service.evaluator == reader
+    return reader in due and service.evaluator == reader
 
 
 @handles("evaluated")
