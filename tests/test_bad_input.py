@@ -280,13 +280,14 @@ class FaultyEngine:
 
 
 @pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A run whose queue is served in a thread, with one published version; `world.rollout(script)` runs the role."""
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest):
+    """A run whose queue is served in a thread, with one published version; `world.rollout(script)` runs the role.
+    A parameter is `eval.every`."""
     run = make_run(tmp_path / "run")
     settings = make_data(tmp_path)
     (tmp_path / "model").rename(run.model)
     config = Config(steps=1, prompts_per_step=4, samples_per_prompt=2)
-    config.eval.every, config.queue.wait_timeout_s = 0, 20.0
+    config.eval.every, config.queue.wait_timeout_s = getattr(request, "param", 0), 20.0
     config.data.train, config.rollout.groups_per_request = settings["data"]["train"], 4
     config.groups = {name: GroupConfig(roles=[name]) for name in ("rollout", "actor")}
     with in_thread(run, config) as controller, QueueClient(run, config, "actor", 1) as actor:
@@ -358,6 +359,29 @@ def test_an_engine_that_answers_by_older_weights_is_replaced(world: SimpleNamesp
     assert (
         state.progress.finished() and state.counts.noted == {"engine_fault/old_version": 1} and not state.counts.dropped
     )
+
+
+class OldGreedyEngine(FaultyEngine):
+    """As many greedy requests as there are `faults` are answered by older weights."""
+
+    faults: list[str]
+
+    async def generate(self, request: GenerateRequest) -> Generation:
+        if request.sampling.temperature or not self.faults:
+            return await super().generate(request)
+        self.faults.pop()
+        raise EngineFault("old_version", "found tokens of version 0")
+
+
+@pytest.mark.parametrize("world", [1], indirect=True)
+def test_an_engine_that_evaluates_by_older_weights_is_replaced_and_evaluates(world: SimpleNamespace) -> None:
+    world.config.data.eval = {"heldout": world.config.data.train}
+    trainer = threading.Thread(target=train_the_step, args=(world.actor, world.run))
+    trainer.start()
+    world.rollout([], kind=type("Old", (OldGreedyEngine,), {"faults": ["old"]}))
+    trainer.join(20.0)
+    state: Controller = world.controller.state
+    assert state.progress.finished() and state.counts.noted == {"engine_fault/old_version": 1}
 
 
 def test_a_group_whose_engines_all_answer_by_older_weights_ends(world: SimpleNamespace) -> None:

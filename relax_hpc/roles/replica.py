@@ -70,6 +70,9 @@ class Replica:
                 watch = tasks.create_task(self.watch())
                 await asyncio.wait([tasks.create_task(job) for job in (self.follow(), TicketWorker(self).serve())])
                 watch.cancel()
+            if self.leaving.is_set():
+                # What it was just loading when it said so before it serves no more either.
+                await asyncio.to_thread(self.reader.served, NOTHING)
         finally:
             await self.engine.close()
 
@@ -226,6 +229,13 @@ class Replica:
         return make_engine(self.config, self.number, context.model, NOTHING, context.logs, self.place)
 
     async def evaluate(self, version: Version) -> None:
+        """Evaluate what the engine serves, unless it leaves. EngineFault: see `_come_first`."""
+        evaluation = asyncio.create_task(self.evaluation(version))
+        await self._come_first(evaluation)
+        if evaluation.done() and not evaluation.cancelled():
+            evaluation.result()
+
+    async def evaluation(self, version: Version) -> None:
         """Greedy responses to the evaluation sets; the weights stay as they are meanwhile."""
         values: dict[str, float] = {}
         size = self.config.rollout.groups_per_request * self.config.samples_per_prompt
