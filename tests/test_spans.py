@@ -1,4 +1,4 @@
-"""Spans: files, totals, unions of intervals, and the break-down of a step."""
+"""Spans: files, totals and unions of intervals."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 
 from relax_hpc.metrics import spans as spans_module
 from relax_hpc.metrics.read_spans import (
-    Span,
     merge_intervals,
     read_processes,
     read_spans,
-    step_breakdown,
     union_length,
 )
 from relax_hpc.metrics.spans import Spans, process_began
@@ -145,42 +143,6 @@ def test_merged_intervals_are_disjoint_and_cover_the_same(intervals):
 @given(INTERVALS, INTERVALS)
 def test_union_length_grows_with_intervals_up_to_the_window(some, more):
     assert union_length(some, -10, 10) <= union_length(some + more, -10, 10) <= 20
-
-
-def test_step_breakdown():
-    spans = []
-    for step in range(4):
-        at = 10.0 * step
-        spans += [
-            Span("rollout", "generate", step, at, at + 4),
-            Span("actor_fwd", "forward", step, at + 3, at + 5),
-            Span("reference", "forward", step, at + 3.5, at + 5.5),
-            Span("actor", "wait", step, at, at + 6),
-            Span("actor", "train", step, at + 6, at + 10),
-        ]
-    result = step_breakdown(spans, 1, 3)
-    assert [step.step for step in result.steps] == [1, 2, 3]
-    assert result.wall_s == 10 and result.own_share == pytest.approx(0.05)
-    assert result.seconds == {"forward": 2.5, "generate": 4, "train": 4, "wait": 6}
-    assert result.steps[0].model_s == 9.5
-
-
-def test_model_time_is_clipped_to_the_step():
-    spans = [Span("actor", "train", t, 10 * t + 9, 10 * t + 10) for t in range(3)]
-    spans.append(Span("rollout", "generate", 9, 5, 500))
-    assert step_breakdown(spans, 1, 2).own_share == 0
-
-
-def test_breakdown_by_publishes():
-    spans = [Span("actor", "publish", t, 2 * t, 2 * t + 1) for t in range(3)]
-    assert step_breakdown(spans, 1, 2, boundary="publish").wall_s == 2
-
-
-def test_breakdown_needs_every_step():
-    with pytest.raises(ValueError, match=r"no 'train' span for steps \[0, 2\]"):
-        step_breakdown([Span("actor", "train", 1, 0, 1)], 1, 2)
-    with pytest.raises(ValueError, match="step 1 ended"):
-        step_breakdown([Span("actor", "train", 0, 5, 6), Span("actor", "train", 1, 0, 1)], 1, 1)
 
 
 def test_a_long_file_is_cut_into_parts_and_read_as_one(tmp_path, monkeypatch):

@@ -1,18 +1,15 @@
-"""What the spans of a run say: read from its files, and a step broken down over all roles."""
+"""What the spans of a run say: read from its files."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 
 from relax_hpc.metrics.accounting import Interval
-from relax_hpc.metrics.spans import MODEL_KINDS
 from relax_hpc.parts import lines_of
 from relax_hpc.rundir import is_map
 
@@ -115,66 +112,6 @@ def union_length(intervals: Iterable[Interval], start: float, end: float) -> flo
     """Seconds of [start, end] that at least one interval covers."""
     clipped = ((max(low, start), min(high, end)) for low, high in intervals)
     return sum(high - low for low, high in merge_intervals(clipped))
-
-
-@dataclass(frozen=True, slots=True)
-class StepTime:
-    """One step: `wall_s` seconds long, in `model_s` of which some model or engine computed."""
-
-    step: int
-    wall_s: float
-    model_s: float
-    seconds: dict[str, float]
-    """Kind -> seconds of the step in which at least one role was at it."""
-
-    @property
-    def own_share(self) -> float:
-        """Share of the step in which no model computed: what the system around them costs."""
-        return 1.0 - self.model_s / self.wall_s
-
-
-@dataclass(frozen=True, slots=True)
-class Breakdown:
-    """Steps, and their medians."""
-
-    steps: list[StepTime]
-    wall_s: float
-    own_share: float
-    seconds: dict[str, float]
-
-
-def step_breakdown(spans: Sequence[Span], first_step: int, last_step: int, boundary: str = "train") -> Breakdown:
-    """Break down steps first_step to last_step, both included.
-
-    A step lasts from the last end of a `boundary` span of the step before to that of its own; where a step was
-    trained again after a failure, the time lost is part of it.
-
-    Raises:
-        ValueError: a step in first_step - 1 to last_step has no `boundary` span, or ends before the one before it.
-    """
-    ends: dict[int, float] = {}
-    for span in spans:
-        if span.what == boundary and span.step is not None:
-            ends[span.step] = max(span.end, ends.get(span.step, span.end))
-    if missing := [step for step in range(first_step - 1, last_step + 1) if step not in ends]:
-        raise ValueError(
-            f"spans: no {boundary!r} span for steps {missing[:5]}; choose steps after {min(ends, default=0)}"
-        )
-    by_kind: dict[str, list[Interval]] = defaultdict(list)
-    for span in spans:
-        by_kind[span.what].append((span.start, span.end))
-    merged = {kind: merge_intervals(intervals) for kind, intervals in sorted(by_kind.items())}
-    steps = [_step_time(step, ends[step - 1], ends[step], merged) for step in range(first_step, last_step + 1)]
-    seconds = {kind: median(step.seconds[kind] for step in steps) for kind in merged}
-    return Breakdown(steps, median(s.wall_s for s in steps), median(s.own_share for s in steps), seconds)
-
-
-def _step_time(step: int, start: float, end: float, merged: dict[str, list[Interval]]) -> StepTime:
-    if end <= start:
-        raise ValueError(f"spans: step {step} ended {start - end:.3f} s before step {step - 1} (trained again later?)")
-    model = [interval for kind in MODEL_KINDS for interval in merged.get(kind, [])]
-    seconds = {kind: union_length(intervals, start, end) for kind, intervals in merged.items()}
-    return StepTime(step, end - start, union_length(model, start, end), seconds)
 
 
 def _lines(path: Path) -> Iterator[dict]:
