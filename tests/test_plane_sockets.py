@@ -9,13 +9,14 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_hpc.transport import Descriptor, Plane, PlaneError, TcpPlane, tcp
+from relax_hpc.transport import Descriptor, Plane, PlaneError, SlabPool, TcpPlane, tcp
+from relax_hpc.transport.choice import make_planes
 from relax_hpc.transport.links import Deadline, prove, receive
 from relax_hpc.transport.proof import ANSWER_BYTES, GREETING_BYTES, Challenge
 from tests.plane_helpers import NAMES, READ_S, TOKEN, Peer, digest, open_files, pattern, plane_here
@@ -122,10 +123,10 @@ def test_a_maker_without_the_token_is_refused(kind, maker, reader, answer):
     assert digest(reader.read(record, READ_S)) == digest(pattern(1000, 0))
 
 
-def test_a_maker_that_gives_no_sign_is_given_up_long_before_the_deadline(kind, reader, monkeypatch):
+def test_a_maker_that_gives_no_sign_is_given_up_long_before_the_deadline(kind):
     """Its node may have lost power: then nobody closes the connection."""
-    monkeypatch.setattr(f"relax_hpc.transport.{kind}.SILENCE_S", SHORT_S)
-    with Peer(kind) as silent:
+    planes, _ = make_planes({kind: "required"}, TOKEN, SlabPool(), "127.0.0.1", "reader", SHORT_S)
+    with closing(planes[kind]) as reader, Peer(kind) as silent:
         first, second = silent.publish(next(NAMES), 1000), silent.publish(next(NAMES), BIG, 1)
         assert digest(reader.read(first, READ_S)) == digest(pattern(1000, 0))
         silent.stop()

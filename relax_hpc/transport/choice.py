@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 from relax_hpc.config.schema import Config, Mode
 from relax_hpc.errors import ConfigError
+from relax_hpc.transport.links import SILENCE_S
 from relax_hpc.transport.plane import Plane, PlaneError
 from relax_hpc.transport.shm import ShmPlane
 from relax_hpc.transport.slab import SlabPool
@@ -22,13 +23,16 @@ def planes_wanted(config: Config) -> dict[str, Mode]:
 
 
 def make_planes(
-    modes: Mapping[str, Mode], token: bytes, pool: SlabPool, host: str, owner: str
+    modes: Mapping[str, Mode], token: bytes, pool: SlabPool, host: str, owner: str, silence_s: float = SILENCE_S
 ) -> tuple[dict[str, Plane], dict[str, str]]:
-    """Planes by name, in the order of ``modes``; and, by name, why others that are not off cannot be had here."""
+    """Planes by name, in the order of ``modes``; and, by name, why others that are not off cannot be had here.
+
+    ``silence_s``: for a maker without any sign.
+    """
     makers: dict[str, Callable[[], Plane]] = {
-        "shm": lambda: ShmPlane(token, pool),
+        "shm": lambda: ShmPlane(token, pool, silence_s),
         "rdma": lambda: _rdma(modes["rdma"], token, pool, owner),
-        "tcp": lambda: TcpPlane(token, host),
+        "tcp": lambda: TcpPlane(token, host, silence_s),
     }
     planes: dict[str, Plane] = {}
     absent: dict[str, str] = {}

@@ -17,9 +17,10 @@ MAX_CONNECTIONS = 1024
 """Of one listener, each of which has a thread; whoever comes then is turned away, and reads by another plane."""
 CONNECT_S = 10.0
 """For a peer to be reached and to prove what it is. A dead maker's port may have gone to somebody who says nothing."""
-SILENCE_S = 5.0
-"""For a maker of records without any sign. One whose node lost power closes no connection, nor does one that is
-stopped; whoever reads then asks again what there is to be read."""
+SILENCE_S = 30.0
+"""For a maker of records without any sign, unless a run says when it takes a group for dead (`liveness.lease_s`). One
+whose node lost power closes no connection, nor does one that is stopped; whoever reads then asks again what there is to
+be read."""
 _PIECE_BYTES = 1 << 20
 ACCEPT_SHARE = 0.1
 """Of the time of a role, which has other things to do: what whoever floods it with connections gets, and as much again

@@ -182,9 +182,10 @@ class ShmPlane(Plane):
 
     name = "shm"
 
-    def __init__(self, token: bytes, pool: SlabPool) -> None:
-        """``pool``: where the records lie that are published without a copy. It is not closed with the plane."""
-        self._pool = pool
+    def __init__(self, token: bytes, pool: SlabPool, silence_s: float = SILENCE_S) -> None:
+        """``pool``: where the records lie that are published without a copy. It is not closed with the plane.
+        ``silence_s``: for a maker without any sign."""
+        self._pool, self._silence_s = pool, silence_s
         self._node, self._address = node_identity(), f"relax-shm-{secrets.token_hex(8)}"
         self._lock = threading.Lock()
         self._board = _Board()
@@ -229,7 +230,7 @@ class ShmPlane(Plane):
             place = _Place.of(descriptor)
             if place.node != self._node:
                 raise PlaneError(f"its node is {place.node}, this is {self._node}; take another plane")
-            return self._makers.link(place.socket).view(place, Deadline(timeout_s, SILENCE_S))
+            return self._makers.link(place.socket).view(place, Deadline(timeout_s, self._silence_s))
         except (OSError, ValueError, TypeError, struct.error) as error:
             which = f"record {descriptor.get('name')} from {descriptor.get('socket')}"
             raise PlaneError(f"shm: {which} (in {timeout_s:g} s): {error}") from error

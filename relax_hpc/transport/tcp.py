@@ -117,11 +117,12 @@ class TcpPlane(Plane):
 
     name = "tcp"
 
-    def __init__(self, token: bytes, host: str) -> None:
-        """``host``: the address of this node at which others reach it. ValueError if it stands for all addresses."""
+    def __init__(self, token: bytes, host: str, silence_s: float = SILENCE_S) -> None:
+        """``host``: the address of this node at which others reach it. ValueError if it stands for all addresses.
+        ``silence_s``: for a maker without any sign."""
         if host in _ANYWHERE:
             raise ValueError(f"tcp: found host {host!r}, allowed one address of this node, such as 127.0.0.1")
-        self._host, self._maker = host, secrets.token_hex(8)
+        self._host, self._maker, self._silence_s = host, secrets.token_hex(8), silence_s
         self._lock = threading.Lock()
         self._records: dict[bytes, _Record] = {}
         self._peers: Peers[tuple[str, int, str], Link] = Peers(
@@ -144,7 +145,7 @@ class TcpPlane(Plane):
     def read(self, descriptor: Descriptor, timeout_s: float) -> memoryview:
         """See `Plane`: a copy, whose checksum was compared."""
         place = _Place.of(descriptor)
-        deadline = Deadline(timeout_s, SILENCE_S)
+        deadline = Deadline(timeout_s, self._silence_s)
         try:
             with self._peers.link((place.host, place.port, place.maker)).use(deadline) as connection:
                 record = _fetch(connection, place, deadline)

@@ -221,7 +221,9 @@ def planes_of(run: RunDir, config: Config, group: str, owner: str, pool: SlabPoo
     ConfigError if one is required and cannot be had.
     """
     modes = planes_wanted(config)
-    planes, absent = make_planes(modes, run.token(), pool, own_address(config, group), owner)
+    # A maker whose group is taken for dead after so long is not waited for beyond that.
+    silence_s = config.liveness.lease_s
+    planes, absent = make_planes(modes, run.token(), pool, own_address(config, group), owner, silence_s)
     for name, why in absent.items():
         if modes[name] == "required":
             raise ConfigError(missing_plane(name, why))
