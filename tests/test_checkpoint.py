@@ -68,12 +68,12 @@ def test_training_continues_bit_for_bit(
     distributed: bool,
     steps: int,
 ):
-    first = trainer(tiny, dtype=dtype, distributed=distributed)
+    first = trainer(tiny, dtype=dtype, optimizer={"distributed": distributed})
     train(first, range(steps))
     digest = save(tmp_path / "i000001-step-000002", first, {"step": 2, "note": "é"})
     random = torch.rand(3)
     expected = train(first, range(2, 5))
-    second = trainer(tiny, dtype=dtype, distributed=distributed)
+    second = trainer(tiny, dtype=dtype, optimizer={"distributed": distributed})
     assert load(tmp_path / "i000001-step-000002", second, digest) == {"step": 2, "note": "é"}
     assert torch.equal(torch.rand(3), random)
     assert train(second, range(2, 5)) == expected
@@ -120,7 +120,7 @@ def test_settings_that_change_the_state_are_refused(saved: Path, tiny: Path):
     with pytest.raises(ConfigError, match=r"saved with model\.dtype float32, the run has bfloat16"):
         load(saved, trainer(tiny, dtype="bfloat16"))
     with pytest.raises(ConfigError, match=r"saved with actor\.optimizer\.distributed False"):
-        load(saved, trainer(tiny, distributed=True))
+        load(saved, trainer(tiny, optimizer={"distributed": True}))
 
 
 def test_a_save_that_died_leaves_nothing_that_counts(saved: Path, tiny: Path, tmp_path: Path):

@@ -46,6 +46,17 @@ FINDINGS = [
         {"groups.reference": {}, "reference.parallel.sequence_parallel": True},
         ["reference.parallel.sequence_parallel: found true with"],
     ),
+    (
+        {"actor.megatron": {"hidden_size": 8, "recompute_method": "block"}},
+        ["actor.megatron.hidden_size: found 8, not allowed: config.json", "actor.megatron.recompute_method: found a v"],
+    ),
+    (
+        {"actor.megatron": {"bucket_sise": 1, "persist_layer_norm": 1, "bucket_size": None}},
+        [
+            "bucket_sise: neither TransformerConfig nor Dist",
+            "actor.megatron.persist_layer_norm: found 1, allowed: bool",
+        ],
+    ),
     ({"algorithm.mini_batches": 5}, ["algorithm.mini_batches: found 5", "prompts_per_step, 32"]),
     ({"algorithm.mini_batches": 16, "actor.parallel.data": 17}, ["actor.parallel.data: found 17, allowed: at most 16"]),
     (

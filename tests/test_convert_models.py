@@ -64,7 +64,7 @@ def test_a_runs_checkpoint_becomes_what_the_run_would_export(tmp_path: Path, dty
     tiny_model(tmp_path, tied=True).rename(tmp_path / "model")
     run.mkdir()
     (run / "model").symlink_to(tmp_path / "model")
-    ours = trainer(run / "model", dtype=dtype, distributed=dtype == "bfloat16")
+    ours = trainer(run / "model", dtype=dtype, optimizer={"distributed": dtype == "bfloat16"})
     ours.accumulate([batch(rows(4))])
     ours.step(1e-3)
     saved = run / "checkpoints" / "i000001-step-000001"

@@ -55,7 +55,7 @@ def test_a_swap_scores_with_the_other_weights_and_leaves_no_trace(tiny: Path, dt
     initial = policy(tiny, dtype=dtype).forward_logprobs(samples, 0.9)
     runs = []
     for swaps in (False, True):
-        ours = trainer(tiny, dtype=dtype, distributed=distributed)
+        ours = trainer(tiny, dtype=dtype, optimizer={"distributed": distributed})
         weights = SwappedWeights(ours.model.module)
         weights.keep("initial")
         for seed in (1, 2):

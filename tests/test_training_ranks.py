@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,12 +21,17 @@ from tests.training_helpers import LR, batch, launch, one_rank_fixture, rows, sa
 
 pytestmark = [pytest.mark.run, pytest.mark.usefixtures("one_rank")]
 
-LAYOUTS = {"tensor and sequence": "2,1,1,1,0", "data, sharded optimizer": "1,1,2,0,1", "pipeline": "1,2,1,0,0"}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tensor and sequence": {"parallel": {"tensor": 2, "sequence_parallel": True}, "recompute": "full"},
+    "data, sharded optimizer": {"parallel": {"data": 2}, "optimizer": {"distributed": True}},
+    "pipeline": {"parallel": {"pipeline": 2}, "recompute": "selective"},
+}
+"""What of the `actor` section two ranks have; one rank has its optimizer, and nothing else of it."""
 
 
-def one_rank_run(directory: Path, distributed: bool, checkpoint: Path | None = None) -> tuple[list, dict, list[dict]]:
+def one_rank_run(layout: dict[str, Any], directory: Path, checkpoint: Path | None = None) -> tuple[list, dict, list]:
     """What `training_rank.check` finds, in this process; from its second step on if there is a `checkpoint`."""
-    ours = trainer(directory, distributed=distributed)
+    ours = trainer(directory, optimizer=layout.get("optimizer", {}))
     if checkpoint:
         store.load(checkpoint, ours, Channel(60.0))
     logprobs = ours.model.forward_logprobs([batch(rows(8))], 0.9)
@@ -57,7 +63,7 @@ def two_ranks(one_rank: None, tmp_path_factory: pytest.TempPathFactory) -> tuple
     for number, name in enumerate([*LAYOUTS, FROM_ONE]):
         (out := root / f"{number}").mkdir()
         model, checkpoint = models[is_tied(name)], root / "i000001-step-000005" if name == FROM_ONE else ""
-        words += [LAYOUTS.get(name, LAYOUTS["tensor and sequence"]), model, out, checkpoint]
+        words += [json.dumps(LAYOUTS.get(name, LAYOUTS["tensor and sequence"])), model, out, checkpoint]
         outs[name] = out
     launch(2, *words, timeout_s=480.0)
     return models, outs
@@ -70,9 +76,9 @@ def is_tied(name: str) -> bool:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_two_ranks_agree_with_one(two_ranks, name: str):
     layout = LAYOUTS[name]
-    replicas, distributed = int(layout.split(",")[2]), layout.endswith("1")
+    replicas = layout["parallel"].get("data", 1)
     directory, out = two_ranks[0][is_tied(name)], two_ranks[1][name]
-    logprobs, weights, metrics = one_rank_run(directory, distributed)
+    logprobs, weights, metrics = one_rank_run(layout, directory)
     for replica in range(replicas):
         found = load_file(out / f"logprobs-{replica}.safetensors")["logprobs"].numpy()
         np.testing.assert_allclose(found, np.concatenate(logprobs[replica::replicas]), atol=1e-4)
@@ -84,7 +90,7 @@ def test_two_ranks_agree_with_one(two_ranks, name: str):
     for found, expected in zip(found_metrics, metrics, strict=True):
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
-    resumed = one_rank_run(directory, distributed, out / "i000001-step-000001")
+    resumed = one_rank_run(layout, directory, out / "i000001-step-000001")
     for key, value in resumed[1].items():
         torch.testing.assert_close(value, weights[key], atol=1e-5, rtol=0)
     assert resumed[2][0] == pytest.approx(metrics[1], rel=1e-4, abs=1e-5)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ from torch import Tensor
 from relax_hpc.algorithms import Grpo
 from relax_hpc.algorithms.base import CorrectionConfig
 from relax_hpc.config.schema import OptimizerConfig
+from relax_hpc.errors import ConfigError
 from relax_hpc.models.families import spec_of
 from relax_hpc.models.hf_files import read_config
 from relax_hpc.models.hf_mapping import stored_forms
@@ -167,6 +170,49 @@ def test_what_was_discarded_leaves_nothing(tiny: Path):
         each.accumulate([batch(rows(2))])
     assert ours.step(LR) == clean.step(LR)
     assert difference(ours.model.export_hf(), clean.model.export_hf()) == 0.0
+
+
+def test_what_is_recomputed_changes_nothing(tiny: Path, tmp_path: Path):
+    """And is not kept: by the bytes that autograd holds for the backward pass."""
+    for directory in (tiny, model(tmp_path / "mixed", MIXED)):
+        found, kept = [], []
+        for settings in ({}, {"recompute": "selective"}, {"recompute": "full"}):
+            ours = trainer(directory, **settings)
+            with kept_bytes() as held:
+                ours.accumulate([batch([row | {"token_ids": row["token_ids"] % 32} for row in rows(4)])])
+            kept.append(held())
+            ours.step(LR)
+            found.append(ours.model.export_hf())
+        assert difference(found[0], found[1]) <= 1e-6 and difference(found[0], found[2]) <= 1e-6
+        assert kept[2] < kept[1] < kept[0]
+
+
+@contextmanager
+def kept_bytes() -> Iterator[Callable[[], int]]:
+    """Of the tensors that autograd saves inside of the block, each piece of memory once."""
+    sizes: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, torch.nn.Parameter):
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield lambda: sum(sizes.values())
+
+
+def test_settings_of_megatron_core_reach_it(tiny: Path):
+    ours = trainer(
+        tiny,
+        megatron={"bias_activation_fusion": False, "check_for_nan_in_grad": True, "recompute_modules": ["mlp"]},
+        recompute="selective",
+    )
+    assert ours.model.config.recompute_modules == ["mlp"]
+    assert ours.module.ddp_config.check_for_nan_in_grad
+    with pytest.raises(ConfigError, match="hidden_size: found 8, not allowed"):
+        trainer(tiny, megatron={"hidden_size": 8})
+    with pytest.raises(ConfigError, match="refuses it beside the others: When using recompute_granularity"):
+        trainer(tiny, recompute="selective", megatron={"recompute_num_layers": 1})
 
 
 def test_missing_old_logprobs_mean_the_policys_own(tiny: Path):

@@ -18,11 +18,12 @@ from relax_hpc.algorithms import Grpo
 from relax_hpc.algorithms.base import KlConfig
 from relax_hpc.checkpoint import store
 from relax_hpc.checkpoint.saver import Saver
+from relax_hpc.config.load import build
 from relax_hpc.config.schema import (
+    ActorConfig,
     Config,
     GroupConfig,
     ModelConfig,
-    OptimizerConfig,
     ParallelConfig,
     TinyModelConfig,
 )
@@ -132,17 +133,24 @@ def batch(samples: list[Row], multiple: int = 1) -> Batch:
     return collate(samples, 0, "cpu", multiple)
 
 
-def policy(directory: Path, split: ParallelConfig | None = None, dtype: str = "float32") -> PolicyModel:
-    model = PolicyModel(read_config(directory), ModelConfig(dtype=dtype), split or ParallelConfig())
+def policy(
+    directory: Path, split: ParallelConfig | None = None, dtype: str = "float32", actor: ActorConfig | None = None
+) -> PolicyModel:
+    model = PolicyModel(read_config(directory), ModelConfig(dtype=dtype), split or ParallelConfig(), actor)
     model.load_hf(directory)
     return model
 
 
-def trainer(
-    directory: Path, split: ParallelConfig | None = None, dtype: str = "float32", distributed: bool = False
-) -> Trainer:
-    optimizer = OptimizerConfig(lr=LR, eps=EPS, weight_decay=0.01, clip_grad=0.5, distributed=distributed)
-    return Trainer(policy(directory, split, dtype), ALGORITHM, optimizer, temperature=0.9)
+def actor_settings(**settings: Any) -> ActorConfig:
+    """An `actor` section with the optimizer of these tests; nested settings as in a file."""
+    usual = {"lr": LR, "eps": EPS, "weight_decay": 0.01, "clip_grad": 0.5}
+    return build(ActorConfig, settings | {"optimizer": usual | settings.get("optimizer", {})})
+
+
+def trainer(directory: Path, dtype: str = "float32", **settings: Any) -> Trainer:
+    """`settings` of the actor, see `actor_settings`."""
+    actor = actor_settings(**settings)
+    return Trainer.of(policy(directory, actor.parallel, dtype, actor), ALGORITHM, actor, temperature=0.9)
 
 
 def inner_roles(model: PolicyModel, **settings: Any) -> InnerRoles:

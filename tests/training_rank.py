@@ -1,8 +1,8 @@
 """One rank of a multi-rank training test.
 
 `python -m tests.training_rank FILE WORLD RANK [LAYOUT MODEL OUT CHECKPOINT]...`, where the ranks meet in FILE, and
-LAYOUT is tensor, pipeline, data, sequence_parallel and distributed as numbers with commas between. Rank 0 writes what
-it found to OUT. CHECKPOINT may be empty. Several layouts are done one after the other: most of a process is its start.
+LAYOUT is the `actor` section of a configuration as JSON. Rank 0 writes what it found to OUT. CHECKPOINT may be empty.
+Several layouts are done one after the other: most of a process is its start.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from torch.distributed.checkpoint import FileSystemWriter
 from relax_hpc.checkpoint import saver, store
 from relax_hpc.checkpoint.saver import Saver
 from relax_hpc.checkpoint.strategy import StagedState
-from relax_hpc.config.schema import ParallelConfig
 from relax_hpc.models.hf_files import SafetensorFiles
 from relax_hpc.rendezvous import channel
 from relax_hpc.rendezvous.channel import Channel
@@ -51,10 +50,10 @@ def main() -> None:
 
 def one_case(world: int, rank: int, meeting: dist.Store, layout: str, model: str, out: str, checkpoint: str) -> None:
     print(f"layout {layout}", flush=True)
-    tensor, pipeline, data, sequence, distributed = map(int, layout.split(","))
-    split = ParallelConfig(tensor=tensor, pipeline=pipeline, data=data, sequence_parallel=bool(sequence))
+    settings = json.loads(layout)
+    split = helpers.actor_settings(**settings).parallel
     parallel.initialize(split, rank, world, rank, meeting, "cpu", 0, 60.0)
-    trainer = helpers.trainer(Path(model), split, distributed=bool(distributed))
+    trainer = helpers.trainer(Path(model), **settings)
     check_slices(trainer.model, Path(model))
     if checkpoint:
         store.load(Path(checkpoint), trainer, Channel(60.0))

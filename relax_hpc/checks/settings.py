@@ -15,6 +15,7 @@ from relax_hpc.config.schema import Config, SimulatedConfig
 from relax_hpc.engines.kinds import findings_of
 from relax_hpc.errors import ConfigError
 from relax_hpc.fields import FIELDS
+from relax_hpc.models import megatron_settings
 from relax_hpc.protocol import misfit
 from relax_hpc.tasks import get_task, misfits
 
@@ -34,6 +35,7 @@ def check(config: Config) -> list[str]:
         _code,
         _colocate,
         _algorithm,
+        _megatron,
         _rollout,
         _top_p,
         _devices,
@@ -214,6 +216,12 @@ def _algorithm(config: Config) -> Findings:
             f"actor.parallel.data: found {data}, allowed: at most {rows} (prompts_per_step {groups} / "
             f"algorithm.mini_batches {parts} * samples_per_prompt), else a rank gets no sample"
         )
+
+
+def _megatron(config: Config) -> Findings:
+    # What nodes run may be another environment's.
+    is_here = not config.site.python and config.site.container.runtime == "none"
+    return megatron_settings.findings(config.actor, is_here)
 
 
 def _fields(config: Config) -> Findings:

@@ -233,6 +233,12 @@ class ActorConfig:
     """Micro-batches of each data-parallel rank whose tokens make a window, of prompt groups in ticket order. Within it
     rows are balanced over the ranks by length, and those of similar length share a micro-batch: a larger one is
     balanced better and padded less, a smaller one is trained sooner."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations that the backward pass computes again instead of keeping them. `full`: all of a layer but its input,
+    a third more computation; `selective`: those of its norms and of its feed-forward layer."""
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """Further settings of megatron-core's TransformerConfig and DistributedDataParallelConfig by name
+    (`recompute_modules: [core_attn]`), passed through as they are; what is decided elsewhere is refused."""
     simulated_step_s: float = bounded(0.0, 0.0)
     """Seconds that a pass over a training batch takes, in which nothing is computed and the weights stay as they are:
     for trying a cluster, and for measuring what is around training. 0: train."""

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from relax_hpc.config.schema import ModelConfig, ParallelConfig
+from relax_hpc.config.schema import ActorConfig, ModelConfig, ParallelConfig
 from relax_hpc.errors import ConfigError
+from relax_hpc.models import megatron_settings
 from relax_hpc.models.layer_spec import layer_spec
 from relax_hpc.models.spec import ModelSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 def check_split(spec: ModelSpec, parallel: ParallelConfig) -> None:
@@ -21,10 +27,41 @@ def check_split(spec: ModelSpec, parallel: ParallelConfig) -> None:
         raise ConfigError(f"parallel.{misfit}")
 
 
-def transformer_config(spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig) -> TransformerConfig:
-    """megatron-core's description of the model, split as `parallel` says, in the run's parameter type."""
+def training_settings(actor: ActorConfig, experts: bool) -> dict[str, Any]:
+    """What of megatron-core's transformer configuration a model has that is trained. ConfigError: what may not be set.
+
+    ``experts``: of its layers.
+    """
+    if wrong := list(megatron_settings.findings(actor)):
+        raise ConfigError(*wrong)
+    recompute = {
+        "none": {},
+        # Scores of an attention are never kept, and its result is small: what is large is between the two matrices.
+        "selective": {"recompute_modules": ["layernorm", "moe" if experts else "mlp"]},
+        "full": {"recompute_method": "uniform", "recompute_num_layers": 1},
+    }[actor.recompute]
+    granularity = None if actor.recompute == "none" else actor.recompute
+    return {"recompute_granularity": granularity, **recompute, **megatron_settings.of_owner(actor, "transformer")}
+
+
+def transformer_config(
+    spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig, further: Mapping[str, Any] = _NONE
+) -> TransformerConfig:
+    """megatron-core's description of the model, split as `parallel` says, in the run's parameter type.
+
+    ``further`` settings stand over the usual ones. ConfigError: they do not go together.
+    """
+    try:
+        return TransformerConfig(**_settings(spec, model, parallel) | dict(further))
+    except (AssertionError, ValueError, TypeError, ImportError) as error:
+        if not further:
+            raise
+        raise ConfigError(f"actor.megatron: megatron-core refuses it beside the others: {error}") from error
+
+
+def _settings(spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig) -> dict[str, Any]:
     dtype = DTYPES[model.dtype]
-    return TransformerConfig(
+    return dict(
         **spec.transformer(parallel),
         num_layers=spec.layers,
         hidden_size=spec.hidden,

@@ -111,7 +111,7 @@ def trainer_of(model: PolicyModel, config: Config) -> Trainer:
     """What trains ``model``, or takes the time that this is said to take."""
     if config.actor.simulated_step_s:
         return SimulatedTrainer(model, config)
-    return Trainer(model, config.algorithm, config.actor.optimizer, config.rollout.temperature)
+    return Trainer.of(model, config.algorithm, config.actor, config.rollout.temperature)
 
 
 def run(context: Context) -> None:
@@ -120,7 +120,7 @@ def run(context: Context) -> None:
     context.says("meeting its ranks")
     ranks = Ranks(context, config.actor.parallel)
     context.says("loading the model")
-    model = PolicyModel(read_config(context.model), config.model, config.actor.parallel)
+    model = PolicyModel(read_config(context.model), config.model, config.actor.parallel, config.actor)
     model.load_hf(context.model)
     policy = Policy(context, ranks, model)
     TrainerRole(context, ranks, config.actor, policy.trainer, policy, placeholders_of(context.model)).run()

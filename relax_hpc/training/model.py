@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from relax_hpc.config.schema import ModelConfig, ParallelConfig
+from relax_hpc.config.schema import ActorConfig, ModelConfig, ParallelConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.families import spec_of
 from relax_hpc.models.hf_files import SafetensorFiles, write_directory
@@ -45,7 +45,14 @@ class PolicyModel:
     optimizer keeps copies of its own. ConfigError: a model or a split that is not supported.
     """
 
-    def __init__(self, hf_config: dict[str, Any], model: ModelConfig, parallel: ParallelConfig) -> None:
+    def __init__(
+        self,
+        hf_config: dict[str, Any],
+        model: ModelConfig,
+        parallel: ParallelConfig,
+        training: ActorConfig | None = None,
+    ) -> None:
+        """``training``: the settings by which it is trained; None: it is not, or as it is by default."""
         from megatron.core import parallel_state
         from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
@@ -58,7 +65,8 @@ class PolicyModel:
         self.layout = ranks.layout()
         self.device = torch.device(model.device)
         self.dtype = megatron.DTYPES[model.dtype]
-        self.config = megatron.transformer_config(self.spec, model, parallel)
+        further = megatron.training_settings(training, bool(self.spec.experts)) if training else {}
+        self.config = megatron.transformer_config(self.spec, model, parallel, further)
         self.length_multiple = parallel.tensor if self.config.sequence_parallel else 1
         """Padded sequence lengths must be multiples of this."""
         first, last = self.layout.first_stage, self.layout.last_stage

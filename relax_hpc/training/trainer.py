@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -14,14 +15,16 @@ from torch import Tensor
 from relax_hpc.algorithms import Algorithm
 from relax_hpc.algorithms.batch import TokenBatch
 from relax_hpc.algorithms.losses import MAX_SUFFIX, mean_metrics
-from relax_hpc.config.schema import OptimizerConfig
+from relax_hpc.config.schema import ActorConfig, OptimizerConfig
 from relax_hpc.fields import FIELDS
+from relax_hpc.models import megatron_settings
 from relax_hpc.training.batches import Batch
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.optimizer import build_optimizer, set_rates
 
 LossFunction = Callable[[TokenBatch], tuple[Tensor, dict[str, Tensor]]]
 """The loss summed over a batch, and metric sums with `weight` and `tokens` among them."""
+_NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 def supervised_loss(batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -43,8 +46,10 @@ class Trainer:
         optimizer: OptimizerConfig,
         temperature: float,
         loss: LossFunction | None = None,
+        gradients: Mapping[str, Any] = _NONE,
     ) -> None:
-        """Take `model`, whose weights are loaded. `loss` replaces that of `algorithm`."""
+        """Take `model`, whose weights are loaded. `loss` replaces that of `algorithm`; `gradients`: further settings
+        of megatron-core's DistributedDataParallelConfig."""
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
         self.model = model
@@ -53,13 +58,19 @@ class Trainer:
         self._loss = loss or algorithm.loss
         self._needs_entropy = loss is None and algorithm.needs_entropy
         settings = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=optimizer.distributed
+            grad_reduce_in_fp32=True, use_distributed_optimizer=optimizer.distributed, **gradients
         )
         self.module = DistributedDataParallel(model.config, settings, model.module)
         self.optimizer = build_optimizer(optimizer, self.module, model.dtype)
         self._names: list[str] = []
         """Of the metrics that any rank has ever seen, the same in all of them."""
         self._zero()
+
+    @classmethod
+    def of(cls, model: PolicyModel, algorithm: Algorithm, actor: ActorConfig, temperature: float) -> Self:
+        """As a run's ``actor`` section says."""
+        gradients = megatron_settings.of_owner(actor, "gradients")
+        return cls(model, algorithm, actor.optimizer, temperature, gradients=gradients)
 
     def accumulate(self, micro_batches: Sequence[Batch]) -> None:
         """Run `micro_batches` of this data-parallel rank forward and backward, adding to the gradient of the step.

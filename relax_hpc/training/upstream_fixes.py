@@ -20,6 +20,7 @@ def install() -> None:
     if _installed:
         return
     _define_router_gemm()
+    _recompute_norms_without_fp8()
     if _uses_torch_adam():
         _skip_step_when_loading_shards()
         _give_each_parameter_its_step()
@@ -38,6 +39,21 @@ def _define_router_gemm() -> None:
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+
+
+def _recompute_norms_without_fp8() -> None:
+    # Without it: NameError on FP8GlobalStateManager when norms are recomputed, as `fp8=False` is taken for true.
+    from megatron.core.tensor_parallel import random
+
+    original = random.CheckpointWithoutOutput.__init__
+    if random.HAVE_TE or not random.CheckpointWithoutOutput().fp8:
+        return
+
+    def init(self: Any, fp8: Any = False) -> None:
+        original(self, fp8)
+        self.fp8 = bool(fp8)
+
+    random.CheckpointWithoutOutput.__init__ = init
 
 
 def _skip_step_when_loading_shards() -> None:
