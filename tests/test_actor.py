@@ -23,10 +23,12 @@ from tests.requirements import requires
 
 requires("torch", "megatron")
 
+from relax_hpc.models.flops import peak_flops  # noqa: E402
+from relax_hpc.models.qwen3 import Qwen3  # noqa: E402
 from relax_hpc.rendezvous.channel import Channel  # noqa: E402
 from relax_hpc.roles.prefetch import Window  # noqa: E402
 from relax_hpc.roles.step_clock import AtEdge, StepClock  # noqa: E402
-from relax_hpc.roles.step_report import Tally, correction_report  # noqa: E402
+from relax_hpc.roles.step_report import StepResult, Tally, correction_report, mfu_report  # noqa: E402
 from relax_hpc.roles.trainer_role import Beside, TrainerRole  # noqa: E402
 from relax_hpc.roles.window_stream import WindowStream  # noqa: E402
 
@@ -46,6 +48,20 @@ def test_what_the_correction_did_is_reported() -> None:
         "correction/ratio_max": 3.0,
     }
     assert not any(correction_report({}).values()), "a step without tokens"
+
+
+def test_mfu_is_of_the_whole_step_and_of_what_the_model_needs() -> None:
+    """Rows of 3 and 5 tokens through 2 layers of width 8, four heads of 4, a vocabulary of 10, twice."""
+    sizes = {"hidden": 8, "inner": 16, "layers": 2, "heads": 4, "groups": 2, "head_dim": 4, "vocab": 10}
+    spec = Qwen3(**sizes, tied=True)
+    matrices = 2 * (8 * 16 + 2 * 8 * 8 + 16 * 8 + 3 * 8 * 16) + 8 * 10
+    attention = 2 * 2 * 16 * (3 * 3 + 5 * 5)
+    tally = Tally()
+    tally.row_tokens = [3, 5]
+    result = StepResult({}, {}, tally, 0.1, 2.0)
+    expected = 2 * 3 * (2 * matrices * 8 + attention) / (2.0 * 1e6)
+    assert mfu_report(result, spec, 2, 1e6) == {"perf/mfu": pytest.approx(expected)}
+    assert mfu_report(result, spec, 2, None) == {} and peak_flops("NVIDIA H100 PCIe") == 756e12
 
 
 def test_without_a_time_limit_there_is_always_room() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils.flop_counter import FlopCounterMode
 
 from relax_hpc.config.schema import ModelConfig, ParallelConfig
 from relax_hpc.convert.verify import hf_logits
@@ -53,8 +54,10 @@ def test_every_family_has_the_logits_of_transformers(tmp_path: Path, config: dic
     directory = model(tmp_path / "hf", config)
     ours = policy(directory)
     tokens = [(7 * number) % config["vocab_size"] for number in range(24)]
-    with torch.no_grad():
+    with torch.no_grad(), FlopCounterMode(display=False) as counted:
         found = ours.logits(collate([{"token_ids": tokens}], 0, "cpu"))[0, :, : config["vocab_size"]]
+    matrices = sum(n for op, n in counted.get_flop_counts()["Global"].items() if "attention" not in str(op))
+    assert matrices == 2 * ours.spec.multiplied() * len(tokens)
     expected = hf_logits(directory, tokens)
     assert (found - expected).abs().max() < 2e-6 * expected.abs().max() and expected.std() > 0.1
     weights = load_file(directory / "model.safetensors")

@@ -59,6 +59,7 @@ TAGS = {
     "perf/train_tokens_per_s": "tokens trained on a second of training",
     "perf/rollout_tokens": "tokens drawn since the last step, those of groups that came to nothing too",
     "perf/trained_tokens": "tokens of the step, prompts included",
+    "perf/mfu": "share of its GPUs' bfloat16 peak that the step's training took, waiting included; where that is known",
     "perf/engine_pause_s": "seconds for which an engine stood still to take new weights",
     "perf/unsaved_steps": "steps since the last checkpoint that is whole",
     "perf/unsaved_checkpoints": "checkpoints in a row that could not be written",

@@ -73,6 +73,10 @@ class Qwen3Moe(ModelSpec):
             if (found := getattr(parallel, name)) > 1:
                 yield f"{name}: found {found}, allowed: 1, as experts are not split over ranks yet"
 
+    def mlp_multiplied(self) -> int:
+        """See `ModelSpec.mlp_multiplied`: the router, and the experts of a token."""
+        return self.hidden * self.experts + self.chosen * super().mlp_multiplied()
+
     def mlp_entries(self, ours: str, theirs: str, norms: Mapping[str, str]) -> Iterator[Entry]:
         """See `ModelSpec.mlp_entries`."""
         # Beside experts no layer spec fuses the norm.

@@ -140,6 +140,15 @@ class ModelSpec:
         """Rows of the embedding: the vocabulary rounded up to a multiple of the tensor-parallel size."""
         return -(-self.vocab // tensor) * tensor
 
+    def multiplied(self) -> int:
+        """Elements of all matrices that a token is multiplied by; the embedding counts as output layer alone."""
+        attention = 2 * self.hidden * (self.heads + self.groups) * self.head_dim
+        return self.layers * (attention + self.mlp_multiplied()) + self.hidden * self.vocab
+
+    def mlp_multiplied(self) -> int:
+        """As `multiplied`, of a layer's feed-forward part."""
+        return 3 * self.hidden * self.inner
+
     # -- names of weights --------------------------------------------------------------------------------------
 
     def layer_entries(self, ours: str, theirs: str, norms: Mapping[str, str]) -> list[Entry]:

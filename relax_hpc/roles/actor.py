@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
+
 from relax_hpc.config.schema import Config
+from relax_hpc.models.flops import peak_flops
 from relax_hpc.models.hf_files import read_config
 from relax_hpc.roles.context import Context
 from relax_hpc.roles.inner import InnerRoles
 from relax_hpc.roles.ranks import Ranks
-from relax_hpc.roles.step_report import StepResult, policy_values, staleness_report
+from relax_hpc.roles.step_report import StepResult, mfu_report, policy_values, staleness_report
 from relax_hpc.roles.trainer_role import Beside, TrainerRole
 from relax_hpc.roles.window_stream import WindowStream
 from relax_hpc.training.batches import Batch
@@ -30,6 +33,7 @@ class Policy(Beside):
 
     def __init__(self, context: Context, ranks: Ranks, model: PolicyModel) -> None:
         self.context, self.config, self.ranks = context, context.config, ranks
+        self.spec, self.peak = model.spec, peak_of(model, self.config)
         self.inner = InnerRoles(model, self.config, context.model)
         self.trainer = trainer_of(model, self.config)
         self.publisher = Publisher(
@@ -102,9 +106,18 @@ class Policy(Beside):
     def values(self, result: StepResult, answer: StepTrained) -> dict[str, float]:
         """See `Beside`."""
         values = policy_values(result) | staleness_report(answer)
+        values |= mfu_report(result, self.spec, self.config.algorithm.passes, self.peak)
         if self.config.weights.anchor_every:
             values["weights/delta_share"] = self.publisher.delta_share()
         return values
+
+
+def peak_of(model: PolicyModel, config: Config) -> float | None:
+    """Operations a second that the devices of all ranks of the actor can do in bfloat16; None: that is not known."""
+    if model.device.type != "cuda" or model.dtype is not torch.bfloat16 or config.actor.simulated_step_s:
+        return None
+    one = peak_flops(torch.cuda.get_device_name(model.device))
+    return one and one * config.actor.parallel.ranks
 
 
 def trainer_of(model: PolicyModel, config: Config) -> Trainer:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from relax_hpc.algorithms.correction import effective_share
+from relax_hpc.models.flops import training_flops
+from relax_hpc.models.spec import ModelSpec
 from relax_hpc.transfer_queue.client import StepTrained
 from relax_hpc.transfer_queue.row_schema import Row, by_prompt
 
@@ -20,15 +22,15 @@ class Tally:
         """Tokens that the policy sampled, in all rows of an episode."""
         self.stopped = 0
         """Episodes whose last row did."""
-        self.tokens = 0
-        """Of all rows, those included that nobody sampled."""
+        self.row_tokens: list[int] = []
+        """Of each row, those included that nobody sampled."""
 
     def add(self, rows: list[Row]) -> None:
         """Rows of whole prompt groups, in the order of their ids."""
         for episode in (episode for prompt in by_prompt(rows) for episode in prompt):
             self.rewards.append(float(episode[0]["reward"]))
             self.lengths.append(sum(int(np.count_nonzero(row["token_versions"])) for row in episode))
-            self.tokens += sum(len(row["token_ids"]) for row in episode)
+            self.row_tokens += [len(row["token_ids"]) for row in episode]
             self.stopped += episode[-1]["finish_reason"] == "stop"
 
     def join(self, other: Tally) -> None:
@@ -36,7 +38,7 @@ class Tally:
         self.rewards += other.rewards
         self.lengths += other.lengths
         self.stopped += other.stopped
-        self.tokens += other.tokens
+        self.row_tokens += other.row_tokens
 
 
 def staleness_report(answer: StepTrained) -> dict[str, float]:
@@ -78,8 +80,18 @@ class StepResult:
         return values | {
             "loss/lr": self.lr,
             "perf/step_s": self.seconds,
-            "perf/trained_tokens": self.tally.tokens,
+            "perf/trained_tokens": sum(self.tally.row_tokens),
         }
+
+
+def mfu_report(result: StepResult, spec: ModelSpec, passes: int, peak: float | None) -> dict[str, float]:
+    """The share of ``peak``, operations a second of all ranks together, that a step's ``passes`` over its rows took.
+
+    Of its whole time: waiting for rows is in it. Nothing where the peak is not known.
+    """
+    if not peak:
+        return {}
+    return {"perf/mfu": passes * training_flops(spec, result.tally.row_tokens) / (result.seconds * peak)}
 
 
 def policy_values(result: StepResult) -> dict[str, float]:
