@@ -86,7 +86,8 @@ def forward(module: torch.nn.Module, tokens: torch.Tensor, first: bool, last: bo
     out = module(tokens, positions, None)
     if not last:
         torch.distributed.send(out, 1)
-    return out
+        return out
+    return module.logits(out)
 
 
 def whole(logits: torch.Tensor, tensor: int) -> torch.Tensor:

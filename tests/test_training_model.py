@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -39,12 +40,16 @@ def reference_logprobs(directory: Path, tokens: torch.Tensor, temperature: float
 def test_logprobs_match_transformers(tmp_path: Path, tied: bool):
     directory = tiny_model(tmp_path, tied)
     samples = rows(6)
-    scored = policy(directory).forward_logprobs([batch(samples[:4]), batch(samples[4:])], 0.8)
-    for sample, ours in zip(samples, scored, strict=True):
+    whole = [{"token_ids": sample["token_ids"]} for sample in samples]
+    model = policy(directory)
+    scored, trained = (model.forward_logprobs([batch(part[:4]), batch(part[4:])], 0.8) for part in (whole, samples))
+    for sample, ours, some in zip(samples, scored, trained, strict=True):
         tokens = torch.from_numpy(sample["token_ids"]).long()[None]
         theirs = reference_logprobs(directory, tokens, 0.8)[0]
         assert len(ours) == len(sample["token_ids"]) and ours[0] == 0.0
         torch.testing.assert_close(torch.from_numpy(ours[1:].copy()), theirs, atol=1e-4, rtol=0)
+        # Of tokens that are not trained nobody asks for any.
+        np.testing.assert_allclose(some, ours * sample["loss_mask"], atol=1e-5)
     assert theirs.std() > 0.5
 
 
@@ -55,7 +60,8 @@ def test_every_family_has_the_logits_of_transformers(tmp_path: Path, config: dic
     ours = policy(directory)
     tokens = [(7 * number) % config["vocab_size"] for number in range(24)]
     with torch.no_grad(), FlopCounterMode(display=False) as counted:
-        found = ours.logits(collate([{"token_ids": tokens}], 0, "cpu"))[0, :, : config["vocab_size"]]
+        hidden = ours.hidden(collate([{"token_ids": tokens}], 0, "cpu"))
+        found = ours.module.logits(hidden)[0, :, : config["vocab_size"]]
     matrices = sum(n for op, n in counted.get_flop_counts()["Global"].items() if "attention" not in str(op))
     assert matrices == 2 * ours.spec.multiplied() * len(tokens)
     expected = hf_logits(directory, tokens)

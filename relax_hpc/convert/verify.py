@@ -116,8 +116,8 @@ def megatron_logits(directory: Path, spec: ModelSpec, ids: list[int]) -> Tensor:
         config = transformer_config(spec, ModelConfig(device=_device()), ParallelConfig())
         module = spec.build(config, _device(), first=True, last=True).eval()
         load_module(module, directory)
-        logits = module(**spec.inputs(collate([{"token_ids": ids}], 0, _device())))
-        return logits[0, :, : spec.vocab].float().cpu()
+        hidden = module(**spec.inputs(collate([{"token_ids": ids}], 0, _device())))
+        return module.logits(hidden)[0, :, : spec.vocab].float().cpu()
     finally:
         if ours:
             parallel.destroy()

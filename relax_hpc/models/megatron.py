@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from relax_hpc.config.schema import ActorConfig, ModelConfig, ParallelConfig
 from relax_hpc.errors import ConfigError
@@ -97,9 +98,28 @@ def _settings(spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig) -> 
     )
 
 
-def build(spec: ModelSpec, config: TransformerConfig, device: str, first: bool, last: bool) -> GPTModel:
+class HiddenStateModel(GPTModel):
+    """A GPT whose last stage gives the hidden states after the final norm, [s, b, h] (of this rank's share of s under
+    sequence parallelism): logits of all tokens are more than fits, and are needed of few.
+    """
+
+    def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden_states
+
+    @property
+    def output_weight(self) -> Tensor:
+        """[v, h]: this rank's rows of the output layer, on the last stage."""
+        own = self.output_layer.weight
+        return self.shared_embedding_or_output_weight() if own is None else own
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[b, s, v] of this rank's columns, of what the last stage gave; for looking at them."""
+        return self.output_layer(hidden, weight=self.output_weight)[0].transpose(0, 1)
+
+
+def build(spec: ModelSpec, config: TransformerConfig, device: str, first: bool, last: bool) -> HiddenStateModel:
     """A pipeline stage with random weights, holding the embedding if `first` and the output layer if `last`."""
-    return GPTModel(
+    return HiddenStateModel(
         config=config,
         transformer_layer_spec=layer_spec(config, device),
         vocab_size=spec.padded_vocab(config.tensor_model_parallel_size),

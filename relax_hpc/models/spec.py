@@ -14,11 +14,11 @@ from relax_hpc.models.hf_mapping import Entry, Piece, StoredForm
 from relax_hpc.models.rules import DECODER, NUMBER, ROPE, SIZE, Rule, one_of, rope, rope_theta
 
 if TYPE_CHECKING:
-    from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
     from torch import Tensor
 
     from relax_hpc.config.schema import ParallelConfig
+    from relax_hpc.models.megatron import HiddenStateModel
     from relax_hpc.training.batches import Batch
 
 Use = Literal["train", "convert"]
@@ -207,7 +207,7 @@ class ModelSpec:
         """How megatron-core's model rotates positions."""
         return {"position_embedding_type": "rope", "rotary_base": self.rope_base}
 
-    def build(self, config: TransformerConfig, device: str, first: bool, last: bool) -> GPTModel:
+    def build(self, config: TransformerConfig, device: str, first: bool, last: bool) -> HiddenStateModel:
         """A pipeline stage with random weights, holding the embedding if `first` and the output layer if `last`."""
         from relax_hpc.models.megatron import build
 

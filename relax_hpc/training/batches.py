@@ -18,6 +18,22 @@ PAD = 0
 """Token id after a row's end; nothing that is used depends on it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """The n tokens of a batch that get log-probabilities, in the order of its rows: int64 [n] each."""
+
+    tokens: Tensor
+    """Their ids."""
+    states: Tensor
+    """Which of the model's hidden states [s, b], by number, predicts each: that of the token before it."""
+    places: Tensor
+    """Where its value stands among [b, s], by number."""
+
+    def placed(self, values: Tensor, shape: torch.Size) -> Tensor:
+        """``values`` [n] where they belong in `shape` [b, s], and 0 elsewhere; differentiable."""
+        return values.new_zeros(shape.numel()).index_copy(0, self.places, values).view(shape)
+
+
 @dataclass(slots=True)
 class Batch:
     """A micro-batch of b rows, right padded to s tokens."""
@@ -30,6 +46,9 @@ class Batch:
     """Tokens of each row before padding."""
     episode_tokens: Tensor
     """[b, 1] float32: trained tokens of all rows of the row's episode, some of which other batches may have."""
+    scored: Scored
+    """Tokens that are trained, and all of a row that says of none whether it is; the first of a row is predicted by
+    nothing. Found on the host: a device would have to be waited for."""
     fields: dict[str, Tensor] = field(default_factory=dict)
     """By name, [b, s, *tail] of the declared type: of the fields that were asked for, those that every row has."""
 
@@ -45,8 +64,8 @@ def collate(
     """One micro-batch of `rows` (at least one), as long as the longest rounded up to a multiple of `multiple`.
 
     It has the fields that the loss takes, and `also` token fields that a model's forward pass needs. A row needs
-    `token_ids`; one without `loss_mask` has no trained token. `episode_tokens`: see `Batch`; None: each row is all of
-    its episode.
+    `token_ids`; one without `loss_mask` has no trained token, and is here to be scored. `episode_tokens`: see `Batch`;
+    None: each row is all of its episode.
     """
     lengths = [len(row["token_ids"]) for row in rows]
     size = -(-max(lengths) // multiple) * multiple
@@ -69,8 +88,20 @@ def collate(
         mask=mask,
         lengths=lengths,
         episode_tokens=counts[:, None],
+        scored=_scored(rows, (len(rows), size), device),
         fields={name: stacked(name) for name in known},
     )
+
+
+def _scored(rows: Sequence[Row], shape: tuple[int, int], device: str | torch.device) -> Scored:
+    wanted, tokens = np.zeros(shape, np.bool_), np.zeros(shape, np.int64)
+    for keep, ids, row in zip(wanted, tokens, rows, strict=True):
+        length, mask = len(row["token_ids"]), row.get("loss_mask")
+        ids[:length] = row["token_ids"]
+        keep[1:length] = True if mask is None else np.asarray(mask[1:]) > 0
+    line, place = np.nonzero(wanted)
+    found = (tokens[line, place], (place - 1) * shape[0] + line, line * shape[1] + place)
+    return Scored(*(torch.from_numpy(numbers).to(device) for numbers in found))
 
 
 def episode_tokens(rows: Sequence[Row]) -> list[int]:

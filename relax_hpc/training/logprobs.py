@@ -1,80 +1,221 @@
-"""Log-probabilities of tokens and entropies from logits whose vocabulary is split over tensor-parallel ranks."""
+"""Output layer and log-probabilities in one, a chunk of tokens at a time, the vocabulary split over tensor ranks.
+
+The logits of a chunk are all that is ever there: the backward pass makes them again. So what they cost is bounded by
+the chunk, however long the rows are.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+SMALLEST_CHUNK, LARGEST_CHUNK = 2**22, 2**28
+"""Logits of a chunk. Between these an eighth of all of them: at most 12 bytes of each are alive at once (`PlainKernels`
+under bfloat16, with the gradient of an entropy), in sum less than bfloat16 logits of all tokens would take."""
+
+
+class ChunkKernels(Protocol):
+    """The two passes over the logits of a chunk [n, v], this rank's columns, which they may overwrite.
+
+    `targets` [n] int64 are columns of it, -1 where another rank has the target. Values are float32 (float64 of such).
+    """
+
+    def terms(
+        self, logits: Tensor, targets: Tensor, temperature: float, entropy: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of z = logits / temperature, each [n]: its maximum m, sum exp(z - m), sum exp(z - m) (z - m) if ``entropy``
+        or else 0, and z of the target or 0."""
+
+    def slopes(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        temperature: float,
+        log_total: Tensor,
+        d_logprobs: Tensor,
+        entropies: Tensor,
+        d_entropies: Tensor | None,
+    ) -> Tensor:
+        """Gradient [n, v] of the loss by the logits, in their type.
+
+        With p = exp(z - log_total): d log p[t] / dz_k = 1[k = t] - p_k and dH / dz_k = -p_k (log p_k + H).
+        """
+
+
+class PlainKernels:
+    """`ChunkKernels` in torch, for every device."""
+
+    def terms(
+        self, logits: Tensor, targets: Tensor, temperature: float, entropy: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """See `ChunkKernels`."""
+        z = _wide(logits).div_(temperature)
+        chosen = z.gather(-1, targets.clamp(min=0)[:, None])[:, 0].masked_fill_(targets < 0, 0.0)
+        top = z.amax(-1)
+        z -= top[:, None]
+        if not entropy:
+            return top, z.exp_().sum(-1), torch.zeros_like(top), chosen
+        p = z.exp()
+        total = p.sum(-1)
+        return top, total, p.mul_(z).sum(-1), chosen
+
+    def slopes(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        temperature: float,
+        log_total: Tensor,
+        d_logprobs: Tensor,
+        entropies: Tensor,
+        d_entropies: Tensor | None,
+    ) -> Tensor:
+        """See `ChunkKernels`."""
+        z = _wide(logits).div_(temperature).sub_(log_total[:, None])
+        if d_entropies is None:
+            slope = z.exp_().mul_(-d_logprobs[:, None])
+        else:
+            p = z.exp()
+            slope = z.add_(entropies[:, None]).mul_(d_entropies[:, None]).add_(d_logprobs[:, None]).mul_(p).neg_()
+        slope.scatter_add_(-1, targets.clamp(min=0)[:, None], d_logprobs.masked_fill(targets < 0, 0.0)[:, None])
+        return slope.div_(temperature).to(logits.dtype)
+
+
+PLAIN = PlainKernels()
 
 
 def token_logprobs(
-    logits: Tensor, tokens: Tensor, vocab: int, temperature: float, group: dist.ProcessGroup, entropy: bool = False
+    states: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocab: int,
+    temperature: float,
+    group: dist.ProcessGroup,
+    entropy: bool = False,
+    kernels: ChunkKernels = PLAIN,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of every token given those before it, and entropy of its distribution: [b, s] float32, nats.
+    """Log-probability of each target, and the entropy of its distribution if asked for: [n] float32, nats.
 
-    `logits` [b, s, v]: this rank's columns of the padded vocabulary; columns from `vocab` on get no probability.
-    `tokens` [b, s] int64. Index i belongs to token i; index 0, which nothing predicts, is 0.
+    `states` [n, h]: the hidden state that predicts it. `weight` [v, h]: this rank's rows of the output layer, whose
+    padded ones, from `vocab` on over all ranks, get no probability. `targets` [n] int64. Differentiable by `states`,
+    of which each rank gets its own columns' part, and by `weight`, whose gradient is summed over chunks in float32: in
+    its `main_grad` if it has one, as under megatron-core's DistributedDataParallel.
     """
-    targets = tokens.roll(-1, dims=1)
-    logprobs, entropies = _VocabParallel.apply(logits, targets, vocab, temperature, group, entropy)
-    return _shift(logprobs), _shift(entropies) if entropy else None
+    logprobs, entropies = _OutputLogprobs.apply(states, weight, targets, vocab, temperature, group, entropy, kernels)
+    return logprobs, entropies if entropy else None
 
 
-def _shift(values: Tensor) -> Tensor:
-    return torch.nn.functional.pad(values[:, :-1], (1, 0))
-
-
-class _VocabParallel(torch.autograd.Function):
-    """With z = logits / T, p = softmax(z): log p[target] = z[target] - log sum exp z, and H = log sum exp z - E_p[z].
-
-    Gradients: d log p[t] / dz_k = 1[k = t] - p_k and dH / dz_k = -p_k (log p_k + H). Only p is kept for the backward
-    pass, and it needs no communication: every rank has the whole loss and its own columns.
-    """
+class _OutputLogprobs(torch.autograd.Function):
+    """log p[target] = z[target] - log sum exp z, and H = log sum exp z - E_p[z]. Ranks meet twice in the forward pass,
+    once for all chunks, and never in the backward pass: each has the whole loss and its own columns."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, vocab: int, temperature: float, group: Any, entropy: bool
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        vocab: int,
+        temperature: float,
+        group: Any,
+        entropy: bool,
+        kernels: ChunkKernels,
     ) -> tuple[Tensor, Tensor]:
-        columns, first = logits.shape[-1], group.rank() * logits.shape[-1]
-        z = logits.float() / temperature
-        z[..., max(vocab - first, 0) :] = -torch.inf
-        top = _reduce(z.amax(-1), dist.ReduceOp.MAX, group)
-        z -= top[..., None]
+        first = group.rank() * weight.shape[0]
+        rows = weight[: max(vocab - first, 0)]
         local = targets - first
-        mine = (local >= 0) & (local < columns)
-        index = torch.where(mine, local, 0)[..., None]
-        chosen = _reduce(z.gather(-1, index)[..., 0].masked_fill(~mine, 0.0), dist.ReduceOp.SUM, group)
-        p = z.exp()
-        total = _reduce(p.sum(-1), dist.ReduceOp.SUM, group)
+        local = local.masked_fill((local < 0) | (local >= len(rows)), -1)
+        terms = states.new_zeros((4, len(states)), dtype=_wide_type(states.dtype))
+        # A rank that has nothing but padding.
+        terms[0] = torch.finfo(terms.dtype).min
+        for part in _chunks(len(states), len(rows)):
+            found = kernels.terms(states[part] @ rows.t(), local[part], temperature, entropy)
+            terms[:, part] = torch.stack(found)
+        top, total, expectation, chosen = _over_ranks(terms, group)
         log_total = total.log()
-        p /= total[..., None]
-        expectation = torch.zeros_like(total)
-        if entropy:
-            expectation = _reduce(z.masked_fill_(p == 0, 0.0).mul_(p).sum(-1), dist.ReduceOp.SUM, group)
-        entropies = log_total - expectation
-        ctx.save_for_backward(p, index, mine, entropies)
-        ctx.temperature = temperature
-        ctx.dtype = logits.dtype
+        entropies = log_total - expectation / total
+        log_total = log_total + top
+        ctx.save_for_backward(states, weight, local, log_total, entropies)
+        ctx.rows, ctx.temperature, ctx.kernels = len(rows), temperature, kernels
         # An entropy that is only looked at has no gradient: zeros in its place would cost as much as a real one.
         ctx.set_materialize_grads(False)
         return chosen - log_total, entropies
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_logprobs: Tensor | None, d_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
-        p, index, mine, entropies = ctx.saved_tensors
+        states, weight, local, log_total, entropies = ctx.saved_tensors
+        rows = weight[: ctx.rows]
         if d_logprobs is None:
-            slope = torch.zeros_like(p)
-        else:
-            slope = -d_logprobs[..., None] * p
-            slope.scatter_add_(-1, index, torch.where(mine, d_logprobs, 0.0)[..., None])
-        if d_entropies is not None:
-            slope -= (torch.special.xlogy(p, p) + p * entropies[..., None]).mul_(d_entropies[..., None])
-        return slope.div_(ctx.temperature).to(ctx.dtype), None, None, None, None, None
+            d_logprobs = torch.zeros_like(log_total)
+        d_states = torch.zeros_like(states)
+        total, d_weight = _weight_gradient(weight) if ctx.needs_input_grad[1] else (None, None)
+        for part in _chunks(len(states), ctx.rows):
+            given = (log_total[part], d_logprobs[part], entropies[part], _part(d_entropies, part))
+            slope = ctx.kernels.slopes(states[part] @ rows.t(), local[part], ctx.temperature, *given)
+            torch.mm(slope, rows, out=d_states[part])
+            if total is not None:
+                _add_product(total[: ctx.rows], slope.t(), states[part])
+        d_weight = total.to(weight.dtype) if d_weight is None and total is not None else d_weight
+        return d_states, d_weight, *[None] * 6
 
 
-def _reduce(values: Tensor, op: Any, group: dist.ProcessGroup) -> Tensor:
-    if group.size() > 1:
-        dist.all_reduce(values, op=op, group=group)
-    return values
+def _chunks(tokens: int, columns: int) -> Iterator[slice]:
+    """Of about equal size."""
+    if not tokens or not columns:
+        return
+    logits = min(max(tokens * columns // 8, SMALLEST_CHUNK), LARGEST_CHUNK)
+    size = -(-tokens // -(-tokens * columns // logits))
+    yield from (slice(start, start + size) for start in range(0, tokens, size))
+
+
+def _part(values: Tensor | None, part: slice) -> Tensor | None:
+    return None if values is None else values[part]
+
+
+def _over_ranks(terms: Tensor, group: Any) -> Tensor:
+    """`ChunkKernels.terms` of all columns from those of each rank's, [4, n]."""
+    if group.size() == 1:
+        return terms
+    top = terms[0].clone()
+    dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+    lower = terms[0] - top
+    scale = lower.exp()
+    # A rank without columns has 0 for both sums; its maximum is finite, lest this become not a number.
+    terms[2].add_(lower * terms[1]).mul_(scale)
+    terms[1].mul_(scale)
+    dist.all_reduce(terms[1:], group=group)
+    terms[0] = top
+    return terms
+
+
+def _weight_gradient(weight: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Where to sum up the gradient of ``weight``, and what autograd gets in its place if that is megatron-core's."""
+    total = getattr(weight, "main_grad", None)
+    if total is None:
+        return torch.zeros_like(weight, dtype=_wide_type(weight.dtype)), None
+    # So megatron-core knows that autograd's is zeros, which only its hooks wait for.
+    weight.grad_added_to_main_grad = True
+    return total, weight.new_zeros(()).expand_as(weight)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, without rounding to the type of these two on the way."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif total.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))
+
+
+def _wide_type(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values.to(_wide_type(values.dtype))

@@ -185,8 +185,11 @@ class PolicyModel:
             write_directory(directory, self.hf_config, tensors, source)
         dist.barrier()
 
-    def logits(self, batch: Batch, module: torch.nn.Module | None = None) -> Tensor:
-        """[b, s, v] of this rank's columns on the last stage; hidden states on the others (for pipeline schedules)."""
+    def hidden(self, batch: Batch, module: torch.nn.Module | None = None) -> Tensor:
+        """The hidden states of this stage, [s, b, h], of the last one after the final norm.
+
+        Under sequence parallelism this rank's share of s.
+        """
         if batch.tokens.shape[1] % self.length_multiple:
             raise ConfigError(
                 f"a batch of {batch.tokens.shape[1]} tokens under sequence parallelism: allowed multiples of "
@@ -195,20 +198,38 @@ class PolicyModel:
         return (module or self.module)(**self.spec.inputs(batch))
 
     def token_logprobs(
-        self, logits: Tensor, batch: Batch, temperature: float, entropy: bool = False
+        self, hidden: Tensor, batch: Batch, temperature: float, entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """`relax_hpc.training.logprobs.token_logprobs` with this model's vocabulary and ranks."""
-        return token_logprobs(logits, batch.tokens, self.spec.vocab, temperature, self._tensor_group, entropy)
+        """Of `batch.scored`, by the last stage's hidden states: [b, s] float32, 0 elsewhere. See `logprobs`."""
+        scored, weight, shape = batch.scored, self.module.output_weight, batch.tokens.shape
+        states = self._states(hidden, scored.states)
+        values, entropies = token_logprobs(
+            states, weight, scored.tokens, self.spec.vocab, temperature, self._tensor_group, entropy
+        )
+        return scored.placed(values, shape), None if entropies is None else scored.placed(entropies, shape)
+
+    def _states(self, hidden: Tensor, numbers: Tensor) -> Tensor:
+        """Those of all ranks' hidden states, [n, h]; in the backward pass the ranks' gradients are summed."""
+        from megatron.core.tensor_parallel import mappings
+
+        if self.config.sequence_parallel:
+            hidden = mappings.gather_from_sequence_parallel_region(hidden, group=self._tensor_group)
+        states = hidden.flatten(0, 1).index_select(0, numbers)
+        if self.config.sequence_parallel or self.layout.tensor_size == 1:
+            return states
+        return mappings.copy_to_tensor_model_parallel_region(states, group=self._tensor_group)
 
     def logprobs(self, batch: Batch, temperature: float, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Log-probability of each token given those before it, and entropies if asked: [b, s] float32, index 0 is 0.
+        """Log-probability of each token of `batch.scored` given those before it, and entropies if asked: [b, s]
+        float32, 0 elsewhere.
 
         Differentiable. Only without pipeline parallelism; `forward_logprobs` works with it.
         """
-        return self.token_logprobs(self.logits(batch), batch, temperature, entropy)
+        return self.token_logprobs(self.hidden(batch), batch, temperature, entropy)
 
     def forward_logprobs(self, micro_batches: Sequence[Batch], temperature: float) -> list[np.ndarray] | None:
-        """Log-probabilities of each row, in order, [its length] float32, on the replica's leader; None on other ranks.
+        """Log-probabilities of each row's scored tokens, in order, [its length] float32, on the replica's leader; None
+        on other ranks.
 
         Collective over the tensor and pipeline ranks of one data-parallel replica; replicas are independent.
         """
@@ -228,10 +249,10 @@ class PolicyModel:
 
         def forward(batches: Iterator[Batch], module: torch.nn.Module) -> tuple[Tensor, Any]:
             batch = next(batches)
-            return self.logits(batch, module), partial(collect, batch)
+            return self.hidden(batch, module), partial(collect, batch)
 
-        def collect(batch: Batch, logits: Tensor, non_loss_data: bool) -> Tensor:
-            return self.token_logprobs(logits, batch, temperature)[0]
+        def collect(batch: Batch, hidden: Tensor, non_loss_data: bool) -> Tensor:
+            return self.token_logprobs(hidden, batch, temperature)[0]
 
         if not micro_batches:
             return []

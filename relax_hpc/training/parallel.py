@@ -38,7 +38,7 @@ class RankLayout:
 
     @property
     def last_stage(self) -> bool:
-        """Holds the output layer, so has logits."""
+        """Holds the output layer, so has log-probabilities."""
         return self.pipeline_rank == self.pipeline_size - 1
 
     @property

@@ -96,10 +96,10 @@ class Trainer:
 
     def _forward(self, batches: Iterator[Batch], module: torch.nn.Module) -> tuple[Tensor, Any]:
         batch = next(batches)
-        return self.model.logits(batch, module), partial(self._loss_of, batch)
+        return self.model.hidden(batch, module), partial(self._loss_of, batch)
 
-    def _loss_of(self, batch: Batch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        logprobs, entropy = self.model.token_logprobs(logits, batch, self.temperature, self._needs_entropy)
+    def _loss_of(self, batch: Batch, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        logprobs, entropy = self.model.token_logprobs(hidden, batch, self.temperature, self._needs_entropy)
         loss, metrics = self._loss(token_batch(batch, logprobs, entropy))
         # The count in the middle is for megatron's own division, which is not used; metrics stay on the last stage.
         return loss, torch.zeros((), dtype=torch.int), metrics
