@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import json
 import os
 import platform
@@ -10,6 +11,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from py_compile import PycInvalidationMode
 
 import relax_hpc
 from relax_hpc.rundir import RunDir, write_atomic, write_json
@@ -44,6 +46,8 @@ def copy_code(source: Path, target: Path) -> None:
     templates = source / "slurm"
     if templates.is_dir():
         shutil.copytree(templates, temporary / "slurm", ignore=ignored)
+    # Once, here, and not in every process of every rank, at each of their starts where none may write beside the code.
+    compileall.compile_dir(temporary / "relax_hpc", quiet=2, invalidation_mode=PycInvalidationMode.TIMESTAMP)
     temporary.rename(target)
 
 

@@ -1,0 +1,20 @@
+"""The copy of the code that a run is made of."""
+
+from __future__ import annotations
+
+import struct
+from importlib.util import MAGIC_NUMBER, cache_from_source
+from pathlib import Path
+
+import relax_hpc
+from relax_hpc.lifecycle.snapshot import copy_code
+
+
+def test_the_copy_is_compiled_so_that_no_rank_compiles_it_at_its_start(tmp_path: Path) -> None:
+    copy_code(Path(relax_hpc.__file__).parents[1], tmp_path / "code")
+    sources = list((tmp_path / "code/relax_hpc").rglob("*.py"))
+    for source in sources:
+        header, about = Path(cache_from_source(str(source))).read_bytes()[:16], source.stat()
+        # By the time and size of its source: who edits the copy by hand is heard.
+        assert header == MAGIC_NUMBER + struct.pack("<III", 0, int(about.st_mtime), about.st_size), source
+    assert len(sources) == len(list(Path(relax_hpc.__file__).parent.rglob("*.py")))
