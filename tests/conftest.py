@@ -13,6 +13,7 @@ from hypothesis import settings
 
 from tests.budgets import Budgets
 from tests.effort import effort
+from tests.requirements import DEVICE
 from tests.slurm_sandbox import sandbox, small_sandbox  # noqa: F401
 
 # Until all is imported, as ranks do (relax_hpc.imports): two fifths of the time that collecting takes.
@@ -20,8 +21,11 @@ gc.disable()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Here, before any test imports torch: tests are for the CPU, on a workstation with a GPU too.
-if os.environ.get("RELAX_TEST_DEVICE") != "cuda":
+if DEVICE == "cpu":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+else:
+    # Sums in one order, which tests that compare bits need; see training_helpers.one_rank_fixture.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 settings.register_profile("default", deadline=None)
 # The same examples each time, of which the first find what many of them find: the others are in `env/test.sh --all`.
@@ -58,7 +62,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What is not marked otherwise is quick; with workers, it comes last, and fills what whole runs leave over."""
+    """What is not marked otherwise is quick; with workers, it comes last, and fills what whole runs leave over.
+
+    On a GPU only what is marked `gpu` is run: a process that has computed on the CPU hides it from megatron-core.
+    """
+    if DEVICE != "cpu":
+        config.hook.pytest_deselected(items=[item for item in items if not item.get_closest_marker("gpu")])
+        items[:] = [item for item in items if item.get_closest_marker("gpu")]
     for item in items:
         if " at 0x" in item.nodeid:
             raise pytest.UsageError(f"{item.nodeid}: an address in a test's name, which each worker calls another")

@@ -6,10 +6,13 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from importlib import metadata, util
+from importlib import util
 from pathlib import Path
 
 import pytest
+
+DEVICE = os.environ.get("RELAX_TEST_DEVICE", "cpu")
+"""Where tests that are marked `gpu` compute; `cuda` runs them alone, and conftest.py hides GPUs otherwise."""
 
 
 def _has_module(name: str) -> bool:
@@ -17,12 +20,6 @@ def _has_module(name: str) -> bool:
         return util.find_spec(name) is not None
     except ModuleNotFoundError:
         return False
-
-
-def _has_cuda() -> bool:
-    cpu_build = _has_module("torch") and "+cpu" in metadata.version("torch")
-    asked = os.environ.get("RELAX_TEST_DEVICE") == "cuda"  # conftest.py hides GPUs otherwise
-    return asked and _has_module("torch") and not cpu_build and any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def mpiexec() -> Path:
@@ -46,7 +43,6 @@ CHECKS: dict[str, tuple[Callable[[], bool], str]] = {
         "package nixl-cu12 (env/setup.sh rdma)",
     ),
     "matplotlib": (lambda: _has_module("matplotlib"), "package matplotlib (env/setup.sh)"),
-    "cuda": (_has_cuda, "a GPU, a CUDA build of torch (env/setup.sh gpu), and RELAX_TEST_DEVICE=cuda"),
 }
 
 

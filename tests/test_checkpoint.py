@@ -57,6 +57,7 @@ def copy(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / saved.name))
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("dtype", "distributed", "steps"),
     [("float32", False, 2), ("float32", True, 2), ("bfloat16", False, 2), ("float32", False, 0), ("float32", True, 0)],

@@ -28,7 +28,7 @@ from tests.training_helpers import (  # noqa: F401
     trainer,
 )
 
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_rank")]
 
 
 def weights_of(model: PolicyModel) -> list[torch.Tensor]:

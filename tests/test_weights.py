@@ -26,8 +26,10 @@ from relax_hpc.weights.node_cache import staging_root
 from relax_hpc.weights.pull import Puller
 from relax_hpc.weights.subscriber import NOTHING, Fetcher, News, Subscriber
 from relax_hpc.weights.version_files import FOLDER, LISTING, TENSORS
+from tests.effort import effort
 from tests.engine_helpers import make_model
 from tests.queue_helpers import in_thread, make_run, small
+from tests.requirements import DEVICE
 from tests.weights_helpers import Source
 
 SOON = 5.0
@@ -55,7 +57,8 @@ class Stage:
     def put(self, *numbers: int, last: bool = False, **settings: int) -> None:
         """Publish version n, whose every number is n."""
         if self.source is None:
-            tensors = {"w": torch.zeros(3), "half": torch.zeros(5, 2, dtype=torch.bfloat16)}
+            half = torch.zeros(5, 2, dtype=torch.bfloat16, device=DEVICE)
+            tensors = {"w": torch.zeros(3, device=DEVICE), "half": half}
             self.source = Source(self.run, self.actor, tensors, **settings)
         for number in numbers:
             for tensor in self.source.tensors.values():
@@ -86,6 +89,7 @@ class Stage:
         return sorted(path.name for path in self.run.weights.iterdir())
 
 
+@pytest.mark.gpu
 def test_a_reader_gets_what_was_published(stage):
     stage.put(0, file_every=0)
     reader = stage.reader()
@@ -98,6 +102,26 @@ def test_a_reader_gets_what_was_published(stage):
     assert not (stage.run.weights / "i000001-v000001" / FOLDER).exists(), "in memory alone"
 
 
+@pytest.mark.gpu
+def test_training_goes_on_while_a_version_is_copied(stage):
+    """The weights change as soon as the device may: more than arrives meanwhile, from rows that do not lie together."""
+    size = effort(1 << 20, 1 << 26)
+    whole = torch.zeros(size, 2, device=DEVICE)
+    source = Source(stage.run, stage.actor, {"w": whole[:, 0], "rest": torch.zeros(8, device=DEVICE)}, file_every=0)
+    reader = stage.reader()
+    for number in range(4):
+        whole.fill_(number)
+        source.publisher.publish(Version(1, number))
+        source.publisher.await_copy()
+        whole.fill_(-1.0)
+        got = reader.fetch(reader.newer().result(timeout=SOON))
+        found = load_file(got[1].path / TENSORS)["w"]
+        assert Version.parse(got[0].version).number == number and (found == number).all()
+        got[1].release()
+        reader.served(Version(1, number))
+
+
+@pytest.mark.gpu
 def test_of_a_dead_actor_the_newest_version_with_files_is_readable(stage):
     stage.put(0, 1, 2, file_every=2)
     reader = stage.reader()

@@ -29,8 +29,18 @@ class Source:
         described = {name: Tensor(TYPES[one.dtype], tuple(one.shape)) for name, one in tensors.items()}
         slices = [Slice(name, 0, 0, len(one), lambda one=one: one) for name, one in tensors.items()]
         store, config = client.store, WeightsConfig(**settings)
+        device = 0 if any(one.is_cuda for one in tensors.values()) else None
         self.publisher = Publisher(
-            run, client, lambda: Channel(WAIT_S), store.planes, store.pool, described, slices, slabs, config
+            run,
+            client,
+            lambda: Channel(WAIT_S),
+            store.planes,
+            store.pool,
+            described,
+            slices,
+            slabs,
+            config,
+            device=device,
         )
 
     def publish(self, version: Version, last: bool = False) -> None:

@@ -1,0 +1,84 @@
+"""Attention and its gradient against the formula in float32: over many lengths, and on slices of larger tensors.
+
+Kernels are chosen by lengths and strides, and wrong ones have been seen among them (pytorch#196678).
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from relax_hpc.training import parallel
+from tests.effort import effort
+from tests.requirements import DEVICE, requires
+
+requires("torch", "megatron")
+
+pytestmark = pytest.mark.gpu
+
+HEADS, GROUPS, DIM = 8, 4, 64
+AROUND = sorted({*range(1, 20), *(edge + more for edge in (64, 128, 192, 256) for more in (-1, 0, 1, 2)), 300})
+LENGTHS = range(1, 301) if DEVICE != "cpu" else effort(AROUND[::4], AROUND)
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 0.02}
+"""Of a gradient's error, in its own norm: bfloat16 has 8 bits, of which each value of the result may lose some."""
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    parallel.import_libraries(DEVICE, 0)
+    from relax_hpc.models.layer_spec import CausalAttention
+
+    return CausalAttention(SimpleNamespace())(q, k, v, None)
+
+
+def by_formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """softmax(q k / sqrt(dim)) v over what is not later, [s, b, heads * dim], in float32."""
+    q, k, v = (x.float().permute(1, 2, 0, 3) for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+    later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    return (scores.masked_fill(later, -torch.inf).softmax(-1) @ v).permute(2, 0, 1, 3).flatten(2)
+
+
+def drawn(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype).requires_grad_()
+
+
+def errors(parts: list[Tensor], leaves: list[Tensor]) -> list[float]:
+    """Of the result and of the gradients with respect to ``leaves``, each in the norm of the right one."""
+    found, right = attention(*parts), by_formula(*parts)
+    slope = torch.randn(right.shape, generator=torch.Generator().manual_seed(7)).to(right)
+    ours = torch.autograd.grad(found, leaves, slope.to(found.dtype), retain_graph=True)
+    exact = torch.autograd.grad(right, leaves, slope)
+    pairs = zip((found, *ours), (right, *exact), strict=True)
+    # A query that sees itself alone has no gradient: its own norm says nothing there.
+    least = 0.1 * slope.norm()
+    return [float(((a - b.float()).norm() / b.norm().clamp(min=least)).detach()) for a, b in pairs]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_right_whatever_the_length(dtype: torch.dtype) -> None:
+    wrong = {}
+    for length in LENGTHS:
+        shapes = [(length, 2, heads, DIM) for heads in (HEADS, GROUPS, GROUPS)]
+        parts = [drawn(shape, dtype, seed) for seed, shape in enumerate(shapes)]
+        if max(found := errors(parts, parts)) > BOUNDS[dtype]:
+            wrong[length] = found
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_right_on_slices(dtype: torch.dtype) -> None:
+    """Rows that lie one after the other in one tensor, whose queries, keys and values come out of one projection."""
+    wrong, begin = {}, 3
+    lengths = list(LENGTHS)[:: 6 if DEVICE != "cpu" else 1]
+    whole = drawn((sum(lengths) + begin, 1, HEADS + 2 * GROUPS, DIM), dtype, 0)
+    for length in lengths:
+        row = whole[begin : begin + length]
+        parts = list(row.split([HEADS, GROUPS, GROUPS], dim=2))
+        if max(found := errors(parts, [whole])) > BOUNDS[dtype]:
+            wrong[length] = found
+        begin += length
+    assert wrong == {}
