@@ -28,7 +28,7 @@ WRONG = [
         ["runn"],
         [
             "runn: unknown command",
-            "run, submit, check, doctor, status, report, logs, resubmit, scale, stop, list, sandbox, plot",
+            "run, submit, check, doctor, plan, status, report, logs, resubmit, scale, stop, list, sandbox, plot",
             "did you mean run?",
         ],
     ),
@@ -389,7 +389,7 @@ def frozen() -> str:
     """All options of all commands: name, type and default, one a line."""
     lines = []
     for name in commands():
-        if name in ("check", "doctor", "submit", "resubmit"):
+        if name in ("check", "doctor", "plan", "submit", "resubmit"):
             known = {action.dest for action in parser_of("run")._actions}  # the rest are those of run
         else:
             known = set()

@@ -15,6 +15,7 @@ LINES = (
     ("lifecycle",),
     ("observe", "doctor", "sandbox", "convert"),
     ("checks",),
+    ("plan",),
     ("slurm",),
     ("supervise",),
     ("roles",),

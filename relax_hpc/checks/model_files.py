@@ -53,6 +53,16 @@ def find_model(config: ModelConfig, field_name: str = "path") -> Model:
     return found
 
 
+def spec_at(config: ModelConfig) -> ModelSpec:
+    """What config.json of `config.path` says, or the tiny model; nothing else need be there. ConfigError: it is not in
+    order."""
+    if not config.path:
+        from relax_hpc.data.tiny_model import qwen3_config
+
+        return spec_of(qwen3_config(config.tiny))
+    return spec_of(_read_json(Path(config.path) / "config.json"), config.ignore_keys)
+
+
 def unread() -> list[str]:
     """Packages that are not installed here, without which tokenizers and headers of weights are not looked at."""
     return [name for name in ("safetensors", "tokenizers") if find_spec(name) is None]

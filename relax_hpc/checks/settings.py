@@ -44,6 +44,7 @@ def check(config: Config) -> list[str]:
         _rewards,
         _planes,
         _weights,
+        _memory,
     )
     return [finding for function in checks for finding in function(config)]
 
@@ -133,6 +134,12 @@ def _files(config: Config) -> Findings:
     from relax_hpc.checks.files import check_files
 
     return check_files(config)
+
+
+def _memory(config: Config) -> Findings:
+    from relax_hpc.checks.memory import check_memory
+
+    return check_memory(config)
 
 
 def _groups(config: Config) -> Findings:

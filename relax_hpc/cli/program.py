@@ -275,6 +275,25 @@ def _doctor(given: dict[str, Any]) -> int:
     return doctor.main(resolve(build(Config, layers.tree)), deep, as_json, layers)
 
 
+def _plan_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="For programs")
+    config_arguments(parser)
+
+
+def _plan(given: dict[str, Any]) -> int:
+    as_json = given.pop("json", False)
+    layers = _layers(given)
+    if layers is None:
+        return EXIT_DONE
+    if layers.mistakes:
+        raise ConfigError(*(mistake.text for mistake in layers.mistakes))
+    from relax_hpc.checks.model_files import spec_at
+    from relax_hpc.plan import view
+
+    config = resolve(build(Config, layers.tree))
+    return view.main(config, spec_at(config.model), as_json)
+
+
 def _layers(given: dict[str, Any]) -> Layers | None:
     """The configuration asked for, with what is wrong with it; None if it was only to be printed."""
     files, only_print = given.pop("config", None) or [], given.pop("print_config", None) is not None
@@ -355,6 +374,14 @@ COMMANDS: dict[str, Command | Verbs] = {
         f"[--deep] [--json] {CONFIG_USAGE}",
         _doctor_arguments,
         _doctor,
+        takes_config=True,
+        is_whole=True,
+    ),
+    "plan": Command(
+        "Work out how much memory a run takes, and what would make it fit.",
+        f"[--json] {CONFIG_USAGE}",
+        _plan_arguments,
+        _plan,
         takes_config=True,
         is_whole=True,
     ),

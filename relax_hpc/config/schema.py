@@ -491,6 +491,9 @@ class SiteConfig:
     gpu_request: Literal["gpus_per_node", "gres", "none"] = "gpus_per_node"
     gpu_type: str = ""
     """As in `gres/gpu:TYPE`."""
+    gpu_memory_gib: float = bounded(79.0, 0.0)
+    """Of one GPU, as torch finds it: 79 of an H100 or A100 of 80 GB, 39 of one of 40 GB, 139 of an H200. What cannot
+    fit by calculation is refused, see `relax-hpc plan`; 0: nothing is."""
     memory_request: Literal["mem", "none"] = "mem"
     """`none`: memory follows from the CPUs, and the site takes no option for it; groups' `memory` is not asked for."""
     options: dict[str, str] = field(default_factory=dict)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
-from relax_hpc.config.groups import ranks_of, roles_of
+from relax_hpc.checks.model_files import spec_at
 from relax_hpc.config.schema import Config
 from relax_hpc.doctor.finding import Finding, warning
+from relax_hpc.errors import ConfigError
+from relax_hpc.plan.plan import plan
 from relax_hpc.slurm.layout import Component
 from relax_hpc.slurm.parsing import Node
-
-MEBIBYTES_A_PROCESS = 2048
-"""Of a process with torch and CUDA, before it has any weights."""
 
 
 def check_memory(
@@ -26,7 +24,7 @@ def check_memory(
     if "MEMORY" not in limits.get("SelectTypeParameters", "").upper() or not nodes:
         return
     given, why = _given(part, asked, nodes, limits)
-    needed = _needed(config, part)
+    needed = host_mib(config, part)
     if given < needed:
         yield warning(
             f"groups.{part.name}.resources.memory: found {part.memory or 'none'!r}, for which Slurm gives "
@@ -48,25 +46,13 @@ def _given(part: Component, asked: int, nodes: Sequence[Node], limits: Mapping[s
     return whole, "RealMemory"
 
 
-def _needed(config: Config, part: Component) -> int:
-    """MiB a node that cannot be done without: processes, and the weights that are in host memory on their way."""
-    device = config.model.device == "cuda"
-    weights = _weights_mib(config.model.path)
-    if not device or not weights:
-        return 0
-    needed = 0
-    for group in part.groups:
-        for role in roles_of(config, group):
-            count = -(-ranks_of(config, group, role) // part.nodes)
-            if role == "rollout":
-                needed += -(-config.rollout.replicas // part.nodes) * MEBIBYTES_A_PROCESS + weights
-            elif role == "actor":
-                slabs = config.weights.slabs or config.max_staleness + 2
-                needed += count * MEBIBYTES_A_PROCESS + slabs * weights // part.nodes
-            elif role in ("actor_fwd", "reference"):
-                needed += count * MEBIBYTES_A_PROCESS
-    return needed
-
-
-def _weights_mib(path: str) -> int:
-    return sum(file.stat().st_size for file in Path(path).glob("*.safetensors")) >> 20 if path else 0
+def host_mib(config: Config, part: Component) -> float:
+    """MiB a node that cannot be done without, by calculation; 0 for models that are not known, or of no size."""
+    try:
+        spec = spec_at(config.model)
+    except ConfigError:
+        return 0.0
+    if config.model.device != "cuda" or not config.model.path:
+        return 0.0
+    found = [one for place in plan(config, spec) for one in place.footprints if one.group in part.groups]
+    return sum(sum(one.host.values()) + sum(one.pinned.values()) for one in found) / (1 << 20)

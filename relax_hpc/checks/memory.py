@@ -1,0 +1,35 @@
+"""Whether models fit into the memory of their GPUs, by calculation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from relax_hpc.checks.model_files import spec_at
+from relax_hpc.config.roles import RANKED
+from relax_hpc.config.schema import Config
+from relax_hpc.errors import ConfigError
+from relax_hpc.models.spec import ModelSpec
+from relax_hpc.plan.plan import plan
+
+
+def check_memory(config: Config) -> Iterator[str]:
+    """What cannot fit, a line for each place. Nothing of a model that is not in order, which others say."""
+    if config.model.device != "cuda" or not config.site.gpu_memory_gib:
+        return
+    try:
+        spec = spec_at(config.model)
+        places = plan(config, spec) if not any(_misfits(config, spec)) else []
+    except ConfigError:
+        return
+    for place in places:
+        for lack in place.lacks:
+            mend = f"it would fit with {', '.join(place.remedies)}" if place.remedies else "give it more GPUs"
+            yield (
+                f"groups.{place.groups[0]}: found {lack} (site.gpu_memory_gib), by calculation; {mend}; "
+                "`relax-hpc plan` tells more"
+            )
+
+
+def _misfits(config: Config, spec: ModelSpec) -> Iterator[str]:
+    for role in RANKED:
+        yield from spec.misfits(getattr(config, role).parallel)

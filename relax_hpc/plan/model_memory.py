@@ -1,0 +1,79 @@
+"""Bytes of a model on one rank: parameters, what a layer keeps for the backward pass, logits.
+
+What a layer keeps was counted, tensor by tensor, along megatron-core 0.16.1's layers and `models.layer_spec`; a test
+compares it with the bytes that autograd holds. Korthikanti et al., arXiv 2205.05198, have the method.
+"""
+
+from __future__ import annotations
+
+import math
+
+from relax_hpc.config.schema import ParallelConfig
+from relax_hpc.models.hf_mapping import Piece, stage_entries
+from relax_hpc.models.spec import ModelSpec
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+MAIN_BYTES = 4
+"""Of an element of gradients, of the optimizer's main parameters and of each of its two moments: float32."""
+TRAINED_LOGIT_BYTES = 18
+"""Of a logit beside itself, in `training.logprobs`: float32 copies in its forward and backward pass."""
+SCORED_LOGIT_BYTES = 10
+"""The same without a backward pass."""
+
+
+def parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> int:
+    """Of the rank of pipeline ``stage`` with the most."""
+    layers = spec.layers // parallel.pipeline
+    held = range(stage * layers, (stage + 1) * layers)
+    entries = stage_entries(spec, held, stage == 0, stage == parallel.pipeline - 1)
+    return sum(_elements(piece, parallel.tensor) for entry in entries for piece in entry.pieces)
+
+
+def _elements(piece: Piece, tensor: int) -> int:
+    if piece.axis is None:
+        return math.prod(piece.shape)
+    length = -(-piece.shape[piece.axis] // tensor)
+    return math.prod(piece.shape) // piece.shape[piece.axis] * length
+
+
+def kept_elements(spec: ModelSpec, parallel: ParallelConfig, recompute: str) -> int:
+    """Elements a token that a layer keeps for the backward pass."""
+    stream, attention, inner = _widths(spec, parallel)
+    return {
+        # Two inputs of norms and what they give, and what is inside of the two blocks.
+        "none": 4 * stream + attention + inner,
+        "selective": 2 * stream + attention,
+        "full": stream,
+    }[recompute]
+
+
+def working_elements(spec: ModelSpec, parallel: ParallelConfig, recompute: str) -> int:
+    """Elements a token that the backward pass of one layer takes beside: what it computes again, and gradients."""
+    stream, attention, inner = _widths(spec, parallel)
+    again = {"none": 0, "selective": 2 * stream + inner, "full": 3 * stream + attention + inner}[recompute]
+    return again + 2 * stream + max(attention // 2, inner)
+
+
+def scored_elements(spec: ModelSpec, parallel: ParallelConfig) -> int:
+    """Elements a token that one layer takes at most while nothing is kept."""
+    stream, attention, inner = _widths(spec, parallel)
+    return 3 * stream + max(attention, inner)
+
+
+def _widths(spec: ModelSpec, parallel: ParallelConfig) -> tuple[int, int, int]:
+    """Elements a token: of the residual stream, and kept inside of attention and of the feed-forward block."""
+    stream = spec.hidden // (parallel.tensor if parallel.sequence_parallel else 1)
+    query, value = spec.heads * spec.head_dim // parallel.tensor, spec.groups * spec.head_dim // parallel.tensor
+    # The three together, rotated queries, keys, the result and its copy in the order of the next matrix; normalising
+    # by head keeps the queries once more.
+    attention = (4 + spec.qk_norm) * query + 3 * value
+    # Both halves of what the first matrix gives, the one activated, the other as it is multiplied, and the product.
+    # Experts take copies of their tokens.
+    chosen = getattr(spec, "chosen", 1)
+    inner = 5 * chosen * spec.inner // parallel.tensor + (2 * chosen * spec.hidden if spec.experts else 0)
+    return stream, attention, inner
+
+
+def logits(spec: ModelSpec, parallel: ParallelConfig) -> int:
+    """Of one token, on a rank of the last stage."""
+    return spec.padded_vocab(parallel.tensor) // parallel.tensor

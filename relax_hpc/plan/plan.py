@@ -1,0 +1,93 @@
+"""The memory of a whole run: roles by the GPUs that they share, and what would make them fit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from relax_hpc.config.groups import ranks_of
+from relax_hpc.config.roles import RANKED
+from relax_hpc.config.schema import Config
+from relax_hpc.models.spec import ModelSpec
+from relax_hpc.plan import roles
+from relax_hpc.plan.footprint import GIB, Footprint
+from relax_hpc.plan.remedies import remedies
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """GPUs, all with the same roles on them."""
+
+    groups: tuple[str, ...]
+    footprints: tuple[Footprint, ...]
+    bytes: float
+    """On a GPU at the worst time."""
+    limit: float
+    remedies: tuple[str, ...] = ()
+    """Settings with which it would fit, all of them together; none where it does, or where none was found."""
+
+    @property
+    def lacks(self) -> list[str]:
+        """Why its roles cannot work, one line each; empty: they can."""
+        found = [f"{one.role}: {one.lack}" for one in self.footprints if one.lack]
+        if self.bytes > self.limit:
+            names = " and ".join(one.role for one in self.footprints)
+            found.append(f"{names}: {self.bytes / GIB:.1f} GiB on a GPU of {self.limit / GIB:.1f}")
+        return found
+
+
+def plan(config: Config, spec: ModelSpec) -> list[Place]:
+    """Every place of a run on GPUs whose roles have the model of ``spec``."""
+    places = list(_places(config, spec))
+    return [place if not place.lacks else _mended(config, spec, place) for place in places]
+
+
+def _mended(config: Config, spec: ModelSpec, place: Place) -> Place:
+    def fits(other: Config) -> bool:
+        return all(not one.lacks for one in _places(other, spec) if one.groups == place.groups)
+
+    found = remedies(copy.deepcopy(config), spec, [one.role for one in place.footprints], fits)
+    return Place(
+        groups=place.groups,
+        footprints=place.footprints,
+        bytes=place.bytes,
+        limit=place.limit,
+        remedies=tuple(found),
+    )
+
+
+def _places(config: Config, spec: ModelSpec) -> Iterator[Place]:
+    limit, shared = config.site.gpu_memory_gib * GIB, dict[str, list[str]]()
+    for name, group in config.groups.items():
+        # On one machine groups see all GPUs, or those that they are given.
+        seen = group.env.get("CUDA_VISIBLE_DEVICES", "") if config.layout == "local" else name
+        shared.setdefault(seen, []).append(name)
+    for names in shared.values():
+        found = [one for name in names for one in _footprints(config, spec, name, limit)]
+        if found:
+            total = _together(config, found)
+            yield Place(groups=tuple(names), footprints=tuple(found), bytes=total, limit=limit)
+
+
+def _footprints(config: Config, spec: ModelSpec, group: str, limit: float) -> Iterator[Footprint]:
+    nodes = 1 if config.layout == "local" else config.groups[group].resources.nodes
+    for role in config.groups[group].roles:
+        per_node = -(-ranks_of(config, group, role) // nodes)
+        if role == "actor":
+            yield roles.actor(config, spec, group, per_node)
+        elif role in RANKED:
+            yield roles.forward(config, spec, role, group, per_node)
+        elif role == "rollout" and config.rollout.engine.kind == "sglang":
+            yield roles.engine(config, spec, group, -(-config.rollout.replicas // nodes), limit)
+
+
+def _together(config: Config, found: list[Footprint]) -> float:
+    """At the worst time: all at once, but for engines and an actor that take turns."""
+    everybody = sum(one.peak for one in found)
+    if not config.colocate:
+        return everybody
+    by_role = {one.role: one for one in found}
+    engines = by_role["rollout"].peak if "rollout" in by_role else 0.0
+    passing = by_role["actor"].peak - sum(by_role["actor"].resident.values()) if "actor" in by_role else 0.0
+    return everybody - min(engines, passing)

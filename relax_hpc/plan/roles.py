@@ -1,0 +1,152 @@
+"""The footprint of each role that has a model: the formulas of docs/reference/memory.md, a function a role."""
+
+from __future__ import annotations
+
+from relax_hpc.config.schema import Config, ParallelConfig
+from relax_hpc.models.spec import ModelSpec
+from relax_hpc.plan.footprint import GIB, Footprint
+from relax_hpc.plan.model_memory import (
+    ITEM_BYTES,
+    MAIN_BYTES,
+    SCORED_LOGIT_BYTES,
+    TRAINED_LOGIT_BYTES,
+    kept_elements,
+    logits,
+    parameters,
+    scored_elements,
+    working_elements,
+)
+
+CONTEXT_BYTES = 1.5 * GIB
+"""Of a process on a GPU before it has anything: CUDA's context, kernels, workspaces, NCCL's buffers. An assumption."""
+PROCESS_BYTES = 2 * GIB
+"""Of a process in host memory, with torch and CUDA, before it has anything. An assumption."""
+ENGINE_SHARE = 0.85
+"""Of a GPU, which SGLang takes for weights and keys and values where `mem_fraction_static` does not say; about."""
+
+
+def longest_row(config: Config) -> int:
+    """Tokens of the longest prompt and response; a micro-batch takes a row whole, however few it is to have."""
+    return config.data.max_prompt_tokens + config.rollout.max_new_tokens
+
+
+def actor(config: Config, spec: ModelSpec, group: str, per_node: int) -> Footprint:
+    """Of the pipeline stage with the most; ``per_node``: its ranks on a node."""
+    stages = [_actor_stage(config, spec, group, per_node, stage) for stage in range(config.actor.parallel.pipeline)]
+    return max(stages, key=lambda stage: stage.peak)
+
+
+def _actor_stage(config: Config, spec: ModelSpec, group: str, per_node: int, stage: int) -> Footprint:
+    settings, parallel, item = config.actor, config.actor.parallel, ITEM_BYTES[config.model.dtype]
+    count, last = parameters(spec, parallel, stage), stage == parallel.pipeline - 1
+    sharing = parallel.data if settings.optimizer.distributed else 1
+    # Under float32 the parameters are the main parameters.
+    states = (3 if item < MAIN_BYTES else 2) * MAIN_BYTES * count / sharing
+    tokens = max(settings.max_tokens_per_micro_batch, longest_row(config))
+    # One forward, one backward: a stage is ahead of the last by as many micro-batches as there are stages after it.
+    in_flight, layers = parallel.pipeline - stage, spec.layers // parallel.pipeline
+    kept = kept_elements(spec, parallel, settings.recompute) * layers * in_flight * tokens * item
+    backward = {
+        "activations": kept + (2 * spec.hidden * tokens * item if last else 0),
+        "a layer's backward": working_elements(spec, parallel, settings.recompute) * tokens * item,
+    }
+    if last:
+        backward["logits"] = logits(spec, parallel) * tokens * (item + TRAINED_LOGIT_BYTES)
+    moments = {"backward": backward, "update": {"optimizer step": MAIN_BYTES * count / sharing}}
+    if sharing > 1:
+        # megatron-core gathers one kind of state at a time from all data-parallel ranks, and joins the pieces.
+        moments["checkpoint"] = {"gathered states": 2 * MAIN_BYTES * count}
+    slabs = config.weights.slabs or config.max_staleness + 2
+    copies = slabs + (1 if config.weights.anchor_every else 0)
+    pinned = {
+        "slabs": copies * count * item / parallel.data * per_node,
+        "checkpoint": (count * item + states * sharing) / parallel.data * per_node,
+    }
+    if inner := _inner_copies(config):
+        pinned["weights of forward roles"] = inner * count * item * per_node
+    host = {"processes": per_node * PROCESS_BYTES}
+    if sharing > 1:
+        host["states gathered for a checkpoint"] = 3 * MAIN_BYTES * count * per_node
+    return Footprint(
+        role="actor",
+        group=group,
+        split=_split(parallel, f"{tokens:,} tokens a micro-batch, recomputed: {settings.recompute}"),
+        gpus=parallel.ranks,
+        resident={
+            "weights": count * item,
+            "gradients": MAIN_BYTES * count,
+            "optimizer states": states,
+            "CUDA, NCCL": CONTEXT_BYTES,
+        },
+        moments=moments,
+        pinned=pinned,
+        host=host,
+    )
+
+
+def _inner_copies(config: Config) -> int:
+    """Copies of the weights that forward roles inside of the actor keep; see `roles.inner`."""
+    roles = config.actor.forward
+    return ("reference" in roles) + ("actor_fwd" in roles and config.algorithm.mini_batches > 1)
+
+
+def forward(config: Config, spec: ModelSpec, role: str, group: str, per_node: int) -> Footprint:
+    """Of actor_fwd or the reference, ``role``; of the pipeline stage with the most."""
+    settings = getattr(config, role)
+    parallel, item = settings.parallel, ITEM_BYTES[config.model.dtype]
+    tokens = max(settings.max_tokens_per_micro_batch, longest_row(config))
+    found = []
+    for stage in range(parallel.pipeline):
+        passing = {"activations": scored_elements(spec, parallel) * tokens * item}
+        if stage == parallel.pipeline - 1:
+            passing["logits"] = logits(spec, parallel) * tokens * (item + SCORED_LOGIT_BYTES)
+        weights = parameters(spec, parallel, stage) * item
+        found.append(
+            Footprint(
+                role=role,
+                group=group,
+                split=_split(parallel, f"{tokens:,} tokens a micro-batch"),
+                gpus=parallel.ranks,
+                resident={"weights": weights, "CUDA, NCCL": CONTEXT_BYTES},
+                moments={"forward": passing},
+                host={"processes": per_node * PROCESS_BYTES},
+            )
+        )
+    return max(found, key=lambda stage: stage.peak)
+
+
+def engine(config: Config, spec: ModelSpec, group: str, per_node: int, gpu_bytes: float) -> Footprint:
+    """Of SGLang: the share of the GPU that it takes at once, of which weights leave the rest to keys and values.
+
+    ``per_node``: engines on a node.
+    """
+    flags, item, longest = config.rollout.engine.flags, ITEM_BYTES[config.model.dtype], longest_row(config)
+    tensor, pipeline = int(flags.get("tp_size", 1)), int(flags.get("pp_size", 1))
+    share = flags.get("mem_fraction_static")
+    whole = parameters(spec, ParallelConfig(), 0) * item
+    weights = parameters(spec, ParallelConfig(tensor=tensor), 0) * item / pipeline
+    # Key-value heads are repeated where there are more ranks than heads.
+    token = 2 * max(1, spec.groups // tensor) * spec.head_dim * spec.layers / pipeline * item
+    room = max(0.0, float(share or ENGINE_SHARE) * gpu_bytes - weights)
+    if limit := flags.get("max_total_tokens"):
+        room = min(room, float(limit) * token)
+    kept = int(room // token)
+    said = "" if share else f" (mem_fraction_static is not set, taken for {ENGINE_SHARE})"
+    need = f"keys and values of one row of {longest:,} tokens need {token * longest / GIB:.1f} GiB"
+    return Footprint(
+        role="rollout",
+        group=group,
+        split=f"{config.rollout.replicas} engines, tensor {tensor}, pipeline {pipeline}",
+        gpus=config.rollout.replicas * tensor * pipeline,
+        resident={"weights": weights, "keys and values": room, "CUDA, NCCL, graphs": 2 * CONTEXT_BYTES},
+        pinned={"weights of a version": whole},
+        host={"processes": per_node * (1 + tensor * pipeline) * PROCESS_BYTES},
+        note=f"keys and values of {kept:,} tokens, {kept // longest:,} rows of {longest:,}{said}",
+        lack="" if kept >= longest else f"{need}, and {room / GIB:.1f} are left",
+    )
+
+
+def _split(parallel: ParallelConfig, more: str) -> str:
+    sequence = ", sequence parallel" if parallel.sequence_parallel and parallel.tensor > 1 else ""
+    cut = f"tensor {parallel.tensor}, pipeline {parallel.pipeline}, data {parallel.data}{sequence}"
+    return f"{cut}; {more}"

@@ -1,0 +1,136 @@
+"""`relax-hpc plan`: what a run takes of memory, what would make it fit, and the sizes that come with the toolkit."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from relax_hpc.checks.memory import check_memory
+from relax_hpc.checks.model_files import spec_at
+from relax_hpc.cli import main
+from relax_hpc.config import Config, load
+from relax_hpc.config.read import parse_yaml
+from relax_hpc.config.schema import ModelConfig, ParallelConfig
+from relax_hpc.doctor.memory import host_mib
+from relax_hpc.plan.footprint import GIB
+from relax_hpc.plan.model_memory import parameters
+from relax_hpc.plan.plan import plan
+from relax_hpc.slurm.layout import components
+from tests.pages import ROOT
+
+MODELS = ROOT / "configs/models"
+CLUSTERS = {path.stem: path for path in (ROOT / "configs/clusters").glob("*-nodes*.yaml")}
+CLAIM = re.compile(r"# Up to (Qwen3-\S+) in rows of ([\d,]+) tokens on GPUs of 80 GB")
+COUNTS = {
+    "Qwen3-0.6B": 596_049_920,
+    "Qwen3-1.7B": 1_720_574_976,
+    "Qwen3-4B": 4_022_468_096,
+    "Qwen3-8B": 8_190_735_360,
+    "Qwen3-14B": 14_768_307_200,
+    "Qwen3-32B": 32_762_123_264,
+}
+"""Parameters, as the published models have them."""
+
+
+def sized(cluster: str, model: str, **overrides: Any) -> Config:
+    values = {"model.path": str(MODELS / model), "data.max_prompt_tokens": 2048, "rollout.max_new_tokens": 6144}
+    return load([CLUSTERS[cluster]], values | overrides)
+
+
+def test_models_have_as_many_parameters_as_the_published_ones() -> None:
+    assert {path.name for path in MODELS.iterdir()} == {*COUNTS}
+    for name, count in COUNTS.items():
+        spec = spec_at(ModelConfig(path=str(MODELS / name)))
+        assert parameters(spec, ParallelConfig(), 0) == count
+        stages = [parameters(spec, ParallelConfig(tensor=2, pipeline=2), stage) for stage in range(2)]
+        # Norms are on every rank, and a tied embedding on both stages.
+        assert count < 2 * sum(stages) < count * (1.3 if spec.tied else 1.001)
+
+
+@pytest.mark.parametrize("cluster", sorted(CLUSTERS))
+def test_the_largest_model_that_a_cluster_file_names_fits(cluster: str) -> None:
+    found = CLAIM.search(CLUSTERS[cluster].read_text())
+    assert found, "say up to which model it is meant for"
+    config = sized(cluster, found[1])
+    assert config.data.max_prompt_tokens + config.rollout.max_new_tokens == int(found[2].replace(",", ""))
+    assert not [lack for place in plan(config, spec_at(config.model)) for lack in place.lacks]
+    assert config.model.dtype == "bfloat16" and "reference" not in {*config.groups} | {*config.actor.forward}
+    parallel = config.actor.parallel
+    assert config.actor.optimizer.distributed == (parallel.data > 1)
+    assert parallel.sequence_parallel == (parallel.tensor > 1)
+
+
+def test_what_is_said_to_make_it_fit_does() -> None:
+    """Each setting, and no other: without any of them it would not."""
+    base = {"model.dtype": "float32", "actor.optimizer.distributed": False, "actor.recompute": "none"}
+    config = sized("4-nodes", "Qwen3-14B", **base)
+    (place,) = (place for place in plan(config, spec_at(config.model)) if "actor" in place.groups)
+    assert place.lacks and place.remedies
+    changes = parse_yaml("\n".join(place.remedies), "remedies")
+    for left_out in (None, *changes):
+        some = {key: value for key, value in changes.items() if key != left_out}
+        tried = plan(sized("4-nodes", "Qwen3-14B", **base | some), spec_at(config.model))
+        assert all(one.lacks == [] for one in tried if "actor" in one.groups) == (left_out is None), left_out
+
+
+def test_bytes_of_a_parameter_and_of_shared_states() -> None:
+    def of_actor(**overrides: Any) -> dict[str, float]:
+        config = sized("4-nodes", "Qwen3-8B", **overrides)
+        found = [one for place in plan(config, spec_at(config.model)) for one in place.footprints]
+        actor = next(one for one in found if one.role == "actor")
+        count = parameters(spec_at(config.model), config.actor.parallel, 0)
+        sizes = {name: size / count for name, size in {**actor.resident, **actor.pinned}.items()}
+        return sizes | {"peak": actor.peak, "logits": actor.moments["backward"]["logits"]}
+
+    whole, shared = of_actor(**{"actor.optimizer.distributed": False}), of_actor()
+    assert [whole[name] for name in ("weights", "gradients", "optimizer states")] == [2, 4, 12]
+    assert [shared[name] for name in ("weights", "gradients", "optimizer states")] == [2, 4, 6]
+    # Two slabs, of which two data-parallel ranks have a half each, on a node with eight ranks.
+    assert shared["slabs"] == 2 * 2 / 2 * 8
+    assert of_actor(max_staleness=2)["slabs"] == 4 * 2 / 2 * 8
+    # A row is never divided.
+    assert of_actor(**{"rollout.max_new_tokens": 30_720})["logits"] == 4 * shared["logits"]
+
+
+def test_the_command_prints_it_and_says_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["plan", f"--config={CLUSTERS['1-nodes-of-4']}", f"--model.path={MODELS}/Qwen3-8B"]
+    assert main(line) == 78
+    told = capsys.readouterr().out
+    assert (
+        "DOES NOT FIT (actor: " in told and "not measured" in told and "it would with actor.parallel.tensor: " in told
+    )
+    assert main([*line, "--json", "--site.gpu_memory_gib=400"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [place["fits"] for place in found["places"]] == [True] * 3
+    assert {role["role"] for place in found["places"] for role in place["roles"]} == {"rollout", "actor", "actor_fwd"}
+
+
+def test_what_cannot_fit_is_refused_before_it_is_submitted() -> None:
+    (found,) = check_memory(sized("1-nodes", "Qwen3-8B"))
+    assert found.startswith("groups.actor: found actor: ") and "it would fit with actor.parallel" in found
+    assert not list(check_memory(sized("1-nodes", "Qwen3-8B", **{"site.gpu_memory_gib": 0})))
+    (found,) = check_memory(sized("1-nodes", "Qwen3-4B", **{"rollout.engine.flags.mem_fraction_static": 0.1}))
+    assert "groups.rollout: found rollout: keys and values of one row of 8,192 tokens need 1.1 GiB, and" in found
+    assert "it would fit with rollout.engine.flags.mem_fraction_static: 0.85" in found
+
+
+def test_engines_and_an_actor_that_take_turns_share_their_gpus() -> None:
+    shared = {"groups.rollout": None, "groups.actor_fwd": None, "groups.actor.roles": ["rollout", "actor"]}
+    turns = {"rollout.engine.flags.mem_fraction_static": 0.5, "rollout.replicas": 2}
+    config = sized("1-nodes", "Qwen3-4B", **shared | turns)
+    (apart,) = plan(config, spec_at(config.model))
+    config.colocate = True
+    (together,) = plan(config, spec_at(config.model))
+    assert together.bytes < apart.bytes
+
+
+def test_memory_of_nodes_is_reckoned_too() -> None:
+    config = sized("4-nodes", "Qwen3-8B")
+    needed = {part.name: host_mib(config, part) / 1024 for part in components(config)}
+    assert needed["hub"] == 0.0
+    # Eight processes, slabs and the room of a checkpoint, and the states that its ranks gather.
+    assert 16 + 30.5 + 57 < needed["actor"] * GIB / GIB < 350
+    assert needed["rollout"] > 15.2
