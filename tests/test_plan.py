@@ -83,7 +83,7 @@ def test_bytes_of_a_parameter_and_of_shared_states() -> None:
         actor = next(one for one in found if one.role == "actor")
         count = parameters(spec_at(config.model), config.actor.parallel, 0)
         sizes = {name: size / count for name, size in {**actor.resident, **actor.pinned}.items()}
-        return sizes | {"peak": actor.peak, "logits": actor.moments["backward"]["logits"]}
+        return sizes | {"peak": actor.peak, "logits": actor.moments["output layer"]["logits"]}
 
     whole, shared = of_actor(**{"actor.optimizer.distributed": False}), of_actor()
     assert [whole[name] for name in ("weights", "gradients", "optimizer states")] == [2, 4, 12]
@@ -91,7 +91,8 @@ def test_bytes_of_a_parameter_and_of_shared_states() -> None:
     # Two slabs, of which two data-parallel ranks have a half each, on a node with eight ranks.
     assert shared["slabs"] == 2 * 2 / 2 * 8
     assert of_actor(max_staleness=2)["slabs"] == 4 * 2 / 2 * 8
-    # A row is never divided.
+    # A row is never divided; of its logits an eighth is there at a time.
+    assert shared["logits"] == 12 * 8192 * 151_936 / 4 / 8
     assert of_actor(**{"rollout.max_new_tokens": 30_720})["logits"] == 4 * shared["logits"]
 
 

@@ -21,7 +21,8 @@ from relax_hpc.models.families import spec_of
 from relax_hpc.models.hf_files import read_config
 from relax_hpc.models.hf_mapping import stored_forms
 from relax_hpc.models.spec import ModelSpec
-from relax_hpc.plan.model_memory import kept_elements
+from relax_hpc.plan.model_memory import CHUNKS, kept_elements
+from relax_hpc.training import logprobs
 from relax_hpc.training.trainer import Trainer, supervised_loss
 from relax_hpc.transfer_queue.row_schema import Row
 from tests.convert_helpers import LLAMA, MIXED, model
@@ -184,9 +185,9 @@ def test_what_is_recomputed_changes_nothing_and_is_not_kept(tiny: Path, tmp_path
     for how in ("none", "selective", "full"):
         ours, one = trainer(directory, recompute=how), batch(rows(4))
         with kept_bytes(ours.model.module) as held:
-            logits = ours.model.logits(one)
+            states = ours.model.hidden(one)
             kept[how] = held() / 4 / ours.model.spec.layers / one.tokens.numel()
-        del logits
+        del states
         ours.accumulate([one])
         ours.step(LR)
         weights[how] = ours.model.export_hf()
@@ -195,6 +196,10 @@ def test_what_is_recomputed_changes_nothing_and_is_not_kept(tiny: Path, tmp_path
         # Beside layers there is the rest of the model, the same thrice.
         spared = reckoned_on_cpu(ours.model.spec, "none") - reckoned_on_cpu(ours.model.spec, how)
         assert kept["none"] - kept[how] == pytest.approx(spared, rel=0.1), kept
+
+
+def test_logits_are_reckoned_as_they_come():
+    assert (logprobs.SMALLEST_CHUNK, logprobs.LARGEST_CHUNK) == CHUNKS
 
 
 def reckoned_on_cpu(spec: ModelSpec, how: str) -> int:

@@ -15,10 +15,10 @@ from relax_hpc.models.spec import ModelSpec
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 MAIN_BYTES = 4
 """Of an element of gradients, of the optimizer's main parameters and of each of its two moments: float32."""
-TRAINED_LOGIT_BYTES = 18
-"""Of a logit beside itself, in `training.logprobs`: float32 copies in its forward and backward pass."""
-SCORED_LOGIT_BYTES = 10
-"""The same without a backward pass."""
+CHUNKS = 2**22, 2**28
+"""Logits that `training.logprobs` has at once, at least and at most; between these an eighth of all."""
+LOGIT_BYTES = 12
+"""Of each of them, at most: itself, and float32 copies in the forward and the backward pass."""
 
 
 def parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> int:
@@ -74,6 +74,8 @@ def _widths(spec: ModelSpec, parallel: ParallelConfig) -> tuple[int, int, int]:
     return stream, attention, inner
 
 
-def logits(spec: ModelSpec, parallel: ParallelConfig) -> int:
-    """Of one token, on a rank of the last stage."""
-    return spec.padded_vocab(parallel.tensor) // parallel.tensor
+def logits_bytes(spec: ModelSpec, parallel: ParallelConfig, tokens: int) -> int:
+    """Of the output layer, on a rank of the last stage."""
+    smallest, largest = CHUNKS
+    all_of_them = tokens * (spec.padded_vocab(parallel.tensor) // parallel.tensor)
+    return LOGIT_BYTES * min(all_of_them, max(all_of_them // 8, smallest), largest)

@@ -8,10 +8,8 @@ from relax_hpc.plan.footprint import GIB, Footprint
 from relax_hpc.plan.model_memory import (
     ITEM_BYTES,
     MAIN_BYTES,
-    SCORED_LOGIT_BYTES,
-    TRAINED_LOGIT_BYTES,
     kept_elements,
-    logits,
+    logits_bytes,
     parameters,
     scored_elements,
     working_elements,
@@ -46,13 +44,15 @@ def _actor_stage(config: Config, spec: ModelSpec, group: str, per_node: int, sta
     # One forward, one backward: a stage is ahead of the last by as many micro-batches as there are stages after it.
     in_flight, layers = parallel.pipeline - stage, spec.layers // parallel.pipeline
     kept = kept_elements(spec, parallel, settings.recompute) * layers * in_flight * tokens * item
-    backward = {
-        "activations": kept + (2 * spec.hidden * tokens * item if last else 0),
-        "a layer's backward": working_elements(spec, parallel, settings.recompute) * tokens * item,
+    # Of the last stage: what the final norm gives, in order and with its gradient.
+    kept += 3 * spec.hidden * tokens * item if last else 0
+    working = working_elements(spec, parallel, settings.recompute) * tokens * item
+    moments = {
+        "backward": {"activations": kept, "a layer's backward": working},
+        "update": {"optimizer step": MAIN_BYTES * count / sharing},
     }
     if last:
-        backward["logits"] = logits(spec, parallel) * tokens * (item + TRAINED_LOGIT_BYTES)
-    moments = {"backward": backward, "update": {"optimizer step": MAIN_BYTES * count / sharing}}
+        moments["output layer"] = {"activations": kept, "logits": logits_bytes(spec, parallel, tokens)}
     if sharing > 1:
         # megatron-core gathers one kind of state at a time from all data-parallel ranks, and joins the pieces.
         moments["checkpoint"] = {"gathered states": 2 * MAIN_BYTES * count}
@@ -99,7 +99,7 @@ def forward(config: Config, spec: ModelSpec, role: str, group: str, per_node: in
     for stage in range(parallel.pipeline):
         passing = {"activations": scored_elements(spec, parallel) * tokens * item}
         if stage == parallel.pipeline - 1:
-            passing["logits"] = logits(spec, parallel) * tokens * (item + SCORED_LOGIT_BYTES)
+            passing["logits"] = logits_bytes(spec, parallel, tokens)
         weights = parameters(spec, parallel, stage) * item
         found.append(
             Footprint(
