@@ -314,6 +314,14 @@ class World:
         rows = {holder: self.generated(holder, made_by)}
         assert self.put("rollout", rows, GENERATED) == {}
 
+    def give_back(self, choice: int) -> bool:
+        """An engine leaves: whoever is admitted next goes on with what the log has."""
+        tickets, *_ = self.flight.pop(choice % len(self.flight))
+        for ticket in tickets:
+            self.ask("rollout", "give_back", ticket=ticket)
+            self.known.pop(ticket, None)
+        return True
+
     def append_some(self, choice: int) -> bool:
         """Append a few tokens more of one episode, or drop what cannot be read."""
         tickets, attempts, version = self.flight[choice % len(self.flight)]
@@ -374,6 +382,8 @@ class World:
             return False
         if choice % 5 == 4:
             return self.append_some(choice)
+        if choice % 8 == 7:
+            return self.give_back(choice)
         tickets, attempts, version = self.flight.pop(choice % len(self.flight))
         if choice % 7 == 6:
             answer = self.ask("rollout", "fail", ticket=tickets[0], attempt=attempts[0], reason="reward")

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.run
 
 SETTINGS = {"steps": 100_000, "max_staleness": 1, "groups": {"reference": None}, "liveness": {"beat_s": 0.2}}
 # Steps are slow, so that a run which is only asked things leaves the processors to who asks.
-SETTINGS |= {"rollout": {"engine": {"kind": "simulated", "simulated": {"response_s": 0.5}}}}
+SETTINGS |= {"rollout": {"replicas": 2, "engine": {"kind": "simulated", "simulated": {"response_s": 0.5}}}}
 HOTTER = merged(SETTINGS, {"rollout": {"temperature": 0.9}})
 
 
@@ -97,12 +97,21 @@ def test_commands_on_a_living_run(tmp_path: Path) -> None:
         call(live, "resubmit", "--group", "rollout", "--code", str(newer), "--rollout.temperature", "0.9")
         assert live.incarnations("rollout") == 2
         live.wait_until(lambda: "upgraded/rollout" in live.run.metrics.read_text(), "the newer code's metric", 60)
+        assert "process 0 of rollout none of its engines" in ask(live, "scale", "--without", "0,1", code=78).stderr
+        assert "found 'rollout/2', allowed: rollout/0 to 1" in ask(live, "scale", "--without", "2", code=78).stderr
+        call(live, "scale", "--without", "1")
+        live.wait_until(
+            lambda: json.loads(call(live, "status", "--json"))["without"] == {"rollout/1": "left"}, "left", 30
+        )
+        assert live.incarnations("rollout") == 2 and "without: rollout/1 (left)" in call(live, "status")
         call(live, "scale", "--replicas", "2")
         puts = "rollout-2 generates"
         live.wait_until(lambda: json.loads(call(live, "status", "--json"))["groups"]["rollout-2"]["puts"], puts, 60)
         call(live, "scale", "--replicas", "1")
-        groups = json.loads(call(live, "status", "--json"))["groups"]
+        found = json.loads(call(live, "status", "--json"))
+        groups = found["groups"]
         assert "rollout-2" not in groups and groups["rollout"]["state"] in ("running", "suspect")
+        assert found["without"] and "rollout/1" not in found["weights"]["served"]
         assert [p.pid for role in ("actor", "actor_fwd", "controller") for p in live.processes(role)] == others
         answers = [path.read_text() for path in sorted((live.run.root / "requests").glob("*.answer.json"))]
         assert all("no request" in text for text in answers[:no_requests]) and len(answers) == no_requests + 3
@@ -119,8 +128,14 @@ def test_commands_on_a_living_run(tmp_path: Path) -> None:
         call(live, "stop", "--now")
         assert live.wait(10) == 130 and "stopped" in live.output.read_text().splitlines()[-2]
         assert_over(live, "stopped", 130)
-    with running(tmp_path, HOTTER, None, "--resume", "--steps", "100000") as live:
+    aside = merged(HOTTER, {"rollout": {"without": ["rollout/0"]}})
+    with running(tmp_path, aside, None, "--resume", "--steps", "100000") as live:
+        served = lambda: (json.loads(call(live, "status", "--json"))["weights"] or {}).get("served", {})  # noqa: E731
         live.wait_until(lambda: live.processes("actor_fwd"), "all groups have begun", 60)
+        live.wait_until(lambda: "rollout/1" in served(), "one serves", 60)
+        assert "rollout/0" not in served()
+        call(live, "scale", "--without", "")
+        live.wait_until(lambda: {"rollout/0", "rollout/1"} <= served().keys(), "the other is back", 60)
         live.process.kill()
         live.process.wait(10)
         assert_over(live, "ended", 75)

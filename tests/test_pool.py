@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 
 from relax_hpc.config import Config, dump
+from relax_hpc.config.changes import add_change, change_files
 from relax_hpc.engines import make_engine
 from relax_hpc.engines.engine import GenerateRequest, Generation
-from relax_hpc.engines.pool import Entry, Pool, entries
+from relax_hpc.engines.pool import Entry, entries
 from relax_hpc.errors import ConfigError
-from relax_hpc.roles import rollout
 from relax_hpc.roles.replica import Replica
 from tests.audit import audit
 from tests.test_bad_input import FaultyEngine, train_the_step, world  # noqa: F401
 
 pytestmark = pytest.mark.run
+
+SLOW = "0/p100"
 
 
 def test_ranks_have_equal_numbers_of_engines() -> None:
@@ -50,52 +54,48 @@ def test_an_engine_that_takes_turns_with_the_actor_may_not_leave() -> None:
         replica.leave()
 
 
-class Choreography:
-    """What happens while the role runs: made known to the engines below."""
-
-    pool: Pool
-    state: object
-    engines: list[HeldEngine]
-    slow: frozenset[str]
-
-
 class HeldEngine(FaultyEngine):
-    """The first of them draws nothing of `slow` prompts before another engine, which joins, has done the others."""
+    """The first of them ends one episode of the prompt `slow`; the others hang until it is asked to leave."""
 
-    about: type[Choreography]
-
-    async def start(self) -> None:
-        self.about.engines.append(self)
+    def __init__(self, engines: list[HeldEngine], leave: Callable[[], object], *about: object) -> None:
+        super().__init__(*about)
+        self.engines, self.leave, self.asked, self.ended = engines, leave, [], asyncio.Event()
+        engines.append(self)
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        about = self.about
-        if self is about.engines[0] and request.prompt_id in about.slow:
-            if 1 not in about.pool.members and len(about.engines) == 1:
-                about.pool.join(Entry(1, 1))
-            while about.state.counts.accepted < 6:
-                await asyncio.sleep(0.001)
-            if 0 in about.pool.members:
-                about.pool.leave(0)
-        return await super().generate(request)
+        if request.prompt_id == SLOW:
+            self.asked.append(request.sample)
+            if self is self.engines[0] and request.sample:
+                await self.ended.wait()
+                self.leave()
+                await asyncio.Event().wait()
+        made = await super().generate(request)
+        if request.prompt_id == SLOW and request.draft:
+            request.draft.ended = made
+            self.ended.set()
+        return made
 
 
-def test_an_engine_joins_and_another_leaves_and_nothing_is_lost(world, monkeypatch):  # noqa: F811
-    """The first has tickets 0 and 1, and is slow at 0 alone: 1 is put meanwhile, and 2 and 3 by whoever has room."""
-    world.config.rollout.groups_per_request, world.config.rollout.requests_in_flight = 2, 1
-    world.config.data.shuffle = False
-    about = type("About", (Choreography,), {"engines": [], "slow": frozenset({"0/p100"})})
-    about.state, serve = world.controller.state, rollout.Rollout.serve
+def test_an_engine_leaves_and_another_joins_while_the_role_goes_on_and_nothing_is_lost(world):  # noqa: F811
+    """What the first has of ticket 0 is handed on through the log: the other draws the episodes alone that it lacks."""
+    config = world.config
+    config.rollout.groups_per_request, config.rollout.requests_in_flight = 2, 1
+    config.rollout.replicas, config.rollout.without = 2, ["rollout/1"]
+    config.data.shuffle, config.liveness.beat_s = False, 0.05
+    dump(config, world.run.config)
 
-    async def noted(self: rollout.Rollout) -> None:
-        about.pool = self.pool
-        await serve(self)
+    def swap() -> None:
+        if not change_files(world.run):
+            add_change(world.run, config, "rollout", (), {"rollout.without": ["rollout/0"]})
 
-    monkeypatch.setattr(rollout.Rollout, "serve", noted)
+    engines: list[HeldEngine] = []
     trainer = threading.Thread(target=train_the_step, args=(world.actor, world.run))
     trainer.start()
-    world.rollout([], kind=type("Held", (HeldEngine,), {"about": about}))
+    world.rollout([], kind=functools.partial(HeldEngine, engines, swap))
     trainer.join(20.0)
-    assert world.controller.state.progress.finished() and world.controller.state.counts.dropped == {}
-    assert len(about.engines) == 2 and all(engine.closed for engine in about.engines) and not about.pool.members
-    dump(world.config, world.run.config)
-    assert audit(world.run).problems == []
+    first, other = engines
+    state = world.controller.state
+    assert state.progress.finished() and state.counts.dropped == {} and first.closed and other.closed
+    assert other.asked == list(range(1, config.samples_per_prompt)), "the episode that had ended was in the log"
+    found = audit(world.run)
+    assert found.problems == [] and not state.segments.lost

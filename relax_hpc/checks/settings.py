@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from relax_hpc.config.groups import base_name, ranks_of
 from relax_hpc.config.schema import Config, SimulatedConfig
 from relax_hpc.engines.kinds import findings_of
 from relax_hpc.errors import ConfigError
@@ -37,6 +38,7 @@ def check(config: Config) -> list[str]:
         _algorithm,
         _megatron,
         _rollout,
+        _without,
         _top_p,
         _devices,
         _queue,
@@ -252,6 +254,29 @@ def _rollout(config: Config) -> Findings:
             f"rollout.processes: found {config.rollout.processes}, with {config.rollout.replicas} replicas, allowed: "
             "what divides them; each process has as many"
         )
+
+
+def _without(config: Config) -> Findings:
+    shape, aside = config.rollout, defaultdict(set)
+    bases = [name for name, group in config.groups.items() if "rollout" in group.roles]
+    if config.colocate and shape.without:
+        yield (
+            f"rollout.without: found {', '.join(shape.without)} with colocate, allowed: none; the actor takes turns "
+            "with all of rollout.replicas engines"
+        )
+    for name in shape.without:
+        group, _, number = name.rpartition("/")
+        if not base_name(group, bases) or not number.isdecimal() or int(number) >= shape.replicas:
+            allowed = f"{bases[0] if bases else 'rollout'}/0 to {shape.replicas - 1} (rollout.replicas)"
+            yield f"rollout.without: found {name!r}, allowed: {allowed}, or of its members such as rollout-2"
+            continue
+        each = max(1, shape.replicas // ranks_of(config, group, "rollout"))
+        aside[group, int(number) // each].add(number)
+        if len(aside[group, int(number) // each]) == each:
+            yield (
+                f"rollout.without: found {', '.join(shape.without)}, which leaves process {int(number) // each} of "
+                f"{group} none of its engines, allowed: at least one; relax-hpc scale --replicas ends whole jobs"
+            )
 
 
 def _top_p(config: Config) -> Findings:

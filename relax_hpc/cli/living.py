@@ -67,14 +67,23 @@ def _scale_arguments(parser: ArgumentParser) -> None:
     run_argument(parser)
     parser.add_argument("--group", default="rollout", metavar="G", help="Group whose only role is rollout")
     parser.add_argument("--replicas", type=int, metavar="N", help="Jobs that it shall have")
+    parser.add_argument(
+        "--without",
+        metavar="K,...",
+        help="Instead of --replicas: its engines that leave, the others serve; '': none",
+    )
     parser.add_argument("--time", metavar="T", help="Time limit of new jobs, as sbatch takes it")
     parser.add_argument("--time-min", metavar="T", help="They may be given less time, down to this, to fill a hole")
     parser.add_argument("--parsable", action="store_true", help="Ids of new jobs alone, as sbatch does")
 
 
 def _scale(given: dict[str, Any]) -> int:
-    from relax_hpc.lifecycle import scale
+    from relax_hpc.lifecycle import scale, without
 
+    if "without" in given:
+        if beside := sorted(given.keys() & {"replicas", "time", "time_min"}):
+            raise ConfigError(f"--without: found with --{beside[0].replace('_', '-')}, which is of jobs; leave out one")
+        return without.main(given["run"], given.get("group", "rollout"), given["without"])
     replicas = _required(given, "replicas", "the number of jobs")
     names = {"time": "time", "time_min": "time-min"}
     options = [f"--{option}={given[name]}" for name, option in names.items() if given.get(name)]
@@ -153,8 +162,8 @@ LIVING = {
         takes_config=True,
     ),
     "scale": Command(
-        "Give a rollout group more or fewer jobs while the run goes on.",
-        "RUN [--group G] --replicas N [--time T] [--time-min T] [--parsable]",
+        "Give a rollout group more or fewer jobs, or engines, while the run goes on.",
+        "RUN [--group G] (--replicas N [--time T] [--time-min T] [--parsable] | --without K,...)",
         _scale_arguments,
         _scale,
     ),

@@ -136,6 +136,9 @@ class RolloutConfig:
 
     replicas: int = bounded(1, 1)
     """Engine processes."""
+    without: list[str] = field(default_factory=list)
+    """Engines of these that do not serve, such as `rollout/3`: group or member, and number, as `status --json` names
+    them. `relax-hpc scale RUN --group rollout --without 3` changes it while the run goes on."""
     processes: int = bounded(1, 1)
     """Processes of the role on each node, which divide its replicas among them: one makes rows of no more than some
     thousand samples a second, however fast its engines are."""

@@ -45,7 +45,7 @@ class Member(Protocol):
     """What serves an entry."""
 
     async def serve(self) -> None:
-        """Return when the run is finished, or once it is asked to leave and has finished what it has."""
+        """Return when the run is finished, or once it is asked to leave and has handed on what it has."""
 
     def leave(self) -> None:
         """Have it take no more work."""
@@ -79,7 +79,7 @@ class Pool(Generic[M]):
         return member
 
     def leave(self, number: int) -> None:
-        """Have an engine end what it is at, and then end itself; nothing that was asked of it is lost."""
+        """Have an engine end; others go on with what was asked of it."""
         self.members[number].leave()
 
     async def _served(self, number: int, serving: Coroutine[None, None, None]) -> None:

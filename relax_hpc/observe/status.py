@@ -70,6 +70,7 @@ def status(run: RunDir, patience_s: float = 3.0, slurm: Slurm | None = None) -> 
     about |= _training(run, config, found) | found | {"weights": _weights(found)}
     about.setdefault("disk", [] if finished else _full(run))
     about["unsaved"] = unsaved(config, found.get("beats", {}), about["trained_steps"])
+    about["without"] = _without(run, config, about["weights"])
     about["waits"] = waits(config, found.get("lacking", {}), about["groups"])
     state = _state(about)
     return about | {"state": state, "exit_code": exit_code(state, asked)}
@@ -119,13 +120,23 @@ def _training(run: RunDir, config: Config, found: dict[str, Any]) -> dict[str, A
     }
 
 
+def _without(run: RunDir, config: Config, weights: dict[str, Any] | None) -> dict[str, str]:
+    """By engines that are to serve no more, whether they have `left`."""
+    served = weights["served"] if weights else {}
+    layers = [name for name, group in config.groups.items() if "rollout" in group.roles]
+    names = (name for group in layers for name in load_resolved(run.root, group).rollout.without)
+    return {name: "leaving" if name in served else "left" for name in names}
+
+
 def _weights(found: dict[str, Any]) -> dict[str, Any] | None:
     """Newest version, what each engine serves, and how many versions the slowest is behind."""
     if not found.get("newest"):
         return None
     newest = Version.parse(found["newest"]).number
-    behind = [newest - Version.parse(version).number for version in found["readers"].values()]
-    return {"newest": found["newest"], "served": found["readers"], "lag": max(behind, default=0)}
+    # One that left, or is being replaced, serves a version of no incarnation.
+    served = {name: version for name, version in found["readers"].items() if Version.parse(version).incarnation}
+    behind = [newest - Version.parse(version).number for version in served.values()]
+    return {"newest": found["newest"], "served": served, "lag": max(behind, default=0)}
 
 
 def _jobs(run: RunDir, config: Config, slurm: Slurm | None) -> tuple[dict[str, Job], bool]:

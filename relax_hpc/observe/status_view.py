@@ -62,6 +62,8 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
         yield f"preparing: {found['preparing']}"
     if weights := found["weights"]:
         yield f"weights: newest {weights['newest']}, slowest engine {weights['lag']} behind"
+    if without := found["without"]:
+        yield "without: " + ", ".join(f"{name} ({state})" for name, state in without.items()) + " (rollout.without)"
     for told in found.get("disk", ()):
         what = "keeps what it cannot write to" if told["loose"] else f"waits {duration(told['seconds'])} for"
         yield f"disk: {told['who']} {what} {in_words(told)}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from relax_hpc.data.prompts import Prompt
 from relax_hpc.engines import make_engine
@@ -58,14 +59,18 @@ class Replica:
         """How often it has, ever: what was asked before a failure has failed by that one."""
         self.leaving = asyncio.Event()
         """Set when it is to take no more work."""
+        self.started = False
         self.activity: Activity
         """Once the engine has started."""
 
     async def serve(self) -> None:
-        """Start the engine, then follow weights and generate until the run is finished."""
-        await self.begin()
-        self.activity = Activity(self.context.spans, str(self.number))
+        """Start the engine, then follow weights and generate until the run is finished, or the engine leaves."""
         try:
+            starting = await self.until_leaving(self.begin())
+            if starting.cancelled():
+                return
+            starting.result()
+            self.started, self.activity = True, Activity(self.context.spans, str(self.number))
             async with asyncio.TaskGroup() as tasks:
                 watch = tasks.create_task(self.watch())
                 await asyncio.wait([tasks.create_task(job) for job in (self.follow(), TicketWorker(self).serve())])
@@ -75,16 +80,30 @@ class Replica:
                 await asyncio.to_thread(self.reader.served, NOTHING)
         finally:
             await self.engine.close()
+        if not self.leaving.is_set():
+            self.rollout.over()
 
     def leave(self) -> None:
-        """Take no more tickets and no newer weights; `serve` ends when what it has is put. ConfigError with `colocate`:
-        the actor waits for all engines of the configuration to make room."""
+        """Take no more tickets and no newer weights; `serve` ends when what it draws is in the log, for others to go on
+        with, and what is drawn is put. ConfigError with `colocate`: the actor waits for all engines of the
+        configuration to make room."""
         if self.config.colocate:
             raise ConfigError(
                 f"colocate: engine {self.number} may not leave, as the actor takes turns with all of rollout.replicas "
                 "engines; stop the run, and go on with --resume and fewer"
             )
         self.leaving.set()
+
+    async def until_leaving(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """``work``, which has ended, cancelled if the engine is asked to leave before."""
+        task, leaving = asyncio.create_task(work), asyncio.create_task(self.leaving.wait())
+        try:
+            await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            leaving.cancel()
+            task.cancel()
+            await asyncio.wait([task])
+        return task
 
     async def unless_leaving(self, asking: asyncio.Future[T]) -> T | None:
         """What the queue answers to who asks for tickets; None once it is to leave.

@@ -16,6 +16,7 @@ from relax_hpc.engines.pool import Pool, entries
 from relax_hpc.errors import StoppedError
 from relax_hpc.metrics.writer import SKIPPED
 from relax_hpc.roles.context import Context
+from relax_hpc.roles.membership import Membership
 from relax_hpc.roles.replica import FOR_TURN, Replica
 from relax_hpc.rollout.attempt import Attempt
 from relax_hpc.rollout.judge import Judge
@@ -53,8 +54,9 @@ class Rollout:
         self.outbox = Outbox(self.put, context.report)
         self.judging = Judge(config, self.tokenizer, self.outbox.report, self.samples.keeps)
         world = context.world
-        self.first = entries(shape.replicas, world.rank, world.size, world.local_rank)
         self.pool: Pool[Replica] = Pool(lambda entry: Replica(self, entry))
+        configured = entries(shape.replicas, world.rank, world.size, world.local_rank)
+        self.membership = Membership(context, configured, self.pool)
         self.phases: dict[int, str] = {}
         """What engines that start are at, by number."""
         # The hub may be away for long.
@@ -84,12 +86,21 @@ class Rollout:
             self.context.says("starting the reward")
             await self.judging.start()
             self.context.says("")
-            await self.pool.serve(self.first)
+            async with asyncio.TaskGroup() as tasks:
+                following = tasks.create_task(self.membership.follow())
+                await self.pool.serve(self.membership.wanted())
+                following.cancel()
         finally:
             await self.judging.close()
             await self.outbox.close()
             await asyncio.gather(*self.keeping, return_exceptions=True)
             self.samples.log.close()
+
+    def over(self) -> None:
+        """The run is finished: nobody waits for engines that are still starting."""
+        for replica in self.pool.members.values():
+            if not replica.started and not self.config.colocate:
+                replica.leave()
 
     async def put(self, rows: list[Row]) -> dict[int, str]:
         """Have the queue take prompt groups, and keep for people what is to be kept of them; what was refused."""

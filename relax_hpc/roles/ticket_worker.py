@@ -25,6 +25,10 @@ _UNUSABLE, _SURPLUS = "unusable", "surplus"
 """Why an attempt is dropped: nobody can go on with its log, or it is a spare that nobody needs."""
 
 
+class HandedOn(Exception):
+    """The engine leaves: what it has of an attempt is in the log, for whoever is admitted to the ticket next."""
+
+
 class TicketWorker:
     """Asks for as many tickets as its engine has places for, and works on each of them by itself."""
 
@@ -82,6 +86,11 @@ class TicketWorker:
                     attempt, spare = spare.attempt if await spare.drawing else attempt, None
             if spare:
                 await self.leave(spare)
+        except HandedOn:
+            if spare:
+                await spare.abort()
+                await self.drop(spare.attempt, _SURPLUS)
+            await asyncio.wrap_future(self.client.tickets.give_back(ticket))
         except BaseException:
             if spare:
                 await spare.abort()
@@ -109,11 +118,16 @@ class TicketWorker:
         return Attempt(ticket, number, prompt, self.config.samples_per_prompt)
 
     async def finish(self, attempt: Attempt) -> Failure | None:
-        """Draw what is missing of an attempt and put it; or why it came to nothing."""
+        """Draw what is missing of an attempt and put it; or why it came to nothing. HandedOn: others are to do that."""
         step, known = self.step_of(attempt.ticket), attempt.tokens
         async with self.log.of(attempt):
             with self.replica.activity("generate", step):
-                answers = await self.draw(attempt)
+                drawing = await self.replica.until_leaving(self.draw(attempt))
+            if drawing.cancelled():
+                self.report(attempt.ticket, attempt.tokens - known)
+                await self.log.keep(attempt)
+                raise HandedOn
+            answers = drawing.result()
             with self.replica.activity("queue", step):
                 judged = await self.rollout.judge(attempt, answers)
         self.report(attempt.ticket, attempt.tokens - known, generated([judged]))

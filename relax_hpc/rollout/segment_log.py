@@ -17,6 +17,8 @@ from relax_hpc.transfer_queue.storage.shard import ShardError
 
 _LAST_S = 3.0
 """For the queue to take what is unfinished when the role is asked to stop."""
+_HANDED_ON_S = 60.0
+"""For the queue to take what others are to go on with; past it, they draw it anew."""
 _SPARE_S = 10.0
 """For the queue to take spare attempts, which are no loss."""
 
@@ -47,10 +49,20 @@ class SegmentLog:
     async def of(self, attempt: Attempt) -> AsyncIterator[None]:
         """Append to its log while the body goes on, and once it has ended no more: nothing is on its way then."""
         self._attempts[attempt.ticket] = attempt
-        # After a failure or a cancellation it stays: see `running`.
         yield
+        # After a failure or a cancellation it stays: see `running`.
+        await self._forget(attempt)
+
+    async def _forget(self, attempt: Attempt) -> None:
         async with self._busy:
             del self._attempts[attempt.ticket]
+
+    async def keep(self, attempt: Attempt) -> None:
+        """Append what its log does not have, and nothing any more: nobody goes on with it here."""
+        if self._shape.save_partial != "off":
+            async with self._busy:
+                await asyncio.to_thread(self._append, [attempt], False, _HANDED_ON_S)
+        await self._forget(attempt)
 
     async def spare(self, attempt: Attempt) -> None:
         """Have the queue keep a whole attempt for another ticket."""

@@ -24,6 +24,10 @@ class Tickets:
         """This attempt at ``ticket`` came to nothing; what to try next under the same ticket."""
         return then(self._submit("fail", ticket=ticket, attempt=attempt, reason=reason), NextAttempt.of)
 
+    def give_back(self, ticket: int) -> Future[None]:
+        """Nobody works on it here any more; whoever is admitted to it next goes on with what its log has."""
+        return then(self._submit("give_back", ticket=ticket), nothing)
+
     def append(
         self,
         shard: Mapping[str, Any],

@@ -51,5 +51,15 @@ def take_back(state: QueueState, group: str, below: int) -> None:
     for ticket in sorted(state.tickets.generating):
         who, incarnation = state.groups[ticket].owner or ("", 0)
         if who == group and incarnation < below:
-            state.groups[ticket].owner = None
-            reissue(state, ticket)
+            _free(state, ticket)
+
+
+@applies("give_back")
+def give_back(state: QueueState, owner: Owner, key: str, ticket: int) -> None:
+    _free(state, ticket)
+    state.admissions.remember(key, owner, [ticket])
+
+
+def _free(state: QueueState, ticket: int) -> None:
+    state.groups[ticket].owner = None
+    reissue(state, ticket)

@@ -1,4 +1,4 @@
-"""Engines are admitted to tickets, and say which attempts came to nothing."""
+"""Engines are admitted to tickets, give them back, and say which attempts came to nothing."""
 
 from __future__ import annotations
 
@@ -33,6 +33,17 @@ def admit(service: QueueService, request: Request, reader: str, count: int) -> A
     if state.progress.finished():
         return {"finished": True}
     raise NotYet(ADMISSION, *why_not(state, version))
+
+
+@handles("give_back")
+def give_back(service: QueueService, request: Request, ticket: int) -> Any:
+    """An engine works on a ticket no more: another one goes on with what its log has."""
+    state, group = service.state, service.state.groups.get(ticket)
+    # One that was given back may be out again, to the same owner, when this is asked once more.
+    mine = group and group.owner == request.owner and state.admissions.recall(request.key) is None
+    if mine and ticket in state.tickets.generating:
+        service.record(op="give_back", owner=request.owner, key=request.key, ticket=ticket)
+    return {}
 
 
 @handles("fail")
