@@ -1,14 +1,17 @@
 """What a row carries between the roles: each field is declared once, here, with who makes it.
 
 The queue's plan, its records, files and exports, the batches of the trainer and of the loss, and the table in
-docs/reference/fields.md derive from this one. A new field is one line in it, and whoever makes its values.
+docs/reference/fields.md derive from this one. A new field is one line in it, and whoever makes its values. Those of an
+engine of one's own are added when a configuration names it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
+
+from relax_hpc.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,20 @@ _TABLE = (
 
 FIELDS: dict[str, FieldSpec] = {spec.name: spec for spec in _TABLE}
 """By name, in the order of the table."""
+
+
+def declare(where: str, specs: Iterable[FieldSpec]) -> None:
+    """Add what an engine of one's own gives of each token. ConfigError, which begins with ``where``: a field of that
+    name is another one, or it is none of tokens."""
+    for spec in specs:
+        mine = replace(spec, by="rollout", optional=True)
+        if mine.kind != "token" or FIELDS.get(mine.name, mine) != mine:
+            known = FIELDS.get(mine.name, mine)
+            raise ConfigError(
+                f"{where}: found field {mine.name}, a {mine.kind} of {mine}, allowed: fields of kind token, by names "
+                f"that no other field has ({mine.name} is {known} of {known.by or 'the queue'}); rename it"
+            )
+        FIELDS[mine.name] = mine
 
 
 def fields_by(role: str, optional: bool = False) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from importlib import import_module
 from multiprocessing import forkserver
 from pathlib import Path
 
+from relax_hpc.config import load_resolved
 from relax_hpc.config.schema import Config, GroupConfig
 from relax_hpc.engines import transformers_engine as engine
 from relax_hpc.engines.transformers_hook import install_transformers_hook
@@ -58,6 +59,13 @@ def sglang_process(path: Path, incarnation: int) -> None:
     config.rollout.engine.kind, config.rollout.max_new_tokens = "sglang", LONGER
     config.rollout.engine.flags = {"stream_interval": 4}
     serve(run, config, incarnation)
+
+
+def routes_process(path: Path, incarnation: int) -> None:
+    """The rollout role with an engine of one's own, which declares a field."""
+    os.chdir(path.parent)
+    run = RunDir(path)
+    serve(run, load_resolved(path), incarnation)
 
 
 def rollout_process(path: Path, incarnation: int, draws: int, mode: str, every_s: float) -> None:

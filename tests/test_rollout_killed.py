@@ -6,20 +6,24 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from relax_hpc.config import dump
+from relax_hpc.config import dump, load_resolved
 from relax_hpc.data.prompts import load_tokenizer
 from relax_hpc.engines.engine import Generation
+from relax_hpc.errors import ConfigError
+from relax_hpc.fields import FIELDS, loss_fields
 from relax_hpc.rollout.attempt import Attempt
 from relax_hpc.rollout.samples import PromptSource
 from relax_hpc.tasks.files import open_train
 from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transfer_queue.client.segments import append
 from relax_hpc.transfer_queue.inspect.audit import Ledger
+from relax_hpc.transfer_queue.storage.record_file import read
 from relax_hpc.versions import Version
 from tests.queue_helpers import in_thread, make_run
 from tests.requirements import requires
@@ -29,7 +33,17 @@ requires("torch", "transformers")
 from safetensors.torch import load_file  # noqa: E402
 
 from relax_hpc.weights.node_cache import staging_root  # noqa: E402
-from tests.drawing_rollout import LONG, config_of, drawn, in_process, rollout_of, sglang_process, stop_server  # noqa: E402
+from tests.drawing_rollout import (  # noqa: E402
+    LONG,
+    config_of,
+    drawn,
+    in_process,
+    rollout_of,
+    routes_process,
+    sglang_process,
+    stop_server,
+)
+from tests.routes_engine import routes_of  # noqa: E402
 from tests.run_helpers import ALL  # noqa: E402
 from tests.test_bad_input import make_data  # noqa: E402
 from tests.weights_helpers import publish  # noqa: E402
@@ -115,6 +129,37 @@ def test_responses_that_wait_for_their_rewards_are_in_logs(world, tmp_path):
     with rollout_of(run, 2, 10**9, "samples"):
         until(lambda: hub.state.counts.accepted == 8, "all prompt groups are accepted")
     assert drawn(run).total() == 8 * LONG and hub.state.segments.used == hub.state.segments.appended
+
+
+def test_what_an_engine_of_ones_own_gives_of_tokens_survives_with_them(world, monkeypatch):
+    """Its class declares the field, which every process of the run knows when it has read the configuration."""
+    run, hub = world
+    config = config_of(run, "tokens")
+    config.rollout.engine.kind, config.rollout.max_new_tokens = "tests.routes_engine:RoutesEngine", 2 * LONG
+    dump(config, run.config)
+    known = dict(FIELDS)
+    try:
+        load_resolved(run.root)
+        assert FIELDS["routes"].by == "rollout" and "routes" in loss_fields()
+        with in_process(routes_process, run.root, 1) as process:
+            until(lambda: hub.state.segments.held >= LONG, "some of what is unfinished is in logs")
+            process.kill()
+        with in_process(routes_process, run.root, 2):
+            until(lambda: hub.state.counts.accepted == 8, "all prompt groups are accepted")
+        counts = hub.state.segments.counts()
+        assert counts["used"] == counts["appended"] >= LONG
+        rows = [row for file in run.shards.glob("rollout-*.shard") for row in read(file).values() if "reward" in row]
+        for row in rows:
+            start = row["prompt_len"]
+            assert np.array_equal(row["routes"][start:], routes_of(row["token_ids"][start:].tolist()))
+            assert len(row["token_ids"]) == start + 2 * LONG and not row["routes"][:start].any()
+        assert len(rows) == 8
+        FIELDS["routes"] = replace(FIELDS["routes"], dtype="int32")
+        with pytest.raises(ConfigError, match=r"rollout\.engine\.kind: found field routes, .* no other field has"):
+            load_resolved(run.root)
+    finally:
+        FIELDS.clear()
+        FIELDS.update(known)
 
 
 def test_spares_are_put_as_they_are(world):

@@ -230,13 +230,20 @@ def test_an_episode_of_several_rows_is_appended_when_it_has_ended_and_comes_back
 
 
 def test_what_an_engine_gives_beside_the_tokens_is_in_the_log(monkeypatch):
-    """It comes with the whole response alone, so nothing is appended before."""
+    """Where it comes with the whole response alone, nothing is appended before; else token by token."""
     monkeypatch.setitem(
         FIELDS, "routes", FieldSpec("routes", "token", "uint8", "", by="rollout", tail=(2,), optional=True)
     )
     attempt, routes = Attempt(4, 0, PROMPT, 1), np.array([[1, 2], [3, 4]], np.uint8)
     attempt.drafts[0].add([1], [-1.0], [5])
     assert attempt.news(True, BUDGET) == []
+    attempt.drafts[0].extras["routes"] = [routes[0]]
+    (part,) = attempt.news(True, BUDGET)
+    again = Attempt(4, 0, PROMPT, 1, {0: answer_of([part], PROMPT)})
+    again.drafts[0].add([2], [-2.0], [5], {"routes": routes[1:]})
+    (rest,) = again.news(True, BUDGET)
+    whole = answer_of([joined(part, rest)], PROMPT)
+    assert whole.extras["routes"].tolist() == routes.tolist() and rest["routes"].tolist() == [[3, 4]]
     attempt.drafts[0].ended = Generation([1, 2], [-1.0, -2.0], np.array([5, 5], np.int32), "stop", {"routes": routes})
     found = answer_of(attempt.news(True, BUDGET), PROMPT)
     assert found.extras["routes"].tolist() == routes.tolist() and found.finish_reason == "stop"

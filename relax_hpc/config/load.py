@@ -21,7 +21,8 @@ from relax_hpc.config.read import Source, dump_yaml, key_lines, read_yaml
 from relax_hpc.config.schema import Config, default_groups, optional_groups
 from relax_hpc.config.variants import FAMILIES, chosen, own_fields
 from relax_hpc.errors import ConfigError
-from relax_hpc.fields import roles_for
+from relax_hpc.fields import declare, roles_for
+from relax_hpc.named import named
 from relax_hpc.rundir import RunDir, write_atomic
 
 _PATHS = (("run_dir",), ("model", "path"), ("model", "reference_path"), ("data", "train"))
@@ -61,7 +62,11 @@ def load(files: Sequence[Path | str], overrides: Mapping[str, Any] | None = None
     ConfigError, one line with source, key, found and allowed, for unknown keys, wrong types and values out of range.
     What concerns several fields is found by `relax_hpc.checks.settings`.
     """
-    return build(Config, compose(files, overrides).tree)
+    config = build(Config, compose(files, overrides).tree)
+    if ":" in (kind := config.rollout.engine.kind):
+        key = "rollout.engine.kind"
+        declare(key, getattr(named(key, kind, {}), "fields", ()))
+    return config
 
 
 def load_resolved(run_dir: Path | str, group: str = "") -> Config:

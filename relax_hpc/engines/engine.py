@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, Protocol
 
 import numpy as np
@@ -28,6 +29,7 @@ FaultReason = Literal[
 ]
 Ended = Literal["stop", "length", "abort", "partial"]
 """What a response has come to; `partial`: it has not ended yet."""
+NOTHING_BESIDE: Mapping[str, Sequence[np.ndarray]] = MappingProxyType({})
 _LOGPROB_ROUNDING = 1e-3
 
 
@@ -58,8 +60,8 @@ class Generation:
     `logprobs` is 0 too, as of what a tool or a user says between turns."""
     finish_reason: Ended
     extras: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """What else the engine knows of each token: name -> [tokens, ...]. One that `relax_hpc.fields` declares is put into
-    the queue under its name, 0 on the prompt; others are left out."""
+    """What else the engine knows of each token: name -> [tokens, ...]. One that its class, or `relax_hpc.fields`,
+    declares is put into the queue under its name, 0 on the prompt; others are left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,8 @@ class Draft:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     token_versions: list[int] = field(default_factory=list)
+    extras: dict[str, list[np.ndarray]] = field(default_factory=dict)
+    """By name an entry a token, of an engine that gives them as it draws."""
     ended: Generation | Episode | None = None
     """The whole response, or what a task has made of several."""
 
@@ -99,10 +103,19 @@ class Draft:
         ended = None if made.finish_reason == "partial" else made
         if isinstance(made, Episode):
             return cls(ended=made)
-        return cls(list(made.token_ids), list(made.logprobs), made.token_versions.tolist(), ended)
+        extras = {name: list(values) for name, values in made.extras.items()}
+        return cls(list(made.token_ids), list(made.logprobs), made.token_versions.tolist(), extras, ended)
 
-    def add(self, token_ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]) -> None:
-        """Tokens after which it goes on."""
+    def add(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[float],
+        versions: Sequence[int],
+        extras: Mapping[str, Sequence[np.ndarray]] = NOTHING_BESIDE,
+    ) -> None:
+        """Tokens after which it goes on, and what the engine knows of them beside, if it ever does before the end."""
+        for name, values in extras.items():
+            self.extras.setdefault(name, []).extend(values)
         self.token_ids += token_ids
         self.logprobs += logprobs
         # Last: they say how much there is.
@@ -117,7 +130,9 @@ class Draft:
         if not isinstance(made := self.ended, Generation):
             count = len(self.token_versions)
             versions = np.array(self.token_versions[start:count], np.int32)
-            return Generation(self.token_ids[start:count], self.logprobs[start:count], versions, "partial")
+            known = {name: values for name, values in self.extras.items() if len(values) >= count > start}
+            extras = {name: np.array(values[start:count]) for name, values in known.items()}
+            return Generation(self.token_ids[start:count], self.logprobs[start:count], versions, "partial", extras)
         extras = {name: values[start:] for name, values in made.extras.items()}
         about = made.token_versions[start:], made.finish_reason, extras
         return Generation(made.token_ids[start:], made.logprobs[start:], *about)
@@ -160,7 +175,10 @@ class BadAnswer(EngineFault):
 
 
 class Engine(Protocol):
-    """An inference engine that serves one version of the policy at a time."""
+    """An inference engine that serves one version of the policy at a time.
+
+    Its class may have `fields`, a sequence of `relax_hpc.fields.FieldSpec`: what it gives of each token in `extras`.
+    """
 
     name: str
     phase: str

@@ -63,11 +63,10 @@ class Attempt:
         return GenerateRequest(self.prompt.token_ids, key, k, sampling, budget, draft=draft)
 
     def news(self, unfinished_too: bool, budget: int) -> list[Row]:
-        """The segments that the log does not have; nothing that the queue would refuse. Unfinished ones not if fields
-        are declared that engines give with the whole response alone."""
+        """The segments that the log does not have; nothing that the queue would refuse. Unfinished ones not of an
+        engine that gives a field which is declared with the whole response alone."""
         if self._refused:
             return []
-        unfinished_too = unfinished_too and not _extras()
         return [row for k in range(len(self.drafts)) for row in self._segments(k, unfinished_too, budget)]
 
     def _segments(self, k: int, unfinished_too: bool, budget: int) -> list[Row]:
@@ -77,7 +76,8 @@ class Attempt:
             return []
         made = whole if isinstance(whole, Episode) else self.drafts[k].since(start)
         if isinstance(made, Generation):
-            if made.finish_reason == UNFINISHED and not (unfinished_too and made.token_ids):
+            known = made.extras.keys() >= set(_extras())
+            if made.finish_reason == UNFINISHED and not (unfinished_too and made.token_ids and known):
                 return []
             if made.token_ids and not _is_sound(made, budget - start):
                 return []
