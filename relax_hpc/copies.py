@@ -17,14 +17,14 @@ _HANDS = 2
 class Copier:
     """Threads that copy, each a share of the bytes: one alone does not use all of the memory's speed."""
 
-    def __init__(self, name: str) -> None:
-        """``name``: of the threads."""
-        self._pool = ThreadPoolExecutor(_HANDS, name)
+    def __init__(self, name: str, hands: int = _HANDS) -> None:
+        """``name``: of the threads; ``hands``: how many."""
+        self._pool, self._hands = ThreadPoolExecutor(hands, name), hands
 
     def copy(self, sources: Sequence[Tensor], rooms: Sequence[Tensor]) -> None:
-        """Copy each of ``sources``, in any strides, to the contiguous memory of its room, of the same type and size."""
-        shares: list[list[int]] = [[] for _ in range(_HANDS)]
-        loads = [0] * _HANDS
+        """Copy each of ``sources``, in any strides, to its room of the same type: contiguous, or of its shape."""
+        shares: list[list[int]] = [[] for _ in range(self._hands)]
+        loads = [0] * self._hands
         for index in sorted(range(len(sources)), key=lambda index: -sources[index].nbytes):
             least = loads.index(min(loads))
             shares[least].append(index)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from relax_hpc import host_memory
 from relax_hpc.checkpoint import saver, store
 from relax_hpc.checkpoint.saver import Saver
 from relax_hpc.disk import WAITS
@@ -80,6 +81,28 @@ def test_training_continues_bit_for_bit(
     assert train(second, range(2, 5)) == expected
     exported = first.model.export_hf()
     assert all(torch.equal(value, exported[name]) for name, value in second.model.export_hf().items())
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_the_memory_of_the_first_save_is_there_before_it_and_of_its_size(tiny: Path, tmp_path: Path, distributed: bool):
+    keeper = Saver(trainer(tiny, optimizer={"distributed": distributed}), Channel(60.0), 60.0)
+    keeper.prepare()
+    keeper.ready()
+    writer = keeper._writer
+    made, asked = writer._room, []
+    writer._copy_all = lambda sources, rooms: asked.extend(sources)
+    keeper.save(tmp_path / "i000001-step-000001", {})
+    assert writer._room is made
+    assert len(made) == sum(-(-one.nbytes // 64) * 64 for one in asked)
+    keeper.wait()
+
+
+def test_memory_that_is_not_to_be_had_ends_the_start_in_a_line(tiny: Path, monkeypatch: pytest.MonkeyPatch):
+    keeper = Saver(trainer(tiny), Channel(60.0), 60.0)
+    monkeypatch.setattr(host_memory.mmap, "mmap", lambda *_, **__: (_ for _ in ()).throw(OSError(12, "no memory")))
+    keeper.prepare()
+    with pytest.raises(ConfigError, match=r"checkpoint: \d+ bytes of host memory are not to be had: no memory"):
+        keeper.ready()
 
 
 @pytest.mark.skipif(not effort(0, 1), reason="killed_saves has new processes go on too; alone: env/test.sh --all")

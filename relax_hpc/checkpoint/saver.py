@@ -31,7 +31,7 @@ from relax_hpc.checkpoint.store import (
     sharded_state,
 )
 from relax_hpc.disk import WAITS, Patience, may_pass, probe
-from relax_hpc.errors import DeadlineError, NoProgressError, RelaxError
+from relax_hpc.errors import ConfigError, DeadlineError, NoProgressError, RelaxError
 from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.rundir import sync_directory, write_json
 
@@ -112,6 +112,18 @@ class Saver:
         self._writer = StateWriter(channel, model.layout.data_size, model.device.type == "cuda")
         device = torch.cuda.current_device() if model.device.type == "cuda" else None
         self._work = Background("checkpoint", self._save_timed, device)
+
+    def prepare(self) -> None:
+        """Have the memory of copies made beside what comes next, so that the first save takes no longer than others.
+        Collective, once the optimizer is there."""
+        self._writer.prepare(sharded_state(self.trainer, loading=False))
+
+    def ready(self) -> None:
+        """Wait until it is made. ConfigError: it cannot be."""
+        try:
+            self._writer.ready()
+        except OSError as error:
+            raise ConfigError(f"{error}; a rank needs as much host memory as what it saves") from error
 
     def save(self, directory: Path, meta: dict[str, Any], then: Callable[[str], None] = lambda digest: None) -> None:
         """Copy weights, optimizer and random states; they are written, with `meta` (JSON values), to a new `directory`.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 
 from relax_hpc.copies import Copier
+from relax_hpc.host_memory import host_room, unpin
 
 if TYPE_CHECKING:
     from relax_hpc.rendezvous.channel import Channel
@@ -65,6 +67,7 @@ class StateWriter:
         """``channel``: for the thread that writes. ``pinned``: copies come from a GPU."""
         self.channel, self.pinned = channel, pinned
         self._room = torch.empty(0, dtype=torch.uint8)
+        self._coming: Future[torch.Tensor] | None = None
         self._checked = False
         self._copier = Copier("checkpoint-copy")
         self._share: FullyParallelSaveStrategyWrapper | None = None
@@ -74,23 +77,47 @@ class StateWriter:
             inner = TorchDistSaveShardedStrategy("torch_dist", 1)
             self._share = FullyParallelSaveStrategyWrapper(inner, group, do_cache_distribution=True)
 
+    def prepare(self, state: dict[str, Any]) -> None:
+        """Begin to make the memory for copies of such a ``state``, in a thread: a first save that had to would keep
+        training for many times the copy. Collective."""
+        shards, _ = self._mine(state)
+        size = sum(map(_padded, _tensors(shards)))
+        # A thread would pin for GPU 0, and take memory there, unless told.
+        own = {"initializer": torch.cuda.set_device, "initargs": (torch.cuda.current_device(),)} if self.pinned else {}
+        hand = ThreadPoolExecutor(1, "checkpoint-room", **own)
+        self._coming = hand.submit(host_room, size, self.pinned, "checkpoint")
+        hand.shutdown(wait=False)
+
+    def ready(self) -> None:
+        """Wait until the memory is there. OSError: it cannot be had."""
+        if self._coming is not None:
+            self._room, self._coming = self._coming.result(), None
+
     def stage(self, state: dict[str, Any]) -> StagedState:
         """Copy what this rank saves of the sharded ``state``. Collective. The next call overwrites the copy."""
+        shards, common = self._mine(state)
+        self._copy(_tensors(shards))
+        return StagedState(self.channel, mcore_to_pyt_state_dict(shards, is_loading=False), copy.deepcopy(common))
+
+    def _mine(self, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The shards by key that this rank saves of ``state``, and what is not sharded."""
         # Who has which shard does not change from one save to the next.
         sharded, common = save_preprocess(state, not self._checked)
         self._checked = True
         if self._share is not None:
             self._share.apply_saving_parallelization(sharded)
         shards, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
-        self._copy([one for found in shards.values() for one in found if isinstance(one, ShardedTensor)])
-        return StagedState(self.channel, mcore_to_pyt_state_dict(shards, is_loading=False), copy.deepcopy(common))
+        return shards, common
 
     def _copy(self, tensors: list[ShardedTensor]) -> None:
         """Replace the data of ``tensors`` by copies in one piece of memory, which is used again."""
-        sizes = [one.data.numel() * one.data.element_size() for one in tensors]
-        padded = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
+        self.ready()
+        sizes = [one.data.nbytes for one in tensors]
+        padded = list(map(_padded, tensors))
         if sum(padded) > len(self._room):
-            self._room = torch.empty(sum(padded), dtype=torch.uint8, pin_memory=self.pinned)
+            if self.pinned and len(self._room):
+                unpin(self._room)
+            self._room = host_room(sum(padded), self.pinned, "checkpoint")
         ends = list(itertools.accumulate(padded, initial=0))
         sources = [one.data.detach() for one in tensors]
         rooms = [
@@ -108,3 +135,11 @@ class StateWriter:
             torch.cuda.current_stream().synchronize()
         else:
             self._copier.copy(sources, rooms)
+
+
+def _tensors(shards: dict[str, Any]) -> list[ShardedTensor]:
+    return [one for found in shards.values() for one in found if isinstance(one, ShardedTensor)]
+
+
+def _padded(one: ShardedTensor) -> int:
+    return -(-one.data.nbytes // _ALIGNED) * _ALIGNED

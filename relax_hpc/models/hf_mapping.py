@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from relax_hpc.errors import ConfigError
 
@@ -116,22 +116,8 @@ def check_names(spec: ModelSpec, found: dict[str, tuple[int, ...]], source: str)
             raise ConfigError(f"{source}: tensor {name} has shape {list(found[name])}, expected {list(size)}")
 
 
-def cut(piece: Piece, tensor: Any, parts: int, rank: int) -> Tensor:
-    """The slice of `piece` for tensor-parallel `rank` of `parts`, zero rows appended where the vocabulary is padded.
-
-    `tensor` is the whole tensor or anything that slices like it, such as a lazy safetensors slice.
-    """
-    import torch
-
-    if piece.axis is None:
-        return tensor[:]
-    start, stop, length = piece.bounds(parts, rank)
-    part = tensor[start:stop] if piece.axis == 0 else tensor[:, start:stop]
-    return torch.nn.functional.pad(part, (0, 0, 0, length - (stop - start))) if piece.axis == 0 else part
-
-
 def join(piece: Piece, parts: Sequence[Tensor]) -> Tensor:
-    """Inverse of `cut`: the whole tensor from the slices of all tensor-parallel ranks."""
+    """The whole tensor from the slices of all tensor-parallel ranks."""
     import torch
 
     if piece.axis is None:

@@ -46,6 +46,7 @@ class Checkpoints:
     def load(self) -> int:
         """Load this role's part of the newest checkpoint that verifies; the step to begin with (0 without one)."""
         role = self.context.role
+        self.saver.prepare()
         self.context.says("")
         found = self.ranks.ask(lambda client: then(client.training.checkpoints(role), _messages))
         for point in reversed([point for point in (Checkpoint(**about) for about in found) if point.whole]):
@@ -59,6 +60,7 @@ class Checkpoints:
         else:
             step = 0
         self.saved = step, time.time()
+        self.saver.ready()
         self.ranks.ask(lambda client: client.training.resume(step, role))
         self.context.says("")
         return step

@@ -21,8 +21,6 @@ from relax_hpc.models.hf_mapping import (
     Piece,
     all_pieces,
     check_names,
-    cut,
-    fuse,
     join,
     split,
     split_views,
@@ -34,6 +32,7 @@ from relax_hpc.training.batches import Batch
 from relax_hpc.training.logprobs import token_logprobs
 from relax_hpc.weights.ring import Slice
 from relax_hpc.weights.tensors import Tensor as WholeTensor
+from relax_hpc.weights.transfers import Transfers
 
 PUBLISHED_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
@@ -80,6 +79,7 @@ class PolicyModel:
             "te" if uses_transformer_engine(model.device) else "local",
         )
         self._parameters = dict(self.module.named_parameters())
+        self._transfers = Transfers(self.device)
         self._tensor_group = parallel_state.get_tensor_model_parallel_group()
         self._pipeline_ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
 
@@ -95,10 +95,18 @@ class PolicyModel:
     @torch.no_grad()
     def _load(self, source: Mapping[str, Any], shapes: dict[str, tuple[int, ...]], name: str) -> None:
         check_names(self.spec, shapes, name)
-        parts, rank = self.layout.tensor_size, self.layout.tensor_rank
+        self._transfers.copy(self._live_pairs(source))
+
+    def _live_pairs(self, source: Mapping[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's slice of each tensor of ``source``, not read yet, and where in the live parameters it belongs."""
         for entry in self._entries:
-            pieces = [cut(piece, source[piece.name], parts, rank) for piece in entry.pieces]
-            self._parameters[entry.name].copy_(fuse(entry, pieces, self.spec))
+            for piece in entry.pieces:
+                start, stop = self._bounds(piece)
+                whole, view = source[piece.name], self._view(entry, piece)
+                mine = whole[:, start:stop] if piece.axis == 1 else whole[start:stop]
+                yield mine.reshape(view.shape), view
+                if padding := self._padding(entry, piece):
+                    self._parameters[entry.name].detach()[-padding:].zero_()
 
     def tensors(self) -> dict[str, WholeTensor]:
         """Every tensor of the whole model by Hugging Face name, as it is published."""
@@ -124,6 +132,13 @@ class PolicyModel:
         if piece.axis is None:
             return 0, piece.shape[0]
         return piece.bounds(self.layout.tensor_size, self.layout.tensor_rank)[:2]
+
+    def _padding(self, entry: Entry, piece: Piece) -> int:
+        """Rows of zeros at the end of a parameter whose vocabulary does not fill its ranks."""
+        if piece.axis != 0 or entry.fuse != "none":
+            return 0
+        start, stop, length = piece.bounds(self.layout.tensor_size, self.layout.tensor_rank)
+        return length - (stop - start)
 
     def _view(self, entry: Entry, piece: Piece) -> Tensor:
         view = split_views(entry, self._parameters[entry.name].detach(), self.spec)[entry.pieces.index(piece)]

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from relax_hpc.copies import Copier
+from relax_hpc.host_memory import pin
 from relax_hpc.transport import Plane, PlaneError, Slab, SlabPool
 from relax_hpc.weights.manifest import Chunk, checksum, chunks_of
 from relax_hpc.weights.tensors import Part, Tensor
@@ -153,12 +152,7 @@ class _Copies:
         import torch
 
         for slab in slabs:
-            address = np.frombuffer(slab.memory, np.uint8).__array_interface__["data"][0]
-            error = torch.cuda.cudart().cudaHostRegister(address, slab.size, 0)
-            if error.value:
-                raise OSError(
-                    f"weights: {slab.size} bytes cannot be pinned ({error}); raise the limit of locked memory"
-                )
+            pin(torch.frombuffer(slab.memory, dtype=torch.uint8), "weights")
         self._stream, self._done = torch.cuda.Stream(), torch.cuda.Event()
 
     def copy(self, views: Sequence[torch.Tensor], rooms: Sequence[torch.Tensor]) -> None:

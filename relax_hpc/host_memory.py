@@ -1,0 +1,46 @@
+"""Memory of the host for copies to and from a device: exactly as large as asked for, and there before it is needed."""
+
+from __future__ import annotations
+
+import mmap
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def host_room(size: int, pinned: bool, what: str) -> Tensor:
+    """uint8 [size] whose pages are there already; ``pinned`` for copies that a GPU makes by itself. It stays for the
+    life of the process, or until `unpin`.
+
+    torch's own pinned memory comes in powers of two: up to twice of a state that fills a third of a node. OSError names
+    ``what`` it was for: there is no such memory, or it cannot be pinned.
+    """
+    import torch
+
+    try:
+        pages = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)
+    except OSError as error:
+        raise OSError(
+            error.errno, f"{what}: {size} bytes of host memory are not to be had: {error.strerror}"
+        ) from error
+    room = torch.frombuffer(pages, dtype=torch.uint8)[:size]
+    if pinned:
+        pin(room, what)
+    return room
+
+
+def pin(room: Tensor, what: str) -> None:
+    """Let a GPU copy to and from ``room`` beside all else. OSError names ``what`` it is for."""
+    import torch
+
+    error = torch.cuda.cudart().cudaHostRegister(room.data_ptr(), room.nbytes, 0)
+    if error.value:
+        raise OSError(f"{what}: {room.nbytes} bytes cannot be pinned ({error}); raise the limit of locked memory")
+
+
+def unpin(room: Tensor) -> None:
+    """Before the memory of ``room`` may go."""
+    import torch
+
+    torch.cuda.cudart().cudaHostUnregister(room.data_ptr())
