@@ -14,6 +14,11 @@ from relax_hpc.config.schema import Config, EngineConfig, TinyModelConfig
 from relax_hpc.data.tiny_model import EOS_ID, make_tiny_model
 from relax_hpc.engines.engine import Draft, GenerateRequest, Generation, Sampling
 from relax_hpc.engines.transformers_hook import install_transformers_hook
+from relax_hpc.versions import Version
+from relax_hpc.weights.manifest import Chunk, Manifest, checksum
+from relax_hpc.weights.slab import MARK
+from relax_hpc.weights.tensors import Part, SafetensorsFile, Tensor
+from relax_hpc.weights.version_files import TENSORS, copy_small
 
 TOKEN = "b7d2-a-token-that-only-this-test-knows"
 
@@ -26,6 +31,24 @@ def make_model(directory: Path, seed: int) -> Path:
     scaled["model.embed_tokens.weight"][EOS_ID] = 0
     save_file(scaled, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
+
+
+def make_slab(model: Path, version: Version, root: Path) -> Path:
+    """What a node has of ``version`` when it was pulled: the weights of ``model`` in one file, and what they are."""
+    folder = root / str(version)
+    folder.mkdir(mode=0o700, parents=True)
+    copy_small(model, folder)
+    described, record, parts = {}, b"", []
+    for name, value in load_file(model / "model.safetensors").items():
+        described[name] = Tensor({torch.float32: "F32", torch.bfloat16: "BF16"}[value.dtype], tuple(value.shape))
+        parts.append(Part(name, 0, 0, len(value), len(record)))
+        record += value.view(torch.uint8).numpy().tobytes()
+    with SafetensorsFile(folder / TENSORS, described) as file:
+        for part in parts:
+            file.put(part, memoryview(record))
+    whole = Chunk("all", len(record), checksum(record), tuple(parts))
+    (folder / MARK).write_bytes(Manifest(str(version), described, (whole,)).encode())
+    return folder
 
 
 def make_config(kind: str, **engine: object) -> Config:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,10 +34,12 @@ from relax_hpc.engines.sglang.client import SglangClient  # noqa: E402
 from relax_hpc.engines.transformers_engine import load_weights  # noqa: E402
 from relax_hpc.errors import ConfigError  # noqa: E402
 from relax_hpc.versions import Version  # noqa: E402
+from relax_hpc.weights.slab import MARK  # noqa: E402
 from tests.engine_helpers import (  # noqa: E402
     error_against,
     make_config,
     make_model,
+    make_slab,
     reference_logprobs_in_place,
     reference_logprobs_recomputed,
     reference_model,
@@ -65,8 +68,14 @@ class Served:
     def update(self) -> Path:
         """Go to the next version; its weights."""
         self.version = Version(self.version.incarnation, self.version.number + 1)
-        self.runner.run(self.engine.update_weights(self.model, self.version))
+        self.runner.run(self.engine.update_weights(self.slab, self.version))
         return self.model
+
+    @property
+    def slab(self) -> Path:
+        """What a node would have of the present version."""
+        folder = self.logs.parent / "node" / str(self.version)
+        return folder if folder.exists() else make_slab(self.model, self.version, folder.parent)
 
     @property
     def model(self) -> Path:
@@ -192,6 +201,41 @@ def test_an_update_from_nowhere_is_a_fault_and_the_next_update_works(served: Ser
     }
 
 
+def test_weights_are_taken_from_the_mapped_memory_of_the_node_or_else_from_a_directory(sglang: Served) -> None:
+    """By a loader in the server's process, which a request names by a word and a path."""
+    log = sglang.logs / "engine-0.log"
+    for folder, word in ((None, "private"), (sglang.models[0], "auto"), (None, "private")):
+        seen = log.stat().st_size
+        sglang.version = Version(3, sglang.version.number + (2 - sglang.version.number % 2))
+        sglang.runner.run(sglang.engine.update_weights(folder or sglang.slab, sglang.version))
+        assert error_against(sglang.model, PROMPTS[0], sglang.generate(ask(PROMPTS[0]))[0]) < 1e-3
+        assert f"Load format={word}" in log.read_text()[seen:]
+
+
+@pytest.mark.parametrize("harm", ["cut", "renamed", "shared", "header", "manifest"])
+def test_memory_that_is_not_what_was_verified_gets_into_no_engine(sglang: Served, harm: str) -> None:
+    sglang.version = Version(3, sglang.version.number + 1)
+    slab = sglang.slab
+    file, mark = slab / "model.safetensors", slab / MARK
+    if harm == "cut":
+        os.truncate(file, file.stat().st_size - 1)
+    elif harm == "renamed":
+        slab = slab.rename(slab.with_name(str(Version(3, 99999))))
+    elif harm == "shared":
+        slab.chmod(0o770)
+    elif harm == "header":
+        file.write_bytes(file.read_bytes().replace(b"q_proj", b"k_proj", 1))
+    else:
+        mark.write_bytes(mark.read_bytes()[:-2])
+    with pytest.raises(EngineFault) as caught:
+        sglang.runner.run(sglang.engine.update_weights(slab, sglang.version))
+    assert caught.value.reason == "update_failed" and slab.name in str(caught.value)
+    with pytest.raises(EngineFault, match="weights are unknown"):
+        sglang.generate(ask(PROMPTS[0]))
+    sglang.update()
+    assert error_against(sglang.model, PROMPTS[0], sglang.generate(ask(PROMPTS[0]))[0]) < 1e-3
+
+
 def test_a_response_goes_on_where_its_draft_ends(served: Served) -> None:
     prompt, limit = PROMPTS[0], 12
     [whole] = served.generate(ask(prompt, temperature=0.0, budget=limit))
@@ -296,7 +340,7 @@ def through_updates(served: Served, draft: Draft) -> Generation:
         await asyncio.sleep(0)
         for _ in range(6):
             served.version = Version(3, served.version.number + 1)
-            await served.engine.update_weights(served.model, served.version)
+            await served.engine.update_weights(served.slab, served.version)
         return await task
 
     answer = served.runner.run(generate())

@@ -11,7 +11,7 @@ from relax_hpc.copies import Copier
 from relax_hpc.host_memory import pin
 from relax_hpc.transport import Plane, PlaneError, Slab, SlabPool
 from relax_hpc.weights.manifest import Chunk, checksum, chunks_of
-from relax_hpc.weights.tensors import Part, Tensor
+from relax_hpc.weights.tensors import Part, Tensor, torch_type
 
 if TYPE_CHECKING:
     import torch
@@ -136,13 +136,7 @@ def offers_of(planes: Sequence[Plane], name: str, record: memoryview) -> dict[st
 
 
 def _room(memory: torch.Tensor, at: int, part: Part, whole: Tensor) -> torch.Tensor:
-    return memory[at : at + part.bytes(whole)].view(_torch_type(whole.dtype))
-
-
-def _torch_type(dtype: str) -> torch.dtype:
-    import torch
-
-    return {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[dtype]
+    return memory[at : at + part.bytes(whole)].view(torch_type(whole.dtype))
 
 
 class _Copies:

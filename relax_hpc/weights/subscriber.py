@@ -19,6 +19,7 @@ from relax_hpc.versions import Version
 from relax_hpc.weights.manifest import Manifest, WeightsError, read_manifest
 from relax_hpc.weights.node_cache import Staged, Staging, staging_root
 from relax_hpc.weights.pull import Anchor, Puller
+from relax_hpc.weights.slab import MARK
 from relax_hpc.weights.tensors import SafetensorsFile
 from relax_hpc.weights.version_files import TENSORS, check_small, copy_small, copy_verified
 
@@ -88,6 +89,7 @@ class Fetcher:
             with contextlib.ExitStack() as stack:
                 file = stack.enter_context(SafetensorsFile(folder / TENSORS, manifest.tensors))
                 self.puller.pull(manifest, manifest.chunks, file, self._open_anchor(manifest, stack))
+            (folder / MARK).write_bytes(manifest.encode())
         except WeightsError as error:
             if not news.files:
                 raise

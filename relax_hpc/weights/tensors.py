@@ -11,14 +11,24 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    import torch
 
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I64": 8, "I32": 4, "U8": 1}
 """Of the types of safetensors that weights can have."""
 _ALIGNED = 8
 _LENGTH_BYTES = 8
+
+
+def torch_type(dtype: str) -> torch.dtype:
+    """What torch calls a type of safetensors that weights are published in."""
+    import torch
+
+    return {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[dtype]
 
 
 @dataclass(frozen=True, slots=True)

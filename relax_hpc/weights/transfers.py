@@ -40,17 +40,26 @@ class Transfers:
         self._rooms: list[_Room] = []
         self._copier = Copier("transfers", min(_HANDS, len(os.sched_getaffinity(0))) if self._staged else 2)
 
-    @torch.no_grad()
     def copy(self, pairs: Iterable[Pair]) -> None:
         """Each source to its target, which may be of another type; they are there when this returns."""
+        self.send(pairs)
+        self.wait()
+
+    @torch.no_grad()
+    def send(self, pairs: Iterable[Pair]) -> None:
+        """The same for what the device is asked next: sources are read when this returns."""
         if self._staged and not self._rooms:
             self._rooms = [_Room(self._room_bytes, self.device) for _ in range(2)]
         cut = (piece for source, target in pairs for piece in pieces(source, target.detach(), self._piece_bytes))
-        for number, batch in enumerate(batches(cut, self._room_bytes)):
+        for batch in batches(cut, self._room_bytes):
             if self._staged:
-                self._rooms[number % 2].send(batch, self._copier)
+                self._rooms[0].send(batch, self._copier)
+                self._rooms.reverse()
             else:
                 _copy_here(batch, self._copier)
+
+    def wait(self) -> None:
+        """Until all that was sent is there."""
         for room in self._rooms:
             room.wait()
 

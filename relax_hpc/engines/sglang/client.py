@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,11 @@ from relax_hpc.engines.batcher import Batcher
 from relax_hpc.engines.deadline import Silence
 from relax_hpc.engines.engine import EngineFault, GenerateRequest, Generation, refuse_media
 from relax_hpc.engines.gate import UpdateGate
+from relax_hpc.engines.sglang import slab_loader
 from relax_hpc.engines.sglang.stream import Events, Response
 from relax_hpc.models.sizes import read_seconds
 from relax_hpc.versions import Version
+from relax_hpc.weights.slab import is_slab
 
 _HEALTH = "/health"
 _HEALTH_TIMEOUT_S = 5.0
@@ -156,6 +158,7 @@ class SglangClient:
             self._unknown_weights = True
             # The cache cannot be flushed while requests stand in it.
             weights = {"model_path": str(directory), "weight_version": str(version), "flush_cache": not busy}
+            weights |= _load_format(directory, self._settings.flags)
             try:
                 with self._silence.excused():
                     info = await self._swap(weights, busy, limit)
@@ -241,6 +244,14 @@ class SglangClient:
             raise EngineFault("timeout", f"{path}: no answer within {timeout_s} s") from error
         except aiohttp.ClientError as error:
             raise EngineFault("connection", f"{path}: {error!r}") from error
+
+
+def _load_format(directory: Path, flags: Mapping[str, Any]) -> dict[str, str]:
+    """Which of SGLang's loaders is for ``directory``; it would use the last one's again. One that changes the weights
+    on their way is the user's choice, and stays."""
+    if "load_format" in flags or "quantization" in flags:
+        return {}
+    return {"load_format": slab_loader.FORMAT if is_slab(directory) else "auto"}
 
 
 def _body(asked: Sequence[Response]) -> dict[str, Any]:

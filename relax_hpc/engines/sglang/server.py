@@ -3,7 +3,7 @@
 ARGS.json: {"server": {ServerArgs field: value}, "key_file": path, "socket": number of a descriptor}. The key is read
 here, so that it is in no command line, environment or log. The socket listens already, and is inherited. SGLang's child
 interpreters import this module again before anything else (multiprocessing's spawn), which is how they get the CPU
-hooks, the redaction and the tie to their parent as well.
+hooks, the loader of weights, the redaction and the tie to their parent as well.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from relax_hpc.engines.sglang import cpu
+from relax_hpc.engines.sglang import cpu, slab_loader
 from relax_hpc.errors import EXIT_CONFIG
 from relax_hpc.rendezvous.process import die_with_parent, stay_private
 
@@ -121,6 +121,7 @@ def _prepare() -> tuple[dict[str, Any], str]:
     _redact(key)
     _leave_no_semaphore()
     cpu.install()
+    slab_loader.install()
     return settings, key
 
 
