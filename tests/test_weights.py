@@ -24,6 +24,7 @@ from relax_hpc.weights import publisher, version_files
 from relax_hpc.weights.manifest import MANIFEST, WeightsError, read_manifest
 from relax_hpc.weights.node_cache import staging_root
 from relax_hpc.weights.pull import Puller
+from relax_hpc.weights.slab import MARK, open_slab
 from relax_hpc.weights.subscriber import NOTHING, Fetcher, News, Subscriber
 from relax_hpc.weights.version_files import FOLDER, LISTING, TENSORS
 from tests.effort import effort
@@ -446,7 +447,11 @@ def test_the_staged_copy_is_a_private_model_directory(stage):
     stage.put(0)
     reader = stage.reader()
     _, staged = reader.fetch(reader.newer().result(timeout=SOON))
-    assert sorted(path.name for path in staged.path.iterdir()) == ["config.json", TENSORS]
+    assert sorted(path.name for path in staged.path.iterdir()) == ["config.json", TENSORS, MARK]
+    found = open_slab(staged.path)
+    assert found.keys() == (expected := load_file(staged.path / TENSORS)).keys()
+    assert all(torch.equal(one, expected[name]) for name, one in found.items())
+    del found
     for path in (staged.path, staged.path.parent):
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
     staged.release()

@@ -560,7 +560,8 @@ class Config:
     """0: on-policy, the synchronous run; 1: near-on-policy; more: fully asynchronous."""
     colocate: bool = False
     """The actor and the engines share devices, in one group, and take turns: engines give their memory back once a step
-    is generated, and the actor begins then. For max_staleness 0."""
+    is generated, and the actor begins then; while they have it, its weights and optimizer are in host memory. For
+    max_staleness 0."""
     threads: int = bounded(1, 1)
     """CPU threads of each process."""
     model: ModelConfig = field(default_factory=ModelConfig)

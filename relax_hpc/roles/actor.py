@@ -15,6 +15,7 @@ from relax_hpc.roles.ranks import Ranks
 from relax_hpc.roles.step_report import StepResult, mfu_report, policy_values, staleness_report
 from relax_hpc.roles.trainer_role import Beside, TrainerRole
 from relax_hpc.roles.window_stream import WindowStream
+from relax_hpc.training.away import StateAway
 from relax_hpc.training.batches import Batch
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.simulated_trainer import SimulatedTrainer
@@ -26,6 +27,7 @@ from relax_hpc.weights.publisher import Publisher
 
 _TURN = ("rollout", "its turn on the devices")
 _COPY = ("actor", "copy of the weights")
+_MOVE = ("actor", "its state to the host or back")
 
 
 class Policy(Beside):
@@ -36,6 +38,8 @@ class Policy(Beside):
         self.spec, self.peak = model.spec, peak_of(model, self.config)
         self.inner = InnerRoles(model, self.config, context.model)
         self.trainer = trainer_of(model, self.config)
+        self.away = StateAway(self.trainer) if self.config.colocate else None
+        """Where the weights and the optimizer's state are while engines have the devices."""
         self.publisher = Publisher(
             context.run,
             context.client,
@@ -66,6 +70,13 @@ class Policy(Beside):
         """Wait until engines that share the devices have made room."""
         if self.config.colocate:
             windows.ask(step, _TURN, lambda client: client.training.take_turn("actor", step))
+            self.come_back()
+
+    def come_back(self) -> None:
+        """See `Beside`."""
+        if self.away:
+            with self.context.spans("wait", cause=_MOVE):
+                self.away.come_back()
 
     def begin_step(self, step: int) -> None:
         """See `Beside`."""
@@ -90,8 +101,10 @@ class Policy(Beside):
 
     def end_step(self) -> None:
         """Make room for engines on the same devices."""
-        if self.config.colocate:
+        if self.away:
             self.publisher.await_copy()
+            with self.context.spans("wait", cause=_MOVE):
+                self.away.leave()
             self.ranks.ask(lambda client: client.training.end_turn())
 
     def check(self) -> None:

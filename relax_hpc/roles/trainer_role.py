@@ -55,6 +55,9 @@ class Beside:
     def end_step(self) -> None:
         """The step is done, and its checkpoint begun if one is due."""
 
+    def come_back(self) -> None:
+        """Weights and optimizer are to be saved: have them where they belong."""
+
     def check(self) -> None:
         """Raise what has gone wrong."""
 
@@ -108,6 +111,7 @@ class TrainerRole:
         except AtEdge as edge:
             self.await_told(step)
             if self.checkpoints.unsaved(step, saved):
+                self.beside.come_back()
                 self.checkpoints.save(step)
             self.settle()
             # The others end only after the leader's last work.

@@ -1,0 +1,67 @@
+"""A trainer's state goes to the host and comes back: nothing of it is left on the device, and no bit is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from relax_hpc.errors import ConfigError, RelaxError
+from relax_hpc.training.away import StateAway
+from relax_hpc.training.trainer import Trainer
+from tests.training_helpers import LR, batch, one_rank_fixture, rows, tiny_fixture, trainer  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def train(ours: Trainer, steps: range, away: StateAway | None = None) -> list[dict[str, float]]:
+    metrics = []
+    for step in steps:
+        if away:
+            away.leave()
+            assert held(ours) == 0
+            away.come_back()
+        ours.accumulate([batch(rows(4, seed=step))])
+        metrics.append(ours.step(LR))
+    return metrics
+
+
+def held(ours: Trainer) -> int:
+    """Bytes that the allocator was asked for: of weights, gradients, main parameters and moments."""
+    tensors = list(ours.module.parameters())
+    tensors += [one.main_grad for one in tensors] + [buffer.grad_data for buffer in ours.module.buffers]
+    for part in ours.optimizer.chained_optimizers:
+        tensors += [one for group in part.optimizer.param_groups for one in group["params"]]
+        tensors += [one for state in part.optimizer.state.values() for one in state.values()]
+    return sum({one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors}.values())
+
+
+@pytest.mark.parametrize(("dtype", "distributed"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
+def test_the_device_has_nothing_of_it_meanwhile_and_training_goes_on_bit_for_bit(
+    tiny: Path, dtype: str, distributed: bool
+):
+    one, other = (trainer(tiny, dtype=dtype, optimizer={"distributed": distributed}) for _ in range(2))
+    away = StateAway(other)
+    weights = sum(parameter.nbytes for parameter in other.model.module.parameters())
+    # Moments in float32, gradients too, and main parameters beside those in bfloat16.
+    assert away.bytes >= weights * (4 if dtype == "float32" else 9)
+    assert train(one, range(3)) == train(other, range(3), away)
+    exported = one.model.export_hf()
+    assert all(torch.equal(value, exported[name]) for name, value in other.model.export_hf().items())
+
+
+def test_what_cannot_be_given_back_is_told_at_start(tiny: Path):
+    ours = trainer(tiny)
+    parameter = next(ours.model.module.parameters())
+    parameter.data = torch.frombuffer(bytearray(parameter.nbytes), dtype=parameter.dtype).view(parameter.shape)
+    with pytest.raises(ConfigError, match=r"colocate: \d+ bytes of the actor's state cannot be given back"):
+        StateAway(ours)
+
+
+def test_no_room_to_come_back_to_is_told(tiny: Path):
+    away = StateAway(trainer(tiny))
+    away.leave()
+    away._sizes[0] = 1 << 60
+    with pytest.raises(RelaxError, match=r"have no room on cpu .*mem_fraction_static"):
+        away.come_back()
