@@ -28,10 +28,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from figures import Figure, print_figures
+from safetensors import safe_open
 
 from relax_hpc.config.schema import Config, GroupConfig, ModelConfig, ParallelConfig, TinyModelConfig
 from relax_hpc.data.tiny_model import make_tiny_model
-from relax_hpc.models.hf_files import read_config
+from relax_hpc.engines.sglang.slab_loader import copying
+from relax_hpc.models.hf_files import SafetensorFiles, read_config
+from relax_hpc.models.hf_mapping import fuse
 from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.rendezvous.process import die_with_parent
 from relax_hpc.rendezvous.roster import Card, claim_incarnation, publish_card
@@ -48,12 +51,14 @@ from relax_hpc.weights.node_cache import Staging
 from relax_hpc.weights.publisher import Publisher
 from relax_hpc.weights.subscriber import News, Subscriber
 from relax_hpc.weights.tensors import SafetensorsFile
+from relax_hpc.weights.transfers import Transfers
 from relax_hpc.weights.version_files import TENSORS
 
 WAIT_S = 120.0
 LEARNING_RATE = 1e-6
-STALL, PULL, DELTA = 1.2, 0.8, 0.1
-"""Targets: stall of one memcpy, pull of the plane's raw read, bytes of a difference of the whole."""
+STALL, PULL, DELTA, LOAD = 1.2, 0.8, 0.1, 0.5
+"""Targets: stall of one memcpy, pull of the plane's raw read, bytes of a difference of the whole, a reader's load of a
+memcpy."""
 
 
 # -- the actor ---------------------------------------------------------------------------------------------------------
@@ -286,6 +291,48 @@ def broadcast(folder: Path, rank: int, world: int, rounds: int) -> None:
     print(json.dumps(times[1:]), flush=True)
 
 
+def into_parameters(actor: Actor, folder: Path, rounds: int) -> Iterator[Figure]:
+    """From a node's memory into a reader's live parameters, whole models of actor_fwd's kind and of SGLang's slices, in
+    turns with a memcpy of as many bytes in one piece; and the way it was: each parameter fused of copies first."""
+    tensors, slab = actor.model.tensors(), folder / "slab"
+    slab.mkdir()
+    with SafetensorsFile(slab / TENSORS, tensors) as file:
+        size = file.bytes
+    source, room = np.ones(size, np.uint8), np.ones(size, np.uint8)
+    live, transfers = dict(actor.model.module.named_parameters()), Transfers(torch.device("cpu"))
+    engine = {name: torch.zeros(one.shape, dtype=torch.bfloat16) for name, one in tensors.items()}
+
+    def as_it_was() -> None:
+        with SafetensorFiles(slab) as files:
+            for entry in actor.model._entries:
+                parts = [files[piece.name][:] for piece in entry.pieces]
+                live[entry.name].detach().copy_(fuse(entry, parts, actor.model.spec))
+
+    def into_engine() -> None:
+        with safe_open(slab / TENSORS, framework="pt") as file:
+            views = [(name, file.get_tensor(name)) for name in engine]
+            with copying(transfers, [view for _, view in views]):
+                for name, view in views:
+                    engine[name].copy_(view)
+
+    acts = {
+        "memcpy": lambda: np.copyto(room, source),
+        "reader's parameters": lambda: actor.model.load_hf(slab),
+        "reader's parameters, as it was": as_it_was,
+        "engine's parameters": into_engine,
+    }
+    found: dict[str, list[float]] = {name: [] for name in acts}
+    for turn in range(rounds + 1):
+        times = {name: timed(act) for name, act in acts.items()}
+        # The first brings pages.
+        found = {name: [*found[name], *([times[name]] if turn else [])] for name in acts}
+    copied = found.pop("memcpy")
+    for name, seconds in found.items():
+        ratio = median(copied) / median(seconds)
+        target = (None, None) if name.endswith("was") else (f">= {LOAD}", ratio >= LOAD)
+        yield Figure(f"slab to {name}: of a memcpy", ratio, "x", *target, quotients(copied, seconds))
+
+
 # -- an engine ---------------------------------------------------------------------------------------------------------
 
 
@@ -377,6 +424,7 @@ def measure(args: argparse.Namespace) -> Iterator[Figure]:
         shapes = [one.shape for one in actor.model.tensors().values()]
         (folder / "shapes.json").write_text(json.dumps(shapes))
         yield from stall(actor, args.rounds)
+        yield from into_parameters(actor, folder, args.rounds)
         yield from pulls(actor, folder, args.rounds)
         yield from until_served(actor, folder, args.readers, args.rounds)
         yield from differences(actor, args.steps) if args.steps else ()
