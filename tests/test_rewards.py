@@ -14,10 +14,44 @@ import torch
 from relax_hpc.errors import ConfigError
 from relax_hpc.rewards import REWARDS, RewardError, RewardInput, Score, get_reward
 from relax_hpc.rewards.ask import is_async, scores, scores_soon
+from relax_hpc.rewards.maths import math_answer
 
 
 def sample(text: str, answer: str = "1234", finish: str = "stop") -> RewardInput:
     return RewardInput(prompt="4312?", answer=answer, response_text=text, finish_reason=finish)
+
+
+@pytest.mark.parametrize(
+    ("response", "right"),
+    [
+        (r"\boxed{42}", "42"),
+        (r"first \boxed{1}, then \boxed{\text{x}=\frac{1}{2}}", "0.5"),
+        (r"so \boxed{\$1,080.50} a year", "1080.5"),
+        (r"\boxed{1{,}000}", "1,000"),
+        (r"\boxed{70\%}", "70"),
+        ("16 - 3 - 4 = 9 eggs. 9 * 2 = $18.\n#### 18", "18"),
+        ("The answer is 18 dollars, for 9 eggs.", "Some reasoning, 3 * 6.\n#### 18"),
+        ("The final answer is: **$1,080.50**.", "1080.50"),
+        ("The answer is 5. No: the answer is 6.", "6"),
+        ("Of 12 apples 3 are left, so 9.", "9"),
+        ("16-3", "3"),
+        ("10 - 12 = -2", "-2"),
+        ("it fell to \u22123 degrees", "-3"),
+        ("v1,2 and 3,4", "4"),
+        ("it is .5 or 1/2", "1/2"),
+        ("", None),
+        ("I cannot say; the answer is none", None),
+        (r"\boxed{}, although 7 seems right", None),
+        ("1/0", None),
+        ("9" * 10_000, None),
+        (r"\boxed{" * 5_000, None),
+    ],
+)
+def test_a_number_is_compared_by_value(response: str, right: str | None):
+    ours = [sample(response, answer, "stop") for answer in (right or "7", "12345")]
+    assert [math_answer(one) for one in ours] == [float(right is not None), 0.0]
+    assert math_answer(sample(response, right or "7", "length")) == 0.0, "cut off"
+    assert math_answer(sample(response, "none", "stop")) == 0.0, "an answer without a number is nobody's"
 
 
 def asked(reward: Callable, *texts: str) -> list[Score] | RewardError:

@@ -101,7 +101,8 @@ def test_new_weights_replace_the_old(tiny: Path):
 
 
 def test_bfloat16_is_as_near_to_float32_as_that_of_transformers(tiny: Path):
-    samples, errors = rows(8), {"ours": [], "theirs": []}
+    samples = [{"token_ids": row["token_ids"]} for row in rows(8)]
+    errors: dict[str, list[torch.Tensor]] = {"ours": [], "theirs": []}
     ours = policy(tiny, dtype="bfloat16").forward_logprobs([batch(samples)], 1.0)
     for sample, found in zip(samples, ours, strict=True):
         tokens = torch.from_numpy(sample["token_ids"]).long()[None]

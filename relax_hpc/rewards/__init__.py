@@ -14,6 +14,7 @@ from typing import Any
 from relax_hpc.errors import ConfigError
 from relax_hpc.named import named
 from relax_hpc.rewards.answers import answer_exact, answer_partial
+from relax_hpc.rewards.maths import math_answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,11 @@ Scores = list[Score] | RewardError
 """Of a prompt group."""
 Reward = Callable[..., Any]
 
-REWARDS: dict[str, Reward] = {"answer_partial": answer_partial, "answer_exact": answer_exact}
+REWARDS: dict[str, Reward] = {
+    "answer_partial": answer_partial,
+    "answer_exact": answer_exact,
+    "math_answer": math_answer,
+}
 
 
 def get_reward(name: str) -> Reward:
