@@ -23,6 +23,7 @@ from relax_hpc.checkpoint.saver import Saver
 from relax_hpc.disk import WAITS
 from relax_hpc.errors import ConfigError, DeadlineError, FencedError, NoProgressError
 from relax_hpc.rendezvous.channel import Channel
+from relax_hpc.training import offloaded_adam
 from relax_hpc.training.trainer import Trainer
 from tests.effort import effort
 from tests.killed_saves import POINTS
@@ -69,13 +70,16 @@ def test_training_continues_bit_for_bit(
     dtype: str,
     distributed: bool,
     steps: int,
+    monkeypatch: pytest.MonkeyPatch,
 ):
-    first = trainer(tiny, dtype=dtype, optimizer={"distributed": distributed})
+    """Also with the optimizer's moments in host memory, or no longer in it."""
+    monkeypatch.setattr(offloaded_adam, "PIECE", 3000)
+    first = trainer(tiny, dtype=dtype, optimizer={"distributed": distributed, "offload": not steps})
     train(first, range(steps))
     digest = save(tmp_path / "i000001-step-000002", first, {"step": 2, "note": "é"})
     random = torch.rand(3)
     expected = train(first, range(2, 5))
-    second = trainer(tiny, dtype=dtype, optimizer={"distributed": distributed})
+    second = trainer(tiny, dtype=dtype, optimizer={"distributed": distributed, "offload": bool(steps)})
     assert load(tmp_path / "i000001-step-000002", second, digest) == {"step": 2, "note": "é"}
     assert torch.equal(torch.rand(3), random)
     assert train(second, range(2, 5)) == expected
@@ -109,7 +113,7 @@ def test_memory_that_is_not_to_be_had_ends_the_start_in_a_line(tiny: Path, monke
 def test_a_new_process_continues_bit_for_bit(saved: Path, tiny: Path, tmp_path: Path):
     from safetensors.torch import load_file
 
-    launch(1, "1,1,1,0,0", tiny, tmp_path, saved)
+    launch(1, "{}", tiny, tmp_path, saved)
     ours = trainer(tiny)
     load(saved, ours)
     ours.accumulate([batch(rows(4, seed=9))])

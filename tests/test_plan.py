@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -82,12 +83,14 @@ def test_bytes_of_a_parameter_and_of_shared_states() -> None:
         found = [one for place in plan(config, spec_at(config.model)) for one in place.footprints]
         actor = next(one for one in found if one.role == "actor")
         count = parameters(spec_at(config.model), config.actor.parallel, 0)
-        sizes = {name: size / count for name, size in {**actor.resident, **actor.pinned}.items()}
+        sizes = {name: size / count for name, size in (Counter(actor.resident) + Counter(actor.pinned)).items()}
         return sizes | {"peak": actor.peak, "logits": actor.moments["output layer"]["logits"]}
 
     whole, shared = of_actor(**{"actor.optimizer.distributed": False}), of_actor()
     assert [whole[name] for name in ("weights", "gradients", "optimizer states")] == [2, 4, 12]
     assert [shared[name] for name in ("weights", "gradients", "optimizer states")] == [2, 4, 6]
+    offloaded = of_actor(**{"actor.optimizer.offload": True})
+    assert offloaded["optimizer states"] == 4 / 2 + 8 / 2 * 8
     # Two slabs, of which two data-parallel ranks have a half each, on a node with eight ranks.
     assert shared["slabs"] == 2 * 2 / 2 * 8
     assert of_actor(max_staleness=2)["slabs"] == 4 * 2 / 2 * 8
@@ -100,9 +103,8 @@ def test_the_command_prints_it_and_says_what_does_not_fit(capsys: pytest.Capture
     line = ["plan", f"--config={CLUSTERS['1-nodes-of-4']}", f"--model.path={MODELS}/Qwen3-8B"]
     assert main(line) == 78
     told = capsys.readouterr().out
-    assert (
-        "DOES NOT FIT (actor: " in told and "not measured" in told and "it would with actor.parallel.tensor: " in told
-    )
+    assert "DOES NOT FIT (actor: " in told and "not measured" in told
+    assert "it would with actor.optimizer.offload: true, actor.parallel.tensor: 2, actor.parallel.sequ" in told
     assert main([*line, "--json", "--site.gpu_memory_gib=400"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [place["fits"] for place in found["places"]] == [True] * 3
@@ -111,7 +113,9 @@ def test_the_command_prints_it_and_says_what_does_not_fit(capsys: pytest.Capture
 
 def test_what_cannot_fit_is_refused_before_it_is_submitted() -> None:
     (found,) = check_memory(sized("1-nodes", "Qwen3-8B"))
-    assert found.startswith("groups.actor: found actor: ") and "it would fit with actor.parallel" in found
+    assert (
+        found.startswith("groups.actor: found actor: ") and "it would fit with actor.optimizer.offload: true;" in found
+    )
     assert not list(check_memory(sized("1-nodes", "Qwen3-8B", **{"site.gpu_memory_gib": 0})))
     (found,) = check_memory(sized("1-nodes", "Qwen3-4B", **{"rollout.engine.flags.mem_fraction_static": 0.1}))
     assert "groups.rollout: found rollout: keys and values of one row of 8,192 tokens need 1.1 GiB, and" in found

@@ -23,15 +23,15 @@ pytestmark = [pytest.mark.run, pytest.mark.usefixtures("one_rank")]
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor and sequence": {"parallel": {"tensor": 2, "sequence_parallel": True}, "recompute": "full"},
-    "data, sharded optimizer": {"parallel": {"data": 2}, "optimizer": {"distributed": True}},
+    "data, sharded optimizer": {"parallel": {"data": 2}, "optimizer": {"distributed": True, "offload": True}},
     "pipeline": {"parallel": {"pipeline": 2}, "recompute": "selective"},
 }
-"""What of the `actor` section two ranks have; one rank has its optimizer, and nothing else of it."""
+"""What of the `actor` section two ranks have; one rank shards its optimizer as they do, and has nothing else of it."""
 
 
 def one_rank_run(layout: dict[str, Any], directory: Path, checkpoint: Path | None = None) -> tuple[list, dict, list]:
     """What `training_rank.check` finds, in this process; from its second step on if there is a `checkpoint`."""
-    ours = trainer(directory, optimizer=layout.get("optimizer", {}))
+    ours = trainer(directory, optimizer={"distributed": layout.get("optimizer", {}).get("distributed", False)})
     if checkpoint:
         store.load(checkpoint, ours, Channel(60.0))
     logprobs = ours.model.forward_logprobs([batch(rows(8))], 0.9)

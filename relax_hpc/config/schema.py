@@ -218,6 +218,8 @@ class OptimizerConfig:
     clip_grad: float = bounded(1.0, 0.0)
     distributed: bool = False
     """Shard optimizer state over data-parallel ranks."""
+    offload: bool = False
+    """Adam's moments, 8 bytes a parameter, lie in pinned host memory and pass through the GPU in each step."""
 
 
 @dataclass(kw_only=True, slots=True)

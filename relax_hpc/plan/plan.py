@@ -14,6 +14,9 @@ from relax_hpc.plan import roles
 from relax_hpc.plan.footprint import GIB, Footprint
 from relax_hpc.plan.remedies import remedies
 
+USABLE = 0.97
+"""Of a GPU's memory; the rest is left to fragmentation. An assumption."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
@@ -67,7 +70,7 @@ def _places(config: Config, spec: ModelSpec) -> Iterator[Place]:
         found = [one for name in names for one in _footprints(config, spec, name, limit)]
         if found:
             total = _together(config, found)
-            yield Place(groups=tuple(names), footprints=tuple(found), bytes=total, limit=limit)
+            yield Place(groups=tuple(names), footprints=tuple(found), bytes=total, limit=USABLE * limit)
 
 
 def _footprints(config: Config, spec: ModelSpec, group: str, limit: float) -> Iterator[Footprint]:

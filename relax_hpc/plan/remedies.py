@@ -68,6 +68,8 @@ def _of_actor(config: Config) -> Iterator[Change]:
         yield {"actor.parallel.sequence_parallel": True}
     if actor.recompute != "full":
         yield {"actor.recompute": "full"}
+    if not actor.optimizer.offload:
+        yield {"actor.optimizer.offload": True}
 
 
 def _of_split(config: Config, spec: ModelSpec, role: str) -> Iterator[Change]:

@@ -19,6 +19,8 @@ CONTEXT_BYTES = 1.5 * GIB
 """Of a process on a GPU before it has anything: CUDA's context, kernels, workspaces, NCCL's buffers. An assumption."""
 PROCESS_BYTES = 2 * GIB
 """Of a process in host memory, with torch and CUDA, before it has anything. An assumption."""
+OFFLOADED_BYTES = 9 * MAIN_BYTES * 2**24
+"""Of a step with offloaded moments: pieces on their way, see `training.offloaded_adam`, and what Adam makes of one."""
 ENGINE_SHARE = 0.85
 """Of a GPU, which SGLang takes for weights and keys and values where `mem_fraction_static` does not say; about."""
 
@@ -37,9 +39,11 @@ def actor(config: Config, spec: ModelSpec, group: str, per_node: int) -> Footpri
 def _actor_stage(config: Config, spec: ModelSpec, group: str, per_node: int, stage: int) -> Footprint:
     settings, parallel, item = config.actor, config.actor.parallel, ITEM_BYTES[config.model.dtype]
     count, last = parameters(spec, parallel, stage), stage == parallel.pipeline - 1
-    sharing = parallel.data if settings.optimizer.distributed else 1
+    sharing, offloaded = parallel.data if settings.optimizer.distributed else 1, settings.optimizer.offload
     # Under float32 the parameters are the main parameters.
-    states = (3 if item < MAIN_BYTES else 2) * MAIN_BYTES * count / sharing
+    main = MAIN_BYTES * count / sharing if item < MAIN_BYTES else 0
+    moments_of_adam = 2 * MAIN_BYTES * count / sharing
+    states = main + moments_of_adam
     tokens = max(settings.max_tokens_per_micro_batch, longest_row(config))
     # One forward, one backward: a stage is ahead of the last by as many micro-batches as there are stages after it.
     in_flight, layers = parallel.pipeline - stage, spec.layers // parallel.pipeline
@@ -49,19 +53,23 @@ def _actor_stage(config: Config, spec: ModelSpec, group: str, per_node: int, sta
     working = working_elements(spec, parallel, settings.recompute) * tokens * item
     moments = {
         "backward": {"activations": kept, "a layer's backward": working},
-        "update": {"optimizer step": MAIN_BYTES * count / sharing},
+        "update": {"optimizer step": OFFLOADED_BYTES if offloaded else MAIN_BYTES * count / sharing},
     }
     if last:
         moments["output layer"] = {"activations": kept, "logits": logits_bytes(spec, parallel, tokens)}
     if sharing > 1:
         # megatron-core gathers one kind of state at a time from all data-parallel ranks, and joins the pieces.
         moments["checkpoint"] = {"gathered states": 2 * MAIN_BYTES * count}
+        if offloaded:
+            moments["resume"] = {"states that are loaded": moments_of_adam}
     slabs = config.weights.slabs or config.max_staleness + 2
     copies = slabs + (1 if config.weights.anchor_every else 0)
     pinned = {
         "slabs": copies * count * item / parallel.data * per_node,
         "checkpoint": (count * item + states * sharing) / parallel.data * per_node,
     }
+    if offloaded:
+        pinned["optimizer states"] = moments_of_adam * per_node
     if inner := _inner_copies(config):
         pinned["weights of forward roles"] = inner * count * item * per_node
     host = {"processes": per_node * PROCESS_BYTES}
@@ -75,7 +83,7 @@ def _actor_stage(config: Config, spec: ModelSpec, group: str, per_node: int, sta
         resident={
             "weights": count * item,
             "gradients": MAIN_BYTES * count,
-            "optimizer states": states,
+            "optimizer states": main if offloaded else states,
             "CUDA, NCCL": CONTEXT_BYTES,
         },
         moments=moments,

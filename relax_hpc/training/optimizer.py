@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from relax_hpc.config.schema import OptimizerConfig
+from relax_hpc.errors import ConfigError
+from relax_hpc.training.offloaded_adam import OffloadedAdamW
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
@@ -25,7 +27,8 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
 def build_optimizer(config: OptimizerConfig, module: Any, dtype: torch.dtype) -> Any:
     """The optimizer of `module`, a megatron-core DistributedDataParallel whose parameters have `dtype`.
 
-    float32 main parameters and moments also under bfloat16. Gradients are clipped by the trainer.
+    float32 main parameters and moments also under bfloat16. Gradients are clipped by the trainer. ConfigError: it
+    cannot be offloaded.
     """
     from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
     from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
@@ -43,8 +46,22 @@ def build_optimizer(config: OptimizerConfig, module: Any, dtype: torch.dtype) ->
         use_distributed_optimizer=config.distributed,
     )
     optimizer = get_megatron_optimizer(settings, [module], config_overrides=get_standard_config_overrides(settings))
+    if config.offload:
+        offload(optimizer)
     fill_adam_state(optimizer)
     return optimizer
+
+
+def offload(optimizer: Any) -> None:
+    """Have the moments in host memory, before there are any. ConfigError: they are another library's."""
+    if not uses_torch_adam(optimizer):
+        kind = type(optimizer.chained_optimizers[0].optimizer)
+        raise ConfigError(
+            f"actor.optimizer.offload: found true with {kind.__module__}.{kind.__name__}, allowed: false, or an "
+            "environment without Transformer Engine and Apex, where torch's Adam is taken"
+        )
+    for part in optimizer.chained_optimizers:
+        part.optimizer = OffloadedAdamW(part.optimizer.param_groups)
 
 
 def uses_torch_adam(optimizer: Any) -> bool:
