@@ -14,8 +14,9 @@ import pytest
 
 from relax_hpc.config.schema import Config, TinyModelConfig
 from relax_hpc.engines import make_engine
-from relax_hpc.engines.engine import Draft, EngineFault, GenerateRequest, Generation, Sampling
+from relax_hpc.engines.engine import BadAnswer, Draft, EngineFault, GenerateRequest, Generation, Sampling
 from relax_hpc.engines.simulated_engine import SimulatedEngine
+from relax_hpc.engines.together import DrawsTogether
 from relax_hpc.versions import Version
 from tests.requirements import requires
 from tests.virtual_clock import run_on_a_clock
@@ -163,3 +164,29 @@ def test_who_gives_up_leaves_its_place_to_the_next(model: Path) -> None:
 
     ended, took = run_on_a_clock(left())
     assert ended == pytest.approx(10.0 + took)
+
+
+def test_all_of_a_prompt_in_one_call_are_as_one_by_one(model: Path) -> None:
+    """One that is none costs the others nothing."""
+
+    async def together() -> list[Generation | BadAnswer]:
+        engine = await started(model, concurrency=3, response_s=3200.0)
+        assert isinstance(engine, DrawsTogether)
+        return await engine.generate_all([replace(REQUESTS[0], media=("m",)), *REQUESTS[1:8]])
+
+    bad, *good = run_on_a_clock(together())
+    assert isinstance(bad, BadAnswer) and bad.reason == "unsupported"
+    assert [made.token_ids for made in good] == [made.token_ids for made in drawn(model, REQUESTS[1:8])]
+
+
+def test_who_gives_up_several_leaves_all_their_places(model: Path) -> None:
+    async def left() -> list[float]:
+        engine, clock = await started(model, concurrency=2, response_s=3200.0), asyncio.get_running_loop().time
+        drawing = asyncio.create_task(engine.generate_all([ask(key) for key in ("p0", "p1", "p2")]))
+        last = asyncio.create_task(engine.generate(ask("p3")))
+        await asyncio.sleep(10.0)
+        drawing.cancel()
+        return [len((await last).token_ids), clock()]
+
+    count, ended = run_on_a_clock(left())
+    assert ended == pytest.approx(10.0 + 3200.0 * count / 40)

@@ -7,8 +7,8 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from relax_hpc.engines.engine import Draft, Ended, Generation
 
@@ -22,11 +22,22 @@ class Response:
     draft: Draft
     pause_s: float
     """Before each token."""
-    done: asyncio.Future[Generation] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    made: Generation | None = None
+    """The whole of it."""
     due: float = -math.inf
     """Of its next token, or since when it waits for a place."""
     seated: bool = False
     """It has a place."""
+    waiter: _Waiter | None = None
+    """Who waits for it; nobody, if it was given up."""
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    """Waits for several."""
+
+    missing: int
+    done: asyncio.Future[None]
 
 
 class Places:
@@ -44,15 +55,21 @@ class Places:
         self._numbers = itertools.count()
         self._timer: asyncio.TimerHandle | None = None
 
-    async def draw(self, response: Response) -> Generation:
-        """The whole response, once there was a place for it and time has passed; cancelled, it leaves its place."""
-        response.due = asyncio.get_running_loop().time()
-        self._line.append(response)
+    async def draw(self, responses: Sequence[Response]) -> None:
+        """Return when all are made, once there were places and time has passed; cancelled, they leave their places."""
+        loop = asyncio.get_running_loop()
+        waiter = _Waiter(len(responses), loop.create_future())
+        now = loop.time()
+        for response in responses:
+            response.due, response.waiter = now, waiter
+        self._line += responses
         self._seat()
         try:
-            return await response.done
+            await waiter.done
         except asyncio.CancelledError:
-            self._leave(response)
+            for response in responses:
+                response.waiter = None
+                self._leave(response)
             self._seat()
             raise
 
@@ -60,7 +77,7 @@ class Places:
         """Give free places to who waits for one."""
         while self._free and self._line:
             response = self._line.popleft()
-            if not response.done.done():
+            if response.waiter:
                 # Timers are a little late, which must not add up from one response to the next.
                 response.due, response.seated = max(response.due, heapq.heappop(self._free)), True
                 self._go_on(response)
@@ -86,7 +103,16 @@ class Places:
                 continue
             if made := self._sample(response):
                 self._leave(response)
-                response.done.set_result(made)
+                response.made = made
+                self._arrived(response.waiter)
             else:
                 self._go_on(response)
         self._seat()
+
+    @staticmethod
+    def _arrived(waiter: _Waiter | None) -> None:
+        """One of those that somebody waits for is made."""
+        if waiter:
+            waiter.missing -= 1
+            if not waiter.missing and not waiter.done.done():
+                waiter.done.set_result(None)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import NormalDist
 
@@ -17,6 +18,7 @@ from relax_hpc.data.prompts import load_tokenizer
 from relax_hpc.engines.deadline import Silence
 from relax_hpc.engines.draws import keyed_uniform
 from relax_hpc.engines.engine import (
+    BadAnswer,
     Draft,
     Ended,
     EngineFault,
@@ -58,10 +60,17 @@ class SimulatedEngine:
     async def generate(self, request: GenerateRequest) -> Generation:
         """See `Engine.generate`."""
         refuse_media(request)
+        (answer,) = await self.generate_all([request])
+        if isinstance(answer, BadAnswer):
+            raise answer
+        return answer
+
+    async def generate_all(self, requests: Sequence[GenerateRequest]) -> list[Generation | BadAnswer]:
+        """See `DrawsTogether`."""
         await self._gate.enter()
         try:
             with self._silence.limited():
-                return checked(await self._draw(request), request.budget)
+                return await self._draw(requests)
         except TimeoutError as error:
             raise EngineFault("timeout", f"no token for {self._silence.seconds} s") from error
         finally:
@@ -84,9 +93,23 @@ class SimulatedEngine:
     async def close(self) -> None:
         """Nothing to end."""
 
-    async def _draw(self, request: GenerateRequest) -> Generation:
-        draft, (tokens, end) = request.draft or Draft(), self._response(request)
-        return await self._places.draw(Response(tokens, end, draft, self.seconds(request) / request.budget))
+    async def _draw(self, requests: Sequence[GenerateRequest]) -> list[Generation | BadAnswer]:
+        responses: list[Response] = []
+        for request in requests:
+            tokens, end = self._response(request)
+            pause_s = self.seconds(request) / request.budget
+            responses.append(Response(tokens, end, request.draft or Draft(), pause_s))
+        await self._places.draw(responses)
+        return [self._answer(*pair) for pair in zip(requests, responses, strict=True)]
+
+    @staticmethod
+    def _answer(request: GenerateRequest, response: Response) -> Generation | BadAnswer:
+        try:
+            refuse_media(request)
+            assert response.made, "drawn by now"
+            return checked(response.made, request.budget)
+        except BadAnswer as bad:
+            return bad
 
     def _sample(self, response: Response) -> Generation | None:
         """A token of it is due: the whole response, if it was the last one."""

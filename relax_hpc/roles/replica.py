@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from relax_hpc.data.prompts import Prompt
@@ -286,13 +286,21 @@ class Replica:
     async def once(self, request: GenerateRequest, counted: bool = True) -> Generation | BadAnswer:
         """The engine's answer, or what is wrong with it. Repeat: there is none, which ends the role if too many that
         are ``counted`` have none."""
+
+        async def ask(engine: Engine) -> Generation | BadAnswer:
+            try:
+                return await engine.generate(request)
+            except BadAnswer as bad:
+                return bad
+
+        return await self.asked(ask, counted)
+
+    async def asked(self, ask: Callable[[Engine], Awaitable[T]], counted: bool = True) -> T:
+        """What the engine answers; Repeat as `once`."""
         await self.ready.wait()
         engine, failed = self.engine, self.failed
-        answer: Generation | BadAnswer
         try:
-            answer = await engine.generate(request)
-        except BadAnswer as bad:
-            answer = bad
+            answer = await ask(engine)
         except EngineFault as fault:
             await self.act_on(fault, engine, counted and failed == self.failed)
             raise Repeat from fault

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from relax_hpc.engines.engine import BadAnswer, Episode, Generation
+from relax_hpc.engines.together import DrawsTogether
 from relax_hpc.errors import RelaxError
 from relax_hpc.roles.context import END
 from relax_hpc.rollout.attempt import Attempt
@@ -146,10 +147,27 @@ class TicketWorker:
         return ticket // self.config.prompts_per_step
 
     async def draw(self, attempt: Attempt, counted: bool = True) -> list[Generation | Episode | BadAnswer]:
-        """The episodes of ``attempt``, of which the engine draws what is missing."""
+        """The episodes of ``attempt``, of which the engine draws what is missing. Repeat: see `episode`."""
+        engine = self.replica.engine
+        if isinstance(engine, DrawsTogether) and not self.rollout.task.makes("episode"):
+            return await self.together(attempt, counted)
         async with asyncio.TaskGroup() as tasks:
             episodes = [tasks.create_task(self.episode(attempt, k, counted)) for k in range(len(attempt.drafts))]
         return [episode.result() for episode in episodes]
+
+    async def together(self, attempt: Attempt, counted: bool) -> list[Generation | Episode | BadAnswer]:
+        """The same, where an episode is one response, of an engine that `DrawsTogether`."""
+        bad: dict[int, BadAnswer] = {}
+        budget = self.config.rollout.max_new_tokens
+        while requests := attempt.requests(self.rollout.sampling, budget, but=bad):
+            with contextlib.suppress(*([Repeat] if counted else [])):
+                answers = await self.replica.asked(lambda engine, these=requests: engine.generate_all(these), counted)
+                for request, answer in zip(requests, answers, strict=True):
+                    if isinstance(answer, BadAnswer):
+                        bad[request.sample] = answer
+                    else:
+                        attempt.drafts[request.sample].ended = answer
+        return [bad.get(k) or draft.so_far() for k, draft in enumerate(attempt.drafts)]
 
     async def episode(self, attempt: Attempt, k: int, counted: bool) -> Generation | Episode | BadAnswer:
         """One of them; asked for again while the engine fails. Repeat: it failed, which is not ``counted``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -42,7 +42,7 @@ class Attempt:
     @property
     def tokens(self) -> int:
         """Of all episodes so far, those that were sampled."""
-        made = [draft.so_far() for draft in self.drafts]
+        made = [draft.so_far() for draft in self.drafts if draft.ended or draft.token_versions]
         rows = [row.made for one in made if isinstance(one, Episode) for row in one.rows]
         rows += [one for one in made if isinstance(one, Generation)]
         return sum(int(np.count_nonzero(row.token_versions)) for row in rows)
@@ -58,9 +58,14 @@ class Attempt:
         draft = self.drafts[k]
         if draft.ended:
             return None
-        self.drafts[k] = draft = Draft.of(draft.so_far())
+        self.drafts[k] = draft = Draft.of(draft.so_far()) if draft.token_versions else Draft()
         key = draw_key(self.ticket, self.prompt)
         return GenerateRequest(self.prompt.token_ids, key, k, sampling, budget, draft=draft)
+
+    def requests(self, sampling: Sampling, budget: int, but: Container[int] = ()) -> list[GenerateRequest]:
+        """The same of all episodes that are not whole, ``but`` for some."""
+        asked = (self.request(k, sampling, budget) for k in range(len(self.drafts)) if k not in but)
+        return [request for request in asked if request]
 
     def news(self, unfinished_too: bool, budget: int) -> list[Row]:
         """The segments that the log does not have; nothing that the queue would refuse. Unfinished ones not of an
