@@ -23,6 +23,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Here, before any test imports torch: tests are for the CPU, on a workstation with a GPU too.
 if DEVICE == "cpu":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # Triton looks at it when it is imported, which megatron-core does where it is installed.
+    os.environ["TRITON_INTERPRET"] = "1"
 else:
     # Sums in one order, which tests that compare bits need; see training_helpers.one_rank_fixture.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

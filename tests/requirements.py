@@ -35,6 +35,7 @@ CHECKS: dict[str, tuple[Callable[[], bool], str]] = {
     "shellcheck": (lambda: shutil.which("shellcheck") is not None, "shellcheck on PATH"),
     "torch": (lambda: _has_module("torch"), "package torch (env/setup.sh)"),
     "megatron": (lambda: _has_module("megatron.core"), "package megatron-core (env/setup.sh)"),
+    "triton": (lambda: _has_module("triton"), "package triton (env/setup.sh)"),
     "transformers": (lambda: _has_module("transformers"), "package transformers (env/setup.sh)"),
     "h5py": (lambda: _has_module("h5py"), "package h5py (env/setup.sh)"),
     "pyarrow": (lambda: _has_module("pyarrow"), "package pyarrow (env/setup.sh dev)"),

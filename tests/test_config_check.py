@@ -57,6 +57,10 @@ FINDINGS = [
             "actor.megatron.persist_layer_norm: found 1, allowed: bool",
         ],
     ),
+    (
+        {"actor.kernels": "fused", "actor.megatron": {"apply_rope_fusion": True}},
+        ["actor.kernels: found fused with model.device cpu", "apply_rope_fusion: found True, not allowed: set actor.k"],
+    ),
     ({"algorithm.mini_batches": 5}, ["algorithm.mini_batches: found 5", "prompts_per_step, 32"]),
     ({"algorithm.mini_batches": 16, "actor.parallel.data": 17}, ["actor.parallel.data: found 17, allowed: at most 16"]),
     (

@@ -26,6 +26,8 @@ IMPORT_NAMES = {
     "megatron": "megatron-core",
     "PIL": "pillow",
     "nixl_cu12": "nixl-cu12",
+    # What torch for CUDA brings along; nothing imports it but by name, see relax_hpc.models.kernels.
+    "triton": "torch",
 }
 LIGHT = ["cli.py", "errors.py", "versions.py", "config", "launch", "rendezvous"]
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 
-from relax_hpc.config.schema import ModelConfig, ParallelConfig
+from relax_hpc.config.schema import ActorConfig, ModelConfig, ParallelConfig
 from relax_hpc.convert.verify import hf_logits
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.hf_files import read_config
@@ -127,6 +127,14 @@ def test_bfloat16_is_as_near_to_float32_as_that_of_transformers(tiny: Path):
 def test_other_models_are_refused(tiny: Path, change: dict, says: str):
     with pytest.raises(ConfigError, match=says):
         PolicyModel(read_config(tiny) | change, ModelConfig(), ParallelConfig())
+
+
+@pytest.mark.parametrize("kernels", ["te", "fused"])
+def test_kernels_that_are_not_here_are_refused_by_name(tiny: Path, kernels: str, monkeypatch: pytest.MonkeyPatch):
+    """On a CPU, whatever is installed; elsewhere if it is not."""
+    monkeypatch.setattr("relax_hpc.models.kernels._interprets", lambda: False)
+    with pytest.raises(ConfigError, match=f"actor.kernels: found {kernels}.*(be imported|on a CPU, allowed: plain)"):
+        PolicyModel(read_config(tiny), ModelConfig(), ParallelConfig(), ActorConfig(kernels=kernels))
 
 
 def test_rope_theta_is_found_where_transformers_5_puts_it(tiny: Path):

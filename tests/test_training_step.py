@@ -234,7 +234,7 @@ def kept_bytes(module: torch.nn.Module) -> Iterator[Callable[[], int]]:
 def test_settings_of_megatron_core_reach_it(tiny: Path):
     ours = trainer(
         tiny,
-        megatron={"bias_activation_fusion": False, "check_for_nan_in_grad": True, "recompute_modules": ["mlp"]},
+        megatron={"persist_layer_norm": False, "check_for_nan_in_grad": True, "recompute_modules": ["mlp"]},
         recompute="selective",
     )
     assert ours.model.config.recompute_modules == ["mlp"]

@@ -37,6 +37,7 @@ def check(config: Config) -> list[str]:
         _colocate,
         _algorithm,
         _megatron,
+        _kernels,
         _rollout,
         _without,
         _top_p,
@@ -231,6 +232,11 @@ def _megatron(config: Config) -> Findings:
     # What nodes run may be another environment's.
     is_here = not config.site.python and config.site.container.runtime == "none"
     return megatron_settings.findings(config.actor, is_here)
+
+
+def _kernels(config: Config) -> Findings:
+    if (found := config.actor.kernels) != "plain" and config.model.device == "cpu":
+        yield f"actor.kernels: found {found} with model.device cpu, allowed: plain; it is compiled for GPUs alone"
 
 
 def _fields(config: Config) -> Findings:

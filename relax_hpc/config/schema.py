@@ -222,6 +222,9 @@ class OptimizerConfig:
     """Adam's moments, 8 bytes a parameter, lie in pinned host memory and pass through the GPU in each step."""
 
 
+Kernels = Literal["plain", "fused", "te"]
+
+
 @dataclass(kw_only=True, slots=True)
 class ActorConfig:
     """The training group."""
@@ -238,6 +241,10 @@ class ActorConfig:
     """Micro-batches of each data-parallel rank whose tokens make a window, of prompt groups in ticket order. Within it
     rows are balanced over the ranks by length, and those of similar length share a micro-batch: a larger one is
     balanced better and padded less, a smaller one is trained sooner."""
+    kernels: Kernels = "plain"
+    """What the layers of the policy are made of, in the forward roles too. `plain`: torch, on every device; `fused`:
+    Triton kernels for norms, rotary embedding, gated activation and log-probabilities, and one for Adam, on GPUs; `te`:
+    Transformer Engine, which is refused unless a layer of it is as near to float32 as a plain one is."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that the backward pass computes again instead of keeping them. `full`: all of a layer but its input,
     a third more computation; `selective`: those of its norms and of its feed-forward layer."""

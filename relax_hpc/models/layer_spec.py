@@ -1,8 +1,7 @@
-"""Which modules a transformer layer is made of: Transformer Engine's on a GPU that has it, plain torch elsewhere."""
+"""Which modules a transformer layer is made of: plain torch, Triton kernels, or Transformer Engine's."""
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import torch
@@ -15,30 +14,39 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-
-def uses_transformer_engine(device: str) -> bool:
-    """Whether layers on `device` ("cpu" or "cuda") come from Transformer Engine."""
-    return device == "cuda" and importlib.util.find_spec("transformer_engine") is not None
+from relax_hpc.config.schema import Kernels
 
 
-def layer_spec(config: TransformerConfig, device: str) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage and the final norm."""
-    if uses_transformer_engine(device):
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+def layer_spec(config: TransformerConfig, kernels: Kernels) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage and the final norm. Attention is the same in all."""
+    if kernels == "te":
+        block = get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+        for layer in block.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = CausalAttention
+        return block
+    norm = _norm(kernels)
     layer = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
-    layer.submodules.input_layernorm = RMSNorm
-    layer.submodules.pre_mlp_layernorm = RMSNorm
+    layer.submodules.input_layernorm = norm
+    layer.submodules.pre_mlp_layernorm = norm
     if config.num_moe_experts:
         # In a checkpoint the norm before experts has Transformer Engine's name, which is its own.
         layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.")
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = CausalAttention
     if config.qk_layernorm:
-        attention.q_layernorm = RMSNorm
-        attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+        attention.q_layernorm = norm
+        attention.k_layernorm = norm
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=norm)
+
+
+def _norm(kernels: Kernels) -> type[RMSNorm]:
+    if kernels == "plain":
+        return RMSNorm
+    from relax_hpc.models.triton_layers import FusedRMSNorm
+
+    return FusedRMSNorm
 
 
 class RMSNorm(torch.nn.Module):

@@ -12,7 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from relax_hpc.config.schema import ActorConfig, ModelConfig, ParallelConfig
+from relax_hpc.config.schema import ActorConfig, Kernels, ModelConfig, ParallelConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.models import megatron_settings
 from relax_hpc.models.layer_spec import layer_spec
@@ -88,7 +88,7 @@ def _settings(spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig) -> 
         calculate_per_token_loss=True,
         use_cpu_initialization=model.device == "cpu",
         attention_softmax_in_fp32=True,
-        # Fused kernels that need Apex or a GPU.
+        # Fused kernels that need Apex or a compiler; see `relax_hpc.models.kernels` for those of ours.
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
@@ -117,11 +117,13 @@ class HiddenStateModel(GPTModel):
         return self.output_layer(hidden, weight=self.output_weight)[0].transpose(0, 1)
 
 
-def build(spec: ModelSpec, config: TransformerConfig, device: str, first: bool, last: bool) -> HiddenStateModel:
+def build(
+    spec: ModelSpec, config: TransformerConfig, device: str, first: bool, last: bool, kernels: Kernels = "plain"
+) -> HiddenStateModel:
     """A pipeline stage with random weights, holding the embedding if `first` and the output layer if `last`."""
     return HiddenStateModel(
         config=config,
-        transformer_layer_spec=layer_spec(config, device),
+        transformer_layer_spec=layer_spec(config, kernels),
         vocab_size=spec.padded_vocab(config.tensor_model_parallel_size),
         max_sequence_length=spec.positions,
         pre_process=first,

@@ -46,6 +46,9 @@ _DECIDED = {
         pipeline_model_parallel_size sequence_parallel tensor_model_parallel_size""",
     "set model.dtype instead": "autocast_dtype bf16 enable_autocast fp16 params_dtype pipeline_dtype",
     "set model.device instead": "init_model_with_meta_device perform_initialization use_cpu_initialization",
+    "set actor.kernels instead": """
+        apply_rope_fusion bias_activation_fusion fused_single_qkv_rope gradient_accumulation_fusion
+        use_te_activation_func""",
     "set actor.recompute instead": "moe_layer_recompute recompute_granularity",
     "set actor.optimizer.distributed instead": "use_distributed_optimizer",
     "the trainer decides it, whose gradients are sums that are divided once": """

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
     from torch import Tensor
 
-    from relax_hpc.config.schema import ParallelConfig
+    from relax_hpc.config.schema import Kernels, ParallelConfig
     from relax_hpc.models.megatron import HiddenStateModel
     from relax_hpc.training.batches import Batch
 
@@ -207,11 +207,13 @@ class ModelSpec:
         """How megatron-core's model rotates positions."""
         return {"position_embedding_type": "rope", "rotary_base": self.rope_base}
 
-    def build(self, config: TransformerConfig, device: str, first: bool, last: bool) -> HiddenStateModel:
+    def build(
+        self, config: TransformerConfig, device: str, first: bool, last: bool, kernels: Kernels = "plain"
+    ) -> HiddenStateModel:
         """A pipeline stage with random weights, holding the embedding if `first` and the output layer if `last`."""
         from relax_hpc.models.megatron import build
 
-        return build(self, config, device, first, last)
+        return build(self, config, device, first, last, kernels)
 
     def inputs(self, batch: Batch) -> dict[str, Tensor | None]:
         """What the forward pass is given for a micro-batch, by the names of its arguments."""

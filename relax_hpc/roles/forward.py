@@ -42,7 +42,9 @@ class Scorer:
         self.ranks = ranks
         self.temperature = config.rollout.temperature
         self.placeholders = placeholders_of(directory)
-        self.model = PolicyModel(read_config(directory), config.model, self.forward.parallel)
+        self.model = PolicyModel(
+            read_config(directory), config.model, self.forward.parallel, kernels=config.actor.kernels
+        )
         self.model.load_hf(directory)
 
     def score(self, rows: Sequence[Row]) -> list[np.ndarray]:

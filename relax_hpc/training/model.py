@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from relax_hpc.config.schema import ActorConfig, ModelConfig, ParallelConfig
+from relax_hpc.config.schema import ActorConfig, Kernels, ModelConfig, ParallelConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.families import spec_of
 from relax_hpc.models.hf_files import SafetensorFiles, write_directory
@@ -29,7 +29,7 @@ from relax_hpc.models.hf_mapping import (
 )
 from relax_hpc.training import parallel as ranks
 from relax_hpc.training.batches import Batch
-from relax_hpc.training.logprobs import token_logprobs
+from relax_hpc.training.logprobs import PLAIN, ChunkKernels, token_logprobs
 from relax_hpc.weights.ring import Slice
 from relax_hpc.weights.tensors import Tensor as WholeTensor
 from relax_hpc.weights.transfers import Transfers
@@ -50,13 +50,15 @@ class PolicyModel:
         model: ModelConfig,
         parallel: ParallelConfig,
         training: ActorConfig | None = None,
+        kernels: Kernels = "plain",
     ) -> None:
-        """``training``: the settings by which it is trained; None: it is not, or as it is by default."""
+        """``training``: the settings by which it is trained, with its ``kernels``; None: it is not, or as it is by
+        default."""
         from megatron.core import parallel_state
         from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-        from relax_hpc.models import megatron
-        from relax_hpc.models.layer_spec import uses_transformer_engine
+        from relax_hpc.models import megatron, parity
+        from relax_hpc.models.kernels import prepare, transformer_settings
 
         self.hf_config = hf_config
         self.spec = spec_of(hf_config, model.ignore_keys)
@@ -64,20 +66,26 @@ class PolicyModel:
         self.layout = ranks.layout()
         self.device = torch.device(model.device)
         self.dtype = megatron.DTYPES[model.dtype]
+        self.kernels: Kernels = training.kernels if training else kernels
+        prepare(self.kernels, model.device)
         further = megatron.training_settings(training, bool(self.spec.experts)) if training else {}
+        further |= transformer_settings(self.kernels, bool(self.spec.experts))
         self.config = megatron.transformer_config(self.spec, model, parallel, further)
+        if self.kernels == "te":
+            parity.check(self.spec, self.config, self.kernels, model.device)
         self.length_multiple = parallel.tensor if self.config.sequence_parallel else 1
         """Padded sequence lengths must be multiples of this."""
         first, last = self.layout.first_stage, self.layout.last_stage
-        self.module = self.spec.build(self.config, model.device, first, last)
+        self.module = self.spec.build(self.config, model.device, first, last, self.kernels)
         offset = get_transformer_layer_offset(self.config)
         self._entries = stage_entries(
             self.spec,
             range(offset, offset + self.spec.layers // parallel.pipeline),
             first,
             last,
-            "te" if uses_transformer_engine(model.device) else "local",
+            "te" if self.kernels == "te" else "local",
         )
+        self._chunk_kernels = _chunk_kernels(self.kernels)
         self._parameters = dict(self.module.named_parameters())
         self._transfers = Transfers(self.device)
         self._tensor_group = parallel_state.get_tensor_model_parallel_group()
@@ -219,7 +227,14 @@ class PolicyModel:
         scored, weight, shape = batch.scored, self.module.output_weight, batch.tokens.shape
         states = self._states(hidden, scored.states)
         values, entropies = token_logprobs(
-            states, weight, scored.tokens, self.spec.vocab, temperature, self._tensor_group, entropy
+            states,
+            weight,
+            scored.tokens,
+            self.spec.vocab,
+            temperature,
+            self._tensor_group,
+            entropy,
+            self._chunk_kernels,
         )
         return scored.placed(values, shape), None if entropies is None else scored.placed(entropies, shape)
 
@@ -281,3 +296,11 @@ class PolicyModel:
             forward_only=True,
             collect_non_loss_data=True,
         )
+
+
+def _chunk_kernels(kernels: Kernels) -> ChunkKernels:
+    if kernels != "fused":
+        return PLAIN
+    from relax_hpc.training.triton_logprobs import TritonKernels
+
+    return TritonKernels()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from relax_hpc.config.schema import OptimizerConfig
-from relax_hpc.errors import ConfigError
 from relax_hpc.training.offloaded_adam import OffloadedAdamW
 
 
@@ -24,11 +24,11 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     return config.lr * (1.0 - (1.0 - config.final_lr_share) * share)
 
 
-def build_optimizer(config: OptimizerConfig, module: Any, dtype: torch.dtype) -> Any:
+def build_optimizer(config: OptimizerConfig, module: Any, dtype: torch.dtype, fused: bool = False) -> Any:
     """The optimizer of `module`, a megatron-core DistributedDataParallel whose parameters have `dtype`.
 
-    float32 main parameters and moments also under bfloat16. Gradients are clipped by the trainer. ConfigError: it
-    cannot be offloaded.
+    float32 main parameters and moments also under bfloat16. Gradients are clipped by the trainer. ``fused``: Adam is
+    one kernel for all parameters, unless it is offloaded.
     """
     from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
     from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
@@ -49,19 +49,27 @@ def build_optimizer(config: OptimizerConfig, module: Any, dtype: torch.dtype) ->
     if config.offload:
         offload(optimizer)
     fill_adam_state(optimizer)
+    for part in optimizer.chained_optimizers:
+        _choose_kernels(fused and not config.offload, part.optimizer)
+        # What was saved says how it was made then.
+        part.optimizer.register_load_state_dict_post_hook(partial(_choose_kernels, fused and not config.offload))
     return optimizer
 
 
 def offload(optimizer: Any) -> None:
-    """Have the moments in host memory, before there are any. ConfigError: they are another library's."""
-    if not uses_torch_adam(optimizer):
-        kind = type(optimizer.chained_optimizers[0].optimizer)
-        raise ConfigError(
-            f"actor.optimizer.offload: found true with {kind.__module__}.{kind.__name__}, allowed: false, or an "
-            "environment without Transformer Engine and Apex, where torch's Adam is taken"
-        )
+    """Have the moments in host memory, before there are any."""
     for part in optimizer.chained_optimizers:
         part.optimizer = OffloadedAdamW(part.optimizer.param_groups)
+
+
+def _choose_kernels(fused: bool, adam: torch.optim.Optimizer) -> None:
+    """Steps are counted on the device by one kernel, and on the host otherwise."""
+    for group in adam.param_groups:
+        group["fused"] = fused
+        for parameter in group["params"]:
+            state = adam.state.get(parameter, {})
+            if torch.is_tensor(state.get("step")):
+                state["step"] = state["step"].to(parameter.device if fused else "cpu")
 
 
 def uses_torch_adam(optimizer: Any) -> bool:

@@ -61,7 +61,7 @@ class Trainer:
             grad_reduce_in_fp32=True, use_distributed_optimizer=optimizer.distributed, **gradients
         )
         self.module = DistributedDataParallel(model.config, settings, model.module)
-        self.optimizer = build_optimizer(optimizer, self.module, model.dtype)
+        self.optimizer = build_optimizer(optimizer, self.module, model.dtype, model.kernels == "fused")
         self._names: list[str] = []
         """Of the metrics that any rank has ever seen, the same in all of them."""
         self._zero()

@@ -21,16 +21,18 @@ def install() -> None:
         return
     _define_router_gemm()
     _recompute_norms_without_fp8()
-    if _uses_torch_adam():
-        _skip_step_when_loading_shards()
-        _give_each_parameter_its_step()
+    _use_torch_adam()
+    _skip_step_when_loading_shards()
+    _give_each_parameter_its_step()
     _installed = True
 
 
-def _uses_torch_adam() -> bool:
-    from megatron.core.optimizer import Adam
+def _use_torch_adam() -> None:
+    # Without it: which Adam trains depends on whether Transformer Engine or Apex is installed, and the checkpoints of
+    # one do not load into another.
+    from megatron.core import optimizer
 
-    return Adam.__module__.startswith("torch.")
+    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, True
 
 
 def _define_router_gemm() -> None:

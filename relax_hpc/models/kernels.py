@@ -1,0 +1,45 @@
+"""What layers are made of, by the name that `actor.kernels` has: never by what happens to be installed."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from relax_hpc.config.schema import Kernels
+from relax_hpc.errors import ConfigError
+
+_MODULES = {"fused": ("triton", "relax_hpc.models.triton_layers"), "te": ("transformer_engine.pytorch",)}
+
+
+def prepare(kernels: Kernels, device: str) -> None:
+    """Import what ``kernels`` need, before megatron-core's configuration is made.
+
+    ConfigError: a module of theirs is missing or broken, or they do not run on ``device``, "cpu" or "cuda".
+    """
+    for name in _MODULES.get(kernels, ()):
+        # A package built for another torch fails with whatever its loader raises.
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            raise ConfigError(
+                f"actor.kernels: found {kernels}, but {name} cannot be imported ({error}); install it, or set plain"
+            ) from error
+    if device == "cpu" and kernels != "plain" and not (kernels == "fused" and _interprets()):
+        raise ConfigError(f"actor.kernels: found {kernels} on a CPU, allowed: plain; it is compiled for GPUs alone")
+    if kernels == "fused":
+        from relax_hpc.models import triton_layers
+
+        triton_layers.install()
+
+
+def _interprets() -> bool:
+    from triton import knobs
+
+    return knobs.runtime.interpret
+
+
+def transformer_settings(kernels: Kernels, experts: bool) -> dict[str, Any]:
+    """What of megatron-core's transformer configuration they decide. ``experts``: of the layers, whose activation is
+    weighted by token, which ours is not."""
+    fused = kernels == "fused"
+    return {"apply_rope_fusion": fused, "bias_activation_fusion": fused and not experts}

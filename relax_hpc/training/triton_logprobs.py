@@ -1,0 +1,101 @@
+"""`ChunkKernels` in Triton: a chunk's logits are read once in the forward pass, and read and overwritten by their
+gradient in the backward pass, with nothing of their size beside them."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 4096
+_LOWEST = tl.constexpr(-1e30)
+"""Stands for minus infinity, whose difference to itself is not a number."""
+
+
+class TritonKernels:
+    """See the module."""
+
+    def terms(
+        self, logits: Tensor, targets: Tensor, temperature: float, entropy: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """See `ChunkKernels`."""
+        tokens, columns = logits.shape
+        found = torch.empty((4, tokens), dtype=torch.float32, device=logits.device)
+        _terms[(tokens,)](
+            logits, targets, *found, logits.stride(0), columns, 1.0 / temperature, ENTROPY=entropy, **_block(columns)
+        )
+        top, total, expectation, chosen = found
+        return top, total, expectation, chosen
+
+    def slopes(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        temperature: float,
+        log_total: Tensor,
+        d_logprobs: Tensor,
+        entropies: Tensor,
+        d_entropies: Tensor | None,
+    ) -> Tensor:
+        """See `ChunkKernels`; in the place of the logits."""
+        tokens, columns = logits.shape
+        slopes = entropies if d_entropies is None else d_entropies
+        _slopes[(tokens,)](
+            logits,
+            targets,
+            log_total,
+            d_logprobs.contiguous(),
+            entropies,
+            slopes.contiguous(),
+            logits.stride(0),
+            columns,
+            1.0 / temperature,
+            ENTROPY=d_entropies is not None,
+            **_block(columns),
+        )
+        return logits
+
+
+def _block(columns: int) -> dict[str, int]:
+    return {"BLOCK": min(triton.next_power_of_2(columns), _BLOCK), "num_warps": 8}
+
+
+@triton.jit
+def _terms(X, T, TOP, TOTAL, MEAN, CHOSEN, stride, columns, inverse, ENTROPY: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    x, lane = X + row * stride, tl.arange(0, BLOCK)
+    # Each lane keeps its own running maximum m and, relative to it, sum exp(z - m) and sum exp(z - m) (z - m).
+    top = tl.full((BLOCK,), _LOWEST, tl.float32)
+    total, mean = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, columns, BLOCK):
+        inside = start + lane < columns
+        z = tl.load(x + start + lane, mask=inside, other=0.0).to(tl.float32) * inverse
+        new = tl.where(inside, tl.maximum(top, z), top)
+        scale, p = tl.exp(top - new), tl.where(inside, tl.exp(z - new), 0.0)
+        if ENTROPY:
+            mean = (mean + (top - new) * total) * scale + p * (z - new)
+        total = total * scale + p
+        top = new
+    best = tl.max(top, 0)
+    scale = tl.exp(top - best)
+    tl.store(TOP + row, best)
+    tl.store(TOTAL + row, tl.sum(total * scale, 0))
+    tl.store(MEAN + row, tl.sum((mean + (top - best) * total) * scale, 0))
+    target = tl.load(T + row)
+    tl.store(CHOSEN + row, tl.load(x + target, mask=target >= 0, other=0.0).to(tl.float32) * inverse)
+
+
+@triton.jit
+def _slopes(X, T, LSE, G, H, GH, stride, columns, inverse, ENTROPY: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    x, lane = X + row * stride, tl.arange(0, BLOCK)
+    log_total, slope, target = tl.load(LSE + row), tl.load(G + row), tl.load(T + row)
+    for start in range(0, columns, BLOCK):
+        at = start + lane
+        logp = tl.load(x + at, mask=at < columns, other=0.0).to(tl.float32) * inverse - log_total
+        p = tl.exp(logp)
+        d_z = tl.where(at == target, slope, 0.0) - slope * p
+        if ENTROPY:
+            d_z -= tl.load(GH + row) * p * (logp + tl.load(H + row))
+        tl.store(x + at, (d_z * inverse).to(X.dtype.element_ty), mask=at < columns)

@@ -1,0 +1,181 @@
+"""Triton kernels, on a CPU under Triton's interpreter, against the plain layers: values and gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from relax_hpc.config.schema import ActorConfig, Kernels, OptimizerConfig
+from relax_hpc.errors import ConfigError
+from relax_hpc.training.trainer import Trainer
+from tests.requirements import DEVICE, requires
+from tests.test_training_logprobs import OneRank, inputs
+from tests.training_helpers import (  # noqa: F401
+    ALGORITHM,
+    EPS,
+    LR,
+    batch,
+    load,
+    one_rank_fixture,
+    policy,
+    rows,
+    save,
+    tiny_fixture,
+    trainer,
+)
+
+requires("triton", "megatron")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_rank")]
+from relax_hpc.models.layer_spec import RMSNorm  # noqa: E402
+
+NEAR = {"atol": 1e-5, "rtol": 1e-5}
+
+
+def agree(ours: Callable[..., Any], theirs: Callable[..., Any], *given: torch.Tensor) -> None:
+    """In value and in the gradient of every one of ``given``."""
+    results = []
+    for function in (ours, theirs):
+        leaves = [value.detach().clone().to(DEVICE).requires_grad_() for value in given]
+        result = function(*leaves)
+        direction = torch.randn(result.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+        (result * direction).sum().backward()
+        results.append([result.detach(), *(leaf.grad for leaf in leaves)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, **NEAR)
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 8), (7, 48), (600, 16), (3, 5000)])
+def test_norm(rows: int, columns: int):
+    from relax_hpc.models import triton_layers
+
+    def ours(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return triton_layers._RMSNorm.apply(x, weight, 1e-6)
+
+    def theirs(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, weight.shape, weight, 1e-6)
+
+    agree(ours, theirs, random(rows, columns), random(columns))
+    # A head's slice of a wider tensor, as keys are.
+    agree(lambda x, w: ours(x[:, :, :columns], w), lambda x, w: theirs(x[:, :, :columns], w),
+          random(rows, 2, columns + 8), random(columns))  # fmt: skip
+
+
+@pytest.mark.parametrize(("s", "b", "heads", "dim"), [(5, 1, 1, 4), (6, 3, 5, 24), (9, 2, 4, 16)])
+def test_rotary(s: int, b: int, heads: int, dim: int):
+    from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+
+    from relax_hpc.models import triton_layers
+
+    angles = torch.arange(s)[:, None] * 10000.0 ** -torch.linspace(0, 1, dim // 2)
+    angles = torch.cat([angles, angles], 1)[:, None, None].to(DEVICE)
+    for cut in (slice(None), slice(0, heads)):
+        given = random(s, b, 2 * heads, dim) if cut.stop else random(s, b, heads, dim)
+        agree(
+            lambda t, cut=cut: triton_layers.rotary(t[:, :, cut], angles),
+            lambda t, cut=cut: _apply_rotary_pos_emb_bshd(t[:, :, cut], angles),
+            given,
+        )
+    with pytest.raises(ValueError, match="angles of shape"):
+        triton_layers.rotary(given[:, :, :heads].to(DEVICE), angles[..., : dim // 2])
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (5, 3, 34), (70, 2, 128)])
+def test_gated_activation(shape: tuple[int, ...]):
+    from relax_hpc.models import triton_layers
+
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate) * up
+
+    agree(triton_layers.swiglu, plain, random(*shape) * 3)
+
+
+@pytest.mark.parametrize(("vocab", "temperature", "entropy"), [(37, 0.7, True), (5000, 1.0, True), (37, 1.3, False)])
+def test_logprobs_of_a_chunk(vocab: int, temperature: float, entropy: bool):
+    from relax_hpc.training.logprobs import PLAIN, token_logprobs
+    from relax_hpc.training.triton_logprobs import TritonKernels
+
+    states, weight, targets = inputs(9, 8, columns=vocab + 3, vocab=vocab, dtype=torch.float32)
+    targets = targets.to(DEVICE)
+
+    def by(kernels: Any) -> Callable[..., torch.Tensor]:
+        def values(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            logprobs, entropies = token_logprobs(
+                states, weight, targets, vocab, temperature, OneRank(), entropy, kernels
+            )
+            return torch.stack([logprobs, entropies]) if entropy else logprobs
+
+        return values
+
+    agree(by(TritonKernels()), by(PLAIN), states, weight)
+
+
+def test_a_step_is_that_of_plain_layers(tiny: Path):
+    """Log-probs, metrics and weights after it, whose optimizer is one kernel too."""
+    steps = []
+    for kernels in ("plain", "fused"):
+        ours = trainer(tiny, kernels=kernels)
+        logprobs = ours.model.forward_logprobs([batch(rows(1))], 0.9)
+        ours.accumulate([batch(rows(2))])
+        steps.append((np.concatenate(logprobs), ours.step(LR), ours.model.export_hf()))
+    adam = ours.optimizer.chained_optimizers[0].optimizer
+    assert all(group["fused"] for group in adam.param_groups)
+    np.testing.assert_allclose(steps[1][0], steps[0][0], atol=1e-5)
+    assert steps[1][1] == pytest.approx(steps[0][1], rel=1e-4, abs=1e-6)
+    for name, value in steps[0][2].items():
+        torch.testing.assert_close(steps[1][2][name], value, atol=2e-5, rtol=0)
+
+
+def with_adam(directory: Path, kernels: Kernels, distributed: bool) -> Trainer:
+    """Of plain layers, which the interpreter does not slow down, with the Adam of `kernels`."""
+    model = policy(directory)
+    model.kernels = kernels
+    return Trainer(model, ALGORITHM, OptimizerConfig(lr=LR, eps=EPS, distributed=distributed), temperature=0.9)
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_the_optimizer_goes_on_from_checkpoints_of_either_kind(tiny: Path, tmp_path: Path, distributed: bool):
+    """As if it had not been interrupted, and again as one kernel or not, as it is set now."""
+    ends = []
+    for number, (before, after) in enumerate([("plain", "plain"), ("plain", "fused"), ("fused", "plain")]):
+        folder = tmp_path / f"i00000{number}-step-000001"
+        first = with_adam(tiny, before, distributed)
+        first.accumulate([batch(rows(4, seed=1))])
+        first.step(LR)
+        save(folder, first, {"step": 1})
+        ours = with_adam(tiny, after, distributed)
+        load(folder, ours)
+        adam = ours.optimizer.chained_optimizers[0].optimizer
+        assert all(group["fused"] == (after == "fused") for group in adam.param_groups)
+        ours.accumulate([batch(rows(4, seed=2))])
+        ours.step(LR)
+        ends.append(ours.model.export_hf())
+    for end in ends[1:]:
+        for name, value in ends[0].items():
+            torch.testing.assert_close(end[name], value, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layers_that_differ_are_found(tiny: Path, dtype: str, monkeypatch: pytest.MonkeyPatch):
+    """As at the start with Transformer Engine, of which none is here: fused ones pass, and a wrong one is named."""
+    from relax_hpc.models import parity, triton_layers
+
+    plain, fused = (policy(tiny, dtype=dtype, actor=ActorConfig(kernels=name)) for name in ("plain", "fused"))
+    monkeypatch.setattr(parity, "_TOKENS", 48)
+    parity.check(fused.spec, fused.config, "fused", DEVICE, plain.config)
+    monkeypatch.setattr(triton_layers.FusedRMSNorm, "forward", lambda self, x: 1.1 * RMSNorm.forward(self, x))
+    with pytest.raises(ConfigError, match="found fused, one layer of which differs from a plain one: "):
+        parity.check(fused.spec, fused.config, "fused", DEVICE, plain.config)
+    exact = dataclasses.replace(plain.config, layernorm_epsilon=0.5)
+    assert list(parity.differences(plain.spec, exact, "plain", DEVICE, plain.config))
