@@ -111,6 +111,17 @@ def test_the_command_prints_it_and_says_what_does_not_fit(capsys: pytest.Capture
     assert {role["role"] for place in found["places"] for role in place["roles"]} == {"rollout", "actor", "actor_fwd"}
 
 
+def test_what_cannot_be_reckoned_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["plan", f"--config={CLUSTERS['1-nodes']}"]
+    assert main([*line, f"--model.path={MODELS}/Qwen3-4B", "--actor.parallel.tensor=3"]) == 78
+    assert "actor.parallel.tensor: found 3, allowed: a divisor" in capsys.readouterr().err
+    assert main([*line, "--model.path=/nowhere"]) == 78
+    assert "found no config.json in /nowhere" in capsys.readouterr().err
+    # Others say what is wrong with these.
+    flags = {"rollout.engine.flags": {"tp_size": 0, "mem_fraction_static": "much", "max_total_tokens": None}}
+    assert not list(check_memory(sized("1-nodes", "Qwen3-4B", **flags)))
+
+
 def test_what_cannot_fit_is_refused_before_it_is_submitted() -> None:
     (found,) = check_memory(sized("1-nodes", "Qwen3-8B"))
     assert (

@@ -18,7 +18,7 @@ def check_memory(config: Config) -> Iterator[str]:
         return
     try:
         spec = spec_at(config.model)
-        places = plan(config, spec) if not any(_misfits(config, spec)) else []
+        places = plan(config, spec) if not any(misfits(config, spec)) else []
     except ConfigError:
         return
     for place in places:
@@ -30,6 +30,8 @@ def check_memory(config: Config) -> Iterator[str]:
             )
 
 
-def _misfits(config: Config, spec: ModelSpec) -> Iterator[str]:
-    for role in RANKED:
-        yield from spec.misfits(getattr(config, role).parallel)
+def misfits(config: Config, spec: ModelSpec) -> Iterator[str]:
+    """How roles of the run cut the model as it cannot be cut, one line each."""
+    placed = {role for group in config.groups.values() for role in group.roles}
+    for role in placed.intersection(RANKED):
+        yield from (f"{role}.parallel.{misfit}" for misfit in spec.misfits(getattr(config, role).parallel))

@@ -287,11 +287,15 @@ def _plan(given: dict[str, Any]) -> int:
         return EXIT_DONE
     if layers.mistakes:
         raise ConfigError(*(mistake.text for mistake in layers.mistakes))
+    from relax_hpc.checks.memory import misfits
     from relax_hpc.checks.model_files import spec_at
     from relax_hpc.plan import view
 
     config = resolve(build(Config, layers.tree))
-    return view.main(config, spec_at(config.model), as_json)
+    spec = spec_at(config.model)
+    if wrong := sorted(misfits(config, spec)):
+        raise ConfigError(*(layers.placed(one) for one in wrong))
+    return view.main(config, spec, as_json)
 
 
 def _layers(given: dict[str, Any]) -> Layers | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from relax_hpc.config.schema import Config
 from relax_hpc.models.spec import ModelSpec
-from relax_hpc.plan.roles import ENGINE_SHARE, longest_row
+from relax_hpc.plan.roles import ENGINE_SHARE, engine_flag, longest_row
 
 Change = dict[str, Any]
 """Dotted keys -> values."""
@@ -86,9 +86,9 @@ def _of_split(config: Config, spec: ModelSpec, role: str) -> Iterator[Change]:
 
 def _of_engine(config: Config, spec: ModelSpec) -> Iterator[Change]:
     flags = config.rollout.engine.flags
-    if flags.get("mem_fraction_static", ENGINE_SHARE) < ENGINE_SHARE:
+    if 0 < engine_flag(flags, "mem_fraction_static") < ENGINE_SHARE:
         yield {"rollout.engine.flags.mem_fraction_static": ENGINE_SHARE}
-    while (size := int(flags.get("tp_size", 1)) * 2) <= MAX_TENSOR and spec.heads % size == 0:
+    while (size := int(engine_flag(flags, "tp_size") or 1) * 2) <= MAX_TENSOR and spec.heads % size == 0:
         change: Change = {"rollout.engine.flags.tp_size": size}
         if config.rollout.replicas % 2 == 0:
             change["rollout.replicas"] = config.rollout.replicas // 2

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from relax_hpc.config.schema import Config, ParallelConfig
 from relax_hpc.models.spec import ModelSpec
 from relax_hpc.plan.footprint import GIB, Footprint
@@ -129,15 +132,15 @@ def engine(config: Config, spec: ModelSpec, group: str, per_node: int, gpu_bytes
     ``per_node``: engines on a node.
     """
     flags, item, longest = config.rollout.engine.flags, ITEM_BYTES[config.model.dtype], longest_row(config)
-    tensor, pipeline = int(flags.get("tp_size", 1)), int(flags.get("pp_size", 1))
-    share = flags.get("mem_fraction_static")
+    tensor, pipeline = (int(engine_flag(flags, name) or 1) for name in ("tp_size", "pp_size"))
+    share = engine_flag(flags, "mem_fraction_static")
     whole = parameters(spec, ParallelConfig(), 0) * item
     weights = parameters(spec, ParallelConfig(tensor=tensor), 0) * item / pipeline
     # Key-value heads are repeated where there are more ranks than heads.
     token = 2 * max(1, spec.groups // tensor) * spec.head_dim * spec.layers / pipeline * item
-    room = max(0.0, float(share or ENGINE_SHARE) * gpu_bytes - weights)
-    if limit := flags.get("max_total_tokens"):
-        room = min(room, float(limit) * token)
+    room = max(0.0, (share or ENGINE_SHARE) * gpu_bytes - weights)
+    if limit := engine_flag(flags, "max_total_tokens"):
+        room = min(room, limit * token)
     kept = int(room // token)
     said = "" if share else f" (mem_fraction_static is not set, taken for {ENGINE_SHARE})"
     need = f"keys and values of one row of {longest:,} tokens need {token * longest / GIB:.1f} GiB"
@@ -146,12 +149,18 @@ def engine(config: Config, spec: ModelSpec, group: str, per_node: int, gpu_bytes
         group=group,
         split=f"{config.rollout.replicas} engines, tensor {tensor}, pipeline {pipeline}",
         gpus=config.rollout.replicas * tensor * pipeline,
-        resident={"weights": weights, "keys and values": room, "CUDA, NCCL, graphs": 2 * CONTEXT_BYTES},
+        resident={"weights": weights, "keys and values": room, "CUDA, NCCL, graphs": CONTEXT_BYTES},
         pinned={"weights of a version": whole},
         host={"processes": per_node * (1 + tensor * pipeline) * PROCESS_BYTES},
         note=f"keys and values of {kept:,} tokens, {kept // longest:,} rows of {longest:,}{said}",
         lack="" if kept >= longest else f"{need}, and {room / GIB:.1f} are left",
     )
+
+
+def engine_flag(flags: Mapping[str, Any], name: str) -> float:
+    """0 where it is not set, or is nothing that SGLang would take."""
+    found = flags.get(name)
+    return found if type(found) in (int, float) and found >= (1 if name.endswith("_size") else 0) else 0
 
 
 def _split(parallel: ParallelConfig, more: str) -> str:

@@ -46,13 +46,13 @@ class OffloadedAdamW(torch.optim.AdamW):
         """See `torch.optim.Optimizer.step`; there is no ``closure``. The host waits for the last moment to be back."""
         assert closure is None
         arriving, leaving, computing = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.current_stream()
-        # What a gradient is must be known before a copy runs ahead of it.
+        emptied = [torch.cuda.Event(), torch.cuda.Event()]
+        # Rooms may have been made by what still runs here.
         arriving.wait_stream(computing)
         for number, piece in enumerate(self._pieces()):
             rooms = self._room(number % 2, piece.parameter)
             with torch.cuda.stream(arriving):
-                # Behind the copy that has emptied this room.
-                arriving.wait_stream(leaving)
+                arriving.wait_event(emptied[number % 2])
                 moments = [room[: piece.parameter.numel()] for room in rooms]
                 for moment, host in zip(moments, piece.moments, strict=True):
                     moment.copy_(host, non_blocking=True)
@@ -62,6 +62,7 @@ class OffloadedAdamW(torch.optim.AdamW):
             with torch.cuda.stream(leaving):
                 for moment, host in zip(moments, piece.moments, strict=True):
                     host.copy_(moment, non_blocking=True)
+            emptied[number % 2].record(leaving)
         leaving.synchronize()
 
     def _room(self, number: int, like: Tensor) -> list[Tensor]:
