@@ -10,7 +10,7 @@ import torch
 from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.training.away import StateAway
 from relax_hpc.training.trainer import Trainer
-from tests.training_helpers import LR, batch, one_rank_fixture, rows, tiny_fixture, trainer  # noqa: F401
+from tests.training_helpers import LR, batch, load, one_rank_fixture, rows, save, tiny_fixture, trainer  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -39,14 +39,18 @@ def held(ours: Trainer) -> int:
 
 @pytest.mark.parametrize(("dtype", "distributed"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
 def test_the_device_has_nothing_of_it_meanwhile_and_training_goes_on_bit_for_bit(
-    tiny: Path, dtype: str, distributed: bool
+    tiny: Path, tmp_path: Path, dtype: str, distributed: bool
 ):
+    """From a checkpoint on, which brings tensors of its own."""
     one, other = (trainer(tiny, dtype=dtype, optimizer={"distributed": distributed}) for _ in range(2))
+    train(one, range(1))
+    save(tmp_path / "i000001-step-000001", one, {"step": 1})
+    load(tmp_path / "i000001-step-000001", other)
     away = StateAway(other)
     weights = sum(parameter.nbytes for parameter in other.model.module.parameters())
     # Moments in float32, gradients too, and main parameters beside those in bfloat16.
     assert away.bytes >= weights * (4 if dtype == "float32" else 9)
-    assert train(one, range(3)) == train(other, range(3), away)
+    assert train(one, range(1, 4)) == train(other, range(1, 4), away)
     exported = one.model.export_hf()
     assert all(torch.equal(value, exported[name]) for name, value in other.model.export_hf().items())
 

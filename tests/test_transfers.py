@@ -11,7 +11,9 @@ from tests.requirements import requires
 requires("torch", "megatron")
 
 import torch  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
 
+from relax_hpc.engines.sglang.slab_loader import copying  # noqa: E402
 from relax_hpc.models.hf_files import SafetensorFiles  # noqa: E402
 from relax_hpc.weights.transfers import Transfers, batches, pieces  # noqa: E402
 from tests.training_helpers import one_rank_fixture, policy, tiny_fixture  # noqa: E402, F401
@@ -45,6 +47,25 @@ def test_pieces_fit_and_batches_too():
     assert max(source.nbytes for source, _ in cut) <= 1024
     assert all(sum(source.nbytes for source, _ in batch) <= 4096 for batch in batches(iter(cut), 4096))
     assert [one for batch in batches(iter(cut), 4096) for one in batch] == cut
+
+
+def test_of_a_mapped_file_a_rank_copies_its_slices_alone(tmp_path: Path):
+    """As SGLang's weight loaders do it: narrow, then copy; what is no part of the file is left alone."""
+    whole = {"column": torch.randn(8, 6), "row": torch.randn(6, 8)}
+    save_file(whole, tmp_path / "model.safetensors")
+    sent: list[torch.Tensor] = []
+    transfers = Transfers(CPU, True, 1024)
+    send, transfers.send = transfers.send, lambda asked: (sent.extend(one for one, _ in asked), send(asked))
+    with SafetensorFiles(tmp_path) as files:
+        views, other = {name: files[name][:] for name in whole}, torch.zeros(2)
+        fused, row = torch.zeros(2, 4, 6), torch.nn.Parameter(torch.zeros(6, 4))
+        with copying(transfers, list(views.values())):
+            fused[1].copy_(views["column"].narrow(0, 4, 4))
+            row.data.copy_(views["row"].narrow(1, 4, 4))
+            other.copy_(torch.ones(2))
+    assert torch.equal(fused[1], whole["column"][4:]) and torch.equal(row.data, whole["row"][:, 4:])
+    assert not fused[0].any() and other.all()
+    assert sum(one.nbytes for one in sent) == (8 * 6 + 6 * 8) * 4 // 2
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from relax_hpc.errors import ConfigError
 
@@ -114,6 +114,15 @@ def check_names(spec: ModelSpec, found: dict[str, tuple[int, ...]], source: str)
             raise ConfigError(f"{source}: tensor {name} is missing, expected shape {list(size)}")
         if tuple(found[name]) != size:
             raise ConfigError(f"{source}: tensor {name} has shape {list(found[name])}, expected {list(size)}")
+
+
+def cut(piece: Piece, tensor: Any, parts: int, rank: int) -> Tensor:
+    """The slice of `piece` for tensor-parallel `rank` of `parts`, without a copy and without the rows of zeros.
+
+    `tensor` is the whole tensor or anything that slices like it, such as a lazy safetensors slice.
+    """
+    start, stop, _ = piece.bounds(parts, rank) if piece.axis is not None else (0, piece.shape[0], 0)
+    return tensor[:, start:stop] if piece.axis == 1 else tensor[start:stop]
 
 
 def join(piece: Piece, parts: Sequence[Tensor]) -> Tensor:

@@ -38,8 +38,8 @@ class Policy(Beside):
         self.spec, self.peak = model.spec, peak_of(model, self.config)
         self.inner = InnerRoles(model, self.config, context.model)
         self.trainer = trainer_of(model, self.config)
-        self.away = StateAway(self.trainer) if self.config.colocate else None
-        """Where the weights and the optimizer's state are while engines have the devices."""
+        self.away: StateAway | None = None
+        """With `colocate`, from `resumed` on: where weights and optimizer are while engines have the devices."""
         self.publisher = Publisher(
             context.run,
             context.client,
@@ -63,6 +63,9 @@ class Policy(Beside):
 
     def resumed(self, step: int) -> None:
         """See `Beside`."""
+        if self.config.colocate:
+            # Not before a checkpoint is loaded, which brings other tensors.
+            self.away = StateAway(self.trainer)
         self.publish(step, due=True)
         self.end_step()
 

@@ -25,8 +25,8 @@ class StateAway:
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        """``trainer``: with its optimizer's state. ConfigError: some of its memory cannot be given back, or the host
-        has too little."""
+        """``trainer``: with its optimizer's state, as it stays from now on. ConfigError: some of its
+        memory cannot be given back, or the host has too little."""
         self.device = trainer.model.device
         kept, zero = self._memory(_state(trainer)), self._memory(_gradients(trainer))
         self._kept = list(kept.values())

@@ -21,6 +21,7 @@ from relax_hpc.models.hf_mapping import (
     Piece,
     all_pieces,
     check_names,
+    cut,
     join,
     split,
     split_views,
@@ -109,9 +110,8 @@ class PolicyModel:
         """This rank's slice of each tensor of ``source``, not read yet, and where in the live parameters it belongs."""
         for entry in self._entries:
             for piece in entry.pieces:
-                start, stop = self._bounds(piece)
-                whole, view = source[piece.name], self._view(entry, piece)
-                mine = whole[:, start:stop] if piece.axis == 1 else whole[start:stop]
+                view = self._view(entry, piece)
+                mine = cut(piece, source[piece.name], self.layout.tensor_size, self.layout.tensor_rank)
                 yield mine.reshape(view.shape), view
                 if padding := self._padding(entry, piece):
                     self._parameters[entry.name].detach()[-padding:].zero_()
