@@ -19,7 +19,9 @@ from relax_hpc.algorithms.batch import TokenBatch
 from relax_hpc.algorithms.correction import correction, effective_share
 from relax_hpc.algorithms.kl import KL_ESTIMATORS
 from relax_hpc.algorithms.losses import MAX_SUFFIX, mean_metrics
+from relax_hpc.errors import ConfigError
 from relax_hpc.fields import loss_fields
+from relax_hpc.roles.advantages import require_finite
 from tests.effort import effort
 
 NAMES = ("logprobs", "entropy", "mask", *loss_fields())
@@ -459,3 +461,12 @@ print([name for name in sys.modules if name == "torch" or name.startswith("relax
 """
     done = subprocess.run([sys.executable, "-c", code], timeout=60, check=True, capture_output=True, text=True)
     assert done.stdout == "[]\n"
+
+
+def test_advantages_that_are_no_numbers_are_a_mistake_of_the_algorithm() -> None:
+    """What would be refused, and made again by every incarnation, ends the run at once."""
+    rows = [{"row_id": f"000000003.0{k}.00", "reward": 1.0} for k in range(2)]
+    made = [{"row_id": row["row_id"], "advantages": np.array([0.0, k and math.nan])} for k, row in enumerate(rows)]
+    require_finite(rows[:1], made[:1], Algorithm(name="mine"))
+    with pytest.raises(ConfigError, match=r"mine gives advantages that are not finite, of row 0+3\.01"):
+        require_finite(rows, made, Algorithm(name="mine"))

@@ -13,6 +13,7 @@ import pytest
 from relax_hpc.checks import files
 from relax_hpc.checks.settings import check, check_request
 from relax_hpc.config import load
+from relax_hpc.fields import FIELDS, FieldSpec
 from tests.model_files import model_directory
 from tests.run_helpers import QUICKSTART
 
@@ -113,6 +114,9 @@ FINDINGS = [
     ({"rollout.reward": "answer_exct"}, ["rollout.reward: found 'answer_exct'", "did you mean"]),
     ({"eval.reward": "no.such:reward"}, ["eval.reward: 'no.such:reward': importing"]),
     ({"rollout.processes": 2, "rollout.replicas": 3}, ["rollout.processes: found 2", "what divides them"]),
+    ({"rollout.replicas": 2, "rollout.without": ["rollout/2"]}, ["found 'rollout/2', allowed: rollout/0 to 1"]),
+    ({"rollout.without": ["rollout-2/0"]}, ["process 0 of rollout-2 none of its engines, allowed: at least one"]),
+    ({"rollout.without": ["actor/0"]}, ["rollout.without: found 'actor/0', allowed: rollout/0 to 0"]),
     ({"rollout.engine.port": 65535, "rollout.replicas": 2}, ["rollout.engine.port: found 65535", "at most 65534"]),
     (
         {"rollout.engine.flags.model_path": "x"},
@@ -150,6 +154,18 @@ def test_findings(tmp_path: Path, overrides: dict[str, Any], parts: list[str]) -
 )
 def test_runs_with_and_without_forward_groups_that_are_good(tmp_path: Path, overrides: dict[str, Any]) -> None:
     assert check(load([QUICKSTART], {"run_dir": str(tmp_path / "run")} | overrides)) == []
+
+
+def test_engines_that_take_turns_with_the_actor_all_serve(tmp_path: Path) -> None:
+    over = {"run_dir": str(tmp_path / "run"), "colocate": True, "rollout.replicas": 2, "rollout.without": ["rollout/1"]}
+    found = check(load([QUICKSTART], over))
+    assert any(one.startswith("rollout.without: found rollout/1 with colocate, allowed: none") for one in found)
+
+
+def test_who_trains_gives_no_fields(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load([QUICKSTART], {"run_dir": str(tmp_path / "run")})
+    monkeypatch.setitem(FIELDS, "values", FieldSpec("values", "token", "float32", "expected reward", by="actor"))
+    assert any("found role actor, which trains and gives values, allowed: one of both" in one for one in check(config))
 
 
 def test_busy_port(tmp_path: Path) -> None:

@@ -17,12 +17,12 @@ from relax_hpc.config.schema import TinyModelConfig
 from relax_hpc.data.prompts import PromptRules, Tokenizer, load_tokenizer
 from relax_hpc.data.tiny_model import make_tiny_model
 from relax_hpc.engines.engine import BadAnswer, Draft, GenerateRequest, Generation, Sampling
-from relax_hpc.errors import ConfigError
+from relax_hpc.errors import EXIT_RETRY, ConfigError, RelaxError
 from relax_hpc.lifecycle.establish import check_resumable
 from relax_hpc.rewards import get_reward
 from relax_hpc.rollout.episodes import Repeat, play
 from relax_hpc.rundir import RunDir
-from relax_hpc.tasks import Task, eval_reward, get_task, train_reward
+from relax_hpc.tasks import Task, eval_reward, files, get_task, train_reward
 from relax_hpc.tasks.files import eval_files, make_files, open_evals, open_train, train_file
 from relax_hpc.tasks.sort_digits import sets_of, sort_answer
 from tests.prompt_helpers import load_prompts
@@ -81,6 +81,31 @@ class Needs(Task):
     def __init__(self, path: str) -> None: ...
 
 
+class Flaky(Task):
+    """A hub of data sets that does not answer ``left`` times."""
+
+    left = 2
+
+    def rows(self, split: str, data: object) -> Iterator[dict[str, Any]]:
+        yield {"id": 1, "prompt": "1?", "answer": "1"}
+        if Flaky.left:
+            Flaky.left -= 1
+            raise ConnectionResetError("reset by peer")
+        yield {"id": 2, "prompt": "2?", "answer": "2"}
+
+
+class Dawdling(Task):
+    """Its own time is as long as it is told, after a response that takes longer."""
+
+    def __init__(self, own_s: float = 60.0) -> None:
+        self.own_s = own_s
+
+    async def episode(self, request: GenerateRequest, ask: Any) -> Generation:
+        first = await ask(request)
+        await asyncio.sleep(self.own_s)
+        return first
+
+
 def config_of(task: str, **over: Any) -> Config:
     return load([], {"data.task": task, "data.max_prompt_tokens": 32, **over})
 
@@ -133,6 +158,33 @@ def test_rows_of_a_task_become_files_unless_files_are_named(tmp_path: Path, toke
         made(tmp_path / "three", tokenizer, config_of("tests.test_tasks:Broken"))
     with pytest.raises(ConfigError, match=r"data\.task: Typos: row 1 of train: FileNotFoundError: .*'/no/such/file'"):
         made(tmp_path / "four", tokenizer, config_of("tests.test_tasks:Typos"))
+
+
+def test_rows_whose_source_does_not_answer_are_asked_for_again_and_are_no_mistake(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "PAUSES_S", (0.0, 0.0))
+    config = config_of("tests.test_tasks:Flaky")
+    monkeypatch.setattr(Flaky, "left", 2)
+    assert len(train_file(made(tmp_path / "one", tokenizer, config), config).read_text().splitlines()) == 2
+    monkeypatch.setattr(Flaky, "left", 3)
+    with pytest.raises(RelaxError, match=r"Flaky: row 2 of train: ConnectionResetError: reset .*again") as found:
+        made(tmp_path / "two", tokenizer, config)
+    assert found.value.exit_code == EXIT_RETRY and not (tmp_path / "two" / "data" / "train.jsonl").exists()
+
+
+def test_an_episode_has_a_deadline_for_what_it_does_itself() -> None:
+    turn = Generation([7, 2], [-1.0] * 2, np.ones(2, np.int32), "stop")
+    request = GenerateRequest((5, 6), "p", 0, Sampling(1.0, 1.0, (), 0), 4)
+
+    async def slow(asked: GenerateRequest) -> Generation:
+        await asyncio.sleep(0.3)
+        return turn
+
+    assert asyncio.run(play(Dawdling(0.0), request, slow, 0.2)) is turn, "the engine's time does not count"
+    late = asyncio.run(play(Dawdling(), request, slow, 0.2))
+    assert isinstance(late, BadAnswer) and late.reason == "episode_timeout"
+    assert str(late).endswith("not done in 0.2 s of its own (rollout.episode_timeout_s)")
 
 
 @pytest.mark.parametrize(

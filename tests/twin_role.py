@@ -18,6 +18,8 @@ NAME, FOLDER = "twin", "TWIN_POINTS"
 ROLES[NAME] = Role("tests.twin_role", needs=ROLES["actor"].needs, trains=True, finishes_first=True)
 
 _LOOK_S = 0.02
+_HELD_S = 240.0
+"""A test that is at its end, or was killed, says go no more."""
 
 
 def install(folder: Path) -> dict[str, str]:
@@ -45,7 +47,9 @@ def come_to(point: str) -> None:
     folder = Path(os.environ[FOLDER])
     if (folder / f"{point}.asked").exists():
         (folder / f"{point}.asked").rename(folder / f"{point}.held")
+        deadline = time.monotonic() + _HELD_S
         while not (folder / f"{point}.go").exists():
+            assert time.monotonic() < deadline, f"{point}: held for {_HELD_S} s"
             time.sleep(_LOOK_S)
 
 

@@ -11,11 +11,11 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from relax_hpc.config.groups import base_name, ranks_of
+from relax_hpc.config.groups import base_name, ranks_of, trainers_of
 from relax_hpc.config.schema import Config, SimulatedConfig
 from relax_hpc.engines.kinds import findings_of
 from relax_hpc.errors import ConfigError
-from relax_hpc.fields import FIELDS
+from relax_hpc.fields import FIELDS, fields_by
 from relax_hpc.models import megatron_settings
 from relax_hpc.protocol import misfit
 from relax_hpc.tasks import get_task, misfits
@@ -241,6 +241,12 @@ def _kernels(config: Config) -> Findings:
 
 def _fields(config: Config) -> Findings:
     """Whether somebody gives what the algorithm needs; `_groups` and `_forward` say more of what losses mostly need."""
+    for name in trainers_of(config.groups):
+        if gives := fields_by(name):
+            yield (
+                f"groups: found role {name}, which trains and gives {', '.join(gives)}, allowed: one of both, as what "
+                "it claims is settled when the step is trained; have a role that does not train give them"
+            )
     algorithm, usual = config.algorithm, {"old_logprobs", "ref_logprobs"}
     groups = {role for group in config.groups.values() for role in group.roles}.union(ALWAYS_NEEDED)
     late = [(name, groups.union(config.actor.forward), "") for name in {*algorithm.loss_needs()} - usual]

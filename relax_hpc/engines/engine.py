@@ -26,6 +26,7 @@ FaultReason = Literal[
     "update_failed",
     "unsupported",
     "episode_exception",
+    "episode_timeout",
 ]
 Ended = Literal["stop", "length", "abort", "partial"]
 """What a response has come to; `partial`: it has not ended yet."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from relax_hpc.algorithms import Algorithm
 from relax_hpc.algorithms.base import Prompt, rewards_of
+from relax_hpc.errors import ConfigError
 from relax_hpc.roles.context import END, HUB, Context
 from relax_hpc.transfer_queue.client.claims import check_claim
 from relax_hpc.transfer_queue.row_schema import Row, by_prompt
@@ -23,6 +24,17 @@ def advantages_of(rows: Sequence[Row], algorithm: Algorithm, seed: int) -> list[
     if algorithm.shuffle_rewards:
         prompts = shuffled(prompts, seed)
     return [{"row_id": row["row_id"], **made} for row, made in zip(rows, algorithm.given(prompts), strict=True)]
+
+
+def require_finite(rows: Sequence[Row], made: Sequence[Row], algorithm: Algorithm) -> None:
+    """ConfigError: what the algorithm gives is not finite. The same rewards would give it again."""
+    for row, given in zip(rows, made, strict=True):
+        for name in algorithm.gives:
+            if name in given and not np.isfinite(given[name]).all():
+                raise ConfigError(
+                    f"algorithm.name: {algorithm.name} gives {name} that are not finite, of row {row['row_id']} with "
+                    f"reward {row.get('reward')}; mend it (does it divide by a spread or a count that may be 0?)"
+                )
 
 
 def shuffled(prompts: Sequence[Prompt], seed: int) -> list[list[list[Row]]]:
@@ -52,5 +64,6 @@ def run(context: Context) -> None:
                 continue
             rows = client.rows(claim)
             made = advantages_of(rows, config.algorithm, config.seed)
+            require_finite(rows, made, config.algorithm)
             client.put(claim.lacking(made), config.algorithm.gives, claim)
         context.report(claim.step, client.store.ways.since_last())

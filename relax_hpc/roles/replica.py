@@ -280,7 +280,7 @@ class Replica:
         """How an episode ends, asked for again while the engine fails, a few times in a row at most."""
         while True:
             with contextlib.suppress(Repeat):
-                made = await play(self.rollout.task, request, self.once)
+                made = await play(self.rollout.task, request, self.once, self.config.rollout.episode_timeout_s)
                 return made if isinstance(made, BadAnswer) else last_response(made)
 
     async def once(self, request: GenerateRequest, counted: bool = True) -> Generation | BadAnswer:

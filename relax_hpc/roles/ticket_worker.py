@@ -173,7 +173,8 @@ class TicketWorker:
         """One of them; asked for again while the engine fails. Repeat: it failed, which is not ``counted``."""
         while request := attempt.request(k, self.rollout.sampling, self.config.rollout.max_new_tokens):
             with contextlib.suppress(*([Repeat] if counted else [])):
-                return await play(self.rollout.task, request, lambda asked: self.replica.once(asked, counted))
+                limit_s = self.config.rollout.episode_timeout_s
+                return await play(self.rollout.task, request, lambda asked: self.replica.once(asked, counted), limit_s)
         return attempt.drafts[k].so_far()
 
     async def failed(self, attempt: Attempt, failure: Failure) -> NextAttempt:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
+import math
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -21,10 +25,54 @@ class Repeat(Exception):
     """An engine failed to answer, which is counted; it is to be asked again."""
 
 
+class OwnTime:
+    """Ends what runs in it once it has taken ``seconds``, without those in which an engine was asked."""
+
+    def __init__(self, seconds: float) -> None:
+        self._left, self._asked, self._since = seconds, 0, 0.0
+        self._timeout = asyncio.timeout(seconds)
+
+    async def __aenter__(self) -> OwnTime:
+        self._since = _now()
+        await self._timeout.__aenter__()
+        return self
+
+    async def __aexit__(self, *about: Any) -> bool | None:
+        return await self._timeout.__aexit__(*about)
+
+    @property
+    def is_over(self) -> bool:
+        return self._timeout.expired()
+
+    @contextlib.contextmanager
+    def stands(self) -> Iterator[None]:
+        """Several blocks may overlap, of requests that are asked side by side."""
+        if not self._asked:
+            self._left -= _now() - self._since
+            self._timeout.reschedule(None)
+        self._asked += 1
+        try:
+            yield
+        finally:
+            self._asked -= 1
+            if not self._asked and not self._timeout.expired():
+                self._since = _now()
+                self._timeout.reschedule(self._since + max(0.0, self._left))
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
 async def play(
-    task: Task, request: GenerateRequest, once: Callable[[GenerateRequest], Awaitable[Answer]]
+    task: Task,
+    request: GenerateRequest,
+    once: Callable[[GenerateRequest], Awaitable[Answer]],
+    limit_s: float = math.inf,
 ) -> Answer | Episode:
     """One attempt at the prompt of ``request``; ``once`` asks the engine for one response.
+
+    ``limit_s``: for an episode of the task's own, without what its responses take.
 
     A task that has its own way to play gets requests without a draft: what there is of a turn is no episode. What it
     raises costs the prompt group. Repeat: as ``once``.
@@ -32,16 +80,25 @@ async def play(
     if not task.makes("episode"):
         return await once(request)
 
+    own = OwnTime(limit_s)
+
     async def ask(asked: GenerateRequest) -> Generation:
-        answer = await once(dataclasses.replace(asked, draft=None))
+        with own.stands():
+            answer = await once(dataclasses.replace(asked, draft=None))
         if isinstance(answer, BadAnswer):
             raise answer
         return answer
 
     try:
-        made = _sound(await task.episode(dataclasses.replace(request, draft=None), ask))
+        async with own:
+            playing = await task.episode(dataclasses.replace(request, draft=None), ask)
+        made = _sound(playing)
     except BadAnswer as bad:
         return bad
+    except TimeoutError as error:
+        if own.is_over:
+            return BadAnswer("episode_timeout", f"not done in {limit_s:g} s of its own (rollout.episode_timeout_s)")
+        return BadAnswer("episode_exception", f"TimeoutError: {error}")
     except (RelaxError, EngineFault, Repeat):
         raise
     except Exception as error:  # a user's method may raise anything

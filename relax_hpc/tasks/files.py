@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
@@ -12,9 +13,18 @@ from typing import Any
 from relax_hpc.config.schema import Config
 from relax_hpc.data.prompt_file import PromptFile, index_of, open_prompts
 from relax_hpc.data.prompts import PromptRules, Tokenizer
-from relax_hpc.errors import ConfigError
+from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.rundir import RunDir
 from relax_hpc.tasks import Task, get_task
+
+PAUSES_S = (1.0, 5.0, 20.0)
+"""Before rows are asked for again, whose network or filesystem did not answer."""
+_WRONG = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+"""Of errors of files and networks those that are there the next time too."""
+
+
+class _Away(Exception):
+    """What rows are read from does not answer."""
 
 
 def train_file(run: RunDir, config: Config) -> Path:
@@ -75,11 +85,21 @@ def make_files(run: RunDir, config: Config, tokenizer: Tokenizer) -> None:
 
 
 def _write(path: Path, task: Task, made: Callable[[], Iterable[Mapping[str, Any]]], most: int | None = None) -> None:
-    """The rows that ``made`` gives, not more than ``most``. ConfigError: it does not."""
+    """The rows that ``made`` gives, not more than ``most``. ConfigError: it does not, and never will. RelaxError: what
+    it reads from is not there now, asked a few times."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".partial")
-    with unfinished.open("w") as file:
-        file.writelines(islice(_lines(made, f"{type(task).__name__}: row", path.stem), most))
+    for pause in (*PAUSES_S, None):
+        try:
+            with unfinished.open("w") as file:
+                file.writelines(islice(_lines(made, f"{type(task).__name__}: row", path.stem), most))
+        except _Away as away:
+            if pause is None:
+                raise RelaxError(f"{away}; a run that is started again asks for it again") from away
+            print(f"{away}; again in {pause:.0f} s", flush=True)
+            time.sleep(pause)
+        else:
+            break
     unfinished.replace(path)
 
 
@@ -89,6 +109,10 @@ def _lines(made: Callable[[], Iterable[Mapping[str, Any]]], who: str, split: str
         for row in made():
             yield json.dumps(row) + "\n"
             number += 1
+    except _WRONG as error:
+        raise ConfigError(f"data.task: {who} {number} of {split}: {type(error).__name__}: {error}") from error
+    except (OSError, EOFError) as error:
+        raise _Away(f"data.task: {who} {number} of {split}: {type(error).__name__}: {error}") from error
     except Exception as error:  # a user's method may raise anything
         raise ConfigError(
             f"data.task: {who} {number} of {split}: {type(error).__name__}: {error}; "
