@@ -466,9 +466,9 @@ class World:
         at_once = 1 if dealt and self.service.state.tasks.in_sets else tickets[-1] - tickets[0] + 1
         rows = [tokens for row in self.read(task, claim).values() for tokens in row["lengths"]]
         assert tickets == sorted(tickets) and place // boundary == (place + at_once - 1) // boundary
-        assert len(tickets) == 1 or (sum(rows) if dealt else len(rows) * max(rows)) <= self.budget
+        assert len(tickets) == 1 or sum(rows) <= self.budget
         for batch in [batch for rank in claim["assignment"] for batch in rank]:
-            assert len(batch) == 1 or len(batch) * max(rows[number] for number in batch) <= MAX_TOKENS
+            assert len(batch) == 1 or sum(rows[number] for number in batch) <= MAX_TOKENS
         return claim
 
     def act_actor(self, choice: int) -> bool:

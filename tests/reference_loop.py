@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from relax_hpc.config import Config, load
-from relax_hpc.config.schema import ActorConfig, ParallelConfig
+from relax_hpc.config.schema import ParallelConfig
 from relax_hpc.data.prompts import Prompt, PromptRules, load_tokenizer, prompt_at, prompts_of
 from relax_hpc.data.rows import read_rows
 from relax_hpc.engines import make_engine
@@ -124,9 +124,9 @@ class Loop:
         groups = [self.generate(ticket) for ticket in range(number * size, (number + 1) * size)]
         self.judge(groups)
         self.score(groups)
-        record = StepRecord(number, [row for group in groups for row in group])
+        record, actor = StepRecord(number, [row for group in groups for row in group]), self.config.actor
         for mini_batch in self.config.algorithm.passes * split(groups, self.config.algorithm.mini_batches):
-            for micro_batch in balanced(mini_batch, self.config.actor):
+            for micro_batch in micro_batches(mini_batch, actor.max_tokens_per_micro_batch, actor.balance_window):
                 self.trainer.accumulate([tensors(micro_batch, self.config)])
             lr = learning_rate(self.config.actor.optimizer, number, self.config.steps)
             record.updates.append(self.trainer.step(lr))
@@ -200,34 +200,18 @@ def split(groups: Sequence[Group], parts: int) -> list[Sequence[Group]]:
     return [groups[start : start + size] for start in range(0, len(groups), size)]
 
 
-def micro_batches(groups: Sequence[Group], budget: int) -> Iterator[list[Row]]:
-    """Rows that go through the model together: windows of whole groups, cut again only where one group is too large."""
-    for window in windows(groups, budget):
-        yield from split_rows([row for group in window for row in group], budget)
+def micro_batches(groups: Sequence[Group], budget: int, window: int = 1) -> Iterator[list[Row]]:
+    """Rows that go through the model together, of windows of whole groups, each in few parts of about equal size."""
+    for window_groups in windows(groups, window * budget):
+        yield from split_rows([row for group in window_groups for row in group], budget)
 
 
-def balanced(groups: Sequence[Group], actor: ActorConfig) -> Iterator[list[Row]]:
-    """The actor's: windows are wider, rows of similar length are together, in their order within a micro-batch."""
-    budget = actor.max_tokens_per_micro_batch
-    for window in windows(groups, actor.balance_window * budget, padded=False):
-        rows = [row for group in window for row in group]
-        longest_first = sorted(range(len(rows)), key=lambda number: -len(rows[number]["token_ids"]))
-        while longest_first:
-            count = max(1, budget // len(rows[longest_first[0]]["token_ids"]))
-            yield [rows[number] for number in sorted(longest_first[:count])]
-            del longest_first[:count]
-
-
-def windows(groups: Sequence[Group], budget: int, padded: bool = True) -> Iterator[list[Group]]:
-    """Runs of consecutive groups whose rows, padded to the longest of the run or not, fill at most `budget` tokens.
-
-    A group that is larger than that stands alone.
-    """
+def windows(groups: Sequence[Group], budget: int) -> Iterator[list[Group]]:
+    """Runs of consecutive groups whose rows have at most `budget` tokens together; a larger group stands alone."""
     start = 0
     for end in range(1, len(groups) + 1):
-        following = [len(row["token_ids"]) for group in groups[start : end + 1] for row in group]
-        tokens = len(following) * max(following) if padded else sum(following)
-        if end == len(groups) or tokens > budget:
+        following = sum(len(row["token_ids"]) for group in groups[start : end + 1] for row in group)
+        if end == len(groups) or following > budget:
             yield list(groups[start:end])
             start = end
 

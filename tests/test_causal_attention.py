@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from relax_hpc.models.packs import PackSplit, Places
 from relax_hpc.training import parallel
 from tests.effort import effort
 from tests.requirements import DEVICE, requires
@@ -28,9 +29,12 @@ BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 0.02}
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     parallel.import_libraries(DEVICE, 0)
-    from relax_hpc.models.layer_spec import CausalAttention
+    from relax_hpc.models.attention import CausalAttention
 
-    return CausalAttention(SimpleNamespace())(q, k, v, None)
+    rows = Places.of([len(q)] * q.shape[1], PackSplit()).rows(0, q.device)
+    one_after_the_other = (x.transpose(0, 1).flatten(0, 1).unsqueeze(1) for x in (q, k, v))
+    out = CausalAttention(SimpleNamespace(context_parallel_size=1))(*one_after_the_other, packed_seq_params=rows)
+    return out.squeeze(1).unflatten(0, (q.shape[1], -1)).transpose(0, 1)
 
 
 def by_formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ def test_a_claim_from_before_a_rollback_is_given_back_and_training_goes_on(monke
         spans=lambda *_, **__: nullcontext(SPAN),
         report=print,
     )
-    parallel = SimpleNamespace(max_tokens_per_micro_batch=9, parallel=SimpleNamespace(data=1))
+    parallel = SimpleNamespace(pack_tokens=9, parallel=SimpleNamespace(data=1))
     about = {"forward": parallel, "placeholders": {}}
     scorer = SimpleNamespace(**about, load=lambda data: None, score=lambda rows: [np.zeros(1, np.float32)])
     forward._lead(context, ranks, scorer, every=1)

@@ -167,7 +167,7 @@ def lengths_of(ticket: int) -> list[int]:
     return [3 + (5 * ticket) % 7, *(1 + (ticket + row) % 3 for row in range(1 + ticket % 3))]
 
 
-def generated(plan: Plan, order: list[int], budget: int, boundary: int, padded: bool) -> list[tuple[int, ...]]:
+def generated(plan: Plan, order: list[int], budget: int, boundary: int) -> list[tuple[int, ...]]:
     """Windows of the reference when prompt groups of various lengths arrive in ``order``."""
     state, windows = QueueState(plan), []
     state.apply({"op": "resume", "task": "actor", "incarnation": 1, "step": 0})
@@ -178,15 +178,15 @@ def generated(plan: Plan, order: list[int], budget: int, boundary: int, padded: 
         put = {"key": f"p{ticket}", "shard": {"name": f"s{ticket}"}, "rows": [row], "refused": {}, "lease": 0}
         put |= {"owner": ["rollout", 1], "saved": True}
         state.apply({"op": "put", "fields": list(GENERATED), **put})
-        windows += claim_all(state, budget, boundary, padded)
+        windows += claim_all(state, budget, boundary)
     state.apply({"op": "down", "group": "reference", "incarnation": 1})
-    assert claim_all(state, budget, boundary, padded) == windows, "windows of a dead owner come back as they were"
+    assert claim_all(state, budget, boundary) == windows, "windows of a dead owner come back as they were"
     return windows
 
 
-def claim_all(state: QueueState, budget: int, boundary: int, padded: bool) -> list[tuple[int, ...]]:
+def claim_all(state: QueueState, budget: int, boundary: int) -> list[tuple[int, ...]]:
     windows = []
-    while window := claimable(state, "reference", budget, boundary, padded):
+    while window := claimable(state, "reference", budget, boundary):
         windows.append(window)
         claim = {"task": "reference", "owner": ["reference", 1], "key": f"c{state.leases.next}", "assignment": []}
         state.apply({"op": "claim", "number": state.leases.next, "tickets": list(window), **claim})
@@ -195,27 +195,25 @@ def claim_all(state: QueueState, budget: int, boundary: int, padded: bool) -> li
 
 @pytest.mark.parametrize("boundary", [2, 4, 8])
 @pytest.mark.parametrize("budget", [1, 30, 55, 1000])
-@pytest.mark.parametrize("padded", [True, False])
-def test_windows_in_order_do_not_depend_on_arrival(budget, boundary, padded):
+def test_windows_in_order_do_not_depend_on_arrival(budget, boundary):
     plan = Plan.of(small(8, 2, 1))
-    expected = generated(plan, list(range(8)), budget, boundary, padded)
+    expected = generated(plan, list(range(8)), budget, boundary)
     assert [ticket for window in expected for ticket in window] == list(range(8))
     for seed in range(8):
         order = random.Random(seed).sample(range(8), 8)
-        assert generated(plan, order, budget, boundary, padded) == expected
+        assert generated(plan, order, budget, boundary) == expected
     for window in expected:
         assert window[0] // boundary == window[-1] // boundary
         rows = [tokens for ticket in window for tokens in lengths_of(ticket)]
-        assert len(window) == 1 or (len(rows) * max(rows) if padded else sum(rows)) <= budget
+        assert len(window) == 1 or sum(rows) <= budget
 
 
-@pytest.mark.parametrize("padded", [True, False])
-def test_a_window_that_is_full_waits_for_no_other_group(padded):
+def test_a_window_that_is_full_waits_for_no_other_group():
     plan = Plan.of(small(8, 2, 1))
     rows = lengths_of(0)
-    least = len(rows) * max(rows) + 2 * max(rows) - 1 if padded else sum(rows) + 1
-    assert generated(plan, [0], least, 8, padded) == [(0,)], "any other one has two rows at least"
-    assert generated(plan, [0], least + 1, 8, padded) == []
+    least = sum(rows) + 1
+    assert generated(plan, [0], least, 8) == [(0,)], "any other one has two rows at least"
+    assert generated(plan, [0], least + 1, 8) == []
 
 
 def test_an_older_incarnation_can_change_nothing():

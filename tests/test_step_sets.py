@@ -99,7 +99,7 @@ def test_a_step_goes_on_without_a_straggler_until_its_last_step_has_come():
     assert it.admit("rollout", 2, 2) == [6, 7]
     it.put("rollout", 6, 2), it.put("rollout", 7, 2)
     assert it.claim() is None, "tickets 0 and 2 may not come later"
-    waiting = awaited(it.state, "actor", BUDGET, 2, padded=False)
+    waiting = awaited(it.state, "actor", BUDGET, 2)
     assert waiting == ("rollout", "stragglers of rollout")
     it.put("rollout", 2, 0)
     assert it.claim() is None

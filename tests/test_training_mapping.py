@@ -16,8 +16,9 @@ from relax_hpc.models.hf_mapping import (
     split,
     stage_entries,
 )
+from relax_hpc.models.packs import PackSplit
 from relax_hpc.models.qwen3 import Qwen3
-from relax_hpc.training.batches import collate, split_rows
+from relax_hpc.training.batches import collate
 from relax_hpc.training.optimizer import learning_rate
 
 SHAPE = Qwen3(hidden=8, inner=12, layers=4, heads=8, groups=4, head_dim=2, vocab=13, tied=False)
@@ -77,24 +78,25 @@ def test_wrong_tensors_are_refused_by_name(change, says):
         check_names(SHAPE, shapes, "somewhere")
 
 
-def test_collate_pads_right_and_leaves_out_what_a_row_lacks():
+def test_collate_packs_rows_and_leaves_out_what_a_row_lacks():
     rows = [{"token_ids": [5, 6, 7], "old_logprobs": [0.0, -1.0, -2.0]}, {"token_ids": [8]}]
-    batch = collate(rows, 0, "cpu", multiple=2)
-    assert batch.tokens.tolist() == [[5, 6, 7, 0], [8, 0, 0, 0]]
+    batch = collate(rows, 9, "cpu", PackSplit(sequence=3))
+    assert batch.tokens.tolist() == [[5, 6, 7, 8, 9, 9]] and batch.packed.positions.tolist() == [0, 1, 2, 0, 0, 1]
+    assert batch.packed.queries == batch.packed.keys == [3, 1, 2] and batch.packed.query_ends.tolist() == [0, 3, 4, 6]
     assert batch.lengths == [3, 1] and "old_logprobs" not in batch.fields and not batch.mask.any()
+    assert batch.mask.shape == (2, 3) and batch.scored.tokens.tolist() == [6, 7]
+    assert batch.scored.placed(torch.tensor([1.0, 2.0]), batch.mask.shape).tolist() == [[0, 1, 2], [0, 0, 0]]
 
 
 def test_what_a_models_forward_pass_takes_of_a_row_comes_with_it():
-    rows = [{"token_ids": [5, 6], "token_versions": [0, 7]}, {"token_ids": [8], "token_versions": [0]}]
-    batch = collate(rows, 0, "cpu", also=("token_versions",))
-    assert batch.fields["token_versions"].tolist() == [[0, 7], [0, 0]]
-
-
-def test_micro_batches_keep_order_and_budget():
-    rows = [{"token_ids": [0] * length} for length in (3, 4, 1, 9, 2, 2)]
-    parts = split_rows(rows, 8)
-    assert [row for part in parts for row in part] == rows
-    assert [[len(row["token_ids"]) for row in part] for part in parts] == [[3, 4], [1], [9], [2, 2]]
+    rows = [{"token_ids": [5, 6], "token_versions": [[0, 1], [7, 2]]}, {"token_ids": [8], "token_versions": [[3, 4]]}]
+    (found,) = collate(rows, 0, "cpu", PackSplit(sequence=4), also=("token_versions",)).inputs["token_versions"]
+    assert found.tolist() == [[0, 1], [7, 2], [3, 4], [0, 0]]
+    cut = [collate(rows, 0, "cpu", PackSplit(1, 2, rank), also=("token_versions",)) for rank in range(2)]
+    assert [one.tokens.tolist() for one in cut] == [[[5, 0, 8, 0]], [[6, 0, 0, 0]]]
+    assert cut[1].inputs["token_versions"][0].tolist() == [[7, 2], [0, 0], [0, 0], [0, 0]]
+    # What the first rank predicts is the second one's.
+    assert [one.scored.tokens.tolist() for one in cut] == [[6], []]
 
 
 def test_learning_rate_warms_up_and_decays_linearly():

@@ -1,4 +1,4 @@
-"""Two ranks, split in every way, agree with one; their checkpoints load into one."""
+"""Two and four ranks, split in every way, agree with one; their checkpoints load into one."""
 
 from __future__ import annotations
 
@@ -27,6 +27,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline": {"parallel": {"pipeline": 2}, "recompute": "selective"},
 }
 """What of the `actor` section two ranks have; one rank shards its optimizer as they do, and has nothing else of it."""
+OF_FOUR: dict[str, dict[str, Any]] = {
+    "context and tensor": {"parallel": {"context": 2, "tensor": 2, "sequence_parallel": True}},
+    "context and pipeline": {"parallel": {"context": 2, "pipeline": 2}, "recompute": "full"},
+    "context and data": {"parallel": {"context": 2, "data": 2}, "optimizer": {"distributed": True}},
+}
+"""The same of four."""
 
 
 def one_rank_run(layout: dict[str, Any], directory: Path, checkpoint: Path | None = None) -> tuple[list, dict, list]:
@@ -54,30 +60,31 @@ def trained(model: Path) -> Trainer:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(one_rank: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[bool, Path], dict[str, Path]]:
-    """Models, tied and not, and by case the folder in which two processes left what they found."""
+def several(one_rank: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[bool, Path], dict[str, Path]]:
+    """Models, tied and not, and by case the folder in which two or four processes left what they found."""
     root = tmp_path_factory.mktemp("ranks")
-    models = {tied: tiny_model(root, tied) for tied in (False, True)}
+    models, outs = {tied: tiny_model(root, tied) for tied in (False, True)}, {}
     save(root / "i000001-step-000005", trained(models[False]), {"step": 5})
-    outs, words = {}, []
-    for number, name in enumerate([*LAYOUTS, FROM_ONE]):
-        (out := root / f"{number}").mkdir()
-        model, checkpoint = models[is_tied(name)], root / "i000001-step-000005" if name == FROM_ONE else ""
-        words += [json.dumps(LAYOUTS.get(name, LAYOUTS["tensor and sequence"])), model, out, checkpoint]
-        outs[name] = out
-    launch(2, *words, timeout_s=480.0)
+    for world, cases in ((2, LAYOUTS | {FROM_ONE: LAYOUTS["tensor and sequence"]}), (4, OF_FOUR)):
+        words = []
+        for number, (name, layout) in enumerate(cases.items()):
+            (out := root / f"{world}-{number}").mkdir()
+            model, checkpoint = models[is_tied(name)], root / "i000001-step-000005" if name == FROM_ONE else ""
+            words += [json.dumps(layout), model, out, checkpoint]
+            outs[name] = out
+        launch(world, *words, timeout_s=480.0)
     return models, outs
 
 
 def is_tied(name: str) -> bool:
-    return name not in ("tensor and sequence", FROM_ONE)
+    return "tensor" not in name and name != FROM_ONE
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_two_ranks_agree_with_one(two_ranks, name: str):
-    layout = LAYOUTS[name]
+@pytest.mark.parametrize("name", LAYOUTS | OF_FOUR)
+def test_several_ranks_agree_with_one(several, name: str):
+    layout = (LAYOUTS | OF_FOUR)[name]
     replicas = layout["parallel"].get("data", 1)
-    directory, out = two_ranks[0][is_tied(name)], two_ranks[1][name]
+    directory, out = several[0][is_tied(name)], several[1][name]
     logprobs, weights, metrics = one_rank_run(layout, directory)
     for replica in range(replicas):
         found = load_file(out / f"logprobs-{replica}.safetensors")["logprobs"].numpy()
@@ -96,8 +103,8 @@ def test_two_ranks_agree_with_one(two_ranks, name: str):
     assert resumed[2][0] == pytest.approx(metrics[1], rel=1e-4, abs=1e-5)
 
 
-def test_a_checkpoint_of_one_rank_goes_on_in_two(two_ranks):
-    models, outs = two_ranks
+def test_a_checkpoint_of_one_rank_goes_on_in_two(several):
+    models, outs = several
     ours = trained(models[False])
     ours.accumulate([batch(rows(4, seed=9))])
     ours.step(LR)
@@ -123,6 +130,6 @@ def test_a_split_that_does_not_fit_the_model_is_refused():
         check_split(dense, ParallelConfig(tensor=4))
     with pytest.raises(ConfigError, match="a divisor of the model's num_hidden_layers, 3"):
         check_split(dense, ParallelConfig(pipeline=2))
-    for split in ("tensor", "pipeline"):
+    for split in ("tensor", "pipeline", "context"):
         with pytest.raises(ConfigError, match=f"{split}: found 2, allowed: 1, as experts are not split"):
             check_split(mixed, ParallelConfig(**{split: 2}))

@@ -29,10 +29,11 @@ from relax_hpc.config.schema import (
 )
 from relax_hpc.data.tiny_model import make_tiny_model
 from relax_hpc.models.hf_files import read_config
+from relax_hpc.models.packs import PackSplit
 from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.roles.inner import InnerRoles
 from relax_hpc.training import parallel
-from relax_hpc.training.batches import Batch, collate
+from relax_hpc.training.batches import WHOLE, Batch, collate
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.trainer import Trainer
 from relax_hpc.transfer_queue.lengths import packed
@@ -135,8 +136,8 @@ def streamed(samples: list[Row], ranks: int, arrival: Sequence[int]) -> list[lis
     return windows
 
 
-def batch(samples: list[Row], multiple: int = 1) -> Batch:
-    return collate(samples, 0, DEVICE, multiple)
+def batch(samples: list[Row], split: PackSplit = WHOLE) -> Batch:
+    return collate(samples, 0, DEVICE, split)
 
 
 def policy(

@@ -144,9 +144,9 @@ class LateReader:
 
 def check(trainer: Trainer, out: Path) -> None:
     """Log-probs of the rows, one optimizer step, a checkpoint, and a second step that streams its rows."""
-    layout, multiple = trainer.model.layout, trainer.model.length_multiple
+    layout, split = trainer.model.layout, trainer.model.pack_split
     mine = helpers.rows(8)[layout.data_rank :: layout.data_size]
-    micro = [helpers.batch(mine[start : start + 2], multiple) for start in range(0, len(mine), 2)]
+    micro = [helpers.batch(mine[start : start + 2], split) for start in range(0, len(mine), 2)]
     scored = trainer.model.forward_logprobs(micro, 0.9)
     assert (scored is not None) == layout.leader
     if layout.leader:
@@ -155,13 +155,13 @@ def check(trainer: Trainer, out: Path) -> None:
     inner, steps = helpers.inner_roles(trainer.model), []
     inner.begin_step()
     # The second replica has nothing to do in the first step.
-    trainer.accumulate([helpers.batch(helpers.rows(4, seed=9), multiple)] if layout.data_rank == 0 else [])
+    trainer.accumulate([helpers.batch(helpers.rows(4, seed=9), split)] if layout.data_rank == 0 else [])
     steps.append(trainer.step(helpers.LR))
     first = trainer.model.export_hf()
     helpers.save(out / "i000001-step-000001", trainer, {"step": 1})
     check_a_save_that_fails(trainer, out)
     for window in windows_of(trainer):
-        trainer.accumulate([helpers.batch(samples, multiple) for samples in window[layout.data_rank]])
+        trainer.accumulate([helpers.batch(samples, split) for samples in window[layout.data_rank]])
         check_inner(inner, micro, scored)
     steps.append(trainer.step(helpers.LR))
     second = trainer.model.export_hf()

@@ -157,7 +157,7 @@ def digest_of(marker: Path) -> str:
 def layout_of(trainer: Trainer) -> list[int]:
     """By which random states can be restored."""
     layout = trainer.model.layout
-    return [layout.tensor_size, layout.pipeline_size, layout.data_size]
+    return [layout.tensor_size, layout.pipeline_size, layout.data_size, layout.context_size]
 
 
 def optimizer_of(trainer: Trainer) -> dict[str, Any]:

@@ -63,15 +63,16 @@ class StagedState:
 class StateWriter:
     """The torch_dist format, version 1, one file a rank; each shard once, data-parallel replicas sharing the work."""
 
-    def __init__(self, channel: Channel, data_size: int, pinned: bool) -> None:
-        """``channel``: for the thread that writes. ``pinned``: copies come from a GPU."""
+    def __init__(self, channel: Channel, copies: int, pinned: bool) -> None:
+        """``channel``: for the thread that writes. ``copies``: ranks with the same weights.
+        ``pinned``: what is copied comes from a GPU."""
         self.channel, self.pinned = channel, pinned
         self._room = torch.empty(0, dtype=torch.uint8)
         self._coming: Future[torch.Tensor] | None = None
         self._checked = False
         self._copier = Copier("checkpoint-copy")
         self._share: FullyParallelSaveStrategyWrapper | None = None
-        if data_size > 1:
+        if copies > 1:
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
             # Asked for the shares of the ranks alone; what it wraps never writes.
             inner = TorchDistSaveShardedStrategy("torch_dist", 1)

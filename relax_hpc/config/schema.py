@@ -193,17 +193,23 @@ class RolloutConfig:
 
 @dataclass(kw_only=True, slots=True)
 class ParallelConfig:
-    """How a training or forward group splits the model. Ranks = tensor * pipeline * data."""
+    """How a training or forward group splits the model. Ranks = tensor * pipeline * context * data."""
 
     tensor: int = bounded(1, 1)
     pipeline: int = bounded(1, 1)
+    context: int = bounded(1, 1)
+    """Ranks that share each row, every one with as many of its tokens: for rows that are too long for one. A
+    micro-batch is as many times larger."""
     data: int = bounded(1, 1)
     sequence_parallel: bool = False
 
     @property
     def ranks(self) -> int:
         """Processes of the group."""
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.pipeline * self.context * self.data
+
+    def __str__(self) -> str:
+        return f"tensor {self.tensor} * pipeline {self.pipeline} * context {self.context} * data {self.data}"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -239,11 +245,12 @@ class ActorConfig:
     trains on it, with its own parallelism and micro-batches. Less hardware, a longer step, and for each of them
     one more copy of the weights in host memory."""
     max_tokens_per_micro_batch: int = bounded(8192, 1)
-    """Padded tokens a data-parallel rank takes through one forward and backward pass."""
+    """Tokens that a rank takes through one forward and backward pass: rows lie in it one after the other, without
+    padding. A longer row is a micro-batch of its own."""
     balance_window: int = bounded(4, 1)
     """Micro-batches of each data-parallel rank whose tokens make a window, of prompt groups in ticket order. Within it
-    rows are balanced over the ranks by length, and those of similar length share a micro-batch: a larger one is
-    balanced better and padded less, a smaller one is trained sooner."""
+    rows are balanced over the ranks by length and dealt to few micro-batches of equal size: a larger one is balanced
+    better and has fewer, a smaller one is trained sooner."""
     kernels: Kernels = "plain"
     """What the layers of the policy are made of, in the forward roles too. `plain`: torch, on every device; `fused`:
     Triton kernels for norms, rotary embedding, gated activation and log-probabilities, and one for Adam, on GPUs; `te`:
@@ -258,6 +265,11 @@ class ActorConfig:
     """Seconds that a pass over a training batch takes, in which nothing is computed and the weights stay as they are:
     for trying a cluster, and for measuring what is around training. 0: train."""
 
+    @property
+    def pack_tokens(self) -> int:
+        """Of a micro-batch, over the context ranks that share it."""
+        return self.max_tokens_per_micro_batch * self.parallel.context
+
 
 @dataclass(kw_only=True, slots=True)
 class ForwardConfig:
@@ -265,6 +277,11 @@ class ForwardConfig:
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     max_tokens_per_micro_batch: int = bounded(8192, 1)
+
+    @property
+    def pack_tokens(self) -> int:
+        """Of a micro-batch, over the context ranks that share it."""
+        return self.max_tokens_per_micro_batch * self.parallel.context
 
 
 Durability = Literal["commit", "flush", "none"]

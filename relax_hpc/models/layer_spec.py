@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from relax_hpc.config.schema import Kernels
+from relax_hpc.models.attention import CausalAttention
 
 
 def layer_spec(config: TransformerConfig, kernels: Kernels) -> TransformerBlockSubmodules:
@@ -61,17 +62,3 @@ class RMSNorm(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., hidden_size] -> the same shape."""
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
-class CausalAttention(torch.nn.Module):
-    """Causal attention by torch's scaled_dot_product_attention; right padding needs no mask under causality."""
-
-    def __init__(self, config: TransformerConfig, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
-        super().__init__()
-        self.scale = softmax_scale
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        """[s, b, heads, dim] each, fewer heads in key and value -> [s, b, heads * dim]."""
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
-        return out.permute(2, 0, 1, 3).flatten(2)

@@ -16,6 +16,7 @@ from relax_hpc.config.schema import ActorConfig, Kernels, ModelConfig, ParallelC
 from relax_hpc.errors import ConfigError
 from relax_hpc.models import megatron_settings
 from relax_hpc.models.layer_spec import layer_spec
+from relax_hpc.models.rotary import PackRotary
 from relax_hpc.models.spec import ModelSpec
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -83,6 +84,7 @@ def _settings(spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig) -> 
         bf16=dtype is torch.bfloat16,
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
+        context_parallel_size=parallel.context,
         sequence_parallel=parallel.sequence_parallel and parallel.tensor > 1,
         # Losses are sums; the trainer divides once by the step's weight.
         calculate_per_token_loss=True,
@@ -121,7 +123,7 @@ def build(
     spec: ModelSpec, config: TransformerConfig, device: str, first: bool, last: bool, kernels: Kernels = "plain"
 ) -> HiddenStateModel:
     """A pipeline stage with random weights, holding the embedding if `first` and the output layer if `last`."""
-    return HiddenStateModel(
+    model = HiddenStateModel(
         config=config,
         transformer_layer_spec=layer_spec(config, kernels),
         vocab_size=spec.padded_vocab(config.tensor_model_parallel_size),
@@ -130,4 +132,6 @@ def build(
         post_process=last,
         share_embeddings_and_output_weights=spec.tied,
         **spec.rotary(),
-    ).to(device)
+    )
+    model.rotary_pos_emb = PackRotary(model.rotary_pos_emb, device)
+    return model.to(device)

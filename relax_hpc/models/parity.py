@@ -13,6 +13,7 @@ from relax_hpc.config.schema import Kernels
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.hf_mapping import NAMES
 from relax_hpc.models.layer_spec import layer_spec
+from relax_hpc.models.packs import PackSplit, Places
 from relax_hpc.models.spec import ModelSpec
 
 _TOKENS = 128
@@ -91,9 +92,10 @@ def _run(spec: ModelSpec, layer: torch.nn.Module, hidden: Tensor, direction: Ten
     hidden = hidden.detach().requires_grad_()
     powers = torch.arange(0, spec.head_dim, 2, device=hidden.device) / spec.head_dim
     tokens = layer.config.tensor_model_parallel_size if layer.config.sequence_parallel else 1
-    angles = torch.arange(tokens * len(hidden), device=hidden.device)[:, None] * spec.rope_base**-powers
+    rows = Places.of([tokens * len(hidden)], PackSplit()).rows(0, hidden.device)
+    angles = rows.positions[:, None] * spec.rope_base**-powers
     angles = torch.cat([angles, angles], 1)[:, None, None]
-    output, _ = layer(hidden, attention_mask=None, rotary_pos_emb=angles)
+    output, _ = layer(hidden, attention_mask=None, rotary_pos_emb=angles, packed_seq_params=rows)
     (output.float() * direction).sum().backward()
     found = dict(zip(_VALUES, (output.detach(), hidden.grad), strict=True))
     return found | {name: value.grad for name, value in layer.named_parameters()}

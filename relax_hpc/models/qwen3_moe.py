@@ -69,7 +69,7 @@ class Qwen3Moe(ModelSpec):
 
     def misfits(self, parallel: ParallelConfig) -> Iterator[str]:
         """Experts are not split over ranks yet."""
-        for name in ("tensor", "pipeline"):
+        for name in ("tensor", "pipeline", "context"):
             if (found := getattr(parallel, name)) > 1:
                 yield f"{name}: found {found}, allowed: 1, as experts are not split over ranks yet"
 

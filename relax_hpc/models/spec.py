@@ -15,7 +15,6 @@ from relax_hpc.models.rules import DECODER, NUMBER, ROPE, SIZE, Rule, one_of, ro
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
-    from torch import Tensor
 
     from relax_hpc.config.schema import Kernels, ParallelConfig
     from relax_hpc.models.megatron import HiddenStateModel
@@ -215,9 +214,11 @@ class ModelSpec:
 
         return build(self, config, device, first, last, kernels)
 
-    def inputs(self, batch: Batch) -> dict[str, Tensor | None]:
+    def inputs(self, batch: Batch) -> dict[str, Any]:
         """What the forward pass is given for a micro-batch, by the names of its arguments."""
-        import torch
-
-        positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
-        return {"input_ids": batch.tokens, "position_ids": positions, "attention_mask": None}
+        return {
+            "input_ids": batch.tokens,
+            "position_ids": batch.packed.positions[None],
+            "attention_mask": None,
+            "packed_seq_params": batch.packed,
+        }

@@ -18,7 +18,7 @@ import numpy as np
 from relax_hpc.models.hf_files import read_config
 from relax_hpc.roles.context import END, HUB, NEWS, Context
 from relax_hpc.roles.ranks import Ranks
-from relax_hpc.training.batches import PAD, collate, split_rows
+from relax_hpc.training.batches import PAD, collate
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.transfer_queue.client import Claim, News, QueueClient
 from relax_hpc.transfer_queue.client.claims import check_claim
@@ -49,10 +49,10 @@ class Scorer:
 
     def score(self, rows: Sequence[Row]) -> list[np.ndarray]:
         """Log-probabilities [tokens] of each row; complete in the leader."""
-        mine = self.ranks.mine(rows)
-        parts = split_rows([rows[index] for index in mine], self.forward.max_tokens_per_micro_batch)
-        multiple, also = self.model.length_multiple, self.model.spec.row_fields
-        batches = [collate(part, PAD, self.model.device, multiple, also) for part in parts]
+        parts = self.ranks.parts(rows, self.forward.pack_tokens)
+        split, also = self.model.pack_split, self.model.spec.row_fields
+        batches = [collate([rows[n] for n in part], PAD, self.model.device, split, also) for part in parts]
+        mine = [number for part in parts for number in part]
         return self.ranks.collect(rows, mine, self.model.forward_logprobs(batches, self.temperature))
 
     def load(self, staged: Staged) -> None:
@@ -108,7 +108,7 @@ def _hear(context: Context, ranks: Ranks) -> dict[str, Any]:
 def _lead(context: Context, ranks: Ranks, scorer: Scorer, every: int) -> None:
     client, role = context.client, context.role
     assert client is not None
-    budget = scorer.forward.max_tokens_per_micro_batch * scorer.forward.parallel.data
+    budget = scorer.forward.pack_tokens * scorer.forward.parallel.data
     weights = _Weights(context, ranks, scorer, every) if every else None
     work: Future = client.claim_later(role, budget)
     while True:

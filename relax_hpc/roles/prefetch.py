@@ -74,7 +74,7 @@ class Prefetch:
         """
         config, client, task = self.context.config, self.context.client, self.context.role
         settings, ranks = self.settings, self.ranks.layout.data_size
-        most, size = settings.max_tokens_per_micro_batch, config.prompts_per_step // config.algorithm.mini_batches
+        most, size = settings.pack_tokens, config.prompts_per_step // config.algorithm.mini_batches
         budget, about = settings.balance_window * most * ranks, {"ranks": ranks, "max_tokens": most, "batch": batch}
         while True:
             claim = client.claim_later(task, budget, size, _AHEAD_S, **about).result()

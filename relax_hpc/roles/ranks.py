@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from relax_hpc.training.meeting import store_of
 from relax_hpc.transfer_queue.client import Claim, QueueClient, read_rows
 from relax_hpc.transfer_queue.client.claims import APPEARS_S, still_held
 from relax_hpc.transfer_queue.row_schema import Row
-from relax_hpc.transfer_queue.samplers import share
+from relax_hpc.transfer_queue.samplers import schedule
 from relax_hpc.transfer_queue.storage.shard import ShardError
 from relax_hpc.transfer_queue.storage.shard_store import ShardReader, files_of, planes_of
 from relax_hpc.transport import SlabPool
@@ -99,10 +100,11 @@ class Ranks:
         self._client.give_back(claim)
         return False
 
-    def mine(self, rows: Sequence[Row]) -> list[int]:
-        """Numbers of the rows that this data-parallel rank takes, ascending; the ranks' tokens are balanced."""
-        sizes = [len(row["token_ids"]) for row in rows]
-        return share(sizes, self.layout.data_size)[self.layout.data_rank]
+    def parts(self, rows: Sequence[Row], max_tokens: int) -> list[list[int]]:
+        """The micro-batches of this data-parallel rank, as numbers of rows: of about as many tokens as the others', and
+        as many, see `samplers.schedule`."""
+        lengths = {number: len(row["token_ids"]) for number, row in enumerate(rows)}
+        return schedule(lengths, self.layout.data_size, max_tokens)[self.layout.data_rank]
 
     def collect(
         self, rows: Sequence[Row], mine: Sequence[int], values: Sequence[np.ndarray] | None
@@ -110,7 +112,7 @@ class Ranks:
         """Per-token ``values`` that data-parallel leaders have for ``mine``; in the leader, of all rows in order."""
         if self.size == 1:
             assert values is not None
-            return list(values)
+            return [value for _, value in sorted(zip(mine, values, strict=True), key=itemgetter(0))]
         lengths = [len(row["token_ids"]) for row in rows]
         starts = np.concatenate([[0], np.cumsum(lengths)])
         flat = torch.zeros(int(starts[-1]), dtype=torch.float32)

@@ -227,7 +227,7 @@ class TrainerRole:
     def batches(self, window: Window) -> list[Batch]:
         """This data rank's micro-batches of a window, as the queue has assigned them."""
         assigned, model = window.claim.assignment[self.ranks.layout.data_rank], self.trainer.model
-        rows, counts, about = window.rows, episode_tokens(window.rows), (model.length_multiple, model.spec.row_fields)
+        rows, counts, about = window.rows, episode_tokens(window.rows), (model.pack_split, model.spec.row_fields)
         return [
             collate([rows[n] for n in part], PAD, model.device, *about, [counts[n] for n in part]) for part in assigned
         ]

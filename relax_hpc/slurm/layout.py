@@ -233,8 +233,7 @@ def _uneven(config: Config, group: str, role: str) -> str:
     parallel, nodes = getattr(config, role).parallel, group_of(config, group).resources.nodes
     return (
         f"groups.{group}.resources.nodes: found {nodes}, allowed: a divisor of {role}'s {parallel.ranks} ranks "
-        f"({role}.parallel: tensor {parallel.tensor} * pipeline {parallel.pipeline} * data {parallel.data}); "
-        "change either"
+        f"({role}.parallel: {parallel}); change either"
     )
 
 

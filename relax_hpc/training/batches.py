@@ -1,9 +1,9 @@
-"""Rows of the queue as padded tensors."""
+"""Rows of the queue as packs: their tokens one after the other, and padded tables of what the loss takes."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,21 +11,25 @@ import torch
 from torch import Tensor
 
 from relax_hpc.fields import FIELDS, loss_fields
+from relax_hpc.models.packs import PackedRows, PackSplit, Places
 from relax_hpc.transfer_queue.row_ids import place_of
 from relax_hpc.transfer_queue.row_schema import Row
+from relax_hpc.transfer_queue.samplers import micro_batches
 
 PAD = 0
-"""Token id after a row's end; nothing that is used depends on it."""
+"""Token id where no row is; nothing that is used depends on it."""
+WHOLE = PackSplit()
+"""A pack that one rank has all of."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """The n tokens of a batch that get log-probabilities, in the order of its rows: int64 [n] each."""
+    """The n tokens whose log-probabilities this rank makes, in the order of its pack: int64 [n] each."""
 
     tokens: Tensor
     """Their ids."""
     states: Tensor
-    """Which of the model's hidden states [s, b], by number, predicts each: that of the token before it."""
+    """Which of this rank's hidden states [t] predicts each: that of the token before it."""
     places: Tensor
     """Where its value stands among [b, s], by number."""
 
@@ -36,72 +40,103 @@ class Scored:
 
 @dataclass(slots=True)
 class Batch:
-    """A micro-batch of b rows, right padded to s tokens."""
+    """A micro-batch of b rows of at most s tokens, of whose pack this rank has t."""
 
     tokens: Tensor
-    """[b, s] int64."""
+    """[1, t] int64."""
+    packed: PackedRows
+    """Where the rows are in it."""
     mask: Tensor
     """[b, s] float32, 1 where the token was chosen by the policy and is trained on."""
     lengths: list[int]
-    """Tokens of each row before padding."""
+    """Tokens of each row."""
     episode_tokens: Tensor
     """[b, 1] float32: trained tokens of all rows of the row's episode, some of which other batches may have."""
     scored: Scored
     """Tokens that are trained, and all of a row that says of none whether it is; the first of a row is predicted by
     nothing. Found on the host: a device would have to be waited for."""
     fields: dict[str, Tensor] = field(default_factory=dict)
-    """By name, [b, s, *tail] of the declared type: of the fields that were asked for, those that every row has."""
+    """By name, [b, s, *tail] of the declared type: what the loss takes, as far as every row has it."""
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    """By name, [1, t, *tail] of the declared type: token fields that the model's forward pass was said to need."""
 
 
 def collate(
     rows: Sequence[Row],
     pad_id: int,
     device: str | torch.device,
-    multiple: int = 1,
+    split: PackSplit = WHOLE,
     also: Sequence[str] = (),
     episode_tokens: Sequence[int] | None = None,
 ) -> Batch:
-    """One micro-batch of `rows` (at least one), as long as the longest rounded up to a multiple of `multiple`.
+    """One micro-batch of `rows` (at least one), as this rank of `split` has it.
 
-    It has the fields that the loss takes, and `also` token fields that a model's forward pass needs. A row needs
-    `token_ids`; one without `loss_mask` has no trained token, and is here to be scored. `episode_tokens`: see `Batch`;
-    None: each row is all of its episode.
+    It has the fields that the loss takes, and of `also`, token fields that a model's forward pass needs, those that
+    every row has. A row needs `token_ids`; one without `loss_mask` has no trained token, and is here to be scored.
+    `episode_tokens`: see `Batch`; None: each row is all of its episode.
     """
     lengths = [len(row["token_ids"]) for row in rows]
-    size = -(-max(lengths) // multiple) * multiple
+    places = Places.of(lengths, split)
+    mine = places.of_rank(split.rank)
 
-    def stack(name: str, pad: float, dtype: type | str, tail: tuple[int, ...] = ()) -> Tensor:
-        out = np.full((len(rows), size, *tail), pad, dtype)
-        for line, row, length in zip(out, rows, lengths, strict=True):
-            if row.get(name) is not None:
-                line[:length] = row[name]
-        return torch.from_numpy(out).to(device)
+    def on_device(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(device)
 
-    def stacked(name: str) -> Tensor:
-        return stack(name, FIELDS[name].pad, FIELDS[name].dtype, np.shape(rows[0][name])[1:])
+    def known(names: Sequence[str]) -> list[str]:
+        return [name for name in names if all(row.get(name) is not None for row in rows)]
 
-    known = [name for name in (*loss_fields(), *also) if all(row.get(name) is not None for row in rows)]
-    mask = stack("loss_mask", 0.0, np.float32)
+    def input_of(name: str) -> Tensor:
+        return on_device(_packed(rows, name, FIELDS[name].pad, FIELDS[name].dtype, places)[mine][None])
+
+    mask = on_device(_padded(rows, "loss_mask", 0.0, np.float32))
     counts = mask.sum(1) if episode_tokens is None else torch.tensor(episode_tokens, dtype=mask.dtype, device=device)
+    tokens = _packed(rows, "token_ids", pad_id, np.int64, places)
     return Batch(
-        tokens=stack("token_ids", pad_id, np.int64),
+        tokens=on_device(tokens[mine][None]),
+        packed=places.rows(split.rank, device),
         mask=mask,
         lengths=lengths,
         episode_tokens=counts[:, None],
-        scored=_scored(rows, (len(rows), size), device),
-        fields={name: stacked(name) for name in known},
+        scored=_scored(rows, tokens, places, mine, on_device),
+        fields={
+            name: on_device(_padded(rows, name, FIELDS[name].pad, FIELDS[name].dtype)) for name in known(loss_fields())
+        },
+        inputs={name: input_of(name) for name in known(also)},
     )
 
 
-def _scored(rows: Sequence[Row], shape: tuple[int, int], device: str | torch.device) -> Scored:
-    wanted, tokens = np.zeros(shape, np.bool_), np.zeros(shape, np.int64)
-    for keep, ids, row in zip(wanted, tokens, rows, strict=True):
+def _padded(rows: Sequence[Row], name: str, pad: float, dtype: type | str) -> np.ndarray:
+    """[b, s, *tail]"""
+    size, tail = max(len(row["token_ids"]) for row in rows), np.shape(rows[0].get(name))[1:]
+    out = np.full((len(rows), size, *tail), pad, dtype)
+    for line, row in zip(out, rows, strict=True):
+        if row.get(name) is not None:
+            line[: len(row["token_ids"])] = row[name]
+    return out
+
+
+def _packed(rows: Sequence[Row], name: str, pad: float, dtype: type | str, places: Places) -> np.ndarray:
+    """[tokens of the whole pack, *tail]"""
+    out = np.full((places.total, *np.shape(rows[0][name])[1:]), pad, dtype)
+    for start, row in zip(places.starts, rows, strict=False):
+        out[start : start + len(row["token_ids"])] = row[name]
+    return out
+
+
+def _scored(
+    rows: Sequence[Row], tokens: np.ndarray, places: Places, mine: np.ndarray, on_device: Callable[[np.ndarray], Tensor]
+) -> Scored:
+    longest = max(len(row["token_ids"]) for row in rows)
+    # Of each place: where in [b, s] stands what it predicts; -1: it predicts nothing that is wanted.
+    predicts = np.full(places.total, -1, np.int64)
+    for line, (start, row) in enumerate(zip(places.starts, rows, strict=False)):
         length, mask = len(row["token_ids"]), row.get("loss_mask")
-        ids[:length] = row["token_ids"]
-        keep[1:length] = True if mask is None else np.asarray(mask[1:]) > 0
-    line, place = np.nonzero(wanted)
-    found = (tokens[line, place], (place - 1) * shape[0] + line, line * shape[1] + place)
-    return Scored(*(torch.from_numpy(numbers).to(device) for numbers in found))
+        wanted = np.ones(length, np.bool_) if mask is None else np.asarray(mask) > 0
+        inside = np.flatnonzero(wanted[1:])
+        predicts[start + inside] = line * longest + inside + 1
+    states = np.flatnonzero(predicts[mine] >= 0)
+    # The next token may be another rank's.
+    return Scored(on_device(tokens[mine[states] + 1]), on_device(states), on_device(predicts[mine[states]]))
 
 
 def episode_tokens(rows: Sequence[Row]) -> list[int]:
@@ -114,18 +149,10 @@ def episode_tokens(rows: Sequence[Row]) -> list[int]:
 
 
 def split_rows(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
-    """`rows` in their order as micro-batches of at most `max_tokens` padded tokens; a longer row stands alone.
+    """`rows` as micro-batches of at most `max_tokens` tokens, few and of about equal size; a longer row stands alone.
 
-    >>> [len(part) for part in split_rows([{"token_ids": [0] * n} for n in (2, 2, 5, 9)], 8)]
-    [2, 1, 1]
+    >>> [[len(row["token_ids"]) for row in part] for part in split_rows([{"token_ids": [0] * n} for n in (2, 5, 9)], 8)]
+    [[9], [2, 5]]
     """
-    parts: list[list[Row]] = []
-    longest = 0
-    for row in rows:
-        longest = max(longest, len(row["token_ids"]))
-        if parts and (len(parts[-1]) + 1) * longest <= max_tokens:
-            parts[-1].append(row)
-        else:
-            parts.append([row])
-            longest = len(row["token_ids"])
-    return parts
+    lengths = {number: len(row["token_ids"]) for number, row in enumerate(rows)}
+    return [[rows[number] for number in part] for part in micro_batches(lengths, max_tokens)]

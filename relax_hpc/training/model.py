@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from relax_hpc.config.schema import ActorConfig, Kernels, ModelConfig, ParallelConfig
-from relax_hpc.errors import ConfigError
 from relax_hpc.models.families import spec_of
 from relax_hpc.models.hf_files import SafetensorFiles, write_directory
 from relax_hpc.models.hf_mapping import (
@@ -28,6 +27,7 @@ from relax_hpc.models.hf_mapping import (
     stage_entries,
     unique_pieces,
 )
+from relax_hpc.models.packs import PackSplit
 from relax_hpc.training import parallel as ranks
 from relax_hpc.training.batches import Batch
 from relax_hpc.training.logprobs import PLAIN, ChunkKernels, token_logprobs
@@ -74,8 +74,9 @@ class PolicyModel:
         self.config = megatron.transformer_config(self.spec, model, parallel, further)
         if self.kernels == "te":
             parity.check(self.spec, self.config, self.kernels, model.device)
-        self.length_multiple = parallel.tensor if self.config.sequence_parallel else 1
-        """Padded sequence lengths must be multiples of this."""
+        sequence = parallel.tensor if self.config.sequence_parallel else 1
+        self.pack_split = PackSplit(sequence, parallel.context, self.layout.context_rank)
+        """How this rank takes part in a pack: what `collate` makes of rows for it."""
         first, last = self.layout.first_stage, self.layout.last_stage
         self.module = self.spec.build(self.config, model.device, first, last, self.kernels)
         offset = get_transformer_layer_offset(self.config)
@@ -90,6 +91,7 @@ class PolicyModel:
         self._parameters = dict(self.module.named_parameters())
         self._transfers = Transfers(self.device)
         self._tensor_group = parallel_state.get_tensor_model_parallel_group()
+        self._context_group = parallel_state.get_context_parallel_group()
         self._pipeline_ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
 
     def load_hf(self, directory: Path) -> None:
@@ -125,11 +127,11 @@ class PolicyModel:
     def slices(self) -> list[Slice]:
         """What this rank publishes: the ranks' slices together are the whole model, each element once.
 
-        Data-parallel replicas share the work. The views are of the live parameters.
+        Ranks with the same weights share the work. The views are of the live parameters.
         """
         layout, found = self.layout, []
         for number, (entry, piece) in enumerate(unique_pieces(self._entries)):
-            mine = number % layout.data_size == layout.data_rank
+            mine = number % layout.copies == layout.copy_rank
             if mine and (piece.axis is not None or layout.tensor_rank == 0):
                 start, stop = self._bounds(piece)
                 found.append(Slice(piece.name, piece.axis or 0, start, stop, partial(self._view, entry, piece)))
@@ -161,7 +163,7 @@ class PolicyModel:
 
         Collective: all ranks call it.
         """
-        if self.layout.data_rank != 0:
+        if self.layout.copy_rank != 0:
             return None
         mine = dict(self._gather_tensor_parallel())
         if self.layout.tensor_rank != 0:
@@ -213,18 +215,13 @@ class PolicyModel:
 
         Under sequence parallelism this rank's share of s.
         """
-        if batch.tokens.shape[1] % self.length_multiple:
-            raise ConfigError(
-                f"a batch of {batch.tokens.shape[1]} tokens under sequence parallelism: allowed multiples of "
-                f"{self.length_multiple}; pass multiple=model.length_multiple to collate"
-            )
         return (module or self.module)(**self.spec.inputs(batch))
 
     def token_logprobs(
         self, hidden: Tensor, batch: Batch, temperature: float, entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """Of `batch.scored`, by the last stage's hidden states: [b, s] float32, 0 elsewhere. See `logprobs`."""
-        scored, weight, shape = batch.scored, self.module.output_weight, batch.tokens.shape
+        scored, weight, shape = batch.scored, self.module.output_weight, batch.mask.shape
         states = self._states(hidden, scored.states)
         values, entropies = token_logprobs(
             states,
@@ -236,7 +233,15 @@ class PolicyModel:
             entropy,
             self._chunk_kernels,
         )
-        return scored.placed(values, shape), None if entropies is None else scored.placed(entropies, shape)
+        whole = self._whole(scored.placed(values, shape))
+        return whole, None if entropies is None else self._whole(scored.placed(entropies, shape))
+
+    def _whole(self, values: Tensor) -> Tensor:
+        """``values`` [b, s] of this rank's tokens with those of the other context ranks: all have the same loss then,
+        and its gradient goes to each of them as it is."""
+        from megatron.core.tensor_parallel import mappings
+
+        return mappings.reduce_from_tensor_model_parallel_region(values, group=self._context_group)
 
     def _states(self, hidden: Tensor, numbers: Tensor) -> Tensor:
         """Those of all ranks' hidden states, [n, h]; in the backward pass the ranks' gradients are summed."""
@@ -261,7 +266,7 @@ class PolicyModel:
         """Log-probabilities of each row's scored tokens, in order, [its length] float32, on the replica's leader; None
         on other ranks.
 
-        Collective over the tensor and pipeline ranks of one data-parallel replica; replicas are independent.
+        Collective over the ranks of one data-parallel replica; replicas are independent.
         """
         found = self.batch_logprobs(micro_batches, temperature)
         if not self.layout.leader:

@@ -30,6 +30,18 @@ class RankLayout:
     pipeline_size: int
     data_rank: int
     data_size: int
+    context_rank: int = 0
+    context_size: int = 1
+
+    @property
+    def copy_rank(self) -> int:
+        """This rank's number among `copies`."""
+        return self.data_rank * self.context_size + self.context_rank
+
+    @property
+    def copies(self) -> int:
+        """Ranks with the same weights: context ranks of all data-parallel replicas."""
+        return self.data_size * self.context_size
 
     @property
     def first_stage(self) -> bool:
@@ -43,8 +55,9 @@ class RankLayout:
 
     @property
     def leader(self) -> bool:
-        """The one rank of its data-parallel replica that receives results: tensor rank 0 of the last stage."""
-        return self.last_stage and self.tensor_rank == 0
+        """The one rank of its data-parallel replica that receives results: of the last stage, the first by tensor and
+        context."""
+        return self.last_stage and self.tensor_rank == self.context_rank == 0
 
 
 def initialize(
@@ -63,10 +76,7 @@ def initialize(
     ConfigError if `parallel` does not describe `world` ranks.
     """
     if parallel.ranks != world:
-        raise ConfigError(
-            f"parallel: tensor {parallel.tensor} * pipeline {parallel.pipeline} * data {parallel.data} = "
-            f"{parallel.ranks} ranks, found {world} processes; make them equal"
-        )
+        raise ConfigError(f"parallel: {parallel} = {parallel.ranks} ranks, found {world} processes; make them equal")
     import_libraries(device, local_rank)
     timeout = timedelta(seconds=timeout_s)
     if world == 1:
@@ -111,6 +121,7 @@ def _split(parallel: ParallelConfig, seed: int, timeout_s: float) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
+        context_parallel_size=parallel.context,
         distributed_timeout_minutes=math.ceil(timeout_s / 60),
     )
     torch.manual_seed(seed)
@@ -128,6 +139,8 @@ def layout() -> RankLayout:
         pipeline_size=state.get_pipeline_model_parallel_world_size(),
         data_rank=state.get_data_parallel_rank(),
         data_size=state.get_data_parallel_world_size(),
+        context_rank=state.get_context_parallel_rank(),
+        context_size=state.get_context_parallel_world_size(),
     )
 
 

@@ -75,7 +75,7 @@ class Trainer:
     def accumulate(self, micro_batches: Sequence[Batch]) -> None:
         """Run `micro_batches` of this data-parallel rank forward and backward, adding to the gradient of the step.
 
-        The tensor and pipeline ranks of a replica pass the same ones. Any number of calls, also none, makes a step.
+        The ranks of a replica pass the same rows. Any number of calls, also none, makes a step.
         """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -161,7 +161,8 @@ class Trainer:
         seen = torch.tensor([*(float(name in self._sums) for name in self._names), float(unknown)]).to(sums)
         # Rows: sums, maxima, and whether any rank has the metric; the last column is for what has no name yet.
         table = torch.stack([sums, sums, seen])
-        data = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        # Context ranks have the same loss, of whole rows, each.
+        data = parallel_state.get_data_parallel_group()
         dist.all_reduce(table[0], group=data)
         dist.all_reduce(table[1:], dist.ReduceOp.MAX, group=data)
         # Only the last pipeline stage has seen the loss.

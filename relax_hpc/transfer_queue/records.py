@@ -34,8 +34,6 @@ class PromptGroup:
     attempt: int = 0
     filtered: int = 0
     """Attempts before that a filter dropped."""
-    width: int = 0
-    """Tokens of its longest row."""
     lengths: bytes = b""
     """Tokens of every row, see `transfer_queue.lengths`."""
     episodes: bytes = b""
@@ -59,7 +57,6 @@ class PromptGroup:
     def declare(self, lengths: bytes, episodes: bytes, versions: frozenset[int]) -> None:
         """These are its rows."""
         self.lengths, self.episodes, self.versions = lengths, episodes, versions
-        self.width = max(self.row_tokens)
 
     @property
     def rows(self) -> int:

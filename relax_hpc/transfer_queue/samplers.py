@@ -7,7 +7,7 @@ every tensor, pipeline and context rank, and every retry, finds the same rows fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import accumulate, pairwise
 from typing import TypeVar
@@ -79,43 +79,50 @@ def whole_groups(lengths: Mapping[str, int], parts: int, equal_counts: bool = Fa
     return [[sample for ticket in tickets for sample in groups[ticket]] for tickets in dealt]
 
 
-def micro_batches(lengths: Mapping[Key, int], budget_tokens: int, packed: bool = False) -> list[list[Key]]:
-    """Micro-batches of at most ``budget_tokens``, longest items first; an item beyond the budget stands alone.
+def micro_batches(lengths: Mapping[Key, int], budget_tokens: int, least: int = 1) -> list[list[Key]]:
+    """Packs of at most ``budget_tokens``, heaviest first: few, and beyond that of nearly equal size, as small ones cost
+    nearly as much time as full ones. An item beyond the budget stands alone.
 
-    A padded micro-batch costs its rows times the longest of them, a packed one the sum. First fit decreasing: padded,
-    no split has fewer micro-batches; packed, at most 11/9 of the fewest (Johnson 1973). The first has the longest row
-    of the window, so that memory which does not suffice is missed at once.
+    At least ``least``, if there are as many items; otherwise not more than first fit decreasing takes, 11/9 of the
+    fewest (Johnson 1973, "Near-optimal bin packing algorithms").
 
     >>> micro_batches({0: 2, 1: 2, 2: 5, 3: 9}, 8)
-    [[3], [2], [0, 1]]
+    [[3], [0, 2], [1]]
     """
     _check("budget_tokens", budget_tokens)
-    keys = sorted(sorted(lengths), key=lengths.__getitem__, reverse=True)
-    cut = _packed if packed else _padded
-    return [sorted(batch) for batch in cut(keys, lengths, budget_tokens)]
+    alone = sorted((key for key in lengths if lengths[key] > budget_tokens), key=lambda key: (-lengths[key], key))
+    rest = {key: lengths[key] for key in sorted(lengths) if lengths[key] <= budget_tokens}
+    return [[key] for key in alone] + _equal_packs(rest, budget_tokens, min(max(least - len(alone), 0), len(rest)))
 
 
-def _padded(keys: Sequence[Key], lengths: Mapping[Key, int], budget_tokens: int) -> Iterator[Sequence[Key]]:
-    """The first item of a micro-batch says how many fit, so that first fit is a cut from left to right."""
-    start = 0
-    while start < len(keys):
-        end = start + max(1, budget_tokens // max(1, lengths[keys[start]]))
-        yield keys[start:end]
-        start = end
+def _equal_packs(lengths: Mapping[Key, int], budget_tokens: int, least: int) -> list[list[Key]]:
+    if not lengths:
+        return []
+    fitting = _first_fit(lengths, budget_tokens)
+    for count in range(max(-(-sum(lengths.values()) // budget_tokens), least, 1), max(len(fitting), least) + 1):
+        parts = balanced(lengths, count)
+        if all(parts) and max(sum(lengths[key] for key in part) for part in parts) <= budget_tokens:
+            return parts
+    while len(fitting) < least:
+        place = max(range(len(fitting)), key=lambda number: len(fitting[number]))
+        whole = fitting[place]
+        fitting[place : place + 1] = [whole[: len(whole) // 2], whole[len(whole) // 2 :]]
+    return fitting
 
 
-def _packed(keys: Sequence[Key], lengths: Mapping[Key, int], budget_tokens: int) -> list[list[Key]]:
-    batches: list[list[Key]] = []
+def _first_fit(lengths: Mapping[Key, int], budget_tokens: int) -> list[list[Key]]:
+    """Longest items first, each where it fits first."""
+    packs: list[list[Key]] = []
     totals: list[int] = []
-    for key in keys:
+    for key in sorted(sorted(lengths), key=lengths.__getitem__, reverse=True):
         fits = (number for number, total in enumerate(totals) if total + lengths[key] <= budget_tokens)
-        place = next(fits, len(batches))
-        if place == len(batches):
-            batches.append([])
+        place = next(fits, len(packs))
+        if place == len(packs):
+            packs.append([])
             totals.append(0)
-        batches[place].append(key)
+        packs[place].append(key)
         totals[place] += lengths[key]
-    return batches
+    return [sorted(pack) for pack in packs]
 
 
 def schedule(
@@ -124,7 +131,6 @@ def schedule(
     budget_tokens: int,
     batch: int = 0,
     sampler: Sampler = evenly,
-    packed: bool = False,
 ) -> list[list[list[Key]]]:
     """The micro-batches of every data rank for window number ``batch`` of a step: [rank][micro-batch][key].
 
@@ -136,21 +142,9 @@ def schedule(
     [[[2]], [[0, 1]]]
     """
     parts = sampler(lengths, ranks)
-    turned = [parts[(rank - batch) % ranks] for rank in range(ranks)]
-    cut = [micro_batches({key: lengths[key] for key in part}, budget_tokens, packed) for part in turned]
-    most = max(map(len, cut))
-    return [_halved(batches, most) for batches in cut]
-
-
-def _halved(batches: list[list[Key]], count: int) -> list[list[Key]]:
-    """``batches``, of which the largest are cut in halves until there are ``count``, or nothing is left to cut."""
-    while len(batches) < count:
-        place = max(range(len(batches)), key=lambda number: len(batches[number]), default=0)
-        if not batches or len(batches[place]) == 1:
-            break
-        whole = batches[place]
-        batches = [*batches[:place], whole[: len(whole) // 2], whole[len(whole) // 2 :], *batches[place + 1 :]]
-    return batches
+    turned = [{key: lengths[key] for key in parts[(rank - batch) % ranks]} for rank in range(ranks)]
+    most = max(len(micro_batches(part, budget_tokens)) for part in turned)
+    return [micro_batches(part, budget_tokens, most) for part in turned]
 
 
 def of_rows(assignment: Assignment, rows: Sequence[int]) -> Assignment:

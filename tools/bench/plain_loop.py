@@ -121,11 +121,13 @@ class PlainLoop:
 
     def score(self, rows: list[Row], forward: bool) -> None:
         """Add the clip's denominator, and the reference's log-probabilities; without ``forward`` the engine's do."""
+        parts = self.parts(rows)
+        rows = [row for part in parts for row in part]
         old, reference = [row["rollout_logprobs"] for row in rows], [None] * len(rows)
         if forward:
             temperature = self.sampling.temperature
-            reference = self.reference.forward_logprobs(self.batches(rows), temperature)
-            old = self.model.forward_logprobs(self.batches(rows), temperature)
+            reference = self.reference.forward_logprobs(self.batches(parts), temperature)
+            old = self.model.forward_logprobs(self.batches(parts), temperature)
         for row, old_logprobs, ref_logprobs in zip(rows, old, reference, strict=True):
             row |= {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
 
@@ -133,15 +135,18 @@ class PlainLoop:
         """All passes and mini-batches over ``rows``."""
         lr = learning_rate(self.config.actor.optimizer, step, self.config.steps)
         size = len(rows) // self.config.algorithm.mini_batches
-        mini_batches = [self.batches(mini) for mini in _chunks(rows, size)]
+        mini_batches = [self.batches(self.parts(mini)) for mini in _chunks(rows, size)]
         for _ in range(self.config.algorithm.passes):
             for batches in mini_batches:
                 self.trainer.accumulate(batches)
                 self.trainer.step(lr)
 
-    def batches(self, rows: list[Row]) -> list[Batch]:
+    def parts(self, rows: list[Row]) -> list[list[Row]]:
         """Micro-batches within the actor's budget."""
-        parts = split_rows(rows, self.config.actor.max_tokens_per_micro_batch)
+        return split_rows(rows, self.config.actor.max_tokens_per_micro_batch)
+
+    def batches(self, parts: list[list[Row]]) -> list[Batch]:
+        """On the device."""
         return [collate(part, _PAD, self.model.device) for part in parts]
 
 

@@ -45,11 +45,11 @@ def claim(
         number = 0
     if not number:
         _check_turn(state, task)
-        tickets = claimable(state, task, budget, boundary, padded=not ranks)
+        tickets = claimable(state, task, budget, boundary)
         if not tickets and state.progress.finished():
             return {"finished": True}
         if not tickets:
-            peer, what = awaited(state, task, budget, boundary, padded=not ranks)
+            peer, what = awaited(state, task, budget, boundary)
             raise NotYet(rows_for(task), f"waits for {what}", not state.tasks[task].in_order, (peer, what))
         number = state.leases.next
         about = {"task": task, "owner": request.owner, "key": request.key, "number": number}

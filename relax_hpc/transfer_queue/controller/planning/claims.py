@@ -10,12 +10,11 @@ from relax_hpc.transfer_queue.controller.state.task_queues import READY
 from relax_hpc.transfer_queue.samplers import Assignment, schedule
 
 
-def claimable(state: QueueState, task: str, budget: int, boundary: int, padded: bool = True) -> tuple[int, ...]:
+def claimable(state: QueueState, task: str, budget: int, boundary: int) -> tuple[int, ...]:
     """The next window of ``task``: ready tickets whose tokens fit ``budget`` (one group always fits).
 
-    Rows count as the longest of the window or, not ``padded``, as long as they are. A window never crosses a
-    multiple of ``boundary`` tickets. In order, it is known to be complete: the group behind it would not fit, or
-    the boundary is reached.
+    A window never crosses a multiple of ``boundary`` tickets. In order, it is known to be complete: the group behind it
+    would not fit, or the boundary is reached.
     """
     queue = state.tasks[task]
     if queue.whole_step:
@@ -24,17 +23,17 @@ def claimable(state: QueueState, task: str, budget: int, boundary: int, padded: 
     for window in queue.returned:
         # One from behind the boundary waits until all before it was taken.
         if window[0] < edge and all(queue.statuses[ticket] == READY for ticket in window):
-            return windows.fitting(state, window, budget, padded)
+            return windows.fitting(state, window, budget)
     if queue.in_sets:
-        return step_sets.next_window(state, task, budget, boundary, padded)[0]
+        return step_sets.next_window(state, task, budget, boundary)[0]
     cut = windows.in_order if queue.in_order else windows.as_ready
-    return cut(state, task, budget, boundary, padded)
+    return cut(state, task, budget, boundary)
 
 
-def awaited(state: QueueState, task: str, budget: int, boundary: int, padded: bool = True) -> tuple[str, str]:
+def awaited(state: QueueState, task: str, budget: int, boundary: int) -> tuple[str, str]:
     """The role that ``task`` waits for while nothing is `claimable`, and for what of it."""
     queue = state.tasks[task]
-    if queue.in_sets and step_sets.next_window(state, task, budget, boundary, padded)[1]:
+    if queue.in_sets and step_sets.next_window(state, task, budget, boundary)[1]:
         peer = windows.awaited(state, task, step_sets.straggler(state, task))
         return peer, f"stragglers of {peer}"
     peer = windows.awaited(state, task, queue.lowest_waiting())

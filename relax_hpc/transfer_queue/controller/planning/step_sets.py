@@ -72,13 +72,13 @@ class Room:
         return all(free + moved >= 0 for free, moved in zip(self.free, accumulate(change), strict=False))
 
 
-def next_window(state: QueueState, task: str, budget: int, boundary: int, padded: bool) -> tuple[tuple[int, ...], bool]:
+def next_window(state: QueueState, task: str, budget: int, boundary: int) -> tuple[tuple[int, ...], bool]:
     """The tickets of the next window, ascending, and whether it is stragglers alone that are waited for if there are
     none. It is known to be complete: another group would not fit, or the places until ``boundary`` are taken.
 
     What other trainers have taken comes first: all train the same.
     """
-    room = Budget(budget, padded, state.plan.samples_per_prompt)
+    room = Budget(budget, state.plan.samples_per_prompt)
     if len(state.plan.trainers) > 1 and (others := _of_others(state, task, boundary)):
         return _in_reach(state, task, others, room), False
     places, queue, groups = free_places(state, task, boundary), state.tasks[task], state.groups

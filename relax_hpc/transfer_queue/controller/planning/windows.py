@@ -13,35 +13,31 @@ if TYPE_CHECKING:
 
 
 class Budget:
-    """What a window may still take: all its tokens, each row as long as the longest or as they are, fit ``budget``."""
+    """What a window may still take: the tokens of all its rows fit ``budget``."""
 
-    def __init__(self, budget: int, padded: bool, episodes: int) -> None:
+    def __init__(self, budget: int, episodes: int) -> None:
         """``episodes``: of a prompt group, each of a row at least."""
-        self.budget, self.padded, self.episodes = budget, padded, episodes
-        self.groups = self.rows = self.longest = self.tokens = 0
+        self.budget, self.episodes = budget, episodes
+        self.groups = self.tokens = 0
 
     def takes(self, group: PromptGroup) -> bool:
         """Whether ``group``, which is counted in, fits; the first one always does."""
         self.groups += 1
-        if self.padded:
-            self.rows, self.longest = self.rows + group.rows, max(self.longest, group.width)
-            self.tokens = self.rows * self.longest
-        else:
-            self.tokens += sum(group.row_tokens)
+        self.tokens += sum(group.row_tokens)
         return self.groups == 1 or self.tokens <= self.budget
 
     @property
     def full(self) -> bool:
         """Whether no other group would fit, whatever its lengths are: then nobody has to wait to see them."""
-        return self.groups > 0 and self.tokens + self.episodes * max(1, self.longest) > self.budget
+        return self.groups > 0 and self.tokens + self.episodes > self.budget
 
 
-def in_order(state: QueueState, task: str, budget: int, boundary: int, padded: bool) -> tuple[int, ...]:
+def in_order(state: QueueState, task: str, budget: int, boundary: int) -> tuple[int, ...]:
     """The next window in ticket order, known to be complete; empty while it is not, or not all of it is ready.
 
     What it holds depends on the groups' lengths alone, never on when they arrived.
     """
-    queue, room = state.tasks[task], Budget(budget, padded, state.plan.samples_per_prompt)
+    queue, room = state.tasks[task], Budget(budget, state.plan.samples_per_prompt)
     start = queue.position
     held = {ticket for window in queue.returned for ticket in window}
     window: list[int] = []
@@ -62,9 +58,9 @@ def in_order(state: QueueState, task: str, budget: int, boundary: int, padded: b
     return tuple(window)
 
 
-def as_ready(state: QueueState, task: str, budget: int, boundary: int, padded: bool) -> tuple[int, ...]:
+def as_ready(state: QueueState, task: str, budget: int, boundary: int) -> tuple[int, ...]:
     """What is ready now, lowest tickets first, as much as fits."""
-    queue, room = state.tasks[task], Budget(budget, padded, state.plan.samples_per_prompt)
+    queue, room = state.tasks[task], Budget(budget, state.plan.samples_per_prompt)
     window: list[int] = []
     first = queue.lowest_ready()
     for ticket in queue.statuses.each(READY, first, (first // boundary + 1) * boundary):
@@ -95,7 +91,7 @@ def awaited(state: QueueState, task: str, ticket: int) -> str:
     return next((name for name, other in state.tasks.items() if other.gives & lacks), "rollout")
 
 
-def fitting(state: QueueState, window: tuple[int, ...], budget: int, padded: bool) -> tuple[int, ...]:
+def fitting(state: QueueState, window: tuple[int, ...], budget: int) -> tuple[int, ...]:
     """As much of ``window`` as fits: a row that was lost and made again may be longer."""
-    room = Budget(budget, padded, state.plan.samples_per_prompt)
+    room = Budget(budget, state.plan.samples_per_prompt)
     return tuple(takewhile(lambda ticket: room.takes(state.groups[ticket]), window))

@@ -1,0 +1,138 @@
+"""How rows lie in a pack: one after the other in a single sequence, and cut over context-parallel ranks.
+
+Each of `context` ranks has two pieces of every row, one from its front and the mirrored one from its end, so that all
+have the same work under a causal mask (zigzag; arXiv 2407.21783, section 3.3.2):
+
+>>> places = Places.of([5, 2], PackSplit(context=2))
+>>> [places.of_rank(rank).tolist() for rank in range(2)]                    # rows padded to 8 and 4: pieces of 2 and 1
+[[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PackSplit:
+    """Over how many ranks of a replica a pack is spread."""
+
+    sequence: int = 1
+    """Tensor-parallel ranks under sequence parallelism, each with as many tokens."""
+    context: int = 1
+    """Context-parallel ranks."""
+    rank: int = 0
+    """This one's number among these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the tokens of every row are; what is left over at the end is a row of padding by itself."""
+
+    widths: np.ndarray
+    """Tokens of each row with its padding, the row of padding last if there is one."""
+    starts: np.ndarray
+    """First place of each."""
+    context: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], split: PackSplit) -> Places:
+        """Rows of `lengths` under `split`: only context parallelism pads within, to twice its ranks at most."""
+        pieces = 2 * split.context if split.context > 1 else 1
+        widths = [-(-length // pieces) * pieces for length in lengths]
+        if rest := -sum(widths) % (split.context * math.lcm(split.sequence, 2 if split.context > 1 else 1)):
+            widths.append(rest)
+        sizes = np.array(widths, np.int64)
+        return cls(sizes, np.cumsum(sizes) - sizes, split.context)
+
+    @property
+    def total(self) -> int:
+        """Tokens of the pack, padding counted."""
+        return int(self.widths.sum())
+
+    def positions(self) -> np.ndarray:
+        """[total]: of each place, the position in its row."""
+        return np.arange(self.total) - np.repeat(self.starts, self.widths)
+
+    def of_rank(self, rank: int) -> np.ndarray:
+        """[total / context]: the places that a rank has, in its order."""
+        return _spans(*self._pieces(rank))
+
+    def _pieces(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
+        """First places and sizes of the pieces of rows that a rank has."""
+        if self.context == 1:
+            return self.starts, self.widths
+        size = self.widths // (2 * self.context)
+        firsts = np.stack([self.starts + rank * size, self.starts + (2 * self.context - 1 - rank) * size], 1)
+        return firsts.reshape(-1), np.repeat(size, 2)
+
+    def rows(self, rank: int, device: str | torch.device) -> PackedRows:
+        """What attention needs to know in a rank."""
+        firsts, sizes = self._pieces(rank)
+        positions = torch.from_numpy(self.positions()[self.of_rank(rank)])
+        if self.context == 1:
+            return PackedRows.of(positions, sizes, sizes, None, device)
+        # A piece looks at its row from the start to the piece's end.
+        starts = np.repeat(self.starts, 2)
+        seen = firsts + sizes - starts
+        return PackedRows.of(positions, sizes, seen, self.gathered()[_spans(starts, seen)], device)
+
+    def gathered(self) -> np.ndarray:
+        """[total]: of each place, where it is when what all ranks have lies one after the other."""
+        return np.argsort(np.concatenate([self.of_rank(rank) for rank in range(self.context)]))
+
+
+def _spans(firsts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """`sizes` consecutive numbers from each of `firsts` on.
+
+    >>> _spans(np.array([3, 0]), np.array([2, 1])).tolist()
+    [3, 4, 0]
+    """
+    ends = np.cumsum(sizes)
+    return np.arange(ends[-1]) + np.repeat(firsts - (ends - sizes), sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """The rows of a pack as megatron-core hands them on to rotary embedding and attention, as `packed_seq_params`.
+
+    Pieces of queries lie one after the other. Piece i looks at keys of its own alone, of which it is the end.
+    """
+
+    positions: Tensor
+    """[t] int64: of each token of this rank, in its row."""
+    queries: list[int]
+    """Tokens of each piece."""
+    keys: list[int]
+    """Keys that each piece looks at."""
+    query_ends: Tensor
+    """[pieces + 1] int32: 0, and where each piece ends."""
+    key_ends: Tensor
+    order: Tensor | None
+    """[keys] int64: which of the keys of all context ranks, one rank's after the other's; None: this rank has all."""
+    qkv_format: str = "rows"
+    """None of megatron-core's: it leaves [t, 1, heads, dim] as they are."""
+    cp_group: Any = None
+
+    @classmethod
+    def of(
+        cls,
+        positions: Tensor,
+        queries: np.ndarray,
+        keys: np.ndarray,
+        order: np.ndarray | None,
+        device: str | torch.device,
+    ) -> PackedRows:
+        """On `device`; what is not a tensor is on the host, so that nobody waits for it."""
+        ends = [torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)) for sizes in (queries, keys)]
+        picked = None if order is None else torch.from_numpy(order).to(device)
+        return cls(
+            positions.to(device), queries.tolist(), keys.tolist(), ends[0].to(device), ends[1].to(device), picked
+        )
