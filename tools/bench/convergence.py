@@ -38,14 +38,14 @@ def words_of(mode: str) -> list[str]:
     return ["--max_staleness", staleness, *(["--algorithm.correction.kind", "off"] if uncorrected else [])]
 
 
-def run(directory: Path, mode: str, seed: int, steps: int) -> Path:
-    """The quickstart in a mode; its run directory. One that was begun before goes on."""
+def run(directory: Path, mode: str, seed: int, steps: int, *over: str) -> Path:
+    """The quickstart in a mode, with options ``over`` it; its run directory. One that was begun before goes on."""
     words = ["--run_dir", str(directory)]
     if (directory / "config.yaml").exists():
         words += ["--resume"]
     else:
         size = ["--seed", str(seed), "--steps", str(steps), "--checkpoint.every", str(steps)]
-        words += ["--config", str(CONFIG), *size, "--eval.every", str(steps), *words_of(mode)]
+        words += ["--config", str(CONFIG), *size, "--eval.every", str(steps), *words_of(mode), *over]
     if not finished(directory, steps):
         directory.parent.mkdir(parents=True, exist_ok=True)
         with (directory.parent / f"{directory.name}.txt").open("a") as output:

@@ -39,10 +39,11 @@ def stored(output: str, command: str) -> dict[str, Any]:
     columns = found.get("columns", ["what", "measured (least to most of the rounds)", "target"])
     rows = found.get("rows") or [[one["name"], _value(one), _verdict(one)] for one in found["figures"]]
     git = ["git", "-C", str(RESULTS), "rev-parse", "--short", "HEAD"]
+    machine = f"{os.cpu_count()} cores, {platform.machine()}"
     return {
         "commit": subprocess.check_output(git, text=True).strip(),
         "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+        "machine": ", ".join(filter(None, [found["settings"].get("device"), machine])),
         "load": found["settings"].get("load_before", os.getloadavg()[0]),
         "command": command,
         "columns": columns,
