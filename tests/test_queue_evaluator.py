@@ -34,6 +34,21 @@ def test_whoever_serves_evaluates_when_the_one_who_owed_it_leaves(tmp_path: Path
         assert not serve(0, version) and not serve(1, version) and not idle.done()
 
 
+def test_a_hub_that_begins_anew_tells_no_second_engine_to_evaluate(tmp_path: Path) -> None:
+    config = small(eval_every=1)
+    run = make_run(tmp_path / "run")
+    with in_thread(run, config), Roles(run, config) as roles:
+        version = roles.start()
+        served = [roles["rollout"].weights.serve(f"rollout/{number}", version, True) for number in (1, 0)]
+        assert [one.result() for one in served] == [True, False]
+    with in_thread(run, config), Roles(run, config) as roles:
+        weights = roles["rollout"].weights
+        waiting = weights.newer(version, evaluator="rollout/0")
+        assert weights.newer(version, evaluator="rollout/1").result() is OWED and not waiting.done()
+        weights.serve("rollout/1", NOTHING, True).result()
+        assert waiting.result() is OWED
+
+
 def test_whoever_cannot_load_the_last_version_does_not_keep_others_from_evaluating_it(tmp_path: Path) -> None:
     config = small(eval_every=1)
     run = make_run(tmp_path / "run")
@@ -48,14 +63,14 @@ def test_whoever_cannot_load_the_last_version_does_not_keep_others_from_evaluati
 
 
 def test_engines_that_take_turns_with_the_actor_are_told_to_evaluate_by_what_they_load_alone(tmp_path: Path) -> None:
-    """One that waits for news may have made room. Here the hub that had told another to evaluate has begun anew."""
+    """One that waits for news may have made room, whoever was told to evaluate before."""
     config = small(eval_every=1)
     config.colocate, config.rollout.replicas = True, 2
     run = make_run(tmp_path / "run")
     with in_thread(run, config) as hub, Roles(run, config) as roles:
         version, weights = roles.start(), roles["rollout"].weights
         assert [weights.serve(f"rollout/{number}", version, True).result() for number in (0, 1)] == [True, False]
-        hub.service.evaluator = ""
+        hub.service.state.weights.evaluator = ""
         waiting = weights.newer(version, evaluator="rollout/1")
         later = Version(1, 1)
         weights.evaluated(version.number, {}).result()

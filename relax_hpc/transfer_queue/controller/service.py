@@ -44,8 +44,6 @@ class QueueService:
         self.presence = Presence(plan.groups, lease_s, time.monotonic())
         self.beats = Beats()
         self.refused_connections = 0
-        self.evaluator = ""
-        """The reader that evaluates, while it serves what is due; a controller that begins anew chooses again."""
         self.on_report: Callable[[str, int, dict[str, float], dict[str, float]], None] = lambda *_: None
         self.on_show: Callable[[int, list[str]], None] = lambda *_: None
         self.on_resume: Callable[[int], None] = lambda _: None

@@ -31,6 +31,12 @@ def retire(state: QueueState, versions: list[str]) -> None:
         state.weights.retire(Version.parse(version))
 
 
+@applies("evaluate")
+def evaluate(state: QueueState, reader: str) -> None:
+    """It is at it: nobody else is told to, not by a hub that begins anew either."""
+    state.weights.evaluator = reader
+
+
 @applies("serve")
 def serve(state: QueueState, reader: str, owner: Owner, version: str) -> None:
     state.weights.readers[reader] = (owner, Version.parse(version))

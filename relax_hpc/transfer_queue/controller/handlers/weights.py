@@ -85,9 +85,9 @@ def _owes_evaluation(service: QueueService, reader: str) -> bool:
     state = service.state
     serving = {name: found.number for name, (_, found) in state.weights.readers.items() if found in state.lineage}
     due = {name for name, number in serving.items() if service.plan.eval_due(state.progress.evaluated, number)}
-    if reader in due and service.evaluator not in due:
-        service.evaluator = reader
-    return reader in due and service.evaluator == reader
+    if reader in due and state.weights.evaluator not in due:
+        service.record(op="evaluate", reader=reader)
+    return reader in due and state.weights.evaluator == reader
 
 
 @handles("evaluated")

@@ -23,6 +23,8 @@ class Weights:
     newest: Version | None = None
     readers: dict[str, tuple[Owner, Version]] = field(default_factory=dict)
     """What each serves, or may still be loading."""
+    evaluator: str = ""
+    """Who was told last to evaluate what it serves."""
 
     def newer(self, after: Version, multiple_of: int = 1) -> Version | None:
         """The newest published version, if it is in the lineage and above ``after``; of those whose numbers are
@@ -66,10 +68,10 @@ class Weights:
     def dump(self) -> Any:
         published, filed = ({str(v): digest for v, digest in some.items()} for some in (self.published, self.filed))
         readers = {name: (owner, str(version)) for name, (owner, version) in self.readers.items()}
-        return published, filed, str(self.newest) if self.newest else "", readers
+        return published, filed, str(self.newest) if self.newest else "", readers, self.evaluator
 
     def load(self, values: Any) -> None:
-        published, filed, newest, readers = values
+        published, filed, newest, readers, self.evaluator = values
         self.published = {Version.parse(name): digest for name, digest in published.items()}
         self.filed = {Version.parse(name): digest for name, digest in filed.items()}
         self.newest = Version.parse(newest) if newest else None
