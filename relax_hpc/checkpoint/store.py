@@ -22,7 +22,6 @@ import xxhash
 from relax_hpc.checkpoint.random_state import load_random_state
 from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.rundir import sync_directory
-from relax_hpc.training.optimizer import uses_torch_adam
 
 if TYPE_CHECKING:
     from relax_hpc.rendezvous.channel import Channel
@@ -179,8 +178,8 @@ def _load_state(directory: Path, trainer: Trainer) -> None:
     state = dist_checkpointing.load(sharded_state(trainer, loading=True), str(directory))
     trainer.model.module.load_state_dict(state["model"])
     optimizer = state["optimizer"].get("optimizer", state["optimizer"])
-    if "state" in optimizer and uses_torch_adam(trainer.optimizer):
-        # A step count of zero is not stored; other Adams keep theirs elsewhere.
+    if "state" in optimizer:
+        # A step count of zero is not stored.
         optimizer["state"].setdefault("common_step", torch.zeros(()))
     trainer.optimizer.load_state_dict(state["optimizer"])
 

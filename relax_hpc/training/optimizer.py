@@ -72,18 +72,11 @@ def _choose_kernels(fused: bool, adam: torch.optim.Optimizer) -> None:
                 state["step"] = state["step"].to(parameter.device if fused else "cpu")
 
 
-def uses_torch_adam(optimizer: Any) -> bool:
-    """Whether megatron-core fell back to torch's Adam, for want of Transformer Engine's and Apex's."""
-    return all(isinstance(part.optimizer, torch.optim.AdamW) for part in optimizer.chained_optimizers)
-
-
 def fill_adam_state(optimizer: Any) -> None:
     """Give every parameter the state that torch's Adam makes at its first step, where it has none.
 
     megatron-core saves and loads optimizers on the assumption that they have stepped.
     """
-    if not uses_torch_adam(optimizer):
-        return
     for part in optimizer.chained_optimizers:
         for parameter in (parameter for group in part.optimizer.param_groups for parameter in group["params"]):
             state = part.optimizer.state[parameter]
