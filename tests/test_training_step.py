@@ -203,10 +203,9 @@ def test_logits_are_reckoned_as_they_come():
 
 
 def reckoned_on_cpu(spec: ModelSpec, how: str) -> int:
-    """As `relax-hpc plan`, for a GPU; there norms keep no second copy, and attention's result is copied into order."""
-    query, value = spec.heads * spec.head_dim, spec.groups * spec.head_dim
-    by_head = query + value if spec.qk_norm else 0
-    extra = {"none": 2 * spec.hidden + by_head - query, "selective": by_head - query, "full": 0}[how]
+    """As `relax-hpc plan`, for a GPU; there norms keep no second copy."""
+    by_head = (spec.heads + spec.groups) * spec.head_dim if spec.qk_norm else 0
+    extra = {"none": 2 * spec.hidden + by_head, "selective": by_head, "full": 0}[how]
     return kept_elements(spec, ParallelConfig(), how) + extra
 
 

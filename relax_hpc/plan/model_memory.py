@@ -67,6 +67,8 @@ def _widths(spec: ModelSpec, parallel: ParallelConfig) -> tuple[int, int, int]:
     # The three together, rotated queries, keys, the result and its copy in the order of the next matrix; normalising
     # by head keeps the queries once more.
     attention = (4 + spec.qk_norm) * query + 3 * value
+    # Of all context ranks: the keys and values that this one's two pieces of each row look at.
+    attention += (2 * parallel.context + 1) * value if parallel.context > 1 else 0
     # Both halves of what the first matrix gives, the one activated, the other as it is multiplied, and the product.
     # Experts take copies of their tokens.
     chosen = getattr(spec, "chosen", 1)

@@ -42,12 +42,13 @@ def actor(config: Config, spec: ModelSpec, group: str, per_node: int) -> Footpri
 def _actor_stage(config: Config, spec: ModelSpec, group: str, per_node: int, stage: int) -> Footprint:
     settings, parallel, item = config.actor, config.actor.parallel, ITEM_BYTES[config.model.dtype]
     count, last = parameters(spec, parallel, stage), stage == parallel.pipeline - 1
-    sharing, offloaded = parallel.data if settings.optimizer.distributed else 1, settings.optimizer.offload
+    alike = parallel.data * parallel.context
+    sharing, offloaded = alike if settings.optimizer.distributed else 1, settings.optimizer.offload
     # Under float32 the parameters are the main parameters.
     main = MAIN_BYTES * count / sharing if item < MAIN_BYTES else 0
     moments_of_adam = 2 * MAIN_BYTES * count / sharing
     states = main + moments_of_adam
-    tokens = max(settings.max_tokens_per_micro_batch, longest_row(config))
+    tokens = max(settings.max_tokens_per_micro_batch, -(-longest_row(config) // parallel.context))
     # One forward, one backward: a stage is ahead of the last by as many micro-batches as there are stages after it.
     in_flight, layers = parallel.pipeline - stage, spec.layers // parallel.pipeline
     kept = kept_elements(spec, parallel, settings.recompute) * layers * in_flight * tokens * item
@@ -68,8 +69,8 @@ def _actor_stage(config: Config, spec: ModelSpec, group: str, per_node: int, sta
     slabs = config.weights.slabs or config.max_staleness + 2
     copies = slabs + (1 if config.weights.anchor_every else 0)
     pinned = {
-        "slabs": copies * count * item / parallel.data * per_node,
-        "checkpoint": (count * item + states * sharing) / parallel.data * per_node,
+        "slabs": copies * count * item / alike * per_node,
+        "checkpoint": (count * item + states * sharing) / alike * per_node,
     }
     if offloaded:
         pinned["optimizer states"] = moments_of_adam * per_node
@@ -105,7 +106,7 @@ def forward(config: Config, spec: ModelSpec, role: str, group: str, per_node: in
     """Of actor_fwd or the reference, ``role``; of the pipeline stage with the most."""
     settings = getattr(config, role)
     parallel, item = settings.parallel, ITEM_BYTES[config.model.dtype]
-    tokens = max(settings.max_tokens_per_micro_batch, longest_row(config))
+    tokens = max(settings.max_tokens_per_micro_batch, -(-longest_row(config) // parallel.context))
     found = []
     for stage in range(parallel.pipeline):
         passing = {"activations": scored_elements(spec, parallel) * tokens * item}
