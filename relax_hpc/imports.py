@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -27,3 +28,22 @@ def many_imports(for_good: bool = False) -> Iterator[None]:
             gc.freeze()
         if collects:
             gc.enable()
+
+
+@contextmanager
+def without(package: str) -> Iterator[None]:
+    """Import as if ``package`` were not installed, unless it is imported already. It can be later.
+
+    >>> with without("json.tool"):
+    ...     import json.tool
+    Traceback (most recent call last):
+    ModuleNotFoundError: import of json.tool halted; None in sys.modules
+    """
+    if package in sys.modules:
+        yield
+        return
+    sys.modules[package] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[package]

@@ -20,8 +20,10 @@ from relax_hpc.convert.verify import load_module
 from relax_hpc.models.families import spec_of
 from relax_hpc.models.hf_files import read_config
 from relax_hpc.models.qwen3 import Qwen3
+from relax_hpc.models.spec import ModelSpec
 from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.training import parallel
+from relax_hpc.training.batches import collate
 
 SPLITS = {"tensor": (2, 1, 1), "pipeline": (1, 2, 1), "expert": (1, 1, 2)}
 """Tensor, pipeline, expert."""
@@ -60,7 +62,7 @@ def check(folder: Path, name: str, split: str) -> None:
     module = spec.build(config, "cpu", first, last).eval()
     load_module(module, folder / f"{name}-megatron")
     expected = load_file(folder / f"{name}.logits")
-    logits = forward(module, expected["tokens"], first, last)
+    logits = forward(module, spec, expected["tokens"], first, last)
     if last:
         columns = expected["logits"].shape[-1]
         torch.testing.assert_close(whole(logits, tensor)[..., :columns], expected["logits"], atol=1e-4, rtol=0)
@@ -76,14 +78,14 @@ def check(folder: Path, name: str, split: str) -> None:
 
 
 @torch.no_grad()
-def forward(module: torch.nn.Module, tokens: torch.Tensor, first: bool, last: bool) -> torch.Tensor:
-    """[b, s, columns of this rank], or the hidden states of a stage that is not the last."""
-    positions = torch.arange(tokens.shape[1])[None]
+def forward(module: torch.nn.Module, spec: ModelSpec, tokens: torch.Tensor, first: bool, last: bool) -> torch.Tensor:
+    """[1, s, columns of this rank], or the hidden states of a stage that is not the last."""
+    packed = collate([{"token_ids": tokens[0].tolist()}], 0, "cpu")
     if not first:
-        hidden = torch.empty(tokens.shape[1], tokens.shape[0], module.config.hidden_size)
+        hidden = torch.empty(tokens.shape[1], 1, module.config.hidden_size)
         torch.distributed.recv(hidden, 0)
         module.set_input_tensor(hidden)
-    out = module(tokens, positions, None)
+    out = module(**spec.inputs(packed))
     if not last:
         torch.distributed.send(out, 1)
         return out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from relax_hpc.config.schema import ParallelConfig
 from relax_hpc.errors import ConfigError
-from relax_hpc.imports import many_imports
+from relax_hpc.imports import many_imports, without
 from relax_hpc.training import alone
 
 _stores: list[dist.Store | None] = []
@@ -95,7 +96,8 @@ def import_libraries(device: str, local_rank: int, trains: bool = False) -> None
         torch.cuda.set_device(local_rank)
     # It says at length that Transformer Engine and Apex are absent.
     warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
-    with many_imports():
+    # megatron-core imports Triton wherever it is installed: 0.1 s of every start, of no use on a CPU.
+    with many_imports(), without("triton") if device == "cpu" else nullcontext():
         from relax_hpc.training import cpu, upstream_fixes
 
         if device == "cpu":
