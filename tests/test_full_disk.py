@@ -48,6 +48,12 @@ def said(live: Running, what: str) -> list[str]:
     return [line for line in live.output.read_text().splitlines() if what in line]
 
 
+def waits_said(live: Running) -> list[str]:
+    """Lines of the supervisor's that the run waits for a disk, whose end it says too; not of a group that cannot be
+    started, which comes first where the hub is that group."""
+    return [line for line in said(live, FULL) if "tried again" not in line]
+
+
 def status_of(live: Running) -> dict:
     words = [sys.executable, "-m", "relax_hpc", "status", str(live.run.root), "--json"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
@@ -66,7 +72,7 @@ def waited_s(live: Running) -> float:
 
 def full_for_a_while(live: Running, disk: SmallDisk, left: int, kill: str = "", seconds: float = 0.0) -> None:
     """Nothing goes on, which is said; with room again everything does, and nobody was started anew but who died."""
-    before, lines = incarnations(live), len(said(live, FULL))
+    before, lines = incarnations(live), len(waits_said(live))
     disk.fill(left)
     if kill:
         live.kill(kill)
@@ -75,10 +81,10 @@ def full_for_a_while(live: Running, disk: SmallDisk, left: int, kill: str = "", 
         # Whatever is removed meanwhile makes room again.
         disk.fill(left)
         waits = any(not one["loose"] for one in status(live.run).get("disk", []))
-        return waits and len(said(live, FULL)) > lines
+        return waits and len(waits_said(live)) > lines
 
     live.wait_until(hinders, "the terminal says so", SAID_S)
-    told = said(live, FULL)[-1]
+    told = waits_said(live)[-1]
     assert str(live.run.root) in told and "free space there, the run goes on by itself" in told
     found = status_of(live)["disk"]
     assert found and all(one["path"].startswith(str(live.run.root)) for one in found), found
