@@ -125,7 +125,7 @@ class Budgets:
         if hasattr(self.config, "workerinput") or not self.costs:
             return
         if self.config.getoption("record_budgets"):
-            self.path.write_text(json.dumps(recorded(self.costs, self.record), indent=1) + "\n")
+            self.path.write_text(json.dumps(recorded(self.costs, self.record), indent=2) + "\n")
         elif not os.environ.get("RELAX_WHOLE"):
             self.told = list(over_budget(self.costs, self.record))
         if self.told and session.exitstatus == pytest.ExitCode.OK:

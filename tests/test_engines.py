@@ -250,25 +250,31 @@ def test_a_response_goes_on_where_its_draft_ends(served: Served) -> None:
 
 
 def test_what_there_is_of_a_response_is_in_its_draft_before_it_ends(served: Served) -> None:
-    """Also of a response that is whole while another one of the request is not."""
+    """Also of a response that is whole while another one of the request is not. Each change is seen as it happens: who
+    looks now and then sees none where the machine is slow, and all of an answer comes at once."""
+    seen: list[tuple[Draft, Generation]] = []
+
+    class Watched(Draft):
+        def add(self, *more: Sequence[int]) -> None:
+            super().add(*more)
+            seen.append((self, self.so_far()))
+
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, value)
+            if name == "ended" and value is not None:
+                seen.append((self, self.so_far()))
+
     prompt, limit = PROMPTS[0], 200
     [whole] = served.generate(ask(prompt, temperature=0.0, budget=limit))
     last = Generation(whole.token_ids[:-1], whole.logprobs[:-1], whole.token_versions[:-1], "partial")
-    drafts = [Draft.of(last), Draft()]
+    drafts = [Watched.of(last), Watched()]
     asked = [ask(prompt, "p", k, limit, draft, temperature=0.0) for k, draft in enumerate(drafts)]
-
-    async def watch() -> Generation:
-        task = asyncio.create_task(together(served.engine, asked))
-        while not drafts[0].ended or not drafts[1].token_versions:
-            assert not task.done()
-            await asyncio.sleep(0)
-        part = drafts[1].so_far()
-        assert [answer.token_ids for answer in await task] == [whole.token_ids] * 2
-        return part
-
-    part = served.runner.run(watch())
-    assert part.finish_reason == "partial" and 0 < len(part.token_ids) < limit
-    assert part.token_ids == whole.token_ids[: len(part.token_ids)]
+    assert [answer.token_ids for answer in served.generate(*asked)] == [whole.token_ids] * 2
+    assert [draft for draft, made in seen if made.finish_reason == "length"] == drafts
+    parts = [made for draft, made in seen if draft is drafts[1] and made.finish_reason == "partial"]
+    lengths = [len(part.token_ids) for part in parts]
+    assert len(lengths) > 1 and lengths == sorted({*lengths} - {0, limit})
+    assert all(part.token_ids == whole.token_ids[: len(part.token_ids)] for part in parts)
 
 
 @pytest.mark.parametrize("moment", ["asked", "drawing"])
