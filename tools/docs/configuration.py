@@ -13,7 +13,7 @@ from relax_hpc.config.schema import GroupConfig
 
 _HEAD = """# Configuration
 
-Every setting, made from [the schema](../relax_hpc/config/schema.py) by `python tools/docs`. A run is composed of
+Every setting, made from [the schema](../relax_hpc/config/schema/) by `python tools/docs`. A run is composed of
 YAML files, from left to right, and of options on the command line, `--rollout.replicas 2`, which come last.
 `relax-hpc check --config run.yaml` tells every mistake at once, `relax-hpc run --config run.yaml --print_config` where
 each value came from.

@@ -1,0 +1,62 @@
+"""The configuration of a run: one slotted dataclass a subject, every field documented under it.
+
+Ranges stand beside the defaults (`bounded`); checks over several fields are in `relax_hpc.checks.settings`.
+"""
+
+from relax_hpc.config.schema.cluster import (
+    ContainerConfig,
+    GroupConfig,
+    MpiConfig,
+    ResourcesConfig,
+    SiteConfig,
+    SlurmConfig,
+)
+from relax_hpc.config.schema.generation import EngineConfig, PartialRollout, RolloutConfig, SimulatedConfig
+from relax_hpc.config.schema.policy import DataConfig, ModelConfig, TinyModelConfig, WarmStartConfig
+from relax_hpc.config.schema.run import Config, default_groups, optional_groups
+from relax_hpc.config.schema.running import (
+    CheckpointConfig,
+    Durability,
+    EvalConfig,
+    LivenessConfig,
+    Mode,
+    PlanesConfig,
+    QueueConfig,
+    SamplesConfig,
+    WeightsConfig,
+)
+from relax_hpc.config.schema.training import ActorConfig, ForwardConfig, Kernels, OptimizerConfig, ParallelConfig
+
+__all__ = [
+    "ActorConfig",
+    "CheckpointConfig",
+    "Config",
+    "ContainerConfig",
+    "DataConfig",
+    "Durability",
+    "EngineConfig",
+    "EvalConfig",
+    "ForwardConfig",
+    "GroupConfig",
+    "Kernels",
+    "LivenessConfig",
+    "Mode",
+    "ModelConfig",
+    "MpiConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "PartialRollout",
+    "PlanesConfig",
+    "QueueConfig",
+    "ResourcesConfig",
+    "RolloutConfig",
+    "SamplesConfig",
+    "SimulatedConfig",
+    "SiteConfig",
+    "SlurmConfig",
+    "TinyModelConfig",
+    "WarmStartConfig",
+    "WeightsConfig",
+    "default_groups",
+    "optional_groups",
+]

@@ -1,0 +1,130 @@
+"""What is asked of Slurm, and what a site is like."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from relax_hpc.config.roles import ROLES
+from relax_hpc.settings import bounded
+
+
+@dataclass(kw_only=True, slots=True)
+class ResourcesConfig:
+    """What a group asks of Slurm."""
+
+    nodes: int = bounded(1, 1)
+    gpus_per_node: int = bounded(0, 0)
+    cpus_per_task: int = bounded(1, 1)
+    """CPUs of each rank."""
+    memory: str = ""
+    """Of each node, as sbatch takes it (`64G`); `0`: all; empty: the partition's default."""
+    time: str = ""
+    """Time limit of the group's own job in the `jobs` layout; empty: slurm.time."""
+    options: dict[str, str] = field(default_factory=dict)
+    """Further sbatch options by their long names: `{constraint: h100, exclude: "node[1-2]"}`."""
+
+
+@dataclass(kw_only=True, slots=True)
+class GroupConfig:
+    """Processes that live and die together."""
+
+    roles: list[Literal[tuple(ROLES)]] = field(default_factory=list)
+    env: dict[str, str] = field(default_factory=dict)
+    """Extra environment variables of its processes, such as CUDA_VISIBLE_DEVICES, which places a group on its GPUs."""
+    code: str = ""
+    """Folder with the package relax_hpc that its processes run, of the run's own protocol; empty: the run's code."""
+    interface: str = ""
+    """Network interface that its sockets and libraries use; empty: site.interface."""
+    on_failure: Literal["restart", "resubmit", "stop_run"] = "restart"
+    """`restart`: in its allocation, or in a replacement job if that lost nodes; `resubmit`: always a new job."""
+    spares: int = bounded(0, 0)
+    """Held spare jobs, submitted up front, for sites whose compute nodes may not call sbatch."""
+    resources: ResourcesConfig = field(default_factory=ResourcesConfig)
+
+
+@dataclass(kw_only=True, slots=True)
+class SlurmConfig:
+    """What a run asks of Slurm as a whole."""
+
+    time: str = "24:00:00"
+    """Time limit as sbatch takes it."""
+    signal_s: int = bounded(300, 30, 65535)
+    """Seconds before the time limit at which the run saves and makes way; Slurm may be a minute early or late."""
+    successors: int = bounded(20, 0)
+    """Jobs that go on when the run's own ends early; where nodes may not call sbatch, all are queued up front."""
+    one_node_hub: bool = False
+    """Allow a `het` job whose first component has one node: any node's death anywhere then ends the whole job."""
+
+
+@dataclass(kw_only=True, slots=True)
+class MpiConfig:
+    """How the ranks of a group find each other."""
+
+    launcher: Literal["pmix", "pmi2", "mpiexec"] = "pmi2"
+    """`srun --mpi` plugin; `mpiexec`: none, where every group has one rank. The local layout needs none either."""
+    library: str = "wheel"
+    """`wheel`: the mpich wheel beside mpi4py (pairs with pmi2); else the path of a libmpi.so."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ContainerConfig:
+    """A container around every role; supervision stays outside of it."""
+
+    runtime: Literal["none", "apptainer", "pyxis"] = "none"
+    program: str = "apptainer"
+    """What starts a container with runtime `apptainer`: a name on PATH, such as `singularity`, or a path."""
+    image: str = ""
+    mounts: list[str] = field(default_factory=list)
+    """`/path` or `/path:/inside`; the run directory is always mounted."""
+    python: str = "python3"
+    """Interpreter inside the container."""
+
+
+@dataclass(kw_only=True, slots=True)
+class SiteConfig:
+    """Facts of a cluster that are the same for all runs on it."""
+
+    name: str = ""
+    partition: str = ""
+    hub_partition: str = ""
+    """Partition of CPU nodes for the hub; empty: the same as the others'."""
+    cpu_nodes: bool = True
+    """There are nodes without GPUs, for the hub. False: in a `het` job it rides on the group with the most nodes; in
+    `jobs` its own job asks for one GPU, as every job must there."""
+    account: str = ""
+    qos: str = ""
+    gpu_request: Literal["gpus_per_node", "gres", "none"] = "gpus_per_node"
+    gpu_type: str = ""
+    """As in `gres/gpu:TYPE`."""
+    gpu_memory_gib: float = bounded(79.0, 0.0)
+    """Of one GPU, as torch finds it: 79 of an H100 or A100 of 80 GB, 39 of one of 40 GB, 139 of an H200. What cannot
+    fit by calculation is refused, see `relax-hpc plan`; 0: nothing is."""
+    memory_request: Literal["mem", "none"] = "mem"
+    """`none`: memory follows from the CPUs, and the site takes no option for it; groups' `memory` is not asked for."""
+    options: dict[str, str] = field(default_factory=dict)
+    """Further sbatch options of every job by their long names, such as `reservation` or `mail-user`."""
+    srun_options: dict[str, str] = field(default_factory=dict)
+    """Further srun options of every role by their long names, such as `{cpu-freq: high, mem-bind: local}`. With
+    `cpu-bind` Slurm places the ranks on cores; else each takes cores of its own near its GPU. Slurm leaves `hint` out
+    of account beside a binding, and every role has one: ask for it in site.options, for the job."""
+    setup: list[str] = field(default_factory=list)
+    """Lines of bash that every batch script runs first: `module purge`, `source /site/profile`, `ulimit -n 65536`.
+    Roles and the standby supervisor inherit variables and limits (NOFILE, MEMLOCK, NPROC, STACK)."""
+    modules: list[str] = field(default_factory=list)
+    """Environment modules to load."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Environment variables of every process, such as NCCL_IB_HCA or UCX_NET_DEVICES."""
+    python: str = ""
+    """Interpreter on the nodes that has relax_hpc; empty: the one that submits."""
+    interface: str = ""
+    """Network interface for sockets, gloo and NCCL's bootstrap; empty: that of the host's own name."""
+    mpi: MpiConfig = field(default_factory=MpiConfig)
+    container: ContainerConfig = field(default_factory=ContainerConfig)
+    sbatch_on_nodes: bool = True
+    """Compute nodes may call sbatch; false: replacements are held spare jobs, successors are queued up front."""
+    local_dir: str = ""
+    """Folder on each node's own disk for caches and staging; empty: $TMPDIR or /tmp."""
+    stage: list[Literal["model", "environment"]] = field(default_factory=list)
+    """What is copied to local_dir once a node instead of being read from the shared filesystem by every process: the
+    model, the virtual or conda environment of the interpreter."""

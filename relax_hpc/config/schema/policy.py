@@ -1,0 +1,86 @@
+"""What is trained, and on what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from relax_hpc.settings import bounded
+
+
+@dataclass(kw_only=True, slots=True)
+class TinyModelConfig:
+    """Shape of a small Qwen3 model that is made offline, with its tokenizer."""
+
+    hidden_size: int = bounded(64, 8)
+    """Width; must be a multiple of num_attention_heads' groups."""
+    num_layers: int = bounded(2, 1)
+    num_attention_heads: int = bounded(2, 1)
+    num_key_value_heads: int = bounded(1, 1)
+    head_dim: int = bounded(32, 8)
+    intermediate_size: int = bounded(192, 8)
+    tie_word_embeddings: bool = True
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelConfig:
+    """The policy that is trained, and the frozen reference."""
+
+    path: str = ""
+    """Hugging Face directory (config.json, tokenizer.json, *.safetensors). Empty: the run makes `tiny`."""
+    reference_path: str = ""
+    """Hugging Face directory of the reference; empty: the policy before its first step."""
+    tiny: TinyModelConfig = field(default_factory=TinyModelConfig)
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Parameter type of training and inference."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where models run. Every rank of a `cuda` group takes the device of its local rank."""
+    ignore_keys: list[str] = field(default_factory=list)
+    """Keys of config.json to leave out of account, such as `rope_scaling.factor`. One that is not known is refused,
+    as the engine may compute something by it that the trainer does not; whoever knows better lists it here."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DataConfig:
+    """Prompts. A row of a jsonl or parquet file is {"id", "prompt", "messages" or "token_ids", "answer", ...}; see
+    `relax_hpc.data.prompts`. A file must stay as it is while a run uses it."""
+
+    task: str = ""
+    """`sort_digits`, a built-in verifiable task whose files are made in the run directory, or one's own as
+    `package.module:Class`, see `relax_hpc.tasks`. Empty: `train` and `eval` name files."""
+    digits: int = bounded(4, 1, 6)
+    """Digits a prompt of `sort_digits` has."""
+    train: str = ""
+    """File of training prompts, jsonl or parquet."""
+    eval: dict[str, str] = field(default_factory=dict)
+    """Name of an evaluation set -> file."""
+    shuffle: bool = True
+    """Visit prompts in an order drawn from the run's seed, anew each incarnation."""
+    special_tokens: list[Literal["prompt"]] = field(default_factory=list)
+    """Columns in which the name of a special token, such as `<|im_end|>`, means that token, as in prompts that a chat
+    template has made. In all others it is text like any other."""
+    chat_template: str = ""
+    """What makes prompts of chat messages: `model`, the template in the model's folder, or a Jinja file. A prompt that
+    is text is then a message of the user's. Empty: prompts are text, as they stand."""
+    system: str = ""
+    """Message that goes before those of each prompt that begin with none of the system's; empty: none."""
+    enable_thinking: bool = True
+    """Given to the template, of which some have the model answer at once if it is false."""
+    max_prompt_tokens: int = bounded(1024, 1)
+    """Longer prompts are quarantined, counted and skipped, or truncated."""
+    truncate: Literal["", "left"] = ""
+    """What becomes of prompts that are too long. `left`: their last tokens are taken. Empty: they are skipped."""
+    max_bad_share: float = bounded(0.05, 0.0, 1.0)
+    """Stop at start if a larger share of the lines is broken, empty or over-long."""
+
+
+@dataclass(kw_only=True, slots=True)
+class WarmStartConfig:
+    """Supervised steps on demonstrations before RL, so that sampled rewards carry a signal."""
+
+    steps: int = bounded(0, 0)
+    """0: none. Needs data.task."""
+    batch_size: int = bounded(64, 1)
+    lr: float = bounded(2e-3, 0.0)
+    noise: float = bounded(0.7, 0.0, 1.0)
+    """Share of demonstrations whose answer is another prompt's."""

@@ -1,0 +1,77 @@
+"""A run's configuration as a whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from relax_hpc.algorithms import Algorithm, Grpo
+from relax_hpc.config.schema.cluster import GroupConfig, SiteConfig, SlurmConfig
+from relax_hpc.config.schema.generation import RolloutConfig
+from relax_hpc.config.schema.policy import DataConfig, ModelConfig, WarmStartConfig
+from relax_hpc.config.schema.running import (
+    CheckpointConfig,
+    EvalConfig,
+    LivenessConfig,
+    QueueConfig,
+    SamplesConfig,
+    WeightsConfig,
+)
+from relax_hpc.config.schema.training import ActorConfig, ForwardConfig
+from relax_hpc.settings import bounded
+
+
+def default_groups() -> dict[str, GroupConfig]:
+    """One group a role, advantages beside the queue controller in the hub."""
+    return {
+        "hub": GroupConfig(roles=["advantages"]),
+        "rollout": GroupConfig(roles=["rollout"]),
+        "actor": GroupConfig(roles=["actor"]),
+    }
+
+
+def optional_groups() -> dict[str, GroupConfig]:
+    """Groups that a run has if a layer speaks of them, or if its algorithm needs what they give."""
+    return {name: GroupConfig(roles=[name]) for name in ("actor_fwd", "reference")}
+
+
+@dataclass(kw_only=True, slots=True)
+class Config:
+    """A run. Several files compose from left to right; the resolved one lies in the run directory."""
+
+    name: str = "run"
+    run_dir: str = ""
+    """The run directory, on a filesystem that every node sees. Empty: runs/<name>."""
+    layout: Literal["local", "het", "jobs"] = "local"
+    """`local`: process trees on this machine; `het`: one heterogeneous Slurm job; `jobs`: one Slurm job a group."""
+    seed: int = bounded(0, 0)
+    steps: int = bounded(100, 1)
+    prompts_per_step: int = bounded(32, 1)
+    """Prompt groups a training step takes."""
+    samples_per_prompt: int = bounded(8, 2)
+    """Episodes of each prompt: attempts at it, whose rewards are compared."""
+    max_staleness: int = bounded(0, 0, 64)
+    """0: on-policy, the synchronous run; 1: near-on-policy; more: fully asynchronous."""
+    colocate: bool = False
+    """The actor and the engines share devices, in one group, and take turns: engines give their memory back once a step
+    is generated, and the actor begins then; while they have it, its weights and optimizer are in host memory. For
+    max_staleness 0."""
+    threads: int = bounded(1, 1)
+    """CPU threads of each process."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    algorithm: Algorithm = field(default_factory=Grpo)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    actor_fwd: ForwardConfig = field(default_factory=ForwardConfig)
+    reference: ForwardConfig = field(default_factory=ForwardConfig)
+    queue: QueueConfig = field(default_factory=QueueConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    samples: SamplesConfig = field(default_factory=SamplesConfig)
+    liveness: LivenessConfig = field(default_factory=LivenessConfig)
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    site: SiteConfig = field(default_factory=SiteConfig)
+    groups: dict[str, GroupConfig] = field(default_factory=default_groups)

@@ -1,0 +1,158 @@
+"""What passes between the roles, what is kept, and when who is given up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from relax_hpc.settings import bounded
+
+Durability = Literal["commit", "flush", "none"]
+Mode = Literal["auto", "required", "off"]
+
+
+@dataclass(kw_only=True, slots=True)
+class PlanesConfig:
+    """Ways in which rows pass between processes in memory, before they are on disk. The first of these that two
+    processes have is taken, the file of the shard else.
+
+    `auto`: where it works; `required`: a run without it does not begin; `off`: never.
+    """
+
+    shm: Mode = "auto"
+    """Within a node, without a copy."""
+    rdma: Mode = "auto"
+    """Between nodes, by InfiniBand cards, where package nixl-cu12 is installed. `required`: nodes without a card have
+    it too, for processes on them that cannot share memory."""
+    tcp: Mode = "auto"
+    """Wherever there is a network."""
+
+
+@dataclass(kw_only=True, slots=True)
+class QueueConfig:
+    """The TransferQueue."""
+
+    durability: Durability = "commit"
+    """What accepted means, rows and journal alike. `commit`: on disk; survives a power loss of all nodes. `flush`:
+    written to the operating system; survives the death of any process, and of any node but the one that wrote.
+    `none`: the same for rows, but the journal may be a second late; survives the death of any process but the
+    controller: then every group begins again, from the last checkpoint, with what the journal has."""
+    wait_timeout_s: float = bounded(600.0, 1.0)
+    """Deadline of every wait for rows, tickets or versions; running past it ends the group with exit 75. Only time
+    counts in which all groups are there and none is at work: see liveness.longest_wait_s."""
+    keep_steps: int = bounded(2, 0)
+    """Shards of steps older than the last checkpoint by more than this are deleted."""
+    max_bytes: int = bounded(64 << 30, 1)
+    """Bytes of rows that wait for training. At this bound nothing is generated but what the next step still needs."""
+    max_rows: int = bounded(1_000_000, 1)
+    """Samples in generation or waiting for training, bounded in the same way."""
+    planes: PlanesConfig = field(default_factory=PlanesConfig)
+    memory_bytes: int = bounded(4 << 30, 0)
+    """Of each process, for rows that others may still read; beyond it they are on disk alone."""
+    max_medium_bytes: int = bounded(256 << 20, 1)
+    """Of one image, video or sound of a prompt; a prompt with a larger one fails as `media_too_large`."""
+    max_group_media_bytes: int = bounded(1 << 30, 1)
+    """Of all media of a prompt group together."""
+
+
+@dataclass(kw_only=True, slots=True)
+class WeightsConfig:
+    """How new weights get from the actor to those that generate and score with them: by `queue.planes`, else files."""
+
+    publish_every: int = bounded(1, 1)
+    """Versions from one that is published to the next, at most `max_staleness` + 1. The last is always published."""
+    publish_lag: int = bounded(64, 0)
+    """An engine that serves a version so much older than the newest gets no new prompts before it has a newer one. It
+    delays prompts; how stale samples may be is `max_staleness` alone."""
+    file_every: int = bounded(1, 0)
+    """Versions whose number is a multiple of it are written to disk too, beside training, as Hugging Face directories
+    in `weights/`, not synced; those that are superseded by then are passed over. Others are in the actor's memory
+    alone, and gone with it. 0: the last version only, which is always written, and synced."""
+    keep_every: int = bounded(0, 0)
+    """Multiples of it are written in any case, synced, and never deleted. 0: none."""
+    anchor_every: int = bounded(0, 0)
+    """Versions from one to the next that others are published as differences to, beside the whole ones: readers on
+    other nodes that have it read less. Of use where little changes in a step, as in bfloat16 at small learning rates;
+    it costs every rank and every node one more copy of the weights in memory. 0: never."""
+    slabs: int = bounded(0, 0)
+    """Versions that the actor keeps in memory, each rank its part. 0: `max_staleness` + 2, with which no version is
+    overwritten while an engine must have it; with fewer, at least 2, a slow one has to take the next."""
+    read_timeout_s: float = bounded(120.0, 0.1)
+    """For one record of a version to arrive; and for a version that cannot be read, to be tried again."""
+    write_timeout_s: float = bounded(3600.0, 1.0)
+    """For the files of a version to be written, beside training; what takes longer ends the actor."""
+    chunk_bytes: int = bounded(32 << 20, 4096)
+    """Of a record: while one is verified, the next one is read. A single tensor is never divided."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CheckpointConfig:
+    """When the actor saves, and what stays."""
+
+    every: int = bounded(50, 1)
+    """Steps between checkpoints; the last step always has one."""
+    keep_last: int = bounded(2, 1)
+    keep_every: int = bounded(0, 0)
+    """Checkpoints of steps that are multiples of it are never deleted. 0: only the last ones stay."""
+    timeout_s: float = bounded(3600.0, 1.0)
+    """For one to be written, beside training; what takes longer ends the actor."""
+    max_failures: int = bounded(4, 1)
+    """Checkpoints in a row that could not be written, for other causes than a full disk, before the run stops with exit
+    93. On a full disk it is tried again until there is room, or the next one is due."""
+
+
+@dataclass(kw_only=True, slots=True)
+class EvalConfig:
+    """Greedy evaluation by the rollout engines."""
+
+    every: int = bounded(20, 0)
+    """Versions between evaluations, version 0 and the last included; 0: never."""
+    samples: int = bounded(200, 1)
+    """Prompts of each set."""
+    reward: str = "answer_exact"
+    """Reward of evaluation, as rollout.reward; its mean over a set is reported as eval/<set>/<name of the function>.
+    Empty: the one that is learned from."""
+
+    @property
+    def metric(self) -> str:
+        """What the mean over a set is called."""
+        return self.reward.rpartition(":")[2] or "reward"
+
+
+@dataclass(kw_only=True, slots=True)
+class SamplesConfig:
+    """What the model has written, kept for people: `relax-hpc samples RUN` shows it."""
+
+    per_step: int = bounded(16, 0)
+    """Episodes of each step that are kept for good: as many whole prompt groups as hold so many; 0: none."""
+    evaluations: bool = True
+    """Keep all episodes of evaluations too."""
+    max_bytes: int = bounded(1 << 30, 0)
+    """Bytes, compressed, that the samples of a run may take. Steps share them evenly, so that the last ones have some
+    too; evaluations may use what is left."""
+    max_text_chars: int = bounded(32_768, 16)
+    """Characters of a prompt or a response; of a longer one its middle is left out."""
+    tensorboard_every: int = bounded(10, 0)
+    """Steps from one of which TensorBoard's Text tab shows a few episodes to the next; 0: none."""
+
+
+@dataclass(kw_only=True, slots=True)
+class LivenessConfig:
+    """Deadlines and restarts."""
+
+    beat_s: float = bounded(0.5, 0.05)
+    lease_s: float = bounded(30.0, 1.0)
+    """A group without beats for so long is dead."""
+    start_timeout_s: float = bounded(600.0, 1.0)
+    """Between the start of a role and its first beat. Its ranks must have met after three quarters of it."""
+    hang_s: float = bounded(1800.0, 1.0)
+    """A role that is at one piece of work for so long, waiting not counted, is dead although it beats."""
+    max_restarts: int = bounded(5, 0)
+    """Restarts of one group with neither new samples, steps nor checkpoints before the run stops with exit 93."""
+    longest_wait_s: float = bounded(0.0, 0.0)
+    """How long a run waits for what is nobody's fault: a group that is queued, loads or is being replaced, or room on a
+    full disk. Then it saves what it can and ends with 75. 0: as long as its job lasts; 24 h where there is none. A job
+    that reaches its limit makes way to the next life of the run (`het`: the successor, `jobs`: itself, queued again),
+    which waits anew; less than a job lasts bounds that too."""
+    stop_timeout_s: float = bounded(15.0, 0.1)
+    """Between asking a process to end and killing it."""

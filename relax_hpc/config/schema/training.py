@@ -1,0 +1,101 @@
+"""How the policy, and what scores beside it, is computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from relax_hpc.settings import bounded
+
+
+@dataclass(kw_only=True, slots=True)
+class ParallelConfig:
+    """How a training or forward group splits the model. Ranks = tensor * pipeline * context * data."""
+
+    tensor: int = bounded(1, 1)
+    pipeline: int = bounded(1, 1)
+    context: int = bounded(1, 1)
+    """Ranks that share each row, every one with as many of its tokens: for rows that are too long for one. A
+    micro-batch is as many times larger."""
+    data: int = bounded(1, 1)
+    sequence_parallel: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the group."""
+        return self.tensor * self.pipeline * self.context * self.data
+
+    def __str__(self) -> str:
+        return f"tensor {self.tensor} * pipeline {self.pipeline} * context {self.context} * data {self.data}"
+
+
+@dataclass(kw_only=True, slots=True)
+class OptimizerConfig:
+    """Adam of megatron-core."""
+
+    lr: float = bounded(1e-6, 0.0)
+    final_lr_share: float = bounded(1.0, 0.0, 1.0)
+    """Learning rate of the last step as a share of the first; linear between."""
+    warmup_steps: int = bounded(0, 0)
+    beta1: float = bounded(0.9, 0.0, 1.0)
+    beta2: float = bounded(0.95, 0.0, 1.0)
+    eps: float = bounded(1e-8, 0.0)
+    weight_decay: float = bounded(0.0, 0.0)
+    clip_grad: float = bounded(1.0, 0.0)
+    distributed: bool = False
+    """Shard optimizer state over data-parallel ranks."""
+    offload: bool = False
+    """Adam's moments, 8 bytes a parameter, lie in pinned host memory and pass through the GPU in each step."""
+
+
+Kernels = Literal["plain", "fused", "te"]
+
+
+@dataclass(kw_only=True, slots=True)
+class ActorConfig:
+    """The training group."""
+
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    forward: list[Literal["actor_fwd", "reference"]] = field(default_factory=list)
+    """Roles that run inside of the actor, in no group: it swaps their weights in and scores each window before it
+    trains on it, with its own parallelism and micro-batches. Less hardware, a longer step, and for each of them
+    one more copy of the weights in host memory."""
+    max_tokens_per_micro_batch: int = bounded(8192, 1)
+    """Tokens that a rank takes through one forward and backward pass: rows lie in it one after the other, without
+    padding. A longer row is a micro-batch of its own."""
+    balance_window: int = bounded(4, 1)
+    """Micro-batches of each data-parallel rank whose tokens make a window, of prompt groups in ticket order. Within it
+    rows are balanced over the ranks by length and dealt to few micro-batches of equal size: a larger one is balanced
+    better and has fewer, a smaller one is trained sooner."""
+    kernels: Kernels = "plain"
+    """What the layers of the policy are made of, in the forward roles too. `plain`: torch, on every device; `fused`:
+    Triton kernels for norms, rotary embedding, gated activation and log-probabilities, and one for Adam, on GPUs; `te`:
+    Transformer Engine, which is refused unless a layer of it is as near to float32 as a plain one is."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations that the backward pass computes again instead of keeping them. `full`: all of a layer but its input,
+    a third more computation; `selective`: those of its norms and of its feed-forward layer."""
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """Further settings of megatron-core's TransformerConfig and DistributedDataParallelConfig by name
+    (`recompute_modules: [core_attn]`), passed through as they are; what is decided elsewhere is refused."""
+    simulated_step_s: float = bounded(0.0, 0.0)
+    """Seconds that a pass over a training batch takes, in which nothing is computed and the weights stay as they are:
+    for trying a cluster, and for measuring what is around training. 0: train."""
+
+    @property
+    def pack_tokens(self) -> int:
+        """Of a micro-batch, over the context ranks that share it."""
+        return self.max_tokens_per_micro_batch * self.parallel.context
+
+
+@dataclass(kw_only=True, slots=True)
+class ForwardConfig:
+    """The forward-only groups, actor_fwd and reference."""
+
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    max_tokens_per_micro_batch: int = bounded(8192, 1)
+
+    @property
+    def pack_tokens(self) -> int:
+        """Of a micro-batch, over the context ranks that share it."""
+        return self.max_tokens_per_micro_batch * self.parallel.context
