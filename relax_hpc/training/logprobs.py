@@ -7,6 +7,7 @@ the chunk, however long the rows are.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -19,28 +20,46 @@ SMALLEST_CHUNK, LARGEST_CHUNK = 2**22, 2**28
 under bfloat16, with the gradient of an entropy), in sum less than bfloat16 logits of all tokens would take."""
 
 
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What some tokens are scored by."""
+
+    logits: Tensor
+    """[n, v], this rank's columns; kernels may overwrite them."""
+    targets: Tensor
+    """int64 [n]: columns of it, -1 where another rank has the target."""
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True)
+class Upstream:
+    """What the backward pass begins with, each [n] float32 (float64 of such)."""
+
+    log_total: Tensor
+    """log sum exp z over all columns, where z = logits / temperature."""
+    entropies: Tensor
+    d_logprobs: Tensor
+    """Gradient of the loss by each log-probability."""
+    d_entropies: Tensor | None
+    """By each entropy; None: the loss has none."""
+
+    def of(self, part: slice) -> Upstream:
+        """That of a chunk."""
+        d_entropies = None if self.d_entropies is None else self.d_entropies[part]
+        return Upstream(self.log_total[part], self.entropies[part], self.d_logprobs[part], d_entropies)
+
+
+Terms = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
 class ChunkKernels(Protocol):
-    """The two passes over the logits of a chunk [n, v], this rank's columns, which they may overwrite.
+    """The two passes over the logits of a chunk. Values are float32 (float64 of such)."""
 
-    `targets` [n] int64 are columns of it, -1 where another rank has the target. Values are float32 (float64 of such).
-    """
-
-    def terms(
-        self, logits: Tensor, targets: Tensor, temperature: float, entropy: bool
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def terms(self, chunk: Chunk, entropy: bool) -> Terms:
         """Of z = logits / temperature, each [n]: its maximum m, sum exp(z - m), sum exp(z - m) (z - m) if ``entropy``
         or else 0, and z of the target or 0."""
 
-    def slopes(
-        self,
-        logits: Tensor,
-        targets: Tensor,
-        temperature: float,
-        log_total: Tensor,
-        d_logprobs: Tensor,
-        entropies: Tensor,
-        d_entropies: Tensor | None,
-    ) -> Tensor:
+    def slopes(self, chunk: Chunk, given: Upstream) -> Tensor:
         """Gradient [n, v] of the loss by the logits, in their type.
 
         With p = exp(z - log_total): d log p[t] / dz_k = 1[k = t] - p_k and dH / dz_k = -p_k (log p_k + H).
@@ -50,11 +69,9 @@ class ChunkKernels(Protocol):
 class PlainKernels:
     """`ChunkKernels` in torch, for every device."""
 
-    def terms(
-        self, logits: Tensor, targets: Tensor, temperature: float, entropy: bool
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def terms(self, chunk: Chunk, entropy: bool) -> Terms:
         """See `ChunkKernels`."""
-        z = _wide(logits).div_(temperature)
+        z, targets = _wide(chunk.logits).div_(chunk.temperature), chunk.targets
         chosen = z.gather(-1, targets.clamp(min=0)[:, None])[:, 0].masked_fill_(targets < 0, 0.0)
         top = z.amax(-1)
         z -= top[:, None]
@@ -64,25 +81,17 @@ class PlainKernels:
         total = p.sum(-1)
         return top, total, p.mul_(z).sum(-1), chosen
 
-    def slopes(
-        self,
-        logits: Tensor,
-        targets: Tensor,
-        temperature: float,
-        log_total: Tensor,
-        d_logprobs: Tensor,
-        entropies: Tensor,
-        d_entropies: Tensor | None,
-    ) -> Tensor:
+    def slopes(self, chunk: Chunk, given: Upstream) -> Tensor:
         """See `ChunkKernels`."""
-        z = _wide(logits).div_(temperature).sub_(log_total[:, None])
-        if d_entropies is None:
-            slope = z.exp_().mul_(-d_logprobs[:, None])
+        z = _wide(chunk.logits).div_(chunk.temperature).sub_(given.log_total[:, None])
+        targets, d_logprobs = chunk.targets[:, None], given.d_logprobs[:, None]
+        if given.d_entropies is None:
+            slope = z.exp_().mul_(-d_logprobs)
         else:
             p = z.exp()
-            slope = z.add_(entropies[:, None]).mul_(d_entropies[:, None]).add_(d_logprobs[:, None]).mul_(p).neg_()
-        slope.scatter_add_(-1, targets.clamp(min=0)[:, None], d_logprobs.masked_fill(targets < 0, 0.0)[:, None])
-        return slope.div_(temperature).to(logits.dtype)
+            slope = z.add_(given.entropies[:, None]).mul_(given.d_entropies[:, None]).add_(d_logprobs).mul_(p).neg_()
+        slope.scatter_add_(-1, targets.clamp(min=0), d_logprobs.masked_fill(targets < 0, 0.0))
+        return slope.div_(chunk.temperature).to(chunk.logits.dtype)
 
 
 PLAIN = PlainKernels()
@@ -133,8 +142,8 @@ class _OutputLogprobs(torch.autograd.Function):
         # A rank that has nothing but padding.
         terms[0] = torch.finfo(terms.dtype).min
         for part in _chunks(len(states), len(rows)):
-            found = kernels.terms(states[part] @ rows.t(), local[part], temperature, entropy)
-            terms[:, part] = torch.stack(found)
+            chunk = Chunk(states[part] @ rows.t(), local[part], temperature)
+            terms[:, part] = torch.stack(kernels.terms(chunk, entropy))
         top, total, expectation, chosen = _over_ranks(terms, group)
         log_total = total.log()
         entropies = log_total - expectation / total
@@ -150,13 +159,14 @@ class _OutputLogprobs(torch.autograd.Function):
     def backward(ctx: Any, d_logprobs: Tensor | None, d_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
         states, weight, local, log_total, entropies = ctx.saved_tensors
         rows = weight[: ctx.rows]
-        if d_logprobs is None:
-            d_logprobs = torch.zeros_like(log_total)
+        given = Upstream(
+            log_total, entropies, torch.zeros_like(log_total) if d_logprobs is None else d_logprobs, d_entropies
+        )
         d_states = torch.zeros_like(states)
         total, d_weight = _weight_gradient(weight) if ctx.needs_input_grad[1] else (None, None)
         for part in _chunks(len(states), ctx.rows):
-            given = (log_total[part], d_logprobs[part], entropies[part], _part(d_entropies, part))
-            slope = ctx.kernels.slopes(states[part] @ rows.t(), local[part], ctx.temperature, *given)
+            chunk = Chunk(states[part] @ rows.t(), local[part], ctx.temperature)
+            slope = ctx.kernels.slopes(chunk, given.of(part))
             torch.mm(slope, rows, out=d_states[part])
             if total is not None:
                 _add_product(total[: ctx.rows], slope.t(), states[part])
@@ -171,10 +181,6 @@ def _chunks(tokens: int, columns: int) -> Iterator[slice]:
     logits = min(max(tokens * columns // 8, SMALLEST_CHUNK), LARGEST_CHUNK)
     size = -(-tokens // -(-tokens * columns // logits))
     yield from (slice(start, start + size) for start in range(0, tokens, size))
-
-
-def _part(values: Tensor | None, part: slice) -> Tensor | None:
-    return None if values is None else values[part]
 
 
 def _over_ranks(terms: Tensor, group: Any) -> Tensor:

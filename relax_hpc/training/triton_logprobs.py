@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from relax_hpc.training.logprobs import Chunk, Terms, Upstream
+
 _BLOCK = 4096
 _LOWEST = tl.constexpr(-1e30)
 """Stands for minus infinity, whose difference to itself is not a number."""
@@ -16,45 +18,43 @@ _LOWEST = tl.constexpr(-1e30)
 class TritonKernels:
     """See the module."""
 
-    def terms(
-        self, logits: Tensor, targets: Tensor, temperature: float, entropy: bool
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def terms(self, chunk: Chunk, entropy: bool) -> Terms:
         """See `ChunkKernels`."""
-        tokens, columns = logits.shape
-        found = torch.empty((4, tokens), dtype=torch.float32, device=logits.device)
+        tokens, columns = chunk.logits.shape
+        top, total, mean, chosen = torch.empty((4, tokens), dtype=torch.float32, device=chunk.logits.device)
         _terms[(tokens,)](
-            logits, targets, *found, logits.stride(0), columns, 1.0 / temperature, ENTROPY=entropy, **_block(columns)
-        )
-        top, total, expectation, chosen = found
-        return top, total, expectation, chosen
-
-    def slopes(
-        self,
-        logits: Tensor,
-        targets: Tensor,
-        temperature: float,
-        log_total: Tensor,
-        d_logprobs: Tensor,
-        entropies: Tensor,
-        d_entropies: Tensor | None,
-    ) -> Tensor:
-        """See `ChunkKernels`; in the place of the logits."""
-        tokens, columns = logits.shape
-        slopes = entropies if d_entropies is None else d_entropies
-        _slopes[(tokens,)](
-            logits,
-            targets,
-            log_total,
-            d_logprobs.contiguous(),
-            entropies,
-            slopes.contiguous(),
-            logits.stride(0),
+            chunk.logits,
+            chunk.targets,
+            top,
+            total,
+            mean,
+            chosen,
+            chunk.logits.stride(0),
             columns,
-            1.0 / temperature,
-            ENTROPY=d_entropies is not None,
+            1.0 / chunk.temperature,
+            ENTROPY=entropy,
             **_block(columns),
         )
-        return logits
+        return top, total, mean, chosen
+
+    def slopes(self, chunk: Chunk, given: Upstream) -> Tensor:
+        """See `ChunkKernels`; in the place of the logits."""
+        tokens, columns = chunk.logits.shape
+        entropy = given.d_entropies is not None
+        _slopes[(tokens,)](
+            chunk.logits,
+            chunk.targets,
+            given.log_total,
+            given.d_logprobs.contiguous(),
+            given.entropies,
+            given.d_entropies.contiguous() if entropy else given.entropies,
+            chunk.logits.stride(0),
+            columns,
+            1.0 / chunk.temperature,
+            ENTROPY=entropy,
+            **_block(columns),
+        )
+        return chunk.logits
 
 
 def _block(columns: int) -> dict[str, int]:
