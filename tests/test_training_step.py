@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from relax_hpc.algorithms import Grpo
 from relax_hpc.algorithms.base import CorrectionConfig
@@ -43,6 +44,8 @@ from tests.training_helpers import (  # noqa: F401
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_rank")]
+
+VIEWS = {torch.ops.aten.view, torch.ops.aten.detach, torch.ops.aten.slice, torch.ops.aten.alias}
 
 
 def independent_step(directory: Path, samples: list[Row], steps: int) -> dict[str, Tensor]:
@@ -165,6 +168,25 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_forgotten(tiny: Path):
         each.accumulate([batch(rows(2))])
         assert each.step(LR)["skipped"] == 0.0
     assert difference(ours.model.export_hf(), clean.model.export_hf()) == 0.0
+
+
+def test_the_norm_takes_a_few_operations_however_many_parameters(tiny: Path):
+    """One for each, and a wait for each, is what it costs on a GPU as megatron-core comes."""
+
+    class Counted(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            self.count += operation.overloadpacket not in VIEWS
+            return operation(*args, **(kwargs or {}))
+
+    ours = trainer(tiny)
+    ours.accumulate([batch(rows(2))])
+    whole = torch.cat([parameter.main_grad.flatten() for parameter in ours.model.module.parameters()])
+    with Counted() as counted:
+        norm = ours._gradient_norm(4.0)
+    assert norm == pytest.approx(float(whole.norm()) / 4.0, rel=1e-5)
+    assert counted.count < len(list(ours.model.module.parameters()))
 
 
 def test_what_was_discarded_leaves_nothing(tiny: Path):

@@ -63,9 +63,13 @@ def offload(optimizer: Any) -> None:
 
 
 def _choose_kernels(fused: bool, adam: torch.optim.Optimizer) -> None:
-    """Steps are counted on the device by one kernel, and on the host otherwise."""
+    """Steps are counted on the device by one kernel, and on the host otherwise.
+
+    Torch's own choice where it is not one: all parameters at a time on GPUs, one on CPUs. False instead of None would
+    have it take one at a time everywhere.
+    """
     for group in adam.param_groups:
-        group["fused"] = fused
+        group["fused"] = fused or None
         for parameter in group["params"]:
             state = adam.state.get(parameter, {})
             if torch.is_tensor(state.get("step")):

@@ -19,6 +19,7 @@ from relax_hpc.config.schema import ActorConfig, OptimizerConfig
 from relax_hpc.fields import FIELDS
 from relax_hpc.models import megatron_settings
 from relax_hpc.training.batches import Batch
+from relax_hpc.training.gradients import clip_factor, gradient_norm
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.optimizer import build_optimizer, set_rates
 
@@ -112,11 +113,11 @@ class Trainer:
         optimizer as they were. A step without any token leaves them too, with `skipped` 1.0.
         """
         totals = self._reduce_metrics()
-        self._finalize_gradients(totals["weight"])
-        norm = self._gradient_norm()
-        usable = math.isfinite(norm) and totals["weight"] > 0
+        weight = totals["weight"]
+        norm = self._gradient_norm(weight)
+        usable = math.isfinite(norm) and weight > 0
         if usable:
-            self._update(lr, norm)
+            self._update(lr, clip_factor(norm, self.settings.clip_grad) / weight)
         self._zero()
         return mean_metrics(totals) | {"grad_norm": norm, "skipped": 0.0 if usable else 1.0}
 
@@ -124,22 +125,17 @@ class Trainer:
         """Forget what was accumulated since the last step."""
         self._zero()
 
-    def _finalize_gradients(self, weight: float) -> None:
+    def _gradient_norm(self, weight: float) -> float:
+        """Of the mean over ``weight``; the sums themselves, reduced over ranks, are left as they are."""
         from megatron.core.distributed import finalize_model_grads
 
         finalize_model_grads([self.module])
-        if weight > 0:
-            self.module.scale_gradients(1.0 / weight)
-
-    def _gradient_norm(self) -> float:
         self.optimizer.prepare_grads()
-        return float(self.optimizer.get_grad_norm())
+        return gradient_norm(self.optimizer, self.model.device) / (weight or 1.0)
 
-    def _update(self, lr: float, norm: float) -> None:
-        from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-
-        if self.settings.clip_grad > 0:
-            clip_grad_by_total_norm_fp32(self.optimizer.get_parameters(), self.settings.clip_grad, norm)
+    def _update(self, lr: float, scale: float) -> None:
+        # Main gradients lie in the same memory as those that are reduced: both are float32.
+        self.module.scale_gradients(scale)
         set_rates(self.optimizer, self.settings, lr)
         self.optimizer.step_with_ready_grads()
 

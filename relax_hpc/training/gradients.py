@@ -1,0 +1,35 @@
+"""The norm of a step's gradient.
+
+megatron-core's own takes one kernel and one wait for the device for each parameter where neither Transformer Engine nor
+Apex is installed, and others where one is: nothing here depends on what happens to be importable.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def gradient_norm(optimizer: Any, device: torch.device) -> float:
+    """L2 norm over the parameters of all ranks, each counted once; the device is waited for once.
+
+    ``optimizer``: megatron-core's, whose main gradients are prepared. Collective over all ranks.
+    """
+    squares = [_squares(part, device) for part in optimizer.chained_optimizers]
+    return math.sqrt(float(torch.stack(squares).sum()))
+
+
+def _squares(part: Any, device: torch.device) -> torch.Tensor:
+    """Their sum over the ranks that share ``part``: experts are shared by others than the rest."""
+    norm = torch.nn.utils.get_total_norm(part.get_main_grads_for_grad_norm())
+    square = norm.to(device, torch.float64).square()
+    dist.all_reduce(square, group=part.get_grad_stats_parallel_group())
+    return square
+
+
+def clip_factor(norm: float, limit: float) -> float:
+    """By which gradients of ``norm`` are multiplied so that theirs is at most ``limit``; 0: it is not limited."""
+    return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
