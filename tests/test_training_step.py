@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from relax_hpc.algorithms import Grpo
+from relax_hpc.algorithms import ALGORITHMS, Grpo
 from relax_hpc.algorithms.base import CorrectionConfig
 from relax_hpc.config.schema import OptimizerConfig, ParallelConfig
 from relax_hpc.errors import ConfigError
@@ -32,6 +33,7 @@ from tests.training_helpers import (  # noqa: F401
     ALGORITHM,
     ARRIVAL,
     CLOSE,
+    DEVICE,
     EPS,
     LR,
     batch,
@@ -44,8 +46,6 @@ from tests.training_helpers import (  # noqa: F401
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_rank")]
-
-VIEWS = {torch.ops.aten.view, torch.ops.aten.detach, torch.ops.aten.slice, torch.ops.aten.alias}
 
 
 def independent_step(directory: Path, samples: list[Row], steps: int) -> dict[str, Tensor]:
@@ -170,23 +170,54 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_forgotten(tiny: Path):
     assert difference(ours.model.export_hf(), clean.model.export_hf()) == 0.0
 
 
+class Operations(TorchDispatchMode):
+    """Counts what the device is asked for: views are nothing to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.found[operation.overloadpacket.__name__] += 1
+        return operation(*args, **(kwargs or {}))
+
+
 def test_the_norm_takes_a_few_operations_however_many_parameters(tiny: Path):
     """One for each, and a wait for each, is what it costs on a GPU as megatron-core comes."""
-
-    class Counted(TorchDispatchMode):
-        count = 0
-
-        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-            self.count += operation.overloadpacket not in VIEWS
-            return operation(*args, **(kwargs or {}))
-
     ours = trainer(tiny)
     ours.accumulate([batch(rows(2))])
     whole = torch.cat([parameter.main_grad.flatten() for parameter in ours.model.module.parameters()])
-    with Counted() as counted:
+    with Operations() as asked:
         norm = ours._gradient_norm(4.0)
     assert norm == pytest.approx(float(whole.norm()) / 4.0, rel=1e-5)
-    assert counted.count < len(list(ours.model.module.parameters()))
+    views = {"view", "detach", "slice", "alias"}
+    assert sum(count for name, count in asked.found.items() if name not in views) < len(
+        list(ours.model.module.parameters())
+    )
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_micro_batch_waits_for_nothing_that_the_device_is_at(tiny: Path, name: str):
+    """Neither a value nor a shape is asked of it: it always has the next micro-batch before it is done with one."""
+    ours, samples = trainer(tiny), rows(3)
+    ours._loss = ALGORITHMS[name]().loss
+    ours.accumulate([batch(samples)])
+    with Operations() as asked, waiting_refused():
+        ours.accumulate([batch(samples)])
+    assert not asked.found.keys() & {"_local_scalar_dense", "nonzero", "masked_select", "unique", "equal"}
+
+
+@contextmanager
+def waiting_refused() -> Iterator[None]:
+    """On a GPU by torch itself, which knows of copies from pageable memory too."""
+    if DEVICE == "cpu":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_what_was_discarded_leaves_nothing(tiny: Path):

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from relax_hpc.models.upload import upload
+
 
 @dataclass(frozen=True, slots=True)
 class PackSplit:
@@ -76,7 +78,7 @@ class Places:
     def rows(self, rank: int, device: str | torch.device) -> PackedRows:
         """What attention needs to know in a rank."""
         firsts, sizes = self._pieces(rank)
-        positions = torch.from_numpy(self.positions()[self.of_rank(rank)])
+        positions = self.positions()[self.of_rank(rank)]
         if self.context == 1:
             return PackedRows.of(positions, sizes, sizes, None, device)
         # A piece looks at its row from the start to the piece's end.
@@ -124,15 +126,19 @@ class PackedRows:
     @classmethod
     def of(
         cls,
-        positions: Tensor,
+        positions: np.ndarray,
         queries: np.ndarray,
         keys: np.ndarray,
         order: np.ndarray | None,
         device: str | torch.device,
     ) -> PackedRows:
         """On `device`; what is not a tensor is on the host, so that nobody waits for it."""
-        ends = [torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)) for sizes in (queries, keys)]
-        picked = None if order is None else torch.from_numpy(order).to(device)
+        ends = [np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32) for sizes in (queries, keys)]
         return cls(
-            positions.to(device), queries.tolist(), keys.tolist(), ends[0].to(device), ends[1].to(device), picked
+            positions=upload(positions, device),
+            queries=queries.tolist(),
+            keys=keys.tolist(),
+            query_ends=upload(ends[0], device),
+            key_ends=upload(ends[1], device),
+            order=None if order is None else upload(order, device),
         )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from relax_hpc.fields import FIELDS, loss_fields
 from relax_hpc.models.packs import PackedRows, PackSplit, Places
+from relax_hpc.models.upload import upload
 from relax_hpc.transfer_queue.row_ids import place_of
 from relax_hpc.transfer_queue.row_schema import Row
 from relax_hpc.transfer_queue.samplers import micro_batches
@@ -80,7 +81,7 @@ def collate(
     mine = places.of_rank(split.rank)
 
     def on_device(values: np.ndarray) -> Tensor:
-        return torch.from_numpy(values).to(device)
+        return upload(values, device)
 
     def known(names: Sequence[str]) -> list[str]:
         return [name for name in names if all(row.get(name) is not None for row in rows)]
@@ -88,15 +89,15 @@ def collate(
     def input_of(name: str) -> Tensor:
         return on_device(_packed(rows, name, FIELDS[name].pad, FIELDS[name].dtype, places)[mine][None])
 
-    mask = on_device(_padded(rows, "loss_mask", 0.0, np.float32))
-    counts = mask.sum(1) if episode_tokens is None else torch.tensor(episode_tokens, dtype=mask.dtype, device=device)
+    mask = _padded(rows, "loss_mask", 0.0, np.float32)
+    counts = mask.sum(1) if episode_tokens is None else np.array(episode_tokens, np.float32)
     tokens = _packed(rows, "token_ids", pad_id, np.int64, places)
     return Batch(
         tokens=on_device(tokens[mine][None]),
         packed=places.rows(split.rank, device),
-        mask=mask,
+        mask=on_device(mask),
         lengths=lengths,
-        episode_tokens=counts[:, None],
+        episode_tokens=on_device(counts[:, None]),
         scored=_scored(rows, tokens, places, mine, on_device),
         fields={
             name: on_device(_padded(rows, name, FIELDS[name].pad, FIELDS[name].dtype)) for name in known(loss_fields())
