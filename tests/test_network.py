@@ -249,7 +249,7 @@ def test_a_rollout_of_two_ranks_generates_evaluates_once_and_ends(tmp_path: Path
         with two_ranks(run, logs / "launcher.txt") as ranks:
             for step in range(config.steps):
                 train(run, roles, step)
-            assert ranks.wait(60) == 0, (logs / "launcher.txt").read_text()
+            assert ranks.wait(60) == 0, "\n".join(path.read_text() for path in logs.glob("*.[lt][ox][gt]"))
         readers = sorted(hub.state.weights.readers)
     assert len(readers) == 2, f"each rank's replica serves on its own line: {readers}"
     assert evaluated == sorted(set(evaluated)) and evaluated[-1] == config.steps

@@ -16,8 +16,10 @@ from relax_hpc.config.groups import ranks_of, roles_of, variables_of
 from relax_hpc.local_dir import LOCAL_DIR
 from relax_hpc.rendezvous.process import END_SIGNAL, PARENT, STACKS_SIGNAL, clean_environment, shows_stacks
 from relax_hpc.rundir import RunDir
+from relax_hpc.supervise import leftovers
 from relax_hpc.supervise.group import Incarnation, Member
 from relax_hpc.supervise.launch_records import Launch, record
+from relax_hpc.supervise.leftovers import end_leftovers
 
 
 class Processes(Incarnation):
@@ -39,10 +41,11 @@ class Processes(Incarnation):
         return [member for member in self.members if member.process.poll() is not None]
 
     def kill(self) -> None:
-        """The processes and their children at once."""
+        """The processes and their children at once, and what these have left behind."""
         kill([process for member in self.members for process in family(member.process.pid)])
         for member in self.members:
             member.process.wait(timeout=30)
+        end_leftovers(self.run, self.name, self.incarnation)
         self.leave()
 
 
@@ -61,7 +64,10 @@ class LocalLauncher:
         logs = self.run.logs(name, incarnation)
         logs.mkdir(parents=True, exist_ok=True)
         record(self.run, name, incarnation, replace(launch, job=self.job))
-        variables = environment(config, variables_of(config, name))
+        # Of one whose supervisor was killed too.
+        end_leftovers(self.run, name, incarnation - 1)
+        own = {leftovers.VARIABLE: leftovers.word(self.run, name, incarnation)}
+        variables = environment(config, variables_of(config, name)) | own
         members = []
         for role in roles_of(config, name):
             words = [*command(self.run, config, name, role, incarnation), *(["--led"] if self.job else [])]
