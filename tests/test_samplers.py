@@ -152,13 +152,13 @@ def test_a_schedule_gives_every_rank_as_many_micro_batches_of_about_as_many_toke
     assert sorted(key for rank in found for part in rank for key in part) == sorted(lengths)
     for part in [part for rank in found for part in rank]:
         sizes = [lengths[key] for key in part]
-        assert sum(sizes) <= budget or len(part) == 1
+        assert sum(sizes) <= budget or len(part) <= 1
     totals = [sum(lengths[key] for part in rank for key in part) for rank in found]
     assert spread(totals) <= max(lengths.values(), default=0)
-    most = max(map(len, found))
-    assert all(len(rank) == most or (len(rank) < most and sum(map(len, rank)) == len(rank)) for rank in found)
-    if len(lengths) % ranks == 0:
-        assert {len(rank) for rank in found} == {most}
+    [most] = {len(rank) for rank in found}
+    for rank in found:
+        # Who has as many rows as others have micro-batches, or more, is never idle; nobody is before he is through.
+        assert all(map(len, rank[: min(most, sum(map(len, rank)))]))
 
 
 @given(lengths=windows(), ranks=PARTS, budget=BUDGETS, kept=st.sets(st.integers(0, 39)))
@@ -168,7 +168,8 @@ def test_what_is_left_of_a_window_stays_with_its_rank(lengths, ranks, budget, ke
     whole = schedule(dict(enumerate(sizes)), ranks, budget)
     left = of_rows(whole, rows)
     assert sorted(row for rank in left for part in rank for row in part) == list(range(len(rows)))
-    assert all(part for rank in left for part in rank)
+    # As many each, and never all of them idle at once.
+    assert all(map(any, zip(*left, strict=True)))
     for before, after in zip(whole, left, strict=True):
         assert [rows[row] for part in after for row in part] == [r for part in before for r in part if r in kept]
 

@@ -25,6 +25,7 @@ from relax_hpc.models.hf_mapping import stored_forms
 from relax_hpc.models.spec import ModelSpec
 from relax_hpc.plan.model_memory import CHUNKS, kept_elements
 from relax_hpc.training import logprobs
+from relax_hpc.training.batches import collate_parts
 from relax_hpc.training.trainer import Trainer, supervised_loss
 from relax_hpc.transfer_queue.row_schema import Row
 from tests.convert_helpers import LLAMA, MIXED, model
@@ -153,6 +154,19 @@ def test_a_step_without_tokens_changes_nothing(tiny: Path):
     assert ours.step(LR)["skipped"] == 1.0
     assert ours.step(LR)["skipped"] == 1.0
     assert difference(before, ours.model.export_hf()) == 0.0
+
+
+def test_an_idle_micro_batch_adds_nothing(tiny: Path):
+    """To the bit, in the metrics too; and nothing is scored in it."""
+    ours, alone = trainer(tiny), trainer(tiny)
+    samples = rows(4)
+    parts = collate_parts(samples, [[0, 3], [], [1, 2], []], DEVICE)
+    assert [len(one.lengths) for one in parts] == [2, 0, 2, 0] and {*parts[0].fields} == {*parts[1].fields}
+    ours.accumulate(parts)
+    alone.accumulate([parts[0], parts[2]])
+    assert ours.step(LR) == alone.step(LR)
+    assert difference(ours.model.export_hf(), alone.model.export_hf()) == 0.0
+    assert len(ours.model.forward_logprobs(parts, 0.9)) == 4
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_and_forgotten(tiny: Path):

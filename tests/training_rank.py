@@ -30,7 +30,7 @@ from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.roles.inner import InnerRoles
 from relax_hpc.roles.ranks import Ranks
 from relax_hpc.training import logprobs, parallel
-from relax_hpc.training.batches import Batch
+from relax_hpc.training.batches import Batch, idle
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.trainer import Trainer
 from relax_hpc.transfer_queue.client import Claim
@@ -154,8 +154,9 @@ def check(trainer: Trainer, out: Path) -> None:
         save_file({"logprobs": flat}, out / f"logprobs-{layout.data_rank}.safetensors")
     inner, steps = helpers.inner_roles(trainer.model), []
     inner.begin_step()
-    # The second replica has nothing to do in the first step.
-    trainer.accumulate([helpers.batch(helpers.rows(4, seed=9), split)] if layout.data_rank == 0 else [])
+    # The second replica has no row in the first step, and goes through all the same.
+    samples = helpers.rows(4, seed=9)
+    trainer.accumulate([helpers.batch(samples, split) if layout.data_rank == 0 else idle(samples[0], "cpu", split)])
     steps.append(trainer.step(helpers.LR))
     first = trainer.model.export_hf()
     helpers.save(out / "i000001-step-000001", trainer, {"step": 1})

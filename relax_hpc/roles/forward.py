@@ -18,7 +18,7 @@ import numpy as np
 from relax_hpc.models.hf_files import read_config
 from relax_hpc.roles.context import END, HUB, NEWS, Context
 from relax_hpc.roles.ranks import Ranks
-from relax_hpc.training.batches import PAD, collate
+from relax_hpc.training.batches import collate_parts
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.transfer_queue.client import Claim, News, QueueClient
 from relax_hpc.transfer_queue.client.claims import check_claim
@@ -51,7 +51,7 @@ class Scorer:
         """Log-probabilities [tokens] of each row; complete in the leader."""
         parts = self.ranks.parts(rows, self.forward.pack_tokens)
         split, also = self.model.pack_split, self.model.spec.row_fields
-        batches = [collate([rows[n] for n in part], PAD, self.model.device, split, also) for part in parts]
+        batches = collate_parts(rows, parts, self.model.device, split, also)
         mine = [number for part in parts for number in part]
         return self.ranks.collect(rows, mine, self.model.forward_logprobs(batches, self.temperature))
 

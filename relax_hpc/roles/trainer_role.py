@@ -23,7 +23,7 @@ from relax_hpc.roles.ranks import Ranks
 from relax_hpc.roles.step_clock import AtEdge, StepClock
 from relax_hpc.roles.step_report import StepResult, Tally
 from relax_hpc.roles.window_stream import DISK, WindowStream
-from relax_hpc.training.batches import PAD, Batch, collate, episode_tokens
+from relax_hpc.training.batches import Batch, collate_parts, episode_tokens
 from relax_hpc.training.optimizer import learning_rate
 from relax_hpc.training.trainer import Trainer
 from relax_hpc.transfer_queue.client import Claim, StepTrained, then
@@ -227,7 +227,5 @@ class TrainerRole:
     def batches(self, window: Window) -> list[Batch]:
         """This data rank's micro-batches of a window, as the queue has assigned them."""
         assigned, model = window.claim.assignment[self.ranks.layout.data_rank], self.trainer.model
-        rows, counts, about = window.rows, episode_tokens(window.rows), (model.pack_split, model.spec.row_fields)
-        return [
-            collate([rows[n] for n in part], PAD, model.device, *about, [counts[n] for n in part]) for part in assigned
-        ]
+        split, also = model.pack_split, model.spec.row_fields
+        return collate_parts(window.rows, assigned, model.device, split, also, episode_tokens(window.rows))

@@ -50,7 +50,7 @@ class Batch:
     mask: Tensor
     """[b, s] float32, 1 where the token was chosen by the policy and is trained on."""
     lengths: list[int]
-    """Tokens of each row."""
+    """Tokens of each row; none of an `idle` one."""
     episode_tokens: Tensor
     """[b, 1] float32: trained tokens of all rows of the row's episode, some of which other batches may have."""
     scored: Scored
@@ -104,6 +104,40 @@ def collate(
         },
         inputs={name: input_of(name) for name in known(also)},
     )
+
+
+def collate_parts(
+    rows: Sequence[Row],
+    parts: Sequence[Sequence[int]],
+    device: str | torch.device,
+    split: PackSplit = WHOLE,
+    also: Sequence[str] = (),
+    episode_tokens: Sequence[int] | None = None,
+) -> list[Batch]:
+    """A micro-batch for each of `parts`, numbers of `rows`; see `collate`. One without any is `idle`."""
+    return [
+        collate(
+            [rows[n] for n in part],
+            PAD,
+            device,
+            split,
+            also,
+            None if episode_tokens is None else [episode_tokens[n] for n in part],
+        )
+        if part
+        else idle(rows[0], device, split, also)
+        for part in parts
+    ]
+
+
+def idle(row: Row, device: str | torch.device, split: PackSplit = WHOLE, also: Sequence[str] = ()) -> Batch:
+    """A micro-batch for a rank that has no row where others of its window have: it takes part in what ranks do
+    together, and adds nothing. It is made of the first token of `row`, any of the window, which is not trained."""
+    tokens = {name for name, spec in FIELDS.items() if spec.kind == "token" and row.get(name) is not None}
+    first = {name: value[:1] if name in tokens else value for name, value in row.items()}
+    batch = collate([first | {"loss_mask": np.zeros(1, np.uint8)}], PAD, device, split, also)
+    batch.lengths = []
+    return batch
 
 
 def _padded(rows: Sequence[Row], name: str, pad: float, dtype: type | str) -> np.ndarray:

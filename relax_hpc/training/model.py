@@ -272,7 +272,8 @@ class PolicyModel:
         if not self.layout.leader:
             return None
         scored = [(values.cpu().numpy(), batch.lengths) for values, batch in zip(found, micro_batches, strict=True)]
-        return [line[:length] for values, lengths in scored for line, length in zip(values, lengths, strict=True)]
+        # An idle one has a line that is no row's.
+        return [line[:length] for values, lengths in scored for line, length in zip(values, lengths, strict=False)]
 
     @torch.no_grad()
     def batch_logprobs(self, micro_batches: Sequence[Batch], temperature: float) -> list[Tensor]:

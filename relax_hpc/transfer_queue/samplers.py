@@ -17,7 +17,7 @@ Key = TypeVar("Key", int, str)
 Sampler = Callable[[Mapping[Key, int], int], list[list[Key]]]
 """(tokens by key, parts) -> the keys of every part. Each key is in one part; keys ascend within it."""
 Assignment = list[list[list[int]]]
-"""[data rank][micro-batch][row of a window]."""
+"""[data rank][micro-batch][row of a window]; every rank has as many, of which some may have no row."""
 _Part = tuple[int, tuple[int, ...]]
 """Minus its tokens, so that the heaviest comes first, ties by the lowest item; and its items."""
 _DIFFERENCED = 32
@@ -87,7 +87,7 @@ def micro_batches(lengths: Mapping[Key, int], budget_tokens: int, least: int = 1
     fewest (Johnson 1973, "Near-optimal bin packing algorithms").
 
     >>> micro_batches({0: 2, 1: 2, 2: 5, 3: 9}, 8)
-    [[3], [0, 2], [1]]
+    [[3], [2], [0, 1]]
     """
     _check("budget_tokens", budget_tokens)
     alone = sorted((key for key in lengths if lengths[key] > budget_tokens), key=lambda key: (-lengths[key], key))
@@ -135,27 +135,40 @@ def schedule(
     """The micro-batches of every data rank for window number ``batch`` of a step: [rank][micro-batch][key].
 
     Parts move on by one rank from window to window, so that the heaviest one is not always the same rank's. All ranks
-    get the same number of micro-batches, as collectives inside of a model would need; only one that has fewer items
-    than another has micro-batches may have fewer.
+    get the same number of micro-batches, as collectives inside of a model need; those of one that has fewer items than
+    another has micro-batches are empty at the end.
 
     >>> schedule({0: 4, 1: 4, 2: 8}, 2, 8, batch=1)
     [[[2]], [[0, 1]]]
+    >>> schedule({0: 8, 1: 8, 2: 8}, 2, 8)
+    [[[1], [2]], [[0], []]]
     """
     parts = sampler(lengths, ranks)
     turned = [{key: lengths[key] for key in parts[(rank - batch) % ranks]} for rank in range(ranks)]
-    most = max(len(micro_batches(part, budget_tokens)) for part in turned)
-    return [micro_batches(part, budget_tokens, most) for part in turned]
+    least, found = 0, [micro_batches(part, budget_tokens) for part in turned]
+    # Asked for as many as another has, a rank may come to need one more than that.
+    while least < (most := max(map(len, found))):
+        least, found = most, [micro_batches(part, budget_tokens, most) for part in turned]
+    return _as_many(found)
+
+
+def _as_many(ranks: list[list[list[Key]]]) -> list[list[list[Key]]]:
+    """With empty ones behind, so that each has as many."""
+    most = max(map(len, ranks), default=0)
+    return [[*rank, *([] for _ in range(most - len(rank)))] for rank in ranks]
 
 
 def of_rows(assignment: Assignment, rows: Sequence[int]) -> Assignment:
     """What is left of ``assignment`` when a window keeps only ``rows``, ascending, which are numbered anew.
 
-    >>> of_rows([[[0, 3], [1]], [[2]]], [2, 3])
+    >>> of_rows([[[0, 3], [1]], [[2], []]], [2, 3])
     [[[1]], [[0]]]
+    >>> of_rows([[[0], [3]], [[1], [2]]], [0, 1, 3])
+    [[[0], [2]], [[1], []]]
     """
     numbers = {row: number for number, row in enumerate(rows)}
     left = [[[numbers[row] for row in batch if row in numbers] for batch in rank] for rank in assignment]
-    return [[batch for batch in rank if batch] for rank in left]
+    return _as_many([[batch for batch in rank if batch] for rank in left])
 
 
 def share(sizes: Sequence[int], ranks: int) -> list[list[int]]:
