@@ -50,8 +50,11 @@ def lacking(device: str) -> Iterator[str]:
     if device == "cuda":
         import torch
 
-        if torch.cuda.device_count() < 2:
-            yield "a second GPU: NCCL between ranks, and tensor, pipeline and data parallelism there"
+    there = torch.cuda.device_count() if device == "cuda" else 0
+    if there < 1:
+        yield "a GPU: figures that mean something"
+    if there < 2:
+        yield "a second GPU: NCCL between ranks, and tensor, pipeline and data parallelism there"
 
 
 def main() -> int:

@@ -14,6 +14,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "tie_word_embeddings": True},
     "1.7B": QWEN3
     | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "tie_word_embeddings": True},
+    "8B": QWEN3
+    | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "tie_word_embeddings": False}
+    | {"num_attention_heads": 32},
 }
 
 

@@ -1,71 +1,61 @@
-"""What an optimizer step costs, ours beside transformers', each in a process of its own, one after the other.
+"""What an optimizer step costs, ours or transformers': random weights and tokens, medians of the steps after the first.
 
-Random weights and tokens; medians of the steps after the first. MFU is of what the model needs
-(relax_hpc.models.flops), once of the peak that the device's maker states, once of a large matrix product measured
-before. The peers' loss is plain cross entropy: no entropy, no ratios; those with fp32 masters keep what ours keeps, the
-others bfloat16 alone.
-
-    python tools/gpu/step.py --json
-    python tools/gpu/step.py --device cpu --small
+MFU is of what the model needs (relax_hpc.models.flops). The peers' loss is plain cross entropy: no entropy, no ratios;
+those with float32 masters keep what ours keeps, the others bfloat16 alone.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
 import torch
-from found import has, version
+from child import answer, sync
+from policies import policy, settings_of, trainer
 from shapes import hf_config, rows
 
+from relax_hpc.config.schema import ActorConfig, Config
 from relax_hpc.engines.transformers_hook import install_transformers_hook
 from relax_hpc.models.families import spec_of
 from relax_hpc.models.flops import peak_flops, training_flops
+from relax_hpc.plan import roles
 
-PEERS = ("transformers", "transformers, fp32 masters", "transformers + Liger", "transformers + Liger, fp32 masters")
-OURS = ("relax_hpc", "relax_hpc, recomputed", "relax_hpc, fused kernels", "relax_hpc, fused kernels, recomputed")
-WHO = (*OURS, *PEERS)
-CASES = (("0.6B", 8, 2048, 8192), ("0.6B", 8, 2048, 16384), ("1.7B", 8, 2048, 8192), ("0.6B", 1, 16384, 16384))
-SMALL = (("tiny", 4, 64, 128),)
-"""Shape, rows, tokens of each, tokens of a micro-batch."""
-COLUMNS = ["shape", "rows x tokens", "micro", "who", "forward + backward, ms", "host, ms", "optimizer, ms", "tokens/s"]
-COLUMNS += ["MFU, of the stated peak", "of the measured one", "memory, GiB"]
-LIMIT_S = 300.0
+Acts = tuple[Callable[[], object], Callable[[], object]]
+"""Forward and backward of all micro-batches, and the optimizer's step."""
+Parts = list[list[dict[str, Any]]]
+"""Rows of each micro-batch."""
 
 
-def sync(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def ours(shape: str, micro_batches: list[list[dict]], device: str, who: str) -> tuple[Callable, Callable]:
-    from relax_hpc.algorithms import Grpo
-    from relax_hpc.config.schema import ActorConfig, ModelConfig, ParallelConfig
-    from relax_hpc.training import parallel
+def ours(shape: str, parts: Parts, device: str, actor: dict[str, Any]) -> Acts:
     from relax_hpc.training.batches import collate
 
-    parallel.initialize_alone(device, 0, 120.0)
-    from relax_hpc.training.model import PolicyModel
-    from relax_hpc.training.trainer import Trainer
-
-    kernels, recompute = "fused" if "fused" in who else "plain", "full" if "recomputed" in who else "none"
-    actor = ActorConfig(kernels=kernels, recompute=recompute)
-    model = PolicyModel(hf_config(shape), ModelConfig(dtype="bfloat16", device=device), ParallelConfig(), actor)
-    trainer = Trainer.of(model, Grpo(), actor, 1.0)
-    batches = [collate(part, 0, device) for part in micro_batches]
-    return lambda: trainer.accumulate(batches), lambda: trainer.step(1e-6)
+    found = trainer(shape, actor, device)
+    batches = [collate(part, 0, device) for part in parts]
+    return lambda: found.accumulate(batches), lambda: found.step(1e-6)
 
 
-def peer(
-    shape: str, micro_batches: list[list[dict]], device: str, liger: bool, masters: bool
-) -> tuple[Callable, Callable]:
+def alone(shape: str, parts: Parts, device: str, actor: dict[str, Any]) -> Acts:
+    """Our model without an optimizer and its float32 buffers: gradients in bfloat16, which are thrown away."""
+    from relax_hpc.training.batches import collate
+
+    model = policy(shape, settings_of(actor, device), device)
+    batches = [collate(part, 0, device) for part in parts]
+
+    def accumulate() -> None:
+        for batch in batches:
+            values, _ = model.logprobs(batch, 1.0)
+            (-(values * batch.mask).sum() / batch.mask.sum()).backward()
+
+    def step() -> None:
+        for parameter in model.module.parameters():
+            parameter.grad = None
+
+    return accumulate, step
+
+
+def peer(shape: str, parts: Parts, device: str, liger: bool, masters: bool) -> Acts:
     install_transformers_hook()
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -80,7 +70,7 @@ def peer(
     live = list(model.parameters())
     kept = [one.detach().float() for one in live] if masters else live
     optimizer = torch.optim.AdamW(kept, lr=1e-6, fused=device == "cuda")
-    ids = [torch.tensor([row["token_ids"].tolist() for row in part], device=device) for part in micro_batches]
+    ids = [torch.tensor([row["token_ids"].tolist() for row in part], device=device) for part in parts]
 
     def accumulate() -> None:
         for tokens in ids:
@@ -99,113 +89,79 @@ def peer(
     return accumulate, step
 
 
-def measure(who: str, shape: str, count: int, length: int, micro: int, device: str, steps: int) -> dict[str, float]:
-    """Seconds of a step's parts, and the most memory that was allocated."""
-    samples, each = rows(count, length, hf_config(shape)["vocab_size"]), max(1, micro // length)
+def measure(
+    device: str,
+    shape: str,
+    count: int,
+    length: int,
+    micro: int,
+    who: str = "ours",
+    actor: dict[str, Any] | None = None,
+    liger: bool = False,
+    masters: bool = False,
+    steps: int = 4,
+) -> dict[str, float]:
+    """Of ``count`` rows of ``length`` tokens, in micro-batches of ``micro``: seconds of a step's parts, the most memory
+    that was allocated, and what it was worked out to be. ``who``: ours, with the section ``actor`` of a configuration;
+    alone; or peer."""
+    spec = spec_of(hf_config(shape))
+    samples, each = rows(count, length, spec.vocab), max(1, micro // length)
     parts = [samples[at : at + each] for at in range(0, count, each)]
-    if who in PEERS:
-        accumulate, step = peer(shape, parts, device, "Liger" in who, "masters" in who)
-    else:
-        accumulate, step = ours(shape, parts, device, who)
-    times: list[list[float]] = []
-    for _ in range(steps + 1):
-        sync(device)
-        marks = [time.perf_counter()]
-        accumulate()
-        marks.append(time.perf_counter())
-        sync(device)
-        marks.append(time.perf_counter())
-        step()
-        sync(device)
-        marks.append(time.perf_counter())
-        times.append([marks[2] - marks[0], marks[1] - marks[0], marks[3] - marks[2]])
+    made = {"ours": ours, "alone": alone}.get(who)
+    acts = made(shape, parts, device, actor or {}) if made else peer(shape, parts, device, liger, masters)
+    times = [timed_parts(*acts, device) for _ in range(steps + 1)]
     both, host, optimizer = (median(column) for column in zip(*times[1:], strict=True))
-    memory = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
-    return {"both": both, "host": host, "optimizer": optimizer, "memory": memory}
+    flops = training_flops(spec, [length] * count)
+    found = {
+        "both_s": both,
+        "host_s": host,
+        "optimizer_s": optimizer,
+        "tokens_per_s": count * length / (both + optimizer),
+    }
+    found |= {"flops_of_step": flops / (both + optimizer), "flops_of_both": flops / both}
+    if device == "cuda":
+        found["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        if peak := peak_flops(torch.cuda.get_device_name()):
+            found["mfu_of_stated_peak"] = flops / (both + optimizer) / peak
+    if who == "ours":
+        found["parameters"] = float(roles.parameters(spec, Config().actor.parallel, 0))
+        found["worked_out_gib"] = worked_out(shape, length, micro, settings_of(actor or {}, device))
+        found["kernels_s"] = kernel_seconds(acts[0], device)
+    return found
 
 
-def matmul_rate(device: str) -> float:
-    """Operations a second of one large product in bfloat16."""
-    size, rounds = (8192, 20) if device == "cuda" else (256, 3)
-    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    for count in (3, rounds):
+def timed_parts(accumulate: Callable[[], object], step: Callable[[], object], device: str) -> list[float]:
+    """Seconds of forward and backward, until the host is through with it, and of the optimizer."""
+    sync(device)
+    marks = [time.perf_counter()]
+    accumulate()
+    marks.append(time.perf_counter())
+    sync(device)
+    marks.append(time.perf_counter())
+    step()
+    sync(device)
+    marks.append(time.perf_counter())
+    return [marks[2] - marks[0], marks[1] - marks[0], marks[3] - marks[2]]
+
+
+def kernel_seconds(accumulate: Callable[[], object], device: str) -> float:
+    """That the device is at work for one forward and backward pass; on a CPU, what operations take."""
+    kinds = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[kinds.CUDA if device == "cuda" else kinds.CPU]) as seen:
+        accumulate()
         sync(device)
-        started = time.perf_counter()
-        for _ in range(count):
-            left @ right
-        sync(device)
-    return 2 * size**3 * rounds / (time.perf_counter() - started)
+    attribute = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"
+    return sum(getattr(event, attribute) for event in seen.key_averages()) / 1e6
 
 
-def missing(who: str) -> str:
-    """The package that ``who`` lacks here."""
-    needed = ["transformers"] * (who in PEERS) + ["liger_kernel"] * ("Liger" in who) + ["triton"] * ("fused" in who)
-    return next((name for name in needed if not has(name)), "")
-
-
-def table(cases: tuple, device: str, rate: float) -> Iterator[tuple[list[str], bool]]:
-    """Rows as they are measured, and whether one of ours came to nothing for another cause than memory."""
-    peak = peak_flops(torch.cuda.get_device_name()) if device == "cuda" else None
-    for shape, count, length, micro in cases:
-        for who in WHO:
-            head = [shape, f"{count} x {length}", str(micro), who]
-            if name := missing(who):
-                yield [*head, f"not measured: no {name}", *[""] * (len(COLUMNS) - 5)], False
-                continue
-            if device == "cpu" and ("Liger" in who or "fused" in who):
-                yield [*head, "not measured: needs a GPU", *[""] * (len(COLUMNS) - 5)], False
-                continue
-            about = json.dumps({"who": who, "shape": shape, "count": count, "length": length, "micro": micro})
-            found = in_a_process(about, device)
-            if "both" not in found:
-                yield [*head, found["error"], *[""] * (len(COLUMNS) - 5)], who not in PEERS and not found["memory"]
-                continue
-            seconds = found["both"] + found["optimizer"]
-            flops = training_flops(spec_of(hf_config(shape)), [length] * count) / seconds
-            times = [f"{1e3 * found[part]:.1f}" for part in ("both", "host", "optimizer")]
-            shares = [f"{flops / peak:.2f}" if peak else "not known", f"{flops / rate:.2f}"]
-            memory = f"{found['memory']:.1f}" if device == "cuda" else ""
-            yield [*head, *times, f"{count * length / seconds:,.0f}", *shares, memory], False
-
-
-def in_a_process(about: str, device: str) -> dict[str, Any]:
-    """What `measure` gives; an `error` where it does not, and whether `memory` was what it lacked."""
-    command = [sys.executable, __file__, "--one", about, "--device", device]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
-    except subprocess.TimeoutExpired:
-        return {"error": f"not done in {LIMIT_S:g} s", "memory": False}
-    with suppress(ValueError, IndexError):
-        return json.loads(done.stdout.splitlines()[-1])
-    last = (done.stderr.strip().splitlines() or [f"code {done.returncode}"])[-1]
-    memory = "OutOfMemoryError" in done.stderr
-    return {"error": "out of memory" if memory else f"FAILED: {last[:120]}", "memory": memory}
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--small", action="store_true", help="tiny shapes")
-    parser.add_argument("--steps", type=int, default=4, help="after the first")
-    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.one:
-        print(json.dumps(measure(**json.loads(args.one), device=args.device, steps=args.steps)))
-        return 0
-    rate, found, failed = matmul_rate(args.device), [], False
-    name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
-    print(f"{name}: {rate / 1e12:.3g} TFLOP/s in a product of bfloat16 matrices", flush=True)
-    for row, is_failure in table(SMALL if args.small else CASES, args.device, rate):
-        found.append(row)
-        failed |= is_failure
-        print(" | ".join(row), flush=True)
-    if args.json:
-        settings = {"device": name, "matmul_flops": rate, "torch": torch.__version__}
-        settings |= {"transformers": version("transformers"), "liger": version("liger-kernel")}
-        print(json.dumps({"columns": COLUMNS, "rows": found, "settings": settings}))
-    return int(failed)
+def worked_out(shape: str, length: int, micro: int, actor: ActorConfig) -> float:
+    """GiB that `relax-hpc plan` says, without what CUDA itself takes."""
+    config = Config(actor=actor)
+    config.model.dtype, config.model.device = "bfloat16", "cuda"
+    actor.max_tokens_per_micro_batch = micro
+    config.data.max_prompt_tokens, config.rollout.max_new_tokens = length // 8, length - length // 8
+    return (roles.actor(config, spec_of(hf_config(shape)), "actor", 1).peak - roles.CONTEXT_BYTES) / 2**30
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    answer(measure)
