@@ -22,7 +22,7 @@ from relax_hpc.roles.advantages import advantages_of
 from relax_hpc.roles.step_report import Tally
 from relax_hpc.rollout.episodes import play
 from relax_hpc.rollout.outcomes import Failure, generated
-from relax_hpc.rollout.samples import group_rows, leave_older_out
+from relax_hpc.rollout.samples import group_rows, leave_older_out, reward_input
 from relax_hpc.tasks import Task
 from relax_hpc.transfer_queue.client.summary import summarise
 from relax_hpc.transfer_queue.row_ids import ids_of, place_of, row_id, ticket_of
@@ -294,6 +294,29 @@ def test_an_episode_that_is_none_costs_its_prompt_group(rows, says: str) -> None
     request = GenerateRequest((1,), "p", 0, Sampling(1.0, 1.0, (), 0), 4)
     found = asyncio.run(play(Odd(), request, lambda asked: None))
     assert isinstance(found, BadAnswer) and says in str(found)
+
+
+class Spelled:
+    """A tokenizer of which each token is a letter, and 25 the end."""
+
+    eos_ids = frozenset({25})
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(97 + each) for each in ids)
+
+
+def test_a_reward_sees_all_rows_of_an_episode() -> None:
+    def made(token_ids: list[int], finish: str) -> Generation:
+        return Generation(token_ids, [0.0] * len(token_ids), np.ones(len(token_ids), np.int32), finish)
+
+    prompt = Prompt("p", (1, 2), "2+2?", "4", {"level": 3})
+    first, last = EpisodeRow((1, 2), made([3, 25], "stop")), EpisodeRow((1, 4), made([5, 6], "length"))
+    seen = reward_input(prompt, Episode([first, last]), Spelled())
+    assert seen.rows == [["bc", "d"], ["be", "fg"]] and seen.response_text == "fg"
+    assert (seen.prompt, seen.answer, seen.finish_reason, seen.metadata) == ("2+2?", "4", "length", {"level": 3})
+    for one in (Episode([first]), first.made):
+        seen = reward_input(prompt, one, Spelled())
+        assert (seen.response_text, seen.rows, seen.finish_reason) == ("d", [], "stop")
 
 
 def test_an_episode_becomes_rows_with_one_reward() -> None:

@@ -43,6 +43,8 @@ def word(sample):
         child = subprocess.Popen(["sleep", "1000"])
         Path(rest[0]).write_text(f"{os.getpid()} {child.pid}")
         ctypes.PyDLL(None).sleep(1000)
+    if what == "rows":
+        return sample.rows == [["4?", "2"], ["2?", "rows"]]
     if what == "main":
         return threading.current_thread() is threading.main_thread()
     if what == "loop":
@@ -96,7 +98,7 @@ def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pool]
 
 
 def sample(text: str) -> RewardInput:
-    return RewardInput("4?", "4", text, "stop", {"id": 10**30, "name": "é", "none": None})
+    return RewardInput("4?", "4", text, "stop", {"id": 10**30, "name": "é", "none": None}, [["4?", "2"], ["2?", text]])
 
 
 def with_pool(pool: Pool, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
@@ -168,8 +170,8 @@ def alive(pid: int) -> bool:
 def test_a_worker_has_what_libraries_want(pool: Callable[..., Pool], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RELAX_PARENT", "PMI_RANK", "SLURM_JOB_ID"):
         monkeypatch.setenv(name, "1")
-    found = one_after_the_other(pool(), "main", "loop", "alarm", "print", "modules", "environment")
-    assert found == [[Score(1.0)], [Score(0.5)], [Score(1.0)], [Score(1.0)], [Score(1.0)], [Score(1.0)]]
+    found = one_after_the_other(pool(), "main", "loop", "alarm", "print", "modules", "environment", "rows")
+    assert found == [[Score(0.5 if number == 1 else 1.0)] for number in range(7)]
 
 
 def test_no_more_workers_than_were_asked_for_and_none_that_is_not_needed(

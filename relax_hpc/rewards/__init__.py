@@ -29,6 +29,9 @@ class RewardInput:
     """stop | length | abort"""
     metadata: dict[str, Any] = field(default_factory=dict)
     """The other fields of the prompt's line."""
+    rows: list[list[str]] = field(default_factory=list)
+    """Of an episode of several rows, what each began with and the response to that, without special tokens; the last
+    one's is `response_text`. Empty: there is one row."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -115,7 +116,7 @@ class Worker:
 
 
 def _fields(sample: RewardInput) -> list[Any]:
-    return [sample.prompt, sample.answer, sample.response_text, sample.finish_reason, sample.metadata]
+    return [getattr(sample, field.name) for field in dataclasses.fields(RewardInput)]
 
 
 def _scores(answer: dict[str, Any]) -> Scores:

@@ -60,12 +60,18 @@ def requests_for(prompt: Prompt, ticket: int, samples: int, sampling: Sampling, 
 
 def reward_input(prompt: Prompt, answer: Generation | Episode, tokenizer: Tokenizer) -> RewardInput:
     """What a reward sees of one episode."""
-    generation = last_response(answer)
-    response = generation.token_ids
+    generation, rows = last_response(answer), []
+    if isinstance(answer, Episode) and len(answer.rows) > 1:
+        rows = [[tokenizer.decode(list(row.prompt)), response_text(row.made, tokenizer)] for row in answer.rows]
+    text = rows[-1][1] if rows else response_text(generation, tokenizer)
+    return RewardInput(prompt.text, prompt.answer, text, generation.finish_reason, prompt.metadata, rows)
+
+
+def response_text(made: Generation, tokenizer: Tokenizer) -> str:
+    """Without special tokens."""
     # One that a text has ended has no end token.
-    ended = generation.finish_reason == "stop" and response[-1] in tokenizer.eos_ids
-    text = tokenizer.decode(response[:-1] if ended else response)
-    return RewardInput(prompt.text, prompt.answer, text, generation.finish_reason, prompt.metadata)
+    ended = made.finish_reason == "stop" and made.token_ids[-1] in tokenizer.eos_ids
+    return tokenizer.decode(made.token_ids[:-1] if ended else made.token_ids)
 
 
 def last_response(answer: Generation | Episode) -> Generation:
