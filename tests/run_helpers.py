@@ -21,6 +21,8 @@ import yaml
 from relax_hpc.config import load_resolved
 from relax_hpc.metrics.read import load_metrics, read_metrics
 from relax_hpc.rundir import RunDir
+from relax_hpc.supervise.command import AHEAD
+from relax_hpc.supervise.launch_records import read_launch
 from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 from relax_hpc.transfer_queue.inspect.audit import journal_records
 from relax_hpc.transfer_queue.plan import Plan
@@ -134,12 +136,16 @@ class Running:
         self.wait_until(trained, f"step {step} trained", seconds)
 
     def processes(self, role: str) -> list[psutil.Process]:
-        """The living processes of `role` ("controller" too), the supervisor's descendants, by ascending pid."""
+        """The living processes of `role` ("controller" too), the supervisor's descendants, by ascending pid.
+
+        Not those that were started ahead and wait.
+        """
         try:
             children = psutil.Process(self.process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return []
-        return sorted((child for child in children if _role(child) == role), key=lambda process: process.pid)
+        found = [child for child in children if _role(child) == role and not waits(self.run, child)]
+        return sorted(found, key=lambda process: process.pid)
 
     def kill(self, role: str) -> int:
         """SIGKILL to the first process of `role`, and wait until it is gone; its pid."""
@@ -150,13 +156,23 @@ class Running:
 
     def incarnations(self, group: str) -> int:
         """Incarnations of `group` so far."""
-        return len(list((self.run.root / "logs" / group).glob("inc-*")))
+        return len(list(self.run.rendezvous(group).glob("inc-*.launch.json")))
 
     def story(self) -> str:
         """The ends of what the supervisor and the roles wrote, for a failure's message."""
         logs = [self.output, *sorted((self.run.root / "logs").rglob("*.log"))]
         texts = {path: path.read_text(errors="replace").strip()[-2000:] for path in logs if path.exists()}
         return "\n".join(f"--- {path}\n{text}" for path, text in texts.items() if text)
+
+
+def waits(run: RunDir, process: psutil.Process) -> bool:
+    """Whether a role's process was started ahead, and its incarnation has not begun."""
+    try:
+        words = process.cmdline()
+    except psutil.Error:
+        return False
+    group, number = (words[words.index(name) + 1] for name in ("--group", "--incarnation"))
+    return AHEAD in words and read_launch(run, group, int(number)) is None
 
 
 def _role(process: psutil.Process) -> str:

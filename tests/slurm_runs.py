@@ -35,7 +35,7 @@ from relax_hpc.weights.node_cache import staging_root
 from tests import fault_table
 from tests.audit import audit
 from tests.late_writes import late_writes
-from tests.run_helpers import ALL, SMALL, engine_of, merged, trained_steps, with_engine, write_config
+from tests.run_helpers import ALL, SMALL, engine_of, merged, trained_steps, waits, with_engine, write_config
 
 POLL_S = 0.1
 """A look at all processes takes some milliseconds, which the run itself needs."""
@@ -44,7 +44,14 @@ LEASE_S = 4.0
 OVER: dict[str, Any] = {
     "max_staleness": 1,
     "checkpoint": {"every": 5},
-    "liveness": {"beat_s": BEAT_S, "lease_s": LEASE_S, "start_timeout_s": 120.0, "stop_timeout_s": 20.0},
+    "liveness": {
+        "beat_s": BEAT_S,
+        "lease_s": LEASE_S,
+        "start_timeout_s": 120.0,
+        "stop_timeout_s": 20.0,
+        # Where every fault is tried, most groups come back from what waits.
+        "start_ahead_s": 1.0 if ALL else 0.0,
+    },
     "actor": {"parallel": {"data": 2}},
     "rollout": {"replicas": 2},
     "slurm": {"time": "60", "signal_s": 60},
@@ -195,6 +202,7 @@ class SlurmRun:
             if words[-1:] == [role] or f"--role {role} " not in " ".join(words) + " ":
                 return False
             of_group = not group or f"--group {group} " in " ".join(words)
+            of_group = of_group and not waits(self.run, process)
             return of_group and words[0] != "srun" and (process.parent().cmdline() == words) == ("--watch" in words)
         except (psutil.Error, AttributeError):
             return False
@@ -206,7 +214,7 @@ class SlurmRun:
 
     def incarnations(self, group: str) -> int:
         """Incarnations of `group` so far."""
-        return len(list((self.run.root / "logs" / group).glob("inc-*")))
+        return len(list(self.run.rendezvous(group).glob("inc-*.launch.json")))
 
     def job(self, group: str) -> str:
         """Plain id of the job, or of the component, that holds a group."""

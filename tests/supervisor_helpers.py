@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from relax_hpc.rendezvous.process import STOP_SIGNALS
 from relax_hpc.rendezvous.roster import claim_incarnation
 from relax_hpc.rundir import RunDir
 from relax_hpc.supervise import supervisor
+from relax_hpc.supervise.command import Command
 from relax_hpc.supervise.console import Terminal
 from relax_hpc.supervise.group import Incarnation, Member
 from relax_hpc.supervise.launch_records import Launch, record
@@ -55,6 +57,8 @@ elif what != "crashes":
 sys.exit(1)
 """
 """What a role does: live until it is asked to end, be killed, crash, or leave a mark of "status:code"."""
+WAITS = f"import sys\nif sys.stdin.read(1):\n    sys.argv[1:] = ['lives', sys.argv[1]]\n    exec({ROLE!r})"
+"""What a role does that was started ahead."""
 
 
 class Hub:
@@ -120,17 +124,40 @@ class World:
         self.adopted: dict[str, Incarnation] = {}
         self.answers: dict[str, Any] = {"whole": True, "ending": False, "hand_over": "", "lost": False}
         self.on_start: Callable[[str, int], None] = lambda *_: None
+        self.env = dict(os.environ)
+        """Of what is started ahead."""
 
     # -- as a launcher -----------------------------------------------------------------------------------------
 
-    def start(self, name: str, incarnation: int, launch: Launch) -> Incarnation:
+    def commands(self, name: str, incarnation: int) -> dict[str, Command]:
+        """Of what waits: to become a role that lives."""
+        words = [sys.executable, "-S", "-E", "-c", WAITS]
+        log = self.run.logs(name, incarnation) / "log"
+        return {
+            role: Command(
+                words=[*words, str(self.run.exit_mark(name, incarnation, role))],
+                env=self.env,
+                log=log,
+                config=self.config,
+            )
+            for role in roles_of(self.config, name)
+        }
+
+    def start_ahead(self, name: str, incarnation: int, roles: Sequence[str]) -> Incarnation:
         self.run.logs(name, incarnation).mkdir(parents=True)
+        members = [Member.begin(role, self.commands(name, incarnation)[role], ahead=True) for role in roles]
+        return Tiny(self, name, incarnation, members)
+
+    def start(self, name: str, incarnation: int, launch: Launch, ahead: Incarnation | None = None) -> Incarnation:
+        self.run.logs(name, incarnation).mkdir(parents=True, exist_ok=ahead is not None)
         record(self.run, name, incarnation, launch)
         plan = self.plans.get(name, ["lives"])
         what = plan.pop(0) if len(plan) > 1 else plan[0]
-        members = [
-            Member.of(role, self._process(what, name, incarnation, role)) for role in roles_of(self.config, name)
-        ]
+        members = (
+            ahead.members
+            if ahead
+            else [Member.of(role, self._process(what, name, incarnation, role)) for role in roles_of(self.config, name)]
+        )
         self.started.append((name, incarnation))
         self.on_start(name, incarnation)
         return Tiny(self, name, incarnation, members)

@@ -41,10 +41,11 @@ FULL_S = 14.0
 def test_deaths_change_nothing_at_staleness_0(sandbox: Sandbox, tmp_path: Path, layout: str, mode: str) -> None:
     """Tokens, losses and weights stay those of the synchronous loop in one process."""
     with reference(tmp_path, REGULARISED) as expected:
-        over = merged(merged(ALONE, REGULARISED), MODES[mode])
+        over = merged(merged(ALONE, REGULARISED | {"liveness": {"start_ahead_s": 0.1}}), MODES[mode])
         with submitted(sandbox, tmp_path, layout, over, "transformers") as live:
-            deaths(live, f" ({mode}, staleness 0)")
+            deaths(live, f" ({mode}, staleness 0)", ahead=True)
             live.finish()
+            assert "actor: started incarnation 2 (actor), which waited" in live.log(), live.story()
             found = Outcome(trained_steps(live.run), queue_rows(live.run), final_weights(live.run))
         compare = assert_close if mode == "actor.forward" else assert_equal
         compare(found, expected())
@@ -84,10 +85,12 @@ def full(live: SlurmRun) -> float:
     return max((one["seconds"] for one in live.status().get("disk") or []), default=0.0)
 
 
-def deaths(live: SlurmRun, mode: str) -> None:
-    """A rank of every role is killed, the last one in the middle of its work."""
+def deaths(live: SlurmRun, mode: str, ahead: bool = False) -> None:
+    """A rank of every role is killed, the last one in the middle of its work; ``ahead``: once its successor waits."""
     for step, roles in enumerate((("rollout", "actor_fwd"), ("controller",), ("actor",))):
         live.wait_for_step(live.step() + 1 if step else 0)
         for role in filter(live.processes, roles):
+            if ahead and role == "actor":
+                live.wait_until(lambda: live.status()["groups"]["actor"]["ahead"], "its next one waits", START_S)
             live.kill(role, moment="training" if role == "actor" else "")
             live.survived(killing(role) + mode)

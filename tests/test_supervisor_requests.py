@@ -165,7 +165,7 @@ def test_a_start_that_is_asked_for_twice_starts_once(world: World) -> None:
 def test_a_restart_that_cannot_be_now_is_done_later(world: World, error: Exception) -> None:
     start, fails = world.start, [error]
 
-    def once_in_vain(name: str, incarnation: int, launch: Launch) -> Incarnation:
+    def once_in_vain(name: str, incarnation: int, launch: Launch, ahead: Incarnation | None) -> Incarnation:
         if incarnation > 1 and fails:
             raise fails.pop()
         return start(name, incarnation, launch)

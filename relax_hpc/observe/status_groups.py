@@ -59,6 +59,7 @@ def group_status(
         "busy_s": max((beat["busy_s"] for beat in beats), default=None),
         "doing": doing(beats),
         "puts": sum(beat["progress"] for beat in beats),
+        "ahead": started_ahead(run, name, incarnation),
     }
     if "actor" in group_of(config, name).roles and hub:
         about["step"] = hub["trained_steps"]
@@ -71,6 +72,17 @@ def group_status(
         # Slurm leaves no process of a job behind, however young its last beat is.
         state, reason = "ended", f"job {about['job']} is gone"
     return {"state": state, "reason": reason} | about
+
+
+def started_ahead(run: RunDir, name: str, incarnation: int) -> list[dict[str, Any]]:
+    """Roles that wait, with all imported, to be an incarnation after this one: see `relax_hpc.roles.ahead`."""
+    found = []
+    for path in sorted((run.root / "logs" / name).glob("inc-*/ahead-*.json")):
+        number = int(path.parent.name.removeprefix("inc-"))
+        if number > incarnation and (about := read_map(path, memory_mb=int)):
+            role = path.stem.removeprefix("ahead-")
+            found.append({"incarnation": number, "role": role, "memory_mb": about["memory_mb"]})
+    return found
 
 
 def doing(beats: Iterable[Mapping[str, Any]]) -> str:

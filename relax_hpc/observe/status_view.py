@@ -12,6 +12,7 @@ from relax_hpc.disk import in_words
 from relax_hpc.errors import ConfigError
 from relax_hpc.observe.states import OVER
 from relax_hpc.observe.status import SLURM_S, status
+from relax_hpc.observe.status_groups import ALIVE
 from relax_hpc.rundir import RunDir
 from relax_hpc.slurm.commands import Slurm
 from relax_hpc.supervise.unsaved import in_words as unsaved_in_words
@@ -153,6 +154,9 @@ def _cells(group: dict[str, Any]) -> list[str]:
     reason = " ".join(group["reason"].split())
     work = f"step {group['step']}" if "step" in group else f"{group['puts']} puts" if group["puts"] else ""
     long = group["state"] != "queued" and reason
+    waits = ", ".join(
+        f"{one['role']} {one['incarnation']} waits ({one['memory_mb']} MB a rank)" for one in ahead_of(group)
+    )
     return [
         f"{group['state']} ({reason})" if group["state"] == "queued" and reason else group["state"],
         str(group["incarnation"] or "-"),
@@ -163,8 +167,13 @@ def _cells(group: dict[str, Any]) -> list[str]:
         duration(group["time_left_s"]),
         duration(group["last_beat_s"]),
         duration(group["longest_gap_s"]),
-        "; ".join(part for part in (work, group["doing"], reason[:80] if long else "") if part),
+        "; ".join(part for part in (work, group["doing"], reason[:80] if long else "", waits) if part),
     ]
+
+
+def ahead_of(group: dict[str, Any]) -> list[dict[str, Any]]:
+    """What was started ahead and still lives, as its group does."""
+    return group.get("ahead", []) if group["state"] in ALIVE else []
 
 
 def _row(cells: list[str]) -> str:

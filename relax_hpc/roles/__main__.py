@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +25,7 @@ from relax_hpc.parts import Keeper, own_log
 from relax_hpc.rendezvous.affinity import take_share
 from relax_hpc.rendezvous.exit_mark import leave_mark
 from relax_hpc.rendezvous.process import Flag, die_with_parent, on_terminate, show_stacks, stay_private, watched
+from relax_hpc.roles.ahead import NotNeededError, wait_to_begin
 from relax_hpc.roles.node_files import go_on_in_local_environment
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.presence import longest_wait_s
@@ -42,6 +44,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--incarnation", type=int, required=True, help="incarnation of the group, taken by its launcher"
     )
     parser.add_argument("--watch", action="store_true", help="leave a mark of its end however it comes")
+    parser.add_argument("--ahead", action="store_true", help="import all, then wait on standard input to be needed")
     parser.add_argument("--led", action="store_true", help="end only when its parent says so, whatever Slurm signals")
     parser.add_argument("--deadline", type=float, help="end of the allocation, seconds since 1970")
     return parser.parse_args(argv)
@@ -73,13 +76,17 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: Flag) -> 
     world = alone(address) if ranks == 1 else join(address, ranks, config.site.mpi, meeting_s(config))
     logs = run.logs(args.group, args.incarnation)
     redirect_output(logs / f"{args.role}-rank-{world.rank}.log")
+    began = process_began()
+    if args.ahead:
+        wait_to_begin(run, args, partial(import_role, args.role, config, None), world.leader, stop)
+        began = time.monotonic()
     kept_short = Keeper(own_log())
     talks = world.leader or args.role == "rollout"
     member = args.role if world.leader else f"{args.role}-{world.rank}"
     client = QueueClient(run, config, args.group, args.incarnation, member) if talks else None
     if world.leader and args.group != "hub":
         publish_card(run, Card(args.group, args.incarnation, world.cards))
-    spans = Spans(logs / f"spans-{args.role}-{world.rank}.jsonl", args.role, process_began())
+    spans = Spans(logs / f"spans-{args.role}-{world.rank}.jsonl", args.role, began)
     context = Context(
         run,
         config,
@@ -106,8 +113,8 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: Flag) -> 
             client.close()
 
 
-def import_role(name: str, config: Config, local_rank: int) -> ModuleType:
-    """The module of a role, with all that it computes with."""
+def import_role(name: str, config: Config, local_rank: int | None) -> ModuleType:
+    """The module of a role, with all that it computes with; ``local_rank`` None: no device is touched."""
     with many_imports(for_good=True):
         role = import_module(ROLES[name].module)
         if name in WITH_RANKS:
@@ -152,6 +159,10 @@ def work(args: argparse.Namespace) -> int:
         config = load_resolved(run.root, args.group)
         WAITS.limit_s = longest_wait_s(config)
         serve(args, config, run, stop)
+    except NotNeededError as error:
+        # There was no such incarnation, so nobody is to read how it ended.
+        print(f"{args.role}: {error}", file=sys.stderr, flush=True)
+        return EXIT_DONE
     except RelaxError as error:
         code, reason, stopped = error.exit_code, str(error), stop.is_set() or isinstance(error, StoppedError)
     except Exception as error:

@@ -24,10 +24,10 @@ from relax_hpc.slurm.render import render_group
 from relax_hpc.slurm.silence import Silence
 from relax_hpc.slurm.srun import limits
 from relax_hpc.slurm.standby import Standby
-from relax_hpc.slurm.steps import StepLauncher, Steps
+from relax_hpc.slurm.steps import StepLauncher
 from relax_hpc.slurm.submissions import Entry, Ledger
 from relax_hpc.supervise.attempts import latest_attempt
-from relax_hpc.supervise.launch_records import Launch, members_of, read_launch
+from relax_hpc.supervise.launch_records import members_of, read_launch
 from relax_hpc.supervise.requests import asked_to_stop
 from relax_hpc.supervise.supervisor import RELEASED, Supervisor
 
@@ -351,11 +351,10 @@ class ReplaceLauncher(StepLauncher):
         super().__init__(job.run, job.config, job.slurm, job.allocation, job.deadline)
         self.het_job = job
 
-    def start(self, name: str, incarnation: int, launch: Launch) -> Steps:
+    def check_takes_steps(self, name: str) -> None:
         if not self.het_job.takes_steps():
             text = f"{name}: a component is gone and slurmctld was restarted, which would die of a new step of this job"
             raise SlurmError(text, transient=True)
-        return super().start(name, incarnation, launch)
 
     def lost(self, name: str) -> bool:
         return super().lost(name) or not self.het_job.takes_steps()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import time
@@ -13,6 +14,7 @@ from relax_hpc.rundir import RunDir
 from relax_hpc.slurm.commands import Slurm
 from relax_hpc.slurm.orphans import Orphan
 from relax_hpc.slurm.steps import RANK
+from relax_hpc.supervise.launch_records import read_launch
 
 _LOOK_S = 2.0
 
@@ -21,13 +23,16 @@ def main(argv: list[str] | None = None) -> int:
     """Be the rank; the first one of its role also sees that its component does not outlive the run."""
     args = roles.parse(argv)
     first = os.environ.get("SLURM_PROCID", "0") == "0"
-    return roles.main(argv, RANK, (lambda: _look_after(args.run_dir, args.group, args.incarnation)) if first else None)
+    return roles.main(argv, RANK, (lambda: _look_after(args)) if first else None)
 
 
-def _look_after(root: str, group: str, incarnation: int) -> None:
+def _look_after(args: argparse.Namespace) -> None:
     """In the process that watches the rank, as long as that lives."""
+    run, group, incarnation = RunDir(args.run_dir), args.group, args.incarnation
+    while args.ahead and read_launch(run, group, incarnation) is None:
+        # The incarnation at work looks after the nodes.
+        time.sleep(_LOOK_S)
     try:
-        run = RunDir(root)
         orphan = Orphan(run, load_resolved(run.root, group), Slurm(), group, incarnation)
     except (RelaxError, OSError) as error:
         print(f"{group}: its component is not looked after: {error}", file=sys.stderr, flush=True)

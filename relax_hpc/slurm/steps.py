@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,9 +22,10 @@ from relax_hpc.slurm.commands import Slurm, SlurmError
 from relax_hpc.slurm.container import container_command, container_srun_options, role_python
 from relax_hpc.slurm.mpi import mpi_defaults, mpi_plugin, mpi_variables
 from relax_hpc.slurm.srun import srun_options
+from relax_hpc.supervise.command import Command
 from relax_hpc.supervise.group import Incarnation, Member
 from relax_hpc.supervise.launch_records import Launch, read_launch, record
-from relax_hpc.supervise.processes import environment, role_words
+from relax_hpc.supervise.processes import begin_members, environment, role_words
 
 RANK = "relax_hpc.slurm.rank"
 _END_S = 1.0
@@ -50,7 +51,7 @@ class Steps(Incarnation):
         adopted = {step_name(self.name, member.role, self.incarnation) for member in self.members if not member.process}
         # What cannot be asked is killed at the deadline.
         with contextlib.suppress(SlurmError):
-            for name, step in self._ids().items() if adopted else ():
+            for step, name in self.slurm.steps(self.job).items() if adopted else ():
                 if name in adopted:
                     self.slurm.cancel(step, signal=END_SIGNAL.name.removeprefix("SIG"))
 
@@ -58,7 +59,7 @@ class Steps(Incarnation):
         """See `Incarnation.ask_for_stacks`; srun would not pass this signal on."""
         names = {step_name(self.name, member.role, self.incarnation) for member in self.members}
         with contextlib.suppress(SlurmError):
-            for name, step in self._ids().items():
+            for step, name in self.slurm.steps(self.job).items():
                 if name in names:
                     self.slurm.cancel(step, signal=STACKS_SIGNAL.name.removeprefix("SIG"))
 
@@ -85,13 +86,9 @@ class Steps(Incarnation):
         names = {step_name(self.name, member.role, self.incarnation) for member in self.members}
         # The nodes may be as dead as the step; then there is nothing to end.
         with contextlib.suppress(SlurmError):
-            for name, step in self._ids().items():
+            for step, name in self.slurm.steps(self.job).items():
                 if name in names:
                     self.slurm.cancel(step)
-
-    def _ids(self) -> dict[str, str]:
-        """Name of each running step of the group's nodes -> its id."""
-        return {name: step for step, name in self.slurm.steps(self.job).items()}
 
 
 class StepLauncher:
@@ -105,30 +102,44 @@ class StepLauncher:
         """How long nodes may take to answer before they are taken for lost."""
         self.near_s = config.slurm.signal_s + _END_OF_JOB_S
 
-    def start(self, name: str, incarnation: int, launch: Launch) -> Steps:
+    def commands(self, name: str, incarnation: int) -> dict[str, Command]:
         """One step a role, output to the group's log directory."""
         config = load_resolved(self.run.root, name)
-        logs = self.run.logs(name, incarnation)
-        logs.mkdir(parents=True, exist_ok=True)
-        place = self.allocation.places[name]
-        names = {role: step_name(name, role, incarnation) for role in roles_of(config, name)}
-        record(
-            self.run, name, incarnation, replace(launch, job=place.job, allocation=self.allocation.name, steps=names)
-        )
-        members = []
-        for role in roles_of(config, name):
-            words = [*self._srun(config, name, role, incarnation), *self._role(config, name, role, incarnation)]
-            with (logs / f"{role}-srun.log").open("ab") as log:
-                process = subprocess.Popen(
-                    words,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env=step_environment(config, name),
-                    start_new_session=True,
-                )
-            members.append(Member.of(role, process))
-        return Steps(self.run, name, incarnation, members, self.slurm, place.job)
+        logs, variables = self.run.logs(name, incarnation), step_environment(config, name)
+        return {
+            role: Command(
+                words=[*self._srun(config, name, role, incarnation), *self._role(config, name, role, incarnation)],
+                env=variables,
+                log=logs / f"{role}-srun.log",
+                config=config,
+                last_words=self._deadline,
+            )
+            for role in roles_of(config, name)
+        }
+
+    def start(self, name: str, incarnation: int, launch: Launch, ahead: Incarnation | None = None) -> Steps:
+        """See `Launcher.start`."""
+        if ahead is None:
+            self.check_takes_steps(name)
+        commands, place = self.commands(name, incarnation), self.allocation.places[name]
+        if ahead and len(ahead.members) < len(commands):
+            self.check_takes_steps(name)
+        self.run.logs(name, incarnation).mkdir(parents=True, exist_ok=True)
+        steps = {role: step_name(name, role, incarnation) for role in commands}
+        life = self.allocation.name
+        record(self.run, name, incarnation, replace(launch, job=place.job, allocation=life, steps=steps))
+        return Steps(self.run, name, incarnation, begin_members(commands, ahead), self.slurm, place.job)
+
+    def start_ahead(self, name: str, incarnation: int, roles: Sequence[str]) -> Steps:
+        """See `Launcher.start_ahead`: steps of their own, which share the nodes with those at work."""
+        self.check_takes_steps(name)
+        commands, place = self.commands(name, incarnation), self.allocation.places[name]
+        self.run.logs(name, incarnation).mkdir(parents=True, exist_ok=True)
+        begun = [Member.begin(role, commands[role], ahead=True) for role in roles]
+        return Steps(self.run, name, incarnation, begun, self.slurm, place.job)
+
+    def check_takes_steps(self, name: str) -> None:
+        """SlurmError while the job of ``name`` must not be asked for a new step."""
 
     def adopt(self, name: str, incarnation: int) -> Steps | None:
         """The steps of ``incarnation`` that this life of this allocation still has; None if one went without a word."""
@@ -209,10 +220,12 @@ class StepLauncher:
         return [*words, *container_srun_options(config, self.run.root)]
 
     def _role(self, config: Config, name: str, role: str, incarnation: int) -> list[str]:
-        end = self.deadline()
-        deadline = [f"--deadline={end:.0f}"] if end else []
-        words = [role_python(config), *role_words(self.run, name, role, incarnation, RANK), "--watch", *deadline]
+        words = [role_python(config), *role_words(self.run, name, role, incarnation, RANK), "--watch"]
         return [*container_command(config, self.run.root), *words]
+
+    def _deadline(self) -> list[str]:
+        end = self.deadline()
+        return [f"--deadline={end:.0f}"] if end else []
 
 
 def step_name(group: str, role: str, incarnation: int) -> str:

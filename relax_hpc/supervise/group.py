@@ -8,6 +8,7 @@ import re
 import subprocess
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +16,7 @@ from relax_hpc.background import in_thread
 from relax_hpc.errors import EXIT_RETRY, RelaxError
 from relax_hpc.rendezvous.exit_mark import leave_mark
 from relax_hpc.rundir import RunDir
+from relax_hpc.supervise.command import Command
 from relax_hpc.supervise.launch_records import Launch, read_mark
 
 _WORDS = 300
@@ -36,11 +38,18 @@ class Member:
     role: str
     process: subprocess.Popen | None = None
     pidfd: int = -1
+    command: Command | None = None
+    """What started the process."""
 
     @classmethod
-    def of(cls, role: str, process: subprocess.Popen) -> Member:
+    def of(cls, role: str, process: subprocess.Popen, command: Command | None = None) -> Member:
         """With a descriptor that becomes readable when the process ends."""
-        return cls(role, process, os.pidfd_open(process.pid))
+        return cls(role, process, os.pidfd_open(process.pid), command)
+
+    @classmethod
+    def begin(cls, role: str, command: Command, ahead: bool = False) -> Member:
+        """Start it; see `Command.start`."""
+        return cls.of(role, command.start(ahead), command)
 
 
 class Incarnation(ABC):
@@ -123,10 +132,21 @@ class Incarnation(ABC):
 
 
 class Launcher(Protocol):
-    """Where incarnations of a group come from. `start`, `whole` and `hand_over` may raise Unavailable."""
+    """Where incarnations of a group come from. What starts or asks something may raise Unavailable."""
 
-    def start(self, name: str, incarnation: int, launch: Launch) -> Incarnation:
-        """Start every role of a group under ``incarnation``, and record that it was started."""
+    def commands(self, name: str, incarnation: int) -> dict[str, Command]:
+        """What starts each role of a group under ``incarnation``, by the settings of now."""
+        ...
+
+    def start(self, name: str, incarnation: int, launch: Launch, ahead: Incarnation | None = None) -> Incarnation:
+        """Start every role of a group under ``incarnation``, and record that it was started.
+
+        Those ``ahead`` have been, and are to be told to begin once it is recorded.
+        """
+        ...
+
+    def start_ahead(self, name: str, incarnation: int, roles: Sequence[str]) -> Incarnation:
+        """Start ``roles`` of a group, whose ranks wait to be ``incarnation``."""
         ...
 
     def adopt(self, name: str, incarnation: int) -> Incarnation | None:

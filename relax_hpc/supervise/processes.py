@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import psutil
@@ -17,6 +16,7 @@ from relax_hpc.local_dir import LOCAL_DIR
 from relax_hpc.rendezvous.process import END_SIGNAL, PARENT, STACKS_SIGNAL, clean_environment, shows_stacks
 from relax_hpc.rundir import RunDir
 from relax_hpc.supervise import leftovers
+from relax_hpc.supervise.command import Command
 from relax_hpc.supervise.group import Incarnation, Member
 from relax_hpc.supervise.launch_records import Launch, record
 from relax_hpc.supervise.leftovers import end_leftovers
@@ -45,8 +45,19 @@ class Processes(Incarnation):
         kill([process for member in self.members for process in family(member.process.pid)])
         for member in self.members:
             member.process.wait(timeout=30)
-        end_leftovers(self.run, self.name, self.incarnation)
+        self.end_leftovers()
         self.leave()
+
+    def end_leftovers(self) -> None:
+        """Of this incarnation and those before it, none of which is to live."""
+        end_leftovers(self.run, self.name, self.incarnation)
+
+
+class Waiting(Processes):
+    """What was started ahead and has not begun."""
+
+    def end_leftovers(self) -> None:
+        """It has started nothing, and the incarnation before it is at work."""
 
 
 class LocalLauncher:
@@ -58,25 +69,36 @@ class LocalLauncher:
     def __init__(self, run: RunDir, job: str = "", ending: Callable[[], bool] = lambda: False) -> None:
         self.run, self.job, self._ending = run, job, ending
 
-    def start(self, name: str, incarnation: int, launch: Launch) -> Processes:
-        """Every role of ``name`` (the controller first in the hub), output to its log directory."""
+    def commands(self, name: str, incarnation: int) -> dict[str, Command]:
+        """Of every role of ``name`` (the controller first in the hub), output to its log directory."""
         config = load_resolved(self.run.root, name)
-        logs = self.run.logs(name, incarnation)
-        logs.mkdir(parents=True, exist_ok=True)
+        own = {leftovers.VARIABLE: leftovers.word(self.run, name, incarnation)}
+        logs, variables = self.run.logs(name, incarnation), environment(config, variables_of(config, name)) | own
+        led = ["--led"] if self.job else []
+        return {
+            role: Command(
+                words=[*command(self.run, config, name, role, incarnation), *led],
+                env=variables,
+                log=logs / f"{role}.log",
+                config=config,
+            )
+            for role in roles_of(config, name)
+        }
+
+    def start(self, name: str, incarnation: int, launch: Launch, ahead: Incarnation | None = None) -> Processes:
+        """See `Launcher.start`."""
+        commands = self.commands(name, incarnation)
+        self.run.logs(name, incarnation).mkdir(parents=True, exist_ok=True)
         record(self.run, name, incarnation, replace(launch, job=self.job))
         # Of one whose supervisor was killed too.
         end_leftovers(self.run, name, incarnation - 1)
-        own = {leftovers.VARIABLE: leftovers.word(self.run, name, incarnation)}
-        variables = environment(config, variables_of(config, name)) | own
-        members = []
-        for role in roles_of(config, name):
-            words = [*command(self.run, config, name, role, incarnation), *(["--led"] if self.job else [])]
-            with (logs / f"{role}.log").open("ab") as log:
-                process = subprocess.Popen(
-                    words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=variables, start_new_session=True
-                )
-            members.append(Member.of(role, process))
-        return Processes(self.run, name, incarnation, members)
+        return Processes(self.run, name, incarnation, begin_members(commands, ahead))
+
+    def start_ahead(self, name: str, incarnation: int, roles: Sequence[str]) -> Waiting:
+        """See `Launcher.start_ahead`."""
+        commands = self.commands(name, incarnation)
+        self.run.logs(name, incarnation).mkdir(parents=True, exist_ok=True)
+        return Waiting(self.run, name, incarnation, [Member.begin(role, commands[role], ahead=True) for role in roles])
 
     def adopt(self, name: str, incarnation: int) -> None:
         """They died with their supervisor."""
@@ -92,6 +114,12 @@ class LocalLauncher:
 
     def hand_over(self, name: str, reason: str) -> str:
         return ""
+
+
+def begin_members(commands: Mapping[str, Command], ahead: Incarnation | None) -> list[Member]:
+    """One a role: who was started ``ahead``, and whoever has to be started now."""
+    begun = {member.role: member for member in ahead.members} if ahead else {}
+    return [begun.get(role) or Member.begin(role, command) for role, command in commands.items()]
 
 
 def family(pid: int) -> list[psutil.Process]:

@@ -13,6 +13,7 @@ import selectors
 import signal
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import Enum
 
 from relax_hpc.config import Config
@@ -32,6 +33,7 @@ from relax_hpc.rendezvous.process import STOP_SIGNALS
 from relax_hpc.rendezvous.roster import claim_incarnation, latest_card, latest_incarnation
 from relax_hpc.rundir import RunDir
 from relax_hpc.supervise import requests
+from relax_hpc.supervise.ahead import Ahead
 from relax_hpc.supervise.console import Terminal
 from relax_hpc.supervise.disk_watch import DiskWatch, NoRoom
 from relax_hpc.supervise.group import Incarnation, Launcher, Member, Unavailable
@@ -132,6 +134,7 @@ class Supervisor:
         self.incarnation = self._claim(name, former)
         self.client: QueueClient | None = None
         self.liveness: Liveness | None = None
+        self.ahead = Ahead(run, config, launcher, terminal.say)
         self.selector = selectors.DefaultSelector()
         self.wake_out, self.wake_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.selector.register(self.wake_out, selectors.EVENT_READ, None)
@@ -152,6 +155,7 @@ class Supervisor:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self.ahead.drop(*self.ahead.waiting)
         if self.client:
             self.client.close()
         # After a bug, or what else nobody has thought of, the next supervisor finds the groups as they are.
@@ -212,6 +216,8 @@ class Supervisor:
         self.say_what_groups_do()
         self.look_at_checkpoints()
         self.try_again()
+        self.each_wait()
+        self.ahead.look(self.groups, self.liveness.beats, self.done)
         self.serve_requests()
         self.each_tick()
         self.terminal.show_progress()
@@ -252,13 +258,23 @@ class Supervisor:
         """Start the next incarnation of a group."""
         self.disk.check_room()
         self.again.pop(name, None)
-        incarnation = self._claim(name)
-        self.groups[name] = group = self.launcher(name).start(name, incarnation, Launch(self.attempt, self.progress()))
+        incarnation, ahead = self._next(name)
+        launch = Launch(self.attempt, self.progress())
+        self.groups[name] = group = self.launcher(name).start(name, incarnation, launch, ahead)
+        self.ahead.begin(name, incarnation)
         for member in group.members:
             self.selector.register(member.pidfd, selectors.EVENT_READ, member)
-        self.terminal.say(
-            f"{name}: started incarnation {incarnation} ({', '.join(member.role for member in group.members)})"
-        )
+        roles = ", ".join(member.role for member in group.members)
+        self.terminal.say(f"{name}: started incarnation {incarnation} ({roles}){', which waited' if ahead else ''}")
+
+    def _next(self, name: str) -> tuple[int, Incarnation | None]:
+        """The number of the next incarnation of a group, and what was started ahead to be that, if it is of use."""
+        while True:
+            incarnation = self._claim(name)
+            ahead = self.ahead.take(name, incarnation)
+            # Whatever else was started ahead under a number may still live, and say how it ended.
+            if ahead or not self.run.logs(name, incarnation).exists():
+                return incarnation, ahead
 
     def progress(self) -> Progress:
         return self.liveness.progress if self.liveness else UNKNOWN
@@ -346,12 +362,10 @@ class Supervisor:
         """A process is gone: done if it left its mark, else its group goes and comes again."""
         self.each_wait()
         self._unwatch(member)
-        found = Evidence(
-            mark=self.groups[name].mark(member),
-            exit=lambda: self._unmarked(name, member),
-            ends=lambda: not requests.asked_to_stop(self.run) and self.launcher(name).ending(),
-        )
-        said = verdict(found, self.config.liveness)
+        limits, mark = self.config.liveness, self.groups[name].mark(member)
+        reason = "" if mark else self._unmarked(name, member)
+        found = Evidence(mark=mark, exit=lambda: reason)
+        said = verdict(found, limits)
         if said.fate is Fate.DONE:
             self.done.add(f"{name}/{member.role}")
             return
@@ -359,6 +373,8 @@ class Supervisor:
         if requests.asked_to_stop(self.run):
             # The others end it too; this one does at its next round.
             return
+        # Asked once people know: Slurm may take seconds to answer.
+        said = verdict(replace(found, ends=self.launcher(name).ending), limits)
         if said.fate is Fate.LEAVES:
             # Or the actor has seen the time limit come.
             self.interrupted += 1
@@ -442,6 +458,7 @@ class Supervisor:
     def hand_over(self, name: str, reason: str) -> None:
         """Give a group to a job of its own; where that cannot be, start it again in place, or make way."""
         self.disk.check_room()
+        self.ahead.drop(name)
         self.terminal.say(f"{name}: not here any more: {reason}")
         if job := self.launcher(name).hand_over(name, reason):
             self.elsewhere[name] = job
@@ -505,6 +522,8 @@ class Supervisor:
 
     def _serve(self, request: Request) -> None:
         name = request.group
+        # Whatever it was changed to: it shall find no rank that began before.
+        self.ahead.drop(name)
         if request.op != "start":
             self.again.pop(name, None)
         if name in self.groups and request.op != "start":
@@ -552,6 +571,7 @@ class Supervisor:
     def stop(self) -> Outcome:
         """Asked to end early: the actor saves at its next step's edge, then everything goes."""
         self.check_fenced()
+        self.ahead.dismiss()
         if self.interrupted:
             self.on_interrupt()
         asked = requests.asked_to_stop(self.run)

@@ -89,9 +89,12 @@ def initialize(
     _split(parallel, seed, timeout_s)
 
 
-def import_libraries(device: str, local_rank: int, trains: bool = False) -> None:
-    """Import all that a rank computes with on ``device``, and if it ``trains``; what is there is left as it is."""
-    if device == "cuda":
+def import_libraries(device: str, local_rank: int | None, trains: bool = False) -> None:
+    """Import all that a rank computes with on ``device``, and if it ``trains``; what is there is left as it is.
+
+    ``local_rank``: whose GPU is to be the present one; None: none yet.
+    """
+    if device == "cuda" and local_rank is not None:
         # Before anything can take memory of another rank's.
         torch.cuda.set_device(local_rank)
     # It says at length that Transformer Engine and Apex are absent.

@@ -25,6 +25,7 @@ from typing import Any
 from recovery_figures import COLUMNS, NEVER, Record, result, share, table, targets
 from recovery_run import Run
 
+from relax_hpc.config.roles import RANKED
 from relax_hpc.metrics.read import read_metrics
 from relax_hpc.observe.status import status
 from relax_hpc.sandbox import Options, Sandbox, cluster
@@ -78,12 +79,17 @@ SETTINGS: dict[str, Any] = {
     },
 }
 START_S, RECOVERY_S, SETTLED_STEPS, STEPS_AFTER = 90.0, 120.0, 4, 2
+AHEAD_S = 1.0
 
 
-def settings(layout: str) -> dict[str, Any]:
-    """Seven nodes, in a heterogeneous job or in ordinary ones; the death of a node concerns one group."""
+def settings(layout: str, ahead: bool = True) -> dict[str, Any]:
+    """Seven nodes, in a heterogeneous job or in ordinary ones; the death of a node concerns one group.
+
+    ``ahead``: next incarnations are started beside those at work, at once where a run would wait for a minute.
+    """
     site = {"site": {"options": {"exclusive": ""}}} if layout == "jobs" else {}
-    return SETTINGS | site
+    liveness = SETTINGS["liveness"] | {"start_ahead_s": AHEAD_S if ahead else 0.0}
+    return SETTINGS | site | {"liveness": liveness}
 
 
 def all_faults() -> list[str]:
@@ -94,9 +100,15 @@ def all_faults() -> list[str]:
 
 
 def settle(run: Run, fault: str) -> None:
-    """Everything works, and has for some steps; the hub has its standby. TimeoutError if not."""
+    """Everything works, and has for some steps; the hub has its standby, and what is started ahead waits.
+
+    TimeoutError if not.
+    """
     goal = run.step() + SETTLED_STEPS
     run.wait(lambda: run.step() >= goal, f"step {goal} trained", START_S)
+    group = GROUPS[fault.partition(":")[2]]
+    if run.config.liveness.start_ahead_s and set(run.config.groups[group].roles) & set(RANKED):
+        run.wait(lambda: run.waits_ahead(group), f"the next incarnation of {group} waits", START_S)
     if fault in ("node:hub", "down:hub"):
         run.wait(run.standbys, "a standby waits", START_S)
 
@@ -182,12 +194,14 @@ def _look(run: Run, record: Record, since: float) -> None:
 # -- all of them -------------------------------------------------------------------------------------------------------
 
 
-def measure_all(sandbox: Sandbox, folder: Path, layout: str, policy: str, faults: Sequence[str]) -> Iterator[Record]:
+def measure_all(
+    sandbox: Sandbox, folder: Path, layout: str, policy: str, faults: Sequence[str], ahead: bool = True
+) -> Iterator[Record]:
     """Every fault in turn, in one run as long as that stays as it was submitted."""
     left = list(faults)
     while left:
         here = Path(tempfile.mkdtemp(prefix="run-", dir=folder))
-        run, records = Run(sandbox, here, layout, settings(layout)), []
+        run, records = Run(sandbox, here, layout, settings(layout, ahead)), []
         try:
             while left and not (records and _used_up(records[-1])):
                 settle(run, left[0])
@@ -236,6 +250,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--fault", action="append", choices=all_faults(), metavar="KIND:WHAT", help="see below")
     parser.add_argument("--policy", action="append", choices=POLICIES)
     parser.add_argument("--repeat", type=int, default=1, metavar="N", help="times each; N > 1 shows p50/p95")
+    parser.add_argument("--no-ahead", dest="ahead", action="store_false", help="liveness.start_ahead_s: 0")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     args = parser.parse_args(argv)
     if args.repeat < 1:
@@ -258,7 +273,7 @@ def main(argv: list[str] | None = None) -> int:
         sandbox = cluster.up(folder, SANDBOX)
         for layout in args.layout:
             for policy in args.policy:
-                for record in measure_all(sandbox, folder, layout, policy, args.fault * args.repeat):
+                for record in measure_all(sandbox, folder, layout, policy, args.fault * args.repeat, args.ahead):
                     records.append(record)
     except (TimeoutError, RuntimeError) as error:
         print(f"ended early: {error}", file=sys.stderr, flush=True)
@@ -275,7 +290,7 @@ def _print(records: list[Record], load: float, args: argparse.Namespace) -> None
     print("\n".join(f"{name.replace('_', ' ')}: {text}" for name, text in COLUMNS.items()))
     print(targets(BEAT_S, LEASE_S))
     about = {"beat_s": BEAT_S, "lease_s": LEASE_S, "checkpoint_steps": CHECKPOINT_STEPS, "repeat": args.repeat}
-    about |= {"engine": "simulated", "cores": os.cpu_count(), "load_before": round(load, 2)}
+    about |= {"engine": "simulated", "ahead": args.ahead, "cores": os.cpu_count(), "load_before": round(load, 2)}
     print("settings: " + ", ".join(f"{key}={value}" for key, value in about.items()))
     if args.json:
         lines = [{"layout": r.layout, "fault": r.fault, "policy": r.policy} | _finite(r) for r in records]

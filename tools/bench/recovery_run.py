@@ -17,6 +17,8 @@ import psutil
 import yaml
 
 from relax_hpc.config import load_resolved
+from relax_hpc.observe.status_groups import started_ahead
+from relax_hpc.rendezvous.roster import latest_incarnation
 from relax_hpc.rundir import RunDir
 from relax_hpc.sandbox import Sandbox
 from relax_hpc.slurm.job_lookup import job_of
@@ -195,9 +197,15 @@ class Run:
         """Of the hub's supervisor, but not the processes that watch them."""
         return [p for p in self._processes() if "--standby" in p.cmdline() and "srun" not in p.cmdline() and _works(p)]
 
+    def waits_ahead(self, group: str) -> bool:
+        """Whether a next incarnation of it has been started, and has imported what it needs."""
+        return bool(started_ahead(self.run, group, latest_incarnation(self.run, group)))
+
     def workers(self, role: str) -> list[psutil.Process]:
-        """Processes that do a role's work, by rank."""
-        found = [p for p in self._processes() if f"--role {role} " in " ".join(p.cmdline()) + " " and _works(p)]
+        """Processes that do a role's work, by rank, but not those that wait to be the next incarnation."""
+        group = next(name for name, group in self.config.groups.items() if role in [*group.roles, name])
+        words = f"--role {role} --incarnation {latest_incarnation(self.run, group)} "
+        found = [p for p in self._processes() if words in " ".join(p.cmdline()) + " " and _works(p)]
         found = [p for p in found if p.cmdline()[0] != "srun"]
         return sorted(found, key=lambda p: int(p.environ().get("SLURM_PROCID", 0)))
 

@@ -123,7 +123,7 @@ def steps_of(run: RunDir) -> int:
 def newest(run: RunDir, role: str) -> Process | None:
     """The newest incarnation of ``role``, if it is at work."""
     found = [one for one in read_processes(run.root) if one.role == role]
-    incarnation = max((int(path.name[-6:]) for path in run.root.glob(f"logs/{role}/inc-*")), default=0)
+    incarnation = max((int(path.stem[-6:]) for path in run.rendezvous(role).glob("inc-*.claim")), default=0)
     working = [one for one in found if any(span.what == "start" for span in one.spans)]
     return next((one for one in working if one.incarnation == incarnation), None)
 

@@ -147,6 +147,11 @@ class LivenessConfig:
     """Between the start of a role and its first beat. Its ranks must have met after three quarters of it."""
     hang_s: float = bounded(1800.0, 1.0)
     """A role that is at one piece of work for so long, waiting not counted, is dead although it beats."""
+    start_ahead_s: float = bounded(60.0, 0.0)
+    """Once a group that computes a model (actor, actor_fwd, reference) has been at work for so long, the processes of
+    its next incarnation are started beside it: they import their libraries, at low priority, and wait, so that the
+    group is at work again seconds earlier if it ends. They hold no weights and no GPU, 0.2 GB of host memory a rank on
+    CPUs, and are the first to go where memory runs out. 0: never, where a node has no such memory to spare."""
     max_restarts: int = bounded(5, 0)
     """Restarts of one group with neither new samples, steps nor checkpoints before the run stops with exit 93."""
     longest_wait_s: float = bounded(0.0, 0.0)
