@@ -337,6 +337,31 @@ def test_an_update_in_place_hides_what_it_leaves_in_the_cache(sglang: Served) ->
     assert error_against(sglang.model, prompt, answer) < 1e-3
 
 
+def test_a_server_that_becomes_busy_between_the_question_and_the_update_lives_on(sglang: Served) -> None:
+    """Asked to flush its cache with the update, its scheduler would end itself."""
+    client = sglang.engine._client
+    call, body = client._call, {"input_ids": PROMPTS[0], "sampling_params": {"max_new_tokens": 200}, "stream": True}
+    running = client._stream("/generate", body)
+
+    async def crossed(path: str, body: dict | None, timeout_s: float) -> object:
+        if path == "/update_weights_from_disk":
+            await anext(running)
+            await call("/pause_generation", {"mode": "in_place"}, 30.0)
+        return await call(path, body, timeout_s)
+
+    async def ended() -> int:
+        await call("/continue_generation", {}, 30.0)
+        return [piece async for piece in running][-1]["meta_info"]["completion_tokens"]
+
+    client._call = crossed
+    try:
+        new = sglang.update()
+    finally:
+        client._call = call
+    assert sglang.runner.run(ended()) == 200
+    assert error_against(new, PROMPTS[0], sglang.generate(ask(PROMPTS[0]))[0]) < 1e-3
+
+
 def through_updates(served: Served, draft: Draft) -> Generation:
     """A response during which six versions come."""
 

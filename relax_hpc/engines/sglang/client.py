@@ -59,8 +59,6 @@ class SglangClient:
         self._froze_gc = False
         self._unknown_weights = False
         self._released = False
-        self._left_behind = False
-        """With requests that nobody waits for, and that may run still."""
         self._batcher: Batcher[Response] = Batcher(self._ask, together)
         self._reading: set[asyncio.Task[None]] = set()
         self.gate = UpdateGate()
@@ -131,16 +129,17 @@ class SglangClient:
             aborting = asyncio.create_task(self._call("/abort_request", {"rid": response.name}, _GIVE_UP_S))
             await asyncio.wait([ended], timeout=_GIVE_UP_S)
             await asyncio.gather(aborting, return_exceptions=True)
-        self._left_behind |= not ended.done()
         response.fail(EngineFault("timeout", "given up"))
 
-    async def _is_done(self, patience_s: float) -> bool:
-        """Whether the server has ended all that it was left behind with, after some time if need be."""
-        if self._left_behind:
-            with contextlib.suppress(EngineFault):
-                await self._call(f"/flush_cache?timeout={patience_s:g}", {}, patience_s + _HEALTH_TIMEOUT_S)
-                self._left_behind = False
-        return not self._left_behind
+    async def _is_idle(self, patience_s: float) -> bool:
+        """Whether the server is at nothing any more, after some time if need be; its cache is empty then.
+
+        Only it can tell: it may be at requests that nobody waits for, or not yet through with those it has answered.
+        """
+        with contextlib.suppress(EngineFault):
+            await self._call(f"/flush_cache?timeout={patience_s:g}", {}, patience_s + _HEALTH_TIMEOUT_S)
+            return True
+        return False
 
     async def update_weights(self, directory: Path, version: Version) -> None:
         """See `Engine.update_weights`. After a fault, whose weights are unknown, only another update may follow.
@@ -152,12 +151,14 @@ class SglangClient:
         """
         limit, began = self._settings.update_timeout_s + read_seconds(directory), time.monotonic()
         async with self.gate.update(when_empty=self._partial == "off"):
+            # After an update that failed it may be paused. What has given its memory back was idle, and is asked nothing.
+            busy = self.gate.inside > 0 or self._unknown_weights or not await self._is_idle(0.0)
+            busy = busy and not self._released
             waited = time.monotonic() - began
-            busy = self.gate.inside > 0 or (self._unknown_weights and not self._released)
-            busy = busy or not await self._is_done(0.0)
             self._unknown_weights = True
-            # The cache cannot be flushed while requests stand in it.
-            weights = {"model_path": str(directory), "weight_version": str(version), "flush_cache": not busy}
+            # Asked to flush its cache with the update, SGLang ends itself if it then cannot: where it has just become
+            # busy, or is so still.
+            weights = {"model_path": str(directory), "weight_version": str(version), "flush_cache": False}
             weights |= _load_format(directory, self._settings.flags)
             try:
                 with self._silence.excused():
@@ -174,7 +175,8 @@ class SglangClient:
         async with self.gate.update(when_empty=True):
             self._unknown_weights = self._released = True
             limit = self._settings.update_timeout_s
-            if not await self._is_done(limit):
+            # Not idle, it would end itself.
+            if not await self._is_idle(limit):
                 raise EngineFault("timeout", f"requests that were given up are drawn still, after {limit} s")
             await self._call("/release_memory_occupation", {}, limit)
 

@@ -227,7 +227,7 @@ def server_arguments(
         "weight_version": str(version),
         "dtype": config.model.dtype,
         "random_seed": config.seed + replica,
-        # Prompts do not recur within a version, and an update flushes the cache.
+        # Prompts do not recur within a version, and of another one nothing may be used.
         "disable_radix_cache": True,
         "skip_server_warmup": True,
         "incremental_streaming_output": True,
