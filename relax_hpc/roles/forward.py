@@ -26,6 +26,7 @@ from relax_hpc.transfer_queue.row_schema import Row
 from relax_hpc.transfer_queue.storage.media import placeholders_of
 from relax_hpc.versions import Version
 from relax_hpc.weights.node_cache import Staged
+from relax_hpc.weights.relay import pays
 from relax_hpc.weights.subscriber import NOTHING, Fetcher, Subscriber
 
 _LOOK_S = 1.0
@@ -82,9 +83,12 @@ def run(context: Context) -> None:
 
 
 def _follow(context: Context, ranks: Ranks, scorer: Scorer) -> None:
-    fetcher = Fetcher(context.run, ranks.reader.planes, context.config.weights)
+    relays: list[dict[str, Any]] = []
+    ask = (lambda *_: relays) if pays(context.config) else None
+    fetcher = Fetcher(context.run, ranks.reader.planes, context.config.weights, ask)
     while (command := _hear(context, ranks))["do"] != "end":
         if command["do"] == "load":
+            relays = command["relays"]
             with context.spans("weights"):
                 scorer.load(fetcher.fetch_in_time(News(**command["news"])))
                 fetcher.forget_before(command["news"]["version"])
@@ -171,7 +175,9 @@ class _Weights:
         self.holds = context.role == "actor_fwd"
         """Whether the versions it uses are kept for it; of a reference's the newest that is due is kept in any case."""
         planes, settings = ranks.reader.planes, context.config.weights
-        self.reader = Subscriber(context.run, context.client, context.group, planes, settings, every)
+        # A reference would keep a version in memory, for those who read it, until its next one.
+        relays = self.holds and pays(context.config)
+        self.reader = Subscriber(context.run, context.client, context.group, planes, settings, every, relays=relays)
         self.news = self.reader.newer()
         while self.holds and self.reader.serving == NOTHING and self._await_news():
             self.pull()
@@ -192,7 +198,7 @@ class _Weights:
             if got := self.reader.fetch(announced):
                 news, staged = got
                 if self.ranks.size > 1:
-                    self.ranks.tell({"do": "load", "news": asdict(news)})
+                    self.ranks.tell({"do": "load", "news": asdict(news), "relays": self.reader.fetcher.where(news)})
                 self.scorer.load(staged)
                 self._served(Version.parse(news.version))
         self.news = self.reader.newer()

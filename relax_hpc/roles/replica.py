@@ -22,6 +22,7 @@ from relax_hpc.rollout.samples import last_response, requests_for
 from relax_hpc.transfer_queue.client.answers import OWED, News
 from relax_hpc.versions import Version
 from relax_hpc.weights.node_cache import Staged
+from relax_hpc.weights.relay import pays
 from relax_hpc.weights.subscriber import NOTHING, Subscriber
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ class Replica:
         """Cleared while the engine's weights are not known: then nothing is asked of it."""
         planes = rollout.client.store.planes
         reader = f"{context.group}/{number}"
-        self.reader = Subscriber(context.run, rollout.client, reader, planes, self.config.weights, evaluates=True)
+        about = {"evaluates": True, "relays": pays(self.config)}
+        self.reader = Subscriber(context.run, rollout.client, reader, planes, self.config.weights, **about)
         self.suspected = asyncio.Event()
         """Set when the engine has shown that it does not serve what it was given."""
         self.replaced = 0

@@ -54,7 +54,7 @@ class Deadline:
 
     def at_most(self, seconds: float) -> Deadline:
         """One that ends with this one, or earlier: in so many seconds."""
-        return Deadline(min(seconds, self.left()))
+        return Deadline(min(seconds, self.left()), self.silence)
 
 
 def receive(connection: socket.socket, size: int, deadline: Deadline) -> bytes:

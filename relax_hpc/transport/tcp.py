@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import socket
 import struct
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,11 +31,23 @@ MAX_TIMEOUT_S = 3600.0
 _REQUEST_S = 5.0
 _REQUEST = struct.Struct("<dH")
 """Seconds that the reader waits, bytes of the name that follows."""
-_ANSWER = struct.Struct("<?QQ")
-"""Whether the record is offered, its bytes, their XXH3 (64 bits); the bytes follow."""
+_ANSWER = struct.Struct("<BQQ")
+"""Whether the record is offered, its bytes, their XXH3 (64 bits); the bytes follow, if it is."""
+_ABSENT, _OFFERED, _COMING = range(3)
 _OPTIONS = {socket.TCP_NODELAY: 1, socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
 """An idle connection to a node that has lost its power ends after 30 s and three times 10 s."""
 _ANYWHERE = ("", "0.0.0.0", "::")
+_FOLDER = "/"
+"""Between the name of a folder and that of a record in it."""
+
+
+class Coming(Exception):
+    """A record is not there yet, but will be: whoever wants it asks again."""
+
+
+Give = Callable[[str], memoryview | None]
+"""Makes a record of a folder by name, in any thread: None, if it is not offered. `Coming`, after a moment, if it will
+be."""
 
 
 @dataclass(slots=True)
@@ -82,7 +97,7 @@ def _tune(connection: socket.socket) -> None:
 
 def _connect(address: tuple[str, int, str], token: bytes, deadline: Deadline) -> socket.socket:
     host, port, maker = address
-    connection = socket.create_connection((host, port), deadline.left())
+    connection = socket.create_connection((host, port), deadline.wait())
     try:
         _tune(connection)
         prove(connection, token, maker.encode(), deadline)
@@ -92,18 +107,31 @@ def _connect(address: tuple[str, int, str], token: bytes, deadline: Deadline) ->
     return connection
 
 
+def _ask(connection: socket.socket, name: bytes, deadline: Deadline) -> tuple[int, int, int]:
+    """What the maker answers who wants record ``name``, once that is not on its way to it any more.
+
+    An OSError if that takes twice as long as silence may: it may have given up one silent peer of its own meanwhile.
+    """
+    asked = time.monotonic()
+    while True:
+        connection.settimeout(deadline.left())
+        connection.sendall(_REQUEST.pack(min(deadline.left(), MAX_TIMEOUT_S), len(name)) + name)
+        answer = _ANSWER.unpack(receive(connection, _ANSWER.size, deadline))
+        if answer[0] != _COMING:
+            return answer
+        if time.monotonic() - asked > 2 * deadline.silence:
+            raise PlaneError("its maker waits for it itself, and has for too long")
+
+
 def _fetch(connection: socket.socket, place: _Place, deadline: Deadline) -> memoryview | None:
     """Ask for a record and receive it into memory that nothing else uses; None if its maker does not offer it.
 
     An OSError if it does not come whole.
     """
-    name = _checked_name(place.name)
-    connection.settimeout(deadline.left())
-    connection.sendall(_REQUEST.pack(min(deadline.left(), MAX_TIMEOUT_S), len(name)) + name)
-    offered, size, checksum = _ANSWER.unpack(receive(connection, _ANSWER.size, deadline))
-    if not offered:
+    state, size, checksum = _ask(connection, _checked_name(place.name), deadline)
+    if state == _ABSENT:
         return None
-    if size != place.size:
+    if state != _OFFERED or size != place.size:
         raise PlaneError(f"its maker has {size} bytes of it, the descriptor says {place.size}")
     record, found = memoryview(np.empty(size, np.uint8)), xxhash.xxh3_64()
     receive_into(connection, record, deadline, found.update)
@@ -125,6 +153,9 @@ class TcpPlane(Plane):
         self._host, self._maker, self._silence_s = host, secrets.token_hex(8), silence_s
         self._lock = threading.Lock()
         self._records: dict[bytes, _Record] = {}
+        self._folders: dict[str, Give] = {}
+        self.sent_bytes = 0
+        """Of all records so far, to all readers."""
         self._peers: Peers[tuple[str, int, str], Link] = Peers(
             lambda address: Link(lambda deadline: _connect(address, token, deadline))
         )
@@ -139,13 +170,31 @@ class TcpPlane(Plane):
         with self._lock:
             if self._records.setdefault(_checked_name(name), made := _Record(memory)) is not made:
                 raise PlaneError(f"tcp: record {name} is published already; retire it first")
-        where = {"host": self._host, "port": self._port, "maker": self._maker}
-        return where | {"name": name, "size": len(memory)}
+        return self._here() | {"name": name, "size": len(memory)}
 
-    def read(self, descriptor: Descriptor, timeout_s: float) -> memoryview:
-        """See `Plane`: a copy, whose checksum was compared."""
+    def _here(self) -> Descriptor:
+        return {"host": self._host, "port": self._port, "maker": self._maker}
+
+    def open_folder(self, name: str, give: Give) -> Descriptor:
+        """Offer what ``give`` makes when it is asked for, until `close_folder`; see `record_in` for how to find it."""
+        with self._lock:
+            self._folders[name] = give
+        return self.folder(name)
+
+    def folder(self, name: str) -> Descriptor:
+        """What leads to the records of an open folder."""
+        return self._here() | {"folder": name}
+
+    def close_folder(self, name: str) -> None:
+        """Offer nothing of it any more; an unknown one is fine."""
+        with self._lock:
+            self._folders.pop(name, None)
+
+    def read(self, descriptor: Descriptor, timeout_s: float, silence_s: float = math.inf) -> memoryview:
+        """See `Plane`: a copy, whose checksum was compared. ``silence_s``: for a maker without any sign, if that is
+        less than for others."""
         place = _Place.of(descriptor)
-        deadline = Deadline(timeout_s, self._silence_s)
+        deadline = Deadline(timeout_s, min(silence_s, self._silence_s))
         try:
             with self._peers.link((place.host, place.port, place.maker)).use(deadline) as connection:
                 record = _fetch(connection, place, deadline)
@@ -165,6 +214,7 @@ class TcpPlane(Plane):
         self._listener.close()
         self._peers.close()
         self._records.clear()
+        self._folders.clear()
 
     def _serve(self, connection: socket.socket) -> None:
         _tune(connection)
@@ -177,19 +227,27 @@ class TcpPlane(Plane):
     def _send(self, connection: socket.socket, name: bytes, patience: float) -> None:
         """Answer with the record ``name``, within ``patience`` seconds: then nobody waits for it any more."""
         connection.settimeout(patience)
-        record = self._offered(name)
+        try:
+            record = self._offered(name)
+        except Coming:
+            connection.sendall(_ANSWER.pack(_COMING, 0, 0))
+            return
         if record is None:
-            connection.sendall(_ANSWER.pack(False, 0, 0))
+            connection.sendall(_ANSWER.pack(_ABSENT, 0, 0))
             return
         # Head and bytes share a packet; with nothing to follow it would be held back.
         more = socket.MSG_MORE if record.memory else 0
-        connection.sendall(_ANSWER.pack(True, len(record.memory), record.checksum), more)
+        connection.sendall(_ANSWER.pack(_OFFERED, len(record.memory), record.checksum), more)
         connection.sendall(record.memory)
+        with self._lock:
+            self.sent_bytes += len(record.memory)
 
     def _offered(self, name: bytes) -> _Record | None:
-        """The record with its checksum, which is of bytes that were offered until it was made."""
+        """The record with its checksum, which is of bytes that were offered until it was made. Coming: see `Give`."""
         record = self._records.get(name)
-        if record is None or record.checksum is not None:
+        if record is None:
+            return self._given(name)
+        if record.checksum is not None:
             return record
         checksum = xxhash.xxh3_64_intdigest(record.memory)
         with self._lock:
@@ -197,3 +255,17 @@ class TcpPlane(Plane):
                 return None
             record.checksum = checksum
         return record
+
+    def _given(self, name: bytes) -> _Record | None:
+        """What a folder has under this name, if there is such a folder."""
+        folder, _, inside = name.decode(errors="replace").partition(_FOLDER)
+        give = self._folders.get(folder)
+        memory = give(inside) if give else None
+        return None if memory is None else _Record(memory, xxhash.xxh3_64_intdigest(memory))
+
+
+def record_in(folder: Descriptor, name: str, size: int) -> Descriptor:
+    """The descriptor of record ``name`` of ``size`` bytes in what `TcpPlane.open_folder` gave. LookupError or TypeError
+    if it gave no such thing."""
+    where = {key: folder[key] for key in ("host", "port", "maker")}
+    return where | {"name": f"{folder['folder']}{_FOLDER}{name}", "size": size}

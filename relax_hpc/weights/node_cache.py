@@ -50,6 +50,10 @@ class Staged:
     path: Path
     _fd: int
 
+    def again(self) -> Staged:
+        """The same, which stays until both are released."""
+        return Staged(self.path, os.dup(self._fd))
+
     def release(self) -> None:
         """Nobody may have the files mapped any more. Safe to call twice."""
         if self._fd >= 0:

@@ -9,13 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
-from relax_hpc.transport import Plane, PlaneError
+from relax_hpc.transport import Plane, PlaneError, TcpPlane
 from relax_hpc.weights import delta
 from relax_hpc.weights.manifest import Chunk, Manifest, WeightsError, checksum
+from relax_hpc.weights.relay import NAME as RELAY
+from relax_hpc.weights.relay import Sources
 from relax_hpc.weights.tensors import SafetensorsFile
 
 _AT_ONCE = 2
 """Chunks in flight: while one is verified and copied, the next one is on its way."""
+Way = tuple[str, int, Callable[[], None]]
+"""A name, bytes, and what to do to get a record by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +40,16 @@ class Puller:
         self._lock = threading.Lock()
 
     def pull(
-        self, manifest: Manifest, chunks: Iterable[Chunk], into: SafetensorsFile, anchor: Anchor | None = None
+        self,
+        manifest: Manifest,
+        chunks: Iterable[Chunk],
+        into: SafetensorsFile,
+        anchor: Anchor | None = None,
+        sources: Sources | None = None,
+        got: Callable[[Chunk], object] = lambda _: None,
     ) -> None:
-        """Put ``chunks`` of a version into a file. WeightsError: one of them is not to be had from memory."""
+        """Put ``chunks`` of a version into a file, and tell ``got`` of each, in any thread. ``sources``: who else than
+        its maker has them. WeightsError: one of them is not to be had from memory."""
         usable = anchor if anchor is not None and anchor.version == manifest.anchor else None
         # After a failure the others are not asked for: of a node that has vanished each would take its time.
         failed = threading.Event()
@@ -46,7 +57,8 @@ class Puller:
         def put(chunk: Chunk) -> None:
             try:
                 if not failed.is_set():
-                    self._put(chunk, manifest.version, into, usable)
+                    self._put(chunk, manifest.version, self._ways(chunk, into, usable, sources))
+                    got(chunk)
             except BaseException:
                 failed.set()
                 raise
@@ -55,9 +67,9 @@ class Puller:
             for work in [pool.submit(put, chunk) for chunk in chunks]:
                 work.result()
 
-    def _put(self, chunk: Chunk, version: str, into: SafetensorsFile, anchor: Anchor | None) -> None:
+    def _put(self, chunk: Chunk, version: str, ways: Iterable[Way]) -> None:
         why_not: list[str] = []
-        for way, size, act in self._ways(chunk, into, anchor):
+        for way, size, act in ways:
             try:
                 act()
             except (PlaneError, ValueError) as error:
@@ -69,14 +81,21 @@ class Puller:
         raise WeightsError(f"version {version}: {'; '.join(why_not) or 'no plane in common with its maker'}")
 
     def _ways(
-        self, chunk: Chunk, into: SafetensorsFile, anchor: Anchor | None
-    ) -> Iterator[tuple[str, int, Callable[[], None]]]:
-        """(name, bytes, act) of each, the best first. Within a node the whole is there at no cost."""
+        self, chunk: Chunk, into: SafetensorsFile, anchor: Anchor | None, sources: Sources | None
+    ) -> Iterator[Way]:
+        """The best first. Within a node the whole is there at no cost."""
         for plane in self.planes:
             if anchor and chunk.delta and plane.name != "shm" and plane.name in chunk.delta.planes:
                 yield f"{plane.name}_delta", chunk.delta.bytes, partial(self._renew, plane, chunk, into, anchor)
+            if sources and isinstance(plane, TcpPlane):
+                yield RELAY, chunk.bytes, partial(self._relayed, plane, chunk, into, sources)
             if plane.name in chunk.planes:
                 yield plane.name, chunk.bytes, partial(self._copy, plane, chunk, into)
+
+    def _relayed(self, plane: TcpPlane, chunk: Chunk, into: SafetensorsFile, sources: Sources) -> None:
+        record = sources.read(plane, chunk, self.timeout_s, partial(_check, chunk, RELAY))
+        for part in chunk.parts:
+            into.put(part, record)
 
     def _copy(self, plane: Plane, chunk: Chunk, into: SafetensorsFile) -> None:
         record = self._read(plane, chunk)
@@ -100,6 +119,10 @@ class Puller:
 
     def _read(self, plane: Plane, record: Chunk | delta.Delta) -> memoryview:
         found = plane.read(record.planes[plane.name], self.timeout_s)
-        if checksum(found) != record.digest:
-            raise PlaneError(f"{plane.name}: {record.name} was overwritten, or damaged on its way")
+        _check(record, plane.name, found)
         return found
+
+
+def _check(record: Chunk | delta.Delta, way: str, found: memoryview) -> None:
+    if checksum(found) != record.digest:
+        raise PlaneError(f"{way}: {record.name} was overwritten, or damaged on its way")

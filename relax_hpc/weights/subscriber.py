@@ -14,11 +14,12 @@ from relax_hpc.config.schema import WeightsConfig
 from relax_hpc.errors import DeadlineError
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.client import News, QueueClient
-from relax_hpc.transport import Plane
+from relax_hpc.transport import Descriptor, Plane
 from relax_hpc.versions import Version
 from relax_hpc.weights.manifest import Manifest, WeightsError, read_manifest
 from relax_hpc.weights.node_cache import Staged, Staging, staging_root
 from relax_hpc.weights.pull import Anchor, Puller
+from relax_hpc.weights.relay import Ask, relay_on
 from relax_hpc.weights.slab import MARK
 from relax_hpc.weights.tensors import SafetensorsFile
 from relax_hpc.weights.version_files import TENSORS, check_small, copy_small, copy_verified
@@ -26,6 +27,8 @@ from relax_hpc.weights.version_files import TENSORS, check_small, copy_small, co
 NOTHING = Version(0, 0)
 """What a reader serves before its first pull."""
 _FILE = "file"
+_HUB_S = 5.0
+"""For the hub to say who else has a version; then the actor is read from."""
 _ASK_S = 10.0
 """For a newer version than one that cannot be read; then that is tried again."""
 
@@ -33,10 +36,13 @@ _ASK_S = 10.0
 class Fetcher:
     """Gets versions into the memory of this node, by the actor's memory or by their files."""
 
-    def __init__(self, run: RunDir, planes: Sequence[Plane], settings: WeightsConfig) -> None:
+    def __init__(self, run: RunDir, planes: Sequence[Plane], settings: WeightsConfig, ask: Ask | None = None) -> None:
+        """``ask``: for readers of other nodes to take versions from, and who are given them in turn; None: there are
+        too few of them."""
         self.run, self.settings = run, settings
         self.puller = Puller(planes, settings.read_timeout_s)
         self.staging = Staging(staging_root(run))
+        self.relay = relay_on(planes, ask)
         self._anchor: Staged | None = None
         """The folder of a version that later ones come as differences to; held as long as it may be needed."""
 
@@ -66,7 +72,15 @@ class Fetcher:
 
     def _get(self, news: News) -> Staged:
         # Who makes it has limits of its own, for each record; whoever waits for that must not give up before.
-        return self.staging.get(news.version, lambda folder: self._make(news, folder), self.settings.write_timeout_s)
+        patience_s = self.settings.write_timeout_s
+        staged = self.staging.get(news.version, lambda folder: self._make(news, folder), patience_s)
+        if self.relay:
+            self.relay.settle(staged)
+        return staged
+
+    def where(self, news: News) -> list[Descriptor]:
+        """Where this process passes ``news`` on, for ranks of its group on other nodes that cannot ask the hub."""
+        return self.relay.where(news.version) if self.relay else []
 
     def _is_anchor(self, news: News) -> bool:
         """False as well where nobody can tell any more."""
@@ -88,7 +102,12 @@ class Fetcher:
             self.staging.take_spare(folder / TENSORS)
             with contextlib.ExitStack() as stack:
                 file = stack.enter_context(SafetensorsFile(folder / TENSORS, manifest.tensors))
-                self.puller.pull(manifest, manifest.chunks, file, self._open_anchor(manifest, stack))
+                anchor = self._open_anchor(manifest, stack)
+                if self.relay:
+                    share, sources = stack.enter_context(self.relay.pulling(manifest, folder / TENSORS))
+                    self.puller.pull(manifest, manifest.chunks, file, anchor, sources, share.add)
+                else:
+                    self.puller.pull(manifest, manifest.chunks, file, anchor)
             (folder / MARK).write_bytes(manifest.encode())
         except WeightsError as error:
             if not news.files:
@@ -124,12 +143,17 @@ class Subscriber:
         settings: WeightsConfig,
         every: int = 1,
         evaluates: bool = False,
+        relays: bool = False,
     ) -> None:
-        """``every``: only versions whose number is a multiple of it are of interest. ``evaluates``: it can."""
+        """``every``: only versions whose number is a multiple of it are of interest. ``evaluates``: it can. ``relays``:
+        versions go from reader to reader, see `relay`."""
         self.client, self.reader, self.every, self.evaluates = client, reader, every, evaluates
-        self.fetcher = Fetcher(run, planes, settings)
+        self.fetcher = Fetcher(run, planes, settings, self._ask if relays else None)
         self.serving = NOTHING
         self._given_up = NOTHING
+
+    def _ask(self, version: str, where: Descriptor) -> Sequence[Descriptor]:
+        return self.client.weights.relays(self.reader, Version.parse(version), where, _HUB_S).result()
 
     def newer(self) -> Future[News | None]:
         """A future of the next version above the one served; None: the run is finished. OWED: see `Weights.newer`.
@@ -179,6 +203,9 @@ class Subscriber:
     def served(self, version: Version) -> bool:
         """Tell the controller that this reader now works with ``version``; whether an evaluation is due."""
         self.serving = version
+        if version == NOTHING and self.fetcher.relay:
+            # It may be about to leave, and is not to keep a version in this node's memory.
+            self.fetcher.relay.close()
         due = self.client.weights.serve(self.reader, version, self.evaluates).result()
         self.fetcher.forget_before(str(version))
         return due

@@ -151,7 +151,7 @@ class SglangClient:
         """
         limit, began = self._settings.update_timeout_s + read_seconds(directory), time.monotonic()
         async with self.gate.update(when_empty=self._partial == "off"):
-            # After an update that failed it may be paused. What has given its memory back was idle, and is asked nothing.
+            # After an update that failed it may be paused. What has given its memory back was idle then, and is still.
             busy = self.gate.inside > 0 or self._unknown_weights or not await self._is_idle(0.0)
             busy = busy and not self._released
             waited = time.monotonic() - began

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Future
+from typing import Any
 
 from relax_hpc.transfer_queue.client.answers import News
 from relax_hpc.transfer_queue.client.connection import Submit, nothing, then
@@ -37,6 +38,14 @@ class Weights:
     def newest_on_disk(self, after: Version, multiple_of: int = 1, timeout: float | None = None) -> Future[News | None]:
         """The same of those that have files, now; None if there is none above ``after``."""
         return then(self._submit("filed_version", timeout, after=str(after), multiple_of=multiple_of), News.of)
+
+    def relays(
+        self, reader: str, version: Version, where: Mapping[str, Any], timeout: float
+    ) -> Future[list[dict[str, Any]]]:
+        """``reader`` begins to pull ``version`` and passes on what it has, as ``where`` says; the same of those from
+        whom it takes it, the best first. Behind them is the maker."""
+        about = {"reader": reader, "version": str(version), "where": dict(where)}
+        return then(self._submit("relays", timeout, **about), lambda answer: answer["sources"])
 
     def serve(self, reader: str, version: Version, evaluates: bool = False) -> Future[bool]:
         """``reader`` works with ``version`` from now on; whether it, who ``evaluates``, owes an evaluation."""

@@ -16,6 +16,7 @@ from relax_hpc.transfer_queue.controller import handlers
 from relax_hpc.transfer_queue.controller.beats import Beats
 from relax_hpc.transfer_queue.controller.journal import Journal
 from relax_hpc.transfer_queue.controller.messages import Refused, Request, Schema
+from relax_hpc.transfer_queue.controller.relays import Relays
 from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 from relax_hpc.transfer_queue.controller.waiting import WaitingRequests
 from relax_hpc.transfer_queue.plan import Plan
@@ -43,6 +44,7 @@ class QueueService:
         self.waiting = WaitingRequests()
         self.presence = Presence(plan.groups, lease_s, time.monotonic())
         self.beats = Beats()
+        self.relays = Relays()
         self.refused_connections = 0
         self.on_report: Callable[[str, int, dict[str, float], dict[str, float]], None] = lambda *_: None
         self.on_show: Callable[[int, list[str]], None] = lambda *_: None

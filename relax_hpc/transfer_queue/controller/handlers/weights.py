@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from relax_hpc.transfer_queue.controller.messages import Refused, Request
+from relax_hpc.transfer_queue.controller.messages import Refused, Request, check_size
 from relax_hpc.transfer_queue.controller.registry import handles
 from relax_hpc.transfer_queue.controller.topics import NEWS
 from relax_hpc.transfer_queue.controller.waiting import NotYet
@@ -64,6 +64,20 @@ def filed_version(service: QueueService, request: Request, after: str, multiple_
     weights = service.state.weights
     newest = weights.newest_filed(multiple_of)
     return _news(weights, newest) if newest is not None and newest > Version.parse(after) else {}
+
+
+@handles("relays")
+def relays(service: QueueService, request: Request, reader: str, version: str, where: dict) -> Any:
+    """``reader`` begins to pull ``version``, and passes it on as ``where`` says: from whom it takes it, the best first.
+
+    Behind them all is the maker, and of a version that is none any more there is nobody else."""
+    check_size("relays", where)
+    found, weights = Version.parse(version), service.state.weights
+    service.relays.keep(weights.published)
+    if found not in weights.published or found not in service.state.lineage:
+        return {"sources": []}
+    is_over = service.state.members.lowest_allowed
+    return {"sources": service.relays.join(found, reader, request.owner, where, is_over)}
 
 
 def _news(weights: Weights, version: Version) -> dict[str, str]:
