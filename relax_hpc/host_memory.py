@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+_ALIGNED = 64
 
 
 def host_room(size: int, pinned: bool, what: str) -> Tensor:
@@ -28,6 +33,16 @@ def host_room(size: int, pinned: bool, what: str) -> Tensor:
     if pinned:
         pin(room, what)
     return room
+
+
+def host_like(tensors: Sequence[Tensor], pinned: bool, what: str, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """Zeros of the shapes of ``tensors``, and of their types unless ``dtype`` is given, in one `host_room`."""
+    kinds = [dtype or one.dtype for one in tensors]
+    sizes = [one.numel() * kind.itemsize for one, kind in zip(tensors, kinds, strict=True)]
+    ends = list(itertools.accumulate((-(-size // _ALIGNED) * _ALIGNED for size in sizes), initial=0))
+    room = host_room(ends[-1], pinned, what)
+    parts = [room[at : at + size] for at, size in zip(ends, sizes, strict=False)]
+    return [part.view(kind).view(one.shape) for part, kind, one in zip(parts, kinds, tensors, strict=True)]
 
 
 def pin(room: Tensor, what: str) -> None:

@@ -123,9 +123,13 @@ def sglang(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @pytest.fixture(scope="module")
-def sglang_without_cache(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """As it is by default."""
-    yield from serve("sglang", models, tmp_path_factory.mktemp("sglang-plain"))
+def sglang_of_two_ranks(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Without its radix cache, as by default; each rank takes its slices from the same mapped file."""
+    with pytest.MonkeyPatch.context() as patch:
+        # On CPUs it wants to be told where ranks run, unless each has a NUMA domain.
+        cpus = sorted(os.sched_getaffinity(0))
+        patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", f"{cpus[0]}|{cpus[-1]}")
+        yield from serve("sglang", models, tmp_path_factory.mktemp("sglang-two"), flags={"tp_size": 2})
 
 
 @pytest.fixture(scope="module")
@@ -395,7 +399,7 @@ def test_memory_that_was_given_back_is_there_again_after_an_update(sglang: Serve
     [
         ("sglang", "keep"),
         ("transformers", "keep"),
-        ("sglang_without_cache", "recompute"),
+        ("sglang_of_two_ranks", "recompute"),
         ("transformers", "recompute"),
     ],
 )
@@ -548,7 +552,7 @@ async def in_time(call: Awaitable[str]) -> str:
         return await call
 
 
-@pytest.mark.parametrize(("fixture", "ends"), [("sglang", "close"), ("sglang_without_cache", "detokenizer")])
+@pytest.mark.parametrize(("fixture", "ends"), [("sglang", "close"), ("sglang_of_two_ranks", "detokenizer")])
 def test_every_process_of_the_server_ends_with_it_and_nothing_is_left(
     fixture: str, ends: str, request: pytest.FixtureRequest
 ) -> None:

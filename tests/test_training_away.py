@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from relax_hpc.errors import ConfigError, RelaxError
+from relax_hpc.host_memory import host_like
 from relax_hpc.training.away import StateAway
 from relax_hpc.training.trainer import Trainer
 from tests.training_helpers import LR, batch, load, one_rank_fixture, rows, save, tiny_fixture, trainer  # noqa: F401
@@ -69,3 +70,24 @@ def test_no_room_to_come_back_to_is_told(tiny: Path):
     away._sizes[0] = 1 << 60
     with pytest.raises(RelaxError, match=r"have no room on cpu .*mem_fraction_static"):
         away.come_back()
+
+
+def test_memory_of_the_host_is_as_large_as_what_it_is_for_and_pinned_in_one_piece(monkeypatch):
+    """torch's own pinned memory comes in powers of two."""
+    pinned = []
+
+    class Runtime:
+        def cudaHostRegister(self, address, size, flags):
+            pinned.append((address, size))
+            return type("Error", (), {"value": 0})
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    like = [torch.ones(3, 5), torch.ones(0), torch.ones(130, dtype=torch.bfloat16), torch.tensor(1.0)]
+    found = host_like(like, pinned=True, what="test")
+    assert pinned == [(found[0].data_ptr(), 64 + 320 + 64)]
+    assert [(one.shape, one.dtype) for one in found] == [(one.shape, one.dtype) for one in like]
+    for number, one in enumerate(found):
+        one.fill_(number)
+    assert [set(one.flatten().tolist()) for one in found] == [{0.0}, set(), {2.0}, {3.0}]
+    wide = host_like(like, pinned=False, what="test", dtype=torch.float32)
+    assert {one.dtype for one in wide} == {torch.float32} and not any(one.any() for one in wide) and len(pinned) == 1

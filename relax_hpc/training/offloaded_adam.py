@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from relax_hpc.host_memory import host_like
+
 PIECE = 2**24
 """Elements that are updated at a time; of each of the two moments two pieces are on the GPU, one on its way."""
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -28,8 +30,11 @@ class OffloadedAdamW(torch.optim.AdamW):
         # As megatron-core's distributed optimizer does: float32 shards are views, which torch would refuse.
         self.param_groups = groups
         self._rooms: list[list[Tensor]] = []
-        for parameter in (parameter for group in groups for parameter in group["params"]):
-            moments = {name: torch.zeros(parameter.shape, pin_memory=parameter.is_cuda) for name in _MOMENTS}
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        pinned = any(parameter.is_cuda for parameter in parameters)
+        rooms = host_like(parameters * len(_MOMENTS), pinned, "optimizer states", torch.float32)
+        for number, parameter in enumerate(parameters):
+            moments = dict(zip(_MOMENTS, rooms[number :: len(parameters)], strict=True))
             self.state[parameter] = {"step": torch.zeros(()), **moments}
 
     @torch.no_grad()

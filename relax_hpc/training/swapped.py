@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
+from relax_hpc.host_memory import host_like
+
 
 class SwappedWeights:
     """Copies of this rank's part of a model's weights by name, in host memory, pinned if the model is on a GPU.
@@ -27,7 +29,8 @@ class SwappedWeights:
     def keep(self, name: str) -> None:
         """Copy the present weights as `name`, over what had that name before."""
         if name not in self._copies:
-            self._copies[name] = [_room(parameter) for parameter in self._parameters]
+            pinned = any(parameter.is_cuda for parameter in self._parameters)
+            self._copies[name] = host_like(self._parameters, pinned, f"weights {name}")
         for copy, parameter in zip(self._copies[name], self._parameters, strict=True):
             copy.copy_(parameter.detach(), non_blocking=True)
 
@@ -51,7 +54,3 @@ class SwappedWeights:
             present = live.clone()
             live.copy_(copy, non_blocking=True)
             copy.copy_(present, non_blocking=True)
-
-
-def _room(parameter: torch.Tensor) -> torch.Tensor:
-    return torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=parameter.is_cuda)

@@ -42,8 +42,10 @@ from relax_hpc.rundir import RunDir
 from relax_hpc.training import parallel
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.transfer_queue.client import QueueClient
+from relax_hpc.transfer_queue.controller.relays import FAN_OUT
 from relax_hpc.transfer_queue.controller.server import Controller
 from relax_hpc.transfer_queue.plan import Plan
+from relax_hpc.transport import TcpPlane
 from relax_hpc.versions import Version
 from relax_hpc.weights import delta
 from relax_hpc.weights.manifest import read_manifest
@@ -118,14 +120,16 @@ class Actor:
         """Seconds from asking for a version until so many readers say that they serve it."""
         started = time.perf_counter()
         self.publish()
-        while (
-            sum(found == Version(1, self.number) for _, found in self.controller.state.weights.readers.values())
-            < readers
-        ):
-            if time.perf_counter() - started > WAIT_S:
+        self.await_served(readers)
+        return time.perf_counter() - started
+
+    def await_served(self, readers: int) -> None:
+        """Until so many readers say that they serve what was published last."""
+        deadline, newest = time.monotonic() + WAIT_S, Version(1, self.number)
+        while sum(found == newest for _, found in self.controller.state.weights.readers.values()) < readers:
+            if time.monotonic() > deadline:
                 raise TimeoutError(f"version {self.number} is not served by {readers} readers in {WAIT_S:g} s")
             time.sleep(0.001)
-        return time.perf_counter() - started
 
 
 def stall(actor: Actor, rounds: int) -> list[Figure]:
@@ -182,13 +186,14 @@ def timed(act: Callable[[], object]) -> float:
 # -- readers -----------------------------------------------------------------------------------------------------------
 
 
-def reader(folder: Path, number: int, plane: str, rounds: int) -> None:
-    """A process that follows the weights; with ``rounds`` it first measures its reads, and prints them."""
+def reader(folder: Path, number: int, plane: str, rounds: int, relays: bool) -> None:
+    """A process that follows the weights; with ``rounds`` it first measures its reads, and prints them. ``relays``: it
+    reads from others like it, and they from it."""
     run, config = RunDir(folder / "run"), Config(prompts_per_step=1)
     config.groups = {name: GroupConfig(roles=[name]) for name in ("actor", "rollout")}
     with QueueClient(run, config, "rollout", 1) as client:
         planes = [one for one in client.store.planes if one.name == plane]
-        subscriber = Subscriber(run, client, f"rollout/{number}", planes, config.weights)
+        subscriber = Subscriber(run, client, f"rollout/{number}", planes, config.weights, relays=relays)
         subscriber.fetcher.staging = Staging(folder / f"node-{number}")
         announced = subscriber.newer().result(WAIT_S)
         if rounds:
@@ -246,7 +251,7 @@ def processes(kind: str, *arguments: Sequence[object]) -> Iterator[list[subproce
 def pulls(actor: Actor, folder: Path, rounds: int) -> Iterator[Figure]:
     for number, plane in enumerate(("shm", "tcp"), start=90):
         actor.publish()
-        with processes("reader", (folder, number, plane, rounds)) as [process]:
+        with processes("reader", (folder, number, plane, rounds, 0)) as [process]:
             found = json.loads(process.stdout.readline())
         speeds = [actor.publisher.ring.bytes / seconds / 1e9 for seconds in found["pull"]]
         ratios, ratio = quotients(found["raw"], found["pull"]), median(found["raw"]) / median(found["pull"])
@@ -255,22 +260,42 @@ def pulls(actor: Actor, folder: Path, rounds: int) -> Iterator[Figure]:
 
 
 def until_served(actor: Actor, folder: Path, counts: Sequence[int], rounds: int) -> Iterator[Figure]:
-    """From the end of a step to the last reader, beside a broadcast of the same tensors to as many."""
+    """From the end of a step to the last reader: from reader to reader, by the actor alone, and a broadcast of the
+    same tensors to as many beside."""
     for count in counts:
-        with processes("reader", *((folder, number, "tcp", 0) for number in range(count))) as _:
-            actor.served_after(count)
-            served, kept = [], []
-            for _ in range(rounds):
-                served.append(actor.served_after(count))
-                actor.publisher.settle(WAIT_S)
-                kept.append(actor.publish())
-                actor.publisher.settle(WAIT_S)
+        served, kept, sent = followed(actor, folder, count, rounds, relays=True)
+        alone, _, sent_alone = followed(actor, folder, count, rounds, relays=False)
         with processes("broadcast", *((folder, rank, count + 1, rounds) for rank in range(count + 1))) as ranks:
             together = json.loads(ranks[0].stdout.readline())
         who = f"{count} reader{'s' * (count > 1)}"
-        yield Figure(f"served by {who} after", median(served), "s", rounds=served)
+        most = min(count, FAN_OUT)
+        yield Figure(f"{who}: sent by the actor", median(sent), "versions", f"<= {most}", median(sent) <= most, sent)
+        yield Figure(f"{who}: sent by it where nobody passes on", median(sent_alone), "versions", rounds=sent_alone)
+        yield Figure(f"{who} served after", median(served), "s", rounds=served)
+        yield Figure(f"{who} served after, where nobody passes on", median(alone), "s", rounds=alone)
         yield Figure(f"broadcast to {who} (gloo)", median(together), "s", rounds=together)
         yield Figure(f"{who}: trainer kept, of the broadcast's", median(kept) / median(together), "x")
+
+
+def followed(
+    actor: Actor, folder: Path, count: int, rounds: int, relays: bool
+) -> tuple[list[float], list[float], list[float]]:
+    """Of ``count`` readers on nodes of their own: seconds until all serve a version, seconds that the trainer is kept
+    by one, and how often the actor has sent it."""
+    [plane] = [plane for plane in actor.client.store.planes if isinstance(plane, TcpPlane)]
+    served, kept, sent = [], [], []
+    with processes("reader", *((folder, number, "tcp", 0, int(relays)) for number in range(count))):
+        actor.served_after(count)
+        for _ in range(rounds):
+            before = plane.sent_bytes
+            served.append(actor.served_after(count))
+            sent.append((plane.sent_bytes - before) / actor.publisher.ring.bytes)
+            actor.publisher.settle(WAIT_S)
+            kept.append(actor.publish())
+            # What they read of it must not count for the next.
+            actor.await_served(count)
+            actor.publisher.settle(WAIT_S)
+    return served, kept, sent
 
 
 def broadcast(folder: Path, rank: int, world: int, rounds: int) -> None:
@@ -392,15 +417,15 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=2048, help="of each layer; 2048: the layers of Qwen3-1.7B")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--readers", type=int, nargs="*", default=[1, 2, 4])
+    parser.add_argument("--readers", type=int, nargs="*", default=[1, 2, 4, 8])
     parser.add_argument("--steps", type=int, nargs="*", default=[1, 4, 8], help="after which differences are measured")
     parser.add_argument("--engine", action="store_true", help="pause of a real SGLang server too")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
-    parser.add_argument("--reader", nargs=4, help=argparse.SUPPRESS)
-    parser.add_argument("--broadcast", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--reader", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--broadcast", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.reader:
-        reader(Path(args.reader[0]), int(args.reader[1]), args.reader[2], int(args.reader[3]))
+        reader(Path(args.reader[0]), int(args.reader[1]), args.reader[2], int(args.reader[3]), args.reader[4] == "1")
     elif args.broadcast:
         broadcast(Path(args.broadcast[0]), *map(int, args.broadcast[1:]))
     else:
