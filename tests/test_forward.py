@@ -30,8 +30,9 @@ def done(value) -> Future:
 class Reader:
     """A subscriber to whom one version after the other is announced; the last but one is gone when it is read."""
 
-    def __init__(self, *_) -> None:
+    def __init__(self, *_, **__) -> None:
         self.serving = NOTHING
+        self.fetcher = SimpleNamespace(where=lambda _: ["here"])
         self.news = iter([done(News(version="i000001-v000001", digest="old"))])
 
     def newer(self) -> Future:
@@ -87,16 +88,16 @@ def test_a_claim_from_before_a_rollback_is_given_back_and_training_goes_on(monke
     forward._lead(context, ranks, scorer, every=1)
     assert client.given_back == [7]
     assert client.put_rows == [(8, Version(2, 0).encode())]
-    assert told[0] == {"do": "load", "news": asdict(News(version="i000002-v000000", digest="new"))}, (
-        "what the leader read"
-    )
+    news = asdict(News(version="i000002-v000000", digest="new"))
+    assert told[0] == {"do": "load", "news": news, "relays": ["here"]}, "what the leader read, and passes on"
     assert [message["do"] for message in told] == ["load", "score", "score", "end"]
 
 
 class Refreshed:
     """A reference's subscriber; it pulls what is asked of it."""
 
-    def __init__(self, *arguments) -> None:
+    def __init__(self, *arguments, relays: bool) -> None:
+        assert not relays, "it would keep a version in memory until its next one"
         self.every = arguments[-1]
         self.serving, self.told = NOTHING, iter(())
         self.fetcher = SimpleNamespace(forget_before=lambda version: None)
