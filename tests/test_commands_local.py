@@ -90,6 +90,13 @@ def test_commands_on_a_living_run(tmp_path: Path) -> None:
         assert "warm start" not in said
         others = [p.pid for role in ("actor", "actor_fwd", "controller") for p in live.processes(role)]
         no_requests = scatter(live.run.root)
+        assert "process 0 of rollout none of its engines" in ask(live, "scale", "--without", "0,1", code=78).stderr
+        assert "found 'rollout/2', allowed: rollout/0 to 1" in ask(live, "scale", "--without", "2", code=78).stderr
+        call(live, "scale", "--without", "1")
+        live.wait_until(
+            lambda: json.loads(call(live, "status", "--json"))["without"] == {"rollout/1": "left"}, "left", 30
+        )
+        assert live.incarnations("rollout") == 1 and "without: rollout/1 (left)" in call(live, "status")
         newer, other = upgraded(tmp_path / "newer"), upgraded(tmp_path / "other", PROTOCOL + 1)
         refused = ask(live, "resubmit", "--group", "rollout", "--code", str(other), code=EXIT_CONFIG).stderr
         assert f"--code: found code of protocol {PROTOCOL + 1} in {other}" in refused
@@ -97,13 +104,8 @@ def test_commands_on_a_living_run(tmp_path: Path) -> None:
         call(live, "resubmit", "--group", "rollout", "--code", str(newer), "--rollout.temperature", "0.9")
         assert live.incarnations("rollout") == 2
         live.wait_until(lambda: "upgraded/rollout" in live.run.metrics.read_text(), "the newer code's metric", 60)
-        assert "process 0 of rollout none of its engines" in ask(live, "scale", "--without", "0,1", code=78).stderr
-        assert "found 'rollout/2', allowed: rollout/0 to 1" in ask(live, "scale", "--without", "2", code=78).stderr
-        call(live, "scale", "--without", "1")
-        live.wait_until(
-            lambda: json.loads(call(live, "status", "--json"))["without"] == {"rollout/1": "left"}, "left", 30
-        )
-        assert live.incarnations("rollout") == 2 and "without: rollout/1 (left)" in call(live, "status")
+        assert json.loads(call(live, "status", "--json"))["without"] == {"rollout/1": "left"}, "kept over a restart"
+        assert live.incarnations("rollout") == 2
         call(live, "scale", "--replicas", "2")
         puts = "rollout-2 generates"
         live.wait_until(lambda: json.loads(call(live, "status", "--json"))["groups"]["rollout-2"]["puts"], puts, 60)
