@@ -17,15 +17,17 @@ from relax_hpc.config.schema import Config
 from relax_hpc.errors import DeadlineError, FencedError, RelaxError, StoppedError
 from relax_hpc.metrics.spans import OpenSpan
 from relax_hpc.rundir import RunDir
-from relax_hpc.transfer_queue.client import Claim
+from relax_hpc.transfer_queue.client import Checkpoint, Claim
 from relax_hpc.transfer_queue.client.training import Training
 from tests.requirements import requires
 
 requires("torch", "megatron")
 
+from relax_hpc.checkpoint.store import CheckpointError  # noqa: E402
 from relax_hpc.models.flops import peak_flops  # noqa: E402
 from relax_hpc.models.qwen3 import Qwen3  # noqa: E402
 from relax_hpc.rendezvous.channel import Channel  # noqa: E402
+from relax_hpc.roles.checkpoints import Checkpoints  # noqa: E402
 from relax_hpc.roles.prefetch import Window  # noqa: E402
 from relax_hpc.roles.step_clock import AtEdge, StepClock  # noqa: E402
 from relax_hpc.roles.step_report import StepResult, Tally, correction_report, mfu_report  # noqa: E402
@@ -346,3 +348,38 @@ def test_the_last_step_ends_the_role() -> None:
     made = Recorded(99)
     made.run()
     assert made.step == 5 and made.saved == ["settled", "closed"]
+
+
+def test_a_run_none_of_whose_checkpoints_verifies_does_not_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would lose all that they hold: what a disk cannot read now it may read later."""
+    found = [Checkpoint(step=step, incarnation=1, name=f"step-{step}", digest="d") for step in (10, 20)]
+    resumed: list[int] = []
+
+    def load(directory: Path, *_: Any) -> dict[str, Any]:
+        if directory.name not in sound:
+            raise CheckpointError(f"{directory}: damaged")
+        return {"step": directory.name.removeprefix("step-")}
+
+    def answered(points: list[Checkpoint]) -> Future:
+        future: Future = Future()
+        future.set_result(points)
+        return future
+
+    monkeypatch.setattr("relax_hpc.roles.checkpoints.store.load", load)
+    checkpoints: Any = Checkpoints.__new__(Checkpoints)
+    checkpoints.context = SimpleNamespace(role="actor", run=RunDir(Path("run")), says=lambda _: None)
+    checkpoints.saver = SimpleNamespace(prepare=lambda: None, ready=lambda: None)
+    training = SimpleNamespace(checkpoints=lambda _: answered(found), resume=lambda step, _: resumed.append(step))
+
+    def ask(question: Callable[[Any], Any]) -> Any:
+        answer = question(SimpleNamespace(training=training))
+        return answer.result() if isinstance(answer, Future) else answer
+
+    checkpoints.ranks, checkpoints.trainer = SimpleNamespace(ask=ask, control=None), None
+    sound = {"step-10"}
+    assert checkpoints.load() == 10 and resumed == [10]
+    sound.clear()
+    with pytest.raises(RelaxError, match=r"none of 2 verifies .*step-20: damaged.*bring one back"):
+        checkpoints.load()
+    found.clear()
+    assert checkpoints.load() == 0 and resumed == [10, 0]

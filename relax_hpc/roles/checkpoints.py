@@ -7,6 +7,7 @@ and only what is whole is resumed from.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from relax_hpc.checkpoint import store
 from relax_hpc.checkpoint.saver import Saver
 from relax_hpc.config.roles import POLICY
 from relax_hpc.config.schema import CheckpointConfig
+from relax_hpc.errors import RelaxError
 from relax_hpc.roles.context import Context
 from relax_hpc.roles.ranks import Ranks
 from relax_hpc.rundir import checkpoint_name
@@ -44,26 +46,38 @@ class Checkpoints:
         """In the names of its folders."""
 
     def load(self) -> int:
-        """Load this role's part of the newest checkpoint that verifies; the step to begin with (0 without one)."""
+        """Load this role's part of the newest checkpoint that verifies; the step to begin with: 0 if there is none.
+
+        RelaxError if there are some and none verifies: to begin anew would lose all that they hold, and a filesystem
+        that is ill now may have them whole later.
+        """
         role = self.context.role
         self.saver.prepare()
         self.context.says("")
         found = self.ranks.ask(lambda client: then(client.training.checkpoints(role), _messages))
-        for point in reversed([point for point in (Checkpoint(**about) for about in found) if point.whole]):
-            directory = self.context.run.checkpoints / point.name
-            self.context.says(f"loading checkpoint {point.name}")
-            try:
-                step = int(store.load(directory, self.trainer, self.ranks.control, point.digest)["step"])
-                break
-            except store.CheckpointError as error:
-                print(f"skipping a checkpoint that does not verify: {error}", flush=True)
-        else:
-            step = 0
+        points = [point for point in reversed([Checkpoint(**about) for about in found]) if point.whole]
+        step = self._newest(points) if points else 0
         self.saved = step, time.time()
         self.saver.ready()
         self.ranks.ask(lambda client: client.training.resume(step, role))
         self.context.says("")
         return step
+
+    def _newest(self, points: Sequence[Checkpoint]) -> int:
+        """The step of the first of ``points``, newest first, that verifies."""
+        failures = []
+        for point in points:
+            directory = self.context.run.checkpoints / point.name
+            self.context.says(f"loading checkpoint {point.name}")
+            try:
+                return int(store.load(directory, self.trainer, self.ranks.control, point.digest)["step"])
+            except store.CheckpointError as error:
+                print(f"skipping a checkpoint that does not verify: {error}", flush=True)
+                failures.append(str(error))
+        raise RelaxError(
+            f"checkpoints: none of {len(points)} verifies ({failures[0]}); bring one back as it was, or go on from "
+            "the weights of a version in a new run"
+        )
 
     def save(self, step: int) -> None:
         """Save everything that training step ``step`` needs; what is older than `keep_last` goes once it is saved."""
