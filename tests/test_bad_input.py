@@ -79,7 +79,7 @@ def busy_port() -> socket.socket:
     ("words", "parts"),
     [
         (["--model.path", "/no/such/model"], ["model.path: found '/no/such/model'", "not a directory"]),
-        (["--actor.parallel.tensor", "2"], ["actor.parallel.tensor: found 2", "num_key_value_heads, 1"]),
+        (["--actor.parallel.tensor", "4"], ["actor.parallel.tensor: found 4", "num_attention_heads, 2"]),
         (["--algorithm.mini_batches", "3"], ["algorithm.mini_batches: found 3", "divisor of prompts_per_step, 4"]),
         (
             ["--rollout.engine.kind", "sglang", "--rollout.engine.port", "BUSY"],

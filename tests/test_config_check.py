@@ -37,7 +37,7 @@ FINDINGS = [
         ["data.train: found '/nowhere.jsonl' beside data.task", "data.train: found '/nowhere.jsonl', which is not"],
     ),
     ({"data.eval.x": "/nowhere.jsonl"}, ["data.eval.x: found '/nowhere.jsonl', which is not a file"]),
-    ({"actor.parallel.tensor": 2}, ["actor.parallel.tensor: found 2, allowed: a divisor of the model's num_key_value"]),
+    ({"actor.parallel.tensor": 4}, ["actor.parallel.tensor: found 4, allowed: a divisor of the model's num_attention"]),
     (
         {"model.tiny.num_attention_heads": 3, "model.tiny.num_key_value_heads": 2},
         ["model.tiny.num_attention_heads: found"],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -24,13 +26,19 @@ from relax_hpc.training.optimizer import learning_rate
 SHAPE = Qwen3(hidden=8, inner=12, layers=4, heads=8, groups=4, head_dim=2, vocab=13, tied=False)
 
 
+@pytest.mark.parametrize("groups", [4, 2, 1])
 @pytest.mark.parametrize("parts", [1, 2, 4])
-def test_cutting_and_fusing_are_undone(parts: int):
+def test_cutting_and_fusing_are_undone(parts: int, groups: int):
+    """Where there are fewer groups than parts, each has its rows of the whole parameter, as megatron-core cuts it."""
+    spec = dataclasses.replace(SHAPE, groups=groups)
     generator = torch.Generator().manual_seed(0)
-    full = {name: torch.randn(piece.shape, generator=generator) for name, piece in all_pieces(SHAPE).items()}
-    for entry in stage_entries(SHAPE, range(4), True, True):
+    full = {name: torch.randn(piece.shape, generator=generator) for name, piece in all_pieces(spec).items()}
+    for entry in stage_entries(spec, range(4), True, True):
         slices = [[cut(piece, full[piece.name], parts, rank) for piece in entry.pieces] for rank in range(parts)]
-        undone = [split(entry, fuse(entry, pieces, SHAPE), SHAPE) for pieces in slices]
+        fused = [fuse(entry, pieces, spec) for pieces in slices]
+        undone = [split(entry, one, spec, parts, rank) for rank, one in enumerate(fused)]
+        if entry.fuse == "qkv":
+            assert torch.equal(torch.cat(fused), fuse(entry, [full[piece.name] for piece in entry.pieces], spec))
         for index, piece in enumerate(entry.pieces):
             assert torch.equal(join(piece, [pieces[index] for pieces in undone]), full[piece.name]), piece.name
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from relax_hpc.checkpoint import store
 from relax_hpc.config.schema import ParallelConfig
 from relax_hpc.errors import ConfigError
+from relax_hpc.models.hf_files import read_config
 from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.training import parallel
 from relax_hpc.training.trainer import Trainer
@@ -31,6 +33,9 @@ OF_FOUR: dict[str, dict[str, Any]] = {
     "context and tensor": {"parallel": {"context": 2, "tensor": 2, "sequence_parallel": True}},
     "context and pipeline": {"parallel": {"context": 2, "pipeline": 2}, "recompute": "full"},
     "context and data": {"parallel": {"context": 2, "data": 2}, "optimizer": {"distributed": True}},
+    # More ranks than key-value heads: two share each.
+    "tensor over heads": {"parallel": {"tensor": 4, "sequence_parallel": True}},
+    "one key-value head": {"parallel": {"tensor": 2, "pipeline": 2}},
 }
 """The same of four."""
 
@@ -60,12 +65,14 @@ def trained(model: Path) -> Trainer:
 
 
 @pytest.fixture(scope="module")
-def several(one_rank: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[bool, Path], dict[str, Path]]:
+def several(
+    one_rank: None, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[bool | None, Path], dict[str, Path]]:
     """Models, tied and not, and by case the folder in which two or four processes left what they found."""
     root = tmp_path_factory.mktemp("ranks")
-    models, outs = {tied: tiny_model(root, tied) for tied in (False, True)}, {}
+    models, outs = {tied: tiny_model(root, tied) for tied in (False, True)} | {None: one_headed_llama(root)}, {}
     save(root / "i000001-step-000005", trained(models[False]), {"step": 5})
-    for world, cases in ((2, LAYOUTS | {FROM_ONE: LAYOUTS["tensor and sequence"]}), (4, OF_FOUR)):
+    for world, cases in ((2, LAYOUTS), (4, OF_FOUR | {FROM_ONE: OF_FOUR["tensor over heads"]})):
         words = []
         for number, (name, layout) in enumerate(cases.items()):
             (out := root / f"{world}-{number}").mkdir()
@@ -76,8 +83,20 @@ def several(one_rank: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[d
     return models, outs
 
 
-def is_tied(name: str) -> bool:
-    return "tensor" not in name and name != FROM_ONE
+def is_tied(name: str) -> bool | None:
+    """None: a Llama."""
+    return None if name == "one key-value head" else "tensor" not in name and name != FROM_ONE
+
+
+def one_headed_llama(root: Path) -> Path:
+    (folder := root / "llama").mkdir()
+    directory = tiny_model(folder, False, num_key_value_heads=1)
+    config = read_config(directory) | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    (directory / "config.json").write_text(json.dumps(config))
+    weights = load_file(directory / "model.safetensors")
+    plain = {name: value for name, value in weights.items() if not name.endswith(("q_norm.weight", "k_norm.weight"))}
+    save_file(plain, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
 
 
 @pytest.mark.parametrize("name", LAYOUTS | OF_FOUR)
@@ -103,7 +122,7 @@ def test_several_ranks_agree_with_one(several, name: str):
     assert resumed[2][0] == pytest.approx(metrics[1], rel=1e-4, abs=1e-5)
 
 
-def test_a_checkpoint_of_one_rank_goes_on_in_two(several):
+def test_a_checkpoint_of_one_rank_goes_on_in_four(several):
     models, outs = several
     ours = trained(models[False])
     ours.accumulate([batch(rows(4, seed=9))])
@@ -126,8 +145,9 @@ def test_a_split_that_does_not_fit_the_model_is_refused():
     sizes = {"hidden": 8, "inner": 12, "layers": 3, "heads": 8, "groups": 2, "head_dim": 2, "vocab": 13, "tied": False}
     dense, mixed = Qwen3(**sizes), Qwen3Moe(**sizes, experts=4, chosen=2, normalised=True)
     check_split(dense, ParallelConfig(tensor=2, pipeline=3))
-    with pytest.raises(ConfigError, match="a divisor of the model's num_key_value_heads, 2"):
-        check_split(dense, ParallelConfig(tensor=4))
+    check_split(dense, ParallelConfig(tensor=4, pipeline=3))
+    with pytest.raises(ConfigError, match="a divisor or a multiple of the model's num_key_value_heads, 2"):
+        check_split(dataclasses.replace(dense, hidden=12, heads=6), ParallelConfig(tensor=3))
     with pytest.raises(ConfigError, match="a divisor of the model's num_hidden_layers, 3"):
         check_split(dense, ParallelConfig(pipeline=2))
     for split in ("tensor", "pipeline", "context"):

@@ -73,12 +73,12 @@ def tiny_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("tiny"), tied=True)
 
 
-def tiny_model(root: Path, tied: bool) -> Path:
+def tiny_model(root: Path, tied: bool, **shape: int) -> Path:
     """A small model with weights large enough that its distributions are far from uniform."""
     from safetensors.torch import load_file, save_file
 
     directory = root / f"tied-{tied}"
-    make_tiny_model(directory, TinyModelConfig(**SHAPE, tie_word_embeddings=tied), seed=1)
+    make_tiny_model(directory, TinyModelConfig(**SHAPE | shape, tie_word_embeddings=tied), seed=1)
     generator = torch.Generator().manual_seed(2)
     weights = load_file(directory / "model.safetensors")
     for name, value in weights.items():

@@ -34,16 +34,38 @@ NAMES = {"local": _LOCAL_NAMES, "te": _TE_NAMES}
 
 
 @dataclass(frozen=True, slots=True)
+class Blocks:
+    """A parameter of equal blocks of `rows`, one for each key-value group; a piece begins in each at row `first`."""
+
+    groups: int
+    rows: int
+    first: int
+
+    def bounds(self, size: int, tensor: int, rank: int) -> tuple[int, int]:
+        """Which of a piece's `size` rows `rank` has where several ranks share a block, each the same number of rows."""
+        sharing, mine = tensor // self.groups, size // self.groups
+        group, part = divmod(rank, sharing)
+        rows = self.rows // sharing
+        start, stop = (min(max(at * rows - self.first, 0), mine) for at in (part, part + 1))
+        return group * mine + start, group * mine + stop
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """A Hugging Face tensor. `axis` is what tensor parallelism splits (None: replicated)."""
 
     name: str
     shape: tuple[int, ...]
     axis: int | None = None
+    blocks: Blocks | None = None
+    """Of the parameter that it is interleaved in."""
 
     def bounds(self, tensor: int, rank: int) -> tuple[int, int, int]:
         """(start, stop, length) along `axis` of the slice of `rank`; length - (stop - start) rows of zeros follow."""
         size = self.shape[self.axis or 0]
+        if self.blocks and tensor > self.blocks.groups:
+            start, stop = self.blocks.bounds(size, tensor, rank)
+            return start, stop, stop - start
         length = -(-size // tensor)
         return min(rank * length, size), min((rank + 1) * length, size), length
 
@@ -138,24 +160,26 @@ def fuse(entry: Entry, pieces: Sequence[Tensor], spec: ModelSpec) -> Tensor:
     """A parameter from its (sliced) pieces: rows of each key-value group as [its queries, key, value]."""
     import torch
 
-    if entry.fuse == "qkv":
-        groups = pieces[1].shape[0] // spec.head_dim
+    groups = sum(map(len, pieces)) // spec.group_rows if entry.fuse == "qkv" else 0
+    if groups:
         return torch.cat([piece.unflatten(0, (groups, -1)) for piece in pieces], dim=1).flatten(0, 1)
-    return torch.cat(list(pieces)) if entry.fuse == "rows" else pieces[0]
+    # Where ranks share a group, one has part of it.
+    return pieces[0] if entry.fuse == "none" else torch.cat(list(pieces))
 
 
-def split(entry: Entry, parameter: Tensor, spec: ModelSpec) -> list[Tensor]:
-    """Inverse of `fuse`."""
-    views = split_views(entry, parameter, spec)
+def split(entry: Entry, parameter: Tensor, spec: ModelSpec, tensor: int = 1, rank: int = 0) -> list[Tensor]:
+    """Inverse of `fuse`, of tensor-parallel ``rank`` of ``tensor``."""
+    views = split_views(entry, parameter, spec, tensor, rank)
     return [view.flatten(0, 1) for view in views] if entry.fuse == "qkv" else views
 
 
-def split_views(entry: Entry, parameter: Tensor, spec: ModelSpec) -> list[Tensor]:
+def split_views(entry: Entry, parameter: Tensor, spec: ModelSpec, tensor: int, rank: int) -> list[Tensor]:
     """The pieces of a parameter without a copy; those of `qkv` have their rows in two dimensions, by group."""
     if entry.fuse == "qkv":
-        dim, share = spec.head_dim, spec.heads // spec.groups
-        groups = parameter.unflatten(0, (-1, (share + 2) * dim))
-        return list(groups.split([share * dim, dim, dim], dim=1))
+        groups = max(spec.groups // tensor, 1)
+        bounds = (piece.bounds(tensor, rank) for piece in entry.pieces)
+        sizes = [(stop - start) // groups for start, stop, _ in bounds]
+        return list(parameter.unflatten(0, (groups, -1)).split(sizes, dim=1))
     return list(parameter.chunk(2)) if entry.fuse == "rows" else [parameter]
 
 

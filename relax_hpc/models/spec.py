@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from relax_hpc.models.hf_mapping import Entry, Piece, StoredForm
+from relax_hpc.models.hf_mapping import Blocks, Entry, Piece, StoredForm
 from relax_hpc.models.rules import DECODER, NUMBER, ROPE, SIZE, Rule, one_of, rope, rope_theta
 
 if TYPE_CHECKING:
@@ -121,7 +121,6 @@ class ModelSpec:
         """Sizes that tensor parallelism divides, by their keys in config.json."""
         return {
             "num_attention_heads": self.heads,
-            "num_key_value_heads": self.groups,
             "hidden_size": self.hidden,
             "intermediate_size": self.inner,
         }
@@ -131,9 +130,20 @@ class ModelSpec:
         for key, size in self.widths().items():
             if size % parallel.tensor:
                 yield f"tensor: found {parallel.tensor}, allowed: a divisor of the model's {key}, {size}"
+        if parallel.tensor % self.groups and self.groups % parallel.tensor:
+            allowed = f"a divisor or a multiple of the model's num_key_value_heads, {self.groups}"
+            yield f"tensor: found {parallel.tensor}, allowed: {allowed}"
+        elif self.groups * self.group_rows % parallel.tensor:
+            allowed = f"a divisor of the {self.groups * self.group_rows} rows of its queries, keys and values"
+            yield f"tensor: found {parallel.tensor}, allowed: {allowed}"
         if self.layers % parallel.pipeline:
             allowed = f"a divisor of the model's num_hidden_layers, {self.layers}"
             yield f"pipeline: found {parallel.pipeline}, allowed: {allowed}"
+
+    @property
+    def group_rows(self) -> int:
+        """Of the matrix that gives queries, keys and values: those of a key-value head and of its queries."""
+        return (self.heads // self.groups + 2) * self.head_dim
 
     def padded_vocab(self, tensor: int) -> int:
         """Rows of the embedding: the vocabulary rounded up to a multiple of the tensor-parallel size."""
@@ -160,13 +170,13 @@ class ModelSpec:
     def attention_entries(self, ours: str, theirs: str, norms: Mapping[str, str]) -> Iterator[Entry]:
         """Of a layer; see `layer_entries`."""
         query, value, place = self.heads * self.head_dim, self.groups * self.head_dim, f"{theirs}self_attn."
-        qkv = (
-            Piece(f"{place}q_proj.weight", (query, self.hidden), 0),
-            Piece(f"{place}k_proj.weight", (value, self.hidden), 0),
-            Piece(f"{place}v_proj.weight", (value, self.hidden), 0),
-        )
+        qkv, first = [], 0
+        for letter, rows in (("q", query), ("k", value), ("v", value)):
+            blocks = Blocks(self.groups, self.group_rows, first)
+            qkv.append(Piece(f"{place}{letter}_proj.weight", (rows, self.hidden), 0, blocks))
+            first += rows // self.groups
         yield Entry(ours + norms["input_norm"], (Piece(f"{theirs}input_layernorm.weight", (self.hidden,)),))
-        yield Entry(f"{ours}self_attention.linear_qkv.weight", qkv, "qkv")
+        yield Entry(f"{ours}self_attention.linear_qkv.weight", tuple(qkv), "qkv")
         for letter in "qk" if self.qk_norm else "":
             norm = Piece(f"{place}{letter}_norm.weight", (self.head_dim,))
             yield Entry(f"{ours}self_attention.{letter}_layernorm.weight", (norm,))

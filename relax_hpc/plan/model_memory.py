@@ -63,10 +63,12 @@ def scored_elements(spec: ModelSpec, parallel: ParallelConfig) -> int:
 def _widths(spec: ModelSpec, parallel: ParallelConfig) -> tuple[int, int, int]:
     """Elements a token: of the residual stream, and kept inside of attention and of the feed-forward block."""
     stream = spec.hidden // (parallel.tensor if parallel.sequence_parallel else 1)
-    query, value = spec.heads * spec.head_dim // parallel.tensor, spec.groups * spec.head_dim // parallel.tensor
+    query, value = spec.heads * spec.head_dim // parallel.tensor, max(spec.groups // parallel.tensor, 1) * spec.head_dim
+    # Ranks that share a key-value head have the three of all ranks.
+    together = query + 2 * value if parallel.tensor <= spec.groups else spec.groups * spec.group_rows
     # The three together, rotated queries, keys, the result and its copy in the order of the next matrix; normalising
     # by head keeps the queries once more.
-    attention = (4 + spec.qk_norm) * query + 3 * value
+    attention = together + (3 + spec.qk_norm) * query + value
     # Of all context ranks: the keys and values that this one's two pieces of each row look at.
     attention += (2 * parallel.context + 1) * value if parallel.context > 1 else 0
     # Both halves of what the first matrix gives, the one activated, the other as it is multiplied, and the product.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +115,8 @@ class PolicyModel:
         for entry in self._entries:
             for piece in entry.pieces:
                 view = self._view(entry, piece)
+                if not view.numel():
+                    continue
                 mine = cut(piece, source[piece.name], self.layout.tensor_size, self.layout.tensor_rank)
                 yield mine.reshape(view.shape), view
                 if padding := self._padding(entry, piece):
@@ -132,8 +136,8 @@ class PolicyModel:
         layout, found = self.layout, []
         for number, (entry, piece) in enumerate(unique_pieces(self._entries)):
             mine = number % layout.copies == layout.copy_rank
-            if mine and (piece.axis is not None or layout.tensor_rank == 0):
-                start, stop = self._bounds(piece)
+            start, stop = self._bounds(piece)
+            if mine and start < stop and (piece.axis is not None or layout.tensor_rank == 0):
                 found.append(Slice(piece.name, piece.axis or 0, start, stop, partial(self._view, entry, piece)))
         return found
 
@@ -151,7 +155,9 @@ class PolicyModel:
         return length - (stop - start)
 
     def _view(self, entry: Entry, piece: Piece) -> Tensor:
-        view = split_views(entry, self._parameters[entry.name].detach(), self.spec)[entry.pieces.index(piece)]
+        parameter, layout = self._parameters[entry.name].detach(), self.layout
+        views = split_views(entry, parameter, self.spec, layout.tensor_size, layout.tensor_rank)
+        view = views[entry.pieces.index(piece)]
         if entry.fuse == "qkv":
             return view
         start, stop = self._bounds(piece)
@@ -172,18 +178,21 @@ class PolicyModel:
 
     @torch.no_grad()
     def _gather_tensor_parallel(self) -> Iterator[tuple[str, Tensor]]:
-        for entry, piece in unique_pieces(self._entries):
-            local = self._piece_of(entry, piece)
-            parts = [local]
-            if piece.axis is not None and self.layout.tensor_size > 1:
-                parts = [torch.empty_like(local) for _ in range(self.layout.tensor_size)]
-                dist.all_gather(parts, local, group=self._tensor_group)
-            # A copy: the parameter behind it changes at the next step.
-            yield piece.name, join(piece, parts).detach().to("cpu", copy=True)
+        for entry, pairs in groupby(unique_pieces(self._entries), itemgetter(0)):
+            ranks = self._pieces_of_ranks(entry)
+            for number, (_, piece) in enumerate(pairs):
+                # A copy: the parameter behind it changes at the next step.
+                whole = join(piece, [pieces[number] for pieces in ranks])
+                yield piece.name, whole.detach().contiguous().to("cpu", copy=True)
 
-    def _piece_of(self, entry: Entry, piece: Piece) -> Tensor:
-        pieces = split(entry, self._parameters[entry.name], self.spec)
-        return pieces[entry.pieces.index(piece)].contiguous()
+    def _pieces_of_ranks(self, entry: Entry) -> list[list[Tensor]]:
+        """[tensor-parallel rank][piece]; of the first rank alone where all have the same."""
+        mine, size = self._parameters[entry.name], self.layout.tensor_size
+        if size == 1 or entry.pieces[0].axis is None:
+            return [split(entry, mine, self.spec)]
+        parameters = [torch.empty_like(mine) for _ in range(size)]
+        dist.all_gather(parameters, mine.detach(), group=self._tensor_group)
+        return [split(entry, one, self.spec, size, rank) for rank, one in enumerate(parameters)]
 
     def _gather_pipeline(self, mine: dict[str, Tensor]) -> dict[str, Tensor] | None:
         if self.layout.pipeline_rank != 0:

@@ -13,6 +13,8 @@ class ParallelConfig:
     """How a training or forward group splits the model. Ranks = tensor * pipeline * context * data."""
 
     tensor: int = bounded(1, 1)
+    """Ranks that share each matrix. Of a multiple of the model's key-value heads several share a head, and each gathers
+    the queries, keys and values of all: more to send than up to that number."""
     pipeline: int = bounded(1, 1)
     context: int = bounded(1, 1)
     """Ranks that share each row, every one with as many of its tokens: for rows that are too long for one. A
