@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from relax_hpc.config.schema import ModelConfig, ParallelConfig
 from relax_hpc.doctor.memory import host_mib
 from relax_hpc.plan.footprint import GIB
 from relax_hpc.plan.model_memory import parameters
+from relax_hpc.plan.peaks import basis
 from relax_hpc.plan.plan import plan
 from relax_hpc.slurm.layout import components
 from tests.pages import ROOT
@@ -95,7 +97,7 @@ def test_bytes_of_a_parameter_and_of_shared_states() -> None:
     assert shared["slabs"] == 2 * 2 / 2 * 8
     assert of_actor(max_staleness=2)["slabs"] == 4 * 2 / 2 * 8
     # A row is never divided; of its logits an eighth is there at a time.
-    assert shared["logits"] == 12 * 8192 * 151_936 / 4 / 8
+    assert shared["logits"] == 8 * 8192 * 151_936 / 4 / 8
     assert of_actor(**{"rollout.max_new_tokens": 30_720})["logits"] == 4 * shared["logits"]
 
 
@@ -104,7 +106,9 @@ def test_the_command_prints_it_and_says_what_does_not_fit(capsys: pytest.Capture
     assert main(line) == 78
     told = capsys.readouterr().out
     assert "DOES NOT FIT (actor: " in told and "not measured" in told
-    assert "it would with actor.optimizer.offload: true, actor.parallel.tensor: 2, actor.parallel.sequ" in told
+    found = re.search(r"it would with (--actor.optimizer.offload=true --actor.parallel.tensor=2 .*)", told)
+    assert main([*line, *found[1].split(), "--groups.actor.resources.gpus_per_node=2"]) == 0, "as it says"
+    assert "fits" in capsys.readouterr().out
     assert main([*line, "--json", "--site.gpu_memory_gib=400"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [place["fits"] for place in found["places"]] == [True] * 3
@@ -117,6 +121,10 @@ def test_what_cannot_be_reckoned_is_said(capsys: pytest.CaptureFixture[str]) -> 
     assert "actor.parallel.tensor: found 3, allowed: a divisor" in capsys.readouterr().err
     assert main([*line, "--model.path=/nowhere"]) == 78
     assert "found no config.json in /nowhere" in capsys.readouterr().err
+    assert main([*line, f"--model.path={MODELS}/Qwen3-4B", "--site.gpu_memory_gib=0"]) == 78
+    assert "found 0, with which nothing is compared" in capsys.readouterr().err
+    assert main([*line, f"--model.path={MODELS}/Qwen3-4B", "--site.gpu_memory_gib=81559"]) == 78
+    assert "site.gpu_memory_gib: found 81559.0 (float), allowed: 0.0 to 4096.0" in capsys.readouterr().err
     # Others say what is wrong with these.
     flags = {"rollout.engine.flags": {"tp_size": 0, "mem_fraction_static": "much", "max_total_tokens": None}}
     assert not list(check_memory(sized("1-nodes", "Qwen3-4B", **flags)))
@@ -131,6 +139,32 @@ def test_what_cannot_fit_is_refused_before_it_is_submitted() -> None:
     (found,) = check_memory(sized("1-nodes", "Qwen3-4B", **{"rollout.engine.flags.mem_fraction_static": 0.1}))
     assert "groups.rollout: found rollout: keys and values of one row of 8,192 tokens need 1.1 GiB, and" in found
     assert "it would fit with rollout.engine.flags.mem_fraction_static: 0.85" in found
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"tp_size": 3}, "tp_size: found 3, allowed: divisors of the 32 attention heads"),
+        ({"tp_size": 4}, "5 engines of tp_size 4 take 20 GPUs, and group rollout has 5"),
+        ({"pp_size": 2}, "5 engines of tp_size 1 and pp_size 2 take 10 GPUs"),
+    ],
+)
+def test_engines_that_cannot_be_placed_are_refused(flags: dict[str, int], said: str) -> None:
+    (found,) = check_memory(sized("1-nodes", "Qwen3-4B", **{"rollout.engine.flags": flags}))
+    assert said in found
+
+
+def test_stored_peaks_are_told(tmp_path: Path) -> None:
+    assert "no peak of a GPU run" in basis(tmp_path)
+    (tmp_path / "gpu-broken.json").write_text("[")
+    measured = {
+        "0.6B: fused": {"memory_gib": 38.0, "worked_out_gib": 37.0},
+        "slab": {},
+        "8B": {"error": "out of memory"},
+    }
+    result = {"machine": {"device": "H100", "commit": "abc"}, "measured": measured}
+    (tmp_path / "gpu-h100.json").write_text(json.dumps(result))
+    assert basis(tmp_path).endswith("; peaks of GPU runs: 38.0 GiB, worked out 37.0 (0.6B: fused; H100, commit abc)")
 
 
 def test_engines_and_an_actor_that_take_turns_share_their_gpus() -> None:

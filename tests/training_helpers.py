@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
@@ -13,6 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from relax_hpc.algorithms import Grpo
 from relax_hpc.algorithms.base import KlConfig
@@ -168,6 +172,26 @@ def inner_roles(model: PolicyModel, **settings: Any) -> InnerRoles:
     config.actor.forward = ["actor_fwd", "reference"]
     config.rollout.temperature = 0.9
     return InnerRoles(model, config, Path())
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that were there at once of what operations have made since it began."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes, self._made = 0, dict[int, Any]()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        given = {one.untyped_storage()._cdata for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
+        result = operation(*args, **(kwargs or {}))
+        for one in tree_leaves(result):
+            if isinstance(one, Tensor) and (storage := one.untyped_storage())._cdata not in given:
+                self._made[storage._cdata] = weakref.ref(storage)
+        alive = {key: storage for key, made in self._made.items() if (storage := made()) is not None}
+        self._made = {key: self._made[key] for key in alive}
+        # megatron-core empties storages that it will compute again.
+        self.bytes = max(self.bytes, sum(storage.nbytes() for storage in alive.values()))
+        return result
 
 
 def launch(world: int, *args: object, timeout_s: float = 120.0, module: str = "tests.training_rank") -> None:

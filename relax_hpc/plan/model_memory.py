@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from relax_hpc.config.schema import ParallelConfig
+from relax_hpc.config.schema import Kernels, ParallelConfig
 from relax_hpc.models.hf_mapping import Piece, stage_entries
 from relax_hpc.models.spec import ModelSpec
 
@@ -17,8 +17,6 @@ MAIN_BYTES = 4
 """Of an element of gradients, of the optimizer's main parameters and of each of its two moments: float32."""
 CHUNKS = 2**22, 2**28
 """Logits that `training.logprobs` has at once, at least and at most; between these an eighth of all."""
-LOGIT_BYTES = 12
-"""Of each of them, at most: itself, and float32 copies in the forward and the backward pass."""
 
 
 def parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> int:
@@ -51,7 +49,8 @@ def working_elements(spec: ModelSpec, parallel: ParallelConfig, recompute: str) 
     """Elements a token that the backward pass of one layer takes beside: what it computes again, and gradients."""
     stream, attention, inner = _widths(spec, parallel)
     again = {"none": 0, "selective": 2 * stream + inner, "full": 3 * stream + attention + inner}[recompute]
-    return again + 2 * stream + max(attention // 2, inner)
+    # What the feed-forward block keeps goes while gradients come: at most the product's and both halves' are there.
+    return again + 2 * stream + max(attention // 2, 3 * inner // 5)
 
 
 def scored_elements(spec: ModelSpec, parallel: ParallelConfig) -> int:
@@ -78,8 +77,15 @@ def _widths(spec: ModelSpec, parallel: ParallelConfig) -> tuple[int, int, int]:
     return stream, attention, inner
 
 
-def logits_bytes(spec: ModelSpec, parallel: ParallelConfig, tokens: int) -> int:
-    """Of the output layer, on a rank of the last stage."""
+def logits_bytes(
+    spec: ModelSpec, parallel: ParallelConfig, tokens: int, item: int, kernels: Kernels, entropy: bool
+) -> int:
+    """Of the output layer, on a rank of the last stage: of a chunk of logits of ``item`` bytes."""
     smallest, largest = CHUNKS
     all_of_them = tokens * (spec.padded_vocab(parallel.tensor) // parallel.tensor)
-    return LOGIT_BYTES * min(all_of_them, max(all_of_them // 8, smallest), largest)
+    at_once = min(all_of_them, max(all_of_them // 8, smallest), largest)
+    if kernels == "fused":
+        # Their gradient is written over them.
+        return item * at_once
+    # In bfloat16 float32 ones and the gradient beside them, in float32 all is in their place; and probabilities.
+    return ((item if item == MAIN_BYTES else 2 * item + MAIN_BYTES) + MAIN_BYTES * entropy) * at_once

@@ -55,12 +55,18 @@ def _actor_stage(config: Config, spec: ModelSpec, group: str, per_node: int, sta
     # Of the last stage: what the final norm gives, in order and with its gradient.
     kept += 3 * spec.hidden * tokens * item if last else 0
     working = working_elements(spec, parallel, settings.recompute) * tokens * item
+    # One kernel needs nothing beside; several, a square root of each second moment.
+    updating = 0.0 if settings.kernels == "fused" else MAIN_BYTES * count / sharing
+    if offloaded:
+        updating = OFFLOADED_BYTES
     moments = {
         "backward": {"activations": kept, "a layer's backward": working},
-        "update": {"optimizer step": OFFLOADED_BYTES if offloaded else MAIN_BYTES * count / sharing},
+        "update": {"optimizer step": updating},
     }
     if last:
-        moments["output layer"] = {"activations": kept, "logits": logits_bytes(spec, parallel, tokens)}
+        entropy = config.algorithm.needs_entropy
+        logits = logits_bytes(spec, parallel, tokens, item, settings.kernels, entropy)
+        moments["output layer"] = {"activations": kept, "logits": logits}
     if sharing > 1:
         # megatron-core gathers one kind of state at a time from all data-parallel ranks, and joins the pieces.
         moments["checkpoint"] = {"gathered states": 2 * MAIN_BYTES * count}
@@ -111,7 +117,7 @@ def forward(config: Config, spec: ModelSpec, role: str, group: str, per_node: in
     for stage in range(parallel.pipeline):
         passing = {"activations": scored_elements(spec, parallel) * tokens * item}
         if stage == parallel.pipeline - 1:
-            passing["logits"] = logits_bytes(spec, parallel, tokens)
+            passing["logits"] = logits_bytes(spec, parallel, tokens, item, config.actor.kernels, entropy=False)
         weights = parameters(spec, parallel, stage) * item
         found.append(
             Footprint(
@@ -154,8 +160,21 @@ def engine(config: Config, spec: ModelSpec, group: str, per_node: int, gpu_bytes
         pinned={"weights of a version": whole},
         host={"processes": per_node * (1 + tensor * pipeline) * PROCESS_BYTES},
         note=f"keys and values of {kept:,} tokens, {kept // longest:,} rows of {longest:,}{said}",
-        lack="" if kept >= longest else f"{need}, and {room / GIB:.1f} are left",
+        lack=_misplaced(config, spec, group, tensor, pipeline)
+        or ("" if kept >= longest else f"{need}, and {room / GIB:.1f} are left"),
     )
+
+
+def _misplaced(config: Config, spec: ModelSpec, group: str, tensor: int, pipeline: int) -> str:
+    """Why engines cannot be cut so, or have not as many GPUs; empty: they can."""
+    if spec.heads % tensor:
+        return f"rollout.engine.flags.tp_size: found {tensor}, allowed: divisors of the {spec.heads} attention heads"
+    resources, replicas = config.groups[group].resources, config.rollout.replicas
+    there, taken = resources.nodes * resources.gpus_per_node, replicas * tensor * pipeline
+    if there and taken > there:
+        cut = f"{replicas} engines of tp_size {tensor}" + (f" and pp_size {pipeline}" if pipeline > 1 else "")
+        return f"{cut} take {taken} GPUs, and group {group} has {there}; fewer rollout.replicas, or more nodes"
+    return ""
 
 
 def engine_flag(flags: Mapping[str, Any], name: str) -> float:

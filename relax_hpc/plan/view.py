@@ -7,42 +7,56 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from relax_hpc.config.schema import Config, ParallelConfig
-from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE
+from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, ConfigError
 from relax_hpc.models.spec import ModelSpec
 from relax_hpc.plan.footprint import GIB, Footprint
 from relax_hpc.plan.model_memory import parameters
-from relax_hpc.plan.plan import Place, plan
-
-BASIS = (
-    "not measured: worked out by the formulas of docs/reference/memory.md; no peak of a GPU run of this code is stored"
-)
+from relax_hpc.plan.peaks import basis
+from relax_hpc.plan.plan import USABLE, Place, plan
 
 
 def main(config: Config, spec: ModelSpec, as_json: bool) -> int:
-    """Print the plan; 0, or 78 if anything does not fit."""
+    """Print the plan; 0, or 78 if anything does not fit. ConfigError: nobody said how much memory a GPU has."""
+    if not config.site.gpu_memory_gib:
+        raise ConfigError("site.gpu_memory_gib: found 0, with which nothing is compared; say how much a GPU has, as 79")
     places = plan(config, spec)
     print(json.dumps(_as_json(config, spec, places), indent=1) if as_json else "\n".join(_lines(config, spec, places)))
     return EXIT_CONFIG if any(place.lacks for place in places) else EXIT_DONE
 
 
 def _lines(config: Config, spec: ModelSpec, places: Sequence[Place]) -> Iterator[str]:
-    count = _parameters(spec)
-    yield f"{spec.model_type}, {count / 1e9:.2f} G parameters, {config.model.dtype}; GiB; {BASIS}"
+    yield f"{spec.model_type}, {_count(_parameters(spec))} parameters, {config.model.dtype}"
+    yield "GiB on one GPU of each role, the one with the most, at the moment that takes most"
+    yield basis()
+    if config.model.device != "cuda":
+        yield f"model.device is {config.model.device}: this is what it would take on GPUs"
     for place in places:
         for one in place.footprints:
             yield ""
-            yield f"{one.role} on {one.gpus} GPUs: {one.split}"
+            yield f"{one.role}: {_plural(one.gpus, 'GPU')}: {one.split}"
             yield from (_line(name, size) for name, size in one.device.items())
+            yield _line(f"together, in the {one.worst}" if one.worst else "together", one.peak)
             if one.note:
                 yield f"  {one.note}"
             yield f"  of a node's memory: {_host(one)}"
         yield ""
-        taken = f"{place.bytes / GIB:.1f} of {place.limit / GIB:.1f} on each GPU"
-        yield f"{' and '.join(place.groups)}: {taken}; {_verdict(place)}"
+        yield from _verdict(place, config.site.gpu_memory_gib)
+
+
+def _count(parameters: int) -> str:
+    """
+    >>> _count(8_190_735_360), _count(596_049_920), _count(131_456)
+    ('8.19 G', '596 M', '0.131 M')
+    """
+    return f"{parameters / 1e9:.2f} G" if parameters >= 1e9 else f"{parameters / 1e6:.3g} M"
+
+
+def _plural(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
 
 
 def _line(name: str, size: float) -> str:
-    return f"  {name:<24}{size / GIB:8.2f}"
+    return f"  {name:<30}{size / GIB:8.2f}"
 
 
 def _host(one: Footprint) -> str:
@@ -51,16 +65,21 @@ def _host(one: Footprint) -> str:
     return "; ".join(filter(None, (pinned and f"pinned or shared: {pinned}", other)))
 
 
-def _verdict(place: Place) -> str:
-    if not place.lacks:
-        return "fits"
-    mend = f"it would with {', '.join(place.remedies)}" if place.remedies else "more GPUs for this role may help"
-    return f"DOES NOT FIT ({'; '.join(place.lacks)}): {mend}"
+def _verdict(place: Place, gpu_gib: float) -> Iterator[str]:
+    """Lines for people; settings as they are given on the command line."""
+    shared = " and ".join(place.groups)
+    left = f"of {place.limit / GIB:.1f} ({gpu_gib:g}, less {1 - USABLE:.0%} for fragmentation)"
+    said = f"DOES NOT FIT ({'; '.join(place.lacks)})" if place.lacks else "fits"
+    yield f"{shared}: {place.bytes / GIB:.1f} {left} on each GPU: {said}"
+    if place.lacks and place.remedies:
+        yield "  it would with " + " ".join(f"--{one.replace(': ', '=', 1)}" for one in place.remedies)
+    elif place.lacks:
+        yield "  no setting that was tried makes it fit: more GPUs for this role, or shorter rows, may"
 
 
 def _as_json(config: Config, spec: ModelSpec, places: Sequence[Place]) -> dict[str, Any]:
     return {
-        "basis": BASIS,
+        "basis": basis(),
         "model": {"type": spec.model_type, "parameters": _parameters(spec), "dtype": config.model.dtype},
         "places": [
             {

@@ -144,6 +144,8 @@ class _OutputLogprobs(torch.autograd.Function):
         for part in _chunks(len(states), len(rows)):
             chunk = Chunk(states[part] @ rows.t(), local[part], temperature)
             terms[:, part] = torch.stack(kernels.terms(chunk, entropy))
+            # Not beside the next one's.
+            del chunk
         top, total, expectation, chosen = _over_ranks(terms, group)
         log_total = total.log()
         entropies = log_total - expectation / total
@@ -170,6 +172,7 @@ class _OutputLogprobs(torch.autograd.Function):
             torch.mm(slope, rows, out=d_states[part])
             if total is not None:
                 _add_product(total[: ctx.rows], slope.t(), states[part])
+            del chunk, slope
         d_weight = total.to(weight.dtype) if d_weight is None and total is not None else d_weight
         return d_states, d_weight, *[None] * 6
 

@@ -97,7 +97,7 @@ class SiteConfig:
     gpu_request: Literal["gpus_per_node", "gres", "none"] = "gpus_per_node"
     gpu_type: str = ""
     """As in `gres/gpu:TYPE`."""
-    gpu_memory_gib: float = bounded(79.0, 0.0)
+    gpu_memory_gib: float = bounded(79.0, 0.0, 4096.0)
     """Of one GPU, as torch finds it: 79 of an H100 or A100 of 80 GB, 39 of one of 40 GB, 139 of an H200. What cannot
     fit by calculation is refused, see `relax-hpc plan`; 0: nothing is."""
     memory_request: Literal["mem", "none"] = "mem"
