@@ -103,6 +103,9 @@ async def update(request: web.Request) -> web.Response:
     body = await request.json()
     if "broken" in body["model_path"]:
         return web.json_response({"success": False, "message": "no such file"}, status=400)
+    if body["flush_cache"]:
+        # SGLang ends itself if it cannot.
+        request.app[CALLS].append("flushes with the update")
     if "stale" not in body["model_path"]:
         request.app[CALLS].append(body["weight_version"])
     return web.json_response({"success": True, "message": ""})
@@ -129,6 +132,11 @@ def application(token: str) -> web.Application:
     async def health(_: web.Request) -> web.Response:
         return web.Response()
 
+    async def occupation(request: web.Request) -> web.Response:
+        tags = (await request.json()).get("tags") or "all"
+        request.app[CALLS].append(f"{request.path} {tags}")
+        return web.json_response(None)
+
     async def environment(_: web.Request) -> web.Response:
         return web.json_response(dict(os.environ))
 
@@ -140,6 +148,7 @@ def application(token: str) -> web.Application:
     app[HANGING] = asyncio.Event()
     app.add_routes([web.post("/generate", generate), web.post("/update_weights_from_disk", update)])
     app.add_routes([web.post("/flush_cache", flush)])
+    app.add_routes([web.post(f"/{what}_memory_occupation", occupation) for what in ("release", "resume")])
     app.add_routes([web.get("/model_info", model_info), web.get("/health", health)])
     app.add_routes([web.get("/environment", environment), web.route("*", "/{other}", health)])
     return app

@@ -192,6 +192,20 @@ def test_a_server_that_does_not_give_requests_up_is_not_asked_to_flush_or_releas
     assert asyncio.run(updates()) == ["/pause_generation", "i000001-v000006", "/continue_generation"]
 
 
+def test_all_of_its_memory_is_asked_for_and_is_back_before_an_update() -> None:
+    """Without tags SGLang's memory saver gives back keys and values, weights and CUDA graphs."""
+
+    async def turns() -> list[str]:
+        async with client_and_server() as (client, server):
+            await client.release()
+            await client.update_weights(Path("weights"), Version(1, 5))
+            await client.update_weights(Path("weights"), Version(1, 6))
+            return server.app[fake.CALLS]
+
+    released, resumed = (f"/{what}_memory_occupation all" for what in ("release", "resume"))
+    assert asyncio.run(turns()) == [released, resumed, "i000001-v000005", "i000001-v000006"]
+
+
 def test_nothing_is_asked_of_unknown_weights() -> None:
     async def generate() -> None:
         async with client_and_server() as (client, _):

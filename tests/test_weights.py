@@ -20,7 +20,7 @@ from relax_hpc.errors import ConfigError, FencedError
 from relax_hpc.rundir import private_folder
 from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.versions import Version
-from relax_hpc.weights import publisher, version_files
+from relax_hpc.weights import publisher, slab, version_files
 from relax_hpc.weights.manifest import MANIFEST, WeightsError, read_manifest
 from relax_hpc.weights.node_cache import staging_root
 from relax_hpc.weights.pull import Puller
@@ -455,6 +455,28 @@ def test_the_staged_copy_is_a_private_model_directory(stage):
     for path in (staged.path, staged.path.parent):
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
     staged.release()
+
+
+def test_two_mappings_are_enough_for_all_versions_and_hold_no_memory_that_is_gone(stage):
+    """The memory of a node's versions goes to and fro between two files."""
+    source, reader = Source(stage.run, stage.actor, {"w": torch.zeros(5000)}, file_every=0), stage.reader()
+
+    def read(number: int) -> int:
+        """Where it lies."""
+        source.tensors["w"].fill_(number)
+        source.publish(Version(1, number))
+        _, staged = reader.fetch(reader.newer().result(timeout=SOON))
+        found = open_slab(staged.path)["w"]
+        assert (found == number).all()
+        staged.release()
+        reader.served(Version(1, number))
+        return found.data_ptr()
+
+    places = [read(number) for number in range(6)]
+    assert places == places[:2] * 3 and len(slab._mapped) == 2
+    shutil.rmtree(staging_root(stage.run))
+    read(6)
+    assert len(slab._mapped) == 1
 
 
 def test_a_staging_folder_that_others_can_enter_is_refused(tmp_path):

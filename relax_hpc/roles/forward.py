@@ -27,6 +27,7 @@ from relax_hpc.transfer_queue.storage.media import placeholders_of
 from relax_hpc.versions import Version
 from relax_hpc.weights.node_cache import Staged
 from relax_hpc.weights.relay import pays
+from relax_hpc.weights.slab import is_slab, open_slab
 from relax_hpc.weights.subscriber import NOTHING, Fetcher, Subscriber
 
 _LOOK_S = 1.0
@@ -59,7 +60,10 @@ class Scorer:
     def load(self, staged: Staged) -> None:
         """Take the weights of a folder in memory, which is let go of."""
         try:
-            self.model.load_hf(staged.path)
+            if is_slab(staged.path):
+                self.model.load_tensors(open_slab(staged.path))
+            else:
+                self.model.load_hf(staged.path)
         finally:
             staged.release()
 

@@ -55,7 +55,7 @@ class Staged:
         return Staged(self.path, os.dup(self._fd))
 
     def release(self) -> None:
-        """Nobody may have the files mapped any more. Safe to call twice."""
+        """Nobody may look into the files any more, mapped or not. Safe to call twice."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -24,6 +24,13 @@ MARK = "verified-manifest.json"
 """In a node's folder of a version: the journaled manifest of the records that its file was made of."""
 
 
+_KEPT = 2
+"""Files that stay mapped. The memory of a node's versions goes to and fro between two of them, see `node_cache`, and to
+map a file's pages anew takes longer than to copy them."""
+_mapped: dict[tuple[int, ...], tuple[int, torch.Tensor]] = {}
+"""By device, inode and size: a descriptor of the file, and its bytes. Those used last come last."""
+
+
 def is_slab(folder: Path) -> bool:
     """Whether `open_slab` is for ``folder``; else it is a model directory, such as a version that came as files."""
     return (folder / MARK).is_file()
@@ -35,8 +42,6 @@ def open_slab(folder: Path) -> dict[str, torch.Tensor]:
     WeightsError: the folder is another user's, of another version than its name says, or its file is not as its
     manifest says.
     """
-    import torch
-
     manifest = _manifest_of(folder)
     path, (header, offsets) = folder / TENSORS, header_of(manifest.tensors)
     size = len(header) + sum(one.bytes for one in manifest.tensors.values())
@@ -45,17 +50,34 @@ def open_slab(folder: Path) -> dict[str, torch.Tensor]:
             found = os.fstat(file.fileno()).st_size
             if found != size or file.read(len(header)) != header:
                 raise WeightsError(f"{path}: {found} bytes are not laid out as {folder / MARK} says")
-            memory = mmap.mmap(file.fileno(), size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+            whole = _map(file.fileno(), size)
     except OSError as error:
         raise WeightsError(f"{path}: {error.strerror}") from error
-    with warnings.catch_warnings():
-        # That it cannot be written to is meant.
-        warnings.simplefilter("ignore", UserWarning)
-        whole = torch.frombuffer(memory, dtype=torch.uint8)
     return {
         name: whole[offsets[name] : offsets[name] + one.bytes].view(torch_type(one.dtype)).view(one.shape)
         for name, one in manifest.tensors.items()
     }
+
+
+def _map(fd: int, size: int) -> torch.Tensor:
+    """The first ``size`` bytes of a file, by a mapping of before if there is one."""
+    import torch
+
+    about = os.fstat(fd)
+    key = (about.st_dev, about.st_ino, size)
+    found = _mapped.pop(key, None)
+    if found is None:
+        memory = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        with warnings.catch_warnings():
+            # That it cannot be written to is meant.
+            warnings.simplefilter("ignore", UserWarning)
+            found = os.dup(fd), torch.frombuffer(memory, dtype=torch.uint8)
+    # A file without a name is memory that nobody else can use any more.
+    gone = [other for other, (its, _) in _mapped.items() if not os.fstat(its).st_nlink]
+    for other in gone or [*_mapped][: len(_mapped) + 1 - _KEPT]:
+        os.close(_mapped.pop(other)[0])
+    _mapped[key] = found
+    return found[1]
 
 
 def _manifest_of(folder: Path) -> Manifest:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import subprocess
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
@@ -28,7 +29,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from figures import Figure, print_figures
-from safetensors import safe_open
 
 from relax_hpc.config.schema import Config, GroupConfig, ModelConfig, ParallelConfig, TinyModelConfig
 from relax_hpc.data.tiny_model import make_tiny_model
@@ -48,11 +48,12 @@ from relax_hpc.transfer_queue.plan import Plan
 from relax_hpc.transport import TcpPlane
 from relax_hpc.versions import Version
 from relax_hpc.weights import delta
-from relax_hpc.weights.manifest import read_manifest
+from relax_hpc.weights.manifest import Chunk, Manifest, read_manifest
 from relax_hpc.weights.node_cache import Staging
 from relax_hpc.weights.publisher import Publisher
+from relax_hpc.weights.slab import MARK, open_slab
 from relax_hpc.weights.subscriber import News, Subscriber
-from relax_hpc.weights.tensors import SafetensorsFile
+from relax_hpc.weights.tensors import Part, SafetensorsFile, Tensor
 from relax_hpc.weights.transfers import Transfers
 from relax_hpc.weights.version_files import TENSORS
 
@@ -319,30 +320,29 @@ def broadcast(folder: Path, rank: int, world: int, rounds: int) -> None:
 def into_parameters(actor: Actor, folder: Path, rounds: int) -> Iterator[Figure]:
     """From a node's memory into a reader's live parameters, whole models of actor_fwd's kind and of SGLang's slices, in
     turns with a memcpy of as many bytes in one piece; and the way it was: each parameter fused of copies first."""
-    tensors, slab = actor.model.tensors(), folder / "slab"
-    slab.mkdir()
-    with SafetensorsFile(slab / TENSORS, tensors) as file:
-        size = file.bytes
+    tensors = actor.model.tensors()
+    slabs = [slab_of(tensors, folder / f"slab-{number}") for number in range(2)]
+    # As on a node, which has each version in the memory of the one before the last.
+    turns, size = itertools.cycle(slabs), (slabs[0] / TENSORS).stat().st_size
     source, room = np.ones(size, np.uint8), np.ones(size, np.uint8)
     live, transfers = dict(actor.model.module.named_parameters()), Transfers(torch.device("cpu"))
     engine = {name: torch.zeros(one.shape, dtype=torch.bfloat16) for name, one in tensors.items()}
 
     def as_it_was() -> None:
-        with SafetensorFiles(slab) as files:
+        with SafetensorFiles(next(turns)) as files:
             for entry in actor.model._entries:
                 parts = [files[piece.name][:] for piece in entry.pieces]
                 live[entry.name].detach().copy_(fuse(entry, parts, actor.model.spec))
 
     def into_engine() -> None:
-        with safe_open(slab / TENSORS, framework="pt") as file:
-            views = [(name, file.get_tensor(name)) for name in engine]
-            with copying(transfers, [view for _, view in views]):
-                for name, view in views:
-                    engine[name].copy_(view)
+        views = open_slab(next(turns))
+        with copying(transfers, list(views.values())):
+            for name, view in views.items():
+                engine[name].copy_(view)
 
     acts = {
         "memcpy": lambda: np.copyto(room, source),
-        "reader's parameters": lambda: actor.model.load_hf(slab),
+        "reader's parameters": lambda: actor.model.load_tensors(open_slab(next(turns))),
         "reader's parameters, as it was": as_it_was,
         "engine's parameters": into_engine,
     }
@@ -356,6 +356,18 @@ def into_parameters(actor: Actor, folder: Path, rounds: int) -> Iterator[Figure]
         ratio = median(copied) / median(seconds)
         target = (None, None) if name.endswith("was") else (f">= {LOAD}", ratio >= LOAD)
         yield Figure(f"slab to {name}: of a memcpy", ratio, "x", *target, quotients(copied, seconds))
+
+
+def slab_of(tensors: Mapping[str, Tensor], folder: Path) -> Path:
+    """What a node has of a version."""
+    folder.mkdir(mode=0o700)
+    with SafetensorsFile(folder / TENSORS, tensors):
+        pass
+    ends = itertools.accumulate((one.bytes for one in tensors.values()), initial=0)
+    parts = tuple(Part(name, 0, 0, tensors[name].shape[0], at) for name, at in zip(tensors, ends, strict=False))
+    whole = Chunk("all", sum(one.bytes for one in tensors.values()), "", parts)
+    (folder / MARK).write_bytes(Manifest(folder.name, dict(tensors), (whole,)).encode())
+    return folder
 
 
 # -- an engine ---------------------------------------------------------------------------------------------------------
