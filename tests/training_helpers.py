@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -69,6 +70,10 @@ def one_rank_fixture() -> Iterator[None]:
     yield
     parallel.destroy()
     torch.use_deterministic_algorithms(False)
+    # Models and their optimizers are rings: the next file has the whole of a GPU.
+    gc.collect()
+    if DEVICE != "cpu":
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="module", name="tiny")

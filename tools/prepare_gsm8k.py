@@ -66,7 +66,8 @@ def main() -> int:
     except (ConfigError, OSError) as error:
         print(f"prepare_gsm8k: {error}", file=sys.stderr)
         return 78
-    print("next: relax-hpc check --config configs/runs/gsm8k-qwen3-0.6b.yaml --config configs/clusters/1-nodes.yaml")
+    files = f"--data.train {args.output / 'train.jsonl'} --data.eval.gsm8k {args.output / 'test.jsonl'}"
+    print(f"next: relax-hpc check --config configs/runs/gsm8k-qwen3-0.6b.yaml {files} --model.path /models/Qwen3-0.6B")
     print("no run of this recipe has been made yet: what it reaches, and how fast, is not known")
     return 0
 
