@@ -20,9 +20,10 @@ from relax_hpc.transfer_queue.controller.relays import FAN_OUT, Relays, ancestor
 from relax_hpc.transport import PlaneError, TcpPlane
 from relax_hpc.transport.tcp import Coming, record_in
 from relax_hpc.versions import Version
-from relax_hpc.weights.manifest import read_manifest
-from relax_hpc.weights.relay import pays
-from relax_hpc.weights.tensors import SafetensorsFile
+from relax_hpc.weights.manifest import Chunk, Manifest, read_manifest
+from relax_hpc.weights.node_cache import Staging
+from relax_hpc.weights.relay import Share, pays
+from relax_hpc.weights.tensors import Part, SafetensorsFile, Tensor
 from relax_hpc.weights.version_files import TENSORS
 from tests.node_reader import Node
 from tests.plane_helpers import TOKEN
@@ -191,6 +192,26 @@ def test_few_nodes_all_read_from_the_actor():
     assert pays(config)
     config.layout = "local"
     assert not pays(config)
+
+
+def test_who_ends_while_it_is_at_a_version_keeps_none_of_its_memory(tmp_path):
+    """An engine may leave just then: what ends may come before the folder has its name."""
+    described, path = {"w": Tensor("F32", (4,))}, tmp_path / TENSORS
+    chunk = Chunk("c", 16, "", (Part("w", 0, 0, 4, 0),))
+    staging = Staging(tmp_path / "node")
+    for ends_first in (False, True):
+        SafetensorsFile(path, described).close()
+        share = Share(Manifest("v", described, (chunk,)), path)
+        share.add(chunk)
+        assert bytes(share.give("c")) == bytes(16) and share.give("other") is None
+        staged = staging.get("v", lambda folder: None, SILENCE_S)
+        if not ends_first:
+            share.hold(staged)
+        share.end()
+        share.hold(staged)
+        staged.release()
+        staging.clear(lambda _: True)
+        assert share.give("c") is None and not (staging.root / "v").exists()
 
 
 # -- the plane ---------------------------------------------------------------------------------------------------------

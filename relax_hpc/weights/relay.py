@@ -44,8 +44,7 @@ class Share:
         self._has: set[str] = set()
         self._changed, self._reading = threading.Condition(), threading.Lock()
         self._last: tuple[str, weakref.ref[np.ndarray] | None] = ("", None)
-        self.held: Staged | None = None
-        """The folder that the file lies in by now, so that it is not used for another version."""
+        self._held: Staged | None = None
 
     def add(self, chunk: Chunk) -> None:
         """``chunk`` is verified, and in the file."""
@@ -73,6 +72,12 @@ class Share:
                 self._last = name, weakref.ref(record)
             return memoryview(record)
 
+    def hold(self, staged: Staged) -> None:
+        """The file lies in this folder by now, which is not to be used for another version until the `end`."""
+        with self._reading:
+            if self._file is not None and self._held is None:
+                self._held = staged.again()
+
     def end(self) -> None:
         """Give nothing any more, and let go of the memory. Safe to call twice."""
         with self._reading, self._changed:
@@ -80,8 +85,8 @@ class Share:
             self._changed.notify_all()
         if file is not None:
             file.close()
-        if self.held is not None:
-            self.held.release()
+        if self._held is not None:
+            self._held.release()
 
 
 class Sources:
@@ -143,8 +148,8 @@ class Relay:
         """The version of ``staged`` is there, by whomever: older ones are passed on no more."""
         self.close(but=staged.path.name)
         share = self._shares.get(staged.path.name)
-        if share is not None and share.held is None:
-            share.held = staged.again()
+        if share is not None:
+            share.hold(staged)
 
     def where(self, version: str) -> list[Descriptor]:
         """Where this process passes ``version`` on; nothing, if it does not."""
@@ -152,8 +157,9 @@ class Relay:
 
     def close(self, but: str = "") -> None:
         """Pass on nothing any more, but that version."""
-        for version in [version for version in self._shares if version != but]:
-            self._end(version)
+        for version in list(self._shares):
+            if version != but:
+                self._end(version)
 
     def _end(self, version: str) -> None:
         if share := self._shares.pop(version, None):
