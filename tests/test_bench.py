@@ -198,15 +198,15 @@ def test_what_two_versions_measure_under_one_name_is_compared(bench):
     before |= both.found_in([{"case": case, "efficiency": 0.5}]) | both.found_in({"records": [record]})
     now = both.found_in({"figures": [figure | {"value": 3.0}, figure | {"name": "new"}]})
     now |= both.found_in({"lines": [line | {"rounds": [2.0, 4.0]}]}) | both.found_in(
-        {"records": [record | {"detect": 1}]}
+        {"records": [record | {"detect": 0.5}, record | {"detect": 1.5}]}
     )
     now |= both.found_in([{"case": case, "efficiency": 1.0}])
     assert list(both.cells(before, now)) == [
         ["pull", "2 GB/s", "3 GB/s", "1.50"],
         ["get", "2 GB/s (1 to 3)", "3 GB/s (2 to 4)", "1.50"],
-        ["kill:actor: detect", "0.5 s", "1 s", "0.50"],
-        ["kill:actor: caught_up", "4 s", "4 s", "1.00"],
-        ["kill:actor: lost", "0 samples", "0 samples", "same"],
-        ["kill:actor: duplicated", "0 samples", "0 samples", "same"],
+        ["kill:actor: detect", "0.5 s", "1 s (0.5 to 1.5)", "0.50"],
+        ["kill:actor: caught_up", "4 s", "4 s (4 to 4)", "1.00"],
+        ["kill:actor: lost", "0 samples", "0 samples (0 to 0)", "same"],
+        ["kill:actor: duplicated", "0 samples", "0 samples (0 to 0)", "same"],
         ["G/T 1, sigma 0, staleness 1: ideal / step", "0.5", "1", "2.00"],
     ]

@@ -86,8 +86,12 @@ def found_in(said: Any) -> Found:
         return {one["what"]: _measured(one, one["ours"], "most" in one["targets"]) for one in said["lines"]}
     if "records" in said:
         faults = [(record["fault"], column, record[column]) for record in said["records"] for column in FAULT_COLUMNS]
-        known = [(f"{fault}: {column}", FAULT_COLUMNS[column], value) for fault, column, value in faults]
-        return {name: Measured(unit, [value], True) for name, unit, value in known if value is not None}
+        found: Found = {}
+        for fault, column, value in faults:
+            if value is not None:
+                name, one = f"{fault}: {column}", Measured(FAULT_COLUMNS[column], [value], True)
+                found[name] = one.with_(found.get(name))
+        return found
     return {one["name"]: _measured(one, one["value"], (one["target"] or "").startswith("<")) for one in said["figures"]}
 
 
