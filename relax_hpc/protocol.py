@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Of what groups say to each other: requests and answers, rows, manifests, and the files by which they meet."""
 RUN_FORMAT = 3
 """Of a run directory: its names, its journal, and the rows in its shards."""
