@@ -216,6 +216,10 @@ class SlurmRun:
         """Incarnations of `group` so far."""
         return len(list(self.run.rendezvous(group).glob("inc-*.launch.json")))
 
+    def newest(self, group: str) -> int:
+        """Number of the newest incarnation of `group`; what was started ahead in vain has taken numbers too."""
+        return max(int(path.name[4:10]) for path in self.run.rendezvous(group).glob("inc-*.launch.json"))
+
     def job(self, group: str) -> str:
         """Plain id of the job, or of the component, that holds a group."""
         return job_of(self.run, group)

@@ -44,6 +44,15 @@ def test_only_starts_of_this_attempt_without_progress_since_count(run: RunDir) -
     assert launch_records.fruitless(run, "rollout", 2, here) == 0
 
 
+def test_lives_of_a_job_that_each_came_far_are_no_crash_loop(run: RunDir) -> None:
+    """Preempted five times, and then its first rank fails before its supervisor knows how far the run is."""
+    for life in range(6):
+        started(run, "actor", Launch(1, launch_records.UNKNOWN, "7", f"7-{life}"))
+    assert launch_records.fruitless(run, "actor", 1, launch_records.UNKNOWN) == 1
+    started(run, "actor", Launch(1, launch_records.UNKNOWN, "7", "7-5"))
+    assert launch_records.fruitless(run, "actor", 1, launch_records.UNKNOWN) == 2
+
+
 def test_starts_of_a_supervisor_that_knows_nothing_yet_count_between_fruitless_ones(run: RunDir) -> None:
     here = (3, 40, 1)
     started(run, "actor", Launch(1, launch_records.UNKNOWN))

@@ -88,7 +88,7 @@ def test_a_stopped_role_is_replaced_and_killed(live: SlurmRun) -> None:
 def test_a_stopped_node_goes_on_too_late(live: SlurmRun, role: str) -> None:
     """All of the role on a node stands still, Slurm's stepd too, which cannot kill it: the group has long gone on when
     it moves again, and ends by itself."""
-    incarnation, former = live.incarnations(role), live.processes(role)[0]
+    incarnation, former = live.newest(role), live.processes(role)[0]
     with live.frozen(live.nodes_of(role)[0]):
         with live.only(role, f"SIGSTOP of a whole node of {role}, and SIGCONT when it has been replaced"):
             pass

@@ -97,7 +97,7 @@ def test_a_job_makes_way_for_a_more_urgent_one(live: SlurmRun) -> None:
 @contextmanager
 def comes_back(live: SlurmRun, group: str, fault: str) -> Iterator[None]:
     """In the block the job of a group ends in good order; it is queued again under its number, and no step is lost."""
-    job, incarnation, before = live.job(group), live.incarnations(group), rollbacks(live.run)
+    job, incarnation, before = live.job(group), live.newest(group), rollbacks(live.run)
     with live.only(group, fault):
         yield
     assert live.job(group) == job and live.mark(group, incarnation, group)["status"] in ("stopped", "failed")
@@ -162,16 +162,13 @@ def test_a_cancelled_job_comes_back_by_command(live: SlurmRun) -> None:
 
 
 def test_rollout_is_replaced_by_a_smaller_one(live: SlurmRun) -> None:
-    former, incarnation = live.job("rollout"), live.incarnations("rollout")
+    former, incarnation = live.job("rollout"), live.newest("rollout")
     with live.only("rollout", "resubmit with another size"):
         size = ["--nodes", "1", "--rollout.replicas", "1"]
         job = live.call("resubmit", "--group", "rollout", *size, "--parsable").strip()
     rollout = groups(live)["rollout"]
-    assert job not in live.jobs and (rollout["job"], rollout["incarnation"], rollout["ranks"]) == (
-        job,
-        incarnation + 1,
-        1,
-    )
+    assert job not in live.jobs and (rollout["job"], rollout["ranks"]) == (job, 1)
+    assert rollout["incarnation"] == live.newest("rollout") > incarnation
     assert "," not in rollout["nodes"] and "-" not in rollout["nodes"]
     assert former not in live.queued()
 

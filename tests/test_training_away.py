@@ -9,6 +9,7 @@ import torch
 
 from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.host_memory import host_like
+from relax_hpc.training import offloaded_adam, swapped
 from relax_hpc.training.away import StateAway
 from relax_hpc.training.trainer import Trainer
 from tests.training_helpers import LR, batch, load, one_rank_fixture, rows, save, tiny_fixture, trainer  # noqa: F401
@@ -91,3 +92,15 @@ def test_memory_of_the_host_is_as_large_as_what_it_is_for_and_pinned_in_one_piec
     assert [set(one.flatten().tolist()) for one in found] == [{0.0}, set(), {2.0}, {3.0}]
     wide = host_like(like, pinned=False, what="test", dtype=torch.float32)
     assert {one.dtype for one in wide} == {torch.float32} and not any(one.any() for one in wide) and len(pinned) == 1
+
+
+def test_a_node_with_too_little_memory_is_named_with_the_setting_that_wants_it(tiny: Path, monkeypatch):
+    ours, unlimited = trainer(tiny), 1 << 62
+    huge = type("Huge", (), {"numel": lambda _: unlimited, "dtype": torch.uint8, "shape": (unlimited,)})()
+    monkeypatch.setattr(swapped, "host_like", lambda _, *about: host_like([huge], *about))
+    too_little = r"weights old: \d+ bytes of host memory .*group of its own"
+    with pytest.raises(ConfigError, match=r"actor\.forward: .*" + too_little):
+        swapped.SwappedWeights(ours.model.module).keep("old")
+    monkeypatch.setattr(offloaded_adam, "host_like", lambda _, *about: host_like([huge], *about[:2]))
+    with pytest.raises(ConfigError, match=r"actor\.optimizer\.offload: .*optimizer states: \d+ bytes .*set it false"):
+        trainer(tiny, optimizer={"offload": True})

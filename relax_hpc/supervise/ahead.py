@@ -49,6 +49,16 @@ class Ahead:
             if roles and not done & {f"{name}/{role}" for role in roles} and self._is_due(group, set(roles), beats):
                 self._start(name, group, roles)
 
+    def next(self, name: str, claim: Callable[[str], int]) -> tuple[int, Incarnation | None]:
+        """The number that the next incarnation of a group gets by ``claim``, and what waits to be that, if it is of
+        use; `begin` comes next."""
+        while True:
+            incarnation = claim(name)
+            ahead = self.take(name, incarnation)
+            # Whatever else was started ahead under a number may still live, and say how it ended.
+            if ahead or not self.run.logs(name, incarnation).exists():
+                return incarnation, ahead
+
     def take(self, name: str, incarnation: int) -> Incarnation | None:
         """What waits to be ``incarnation`` of a group, if a start would make the same of it now; `begin` comes next."""
         group = self.waiting.get(name)

@@ -6,11 +6,14 @@ import contextlib
 import json
 import sys
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from relax_hpc.config.schema import Config
 from relax_hpc.metrics.progress import Progress
 from relax_hpc.parts import cut_log
 from relax_hpc.rundir import RunDir
+from relax_hpc.supervise.unsaved import in_words as unsaved_in_words
 
 
 class Terminal:
@@ -23,6 +26,8 @@ class Terminal:
         self.log = (run.root / "supervisor.log").open("a")
         self._offset = run.metrics.stat().st_size if run.metrics.exists() else 0
         self._scores: dict[str, float] = {}
+        self._doing: Mapping[str, str] = {}
+        self._unsaved = 0
 
     def say(self, text: str) -> None:
         """One line for the user and the supervisor's log."""
@@ -35,6 +40,23 @@ class Terminal:
             self.log.write(line + "\n")
             self.log.flush()
             cut_log(self.run.root / "supervisor.log")
+
+    def show_doing(self, doing: Mapping[str, str]) -> None:
+        """What each group is ``doing``, if it is something new: a start of minutes would pass without a word."""
+        for name, words in doing.items():
+            if self._doing.get(name) != words:
+                self.say(f"{name}: {words}")
+        self._doing = doing
+
+    def show_unsaved(self, found: Mapping[str, Any]) -> None:
+        """Of each checkpoint that could not be written that it was not, and what is at risk. ``found``: see
+        `unsaved`."""
+        failed = found.get("failed", 0)
+        if failed > self._unsaved:
+            self.say(f"checkpoint: {unsaved_in_words(found)}")
+        elif self._unsaved and not failed:
+            self.say("checkpoint: saved again")
+        self._unsaved = failed
 
     def show_progress(self) -> None:
         """Show the steps that came since the last call."""

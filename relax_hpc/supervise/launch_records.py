@@ -55,11 +55,16 @@ def read_launch(run: RunDir, group: str, incarnation: int) -> Launch | None:
 def fruitless(run: RunDir, group: str, attempt: int, progress: Progress) -> int:
     """How many of the newest incarnations, in a row and in this attempt, began where the run still is.
 
-    A supervisor's first ones begin before it knows how far the run is: they count if one before them does.
+    A supervisor's first ones begin before it knows how far the run is: they count if one before them does. While it
+    does not know, those of another life of a job say nothing: each life begins so, however far the run came in it.
     """
     count = unknown = 0
+    allocation = None
     for launch in _newest_first(run, group):
         if launch.attempt != attempt or launch.progress not in (progress, UNKNOWN):
+            break
+        allocation = launch.allocation if allocation is None else allocation
+        if progress == UNKNOWN and launch.allocation != allocation:
             break
         unknown += 1
         if launch.progress == progress:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
-from collections.abc import Iterator
-from pathlib import Path
+
+import psutil
 
 from relax_hpc.rundir import RunDir
 
@@ -26,35 +25,11 @@ def word(run: RunDir, group: str, incarnation: int) -> str:
 
 def end_leftovers(run: RunDir, group: str, last: int) -> None:
     """Kill what is there of incarnations of ``group`` up to ``last``, of this user's. Nothing of theirs may live."""
-    for pid, found in _marked():
-        name, _, rest = found.partition(" ")
-        number, _, root = rest.partition(" ")
-        if (name, root) == (group, str(run.root)) and number.isdecimal() and int(number) <= last:
-            _kill(pid, found)
-
-
-def _marked() -> Iterator[tuple[int, str]]:
-    """Other processes of this user's with a word, and the word."""
-    for place in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if not place.name.isdecimal() or place.stat().st_uid != os.geteuid() or int(place.name) == os.getpid():
+    for process in psutil.process_iter():
+        # One that has ended meanwhile, or that nobody may look into; or a word that is none of ours.
+        with contextlib.suppress(psutil.Error, OSError, LookupError, ValueError):
+            if process.uids().effective != os.geteuid() or process.pid == os.getpid():
                 continue
-            if found := _word_of(int(place.name)):
-                yield int(place.name), found
-
-
-def _word_of(pid: int) -> str:
-    start = f"{VARIABLE}=".encode()
-    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return next((os.fsdecode(one.removeprefix(start)) for one in variables if one.startswith(start)), "")
-
-
-def _kill(pid: int, found: str) -> None:
-    """Unless the number is another process's by now, of another word."""
-    with contextlib.suppress(OSError):
-        process = os.pidfd_open(pid)
-        try:
-            if _word_of(pid) == found:
-                signal.pidfd_send_signal(process, signal.SIGKILL)
-        finally:
-            os.close(process)
+            name, number, root = process.environ()[VARIABLE].split(" ", 2)
+            if (name, root) == (group, str(run.root)) and int(number) <= last:
+                process.kill()

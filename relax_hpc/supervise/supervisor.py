@@ -51,7 +51,6 @@ from relax_hpc.supervise.launch_records import (
 )
 from relax_hpc.supervise.liveness import Liveness
 from relax_hpc.supervise.requests import Request
-from relax_hpc.supervise.unsaved import in_words as unsaved_in_words
 from relax_hpc.supervise.unsaved import unsaved
 from relax_hpc.supervise.verdict import Evidence, Fate, verdict
 from relax_hpc.transfer_queue.client import QueueClient
@@ -114,12 +113,8 @@ class Supervisor:
         self.again: dict[str, tuple[str, float, float]] = {}
         """Groups that could not be brought back yet: why they ended, when, and when they are tried again."""
         self.done: set[str] = set()
-        self.said: dict[str, str] = {}
-        """What groups are at, as the terminal was last told."""
         self.interrupted = 0
         self.fenced = False
-        self.unsaved = 0
-        """Checkpoints in a row of which it was said that they could not be written."""
         self.disk = DiskWatch(run, longest_wait_s(config), terminal.say, _TOLD_BEATS * config.liveness.beat_s)
         self.each_tick: Callable[[], None] = lambda: None
         """Called once a round; for what a layout has to look after besides."""
@@ -213,8 +208,9 @@ class Supervisor:
         """One round. Whatever of it is done twice, as another part of it could not be, does no harm."""
         self.look_after_groups()
         self.look_after_waits()
-        self.say_what_groups_do()
-        self.look_at_checkpoints()
+        self.terminal.show_doing({name: words for name, words in self.liveness.doing.items() if name in self.groups})
+        if "hub" in self.names and self.liveness.beats:
+            self.terminal.show_unsaved(unsaved(self.config, self.liveness.beats, self.liveness.progress[0]))
         self.try_again()
         self.each_wait()
         self.ahead.look(self.groups, self.liveness.beats, self.done)
@@ -258,7 +254,7 @@ class Supervisor:
         """Start the next incarnation of a group."""
         self.disk.check_room()
         self.again.pop(name, None)
-        incarnation, ahead = self._next(name)
+        incarnation, ahead = self.ahead.next(name, self._claim)
         launch = Launch(self.attempt, self.progress())
         self.groups[name] = group = self.launcher(name).start(name, incarnation, launch, ahead)
         self.ahead.begin(name, incarnation)
@@ -266,15 +262,6 @@ class Supervisor:
             self.selector.register(member.pidfd, selectors.EVENT_READ, member)
         roles = ", ".join(member.role for member in group.members)
         self.terminal.say(f"{name}: started incarnation {incarnation} ({roles}){', which waited' if ahead else ''}")
-
-    def _next(self, name: str) -> tuple[int, Incarnation | None]:
-        """The number of the next incarnation of a group, and what was started ahead to be that, if it is of use."""
-        while True:
-            incarnation = self._claim(name)
-            ahead = self.ahead.take(name, incarnation)
-            # Whatever else was started ahead under a number may still live, and say how it ended.
-            if ahead or not self.run.logs(name, incarnation).exists():
-                return incarnation, ahead
 
     def progress(self) -> Progress:
         return self.liveness.progress if self.liveness else UNKNOWN
@@ -333,23 +320,6 @@ class Supervisor:
                 # On a full disk at the next look, unless the wait for that ends the run before.
                 with contextlib.suppress(OSError):
                     requests.ask_to_stop(self.run, EXIT_RETRY, text)
-
-    def say_what_groups_do(self) -> None:
-        """On the terminal, where a start of minutes would pass without a word."""
-        doing = {name: words for name, words in self.liveness.doing.items() if name in self.groups}
-        for name, words in doing.items():
-            if self.said.get(name) != words:
-                self.terminal.say(f"{name}: {words}")
-        self.said = doing
-
-    def look_at_checkpoints(self) -> None:
-        """Say of each checkpoint that could not be written that it was not, and what is at risk."""
-        found = unsaved(self.config, self.liveness.beats, self.liveness.progress[0]) if "hub" in self.names else {}
-        if found and found["failed"] > self.unsaved:
-            self.terminal.say(f"checkpoint: {unsaved_in_words(found)}")
-        elif self.unsaved and self.liveness.beats and not found:
-            self.terminal.say("checkpoint: saved again")
-        self.unsaved = found.get("failed", 0)
 
     def look_at_disk(self) -> None:
         """Say which disk the run waits for; RelaxError, all groups having been asked to save, once that is too long."""

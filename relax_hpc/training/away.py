@@ -7,10 +7,8 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from relax_hpc.errors import ConfigError, RelaxError
-from relax_hpc.host_memory import host_room
+from relax_hpc.host_memory import host_like
 from relax_hpc.training.trainer import Trainer
-
-_ALIGNED = 64
 
 
 class StateAway:
@@ -38,13 +36,9 @@ class StateAway:
         self._sizes = [one.nbytes() for one in self._kept]
         self._gradient_sizes = [one.nbytes() for one in self._gradients]
         try:
-            room = host_room(sum(map(_padded, self._sizes)), self.device.type == "cuda", "colocate")
+            self._rooms = host_like([_whole(one) for one in self._kept], self.device.type == "cuda", "colocate")
         except OSError as error:
             raise ConfigError(f"{error}; the actor's state goes there while engines generate") from error
-        self._rooms, at = [], 0
-        for size in self._sizes:
-            self._rooms.append(room[at : at + size])
-            at += _padded(size)
         self.is_away = False
 
     def _memory(self, tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
@@ -117,7 +111,3 @@ def _state(trainer: Trainer) -> Iterator[torch.Tensor]:
 
 def _whole(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _padded(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from relax_hpc.config.schema import OptimizerConfig
+from relax_hpc.errors import ConfigError
 from relax_hpc.training.offloaded_adam import OffloadedAdamW
 
 
@@ -57,9 +58,12 @@ def build_optimizer(config: OptimizerConfig, module: Any, dtype: torch.dtype, fu
 
 
 def offload(optimizer: Any) -> None:
-    """Have the moments in host memory, before there are any."""
+    """Have the moments in host memory, before there are any. ConfigError: the node has too little."""
     for part in optimizer.chained_optimizers:
-        part.optimizer = OffloadedAdamW(part.optimizer.param_groups)
+        try:
+            part.optimizer = OffloadedAdamW(part.optimizer.param_groups)
+        except OSError as error:
+            raise ConfigError(f"actor.optimizer.offload: {error}; set it false, or take more nodes") from error
 
 
 def _choose_kernels(fused: bool, adam: torch.optim.Optimizer) -> None:

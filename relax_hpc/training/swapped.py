@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from relax_hpc.errors import ConfigError
 from relax_hpc.host_memory import host_like
 
 
@@ -27,10 +28,14 @@ class SwappedWeights:
         self._copies: dict[str, list[torch.Tensor]] = {}
 
     def keep(self, name: str) -> None:
-        """Copy the present weights as `name`, over what had that name before."""
+        """Copy the present weights as `name`, over what had that name before. ConfigError: the node has too little
+        memory for one more copy."""
         if name not in self._copies:
             pinned = any(parameter.is_cuda for parameter in self._parameters)
-            self._copies[name] = host_like(self._parameters, pinned, f"weights {name}")
+            try:
+                self._copies[name] = host_like(self._parameters, pinned, f"weights {name}")
+            except OSError as error:
+                raise ConfigError(f"actor.forward: {error}; give the role a group of its own") from error
         for copy, parameter in zip(self._copies[name], self._parameters, strict=True):
             copy.copy_(parameter.detach(), non_blocking=True)
 
