@@ -26,6 +26,8 @@ from relax_hpc.rendezvous.roster import claim_incarnation, latest_incarnation
 from relax_hpc.rundir import RunDir
 from relax_hpc.supervise import lease as module
 from relax_hpc.supervise.lease import Lease, leave_outcome, outcome_of
+from relax_hpc.supervise.supervisor import Outcome
+from relax_hpc.weights.node_cache import Staging, staging_root
 from tests.queue_helpers import make_run
 from tests.small_disk import small_disk
 
@@ -340,6 +342,37 @@ def test_who_waits_for_the_hub_does_so_as_long_as_others_wait(
     with ends:
         assert not wait(SimpleNamespace(tick=lambda: None), world, SimpleNamespace(watch=lambda _: False))
     assert world.now == waited_h * 3600.0 and world.said == ["waits for the hub, which has not begun yet"]
+
+
+@pytest.mark.parametrize("group", ["", "actor"])
+def test_a_version_that_is_staged_while_groups_are_ended_is_removed_too(
+    group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm's second TERM cuts the waiting for groups short, and then they live until the supervisor leaves."""
+    run = make_run(tmp_path / "run")
+
+    class Stops:
+        fenced, incarnation = False, 1
+
+        def __enter__(self) -> Stops:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            Staging(staging_root(run)).get("v1", lambda folder: None, 1.0).release()
+
+        def supervise(self) -> Outcome:
+            return Outcome.INTERRUPTED
+
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(head, "Supervisor", lambda *_: Stops())
+    monkeypatch.setattr(head, "prepare", lambda *_: True)
+    ours: Any = Head(run, Config(layout="jobs"), group)
+    monkeypatch.setattr(ours, "_has_hub", lambda *_: True)
+    job = SimpleNamespace(launcher=lambda: SimpleNamespace(ending=None), begin=lambda _: None, interrupted=None)
+    job.silence = SimpleNamespace(suspect=None)
+    lease = SimpleNamespace(former=0, hold=lambda _: None, tick=lambda: None)
+    assert ours._supervise(lease, job) == 75
+    assert not staging_root(run).exists()
 
 
 def test_the_outcome_is_that_of_one_life_of_one_job(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ from relax_hpc.supervise.requests import ask_to_stop, asked_to_stop
 from relax_hpc.supervise.supervisor import Outcome, Supervisor
 from relax_hpc.transfer_queue.plan import SUPERVISOR
 from relax_hpc.transfer_queue.presence import longest_wait_s
-from relax_hpc.weights.node_cache import staging_root
+from relax_hpc.weights.node_cache import clear_staging, staging_root
 
 _LOOK_S = 0.2
 _ASK_SLURM_S = 10.0
@@ -144,9 +144,10 @@ class Head:
                 lease.former,
             )
             lease.hold(supervisor.incarnation)
+            # After the supervisor has ended its groups: one that still lives would stage a version anew.
+            stack.callback(self._clear_staging, supervisor)
             stack.enter_context(supervisor)
             if "hub" in self.names:
-                stack.callback(self._clear_staging, supervisor)
                 if not self._prepared(terminal):
                     return EXIT_RETRY
             elif not self._has_hub(lease, supervisor, job):
@@ -175,9 +176,11 @@ class Head:
         return EXIT_RETRY if outcome is Outcome.INTERRUPTED else EXIT_DONE
 
     def _clear_staging(self, supervisor: Supervisor) -> None:
-        # Once fenced, what lies on this node may be that of groups which go on under somebody else.
-        if not supervisor.fenced:
+        # Without the hub, or once fenced, what lies on this node may be that of groups which go on.
+        if "hub" in self.names and not supervisor.fenced:
             shutil.rmtree(staging_root(self.run), ignore_errors=True)
+        else:
+            clear_staging(self.run)
 
     def _prepared(self, terminal: Terminal) -> bool:
         """Make what the run starts from; False if a signal came. NoProgressError if that failed in each life so far."""

@@ -36,9 +36,9 @@ def staging_root(run: RunDir) -> Path:
 def clear_staging(run: RunDir) -> None:
     """Remove what no living process of this node uses."""
     root = staging_root(run)
-    if root.is_dir():
-        Staging(root).clear(lambda name: True)
-        with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):
+        if root.is_dir():
+            Staging(root).clear(lambda name: True)
             (root / _SPARE).unlink(missing_ok=True)
             root.rmdir()
 
