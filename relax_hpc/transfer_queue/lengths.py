@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
 
 
 def packed(lengths: Sequence[int]) -> bytes:
@@ -21,7 +22,12 @@ def unpacked(data: bytes, rows: int) -> tuple[int, ...]:
     >>> unpacked(packed([5, 70_000]), 2)
     (5, 70000)
     """
-    return struct.unpack(f"<{rows}{'H' if len(data) == 2 * rows else 'I'}", data)
+    return _layout(rows, len(data)).unpack(data)
+
+
+@lru_cache(maxsize=1024)
+def _layout(rows: int, size: int) -> struct.Struct:
+    return struct.Struct(f"<{rows}{'H' if size == 2 * rows else 'I'}")
 
 
 def is_packed(data: object, rows: int) -> bool:

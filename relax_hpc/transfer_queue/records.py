@@ -66,7 +66,7 @@ class PromptGroup:
     @property
     def row_tokens(self) -> tuple[int, ...]:
         """Tokens of each row."""
-        return unpacked(self.lengths, self.rows)
+        return unpacked(self.lengths, sum(self.episodes))
 
     @property
     def failures(self) -> int:
@@ -137,10 +137,11 @@ class FieldBits:
 
     def of(self, names: tuple[str, ...]) -> int:
         """The sum of the bits of ``names``; unknown ones get the next free bits."""
-        if names not in self._sums:
+        found = self._sums.get(names)
+        if found is None:
             bits = [self._bits.setdefault(name, 1 << len(self._bits)) for name in names]
-            self._sums[names] = sum(set(bits))
-        return self._sums[names]
+            found = self._sums[names] = sum(set(bits))
+        return found
 
     @property
     def names(self) -> list[str]:

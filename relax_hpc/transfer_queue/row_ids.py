@@ -6,7 +6,6 @@ is told, and kept, as bytes: how many rows each episode has.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import lru_cache
 
 MAX_ROWS = 100
@@ -31,12 +30,23 @@ def place_of(name: str) -> tuple[int, int, int]:
     (123, 4, 1)
     """
     try:
-        ticket, episode, row = map(int, name.split("."))
+        ticket, _, end = name.partition(".")
+        return _natural(ticket), *_place_in_prompt(end)
     except (ValueError, AttributeError):
-        ticket = episode = row = -1
-    if min(ticket, episode, row) < 0:
-        raise ValueError(f"row_id: found {name!r:.80}, expected ticket.episode.row, as {row_id(123, 4, 1)}")
-    return ticket, episode, row
+        raise ValueError(f"row_id: found {name!r:.80}, expected ticket.episode.row, as {row_id(123, 4, 1)}") from None
+
+
+@lru_cache(maxsize=4096)
+def _place_in_prompt(end: str) -> tuple[int, int]:
+    """Of what follows the ticket in an id, the same few in every prompt group."""
+    episode, row = map(_natural, end.split("."))
+    return episode, row
+
+
+def _natural(digits: str) -> int:
+    if (number := int(digits)) < 0:
+        raise ValueError(digits)
+    return number
 
 
 def ticket_of(name: str) -> int:
@@ -64,12 +74,13 @@ def id_ends(episodes: bytes) -> tuple[str, ...]:
     return tuple(f".{episode:02d}.{row:02d}" for episode, rows in enumerate(episodes) for row in range(rows))
 
 
-def rows_by_episode(places: Iterable[tuple[int, int]]) -> bytes:
+@lru_cache(maxsize=1024)
+def rows_by_episode(places: tuple[tuple[int, int], ...]) -> bytes:
     """How many rows each episode has, of whose rows these (episode, row) are there; 0: not all of it is.
 
     ValueError: one has more than MAX_ROWS, or there are more than MAX_EPISODES.
 
-    >>> [*rows_by_episode([(0, 0), (1, 1), (1, 0)])], [*rows_by_episode([(0, 0), (2, 1)])]
+    >>> [*rows_by_episode(((0, 0), (1, 1), (1, 0)))], [*rows_by_episode(((0, 0), (2, 1)))]
     ([1, 2], [1, 0, 0])
     """
     there: dict[int, set[int]] = {}

@@ -22,6 +22,7 @@ FORMAT_VERSION = 2
 NOBODY = 0
 """Encoded version, of no incarnation, of tokens that nobody sampled: those of the prompt, and what others put between
 those of the policy, such as a tool. Their mask and their log-probabilities are 0."""
+_NOBODY_ALONE = frozenset((NOBODY,))
 _LONG = 4096
 """Entries of a row, from which on there are better ways to look at it."""
 
@@ -57,7 +58,7 @@ def sampled_versions(row: Row) -> set[int]:
     else:
         data = codes.tobytes()
         alike = len(codes) and data == data[: codes.itemsize] * len(codes)
-    return ({int(codes[0])} if alike else set(np.unique(codes).tolist())) - {NOBODY}
+    return ({int(codes[0])} if alike else set(np.unique(codes).tolist())) - _NOBODY_ALONE
 
 
 def spec_of(name: str, values: Sequence[Any]) -> FieldSpec:
@@ -98,20 +99,20 @@ def with_optional(rows: Sequence[Row], fields: Sequence[str]) -> tuple[Sequence[
 
 
 def copy_column(spec: FieldSpec, values: Sequence[Any], memory: memoryview) -> None:
-    """Write a field of several rows to the start of ``memory``, per-token arrays end to end.
+    """Write a field of several rows to ``memory``, which is of its size, per-token arrays end to end.
 
     BadRow if the values may not enter the queue: wrong shape, out of range, NaN or infinite.
     """
     name = spec.name
     try:
         if spec.kind == "token":
-            flat = np.frombuffer(memory, spec.dtype, sum(value.size for value in values))
+            flat = np.frombuffer(memory, spec.dtype)
             np.concatenate(values, out=flat.reshape(-1, *values[0].shape[1:]))
         else:
             found = np.array(values)
             if found.ndim != 1 or found.dtype.kind not in ("biuf" if spec.dtype.startswith("float") else "iu"):
                 raise BadRow(_unfit(spec, found))
-            flat = np.frombuffer(memory, spec.dtype, len(values))
+            flat = np.frombuffer(memory, spec.dtype)
             with np.errstate(over="ignore"):
                 np.copyto(flat, found, casting="unsafe")
             if not spec.dtype.startswith("float") and not (whole := flat == found).all():

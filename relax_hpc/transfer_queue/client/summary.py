@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,16 +25,16 @@ def summarise(rows: Sequence[Row], fields: Sequence[str]) -> list[dict[str, Any]
 
     BadRow: an id is none.
     """
-    groups: dict[int, _Group] = {}
-    generated = "token_ids" in fields
+    groups: defaultdict[int, _Group] = defaultdict(_Group)
+    generated, scored = "token_ids" in fields, "old_logprob_version" in fields
     try:
         for row in rows:
-            ticket, *place = place_of(row["row_id"])
-            group = groups.setdefault(ticket, _Group())
-            group.lengths[place[0], place[1]] = len(row["token_ids"]) if generated else 0
+            ticket, episode, number = place_of(row["row_id"])
+            group = groups[ticket]
+            group.lengths[episode, number] = len(row["token_ids"]) if generated else 0
             if generated:
                 group.versions |= sampled_versions(row)
-            if "old_logprob_version" in fields:
+            if scored:
                 group.versions.add(int(row["old_logprob_version"]))
         return [_told(ticket, group, generated) for ticket, group in groups.items()]
     except ValueError as error:
@@ -41,6 +42,11 @@ def summarise(rows: Sequence[Row], fields: Sequence[str]) -> list[dict[str, Any]
 
 
 def _told(ticket: int, group: _Group, generated: bool) -> dict[str, Any]:
-    lengths = packed([group.lengths[place] for place in sorted(group.lengths)]) if generated else b""
-    episodes, versions = rows_by_episode(group.lengths), sorted(group.versions)
-    return {"ticket": ticket, "episodes": episodes, "lengths": lengths, "versions": versions}
+    places = tuple(sorted(group.lengths))
+    lengths = packed([group.lengths[place] for place in places]) if generated else b""
+    return {
+        "ticket": ticket,
+        "episodes": rows_by_episode(places),
+        "lengths": lengths,
+        "versions": sorted(group.versions),
+    }

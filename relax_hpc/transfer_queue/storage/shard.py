@@ -91,7 +91,8 @@ def pack(
     record[PREFIX.size : PREFIX.size + len(header)] = header
     for column in columns:
         if column.size:
-            copy_column(column.spec, column.values, record[body_at + column.at :])
+            start = body_at + column.at
+            copy_column(column.spec, column.values, record[start : start + column.size])
     return record
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from relax_hpc.config.roles import POLICY
@@ -77,33 +76,30 @@ def _check_turn(state: QueueState, task: str) -> None:
 
 
 def _described(state: QueueState, number: int) -> dict[str, Any]:
-    """A lease as its holder needs it: the tickets, the shards with the fields of its task, and who takes which."""
+    """A lease as its holder needs it: the tickets, the first of their places in the order of training, the shards with
+    the fields of its task, and who takes which."""
     held = state.leases[number]
     tickets, queue = held.tickets, state.tasks[held.task]
-    seen = tickets if queue.whole_step else ()
+    groups = [(ticket, state.groups[ticket]) for ticket in tickets]
+    seen = groups if queue.whole_step else ()
     shards: dict[int, list[int]] = {}
-    for ticket in tickets:
-        for shard in state.shards_with(state.groups[ticket], queue.needs):
+    for ticket, group in groups:
+        for shard in state.shards_with(group, queue.needs):
             shards.setdefault(shard, []).append(ticket)
     step = state.step_of(tickets[0]) if tickets else 0
+    places = [group.place for _, group in groups if group.place != NO_STEP]
     return {
         "lease": number,
         "step": step,
-        "place": _first_place(state, tickets),
+        "place": min(places, default=min(tickets, default=0)),
         "tickets": list(tickets),
-        "episodes": [state.groups[ticket].episodes for ticket in tickets],
+        "episodes": [group.episodes for _, group in groups],
         "shards": [{**_where(state, n), "tickets": shards[n]} for n in sorted(shards)],
         "min_version": 0 if state.plan.max_staleness else step,
         "with_media": [ticket for ticket in tickets if ticket in state.media.holders],
         "assignment": held.assignment,
-        "given": [ticket for ticket in seen if state.groups[ticket].has(queue.gives)],
+        "given": [ticket for ticket, group in seen if group.has(queue.gives)],
     }
-
-
-def _first_place(state: QueueState, tickets: Sequence[int]) -> int:
-    """The first in the order of training that these have."""
-    places = [state.groups[ticket].place for ticket in tickets]
-    return min((place for place in places if place != NO_STEP), default=min(tickets, default=0))
 
 
 def _where(state: QueueState, number: int) -> dict[str, Any]:

@@ -77,7 +77,8 @@ class QueueState:
 
     def shards_with(self, group: PromptGroup, bits: int) -> list[int]:
         """Numbers of the shards where any of these fields of ``group`` lie, each once."""
-        found = [number for number, fields in group.parts if self.bits.of(fields) & bits]
+        of = self.bits.of
+        found = [number for number, fields in group.parts if of(fields) & bits]
         return found if len(found) == 1 else list(dict.fromkeys(found))
 
     def tell_rows(self, what: str, tickets: Sequence[int], version: str = "", step: int = NO_STEP) -> None:
