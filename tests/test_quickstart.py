@@ -79,13 +79,14 @@ def exact_match(row: dict[str, Any]) -> float:
 def assert_learned(live: Running) -> None:
     """Rewards, held-out answers, and log-probs that both sides agree on.
 
-    What is drawn depends on the order of requests, so the bounds are far from what most runs reach in these steps.
+    What is drawn depends on the order of requests, so the bounds are half of what runs reach in these steps, and less: in
+    three of them rewards rose by 0.24 to 0.25, held-out answers by 0.075 to 0.08, in another one by 0.0475.
     """
     rows = read_metrics(live.run.root)
     trained = trained_steps(live.run)
     rewards = [row["reward/mean"] for row in trained]
-    assert mean(rewards[:5]) < 0.35 and mean(rewards[-5:]) > 0.45, rewards
-    assert exact_match(rows[0]) < 0.1 and exact_match(rows[-1]) > 0.08
+    assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.12, rewards
+    assert exact_match(rows[-1]) > exact_match(rows[0]) + 0.02
     assert all(row["parity/logprob_abs_diff"] < 1e-3 for row in trained)
     assert all(row["staleness/max"] == 0 for row in trained)
 
