@@ -17,7 +17,7 @@ def packed(lengths: Sequence[int]) -> bytes:
 
 
 def unpacked(data: bytes, rows: int) -> tuple[int, ...]:
-    """What was `packed`. struct.error if it is not of so many rows.
+    """Lengths that were `packed`. struct.error if there are not ``rows`` of them.
 
     >>> unpacked(packed([5, 70_000]), 2)
     (5, 70000)

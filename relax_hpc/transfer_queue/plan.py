@@ -1,4 +1,4 @@
-"""What the queue knows of a run before it starts: the shape of a step, the staleness bound, and who needs what."""
+"""The queue's view of a run before it starts: the shape of a step, the staleness bound, and who needs what."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ SUPERVISOR = "supervisor"
 """Speaks to the queue as a group of this name; one that looks after a single group as supervisor-<group>."""
 GENERATED = fields_by("rollout")
 UNSCORED = tuple(name for name in GENERATED if name != "reward")
-"""What segments have of them: rewards come when a prompt group is whole."""
+"""Fields that segments have: rewards come when a prompt group is whole."""
 NEEDED = tuple(field for field in GENERATED if any(field in role.needs for role in ROLES.values()))
-"""Of these, what roles cannot work without."""
+"""Generated fields that roles cannot work without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +51,13 @@ class Plan:
     trainers: dict[str, str]
     """Roles that train, and the group that each is in."""
     groups: frozenset[str]
-    """As configured; what others hold from before the groups were changed comes back."""
+    """Groups as configured; what others hold from before the groups were changed comes back."""
     publish_lag: int = 64
     """Versions that an engine may be behind the newest, and get tickets."""
     colocated: str = ""
     """The group whose actor and engines take turns; empty: there is none."""
     engines: int = 1
-    """Of the rollout group, as configured."""
+    """Engines of the rollout group, as configured."""
     refresh_every: int = 0
     """The newest version that is a multiple of it is kept for the reference; 0: none."""
 

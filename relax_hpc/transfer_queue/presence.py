@@ -1,4 +1,4 @@
-"""Which groups the others have to wait for: not there yet, or not any more. Waiting for them is not failing.
+"""Groups that the others have to wait for: not there yet, or not any more. Waiting for them is not failing.
 
 While a group is queued, starts, loads or is being replaced, and while anybody is at work, the clocks of those who wait
 stand. A clock that runs out says that all are there, nobody works, and nothing comes: a mistake of ours.
@@ -13,26 +13,26 @@ from relax_hpc.config.groups import base_name
 from relax_hpc.config.schema import Config
 
 LOOK_S = 1.0
-"""Between two looks."""
+"""Seconds between two looks."""
 _DAY_S = 86400.0
 _JOB_S = 365 * _DAY_S
 """Longer than any job: its end comes first."""
 
 
 def longest_wait_s(config: Config) -> float:
-    """For how long a clock may stand, seconds."""
+    """Seconds for which a clock may stand, at most."""
     return config.liveness.longest_wait_s or (_DAY_S if config.layout == "local" else _JOB_S)
 
 
 class Presence:
-    """What the controller knows of the groups of a run but its own. Times are of the monotonic clock, seconds."""
+    """The controller's view of the groups of a run but its own. Times are of the monotonic clock, seconds."""
 
     def __init__(self, groups: Collection[str], lease_s: float, now: float) -> None:
         self.groups, self.lease_s = [name for name in groups if name != "hub"], lease_s
         self.stood_s = 0.0
-        """For how long clocks have stood so far."""
+        """Seconds for which clocks have stood so far."""
         self.stands = False
-        """Whether they do now."""
+        """Whether clocks stand now."""
         self.lacking: dict[str, tuple[str, float]] = {}
         """Groups that are not there, why, and since when."""
         self._looked = now

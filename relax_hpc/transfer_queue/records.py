@@ -1,4 +1,4 @@
-"""What the controller keeps: prompt groups, leases and shards, and the events it tells of them."""
+"""Records of the controller: prompt groups, leases and shards, and the events it tells of them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from relax_hpc.transfer_queue.lengths import unpacked
 from relax_hpc.transfer_queue.samplers import Assignment
 
 Owner = tuple[str, int]
-"""A group and the incarnation of its incarnation."""
+"""A group and its incarnation."""
 Cause = tuple[str, str]
 """The role that somebody waits for, and why, in few words that are the same in every step."""
 OBSERVER_INCARNATION = 0
 """Incarnation of clients that only look: they are no group and may change nothing."""
 NO_STEP = -1
-"""In the place of a step, or of a place in the order of training: there is none yet."""
+"""Number that stands for no step yet, or for no place in the order of training."""
 FILTERED = "filtered"
 """Reason why an attempt was dropped that was none of its own faults."""
 MAX_SHARD_BYTES = 1 << 42
@@ -30,37 +30,37 @@ class PromptGroup:
     """One prompt's episodes: who generates them, which rows and fields of them are there, and where."""
 
     owner: Owner | None
-    """While it is in generation."""
+    """Group and incarnation that generate it; None: it is not in generation."""
     attempt: int = 0
     filtered: int = 0
     """Attempts before that a filter dropped."""
     lengths: bytes = b""
     """Tokens of every row, see `transfer_queue.lengths`."""
     episodes: bytes = b""
-    """How many rows each episode has, see `transfer_queue.row_ids`; empty before somebody has declared it."""
+    """Rows of each episode, see `transfer_queue.row_ids`; empty before somebody has declared it."""
     versions: frozenset[int] = frozenset()
     old_version: int = 0
     last: int = NO_STEP
     """The last step that may train it: the oldest version of its tokens + max_staleness; while it is in generation, of
     the version that its engine serves."""
     place: int = NO_STEP
-    """In the order of training, once a step's set has it; see `controller.step_sets`."""
+    """Place in the order of training, once a step's set has it; see `controller.step_sets`."""
     present: int = 0
     """`FieldBits` of its fields."""
     parts: tuple[Part, ...] = ()
-    """Oldest first."""
+    """Shards with its fields, oldest first."""
 
     def has(self, bits: int) -> bool:
         """Whether it has all these fields."""
         return self.present & bits == bits
 
     def declare(self, lengths: bytes, episodes: bytes, versions: frozenset[int]) -> None:
-        """These are its rows."""
+        """Note its rows: their lengths, those of each episode, and the versions that sampled them."""
         self.lengths, self.episodes, self.versions = lengths, episodes, versions
 
     @property
     def rows(self) -> int:
-        """How many were declared."""
+        """Number of its rows, as declared."""
         return sum(self.episodes)
 
     @property
@@ -83,25 +83,26 @@ class Lease:
     key: str
     tickets: tuple[int, ...]
     shards: tuple[int, ...]
-    """Where its fields lay when they were claimed: files stay as long as the lease, even of dropped rows."""
+    """Numbers of the shards in which its fields lay when they were claimed: files stay as long as the lease, even of
+    dropped rows."""
     assignment: Assignment = field(default_factory=list)
-    """Of the rows of `tickets`; empty if the holder deals them out itself."""
+    """Assignment of the rows of `tickets` to ranks; empty if the holder deals them out itself."""
 
 
 @dataclass(slots=True)
 class Shard:
-    """Where a put's bytes are, and who still needs them."""
+    """The bytes of a put, where they are, and who still needs them."""
 
     descriptor: dict[str, Any]
     fields: tuple[str, ...]
     owner: Owner
     """The incarnation that put it."""
     unsaved: tuple[int, ...] = ()
-    """Its tickets while it is not on disk: they are lost with its owner."""
+    """Tickets whose rows are lost with the owner as long as the shard is not on disk; empty once it is."""
     needed: int = 0
     """Prompt groups that have fields in it."""
     untrained: int = 0
-    """Of these, how many wait for training."""
+    """Prompt groups that have fields in it and wait for training."""
     leases: int = 0
 
     @property
@@ -145,7 +146,7 @@ class FieldBits:
 
     @property
     def names(self) -> list[str]:
-        """In the order of their bits."""
+        """Names of the fields, in the order of their bits."""
         return list(self._bits)
 
     def __eq__(self, other: object) -> bool:

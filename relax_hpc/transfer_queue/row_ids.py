@@ -9,9 +9,9 @@ from __future__ import annotations
 from functools import lru_cache
 
 MAX_ROWS = 100
-"""Of an episode: they are numbered by two digits."""
+"""Rows of an episode at most: they are numbered by two digits."""
 MAX_EPISODES = 1 << 16
-"""Of a prompt group; what is said of it in a message has a byte for each."""
+"""Episodes of a prompt group at most; a message about it has a byte for each."""
 
 
 def row_id(ticket: int, episode: int, row: int = 0) -> str:
@@ -38,7 +38,7 @@ def place_of(name: str) -> tuple[int, int, int]:
 
 @lru_cache(maxsize=4096)
 def _place_in_prompt(end: str) -> tuple[int, int]:
-    """Of what follows the ticket in an id, the same few in every prompt group."""
+    """Episode and row in the end of an id, behind the ticket: the same few in every prompt group."""
     episode, row = map(_natural, end.split("."))
     return episode, row
 
@@ -70,13 +70,13 @@ def ids_of(ticket: int, episodes: bytes) -> list[str]:
 
 @lru_cache(maxsize=1024)
 def id_ends(episodes: bytes) -> tuple[str, ...]:
-    """What follows the ticket in the ids of all rows."""
+    """Ends of the ids of all rows, behind the ticket."""
     return tuple(f".{episode:02d}.{row:02d}" for episode, rows in enumerate(episodes) for row in range(rows))
 
 
 @lru_cache(maxsize=1024)
 def rows_by_episode(places: tuple[tuple[int, int], ...]) -> bytes:
-    """How many rows each episode has, of whose rows these (episode, row) are there; 0: not all of it is.
+    """Rows of each episode, of which these (episode, row) are there; 0: not all of it is.
 
     ValueError: one has more than MAX_ROWS, or there are more than MAX_EPISODES.
 

@@ -62,7 +62,7 @@ def sampled_versions(row: Row) -> set[int]:
 
 
 def spec_of(name: str, values: Sequence[Any]) -> FieldSpec:
-    """What is known of field ``name``; of an unknown one, whether its ``values`` are arrays. BadRow: not of numbers."""
+    """Spec of field ``name``; of an unknown one, whether its ``values`` are arrays. BadRow: not of numbers."""
     if name in FIELDS:
         return FIELDS[name]
     if not values or not isinstance(values[0], np.ndarray):

@@ -1,4 +1,4 @@
-"""Which rank takes which rows, and in which micro-batches: pure functions of a window.
+"""Assignment of rows to ranks and micro-batches: pure functions of a window.
 
 A window is what a task has claimed: the tokens of every prompt group by ticket, or of every row by its id. The
 answers depend on nothing else, neither on the order of arrival nor on chance, and ties go to the lower ticket. So
@@ -153,13 +153,13 @@ def schedule(
 
 
 def _as_many(ranks: list[list[list[Key]]]) -> list[list[list[Key]]]:
-    """With empty ones behind, so that each has as many."""
+    """Micro-batches of each rank, filled up with empty ones so that all ranks have as many."""
     most = max(map(len, ranks), default=0)
     return [[*rank, *([] for _ in range(most - len(rank)))] for rank in ranks]
 
 
 def of_rows(assignment: Assignment, rows: Sequence[int]) -> Assignment:
-    """What is left of ``assignment`` when a window keeps only ``rows``, ascending, which are numbered anew.
+    """Assignment that is left of ``assignment`` when a window keeps only ``rows``, ascending, which are numbered anew.
 
     >>> of_rows([[[0, 3], [1]], [[2], []]], [2, 3])
     [[[1]], [[0]]]

@@ -1,4 +1,4 @@
-"""What the controller answers, in types: the one place that knows the names in its messages.
+"""Typed answers of the controller: the one place that knows the names in its messages.
 
 Whatever a later controller adds to an answer is passed over, so that groups can be upgraded one by one.
 """
@@ -14,17 +14,17 @@ from relax_hpc.transfer_queue.row_schema import Row
 
 Message = Mapping[str, Any]
 Waited = tuple[str, str, float]
-"""Whom somebody waited for, why, and for how many seconds."""
+"""Role that was waited for, the reason, and the seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogPlace:
-    """Where the log of an attempt lies that somebody was at before."""
+    """Place of the log of an attempt at which an earlier owner of the ticket stopped."""
 
     holder: int
-    """The ticket whose owner goes on with it."""
+    """Ticket whose owner goes on with the log."""
     ticket: int
-    """With `attempt`, whose log it is: another ticket's, if it was a spare."""
+    """Ticket whose `attempt` wrote the log: another one than `holder` if the log was a spare."""
     attempt: int
     shards: Sequence[Message]
     """Descriptors, in the order of the segments in them."""
@@ -36,12 +36,12 @@ class Admission:
 
     tickets: Sequence[int]
     attempts: Sequence[int]
-    """Of each ticket, the number of the attempt that begins."""
+    """Number of the attempt that begins, one for each ticket."""
     failures: Mapping[int, int]
-    """By ticket, how many attempts came to nothing by their own fault; those without any are left out."""
+    """Attempts that came to nothing by their own fault, by ticket; those without any are left out."""
     logs: Sequence[LogPlace]
     waited: Sequence[Waited]
-    """What kept the tickets from being admitted sooner."""
+    """Causes and seconds for which the tickets were not admitted sooner."""
 
     @classmethod
     def of(cls, answer: Message) -> Admission | None:
@@ -55,12 +55,12 @@ class Admission:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextAttempt:
-    """What follows an attempt at a ticket that came to nothing."""
+    """The attempt that follows one that came to nothing."""
 
     attempt: int
     failures: int
     logs: Sequence[LogPlace]
-    """Of a spare that it is made of, if there is one."""
+    """Log of the spare that the attempt is made of; empty if there is none."""
 
     @classmethod
     def of(cls, answer: Message) -> NextAttempt:
@@ -84,23 +84,23 @@ class Claim:
     tickets: tuple[int, ...]
     shards: tuple[dict[str, Any], ...]
     min_version: int
-    """At staleness 0 the number of the weights that forward passes must use."""
+    """Number of the weights that forward passes must use, at staleness 0."""
     place: int = 0
-    """In the order of training, where it is the first of these that have one."""
+    """First place in the order of training of these prompt groups, if they have places."""
     with_media: tuple[int, ...] = ()
     """Tickets whose rows name media: see `check_claim`."""
     episodes: tuple[bytes, ...] = ()
-    """Of each ticket, how many rows each episode has, a byte an episode."""
+    """Rows of each episode, a byte an episode, one entry for each ticket."""
     assignment: Sequence[Sequence[Sequence[int]]] = ()
     """[data rank][micro-batch][row], numbers of the rows in the order of their ids, if it was claimed for ranks."""
     waited: Sequence[Waited] = ()
-    """What the queue had to wait for until there was this."""
+    """Causes and seconds for which the claim had to wait."""
     given: tuple[int, ...] = ()
-    """Of a whole step the tickets that have what the task gives: they are there to be seen, and get nothing more."""
+    """Tickets of a whole step that already have what the task gives: they are only to be looked at."""
 
     @classmethod
     def of(cls, message: Message) -> Claim:
-        """From the controller's answer, or from ``message()`` in another rank of the group."""
+        """The claim in the controller's answer, or in ``message()`` from another rank of the group."""
         tickets, shards = tuple(message["tickets"]), tuple(message["shards"])
         with_media, assignment = tuple(message.get("with_media", ())), message["assignment"]
         place = message.get("place", tickets[0] if tickets else 0)
@@ -114,11 +114,11 @@ class Claim:
         return None if answer.get("finished") else cls.of(answer)
 
     def lacking(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """Those of ``rows`` that have not yet what the task gives."""
+        """Rows among ``rows`` that do not have yet what the task gives."""
         return [row for row in rows if ticket_of(row["row_id"]) not in self.given] if self.given else rows
 
     def row_ids(self) -> list[str]:
-        """Of all its rows, in their order."""
+        """Ids of all its rows, in their order."""
         pairs = zip(self.tickets, self.episodes, strict=True)
         return [name for ticket, episodes in pairs for name in ids_of(ticket, episodes)]
 
@@ -151,12 +151,12 @@ OWED = News(version="", digest="")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTrained:
-    """What the queue says of a step that was trained."""
+    """The queue's answer about a step that was trained."""
 
     staleness: Sequence[int]
-    """Of each prompt group: the version trained minus the oldest version of its tokens."""
+    """Staleness of each prompt group: the version trained minus the oldest version of its tokens."""
     lag: int
-    """The version trained minus the oldest that anybody generates or scores with."""
+    """Publish lag: the version trained minus the oldest that anybody generates or scores with."""
 
     @classmethod
     def of(cls, answer: Message) -> StepTrained:
@@ -176,7 +176,7 @@ class Checkpoint:
 
     @classmethod
     def of_answer(cls, answer: Message) -> list[Checkpoint]:
-        """Those of the surviving lineage, oldest first."""
+        """Checkpoints of the surviving lineage, oldest first."""
         names = ("step", "incarnation", "name", "digest")
         points = answer["checkpoints"]
         return [cls(**{name: point[name] for name in names}, whole=point.get("whole", True)) for point in points]
@@ -184,16 +184,16 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueStatus:
-    """How far a run is, and who is at what; JSON values, as `relax-hpc status --json` prints them."""
+    """Progress of a run, and what each member is doing; JSON values, as `relax-hpc status --json` prints them."""
 
     trained_steps: int
     steps: int
     accepted: int
-    """Rows so far, also those that were dropped since."""
+    """Rows accepted so far, also those that were dropped since."""
     newest: str
-    """Version; empty before the first one."""
+    """Newest version; empty before the first one."""
     readers: Mapping[str, str]
-    """Version by who serves or scores with it."""
+    """Version that each reader serves or scores with."""
     depth: Mapping[str, int]
     """Prompt groups by how far they are."""
     oldest_s: Mapping[str, float]
@@ -202,20 +202,20 @@ class QueueStatus:
     """Rows by reason; of prompt groups that never had any, one an episode."""
     noted: Mapping[str, int]
     disk: Sequence[Message]
-    """Whose writes do not succeed, see `Waits.longest`."""
+    """Disks at which writes do not succeed, see `Waits.longest`."""
     segments: Mapping[str, int]
     refused_connections: int
     checkpoints: Sequence[Message]
     incarnations: Mapping[str, int]
     beats: Mapping[str, Message]
-    """What each member said of itself last."""
+    """Last beat of each member."""
     lacking: Mapping[str, Message]
     """Groups that the others wait for, see `Presence.report`."""
     finished: bool
     waiting: Sequence[str]
     """Requests that cannot be answered yet, in words."""
     later: Message = field(default_factory=dict)
-    """What a newer controller says beside these."""
+    """Fields of a newer controller that this program does not know."""
 
     @classmethod
     def of(cls, answer: Message) -> QueueStatus:

@@ -1,4 +1,4 @@
-"""What a process says of itself with every beat: how far it is, what it is at, and whom or what it waits for."""
+"""The beat of a process: its progress, what it is doing, and whom or what it waits for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from relax_hpc.disk import WAITS, DiskWait
 
 
 class Beat:
-    """Times are of the monotonic clock, seconds."""
+    """Contents of the beats of one process. Times are of the monotonic clock, seconds."""
 
     def __init__(self, has_hub: Callable[[], bool]) -> None:
         self._has_hub = has_hub
@@ -21,12 +21,12 @@ class Beat:
         self.loads: Callable[[], bool] = lambda: False
         """Whether it has yet to begin."""
         self.unsaved: dict[str, Any] = {}
-        """Of an actor whose last checkpoints could not be written: the step of the one that was, since when (of the
-        wall clock), how many failed, and why."""
+        """Checkpoints that an actor could not write: the step of its last written one, since when (wall clock) writes
+        fail, how many failed, and why."""
         self.stood_s = 0.0
-        """For how long, so far, there was no hub, or it let clocks stand."""
+        """Seconds so far without a hub, or with one that let clocks stand."""
         self.waits: DiskWait = {}
-        """Which disk somebody waits for, as the hub said last."""
+        """Disk that somebody waits for, as the hub said last."""
         self._doing, self._doing_since, self._awaits = "", 0.0, False
         self._stands = True
         self._waited_at = -math.inf
@@ -49,7 +49,7 @@ class Beat:
         return bool(self.waits or (own and not own["loose"]) or not self._has_hub())
 
     def passes(self, now: float) -> None:
-        """Another one is due."""
+        """Count the time since the last beat: another one is due."""
         passed = now - (self._beaten or now)
         self._gap = max(self._gap, passed)
         # Until a hub says otherwise: who beats in vain has none.
@@ -57,15 +57,15 @@ class Beat:
         self._beaten = now
 
     def answered(self, answer: dict[str, Any]) -> None:
-        """What the hub says to it: whether clocks stand, and for which disk."""
+        """Take the hub's answer to a beat: whether clocks stand, and for which disk."""
         if "stands" in answer:
             self._stands = bool(answer["stands"])
             self.waits = found if isinstance(found := answer.get("waits"), dict) else {}
 
     def about(self) -> dict[str, Any]:
-        """What it says: work done, how long it is at one piece, its longest gap between beats so far, whether it is
-        loading, and what it is at; while it loads, how long one part takes. Who waits for others, for a disk, its own
-        or another's, or has no hub to answer, is at no work."""
+        """Content of a beat: work done, seconds at one piece of work, longest gap between beats so far, whether the
+        process is loading, and what it is doing; while it loads, the seconds at one part. A process that waits for
+        others, for its own or another's disk, or has no hub to answer, is at no work."""
         own, now = WAITS.longest(), time.monotonic()
         if self.hindered or self._awaits:
             self._waited_at = now

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 DAMAGED, MISSING = "damaged_shard", "missing_shard"
 APPEARS_S = 60.0
-"""How long a file that another node has written may take to be seen on a network filesystem."""
+"""Seconds until a file that another node has written is seen on a network filesystem, at most."""
 _LOOK_S = 0.5
 Wrong = Iterator[tuple[str, int]]
 """Reasons, and the tickets that they are about."""
@@ -78,7 +78,7 @@ def _unseen(client: QueueClient, claim: Claim) -> list[dict[str, Any]]:
 
 
 def _missing(client: QueueClient, claim: Claim) -> Wrong:
-    """Of shards that were saved, and whose files do not appear."""
+    """Tickets of shards that were saved, and whose files do not appear."""
     until = time.monotonic() + APPEARS_S
     while (gone := _unseen(client, claim)) and time.monotonic() < until:
         time.sleep(_LOOK_S)

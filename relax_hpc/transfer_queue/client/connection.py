@@ -30,7 +30,7 @@ Given = TypeVar("Given")
 Made = TypeVar("Made")
 BEAT_FILE_S = 5.0
 _NO_HUB_S = 5.0
-"""For how long there is no hub when it is taken for gone, in a run that was asked to stop: none is started any more."""
+"""Seconds without a hub after which it counts as gone, in a run that was asked to stop: no other is started then."""
 _ERRORS: dict[str, type[RelaxError]] = {"fenced": FencedError, "deadline": DeadlineError}
 
 
@@ -42,13 +42,13 @@ class Submit(Protocol):
 
 
 class Holder(Protocol):
-    """Of shards in this process's memory, which the queue says when to let go of."""
+    """Keeper of shards in this process's memory, which the queue tells when to free them."""
 
     def holds(self) -> list[str]:
         """Names of those that are on disk."""
 
     def free(self, names: list[str]) -> None:
-        """Nobody needs these any more."""
+        """Free these shards: nobody needs them any more."""
 
 
 @dataclass(slots=True)
@@ -58,8 +58,8 @@ class _Call:
     until: float
     since: float
     may_stand_s: float = 0.0
-    """By how much ``until`` may be put off while others are not there. The hub judges that, for each hub anew; who has
-    none, or a silent one, waits for as long."""
+    """Seconds by which ``until`` may be put off while others are not there. Each hub judges that anew; a call without a
+    hub, or with a silent one, waits for as long."""
 
     @property
     def latest(self) -> float:
@@ -77,7 +77,7 @@ class _Call:
 
 
 class Connection:
-    """Of one process, as ``member`` of an incarnation of its group."""
+    """Connection of one process, ``member`` of an incarnation of its group, to the queue."""
 
     def __init__(self, run: RunDir, config: Config, group: str, incarnation: int, member: str) -> None:
         self.run, self.config, self.group, self.incarnation, self.member = run, config, group, incarnation, member
@@ -87,11 +87,11 @@ class Connection:
         self.beat = Beat(lambda: self._line.connected)
         self._connected_at = time.monotonic()
         self._refused: ConfigError | None = None
-        """Why there will never be a connection."""
+        """Reason why there will never be a connection."""
         self._ids = itertools.count(1)
         self._calls: dict[int, _Call] = {}
         self._lock = threading.Lock()
-        """Of the calls, and of what is sent."""
+        """Guards the calls, and what is sent."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._talk, name=f"queue-{member}", daemon=True)
         self._thread.start()
@@ -185,14 +185,15 @@ class Connection:
                 beat_at = 0.0
 
     def _look_at_end(self, connected: bool, now: float) -> None:
-        """Once a beat: who waits for an answer that nobody will give is to end instead."""
+        """End the calls, once a beat, if nobody will ever answer: the run stops, and its hub has gone."""
         if connected or self.incarnation == OBSERVER_INCARNATION:
             self._connected_at = now
         elif now - self._connected_at > _NO_HUB_S and self.run.stop.exists():
             self._fail(self._take_calls(), StoppedError("the run stops, and its hub has gone before"))
 
     def _write_beat(self) -> None:
-        """For `status` while the hub does not answer. A full disk must not end the talking."""
+        """Write the beat to a file, for `status` while the hub does not answer. A full disk must not end this
+        thread."""
         path = self.run.rendezvous(self.group) / f"beat-{self.member}.json"
         with contextlib.suppress(OSError):
             write_json(path, {"time": time.time(), "incarnation": self.incarnation, **identity(), **self.beat.about()})
@@ -204,7 +205,7 @@ class Connection:
         return _Call(_running(), self._message(0, "beat", args), now + 1.0, now)
 
     def _due(self) -> float:
-        """When the next call is to be given up."""
+        """Time at which the next call has to be given up, on the monotonic clock."""
         with self._lock:
             return min((call.latest for call in self._calls.values()), default=float("inf")) + self._line.grace_s
 
@@ -233,7 +234,7 @@ class Connection:
             call.future.set_result(reply["result"])
 
     def _free(self, answer: Any) -> None:
-        """What a beat is answered: which shards nobody needs any more, whether clocks stand, and for which disk."""
+        """Take the answer to a beat: shards that nobody needs any more, whether clocks stand, and for which disk."""
         if not isinstance(answer, dict):
             return
         self.beat.answered(answer)
@@ -263,4 +264,4 @@ def then(future: Future[Given], function: Callable[[Given], Made]) -> Future[Mad
 
 
 def nothing(_: object) -> None:
-    """Of an answer that says no more than that there is one."""
+    """Result of an answer that says no more than that there is one."""

@@ -12,7 +12,7 @@ from relax_hpc.transport.wire import BadMessage, pack, purpose_of, unpack
 
 
 class Sendable(Protocol):
-    """What is said to the controller."""
+    """A call that can be sent to the controller, also again."""
 
     def request(self) -> dict[str, Any]:
         """The message as of now."""
@@ -64,7 +64,8 @@ class Line:
 
     @property
     def grace_s(self) -> float:
-        """How much longer than its patience a call may wait: who is connected gets the controller's own words."""
+        """Extra seconds beyond a call's patience while there is a connection, so that the controller's own words
+        arrive."""
         return 1.0 if self._connection else 0.0
 
     def take(self, connection: Connection) -> None:
@@ -73,7 +74,7 @@ class Line:
         self._connection, self._broken, self._heard = connection, False, time.monotonic()
 
     def send(self, call: Sendable) -> None:
-        """Now, or with whatever connection is found next."""
+        """Send ``call`` now, or with whatever connection is found next."""
         if self._connection and not self._broken:
             try:
                 self._connection.send(pack(call.request()))
@@ -83,11 +84,11 @@ class Line:
                 self.bell.ring()
 
     def wait(self, seconds: float) -> None:
-        """Until there may be replies, or the bell rings."""
+        """Wait until there may be replies, or the bell rings, or ``seconds`` have passed."""
         self.bell.wait(None if self._broken else self._connection, seconds)
 
     def replies(self) -> tuple[list[dict[str, Any]], bool]:
-        """What has come; and whether the connection has just broken."""
+        """Replies that have come, and whether the connection has just broken."""
         replies: list[dict[str, Any]] = []
         if self._connection is None:
             return replies, False

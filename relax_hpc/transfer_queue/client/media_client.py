@@ -1,4 +1,4 @@
-"""What rollout does with media: it stores those of a prompt group. Whoever reads rows counts them again: `claims`."""
+"""Media of rollout: those of a prompt group are stored. Whoever reads rows counts them again: `claims`."""
 
 from __future__ import annotations
 

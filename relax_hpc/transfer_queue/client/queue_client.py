@@ -31,11 +31,11 @@ from relax_hpc.transfer_queue.storage.shard_store import ShardStore, files_of, p
 from relax_hpc.transport import SlabPool
 
 _SETTLE_S = 5.0
-"""How long a client that closes waits until all that it has put is accepted."""
+"""Seconds that a closing client waits until all that it has put is accepted."""
 
 
 class QueueClient:
-    """See the module. Close it, or use it as a context manager.
+    """Client of the queue for one member of a group. Close it, or use it as a context manager.
 
     >>> with QueueClient(run, config, "reference", incarnation=1) as client:           # doctest: +SKIP
     ...     claim = client.claim("reference", budget=8192)
@@ -147,7 +147,7 @@ class QueueClient:
 
     @cached_property
     def media(self) -> MediaStore:
-        """Of this process, which remembers what it has found sound; see `store` for when it is made."""
+        """Media store of this process, which remembers what it has found sound; see `store` for when it is made."""
         return MediaStore(self.run.media, self.config.queue.durability == "commit", self.config.queue.max_medium_bytes)
 
     def _saved(self, names: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""How a rollout appends to the logs of attempts that are under way, and reads what was made of them before.
+"""Segments on the side of rollout: appended to logs of attempts under way, and read to go on with an earlier one.
 
 A segment is a row of what came since the one before: its per-token fields go on where those end. The first one of a row
 begins with the prompt, later ones have none (`prompt_len` 0); `finish_reason` is that of the last.
@@ -54,7 +54,7 @@ def append(
 
 
 def told(segments: Sequence[Row], attempts: Mapping[int, int]) -> list[dict[str, Any]]:
-    """What the controller must know of them, by log."""
+    """Summary of ``segments`` for the controller, by log."""
     logs: dict[int, dict[str, Any]] = {}
     for one in segments:
         ticket, episode, row = place_of(one["row_id"])
@@ -68,7 +68,7 @@ def told(segments: Sequence[Row], attempts: Mapping[int, int]) -> list[dict[str,
 
 
 def read(client: QueueClient, place: LogPlace) -> dict[int, list[Row]]:
-    """By episode the rows, without rewards, that a log holds: as far as they are, and under the ids of its ticket.
+    """Rows in a log by episode, without rewards, as far as they were generated, under the ids of the log's ticket.
 
     ShardError: what it says cannot be read.
     """

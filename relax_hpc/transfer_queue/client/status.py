@@ -10,13 +10,13 @@ from relax_hpc.transfer_queue.client.connection import Submit, nothing, then
 
 
 class Status:
-    """What anybody may ask or tell. Every method returns a future; few wait for it."""
+    """Requests that anybody may make. Every method returns a future; few wait for it."""
 
     def __init__(self, submit: Submit) -> None:
         self._submit = submit
 
     def get(self, timeout: float | None = None) -> Future[QueueStatus]:
-        """How far the run is, and who is at what."""
+        """Progress of the run, and what each member is doing."""
         return then(self._submit("status", timeout), QueueStatus.of)
 
     def note(self, what: str, name: str, reason: str) -> Future[None]:

@@ -1,4 +1,4 @@
-"""What the controller must know of rows that are put: by prompt group which rows, their lengths, their versions."""
+"""Summary of rows that are put, for the controller: by prompt group which rows, their lengths, their versions."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from relax_hpc.transfer_queue.row_schema import BadRow, Row, sampled_versions
 
 @dataclass(slots=True)
 class _Group:
-    """Of one prompt group: tokens by (episode, row), and versions."""
+    """Tokens by (episode, row), and versions of one prompt group."""
 
     lengths: dict[tuple[int, int], int] = field(default_factory=dict)
     versions: set[int] = field(default_factory=set)
 
 
 def summarise(rows: Sequence[Row], fields: Sequence[str]) -> list[dict[str, Any]]:
-    """Per prompt group what the controller must know: ticket, rows of each episode, their lengths, versions.
+    """Summary of each prompt group for the controller: ticket, rows of each episode, their lengths, versions.
 
     BadRow: an id is none.
     """

@@ -11,17 +11,17 @@ from relax_hpc.transfer_queue.client.connection import Submit, nothing, then
 
 
 class Tickets:
-    """What rollout asks for. Every method returns a future with the answer."""
+    """Requests of rollout about tickets. Every method returns a future with the answer."""
 
     def __init__(self, submit: Submit) -> None:
         self._submit = submit
 
     def admit(self, reader: str, count: int) -> Future[Admission | None]:
-        """Up to ``count`` tickets for the engine ``reader``, as soon as there is one; None: the run is finished."""
+        """Admit up to ``count`` tickets for the engine ``reader``, once there is one; None: the run is finished."""
         return then(self._submit("admit", reader=reader, count=count), Admission.of)
 
     def fail(self, ticket: int, attempt: int, reason: str) -> Future[NextAttempt]:
-        """This attempt at ``ticket`` came to nothing; what to try next under the same ticket."""
+        """Report that this attempt at ``ticket`` came to nothing; the next attempt at the same ticket."""
         return then(self._submit("fail", ticket=ticket, attempt=attempt, reason=reason), NextAttempt.of)
 
     def give_back(self, ticket: int) -> Future[None]:
@@ -41,7 +41,7 @@ class Tickets:
         return then(self._submit("append", timeout, **about), lambda answer: answer["refused"])
 
     def drop_attempt(self, ticket: int, attempt: int, reason: str) -> Future[None]:
-        """What there is of an attempt is of no use: that of its ticket begins anew, and a spare one is counted."""
+        """Drop all that there is of an attempt: its ticket begins anew, and a spare one is counted."""
         return then(self._submit("drop_attempt", ticket=ticket, attempt=attempt, reason=reason), nothing)
 
     def name_media(self, ticket: int, ids: Sequence[str]) -> Future[bool]:

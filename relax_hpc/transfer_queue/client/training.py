@@ -11,7 +11,7 @@ from relax_hpc.transfer_queue.client.connection import Submit, nothing, then
 
 
 class Training:
-    """What a trainer says and asks, and engines that share the actor's devices. Every method returns a future.
+    """Requests of a trainer, and of engines that share the actor's devices. Every method returns a future.
 
     ``task``: the trainer's, if it is not the policy's.
     """
@@ -20,8 +20,8 @@ class Training:
         self._submit = submit
 
     def resume(self, step: int, task: str = POLICY) -> Future[None]:
-        """This incarnation begins with ``step``. Of the policy: what weights after it made is rolled back, and who has
-        trained on that goes back too; of another trainer: it gets the rows of later steps again."""
+        """Begin this incarnation with ``step``. For the policy, rows made with later weights are rolled back, and other
+        trainers that trained on them go back too; another trainer gets the rows of later steps again."""
         return then(self._submit("resume", step=step, task=task), nothing)
 
     def settled(self, leases: Sequence[int]) -> Future[list[int]]:

@@ -1,4 +1,4 @@
-"""By which ways shards came to this process: for its log at the first from each maker, and for the metrics."""
+"""Ways by which shards came to this process: logged at the first shard from each maker, and counted for the metrics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 FILE = "file"
-"""The way that is always there."""
+"""Way that is always there."""
 
 
 class Ways:

@@ -12,7 +12,7 @@ from relax_hpc.versions import Version
 
 
 class Weights:
-    """What the actor says of versions, and those who pull them ask. Every method returns a future with the answer."""
+    """Requests about versions, of the actor and of engines. Every method returns a future with the answer."""
 
     def __init__(self, submit: Submit) -> None:
         self._submit = submit
@@ -53,5 +53,5 @@ class Weights:
         return then(self._submit("serve", **about), lambda answer: answer["eval_due"])
 
     def evaluated(self, version: int, values: Mapping[str, float]) -> Future[None]:
-        """What the evaluation of version number ``version`` has given."""
+        """Report the metrics of the evaluation of version number ``version``."""
         return then(self._submit("evaluated", version=version, values=dict(values)), nothing)

@@ -1,4 +1,4 @@
-"""What members said last of themselves, and of writes of theirs that do not succeed."""
+"""Last beats of the members, and their writes that do not succeed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Beats:
 
     def __init__(self) -> None:
         self.latest: dict[str, dict[str, Any]] = {}
-        """What each said, by `group/member`, with `group`, `incarnation`, and `at`: seconds of the monotonic clock."""
+        """Last beat by `group/member`, with `group`, `incarnation`, and `at`: seconds of the monotonic clock."""
         self._disk_waits: dict[str, tuple[float, DiskWait]] = {}
 
     def take(self, owner: Owner, member: str, about: dict[str, Any], disk: DiskWait) -> None:

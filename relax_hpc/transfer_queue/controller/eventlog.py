@@ -28,7 +28,7 @@ PART_BYTES = 16 << 20
 _CHUNK_BYTES = 4 << 20
 _LEVEL = 3
 _AGAIN_S = 60.0
-"""After a part could not be written."""
+"""Seconds between tries to write a part that could not be written."""
 _TRAILER = struct.Struct("<II")
 """The end of a gzip file: checksum and bytes of its content, RFC 1952."""
 
@@ -64,7 +64,7 @@ class EventLog:
         """The file is empty, and ``gone`` parts lie beside it."""
         self._gone, self._chain = gone, chain
         self._ends: list[tuple[int, int]] = []
-        """Where the whole parts in the file end, and their checksums."""
+        """Offsets of the ends of the whole parts in the file, and their checksums."""
         self._size = self._crc = 0
         """Bytes and checksum of what is behind the last whole part."""
 
@@ -126,7 +126,7 @@ class EventLog:
                 patiently(self.path, self._cut)
 
     def _start(self) -> int:
-        """Where the part begins that is not whole yet."""
+        """Offset at which the part begins that is not whole yet."""
         return self._ends[-1][0] if self._ends else 0
 
     def publish(self) -> None:
@@ -168,7 +168,7 @@ class EventLog:
             self._pack()
 
     def _cut_quietly(self) -> None:
-        """Where the disk does not let it, the old file just goes on growing."""
+        """Cut the file if the disk allows it; else the old file just goes on growing."""
         try:
             self._cut()
         except OSError as error:
@@ -262,7 +262,7 @@ def _lines_of(chunks: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _bytes_after(path: Path, gone: int) -> Iterator[bytes]:
-    """What is behind the first ``gone`` parts."""
+    """Bytes behind the first ``gone`` parts."""
     try:
         file = path.open("rb")
     except FileNotFoundError:

@@ -35,7 +35,7 @@ class Forked:
             _work_and_exit(work)
 
     def ended(self) -> int | None:
-        """Once, the status of a child that has ended: 0 if all is well. None: there is none."""
+        """Exit status of a child that has ended, 0 if all is well, told once. None: there is none."""
         if not self._child:
             return None
         status = EXIT_DONE

@@ -33,7 +33,7 @@ _MOST_BYTES = 512 << 20
 _LONGEST_S = 3600.0
 """A child that takes longer hangs on its filesystem."""
 _AGAIN_S = 30.0
-"""From a disk that was full to the next try."""
+"""Seconds between tries after the disk was full."""
 _CLOSE_S = 20.0
 _LOOK_S = 0.01
 
@@ -45,13 +45,13 @@ class Gathering:
     name: str
     step: int
     parts: dict[int, tuple[Part, ...]]
-    """Where the fields of each prompt group lie, by ticket. All have the same fields."""
+    """Places of the fields of each prompt group, by ticket. All have the same fields."""
     shards: dict[int, str]
     """Names by number."""
 
 
 Ended = tuple[int, list[tuple[Gathering, int]]]
-"""No lower step is left to be gathered; the files that there are now, and their bytes."""
+"""Step below which nothing is left to be gathered, and the files that there are now, with their bytes."""
 
 
 class Gatherer:
@@ -83,7 +83,7 @@ class Gatherer:
         return None
 
     def last(self, state: QueueState) -> Iterable[Ended]:
-        """What is gathered before the controller ends, if it is not long."""
+        """Files gathered before the controller ends, if that does not take long."""
         deadline = time.monotonic() + _CLOSE_S
         while time.monotonic() < deadline and (self._child.runs or covered_steps(state)):
             if ended := self.look(state):
@@ -111,7 +111,7 @@ def covered_steps(state: QueueState) -> range:
 
 
 def planned(state: QueueState, steps: range, incarnation: int, made: int) -> list[Gathering]:
-    """What is to be gathered of ``steps`` by the controller of ``incarnation``, which has ``made`` so many."""
+    """Files to be gathered of ``steps`` by the controller of ``incarnation``, which has ``made`` so many before."""
     found = [(step, parts) for step in steps for parts in _alike(state, step)]
     work = []
     for number, (step, parts) in enumerate(found, made + 1):

@@ -24,7 +24,7 @@ from relax_hpc.errors import FencedError
 from relax_hpc.rundir import sync_directory
 
 FORMAT = 3
-"""Of the records: a journal of another format is refused."""
+"""Format of the records: a journal of another one is refused."""
 _SIZES = struct.Struct("<II")
 _CHECK = struct.Struct("<I")
 _HEAD = _SIZES.size + _CHECK.size
@@ -38,7 +38,7 @@ class JournalError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Between two records: so many bytes of an incarnation's file, and all that this file seals."""
+    """Place between two records: a number of bytes of an incarnation's file, and all that this file seals."""
 
     incarnation: int
     offset: int
@@ -141,7 +141,7 @@ class Journal:
 
     @property
     def position(self) -> Position:
-        """Behind what was committed."""
+        """Position behind what was committed."""
         return Position(self.incarnation, self._written)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What clients send: messages whose parts have the types and sizes that they should have, or are refused."""
+"""Messages of clients: their parts have the types and sizes that they should have, or they are refused."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ class Request:
     since: float
     deadline: float
     topic: str = ""
-    """What it waits for, one of `controller.topics`; empty: it was not tried yet."""
+    """Topic that it waits for, one of `controller.topics`; empty: it was not tried yet."""
     why: str = ""
-    """What it waits for, in words for people; empty: the topic says enough."""
+    """Cause of the wait in words for people; empty: the topic says enough."""
     common: bool = False
     """No request that waits for the same can be answered either."""
     cause: Cause = ("", "")
-    """Whom it has waited for since it was last tried."""
+    """Role that it has waited for since it was last tried, and why."""
     tried: float = 0.0
     waited: dict[Cause, float] = field(default_factory=dict)
     """Seconds that it has waited, by cause, in the order in which the causes came."""
@@ -74,7 +74,7 @@ class Request:
         self.tried = now
 
     def waited_for(self) -> list[tuple[str, str, float]]:
-        """What it has waited for until now: (peer, reason, seconds); empty if it did not."""
+        """Waits of the request until now: (peer, reason, seconds); empty if there were none."""
         if self.tried:
             self.put_down()
         return [(*cause, seconds) for cause, seconds in self.waited.items()]
@@ -135,7 +135,7 @@ class Schema:
     def __init__(self, handler: Callable) -> None:
         parameters = list(inspect.signature(handler).parameters.values())
         self._given = {parameter.name for parameter in parameters[:2]}
-        """What comes from the service itself."""
+        """Names of the parameters that the service itself fills in."""
         parameters = parameters[2:]
         named = [parameter for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
         self._types = {parameter.name: parameter.annotation for parameter in named}
@@ -144,7 +144,7 @@ class Schema:
         self._open = len(named) < len(parameters)
 
     def complaint(self, args: Args) -> str:
-        """What is wrong with ``args``; empty: nothing."""
+        """Complaint about ``args``; empty: they are as they should be."""
         if not self._needed <= args.keys():
             return f"{min(self._needed - args.keys())} is missing"
         for name, value in args.items():

@@ -1,4 +1,4 @@
-"""What a controller begins with: the state that earlier ones journaled, and a run directory without their leftovers."""
+"""Start of a controller: the state that earlier ones journaled, and a run directory without their leftovers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from relax_hpc.transfer_queue.storage.shard import SHARD_NAME
 
 
 def recovered(journal: Journal, snapshots: Snapshots, event_log: EventLog) -> QueueState:
-    """What the journal says, or what of it is newer than a snapshot, applied; events.jsonl is written anew as it goes.
+    """State that the journal records, or a snapshot with the records since; events.jsonl is written anew as it goes.
 
     FencedError: a successor has begun meanwhile.
     """
@@ -57,7 +57,7 @@ def note_torn_tails(service: QueueService) -> None:
 
 
 def end_former_groups(service: QueueService, all_of_them: bool) -> None:
-    """After a resume with other groups nobody speaks for the old ones: what they hold comes back.
+    """End former groups, for which nobody speaks after a resume with other groups: what they hold comes back.
 
     So it is with ``all_of_them`` if the journal may lack what they were told: they begin again with what it has.
     """

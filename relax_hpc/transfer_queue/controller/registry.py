@@ -30,8 +30,8 @@ class Registry(dict[str, Callable]):
 
 
 APPLIERS = Registry()
-"""What carries out a journal record, by its `op`: (state, **the rest of it), which changes the state alone."""
+"""Functions that carry out a journal record, by its `op`: (state, **the rest of it), which change the state alone."""
 applies = APPLIERS.add
 HANDLERS = Registry()
-"""What answers a request, by its `op`: (service, request, **its arguments), whose annotations are their types."""
+"""Functions that answer a request, by its `op`: (service, request, **its arguments); annotations are their types."""
 handles = HANDLERS.add

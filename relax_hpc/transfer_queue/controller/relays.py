@@ -1,4 +1,4 @@
-"""Who takes a version of the weights from whom: of many nodes a few read it from its maker, the others from them.
+"""Relays of a version of the weights: of many nodes a few read it from its maker, the others from them.
 
 In the hub's memory alone: whoever asks a hub that has begun anew is among its first, and reads from the maker.
 """
@@ -17,7 +17,7 @@ Where = Mapping[str, Any]
 
 
 def ancestors(place: int) -> list[int]:
-    """From whom the node that came as number ``place`` takes a version, the best first; behind them all is its maker.
+    """Numbers of the nodes from which number ``place`` takes a version, the best first; behind them all is its maker.
 
     >>> [ancestors(place) for place in range(7)]
     [[], [], [0], [0], [1], [1], [2, 0]]
@@ -30,7 +30,7 @@ def ancestors(place: int) -> list[int]:
 
 
 class Relays:
-    """By version, the readers of other nodes in the order in which they came, and where each passes on what it has."""
+    """Readers of each version on other nodes, in the order in which they came, and where each passes on what it has."""
 
     def __init__(self) -> None:
         self._lines: dict[Version, dict[str, tuple[Owner, Where]]] = {}
@@ -38,7 +38,7 @@ class Relays:
     def join(
         self, version: Version, reader: str, owner: Owner, where: Where, is_over: Callable[[Owner], object]
     ) -> list[Where]:
-        """From whom ``reader`` takes ``version``, the best first, without those whose time ``is_over``.
+        """Places from which ``reader`` takes ``version``, the best first, without those whose time ``is_over``.
 
         It keeps its place if it asks again, so nobody ever comes to wait for who waits for it.
         """

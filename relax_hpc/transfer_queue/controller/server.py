@@ -31,13 +31,13 @@ Reply = dict[str, Any]
 TELLING = ("beat", "status")
 """Requests that are answered whatever becomes of the journal: they tell whom to wait for."""
 _LOOK_S = 0.05
-"""How often at least to look for a successor while nothing changes, seconds."""
+"""Seconds between looks for a successor while nothing changes, at most."""
 _LATE_S = 1.0
-"""How late at most the journal is with durability `none`, seconds."""
+"""Seconds that the journal may be late with durability `none`, at most."""
 
 
 class Answer(NamedTuple):
-    """To a request of one peer."""
+    """Answer to a request of one peer."""
 
     peer: int
     op: str
@@ -66,7 +66,7 @@ class Controller:
         self.stuck = Patience(journal.path)
         """True while the journal cannot be written: nobody is told of anything, or waits in vain."""
         self._unsent: list[Answer] = []
-        """What was answered and is not in the journal yet."""
+        """Answers whose changes are not in the journal yet."""
         self._later: list[Request] = []
         """Requests that came since."""
         folder = run.journal.with_name("snapshots")
@@ -136,7 +136,7 @@ class Controller:
         return max(0.0, min(1.0, until - time.monotonic()))
 
     def _look(self) -> None:
-        """See that this one is still the newest. While the disk does not say, nobody is told of anything either."""
+        """Check that this controller is still the newest. While the disk does not say, nobody is told of anything."""
         try:
             self.journal.check_newest()
             self.event_log.check()
@@ -206,7 +206,7 @@ class Controller:
         return answers
 
     def _requests(self, payloads: list[tuple[int, Bytes]]) -> list[Request]:
-        """Those that have come, and before them those that were to come later, if they can be answered now."""
+        """Requests that can be looked at now: first those put off until later, then those that have come."""
         found: list[Request] = []
         if not self.stuck:
             found, self._later = self._later, []
@@ -242,7 +242,7 @@ class Controller:
         return True
 
     def _overdue(self, request: Request) -> str:
-        """What was waited for, how long, how far the run is, and where to look."""
+        """Message of an overdue request: what was waited for, how long, how far the run is, and where to look."""
         what = " ".join([request.op, *(str(request.args[name]) for name in ("task", "reader") if name in request.args)])
         at = ", ".join(f"{count} {name}" for name, count in self.state.tickets.depth().items())
         why = f" ({request.why})" if request.why else ""

@@ -1,4 +1,4 @@
-"""Where requests are taken: each is checked, journaled, applied and answered; no sockets here.
+"""The queue's service: each request is checked, journaled, applied and answered; no sockets here.
 
 What is done for a request says its handler (`controller.handlers`), registered by the request's `op`; the annotations
 of its arguments are the request's schema. It returns the answer, or raises NotYet with what the request waits for.
@@ -74,7 +74,7 @@ class QueueService:
             raise Refused("refused", text) from error
 
     def look_for_members(self) -> None:
-        """See who is there; while somebody is not, or a disk is full, clocks stand."""
+        """Look which members are there; while one is not, or a disk is full, clocks stand."""
         full, now = bool(self.beats.disk_wait()), time.monotonic()
         self.presence.look(self.beats.latest, self.state.members.lowest_allowed, now, full)
 

@@ -29,9 +29,9 @@ FORMAT = 9
 RECORDS = 50_000
 """Records between two snapshots: about a second of replay."""
 _KEEP = 2
-"""The previous one is there in case the newest is not whole."""
+"""Snapshots that are kept: the previous one is there in case the newest is not whole."""
 _GROWTH = 20
-"""At least one record for so many bytes of the last snapshot, so that all of them together cost less than the work."""
+"""Bytes of the last snapshot for each record until the next one, so that all together cost less than the work."""
 _LONGEST_S = 600.0
 """A child that takes longer hangs on its filesystem."""
 _CLOSE_S = 1.0
@@ -55,7 +55,7 @@ class Snapshot:
 
 
 class Snapshots:
-    """Those of one run, in ``folder``."""
+    """Snapshots of one run, in ``folder``."""
 
     def __init__(self, folder: Path, plan: Plan, durable: bool, every: int = RECORDS) -> None:
         self.folder, self.plan, self.durable, self.every = folder, plan, durable, every

@@ -1,4 +1,4 @@
-"""What requests wait for that cannot be answered yet: a change of the state names the topics that it may end."""
+"""Topics of requests that cannot be answered yet: a change of the state names those whose wait it may end."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ ADMISSION, DISK, NEWS, TURN, ALL = "admission", "disk", "news", "turn", "all"
 
 
 def rows_for(task: str) -> str:
-    """What a claim of ``task`` waits for."""
+    """Topic of a claim of ``task`` that waits."""
     return f"rows for {task}"

@@ -35,7 +35,7 @@ _Lives = list[list[_Mark]]
 
 @dataclass(slots=True)
 class Audit:
-    """What became of the rows of a run. `problems` is empty when all is well."""
+    """Result of an audit: what became of the rows of a run. `problems` is empty when all is well."""
 
     problems: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
@@ -47,17 +47,17 @@ class Audit:
     trained: int = 0
     in_flight: int = 0
     waiting: Counter[str] = field(default_factory=Counter)
-    """Of those in flight, how many each task has yet to consume."""
+    """Rows in flight that each task has yet to consume."""
     consumed: Counter[str] = field(default_factory=Counter)
-    """Of those in flight or trained, how many each task has consumed."""
+    """Rows in flight or trained that each task has consumed."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Rows by the reason of their drop."""
     refused: Counter[str] = field(default_factory=Counter)
-    """Those among `dropped` that were never accepted."""
+    """Rows among `dropped` that were never accepted."""
     failed: Counter[str] = field(default_factory=Counter)
     """Prompt groups that never came to be, by reason."""
     noted: Counter[str] = field(default_factory=Counter)
-    """Other events with a reason: `engine_fault/timeout`, `bad_prompt/over_long`."""
+    """Events with another reason: `engine_fault/timeout`, `bad_prompt/over_long`."""
     segments: dict[str, int] = field(default_factory=dict)
     """Tokens that were appended to logs before their prompt groups were accepted, and what became of them: see
     `Segments.counts`, zeros left out. What is in a log is no accepted row."""
@@ -151,7 +151,7 @@ class Ledger:
         self._result = Audit()
         self._lives: dict[str, _Lives] = defaultdict(list)
         self._rows: dict[int, list[str]] = defaultdict(list)
-        """Of each ticket, the ids of the rows that were accepted last."""
+        """Ids of the rows that were accepted last, by ticket."""
         self._counted: Counter[str] = Counter()
         """Drops by reason as the queue counts them, which may have forgotten how many rows a prompt group has."""
         self._marks: dict[_Mark, _Mark] = {}
@@ -229,7 +229,7 @@ class Ledger:
             self._mark(name, task, str(Version.decode(uses)) if uses else "")
 
     def judge(self, steps: int) -> Audit:
-        """What became of every row, ``steps`` being trained."""
+        """Result for all rows, ``steps`` being trained."""
         result, state = self._result, self.state
         result.segments = {fate: tokens for fate, tokens in state.segments.counts().items() if tokens}
         if 2 * state.segments.appended != sum(result.segments.values()):
@@ -327,7 +327,7 @@ class Projection:
         self._journaled += 1
 
     def problems(self, ended_well: bool) -> list[str]:
-        """How the file differs. A controller that was killed may have left out the last lines, or torn one."""
+        """Differences of the file. A controller that was killed may have left out the last lines, or torn one."""
         total = self._read + sum(1 for _ in self._lines)
         behind = total == self._same + self._torn and total <= self._journaled
         if self._same == self._journaled == total or (behind and not ended_well):
@@ -337,7 +337,7 @@ class Projection:
 
 
 def _told(line: bytes) -> tuple[str, ...]:
-    """What one line of events.jsonl says; nothing if it is torn."""
+    """Fields of one line of events.jsonl; none if it is torn."""
     try:
         event = json.loads(line)
         return (event["id"], event["what"], event["version"], event["reason"])

@@ -32,7 +32,7 @@ Writer = Callable[[Path, Iterable[list[Row]]], None]
 
 
 class KeptRows:
-    """What of a run's rows is still there, by its journal. JournalError if that is damaged."""
+    """Rows of a run that are still there, by its journal. JournalError if that is damaged."""
 
     def __init__(self, run: RunDir) -> None:
         self.folder = run.shards
@@ -41,7 +41,7 @@ class KeptRows:
         for _ in JournalCopy(run).replay(self._state):
             pass
         self.spell: Callable[[list[int]], str] | None = None
-        """What tokens say; None: rows have no text."""
+        """Decoder of tokens; None: rows have no text."""
         self.absent: list[int] = []
         """Tickets that were left out, because a shard of theirs is not on disk."""
 
@@ -68,7 +68,7 @@ class KeptRows:
         return found
 
     def _tickets(self, step: int) -> Sequence[int]:
-        """What ``step`` has taken so far or, before that, what is left of the tickets that are admitted for it."""
+        """Tickets that ``step`` has taken so far or, before that, those left that are admitted for it."""
         if (taken := sorted(self._state.tickets_of(step))) or not self._state.tasks.in_sets:
             return taken
         size, groups = self.plan.prompts_per_step, self._state.groups

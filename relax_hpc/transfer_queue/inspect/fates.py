@@ -1,4 +1,4 @@
-"""What became of prompt groups, put by put, as the journal tells it."""
+"""Fates of prompt groups, put by put, as the journal tells them."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class Fate(NamedTuple):
 
 
 Fates = dict[tuple[int, str], Fate]
-"""By ticket and the shard that its rows were put in: a ticket that was drawn again has several. A put that nobody
+"""Fates by ticket and the shard that its rows were put in: a ticket that was drawn again has several. A put that nobody
 accepted has none."""
 
 
 def read_fates(run: RunDir) -> Fates:
-    """Of all prompt groups of ``run``, also while it goes on. JournalError if the journal is damaged."""
+    """Fates of all prompt groups of ``run``, also while it goes on. JournalError if the journal is damaged."""
     state, fates = QueueState(Plan.of(load_resolved(run.root))), Fates()
     shards: dict[int, str] = {}
-    """Of each ticket whose rows are accepted, where these were put."""
+    """Shard of each ticket's accepted rows."""
     for events in JournalCopy(run).replay(state):
         for event in events:
             if event.what not in _STATES:
@@ -57,7 +57,7 @@ def read_fates(run: RunDir) -> Fates:
 
 
 _STATES = {"accepted": "accepted", "returned": "accepted", "trained": "trained", "dropped": "dropped"}
-"""By the name of an event; a ticket is returned when the weights that it was trained into are rolled back."""
+"""State by the name of an event; a ticket is returned when the weights that it was trained into are rolled back."""
 
 
 @lru_cache(maxsize=4096)
@@ -67,6 +67,6 @@ def _fate(what: str, version: str, reason: str) -> Fate:
 
 
 def _shard_of(state: QueueState, ticket: int) -> str:
-    """Where the rows of ``ticket`` were put that are accepted now."""
+    """Name of the shard in which the accepted rows of ``ticket`` lie."""
     number = next(number for number, fields in state.groups[ticket].parts if "token_ids" in fields)
     return state.shards[number].descriptor["name"]

@@ -1,4 +1,4 @@
-"""What a record holds, field by field: of each all rows end to end."""
+"""Columns of a record: of each field all rows end to end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """What a record holds, with the ids of its rows and its origin (group, incarnation)."""
+    """Contents of a record, with the ids of its rows and its origin (group, incarnation)."""
 
     origin: dict[str, Any]
     row_ids: list[str]

@@ -53,7 +53,7 @@ def read(path: Path) -> dict[str, Row]:
 
 
 def _read_index(whole: memoryview) -> list[dict[str, Any]]:
-    """What lies where in the file ``whole``, of which every dataset has been compared with the checksum."""
+    """Index of the file ``whole``, of which every dataset has been compared with the checksum."""
     line = _FIRST.match(whole)
     if not line:
         raise ShardError(f"not a shard: it begins with {bytes(whole[:24])!r}")
@@ -75,7 +75,7 @@ def _read_index(whole: memoryview) -> list[dict[str, Any]]:
 
 
 def _read_columns(index: list[dict[str, Any]], whole: memoryview) -> dict[str, list[Any]]:
-    """Per field, one entry a row."""
+    """Columns by field, one entry a row."""
     tables = {entry["name"]: _view(entry, whole).tolist() for entry in index if entry["kind"] == "offsets"}
     columns: dict[str, list[Any]] = {}
     for entry in index:

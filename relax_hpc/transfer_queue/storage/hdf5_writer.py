@@ -29,7 +29,7 @@ _ALIGN = 64
 _SMALLEST_BLOCK = 512
 _TEXT = h5py.string_dtype()
 _TEXT_TYPES = h5t.py_create(_TEXT, logical=True), h5t.py_create(_TEXT)
-"""In the file, and in memory."""
+"""Types of text in the file, and in memory."""
 _ONE = h5s.create(h5s.SCALAR)
 _LAYOUT = """One dataset a field, its name written as in a URL; entry i of each belongs to entry i of row_id.
 Attribute `kind`: token: numbers of all rows end to end, row i is [o[i]:o[i+1]] of the first axis, o being the int64
@@ -73,18 +73,18 @@ class _Dataset:
 
     @property
     def raw(self) -> memoryview:
-        """Its bytes."""
+        """Bytes of the dataset."""
         return self.flat.reshape(-1).view(np.uint8).data
 
     @property
     def link(self) -> str:
-        """Its name in the file: no path of groups, and none of our own."""
+        """Name of the dataset in the file: no path of groups, and none of our own."""
         quoted = quote(self.name, safe="").replace(".", "%2E")
         ours = self.kind != "offsets" and (self.name.startswith("offsets") or not quoted)
         return f"%{quoted}" if ours else quoted
 
     def about(self) -> dict[str, str]:
-        """Its attributes."""
+        """Attributes of the dataset."""
         if self.kind == "offsets":
             return {"kind": "offsets", "meaning": "where each row begins, and the end of the last"}
         spec = FIELDS.get(self.name)
@@ -94,7 +94,7 @@ class _Dataset:
 
 
 def _datasets(columns: Columns) -> list[_Dataset]:
-    """In the order of the file; per-token fields of the same lengths share their offsets."""
+    """Datasets in the order of the file; per-token fields of the same lengths share their offsets."""
     found = [_listed("row_id", columns.row_ids)]
     tables: dict[tuple[int, ...], str] = {}
     for column in columns.columns:
@@ -114,7 +114,8 @@ def _datasets(columns: Columns) -> list[_Dataset]:
 
 
 def _listed(name: str, values: list[Any]) -> _Dataset:
-    """What is not numbers, so that it comes back as it is: as JSON, or (bytes, NaN) as msgpack."""
+    """Dataset of values that are not numbers, so that they come back as they are: as JSON, or (bytes, NaN) as
+    msgpack."""
     try:
         kind, packed = "json", json.dumps(values, allow_nan=False).encode()
     except (TypeError, ValueError):

@@ -37,11 +37,11 @@ from relax_hpc.transfer_queue.row_schema import BadRow, Row
 KINDS = ("image", "video", "audio")
 _ID = re.compile(r"[0-9a-f]{64}")
 _TAIL_BYTES = 16
-"""Of the checksum behind a blob."""
+"""Bytes of the checksum behind a blob."""
 _MAX_KNOWN = 1 << 16
 """Blobs that a process remembers to be sound: 20 MB."""
 _GOING = ".going-"
-"""Before the name of a blob that `keep` is about to remove."""
+"""Prefix of the name of a blob that `keep` is about to remove."""
 
 
 class MediaError(OSError):
@@ -176,7 +176,7 @@ class MediaStore:
         return True
 
     def _now_ns(self) -> int:
-        """By the clock of the filesystem, which stamps the blobs; a node's own may differ."""
+        """Time by the clock of the filesystem, which stamps the blobs; a node's own may differ."""
         path = self.folder / f".now.{os.getpid()}.{secrets.token_hex(4)}"
         path.touch()
         try:
@@ -202,12 +202,13 @@ class MediaStore:
 
 
 def media_ids(rows: Iterable[Row]) -> set[str]:
-    """What ``rows`` (with `spans`, checked) name."""
+    """Ids of the media that ``rows`` (with `spans`, checked) name."""
     return {span["media_id"] for row in rows for span in row["spans"]}
 
 
 def media_by_ticket(rows: Iterable[Row]) -> dict[int, list[str]]:
-    """What the rows of each prompt group name; BadMedia if a row's spans are not as the schema says."""
+    """Ids of the media that the rows of each prompt group name; BadMedia if a row's spans are not as the schema
+    says."""
     found: dict[int, set[str]] = {}
     for row in rows:
         if named := {media_id for *_, media_id in _spans(row, len(row.get("token_ids", ())))}:
@@ -304,10 +305,10 @@ def _checksum(blob: memoryview) -> bytes:
 
 
 def _last_put(found: os.stat_result) -> float:
-    """When a blob was stored, or put again."""
+    """Time when a blob was stored, or put again."""
     return max(found.st_mtime, found.st_atime)
 
 
 def _identity(found: os.stat_result) -> tuple[int, ...]:
-    """What changes with the bytes of a file: another file under its name, or a write to it."""
+    """Identity of a file's bytes: changes with another file under its name, or a write to it."""
     return found.st_ino, found.st_size, found.st_mtime_ns

@@ -20,7 +20,7 @@ from relax_hpc.transfer_queue.storage.shard import ShardError, is_record, unpack
 
 SUFFIX = ".shard"
 _END = struct.Struct("<8sQ")
-"""What follows the record: a mark, and XXH3-64 of the record."""
+"""Trailer of the record: a mark, and XXH3-64 of the record."""
 _MARK = b"RLXSHEND"
 
 

@@ -33,7 +33,7 @@ PREFIX = struct.Struct("<8sIIQ")
 _MAGIC = b"RLXSHARD"
 _ALIGN = 64
 MAX_NAME_BYTES = 200
-"""Of a file: filesystems allow 255, and temporary ones have something added."""
+"""Bytes of a file's name at most: filesystems allow 255, and temporary ones have something added."""
 SHARD_NAME = re.compile(r"\.?(.+)-i(\d{6,})-")
 """Group and incarnation in the name of a shard of a `QueueClient`, or of its temporary file."""
 
@@ -58,7 +58,7 @@ def check_name(name: str) -> str:
 
 @dataclass(slots=True)
 class _Column:
-    """Where one field of all rows lies in the payload, and what is to be copied there."""
+    """Place of one field of all rows in the payload, and what is to be copied there."""
 
     head: dict[str, Any]
     spec: FieldSpec

@@ -59,7 +59,7 @@ class ShardReader:
     def _from_memory(
         self, name: str, descriptor: Descriptor, parse: Callable[[memoryview, str], _Parsed], why_not: list[str]
     ) -> _Parsed | None:
-        """By the first plane that brings it; ``why_not`` gets what went wrong with others."""
+        """Shard parsed from the first plane that brings it, or None; ``why_not`` gets what went wrong with others."""
         offers = descriptor.get("planes")
         for plane in self.planes:
             if isinstance(offers, dict) and isinstance(offer := offers.get(plane.name), dict):
@@ -88,7 +88,7 @@ class ShardReader:
 
 
 class ShardStore(ShardReader):
-    """Also makes shards: readable at once, saved when asked for.
+    """Reader that also makes shards: readable at once, saved when asked for.
 
     ``on_saved(names)`` is called, in another thread, when the files of some are written.
     Beyond ``max_bytes`` of memory a shard is made on disk alone, before `make` returns.
@@ -106,7 +106,8 @@ class ShardStore(ShardReader):
         self.pool, self.max_bytes, self.on_saved = pool, max_bytes, on_saved
         self._lock = threading.Condition()
         self.failure: OSError | None = None
-        """Why files can be written no more. A disk that is full for a while is no reason: it is waited for."""
+        """Error by which files can be written no more. A disk that is full for a while is no reason: it is waited
+        for."""
         self._held: dict[str, Slab] = {}
         self._unwritten: dict[str, memoryview] = {}
         self._to_write: queue.SimpleQueue[str | None] = queue.SimpleQueue()

@@ -1,4 +1,4 @@
-"""How each journal record changes the state: appliers, `(state, **record)`, registered by the record's `op`.
+"""Changes of the state by journal records: appliers, `(state, **record)`, registered by the record's `op`.
 
 They only change; whether a record may be written is decided before (`controller.handlers`, `controller.planning`).
 """

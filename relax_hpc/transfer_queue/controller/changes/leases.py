@@ -33,7 +33,7 @@ def claim(
 
 
 def _take_places(state: QueueState, task: str, tickets: tuple[int, ...]) -> None:
-    """They take the first free places in the order of training, as they come, unless another trainer took them."""
+    """Give ``tickets`` the first free places in the order of training, as they come, unless another trainer did."""
     place = state.progress.trained[task] * state.plan.prompts_per_step
     for ticket in [ticket for ticket in tickets if state.groups[ticket].place == NO_STEP]:
         place = state.groups[ticket].place = state.order.take(place, ticket)

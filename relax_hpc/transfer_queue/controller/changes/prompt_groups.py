@@ -1,4 +1,4 @@
-"""What other changes have in common: prompt groups are dropped, drawn again, and forgotten."""
+"""Common parts of changes: prompt groups are dropped, drawn again, and forgotten."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def reopen(state: QueueState, task: str, ticket: int) -> None:
 
 
 def leave_place(state: QueueState, ticket: int) -> None:
-    """It has none in the order of training any more."""
+    """Take the place in the order of training from ``ticket``, if it has one."""
     group = state.groups[ticket]
     if group.place != NO_STEP:
         state.order.leave(group.place)

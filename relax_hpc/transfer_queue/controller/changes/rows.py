@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 
 REJECTED = ("rolled_back", "stale_version", "incomplete", "unknown_media")
-"""Why generated rows are dropped and their ticket is offered again."""
+"""Reasons why generated rows are dropped and their ticket is offered again."""
 
 
 @applies("put")

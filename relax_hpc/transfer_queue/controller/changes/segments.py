@@ -61,13 +61,13 @@ def bind(state: QueueState, spares: Mapping[int, int]) -> None:
 
 
 def use_logs(state: QueueState, tickets: Iterable[int]) -> None:
-    """Their rows are accepted."""
+    """Use up the logs of ``tickets``, whose rows are accepted."""
     for ticket in [ticket for ticket in tickets if ticket in state.segments.logs]:
         _leave_shards(state, state.segments.use(ticket))
 
 
 def lose_log(state: QueueState, holder: int, reason: str) -> None:
-    """Another attempt takes its place, or nobody may use it any more."""
+    """Drop a holder's log: another attempt takes its place, or nobody may use it any more."""
     if holder not in state.segments.logs:
         return
     log = state.segments.lose(holder, reason)
@@ -80,7 +80,7 @@ def lose_log(state: QueueState, holder: int, reason: str) -> None:
 
 
 def lose_rolled_back(state: QueueState) -> None:
-    """After the lineage changed."""
+    """Drop logs whose tokens were drawn with rolled-back weights, after the lineage changed."""
     for holder, log in list(state.segments.logs.items()):
         if not state.lineage.origin(tuple(log.versions))[0]:
             lose_log(state, holder, "rolled_back")

@@ -148,7 +148,7 @@ def _cut_order(state: QueueState, first: int) -> list[int]:
 
 
 def _roll_back(state: QueueState, ticket: int, group: PromptGroup) -> None:
-    """After the lineage changed: drop what rolled-back weights made, give the rest back to the trainers."""
+    """Drop what rolled-back weights made, after the lineage changed, and give the rest back to the trainers."""
     if not state.lineage.origin(tuple(group.versions))[0]:
         drop(state, ticket, "rolled_back")
         return
@@ -166,7 +166,7 @@ def _roll_back(state: QueueState, ticket: int, group: PromptGroup) -> None:
 
 
 def _count_as_untrained(state: QueueState, ticket: int) -> None:
-    """What a trainer has made of it is about to be undone."""
+    """Count the prompt group as waiting for training again: what a trainer has made of it is about to be undone."""
     if state.is_trained(ticket):
         for number, _ in state.groups[ticket].parts:
             state.shards.count_untrained(number, 1)

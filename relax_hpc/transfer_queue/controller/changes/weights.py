@@ -33,7 +33,7 @@ def retire(state: QueueState, versions: list[str]) -> None:
 
 @applies("evaluate")
 def evaluate(state: QueueState, reader: str) -> None:
-    """It is at it: nobody else is told to, not by a hub that begins anew either."""
+    """Note who evaluates: nobody else is told to, not by a hub that begins anew either."""
     state.weights.evaluator = reader
 
 

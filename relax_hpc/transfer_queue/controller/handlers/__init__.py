@@ -1,4 +1,4 @@
-"""What is done for each request: handlers, `(service, request, **arguments)`, registered by the request's `op`.
+"""Handlers of requests, `(service, request, **arguments)`, registered by the request's `op`.
 
 They check, record what changes, and answer; or raise Refused, or NotYet with what the request waits for.
 """

@@ -67,7 +67,7 @@ def _check(state: QueueState, task: str, boundary: int, ranks: int, max_tokens: 
 
 
 def _check_turn(state: QueueState, task: str) -> None:
-    """Another trainer waits while the policy is about to say where it goes on: it would have to undo what it does."""
+    """Let another trainer wait while the policy is about to say where it goes on: it would have to go back too."""
     trainers, ended = state.plan.trainers, state.progress.trained[POLICY] == state.plan.steps
     if task == POLICY or task not in trainers or ended:
         return

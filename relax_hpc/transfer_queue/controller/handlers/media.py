@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 
 MAX_MEDIA = 256
-"""Of a prompt group, all its attempts together."""
+"""Media of a prompt group at most, all its attempts together."""
 
 
 @handles("media")
@@ -46,6 +46,6 @@ def check_extras(extras: list[dict], tickets: list[int]) -> None:
 
 
 def without_media(state: QueueState, extras: list[dict]) -> dict[int, str]:
-    """Of a put the prompt groups that name media which they have not said they need."""
+    """Prompt groups of a put that name media which they have not said they need, with the reason."""
     named = {extra["ticket"]: extra["media"] for extra in extras}
     return {ticket: "unknown_media" for ticket, ids in named.items() if not set(ids) <= set(state.media.of(ticket))}

@@ -76,7 +76,7 @@ def saved(service: QueueService, request: Request, names: list[str]) -> Any:
 
 
 def count_as_saved(service: QueueService, numbers: Iterable[int]) -> None:
-    """These shards are on disk: accept the rows of those that are not known to be."""
+    """Count these shards as saved on disk: the rows of those that were not are accepted."""
     if waited := sorted(number for number in numbers if service.state.shards[number].unsaved):
         service.record(op="saved", shards=waited)
 

@@ -39,7 +39,7 @@ def append(
 
 @handles("drop_attempt")
 def drop_attempt(service: QueueService, request: Request, ticket: int, attempt: int, reason: str) -> Any:
-    """What there is of an attempt is of no use: of the one that ``ticket`` is at, which begins anew, or a spare one."""
+    """Drop all that there is of an attempt: of the one that ``ticket`` is at, which begins anew, or a spare one."""
     state = service.state
     if not reason:
         raise Refused("refused", "drop_attempt: reason: found an empty text, expected why, in a word")
@@ -54,7 +54,7 @@ def drop_attempt(service: QueueService, request: Request, ticket: int, attempt: 
 
 
 def _growth(log: dict, samples_per_prompt: int) -> Growth:
-    """What a request says of one log; Refused if it is not as it should be."""
+    """Growth of one log that a request asks for; Refused if it is not as it should be."""
     numbers, segments, versions = [log.get("ticket"), log.get("attempt")], log.get("segments"), log.get("versions")
     good = _are_whole(numbers) and _are_whole(versions) and type(segments) is list and len(segments) > 0
     good = good and all(_are_whole(segment) and len(segment) == 5 for segment in segments)

@@ -1,4 +1,4 @@
-"""What roles report, and what observers ask."""
+"""Reports of roles, and questions of observers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def show(service: QueueService, request: Request, step: int, texts: list[str]) -
 
 @handles("status")
 def status(service: QueueService, request: Request) -> Any:
-    """How far the run is, and who waits for what."""
+    """Progress of the run, and who waits for what."""
     state, now = service.state, time.monotonic()
     tickets, weights, progress = state.tickets, state.weights, state.progress
     return {

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 @handles("settled")
 def settled(service: QueueService, request: Request, leases: list[int]) -> Any:
-    """What of its leases the asking group still holds as it was claimed, once all of that is on disk: nothing can
-    take it away then.
+    """Tickets of its leases that the asking group still holds as it claimed them, once all of that is on disk: nothing
+    can take them away then.
 
     A trainer asks before it changes its weights; rows that were lost with their maker cost no more than gradients.
     """

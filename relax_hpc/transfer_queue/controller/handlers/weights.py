@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @handles("publish")
 def publish(service: QueueService, request: Request, version: str, digest: str) -> Any:
-    """Whose manifest has this ``digest``; the versions that have to be kept."""
+    """Publish a version, whose manifest has this ``digest``; the versions that have to be kept."""
     found, weights = _of_its_own(request, version), service.state.weights
     if found not in weights.published:
         service.record(op="publish", version=version, digest=digest)

@@ -1,4 +1,4 @@
-"""Which rows may be put. Functions of the state alone."""
+"""Rules for which rows may be put. Functions of the state alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ made it."""
 
 
 def refusals(state: QueueState, owner: Owner, rows: Iterable[Row], lease: int) -> dict[int, str]:
-    """Which prompt groups of a put cannot be taken, with the reason; 'duplicate' is harmless."""
+    """Prompt groups of a put that cannot be taken, with the reason; 'duplicate' is harmless."""
     held = state.leases.get(lease) if lease else None
     mine = frozenset(held.tickets) if held and held.owner == owner else frozenset()
     judge = _refuse_fields if lease else _refuse_rows
@@ -48,7 +48,7 @@ def _refuse_rows(
 def _refuse_fields(
     state: QueueState, owner: Owner, ticket: int, episodes: bytes, mine: frozenset[int], survive: bool, oldest: int
 ) -> str:
-    """What a task adds to the tickets that it holds."""
+    """Reason why fields that a task adds to tickets are refused; empty: they are not."""
     if ticket not in state.groups:
         return "unknown_ticket"
     if ticket not in mine:

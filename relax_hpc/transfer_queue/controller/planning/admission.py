@@ -1,4 +1,4 @@
-"""Which tickets may start. Functions of the state alone."""
+"""Rules for which tickets may start. Functions of the state alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 def admissible(state: QueueState, version: Version, count: int) -> list[int]:
-    """Up to ``count`` tickets that an engine serving ``version`` may start, lowest first.
+    """Tickets that an engine serving ``version`` may start, up to ``count``, lowest first.
 
     What the queue may hold bounds them, except for those of the step that is trained next: it can always be finished.
     """
@@ -38,7 +38,7 @@ def admissible(state: QueueState, version: Version, count: int) -> list[int]:
 
 
 def _in_time(state: QueueState, version: Version, tickets: list[int]) -> list[int]:
-    """Those of ``tickets``, admitted before, whose tokens by ``version`` could still be trained on in time.
+    """Tickets among ``tickets``, admitted before, whose tokens by ``version`` could still be trained on in time.
 
     Others may have taken their places since. Fresh tickets have theirs: those before them are not too many.
     """
@@ -50,8 +50,8 @@ def _in_time(state: QueueState, version: Version, tickets: list[int]) -> list[in
 
 
 def why_not(state: QueueState, version: Version | None) -> tuple[str, bool, Cause]:
-    """Why there is no ticket for an engine that serves ``version``, whether there is none for any other either, and
-    its cause: it is the actor that publishes versions and empties the queue."""
+    """Reason why there is no ticket for an engine that serves ``version``, whether there is none for any other either,
+    and the cause: it is the actor that publishes versions and empties the queue."""
     plan = state.plan
     if version is None or version not in state.lineage:
         return "serves no version of this lineage yet", False, (POLICY, "tickets: a version to serve")
@@ -75,12 +75,12 @@ def why_not(state: QueueState, version: Version | None) -> tuple[str, bool, Caus
 
 
 def rows_to_train(state: QueueState) -> int:
-    """What it holds of those that wait for training, or awaits: of a prompt group in generation one an episode."""
+    """Rows that wait for training or are in generation; a prompt group in generation counts one for each episode."""
     return state.tickets.untrained_rows + len(state.tickets.generating) * len(state.plan.undeclared)
 
 
 def amounts(held: int, allowed: int) -> str:
-    """Both numbers of bytes in the unit of the second.
+    """Two numbers of bytes in the unit of the second.
 
     >>> amounts(3 << 29, 2 << 30)
     '1.5 of 2.0 GiB'

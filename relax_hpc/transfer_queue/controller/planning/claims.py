@@ -1,4 +1,4 @@
-"""What a task may claim next, and whom it waits for while there is nothing. Functions of the state alone."""
+"""Rules for what a task may claim next, and whom it waits for while there is nothing. Functions of the state alone."""
 
 from __future__ import annotations
 

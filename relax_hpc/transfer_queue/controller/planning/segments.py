@@ -1,4 +1,4 @@
-"""Which logs of attempts may grow, and which tickets are made of spares. Functions of the state alone."""
+"""Rules for which logs of attempts may grow, and which tickets are made of spares. Functions of the state alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from relax_hpc.transfer_queue.records import NO_STEP, Owner
 
 
 def refusal(state: QueueState, owner: Owner, growth: Growth, spare: bool) -> str:
-    """Why a log may not grow so; empty: it may."""
+    """Reason why a log may not grow so; empty: it may."""
     ticket, attempt, segments, versions = growth
     group, log = state.groups.get(ticket), Log(ticket, attempt)
     if spare:
@@ -35,7 +35,7 @@ def refusal(state: QueueState, owner: Owner, growth: Growth, spare: bool) -> str
 
 
 def _no_spare(state: QueueState, growth: Growth) -> str:
-    """Why an attempt cannot wait for a ticket that has a use for it: it must be whole, and there must be room."""
+    """Reason why an attempt cannot be kept as a spare; empty: it is whole, and there is room."""
     plan, held = state.plan, state.segments
     if len({episode for episode, *_, ended in growth[2] if ended}) < plan.samples_per_prompt or not growth[3]:
         return "incomplete"
@@ -49,8 +49,8 @@ def _no_spare(state: QueueState, growth: Growth) -> str:
 
 
 def spares_for(state: QueueState, tickets: Iterable[int], version: int) -> dict[int, int]:
-    """Of tickets whose rows would be made by version number ``version`` or later those that are made of a spare, and
-    of which: the oldest that their step admits."""
+    """Spare for each of ``tickets`` that is made of one instead of by version number ``version`` or later: the oldest
+    that its step admits."""
     given: dict[int, int] = {}
     if not (spares := state.segments.spares):
         return given
@@ -70,7 +70,7 @@ def spares_for(state: QueueState, tickets: Iterable[int], version: int) -> dict[
 
 
 def logs_of(state: QueueState, tickets: Iterable[int]) -> dict[str, Any]:
-    """What there is of them: `logs`, with whose attempt each is and the numbers of its shards in the order of the
+    """Logs of ``tickets``: `logs`, with whose attempt each is and the numbers of its shards in the order of the
     segments, and `shards` by number, of which many logs have the same."""
     held = [(ticket, log) for ticket in tickets if (log := state.segments.logs.get(ticket))]
     return {

@@ -1,4 +1,4 @@
-"""Which prompt groups a step trains, at staleness above 0: ready ones, but never so that a later one comes too late.
+"""Sets of prompt groups that steps train, at staleness above 0: ready ones, but never so that another comes too late.
 
 A prompt group has a last step: the oldest version of its tokens + max_staleness. A step takes those whose last step has
 come, then ready ones by nearest last step, then by ticket, and only if for every later step u the admitted groups left
@@ -28,8 +28,8 @@ _AHEAD = 2
 
 
 class Room:
-    """How much is free: for each step u from the next on, places of the steps until u less the groups left that must
-    be in them.
+    """Free places by step: for each step u from the next on, the places of the steps until u less the groups left that
+    must be in them.
 
     It is never below 0.
     """
@@ -101,7 +101,7 @@ def next_window(state: QueueState, task: str, budget: int, boundary: int) -> tup
 
 
 def _of_others(state: QueueState, task: str, boundary: int) -> Sequence[int]:
-    """Up to a multiple of ``boundary``, the tickets whose places another trainer took, and which ``task`` did not."""
+    """Tickets whose places another trainer took and ``task`` did not yet, up to a multiple of ``boundary``."""
     order, statuses = state.order.tickets, state.tasks[task].statuses
     places = range(state.progress.trained[task] * state.plan.prompts_per_step, len(order))
     left = [place for place in places if order[place] == NO_STEP or statuses[order[place]] < HELD]
@@ -110,7 +110,7 @@ def _of_others(state: QueueState, task: str, boundary: int) -> Sequence[int]:
 
 
 def _in_reach(state: QueueState, task: str, tickets: Sequence[int], room: Budget) -> tuple[int, ...]:
-    """As many of ``tickets``, in their order, as fit; none if one of those is not ready."""
+    """First ones of ``tickets`` that fit ``room``, ascending; none if one of them is not ready."""
     fitting = list(takewhile(lambda ticket: room.takes(state.groups[ticket]), tickets))
     ready = all(state.tasks[task].statuses[ticket] == READY for ticket in fitting)
     return tuple(sorted(fitting)) if ready else ()
@@ -127,7 +127,7 @@ def free_places(state: QueueState, task: str, boundary: int) -> Sequence[int]:
 
 
 def straggler(state: QueueState, task: str) -> int:
-    """Of the groups left that ``task`` cannot take yet the one with the nearest last step: its ticket, or NO_STEP."""
+    """Ticket with the nearest last step of the groups left that ``task`` cannot take yet, or NO_STEP."""
     statuses, groups = state.tasks[task].statuses, state.groups
     left = ((groups[ticket].last, ticket) for ticket in chain(state.tickets.generating, state.tickets.untrained))
     late = [found for found in left if found[0] != NO_STEP and statuses[found[1]] < READY]

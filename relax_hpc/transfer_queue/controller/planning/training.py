@@ -1,4 +1,4 @@
-"""What a trainer has to know of its steps. Functions of the state alone."""
+"""Figures of a trainer's steps. Functions of the state alone."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ def is_safe(state: QueueState, tickets: Collection[int], needs: int) -> bool:
 
 
 def staleness(state: QueueState, step: int) -> list[int]:
-    """How stale each prompt group of ``step`` is: the version trained minus the oldest version of its tokens."""
+    """Staleness of each prompt group of ``step``: the version trained minus the oldest version of its tokens."""
     groups = (state.groups.get(ticket) for ticket in state.tickets_of(step))
     return [step - state.lineage.origin(tuple(group.versions))[1] for group in groups if group]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Budget:
-    """What a window may still take: the tokens of all its rows fit ``budget``."""
+    """Room left in a window: the tokens of all its rows fit ``budget``."""
 
     def __init__(self, budget: int, episodes: int) -> None:
         """``episodes``: of a prompt group, each of a row at least."""
@@ -59,7 +59,7 @@ def in_order(state: QueueState, task: str, budget: int, boundary: int) -> tuple[
 
 
 def as_ready(state: QueueState, task: str, budget: int, boundary: int) -> tuple[int, ...]:
-    """What is ready now, lowest tickets first, as much as fits."""
+    """Lowest ready tickets, as many as fit."""
     queue, room = state.tasks[task], Budget(budget, state.plan.samples_per_prompt)
     window: list[int] = []
     first = queue.lowest_ready()
@@ -92,6 +92,6 @@ def awaited(state: QueueState, task: str, ticket: int) -> str:
 
 
 def fitting(state: QueueState, window: tuple[int, ...], budget: int) -> tuple[int, ...]:
-    """As much of ``window`` as fits: a row that was lost and made again may be longer."""
+    """First tickets of ``window``, as many as fit: a row that was lost and made again may be longer."""
     room = Budget(budget, state.plan.samples_per_prompt)
     return tuple(takewhile(lambda ticket: room.takes(state.groups[ticket]), window))

@@ -1,4 +1,4 @@
-"""What has become of rows, in numbers."""
+"""Numbers of rows by what has become of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Counts:
     dropped: Counter[str] = field(default_factory=Counter)
     """Rows that were dropped, by reason."""
     noted: Counter[str] = field(default_factory=Counter)
-    """What went wrong outside of a ticket, by `<what>/<reason>`."""
+    """Faults outside of a ticket, counted by `<what>/<reason>`."""
 
     def dump(self) -> Any:
         return self.accepted, dict(self.dropped), dict(self.noted)

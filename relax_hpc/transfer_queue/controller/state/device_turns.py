@@ -15,14 +15,14 @@ Side = Literal["actor", "engines"]
 
 @dataclass(slots=True)
 class DeviceTurns:
-    """Whose turn it is."""
+    """Side that has its turn on the devices."""
 
     side: Side = "actor"
     rested: dict[str, int] = field(default_factory=dict)
     """The last step that each engine has made room after, in this lineage."""
 
     def keep_engines(self, readers: Container[str]) -> None:
-        """Other engines have ended, and what they had of the devices is free."""
+        """Forget engines other than ``readers``: they have ended, and what they had of the devices is free."""
         self.rested = {reader: step for reader, step in self.rested.items() if reader in readers}
 
     def dump(self) -> Any:

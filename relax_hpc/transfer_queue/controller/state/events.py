@@ -1,4 +1,4 @@
-"""What has happened, as events, each a line of events.jsonl, kept by the batch because a step has thousands."""
+"""Events, each a line of events.jsonl, kept by the batch because a step has thousands."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class EventBatch:
     what: str
     tickets: Sequence[int]
     episodes: bytes
-    """How many rows each episode has, the same in all of them."""
+    """Rows of each episode, the same in all tickets."""
     prompts_per_step: int
     version: str = ""
     reason: str = ""
@@ -40,7 +40,7 @@ class EventBatch:
             yield from (Event(name, self.what, step, self.version, self.reason) for name in names)
 
     def lines(self) -> Iterator[bytes]:
-        """As JSON, several lines a piece."""
+        """Events as lines of JSON, several lines a piece."""
         about = (self.episodes, self.what, self.version, self.reason)
         step, template = -1, b""
         for ticket in self.tickets:
@@ -60,7 +60,7 @@ def expand(batches: Iterable[Event | EventBatch]) -> Iterator[Event]:
 
 
 def lines(batches: Iterable[Event | EventBatch]) -> bytes:
-    """What `expand` gives, as lines of JSON."""
+    """Lines of JSON for the events that `expand` gives."""
     return b"".join(chain.from_iterable([_line(one)] if isinstance(one, Event) else one.lines() for one in batches))
 
 

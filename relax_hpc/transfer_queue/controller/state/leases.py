@@ -1,4 +1,4 @@
-"""What consumers hold."""
+"""Leases of consumers."""
 
 from __future__ import annotations
 

@@ -12,16 +12,16 @@ _ORIGINS = 4096
 
 @dataclass(slots=True)
 class Lineage:
-    """Where each incarnation of the actor went on."""
+    """Steps at which the incarnations of the actor went on."""
 
     starts: list[tuple[int, int]] = field(default_factory=list)
     """Incarnation and the step that it resumed at, the latest last."""
     _origins: dict[tuple[int, ...], tuple[bool, int]] = field(default_factory=dict, compare=False)
-    """What `origin` has found out."""
+    """Results of `origin`."""
 
     @property
     def incarnation(self) -> int:
-        """The one that trains; 0 before any does."""
+        """Incarnation that trains; 0 before any does."""
         return self.starts[-1][0] if self.starts else 0
 
     def resume(self, incarnation: int, step: int) -> None:

@@ -1,4 +1,4 @@
-"""Who needs which media: they are named before they are stored, so one that nobody names can be removed at once."""
+"""Holders of media: media are named before they are stored, so one that nobody names can be removed at once."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class MediaHolders:
 
     holders: dict[int, tuple[str, ...]] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
-    """How many holders each medium has."""
+    """Holders of each medium, counted."""
     garbage: list[str] = field(default_factory=list, compare=False)
-    """Those that lost their last holder; whoever removes their files empties the list."""
+    """Media that lost their last holder; whoever removes their files empties the list."""
 
     def of(self, holder: int) -> tuple[str, ...]:
         return self.holders.get(holder, ())

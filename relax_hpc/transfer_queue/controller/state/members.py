@@ -1,4 +1,4 @@
-"""Which incarnations of groups may speak."""
+"""Incarnations of groups that may speak."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far the run is: steps trained, checkpoints, evaluations.
+"""Progress of a run: steps trained, checkpoints, evaluations.
 
 A step is trained when all roles that train have trained it, and a checkpoint is whole when each of them has its part.
 """
@@ -14,16 +14,16 @@ from relax_hpc.transfer_queue.plan import Plan
 
 @dataclass(slots=True)
 class Progress:
-    """Of the trainers."""
+    """Progress of the trainers."""
 
     plan: Plan = field(compare=False)
     trained: dict[str, int] = field(default_factory=dict)
-    """By trainer, how many steps it has trained."""
+    """Steps trained, by trainer."""
     incarnations: dict[str, int] = field(default_factory=dict)
-    """By trainer, the one that went on last."""
+    """Incarnation that went on last, by trainer."""
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
-    """The step of each, and its parts: incarnation, name and digest by trainer; the latest last. Of those that lack a
-    part there are only such as are later than all whole ones."""
+    """Checkpoints, the latest last: the step of each, and its parts (incarnation, name and digest) by trainer. One that
+    lacks a part is later than all whole ones."""
     evaluated: int = -1
     """The highest version that was evaluated."""
     gathered: int = 0
@@ -34,12 +34,12 @@ class Progress:
 
     @property
     def trained_steps(self) -> int:
-        """All trainers have trained so many."""
+        """Steps that all trainers have trained."""
         return min(self.trained.values())
 
     @property
     def furthest(self) -> int:
-        """The trainer that is ahead of the others has trained so many."""
+        """Steps trained by the trainer that is ahead of the others."""
         return max(self.trained.values())
 
     @property
@@ -48,7 +48,7 @@ class Progress:
         return [point["step"] for point in self.checkpoints if self.plan.trainers.keys() <= point["parts"].keys()]
 
     def parts(self, task: str) -> list[dict[str, Any]]:
-        """What the trainer has saved, each with its step, and whether all others have saved theirs."""
+        """Parts that the trainer has saved, each with its step, and whether all others have saved theirs."""
         whole = set(self.whole)
         found = [(point["step"], point["parts"][task]) for point in self.checkpoints if task in point["parts"]]
         return [{"step": step, **part, "whole": step in whole} for step, part in found]
@@ -82,14 +82,14 @@ class Progress:
         return step in whole
 
     def resume(self, step: int) -> None:
-        """What was done at ``step`` and later counts no more, whoever did it."""
+        """Go back to ``step``: what was done at it and later counts no more, whoever did it."""
         self.trained = {task: min(steps, step) for task, steps in self.trained.items()} | {POLICY: step}
         self.evaluated = min(self.evaluated, step)
         self.gathered = min(self.gathered, step)
         self.forget_after(step)
 
     def forget_after(self, step: int) -> None:
-        """Nobody resumes from a later checkpoint."""
+        """Forget later checkpoints: nobody resumes from them."""
         self.checkpoints = [point for point in self.checkpoints if point["step"] <= step]
 
     def dump(self) -> Any:

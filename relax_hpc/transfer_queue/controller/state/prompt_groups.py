@@ -18,7 +18,7 @@ class PromptGroups(dict[int, PromptGroup]):
         return Counter([number for ticket in tickets for number, _ in self[ticket].parts])
 
     def rows_of(self, tickets: Iterable[int]) -> int:
-        """How many they have in all."""
+        """Rows that ``tickets`` have in all."""
         return sum(self[ticket].rows for ticket in tickets)
 
     def dump(self) -> Any:

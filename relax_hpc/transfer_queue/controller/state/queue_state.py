@@ -87,7 +87,7 @@ class QueueState:
             self.events.tell_rows(what, episodes, list(alike), version, step=step)
 
     def tickets_of(self, step: int) -> Sequence[int]:
-        """What ``step`` trains, as far as that is decided; ascending where steps have no sets."""
+        """Tickets that ``step`` trains, as far as that is decided; ascending where steps have no sets."""
         size = self.plan.prompts_per_step
         places = range(step * size, (step + 1) * size)
         return self.order.between(places.start, places.stop) if self.tasks.in_sets else places
@@ -132,7 +132,8 @@ class QueueState:
         return state
 
     def _count_anew(self) -> None:
-        """What is not in a dump, as it follows from several parts: where tickets are, and who needs which shards."""
+        """Count what is not in a dump because it follows from several parts: where tickets are, and who needs which
+        shards."""
         shards, trained = self.shards.by_number, {ticket for ticket in self.groups if self.is_trained(ticket)}
         for ticket, group in self.groups.items():
             for number, _ in group.parts:

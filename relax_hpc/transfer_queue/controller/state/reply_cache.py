@@ -24,7 +24,7 @@ class ReplyCache:
     clients: dict[str, tuple[Owner, dict[str, Any]]] = field(default_factory=dict)
 
     def recall(self, key: str) -> Any:
-        """What was answered to the request; None: it is new."""
+        """Answer that was given to the request; None: it is new."""
         known = self.clients.get(key.rpartition("#")[0])
         return known[1].get(key) if known else None
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Segment = Sequence[int]
-"""What came of a row since the last one: episode, row, tokens that the row had before, tokens that it gets, and 1 if
-the episode ends with it. Tokens of prompts do not count."""
+"""Tokens that came of a row since its last segment: episode, row, tokens that the row had before, tokens that it gets,
+and 1 if the episode ends with it. Tokens of prompts do not count."""
 Growth = tuple[int, int, Sequence[Segment], Sequence[int]]
-"""Of a log: its ticket and attempt, segments, and `Version.encode` of what sampled them."""
+"""Growth of a log: its ticket and attempt, segments, and `Version.encode` of what sampled them."""
 
 
 @dataclass(slots=True)
@@ -24,15 +24,15 @@ class Log:
     """All segments of one attempt."""
 
     ticket: int
-    """By which its segments are named. A spare may be given to another one."""
+    """Ticket by which its segments are named. A spare may be given to another one."""
     attempt: int
     versions: frozenset[int] = frozenset()
     shards: list[int] = field(default_factory=list)
-    """Numbers, in the order of the segments in them."""
+    """Numbers of shards, in the order of the segments in them."""
     lengths: dict[tuple[int, int], int] = field(default_factory=dict)
     """Tokens by episode and row."""
     ended: set[int] = field(default_factory=set)
-    """Episodes."""
+    """Episodes that have ended."""
 
     @property
     def tokens(self) -> int:
@@ -64,14 +64,14 @@ class Segments:
     """All logs, and what became of their tokens."""
 
     logs: dict[int, Log] = field(default_factory=dict)
-    """By holder: the ticket that is made of it, or the negative number of a spare. The oldest first."""
+    """Logs by holder, the oldest first: the ticket that is made of it, or the negative number of a spare."""
     last_spare: int = 0
     appended: int = 0
-    """Tokens that ever were, also those that were refused."""
+    """Tokens that were ever appended, also those that were refused."""
     used: int = 0
-    """In rows that were accepted."""
+    """Tokens in rows that were accepted."""
     lost: Counter[str] = field(default_factory=Counter)
-    """By reason."""
+    """Tokens that were lost, by reason."""
 
     @property
     def spares(self) -> list[int]:
@@ -82,7 +82,7 @@ class Segments:
         return sum(log.tokens for log in self.logs.values())
 
     def counts(self) -> dict[str, int]:
-        """What became of all tokens that were ever appended; those that were lost as `lost/<reason>`."""
+        """Tokens that were ever appended, by what became of them; those that were lost as `lost/<reason>`."""
         found = {"appended": self.appended, "used": self.used, "held": self.held}
         return found | {f"lost/{reason}": tokens for reason, tokens in sorted(self.lost.items())}
 
@@ -91,12 +91,12 @@ class Segments:
         return Counter(number for log in self.logs.values() for number in log.shards)
 
     def versions(self, holder: int) -> frozenset[int]:
-        """Of what the holder has: none, if that is nothing."""
+        """Versions that sampled the holder's log; empty if there is none."""
         log = self.logs.get(holder)
         return log.versions if log else frozenset()
 
     def append(self, shard: int, growth: Growth, spare: bool) -> int:
-        """A log grows by what lies in ``shard``; its holder."""
+        """Let a log grow by what lies in ``shard``; its holder."""
         ticket, attempt, *_ = growth
         self.last_spare -= spare
         holder = self.last_spare if spare else ticket
@@ -109,7 +109,7 @@ class Segments:
         self.lost[reason] += tokens
 
     def use(self, holder: int) -> Log:
-        """Its rows are accepted."""
+        """Use up a holder's log, whose rows are accepted."""
         log = self.logs.pop(holder)
         self.used += log.tokens
         return log

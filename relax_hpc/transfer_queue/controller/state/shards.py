@@ -43,7 +43,7 @@ class Shards:
             self.untrained_bytes += shard.bytes
 
     def count_untrained(self, number: int, change: int) -> None:
-        """So many more prompt groups of it, or fewer, wait for training."""
+        """Count ``change`` more prompt groups of the shard, or fewer, as waiting for training."""
         shard = self.by_number[number]
         before, shard.untrained = shard.untrained, shard.untrained + change
         self.untrained_bytes += shard.bytes * (bool(shard.untrained) - bool(before))
@@ -67,7 +67,7 @@ class Shards:
             self._collect(number)
 
     def saved(self, number: int) -> tuple[int, ...]:
-        """It is on disk, or lost; the tickets that waited to be accepted."""
+        """Note that the shard is on disk, or lost; the tickets that waited to be accepted."""
         shard = self.by_number[number]
         tickets, shard.unsaved = shard.unsaved, ()
         self._forget_unsaved(number, shard)
@@ -103,12 +103,14 @@ class Shards:
             self.garbage.append(shard.descriptor["name"])
 
     def dump(self) -> Any:
-        """Who needs them follows from prompt groups, leases and logs of segments."""
+        """Values for a snapshot, without who needs the shards: that follows from prompt groups, leases and logs of
+        segments."""
         shards = [(n, s.descriptor, s.fields, s.owner, s.unsaved) for n, s in self.by_number.items()]
         return self.next, shards
 
     def load(self, values: Any) -> None:
-        """Once `needed`, `untrained` and `leases` of all shards are counted, `put_back` has to follow."""
+        """Take the values of a dump. `put_back` has to follow once `needed`, `untrained` and `leases` of all are
+        counted."""
         self.next = values[0]
         for number, descriptor, fields, owner, unsaved in values[1]:
             self.by_number[number] = Shard(descriptor, tuple(fields), (owner[0], owner[1]), tuple(unsaved))

@@ -1,4 +1,4 @@
-"""What each task may take, holds and has consumed, so that a claim costs by its size and not by the queue's."""
+"""Tickets that each task may take, holds and has consumed, so that a claim costs by its size and not by the queue's."""
 
 from __future__ import annotations
 

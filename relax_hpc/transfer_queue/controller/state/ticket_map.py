@@ -78,7 +78,7 @@ class TicketMap:
         return self._base + len(self._bytes)
 
     def count(self, value: int) -> int:
-        """How many tickets have ``value`` (not 0)."""
+        """Number of tickets that have ``value`` (not 0)."""
         return self._bytes.count(value)
 
     def each(self, value: int, start: int, end: int) -> Iterator[int]:

@@ -1,4 +1,4 @@
-"""Where tickets are that are not trained yet."""
+"""Tickets that are not trained yet, by what is to be done for them next."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Tickets:
     """Tickets by what is to be done for them next."""
 
     next: int = 0
-    """The lowest ticket that nobody was admitted to yet."""
+    """Lowest ticket that was never admitted."""
     reissued: TicketSet = field(default_factory=TicketSet)
     """Tickets of `generating` that were taken back, and that nobody has."""
     generating: AgedTickets = field(default_factory=AgedTickets)
@@ -22,10 +22,10 @@ class Tickets:
     untrained: AgedTickets = field(default_factory=AgedTickets)
     """Tickets whose prompt groups have rows that wait for training."""
     untrained_rows: int = 0
-    """How many rows they have in all."""
+    """Rows of the `untrained` in all."""
 
     def admit(self, tickets: Sequence[int]) -> None:
-        """Somebody generates for them."""
+        """Count ``tickets`` as being generated."""
         for ticket in tickets:
             self.reissued.discard(ticket)
         self.next = max(self.next, *(ticket + 1 for ticket in tickets)) if tickets else self.next
@@ -33,17 +33,17 @@ class Tickets:
         self.generating.add(tickets)
 
     def store(self, tickets: Sequence[int], rows: int) -> None:
-        """Their rows have come, so many in all."""
+        """Count ``tickets``, whose ``rows`` rows have come, as waiting for training."""
         self.generating.discard(tickets)
         self.wait(tickets, rows)
 
     def wait(self, tickets: Iterable[int], rows: int) -> None:
-        """They wait for training, with so many rows in all."""
+        """Count ``tickets``, with ``rows`` rows in all, as waiting for training."""
         self.untrained.add(tickets)
         self.untrained_rows += rows
 
     def end_wait(self, tickets: Sequence[int], rows: int) -> None:
-        """They, all of which waited for training, do so no more."""
+        """Count ``tickets``, all of which waited for training, as waiting no more."""
         self.untrained.discard(tickets)
         self.untrained_rows -= rows
 
@@ -52,7 +52,7 @@ class Tickets:
         return {"generating": len(self.generating), "ready": len(self.untrained), "reissued": len(self.reissued)}
 
     def dump(self) -> Any:
-        """Where each of the others is follows from its prompt group."""
+        """Values for a snapshot: the place of every other ticket follows from its prompt group."""
         return self.next, list(self.reissued)
 
     def load(self, values: Any) -> None:

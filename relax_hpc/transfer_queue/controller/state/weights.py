@@ -1,4 +1,4 @@
-"""Which versions of the weights are published, which of them are on disk, and who reads them."""
+"""Versions of the weights that are published, which of them are on disk, and who reads them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Weights:
     """Version that is on disk too -> digest of the listing of its files."""
     newest: Version | None = None
     readers: dict[str, tuple[Owner, Version]] = field(default_factory=dict)
-    """What each serves, or may still be loading."""
+    """Version that each reader serves, or may still be loading."""
     evaluator: str = ""
-    """Who was told last to evaluate what it serves."""
+    """Reader that was told last to evaluate what it serves."""
 
     def newer(self, after: Version, multiple_of: int = 1) -> Version | None:
         """The newest published version, if it is in the lineage and above ``after``; of those whose numbers are
