@@ -1,4 +1,4 @@
-"""Where this process is: the Slurm job around it, and which of its parts holds which group."""
+"""Slurm job around this process, and which of its parts holds which group."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Place:
     job: str
     """Id under which Slurm lists them; a component of a het job has its own."""
     nodes: int
-    """As many as were asked for."""
+    """Number of nodes, as many as were asked for."""
     het: int | None = None
     """Number of the component; None: an ordinary job."""
 
@@ -48,12 +48,12 @@ class Allocation:
         return any(place.het is not None for place in self.places.values())
 
     def variables(self) -> dict[str, str]:
-        """What a step is given to find its allocation."""
+        """Variables by which a step finds its allocation."""
         return {VARIABLE: json.dumps(asdict(self))}
 
     @classmethod
     def here(cls, config: Config, group: str, environment: MutableMapping[str, str] = os.environ) -> Allocation:
-        """Of this process: a batch script's, or one that its step was given; ConfigError outside of any job."""
+        """Allocation of this process, a batch script's or one that its step was given; ConfigError outside of a job."""
         # Taken out, as jobs that are submitted from here inherit the environment.
         if text := environment.pop(VARIABLE, ""):
             value = json.loads(text)
@@ -66,7 +66,7 @@ class Allocation:
 
 
 def node_name() -> str:
-    """This node as Slurm calls it."""
+    """Name of this node in Slurm."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 def ask(
     argv: Sequence[str], timeout_s: float, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """How ``argv`` ended and what it said, with nothing to read and bytes that are no text replaced.
+    """Result of ``argv``, which gets nothing to read; bytes in its output that are no text are replaced.
 
     OSError: it cannot be started. subprocess.TimeoutExpired: it was killed after ``timeout_s``.
     """

@@ -85,7 +85,7 @@ class Slurm:
         return read_job_id(command, answer)
 
     def test_only(self, script: Path, *options: str) -> str:
-        """What Slurm says to ``script`` without submitting it; a refusal raises."""
+        """Answer of Slurm to ``script`` without submitting it; a refusal raises."""
         return self._run(["sbatch", "--test-only", *options, str(script)], both=True).strip()
 
     def jobs(self, *ids: str) -> dict[str, Job]:
@@ -99,7 +99,7 @@ class Slurm:
         return {job.id: job for job in found if job.id in ids}
 
     def describe(self, job: str) -> dict[str, str]:
-        """What `scontrol show job` says of a job or component (a plain number): JobState, Reason, PreemptTime, ...
+        """Fields of `scontrol show job` for a job or component (a plain number): JobState, Reason, PreemptTime, ...
 
         Empty once slurmctld has forgotten it: MinJobAge after its end.
         """
@@ -177,7 +177,7 @@ class Slurm:
         return {key.strip(): value.strip() for key, found, value in (line.partition(" = ") for line in lines) if found}
 
     def version(self) -> str:
-        """Like 22.05.8."""
+        """Version of Slurm, such as 22.05.8."""
         command = ["sinfo", "--version"]
         answer = self._run(command)
         found = re.search(r"\d+\.\d+\S*", answer)
@@ -190,7 +190,7 @@ class Slurm:
         return self._run(["srun", "--help"], both=True)
 
     def associations(self) -> list[dict[str, str]]:
-        """What the accounting database allows this user: Account, QOS, MaxJobs, MaxSubmit; empty without one."""
+        """Limits of this user in the accounting database: Account, QOS, MaxJobs, MaxSubmit; empty without one."""
         user = os.environ.get("USER") or str(os.getuid())
         return self._accounting("associations", ("Account", "QOS", "MaxJobs", "MaxSubmit"), f"user={user}")
 
@@ -227,7 +227,7 @@ class Slurm:
     def _run(
         self, argv: list[str], *, both: bool = False, forgive: tuple[str, ...] = (), retry_timeouts: bool = True
     ) -> str:
-        """What ``argv`` prints (``both``: on stderr too), after retries; answers of ``forgive`` are no failure."""
+        """Output of ``argv`` (``both``: with stderr), after retries; answers of ``forgive`` are no failure."""
         deadline = time.monotonic() + self.timeout_s
         for attempt in range(self.tries):
             try:
@@ -264,7 +264,7 @@ class Slurm:
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's environment without what tells a Slurm command which job it is called from."""
+    """Environment of this process without what tells a Slurm command which job it is called from."""
     return {
         name: value
         for name, value in os.environ.items()

@@ -1,4 +1,4 @@
-"""What stands before a role's command where the site runs roles in containers; supervision stays outside.
+"""Words before a role's command where the site runs roles in containers; supervision stays outside.
 
 The words of Apptainer and Pyxis are from their documentation: neither has been tried. Tests run those of Apptainer with
 a program of their own that makes real containers.

@@ -50,8 +50,8 @@ states in each component or for the first alone, are not here."""
 
 
 def undone(components: Sequence[tuple[str, Mapping[str, str]]]) -> list[dict[str, str]]:
-    """For each component (its name, the options that it states) those that it has to state besides, lest it takes them
-    from the ones before.
+    """Options that each component (its name, the options that it states) has to state besides, lest it takes them from
+    the ones before.
 
     ConfigError where one before states what this one does not and nothing can undo.
     """

@@ -1,4 +1,4 @@
-"""Which of a run's jobs Slurm still knows, and in which of them a group lives."""
+"""Jobs of a run that Slurm still knows, and in which of them a group lives."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def job_of(run: RunDir, group: str) -> str:
 
 
 def whole_job(run: RunDir) -> str:
-    """Of the jobs that hold the whole run: where the hub was last started, or the next one once that has ended."""
+    """Job that holds the whole run: the one where the hub was last started, or the next one once that has ended."""
     jobs = [entry.job for entry in Ledger(run).living() if entry.kind in ("run", "successor")]
     launch = read_launch(run, "hub", latest_incarnation(run, "hub"))
     if launch and launch.job in jobs:
@@ -69,6 +69,6 @@ def living_run(root: RunDir) -> Config:
 
 
 def resume_words(run: RunDir) -> str:
-    """What a user types to go on with a run."""
+    """Command with which a user goes on with a run."""
     verb = "submit" if run.submit.is_dir() else "run"
     return f"relax-hpc {verb} --run_dir {run.root} --resume"

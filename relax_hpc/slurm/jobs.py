@@ -1,4 +1,4 @@
-"""What the two kinds of jobs have besides their groups: standbys, successors, other jobs for what loses its nodes."""
+"""Parts of both kinds of jobs besides their groups: standbys, successors, other jobs for what loses its nodes."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from relax_hpc.supervise.requests import asked_to_stop
 from relax_hpc.supervise.supervisor import RELEASED, Supervisor
 
 _ASK_SLURM_S = 10.0
-"""Between looks at who has the group."""
+"""Seconds between looks at who has the group."""
 _AGAIN_S, _SELDOM_S = 10.0, 600.0
-"""Between tries to ask for the last that is wanted of Slurm, and for a successor."""
+"""Seconds between tries to ask Slurm for a standby or another last wish, and for a successor."""
 _LEAVE_S, _INSIST_S = 5.0, 1800.0
 _KILL_WAIT_S = 30.0
 """Slurm's default between TERM and KILL."""
@@ -121,7 +121,7 @@ class _Job:
         return launch is not None and launch.allocation == self.allocation.name
 
     def deadline(self) -> float | None:
-        """When the roles must be done, in seconds of the incarnation; None if Slurm sets no limit or does not say."""
+        """Time at which the roles must be done, of the wall clock; None if Slurm sets no limit or does not say."""
         with contextlib.suppress(SlurmError):
             job = self.slurm.jobs(self.allocation.job).get(self.allocation.job)
             if job and job.time_left_s is not None:
@@ -151,11 +151,11 @@ class GroupJob(_Job):
         return MovingLauncher(self)
 
     def begin(self, supervisor: Supervisor) -> None:
-        """See whether the nodes are fit."""
+        """Check whether the nodes are fit."""
         self.check(supervisor)
 
     def tick(self, supervisor: Supervisor) -> None:
-        """See that this job ends when another has the group; the hub's keeps a standby, and an eye on other jobs."""
+        """Notice that another job has the group, which ends this one; the hub's keeps a standby and watches others."""
         if self.watch(supervisor):
             return
         if time.monotonic() - self._looked >= _ASK_SLURM_S:
@@ -169,7 +169,7 @@ class GroupJob(_Job):
             self.silence.tick(supervisor, set(members_of(self.run, self.config)) - set(supervisor.names))
 
     def watch(self, supervisor: Supervisor) -> bool:
-        """See that the group saves and ends if its job is to give way: somebody says so, or nobody is left to."""
+        """Let the group save and end if its job is to give way: somebody says so, or nobody is left to."""
         if self.bereft and self.bereft.look(time.monotonic()):
             supervisor.terminal.say("the job of the run is over: this one gives way to its successor")
             self._gives_way = True
@@ -207,7 +207,7 @@ def insist(ask: Callable[[], None]) -> None:
 
 
 class MovingLauncher(StepLauncher):
-    """Where a group's own job has lost nodes, another takes the group; if none can be had, this one is queued again.
+    """Launcher of a job whose group moves to another job when nodes are lost; if none can be had, this one is requeued.
 
     That is slower: Slurm has to miss the node first, and holds the job until its credentials have expired.
     """
@@ -245,13 +245,13 @@ class HetJob(_Job):
         self._successor_at = 0.0
         self._kill_wait_s = _KILL_WAIT_S
         self._leave_at = math.inf
-        """When the other components are given back at the latest: Slurm has ended this one, and only this one."""
+        """Time at which the other components are given back at the latest, as Slurm has ended this one alone."""
 
     def launcher(self) -> StepLauncher:
         return ReplaceLauncher(self)
 
     def begin(self, supervisor: Supervisor) -> None:
-        """See to the successor, to what is left of predecessors, and to groups that went elsewhere before."""
+        """Look after the successor, what is left of predecessors, and groups that went elsewhere before."""
         self._end_predecessors()
         with contextlib.suppress(SlurmError, ValueError):
             self._kill_wait_s = float(self.slurm.config()["KillWait"].split()[0])
@@ -260,8 +260,8 @@ class HetJob(_Job):
         self._see_to_successor()
 
     def _end_predecessors(self) -> None:
-        """This job has come to take their place: components live on when the two nodes of the hub are lost, and Slurm
-        may not have heard that a group's own job was given back."""
+        """End predecessors, whose place this job takes: components live on when the two nodes of the hub are lost, and
+        Slurm may not have heard that a group's own job was given back."""
         entries = self.ledger.entries()
         former = {entry.job for entry in entries if entry.kind in ("run", "successor")} - {self.allocation.job}
         former |= {entry.job for entry in entries if entry.kind == "group" and self.ledger.gave_way(entry.job)}
@@ -287,14 +287,14 @@ class HetJob(_Job):
             self.ledger.add(Entry(job, "successor", after=self.allocation.job, attempt=self.attempt))
 
     def interrupted(self) -> None:
-        """See why, and how long there is: once Slurm ends component 0, what supervises is killed after KillWait."""
+        """Find out why, and how long there is: once Slurm ends component 0, it kills the supervisor after KillWait."""
         super().interrupted()
         with contextlib.suppress(SlurmError):
             if not self._runs():
                 self._leave_at = time.monotonic() + self._kill_wait_s / 2
 
     def waiting(self) -> None:
-        """Who saves may not get to its end; the nodes of its component are needed by the successor."""
+        """Give the components back in time: a role may save for too long, and the successor needs the nodes."""
         if time.monotonic() >= self._leave_at:
             self._leave_at = math.inf
             self._give_back([*self._components(), *self.moved_groups.jobs()])
@@ -345,7 +345,7 @@ class HetJob(_Job):
 
 
 class ReplaceLauncher(StepLauncher):
-    """Where a component has lost nodes, it is given back, and a job of its own takes the group."""
+    """Launcher that gives a component back when it has lost nodes, and moves its group to a job of its own."""
 
     def __init__(self, job: HetJob) -> None:
         super().__init__(job.run, job.config, job.slurm, job.allocation, job.deadline)

@@ -1,4 +1,4 @@
-"""From a `Config` to allocations: which groups get which nodes, tasks, CPUs and GPUs, and what that costs.
+"""Allocations of a `Config`: which groups get which nodes, tasks, CPUs and GPUs, and what that costs.
 
 `het`: one heterogeneous job. Its component 0, the hub, has two nodes (active and standby): with one, the death of any
 node anywhere ends the whole job. One-node groups come last, as the death of one takes those after it along (both seen
@@ -42,7 +42,7 @@ class Component:
 
     @property
     def hours(self) -> float:
-        """Its time limit."""
+        """Time limit, hours."""
         return seconds(self.time, "time") / 3600
 
 

@@ -22,13 +22,13 @@ from relax_hpc.supervise.supervisor import Supervisor
 from relax_hpc.supervise.verdict import GONE, Evidence, Fate, verdict
 
 _ASK_S, _SOON_S = 10.0, 2.0
-"""Between looks at their jobs (slurmctld serves the whole cluster), and when a group there has ended."""
+"""Seconds between looks at their jobs (slurmctld serves the whole cluster): mostly, and after a group's end."""
 _RESIZED = "it was submitted again with other resources than its component has"
 _NO_COMPONENT = "its component was given back"
 
 
 class Moved:
-    """Those of the job around ``allocation``, which has a place for each."""
+    """Moved groups of the job around ``allocation``, which has a place for each."""
 
     def __init__(self, run: RunDir, config: Config, slurm: Slurm, allocation: Allocation) -> None:
         self.run, self.config, self.slurm, self.allocation = run, config, slurm, allocation
@@ -59,7 +59,7 @@ class Moved:
     # -- while the job goes on -----------------------------------------------------------------------------------
 
     def tick(self, supervisor: Supervisor) -> None:
-        """See that a group whose job is gone gets another one, or is taken back; to be called once a beat."""
+        """Look for groups whose job is gone: they get another one, or are taken back. To be called once a beat."""
         waited_s = time.monotonic() - self._asked
         soon = waited_s >= _SOON_S and any(self._has_ended(name) for name in supervisor.elsewhere)
         if supervisor.elsewhere and (soon or waited_s >= _ASK_S):
@@ -94,7 +94,7 @@ class Moved:
                 supervisor.replace_elsewhere(name, f"job {entry.job} is gone")
 
     def _take_back(self, supervisor: Supervisor, name: str) -> None:
-        """Its job found that the predecessor's was gone, and gave way before it saw this one."""
+        """Take a group back whose job gave way before it saw this one, because the predecessor's was gone."""
         del supervisor.elsewhere[name]
         if why := self._unfit(name):
             supervisor.unfit[name] = why
@@ -126,7 +126,7 @@ class Moved:
         return False
 
     def jobs(self) -> list[str]:
-        """What is to be given back with this job."""
+        """Jobs that are to be given back with this job."""
         return [job for name in self.config.groups if (job := self._job(name))]
 
     def _job(self, name: str) -> str:

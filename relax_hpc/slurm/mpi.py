@@ -1,4 +1,4 @@
-"""Which MPI meets which launcher: what srun is told, who needs it at all, and what is said where they do not meet."""
+"""MPI libraries and launchers: what srun is told, who needs MPI at all, and what is said where they do not meet."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from relax_hpc.config.schema import Config
 
 
 def mpi_plugin(config: Config) -> str:
-    """What `srun --mpi` is given."""
+    """Value of `srun --mpi`."""
     return "none" if config.site.mpi.launcher == "mpiexec" else config.site.mpi.launcher
 
 
@@ -22,7 +22,7 @@ def with_ranks(config: Config, *groups: str) -> bool:
 
 
 def mpi_defaults(config: Config) -> dict[str, str]:
-    """What the mpich wheel is told unless somebody has chosen: to introduce ranks by libfabric.
+    """Variables for the mpich wheel unless somebody has chosen: it introduces ranks by libfabric.
 
     By UCX, its own choice, each hands out 4 KiB that it does not clear, packed only where they are zero. With what had
     lain there the lines came to over the 1,024 bytes that Slurm's pmi2 plugin takes, now and then: it cut them, and
@@ -32,7 +32,7 @@ def mpi_defaults(config: Config) -> dict[str, str]:
 
 
 def mpi_variables(config: Config) -> dict[str, str]:
-    """What mpi4py is told of its library; an empty value would be taken for a path."""
+    """Variables that tell mpi4py of its library; an empty value would be taken for a path."""
     library = config.site.mpi.library
     return {"MPI4PY_LIBMPI": library} if library != "wheel" else {}
 
@@ -49,7 +49,7 @@ def try_mpi() -> dict[str, object]:
 
 
 def mpi_problem(config: Config, worlds: Sequence[dict[str, Any]], wanted: int, last: str) -> str:
-    """What is wrong where ``worlds`` are the answers of `try_mpi` from ``wanted`` tasks of a step; empty: nothing.
+    """Problem of MPI where ``worlds`` are the answers of `try_mpi` from ``wanted`` tasks of a step; empty: none.
 
     ``last``: the last words of the step.
     """

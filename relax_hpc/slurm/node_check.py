@@ -25,9 +25,9 @@ _DEADLINE_S, _END_S = 60.0, 5.0
 _CONTAINER_S = 300.0
 """More, for an image that has to be fetched first."""
 _MPI_S, _LOOK_S = 60.0, 1.0
-"""For MPI, once all nodes have reported."""
+"""Seconds for MPI once all nodes have reported, and between looks."""
 _NOT_STARTED = ("Unable to create step", "Unable to confirm allocation", "Unable to contact slurm controller")
-"""What srun says where Slurm started nothing, which is no fault of the nodes."""
+"""Messages of srun where Slurm started nothing, which is no fault of the nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def _start(launcher: StepLauncher, name: str) -> NodeCheck:
 
 
 def _judge(launcher: StepLauncher, check: NodeCheck, again: bool = True) -> str:
-    """Why the group must not start on its nodes; empty if all of them are well."""
+    """Reason why the group must not start on its nodes; empty if all of them are well."""
     (output, late), name = _output(check), check.name
     found, rest = read_reports(output)
     last = " ".join(rest.split())[-300:] or "it said nothing"
@@ -116,7 +116,7 @@ def _judge(launcher: StepLauncher, check: NodeCheck, again: bool = True) -> str:
 
 
 def read_reports(output: str) -> tuple[list[dict[str, Any]], str]:
-    """What nodes report, a line each, and all else that was said: by Slurm, a container, or a site's profile."""
+    """Reports of nodes, a line each, and all else that was said: by Slurm, a container, or a site's profile."""
     found, rest = [], []
     for line in output.splitlines():
         try:
@@ -131,7 +131,7 @@ def read_reports(output: str) -> tuple[list[dict[str, Any]], str]:
 
 
 def _output(check: NodeCheck) -> tuple[str, bool]:
-    """What the step has said when it ends, or at the deadline; whether it is that. Then it is ended.
+    """Output of the step when it ends, or at the deadline; whether it is that. Then the step is ended.
 
     Once all nodes have reported the deadline is that of MPI, which waits for ever where it is broken.
     """

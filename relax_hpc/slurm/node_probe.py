@@ -1,4 +1,4 @@
-"""What a node finds out about itself in a second, before a group is started on it; and which nodes keep failing.
+"""Probe of a node, which takes a second before a group is started on it; and which nodes keep failing.
 
 `python -m relax_hpc.slurm.node_probe --run_dir RUN [--gpus N] [--min_memory_gib M] [--interface I] [--mpi]`
 prints one JSON line, and with --mpi a second one once MPI has told all nodes of each other: where MPI is broken it
@@ -31,7 +31,7 @@ from relax_hpc.slurm.mpi import try_mpi
 
 MAX_CLOCK_S = 2.0
 MAX_GPU_USED_SHARE = 0.1
-"""Of a GPU's memory in use before anything of ours runs there: beyond it is somebody's left-over process."""
+"""Share of a GPU's memory in use before anything of ours runs there; beyond it is somebody's left-over process."""
 MIN_SHM_MIB = 32
 SMI_TIMEOUT_S = 10.0
 FORGET_S = 24 * 3600.0
@@ -51,19 +51,19 @@ class Report:
     """Free host memory."""
     shm_mib: int = 0
     clock_s: float = 0.0
-    """How far the run directory's filesystem is ahead of this host."""
+    """Seconds that the run directory's filesystem is ahead of this host."""
 
     @property
     def ok(self) -> bool:
         return not self.problems
 
     def line(self) -> str:
-        """As JSON."""
+        """Report as JSON."""
         return json.dumps(asdict(self) | {"ok": self.ok})
 
 
 def node_name() -> str:
-    """As Slurm calls this node; several emulated ones share a host name."""
+    """Name of this node in Slurm; several emulated ones share a host name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
@@ -132,7 +132,7 @@ def _check_gpus(report: Report, wanted: int) -> None:
 
 
 def _visible(rows: list[list[str]]) -> list[list[str]]:
-    """Those of CUDA_VISIBLE_DEVICES, by number or UUID: without cgroups nvidia-smi shows other jobs' GPUs too."""
+    """GPUs of CUDA_VISIBLE_DEVICES, by number or UUID: without cgroups nvidia-smi shows other jobs' GPUs too."""
     names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     if not names:
         return rows

@@ -1,4 +1,4 @@
-"""What is left of a run whose head is gone would hold its nodes, idle, to its time limit; so it looks after itself.
+"""Orphans: parts of a run whose head is gone would hold their nodes, idle, to the time limit; so they look themselves.
 
 When Slurm ends component 0 of a heterogeneous job because it has lost its nodes, those with nodes left live on: the
 first rank of each role looks after its own component. A job that one group has to itself lives on whatever becomes of
@@ -22,7 +22,7 @@ from relax_hpc.supervise.verdict import GONE, Evidence, Fate, verdict
 from relax_hpc.transfer_queue.plan import SUPERVISOR
 
 _ASK_S = 10.0
-"""Between questions to slurmctld, which serves the whole cluster."""
+"""Seconds between questions to slurmctld, which serves the whole cluster."""
 
 
 class _Head:
@@ -86,7 +86,7 @@ class Bereft:
         self.run, self.slurm, self.limits = run, slurm, config.liveness
         self.het = config.layout == "het"
         self.moved = self.het and group in config.groups
-        """It took the place of a component, which a successor has too; further members of a group have none."""
+        """Whether it took the place of a component, which a successor has too; further members of a group have none."""
         self.name = SUPERVISOR if self.het else f"{SUPERVISOR}-hub"
         self.head = _Head(run, self.name, config.liveness.lease_s)
 
@@ -116,5 +116,5 @@ class Bereft:
 
 
 def _is_over(job: Job | None, limits: LivenessConfig) -> bool:
-    """Of a job as squeue knows it; None: not any more."""
+    """Whether a job is over, as squeue knows it; None: squeue does not any more."""
     return verdict(Evidence(job=job.state if job else GONE), limits).fate in (Fate.DEAD, Fate.LEAVES)

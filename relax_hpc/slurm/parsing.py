@@ -1,4 +1,4 @@
-"""What Slurm's commands answer: jobs and nodes as values, and errors of one line."""
+"""Answers of Slurm's commands: jobs and nodes as values, and errors of one line."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Job:
     time_left_s: float | None
     """None: without limit, or not known."""
     used_s: float
-    """Since it began to run, for the last time if it was requeued; 0 before."""
+    """Seconds since it began to run, for the last time if it was requeued; 0 before."""
     het_leader: str = ""
     """Id of component 0; empty for an ordinary job."""
     het_offset: int = 0
@@ -64,7 +64,7 @@ class Node:
     name: str
     partition: str
     state: str
-    """As sinfo says it, with its flag: idle, allocated*, drained, ..."""
+    """State as sinfo gives it, with its flag: idle, allocated*, drained, ..."""
     gres: str
     """`gpu:h100:4(S:0-1)`; empty: none."""
     cpus: int

@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _look_after(args: argparse.Namespace) -> None:
-    """In the process that watches the rank, as long as that lives."""
+    """Look after the component, in the process that watches the rank, as long as that lives."""
     run, group, incarnation = RunDir(args.run_dir), args.group, args.incarnation
     while args.ahead and read_launch(run, group, incarnation) is None:
         # The incarnation at work looks after the nodes.

@@ -211,7 +211,7 @@ def _job_name(config: Config, part: Component) -> str:
 
 
 def _options(config: Config, part: Component, mistakes: Mistakes) -> dict[str, str]:
-    """What a component states beside its size; a group's own memory replaces what the site's options ask for."""
+    """Options of a component beside its size; a group's own memory replaces what the site's options ask for."""
     stated = {name: value for name, value in part.options.items() if name not in MEMORY or not part.memory}
     for name in filter(OWN_OPTIONS.__contains__, stated):
         instead = f"set {OWN_OPTIONS[name]} instead" if OWN_OPTIONS[name] else "it cannot be changed"
@@ -229,7 +229,7 @@ def _has_standby(part: Component) -> bool:
 
 
 def gpu_options(config: Config, count: int, gres: str) -> dict[str, str]:
-    """How the site wants to be asked for ``count`` GPUs a node, beside other generic resources, ``gres``."""
+    """Options by which the site is asked for ``count`` GPUs a node, beside other generic resources, ``gres``."""
     style, kind = config.site.gpu_request, config.site.gpu_type
     kind = f"{kind}:" if kind else ""
     if count and style == "gpus_per_node":

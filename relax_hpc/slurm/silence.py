@@ -18,7 +18,7 @@ from relax_hpc.supervise.verdict import Evidence, Fate, ended_in_order, verdict
 from relax_hpc.transfer_queue.plan import SUPERVISOR
 
 _AGAIN_S = 10.0
-"""Between looks at Slurm: the supervisor has more to do than to wait for it."""
+"""Seconds between looks at Slurm: the supervisor has more to do than to wait for it."""
 
 
 class Silence:

@@ -34,12 +34,12 @@ OWN_OPTIONS = {
 }
 """srun options that are made from other settings -> what to set instead, empty if there is nothing."""
 _LIMITS = "NOFILE,MEMLOCK,NPROC,STACK"
-"""Of those that `site.setup` sets, the ones that steps inherit, whatever the cluster's PropagateResourceLimits."""
+"""Limits, of those that `site.setup` sets, that steps inherit whatever the cluster's PropagateResourceLimits."""
 _LONG_NAME = re.compile(r"[a-z][a-z0-9-]*")
 
 
 def srun_options(config: Config) -> list[str]:
-    """How roles are placed, and the site's own options; ConfigError for all that is not the site's to choose.
+    """Options of srun that place roles, and the site's own; ConfigError for all that is not the site's to choose.
 
     Ranks fill a node before the next one, and its sockets in order. Each step has all cores of its group on the node:
     the ranks divide them (`relax_hpc.rendezvous.affinity`), unless the site has Slurm do it.
@@ -60,7 +60,7 @@ def srun_options(config: Config) -> list[str]:
 
 
 def limits(config: Config) -> list[str]:
-    """That a step inherits from who starts it, as srun is told; nothing where the cluster's way will do."""
+    """Options of srun for the limits that a step inherits from who starts it; none where the cluster's way will do."""
     options = {"propagate": _LIMITS} if config.site.setup else {}
     options |= {name: value for name, value in config.site.srun_options.items() if name == "propagate"}
     return [_option(name, value) for name, value in options.items()]

@@ -15,11 +15,11 @@ from relax_hpc.slurm.commands import Slurm, SlurmError
 from relax_hpc.slurm.steps import escaped
 
 _AGAIN_S, _SELDOM_S = 10.0, 600.0
-"""Between tries to start it: at first, and at most when its node stays away."""
+"""Seconds between tries to start it: at first, and at most when its node stays away."""
 
 
 class Standby:
-    """Of the head on ``node``, which supervises ``group`` (empty: all of a heterogeneous job)."""
+    """Standby of the head on ``node``, which supervises ``group`` (empty: all of a heterogeneous job)."""
 
     def __init__(
         self,

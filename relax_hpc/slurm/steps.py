@@ -29,7 +29,7 @@ from relax_hpc.supervise.processes import begin_members, environment, role_words
 
 RANK = "relax_hpc.slurm.rank"
 _END_S = 1.0
-"""How long a killed step may take before the next one is started anyway; on living nodes it takes 0.1 s."""
+"""Seconds for a killed step to end before the next one is started anyway; on living nodes it takes 0.1 s."""
 _END_OF_JOB_S = 120.0
 """A time limit so near, beyond the early signal, is what roles were stopped for."""
 
@@ -78,7 +78,7 @@ class Steps(Incarnation):
         self.leave()
 
     def _cancel(self) -> None:
-        """For steps whose srun is gone, or does not get through."""
+        """Cancel steps whose srun is gone, or does not get through."""
         for member in self.members:
             if member.process and member.process.poll() is None:
                 member.process.kill()
@@ -99,7 +99,7 @@ class StepLauncher:
     ) -> None:
         self.run, self.slurm, self.allocation, self.deadline = run, slurm, allocation, deadline
         self.probe_s = min(15.0, max(2.0, config.liveness.lease_s / 2))
-        """How long nodes may take to answer before they are taken for lost."""
+        """Seconds for nodes to answer before they are taken for lost."""
         self.near_s = config.slurm.signal_s + _END_OF_JOB_S
 
     def commands(self, name: str, incarnation: int) -> dict[str, Command]:
@@ -229,7 +229,7 @@ class StepLauncher:
 
 
 def step_name(group: str, role: str, incarnation: int) -> str:
-    """What a step is called in squeue -s."""
+    """Name of a step in squeue -s."""
     return f"{group}.{role}.i{incarnation:06d}"
 
 

@@ -1,4 +1,4 @@
-"""Which Slurm jobs were submitted for a run, and what for: numbered files in <run>/submit/jobs."""
+"""Ledger of the Slurm jobs that were submitted for a run, and what for: numbered files in <run>/submit/jobs."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ class Entry:
     kind: Literal["run", "group", "successor", "spare"]
     group: str = ""
     after: str = ""
-    """Of a successor: the job that it waits for."""
+    """Job that a successor waits for; empty for others."""
     attempt: int = 0
     options: list[str] = field(default_factory=list)
-    """Of sbatch, for this job alone."""
+    """Options of sbatch for this job alone."""
     time: float = field(default_factory=time.time)
 
 
 _FULL_S = 10.0
-"""Who supervises has more to do than to wait for a disk."""
+"""Seconds to wait for a disk at most: a supervisor has more to do."""
 _NAME = re.compile(r"\d{6}\.json", re.ASCII)
 _KINDS = {"job": str, "kind": str, "group": str, "after": str, "attempt": int, "options": list, "time": (int, float)}
 
 
 class Ledger:
-    """Only ever grows; that a job is in it does not say that it still lives."""
+    """Jobs that were submitted for a run. It only ever grows: a job that is in it may have ended."""
 
     def __init__(self, run: RunDir) -> None:
         self.folder = run.submit / "jobs"
 
     def add(self, entry: Entry) -> None:
-        """On a full disk after a while: of a job that Slurm has and that is not here nobody would know."""
+        """Add a job; on a full disk after a while, as nobody would know of a job that only Slurm has."""
         data = json.dumps(asdict(entry)).encode()
         patiently(self.folder, lambda: write_numbered(self.folder, ".json", data), for_at_most(_FULL_S))
 
     def give_way(self, job: str) -> None:
-        """To be called before we cancel ``job`` ourselves: its end is not the user's wish."""
+        """Note, before we cancel ``job`` ourselves, that its end is not the user's wish."""
         folder = self.folder.with_name("given_way")
         folder.mkdir(parents=True, exist_ok=True)
         patiently(folder / job, (folder / job).touch, for_at_most(_FULL_S))

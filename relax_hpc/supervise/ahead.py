@@ -26,13 +26,13 @@ _BEGIN = b"\n"
 
 
 class Ahead:
-    """What one supervisor has started ahead, at most one incarnation a group."""
+    """Incarnations that one supervisor has started ahead, at most one a group."""
 
     def __init__(self, run: RunDir, config: Config, launcher: Callable[[str], Launcher], say: Callable[[str], None]):
         self.run, self.config, self.launcher, self.say = run, config, launcher, say
         self.waiting: dict[str, Incarnation] = {}
         self._at_work: dict[tuple[str, int], float] = {}
-        """Since when incarnations were seen at work."""
+        """Time at which each incarnation was first seen at work, monotonic seconds."""
         self._tried: set[tuple[str, int]] = set()
         """Incarnations whose next one was started: once, however that ended."""
 
@@ -60,7 +60,8 @@ class Ahead:
                 return incarnation, ahead
 
     def take(self, name: str, incarnation: int) -> Incarnation | None:
-        """What waits to be ``incarnation`` of a group, if a start would make the same of it now; `begin` comes next."""
+        """Take the waiting process group that is to be ``incarnation``, if a start would make the same of it now;
+        `begin` comes next."""
         group = self.waiting.get(name)
         if group is None or group.incarnation != incarnation or has_ended(group):
             return None

@@ -1,4 +1,4 @@
-"""What a launcher starts for one role of a group: a child of its own, which is the role or stands for its ranks."""
+"""Command that a launcher starts for one role of a group: one child, which is the role or stands for its ranks."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Command:
     log: Path
     """Takes what the child prints."""
     config: Config
-    """Of the group, as its ranks read it when they begin."""
+    """Configuration of the group, as its ranks read it when they begin."""
     last_words: Callable[[], Sequence[str]] = field(default=tuple, compare=False)
-    """What has to be asked for, and makes no other ranks: when the allocation ends."""
+    """Further words that are asked for late, because they make no other ranks: the end of the allocation."""
 
     def start(self, ahead: bool = False) -> subprocess.Popen:
         """The child, in a session of its own. ``ahead``: its ranks wait, each for a byte of its standard input."""

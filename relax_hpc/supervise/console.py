@@ -1,4 +1,4 @@
-"""What `relax-hpc run` shows: events of the groups, a progress line a step, and where everything lies at the end."""
+"""Output of `relax-hpc run`: events of the groups, a progress line a step, and where everything lies at the end."""
 
 from __future__ import annotations
 
@@ -42,15 +42,14 @@ class Terminal:
             cut_log(self.run.root / "supervisor.log")
 
     def show_doing(self, doing: Mapping[str, str]) -> None:
-        """What each group is ``doing``, if it is something new: a start of minutes would pass without a word."""
+        """Say what each group is ``doing``, if it is something new: a start of minutes would pass without a word."""
         for name, words in doing.items():
             if self._doing.get(name) != words:
                 self.say(f"{name}: {words}")
         self._doing = doing
 
     def show_unsaved(self, found: Mapping[str, Any]) -> None:
-        """Of each checkpoint that could not be written that it was not, and what is at risk. ``found``: see
-        `unsaved`."""
+        """Say once of each checkpoint that it could not be written, and what is at risk. ``found``: see `unsaved`."""
         failed = found.get("failed", 0)
         if failed > self._unsaved:
             self.say(f"checkpoint: {unsaved_in_words(found)}")
@@ -84,7 +83,7 @@ class Terminal:
             self.progress.update(line["step"], values, line["time"])
 
     def summary(self) -> None:
-        """Where the run's results are; draws the reward plot."""
+        """Print where the run's results are, and draw the reward plot."""
         from relax_hpc.metrics.plot import plot_runs
 
         checkpoints = [path for _, path in self.run.saved()]

@@ -1,4 +1,4 @@
-"""Which disk a run waits for: said when it begins and when it is over, and known before a group is started."""
+"""Watch for disks that a run waits for: said when a wait begins and ends, and known before a group is started."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from relax_hpc.rundir import RunDir
 from relax_hpc.supervise.group import Unavailable
 
 _SILENT_S = 3.0
-"""While the hub does not answer for so long, the disks are tried instead, as often."""
+"""Seconds without an answer of the hub after which the disks are tried instead, and between such tries."""
 
 
 class NoRoom(Unavailable):
@@ -21,7 +21,7 @@ class NoRoom(Unavailable):
 
 
 class DiskWatch:
-    """One supervisor's. ``say`` is its terminal's."""
+    """Disk watch of one supervisor, which says things by ``say``."""
 
     def __init__(self, run: RunDir, limit_s: float, say: Callable[[str], None], sure_s: float = 0.0) -> None:
         """``limit_s``: a run that waits longer is ended. ``sure_s``: a wait is over when nobody has told of it for as
@@ -29,11 +29,11 @@ class DiskWatch:
         self.run, self.limit_s, self.say, self.sure_s = run, limit_s, say, sure_s
         self._said: set[tuple[Path, int]] = set()
         self._since: float | None = None
-        """When it was first heard that somebody waits."""
+        """Time at which it was first heard that somebody waits, monotonic seconds; None: nobody does."""
         self._heard_at = 0.0
-        """When it last was."""
+        """Time at which that was last heard, monotonic seconds."""
         self._places: set[Path] = set()
-        """Where that is."""
+        """Folders that cannot be written."""
         self._words = ""
         self._probed_at = 0.0
 
@@ -58,7 +58,7 @@ class DiskWatch:
             self._said.clear()
 
     def _try(self) -> list[Mapping[str, Any]]:
-        """What hinders writing in the run directory, which may lie on several disks, and where somebody waits."""
+        """Hindrances to writing in the run directory, which may lie on several disks, and where somebody waits."""
         found = []
         for place in sorted({self.run.root, *self._places}):
             # What is not there, or not on this node, is not what hinders.
@@ -74,7 +74,7 @@ class DiskWatch:
         self.look([told], time.monotonic())
 
     def _say_once(self, told: Mapping[str, Any]) -> None:
-        """Of one folder and cause one line."""
+        """Say one line for each folder and cause."""
         key = Path(told["path"]).parent, told["errno"]
         if not told["loose"]:
             self._words = in_words(told)
@@ -83,7 +83,7 @@ class DiskWatch:
             self.say(in_words(told))
 
     def too_long(self) -> str:
-        """Why the run is to end; empty: it is not."""
+        """Reason why the run is to end; empty: it is not."""
         waited = 0.0 if self._since is None else time.monotonic() - self._since
         return f"waited {waited:.0f} s for a disk: {self._words}" if waited > self.limit_s else ""
 

@@ -22,11 +22,12 @@ from relax_hpc.supervise.launch_records import Launch, read_mark
 _WORDS = 300
 _RANK_LOG = re.compile(r"controller\.log|.*-rank-\d+\.log")
 _STACKS_S, _LOOK_S = 0.5, 0.02
-"""Of a group that is to be replaced: it takes a living process milliseconds."""
+"""Seconds until a living process of a group that is to be replaced has written its stacks (it takes milliseconds), and
+between looks."""
 
 
 class Unavailable(RelaxError):
-    """What a launcher needs did not do it; ``later``: the same may be possible in a while."""
+    """Failure of what a launcher needs; ``later``: the same may be possible in a while."""
 
     later = True
 
@@ -39,11 +40,11 @@ class Member:
     process: subprocess.Popen | None = None
     pidfd: int = -1
     command: Command | None = None
-    """What started the process."""
+    """Command that started the process."""
 
     @classmethod
     def of(cls, role: str, process: subprocess.Popen, command: Command | None = None) -> Member:
-        """With a descriptor that becomes readable when the process ends."""
+        """Member with a descriptor that becomes readable when the process ends."""
         return cls(role, process, os.pidfd_open(process.pid), command)
 
     @classmethod
@@ -66,7 +67,7 @@ class Incarnation(ABC):
         return [m for m in self.members if (m.process and m.process.poll() is not None) or self.mark(m)]
 
     def mark(self, member: Member) -> dict:
-        """How the member's role says it ended; empty while it has said nothing."""
+        """Exit mark of the member's role; empty while it has left none."""
         return read_mark(self.run, self.name, self.incarnation, member.role)
 
     def last_words(self, member: Member) -> str:
@@ -132,10 +133,10 @@ class Incarnation(ABC):
 
 
 class Launcher(Protocol):
-    """Where incarnations of a group come from. What starts or asks something may raise Unavailable."""
+    """Maker of incarnations of a group. Methods that start or ask something may raise Unavailable."""
 
     def commands(self, name: str, incarnation: int) -> dict[str, Command]:
-        """What starts each role of a group under ``incarnation``, by the settings of now."""
+        """Command for each role of a group under ``incarnation``, by the settings of now."""
         ...
 
     def start(self, name: str, incarnation: int, launch: Launch, ahead: Incarnation | None = None) -> Incarnation:
@@ -150,7 +151,7 @@ class Launcher(Protocol):
         ...
 
     def adopt(self, name: str, incarnation: int) -> Incarnation | None:
-        """What an earlier supervisor has started and still runs; None if there is nothing to take over."""
+        """Incarnation that an earlier supervisor has started and still runs; None if there is nothing to take over."""
         ...
 
     def whole(self, name: str) -> bool:

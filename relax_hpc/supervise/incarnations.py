@@ -1,4 +1,4 @@
-"""What a run's files say of every incarnation of its groups: who worked, on how much, until when, and how it ended."""
+"""Incarnations of a run's groups as its files tell: who worked, on how much, until when, and how it ended."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Restart:
     before: PastIncarnation
     after: PastIncarnation
     gap: Interval
-    """From the last work of the one that helped the run to the first of the other, or to its end without any."""
+    """Interval from the last useful work of `before` to the first of `after`, or to its end without any."""
 
     @property
     def fault(self) -> bool:
@@ -62,7 +62,7 @@ class Restart:
 
 
 def unit_of(config: Config) -> str:
-    """In what a run is counted: GPU if rollout and training have some, node on Slurm, else process."""
+    """Unit in which a run is counted: GPU if rollout and training have some, node on Slurm, else process."""
     sides = [g for g in config.groups.values() if {"rollout", "actor"} & set(g.roles)]
     if all(group.resources.gpus_per_node for group in sides):
         return "GPU"
@@ -83,13 +83,13 @@ def read_incarnations(run: RunDir, config: Config, now: float | None = None) -> 
 
 
 def restarts(incarnations: Sequence[PastIncarnation]) -> list[Restart]:
-    """Of each group, oldest first."""
+    """Restarts of each group, oldest first."""
     pairs = [(before, after) for before, after in pairwise(incarnations) if before.group == after.group]
     return [Restart(before, after, _gap(before, after)) for before, after in pairs]
 
 
 def held(incarnations: Sequence[PastIncarnation]) -> list[tuple[PastIncarnation, Interval]]:
-    """How long the nodes of each incarnation were the run's: also until the next one that runs on the same."""
+    """Interval for which each incarnation held its nodes: also until the next one that runs on the same."""
     spans = []
     for number, one in enumerate(incarnations):
         after = incarnations[number + 1] if number + 1 < len(incarnations) else None
@@ -124,7 +124,7 @@ def _lives(run: RunDir, config: Config, group: str, incarnation: int) -> bool:
 
 
 def _units(run: RunDir, config: Config, group: str, incarnation: int, workers: int) -> float:
-    """By the nodes that its card names; else by the configuration of now."""
+    """Units of an incarnation by the nodes that its card names, else by the configuration of now."""
     unit = unit_of(config)
     if unit == "process":
         return workers

@@ -1,4 +1,4 @@
-"""What supervisors leave for each other in the run directory: how each incarnation of a group was started.
+"""Records that supervisors leave for each other in the run directory: how each incarnation of a group was started.
 
 Together with the exit marks of the roles this says what became of every incarnation, whoever supervises next.
 """
@@ -25,16 +25,16 @@ UNKNOWN: Progress = (0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How one incarnation of a group was started."""
+    """Start of one incarnation of a group."""
 
     attempt: int
-    """Counts the user's commands that started or resumed something; a crash loop lies within one."""
+    """Number of the user's command that started or resumed the run; a crash loop lies within one."""
     progress: Progress
-    """Of the run at that moment."""
+    """Progress of the run at that moment."""
     job: str = ""
     """Slurm job on whose nodes it runs; empty: processes of this machine."""
     allocation: str = ""
-    """Which life of which job it is a part of: a requeued job keeps its id."""
+    """Job and its restarts that the incarnation is a part of: a requeued job keeps its id."""
     steps: dict[str, str] = field(default_factory=dict)
     """Role -> name of its Slurm step."""
 
@@ -53,7 +53,7 @@ def read_launch(run: RunDir, group: str, incarnation: int) -> Launch | None:
 
 
 def fruitless(run: RunDir, group: str, attempt: int, progress: Progress) -> int:
-    """How many of the newest incarnations, in a row and in this attempt, began where the run still is.
+    """Number of the newest incarnations, in a row and in this attempt, that began where the run still is.
 
     A supervisor's first ones begin before it knows how far the run is: they count if one before them does. While it
     does not know, those of another life of a job say nothing: each life begins so, however far the run came in it.
@@ -73,7 +73,7 @@ def fruitless(run: RunDir, group: str, attempt: int, progress: Progress) -> int:
 
 
 def read_mark(run: RunDir, group: str, incarnation: int, role: str) -> dict:
-    """How a role says it ended; empty while it has said nothing."""
+    """Exit mark of a role; empty while it has left none."""
     return read_map(run.exit_mark(group, incarnation, role), status=str, code=int, reason=str)
 
 

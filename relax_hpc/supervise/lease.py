@@ -1,4 +1,4 @@
-"""Who supervises: the holder beats in a file, and a candidate takes over once that has stood still for a lease."""
+"""Lease of the supervisor: the holder beats in a file, and a candidate takes over once it stands still for a lease."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from relax_hpc.rundir import RunDir, read_map, write_json
 
 _WIDTH = 512
 _NOBODY = 0
-"""Instead of a pid: the holder has given it up."""
+"""Number in place of a pid: the holder has given the lease up."""
 _OUTCOME_S = 3.0
 
 
@@ -50,7 +50,7 @@ class Lease:
         """Supervisors so far, when it was found free."""
         self._seen, self._since = ("", 0), time.monotonic()
         self._tried_at = 0.0
-        """When this candidate last wrote there itself."""
+        """Time at which this candidate last wrote there itself."""
         self._alive_until = 0.0
         self._incarnation = 0
         self._end = threading.Event()
@@ -130,7 +130,7 @@ class Lease:
                 self._write(0, _NOBODY)
 
     def lose(self) -> None:
-        """Another holds it: beat no more, and leave the file alone."""
+        """Give the lease up, as another holds it: beat no more, and leave the file alone."""
         self._stop()
 
     def _stop(self) -> None:
@@ -167,7 +167,7 @@ class Lease:
 
 
 def holder_of(run: RunDir, name: str) -> dict:
-    """Who supervises, as the file says: incarnation, beat, node, allocation, pid; empty while it cannot be read."""
+    """Holder of the lease as its file says: incarnation, beat, node, allocation, pid; empty while it cannot be read."""
     return read_map(run.rendezvous(name) / "lease", incarnation=int, beat=int, node=str, allocation=str, pid=int)
 
 

@@ -19,7 +19,7 @@ VARIABLE = "RELAX_INCARNATION"
 
 
 def word(run: RunDir, group: str, incarnation: int) -> str:
-    """What the processes of a group have in VARIABLE."""
+    """Value of VARIABLE in the processes of a group."""
     return f"{group} {incarnation} {run.root}"
 
 

@@ -1,4 +1,4 @@
-"""What the hub knows of who beats, asked again and again, and what that says of who is dead: see `verdict`."""
+"""Beats of the run as the hub knows them, asked for again and again, and who is dead by them: see `verdict`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transfer_queue.plan import SUPERVISOR
 
 _FIND_BEATS = 4
-"""In so many beats every client has found the card of a new hub."""
+"""Beats within which every client has found the card of a new hub."""
 Who = tuple[str, str, int]
 """Group, role (empty: all of a group that is looked after elsewhere), incarnation."""
 Dead = tuple[str, str, int, str]
@@ -42,27 +42,27 @@ class Liveness:
         self.client, self.limits, self.wake, self.hub_incarnation = client, limits, wake, hub_incarnation
         self._load_s = max(limits.hang_s, limits.start_timeout_s) + read_s
         self.progress: Progress = UNKNOWN
-        """Of the run, by the newest answer."""
+        """Progress of the run, by the newest answer."""
         self.disk: list[dict[str, Any]] = []
         """Writes that do not succeed, of whomever, by the newest answer."""
         self.answered_at = time.monotonic()
-        """When that came."""
+        """Time of the newest answer, monotonic seconds."""
         self.beats: dict[str, dict[str, Any]] = {}
-        """As it has them."""
+        """Beats of the newest answer."""
         self.silent_since: float | None = None
-        """When the hub was last asked in vain; None while it answers."""
+        """Time at which the hub was first asked in vain, monotonic seconds; None while it answers."""
         self.silent: set[tuple[str, int]] = set()
         """Groups (and their incarnations) that are looked after elsewhere, of whom a member gives no sign."""
         self.lacking: dict[str, dict[str, Any]] = {}
-        """Groups that the others wait for, as the hub said last; see `Presence.told`."""
+        """Groups that the others wait for, as the hub said last; see `Presence.report`."""
         self.doing: dict[str, str] = {}
-        """What groups say that they are at, where people should know: an engine's start takes minutes."""
+        """Words of groups on what they are doing, where people should know: an engine's start takes minutes."""
         self._next = time.monotonic() + min(limits.beat_s, limits.lease_s / 3)
         self._answer: Future | None = None
         self._asked = 0
         """Incarnation of the hub that is to answer."""
         self._began: dict[int, float] = {}
-        """When hubs, by incarnation, were first looked for."""
+        """Time at which each hub, by incarnation, was first looked for, monotonic seconds."""
         self._suspects: set[Dead] = set()
         self._quiet: set[tuple[str, int]] = set()
         self._seen: dict[tuple[str, int], float] = {}
@@ -100,7 +100,7 @@ class Liveness:
         return sorted(dead)
 
     def _judge_hub(self, groups: Mapping[str, Incarnation], now: float) -> list[Dead]:
-        """It has not answered. One that was not there yet when it was asked has as long as others to start."""
+        """Judge a hub that has not answered. One that was not there yet when asked has as long as others to start."""
         limits, incarnation = self.limits, groups["hub"].incarnation if "hub" in groups else 0
         found = Evidence(unanswered_s=limits.lease_s, patience_s=limits.lease_s)
         if incarnation != self._asked:
@@ -112,7 +112,7 @@ class Liveness:
     def _of_roles(
         self, groups: Mapping[str, Incarnation], done: Set[str], beats: Mapping[str, Mapping[str, Any]], now: float
     ) -> dict[Who, Verdict]:
-        """Of roles that this supervisor looks after."""
+        """Verdicts on roles that this supervisor looks after."""
         found = {}
         for name, group in groups.items():
             first = self._seen.setdefault((name, group.incarnation), now)
@@ -125,7 +125,7 @@ class Liveness:
         return found
 
     def _of_others(self, groups: Collection[str], beats: Mapping[str, Mapping[str, Any]]) -> dict[Who, Verdict]:
-        """Of groups that somebody else looks after, who may be as dead."""
+        """Verdicts on groups that another supervisor looks after, which may be as dead."""
         theirs: dict[Who, list[Mapping[str, Any]]] = {}
         for beat in beats.values():
             if beat["group"] not in groups and not beat["group"].startswith(SUPERVISOR):

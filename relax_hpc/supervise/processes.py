@@ -49,15 +49,15 @@ class Processes(Incarnation):
         self.leave()
 
     def end_leftovers(self) -> None:
-        """Of this incarnation and those before it, none of which is to live."""
+        """End the processes of this incarnation and of those before it, none of which is to live."""
         end_leftovers(self.run, self.name, self.incarnation)
 
 
 class Waiting(Processes):
-    """What was started ahead and has not begun."""
+    """Incarnation that was started ahead and has not begun."""
 
     def end_leftovers(self) -> None:
-        """It has started nothing, and the incarnation before it is at work."""
+        """End nothing: it has started no work, and the incarnation before it is at work."""
 
 
 class LocalLauncher:
@@ -70,7 +70,7 @@ class LocalLauncher:
         self.run, self.job, self._ending = run, job, ending
 
     def commands(self, name: str, incarnation: int) -> dict[str, Command]:
-        """Of every role of ``name`` (the controller first in the hub), output to its log directory."""
+        """Commands of all roles of ``name`` (the controller first in the hub), output to its log directory."""
         config = load_resolved(self.run.root, name)
         own = {leftovers.VARIABLE: leftovers.word(self.run, name, incarnation)}
         logs, variables = self.run.logs(name, incarnation), environment(config, variables_of(config, name)) | own
@@ -101,7 +101,7 @@ class LocalLauncher:
         return Waiting(self.run, name, incarnation, [Member.begin(role, commands[role], ahead=True) for role in roles])
 
     def adopt(self, name: str, incarnation: int) -> None:
-        """They died with their supervisor."""
+        """None: processes die with their supervisor."""
 
     def whole(self, name: str) -> bool:
         return True
@@ -139,13 +139,13 @@ def kill(processes: list[psutil.Process]) -> None:
 
 
 def role_words(run: RunDir, group: str, role: str, incarnation: int, module: str = "relax_hpc.roles") -> list[str]:
-    """What a Python interpreter is given to become a rank of ``role``, by ``module``."""
+    """Arguments of a Python interpreter that becomes a rank of ``role``, by ``module``."""
     args = ["--run_dir", str(run.root), "--group", group, "--role", role, "--incarnation", str(incarnation)]
     return ["-m", module, *args]
 
 
 def command(run: RunDir, config: Config, group: str, role: str, incarnation: int) -> list[str]:
-    """What starts ``role`` here."""
+    """Command line that starts ``role`` on this machine."""
     ranks = ranks_of(config, group, role)
     together = ["-m", "relax_hpc.supervise.ranks", str(ranks)] if ranks > 1 else []
     return [sys.executable, *together, *role_words(run, group, role, incarnation)]

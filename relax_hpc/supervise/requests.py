@@ -1,4 +1,4 @@
-"""What commands ask of supervisors: numbered files that are answered by files, whoever supervises at the time.
+"""Requests of commands to supervisors: numbered files that are answered by files, whoever supervises at the time.
 
 release   stop a group in good order and give its nodes back; a job of its own takes over
 restart   stop a group in good order and start it again in place, with the settings of now

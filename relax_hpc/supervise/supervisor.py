@@ -60,15 +60,15 @@ _STOP_LOOK_S = 0.1
 _AGAIN_S, _OUTAGE_S = 10.0, 3600.0
 """A group that cannot be brought back now is tried again so often, for so long."""
 _TOLD_BEATS = 6
-"""In so many beats everybody has found a new hub and told it what it waits for."""
+"""Beats within which everybody has found a new hub and told it what it waits for."""
 _CHECKPOINT_SIZE = 8
-"""In sizes of the weights, optimizer included: nothing that is loaded is larger."""
+"""Size of a checkpoint in sizes of the weights, optimizer included: nothing that is loaded is larger."""
 RELEASED = "released"
 """Reason of a handing over after which somebody else submits the job."""
 
 
 class Outcome(Enum):
-    """How supervision ended when it did not fail."""
+    """End of a supervision that did not fail."""
 
     FINISHED = "finished"
     STOPPED = "stopped"
@@ -109,7 +109,7 @@ class Supervisor:
         self.released: set[str] = set()
         """Groups that have other jobs by now, or are to get them: they were asked for."""
         self.elastic = config.layout == "local"
-        """It starts and ends further members of groups itself; else these have jobs of their own."""
+        """Whether this supervisor starts and ends further members of groups; else these have jobs of their own."""
         self.again: dict[str, tuple[str, float, float]] = {}
         """Groups that could not be brought back yet: why they ended, when, and when they are tried again."""
         self.done: set[str] = set()
@@ -240,7 +240,7 @@ class Supervisor:
             self.again[name] = (str(error), now, now)
 
     def turn_away(self, name: str, reason: str) -> None:
-        """Not to be started on the nodes that it has; counts as a start, so that this does not go on for ever."""
+        """Refuse to start a group on its nodes; counts as a start, so that this does not go on for ever."""
         try:
             record(self.run, name, self._claim(name), Launch(self.attempt, self.progress()))
         except (NoRoom, OSError) as error:
@@ -311,7 +311,7 @@ class Supervisor:
             self.on_silence(name, incarnation)
 
     def look_after_waits(self) -> None:
-        """What waits for a group that is not there is not judged; but nobody waits for ever."""
+        """End the run if a group has been waited for too long: others that wait for it are not judged meanwhile."""
         limit = longest_wait_s(self.config)
         for name, wait in self.liveness.lacking.items() if "hub" in self.names else ():
             if wait["since_s"] > limit and not all_done(self.run, self.config, name):
@@ -572,7 +572,8 @@ class Supervisor:
         return group.alive() if group else not all_ended(self.run, self.config, name)
 
     def _stop_order(self, names: list[str]) -> list[list[str]]:
-        """Who trains while that can still be fed, then the others together, the hub last."""
+        """Order in which groups are stopped: trainers while they can still be fed, the others together, the hub
+        last."""
         trainers = set(trainers_of(self.config.groups).values())
         fed = [name for name in names if name != "hub" and name in trainers]
         others = [name for name in names if name not in (*fed, "hub")]

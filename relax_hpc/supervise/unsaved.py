@@ -14,7 +14,8 @@ _HOUR_S = 3600.0
 
 
 def unsaved(config: Config, beats: Mapping[str, Mapping[str, Any]], trained_steps: int) -> dict[str, Any]:
-    """What the trainers' beats say of it, and what is at risk: `steps`, `seconds`, and hours `spent` of a `unit`.
+    """Checkpoints that trainers could not write, by their beats, and what is at risk: `steps`, `seconds`, and hours
+    `spent` of a `unit`.
 
     Empty: all checkpoints so far are written, or none is due yet.
     """
@@ -29,7 +30,7 @@ def unsaved(config: Config, beats: Mapping[str, Mapping[str, Any]], trained_step
 
 
 def in_words(found: Mapping[str, Any]) -> str:
-    """As the terminal and `status` say it."""
+    """Line of words for the terminal and `status`."""
     since = f"NOT SAVED since step {found['step']} ({found['failed']} failed: {found['why']})"
     minutes, spent = found["seconds"] / 60, f"{found['spent']:.1f} {found['unit']}-hours"
     return f"{since}; at risk: {found['steps']} steps, {minutes:.0f} minutes, {spent}"

@@ -1,4 +1,4 @@
-"""Who is dead. All that is known of a group becomes one verdict here, and nowhere else.
+"""Verdicts on who is dead. All that is known of a group becomes one verdict here, and nowhere else.
 
 Which evidence wins, the strongest first:
 
@@ -39,14 +39,14 @@ GONE = ""
 
 
 class Fate(Enum):
-    """What becomes of a role, or of its group."""
+    """Fate of a role, or of its group."""
 
     LIVES = "lives"
     DONE = "done"
     WAITS = "waits"
-    """In the queue."""
+    """Queued by Slurm."""
     LEAVES = "leaves"
-    """Its allocation, or its job, ends: it is brought back from outside."""
+    """Leaving with its allocation, or its job: it is brought back from outside."""
     SUSPECT = "suspect"
     """A part of it is silent; whoever looks after it may be as dead."""
     DEAD = "dead"
@@ -68,36 +68,36 @@ LIVES = Verdict(Fate.LIVES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """What is known of a role, or of a group that somebody else looks after; None: nothing is."""
+    """Evidence on a role, or on a group that somebody else looks after; None: nothing is known."""
 
     mark: Mapping[str, Any] | None = None
     """The exit mark."""
     exit: Callable[[], str] | None = None
-    """The process is gone: how, in words, if there is no mark."""
+    """Description of the end of a process that left no mark; None: it runs."""
     ends: Callable[[], bool] = lambda: False
     """Whether Slurm ends the allocation around it; asked only if something has ended."""
     job: str | None = None
-    """State of the group's own job; GONE."""
+    """State of the group's own job, or GONE."""
     job_used_s: float = 0.0
-    """For how long that has run."""
+    """Seconds for which that job has run."""
     beats: Sequence[Mapping[str, Any]] | None = None
-    """The newest one of each member that talks."""
+    """Newest beat of each member that beats."""
     others: bool = False
-    """Somebody else looks after it."""
+    """Whether somebody else looks after it."""
     known_s: float = 0.0
-    """Since when it is looked after."""
+    """Seconds for which it has been looked after."""
     patience_s: float = 0.0
-    """How long until its first beat."""
+    """Seconds until its first beat, at most."""
     load_s: float = math.inf
-    """How long it may be at one part of what it loads."""
+    """Seconds at one part of what it loads, at most."""
     unanswered_s: float | None = None
-    """Of the hub: for how long it owes an answer."""
+    """Seconds for which the hub has owed an answer."""
     supervisor_still_s: float | None = None
-    """For how long its supervisor has given no sign."""
+    """Seconds without a sign of its supervisor."""
 
 
 def verdict(evidence: Evidence, limits: LivenessConfig) -> Verdict:
-    """By the strongest evidence that says anything."""
+    """Verdict by the strongest evidence that says anything."""
     for judge in (_by_end, _by_job, _by_answers, _by_beats):
         if found := judge(evidence, limits):
             return found

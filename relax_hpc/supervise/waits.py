@@ -1,4 +1,4 @@
-"""What a run waits for: groups that are queued, load or are being replaced, and what the others spend meanwhile."""
+"""Waits of a run for groups that are queued, load or are being replaced, and what the others spend meanwhile."""
 
 from __future__ import annotations
 
