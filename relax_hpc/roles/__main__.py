@@ -32,7 +32,7 @@ from relax_hpc.transfer_queue.presence import longest_wait_s
 from relax_hpc.weights.node_cache import clear_staging
 
 MEETING_SHARE = 0.75
-"""Of liveness.start_timeout_s."""
+"""Share of liveness.start_timeout_s in which ranks must have met."""
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -125,8 +125,8 @@ def import_role(name: str, config: Config, local_rank: int | None) -> ModuleType
 
 
 def meeting_s(config: Config) -> float:
-    """How long ranks may look for each other: so that they say what was not to be had before their supervisor, whose
-    clock began before there was this process, says that they have not begun to beat."""
+    """Seconds for ranks to look for each other: they say what was not to be had before their supervisor, whose clock
+    began before this process, says that they have not begun to beat."""
     from relax_hpc.metrics.spans import process_began
 
     return max(1.0, MEETING_SHARE * config.liveness.start_timeout_s - (time.monotonic() - process_began()))

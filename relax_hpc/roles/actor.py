@@ -31,7 +31,7 @@ _MOVE = ("actor", "its state to the host or back")
 
 
 class Policy(Beside):
-    """What the actor has beside its training: weights to publish, forward roles inside of it, turns on its devices."""
+    """Duties of the actor beside its training: weights to publish, forward roles inside of it, turns on its devices."""
 
     def __init__(self, context: Context, ranks: Ranks, model: PolicyModel) -> None:
         self.context, self.config, self.ranks = context, context.config, ranks
@@ -39,7 +39,7 @@ class Policy(Beside):
         self.inner = InnerRoles(model, self.config, context.model)
         self.trainer = trainer_of(model, self.config)
         self.away: StateAway | None = None
-        """With `colocate`, from `resumed` on: where weights and optimizer are while engines have the devices."""
+        """Host copy of weights and optimizer while engines have the devices; with `colocate`, from `resumed` on."""
         self.publisher = Publisher(
             context.run,
             context.client,
@@ -137,7 +137,7 @@ def peak_of(model: PolicyModel, config: Config) -> float | None:
 
 
 def trainer_of(model: PolicyModel, config: Config) -> Trainer:
-    """What trains ``model``, or takes the time that this is said to take."""
+    """Trainer of ``model``, or one that only takes the time that training is said to take."""
     if config.actor.simulated_step_s:
         return SimulatedTrainer(model, config)
     return Trainer.of(model, config.algorithm, config.actor, config.rollout.temperature)

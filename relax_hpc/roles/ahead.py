@@ -20,7 +20,7 @@ from relax_hpc.rendezvous.roster import latest_incarnation
 from relax_hpc.rundir import RunDir, write_json
 
 _LOOK_S = 10.0
-"""Between looks at whether anybody may still need it; who does says so at once."""
+"""Seconds between looks at whether the process may still be needed; who needs it says so at once."""
 _LOW = 19
 _OOM_SCORE, _FIRST_TO_GO = Path("/proc/self/oom_score_adj"), "1000"
 _MEMORY = Path("/proc/self/smaps_rollup")
@@ -28,7 +28,7 @@ _STDIN = 0
 
 
 class NotNeededError(Exception):
-    """It ends without having been an incarnation; the reason in words."""
+    """End of a process that never became an incarnation; the reason in words."""
 
 
 def wait_to_begin(
@@ -54,7 +54,7 @@ def wait_to_begin(
 
 
 def _at_low_priority(work: Callable[[], object]) -> None:
-    """In a thread, which ends: a process that has made way to others may not take its place again."""
+    """Work in a thread, which ends: a process that has made way to others may not take its place again."""
     failed: list[BaseException] = []
 
     def run() -> None:
@@ -74,7 +74,7 @@ def _at_low_priority(work: Callable[[], object]) -> None:
 
 @contextlib.contextmanager
 def _first_to_go() -> Iterator[None]:
-    """Where memory runs out, rather this process than one at work."""
+    """Let the system end this process rather than one at work where memory runs out."""
     before = ""
     with contextlib.suppress(OSError):
         before = _OOM_SCORE.read_text()
@@ -88,7 +88,7 @@ def _first_to_go() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _note(path: Path | None, about: dict[str, float]) -> Iterator[None]:
-    """For `relax-hpc status`; a disk that takes nothing does not matter."""
+    """Keep a note for `relax-hpc status`; a disk that takes nothing does not matter."""
     if path:
         with contextlib.suppress(OSError):
             write_json(path, about)
@@ -124,7 +124,7 @@ def _has_device() -> bool:
 
 
 def _memory_mb() -> int:
-    """Of this process, what it shares with others divided among them; 0: not known."""
+    """Memory of this process in MB, what it shares with others divided among them; 0: not known."""
     with contextlib.suppress(OSError, StopIteration):
         lines = _MEMORY.read_text().splitlines()
         return int(next(line.split()[1] for line in lines if line.startswith("Pss:"))) // 1024

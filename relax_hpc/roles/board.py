@@ -26,7 +26,7 @@ from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 _ADDED_UP = ("perf/rollout_tokens", "queue/by_", GENERATED, SKIPPED, COMPONENT_SUM, COMPONENT_COUNT)
 """Beginnings of tags."""
 _TEXTS = 4
-"""Of a step, at most, in TensorBoard."""
+"""Texts of a step in TensorBoard, at most."""
 _ELSEWHERE = ("name", "run_dir", "groups", "site", "slurm")
 """Parts of a configuration that say where a run is, and nothing of what is learned."""
 
@@ -93,7 +93,7 @@ class Board:
         self._shown.clear()
 
     def _shares(self) -> dict[str, float]:
-        """Of each role's time since the last step: the share it waited, for whom, and seconds by kind."""
+        """Shares of each role's time since the last step that it waited, for whom, and seconds by kind."""
         shares: dict[str, float] = {}
         for role, seconds in self._seconds.items():
             shares |= tags_of_time(role, seconds)

@@ -43,7 +43,7 @@ class Checkpoints:
         self.saved: tuple[int, float] = 0, time.time()
         """The newest step that this role has saved, and when that was."""
         self.part = "" if context.role == POLICY else context.role
-        """In the names of its folders."""
+        """Part of the names of its folders; empty for the policy."""
 
     def load(self) -> int:
         """Load this role's part of the newest checkpoint that verifies; the step to begin with: 0 if there is none.
@@ -98,7 +98,7 @@ class Checkpoints:
         store.remove_others(root, kept, self.context.incarnation, self.part)
 
     def _note_unsaved(self, why: str) -> None:
-        """In the leader's saving thread."""
+        """Note that a checkpoint was not written, in the leader's saving thread."""
         client, (step, at) = self.context.client, self.saved
         client.status.note("checkpoint_unwritten", why, "unwritten")
         client.beat.unsaved = {"step": step, "since": at, "failed": self.saver.failed, "why": why[:_WORDS]}

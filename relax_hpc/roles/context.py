@@ -1,4 +1,4 @@
-"""What a role is given: its run, its place in the group, its connection to the queue, and its clock."""
+"""Context of a role: its run, its place in the group, its connection to the queue, and its clock."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.client import QueueClient
 
 HUB = ("hub", "an answer of the queue")
-"""Of a wait, where the queue names nobody else."""
+"""Cause of a wait where the queue names nobody else."""
 NEWS = ("actor", "a newer version")
 TURN = ("actor", "its turn on the devices")
 END = [("actor", "the end of the run", math.inf)]
-"""What a wait was for that nothing came of, see `OpenSpan.because`."""
+"""Cause of a wait that nothing came of, see `OpenSpan.because`."""
 
 
 @dataclass(slots=True)
@@ -38,18 +38,18 @@ class Context:
     stop: Flag
     """Set when the process is asked to end."""
     deadline: float | None = None
-    """When the allocation ends, in seconds of the incarnation; None: it does not."""
+    """Time at which the allocation ends, of the wall clock; None: it does not."""
     kept_short: Keeper | None = None
     """Cuts the logs of this process, and of those that it starts."""
 
     @property
     def model(self) -> Path:
-        """Where this process reads version 0 and the tokenizer."""
+        """Model directory from which this process reads version 0 and the tokenizer."""
         return model_directory(self.run, self.config)
 
     @property
     def logs(self) -> Path:
-        """Where this incarnation of the group logs."""
+        """Folder of the logs of this incarnation of the group."""
         return self.run.logs(self.group, self.incarnation)
 
     def says(self, what: str) -> None:

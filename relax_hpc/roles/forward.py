@@ -106,7 +106,7 @@ def _follow(context: Context, ranks: Ranks, scorer: Scorer) -> None:
 
 
 def _hear(context: Context, ranks: Ranks) -> dict[str, Any]:
-    """What the leader says next; it has waited for the same."""
+    """Next command of the leader, which has waited for the same."""
     with context.spans("wait", cause=HUB) as waiting:
         command = ranks.tell(None)
         waiting.because(command["claim"]["waited"] if command["do"] == "score" else _FOR_NEWS)

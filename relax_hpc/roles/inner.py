@@ -31,7 +31,7 @@ class InnerRoles:
         self._passes, self._mini_batches = config.algorithm.passes, config.algorithm.mini_batches
         updates = self._passes * self._mini_batches
         self.roles = {role for role in config.actor.forward if role != "actor_fwd" or updates > 1}
-        """Those that score anything."""
+        """Roles that score anything."""
         self._weights = SwappedWeights(model.module)
         if "reference" in self.roles:
             self._keep_reference(config.model, policy)
@@ -46,7 +46,7 @@ class InnerRoles:
             self.model.load_hf(policy)
 
     def begin_step(self) -> None:
-        """Before the first update of a step."""
+        """Keep the weights from before the first update of a step, if they will be needed."""
         if "actor_fwd" in self.roles and self._mini_batches > 1:
             self._weights.keep("old")
 

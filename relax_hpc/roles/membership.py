@@ -12,7 +12,7 @@ from relax_hpc.roles.context import Context
 from relax_hpc.roles.replica import Replica
 
 _LOOKS_S = 2.0
-"""Between two looks at the changes of the run, on a filesystem that everybody shares."""
+"""Seconds between two looks at the changes of the run, on a filesystem that everybody shares."""
 
 
 class Membership:
@@ -24,7 +24,7 @@ class Membership:
         self._read = self._changes()
 
     def wanted(self) -> list[Entry]:
-        """Those that are to serve."""
+        """Engines that are to serve."""
         group = self._context.group
         return [entry for entry in self._configured if f"{group}/{entry.number}" not in self._without]
 

@@ -24,7 +24,7 @@ _LOOK_S = 0.2
 
 
 def model_directory(run: RunDir, config: Config) -> Path:
-    """Where this process reads the run's first weights and tokenizer: the run directory, or a copy on this node."""
+    """Directory of the run's first weights and tokenizer for this process: the run's, or a copy on this node."""
     if "model" not in config.site.stage:
         return run.model
     name = hashlib.sha256(f"{run.root}:{run.model.resolve()}".encode()).hexdigest()[:16]
@@ -33,7 +33,7 @@ def model_directory(run: RunDir, config: Config) -> Path:
 
 
 def go_on_in_local_environment(config: Config, module: str, arguments: list[str]) -> None:
-    """Where the site stages the environment, replace this process by the same ``module`` run from a copy on this node.
+    """Replace this process by the same ``module`` run from a copy on this node, where the site stages the environment.
 
     The copy is of the folder of this interpreter's virtual or conda environment, by its path and last change. The
     process keeps its id and all that it has inherited. Returns if that is not asked for, or has been done.

@@ -38,7 +38,7 @@ class Prefetch:
         self.context, self.ranks, self.settings, self.placeholders = context, ranks, settings, placeholders
         self.channel = ranks.channel()
         self.asked: Future[Window] | None = None
-        """What was last asked for; None once `taken`."""
+        """Window that was asked for last; None once `taken`."""
         self._work = Background("windows", self._answer)
 
     def ask(self, batch: int) -> None:

@@ -28,7 +28,7 @@ from relax_hpc.transport import SlabPool
 
 _LOOK_S = 0.5
 _LATER_S = 60.0
-"""Who waits for the leader's word does so longer than the leader for the queue's, at most by so much."""
+"""Seconds that a wait for the leader's word may be longer than the leader's for the queue's, at most."""
 
 
 class Ranks:
@@ -47,7 +47,7 @@ class Ranks:
         self.leader = world.leader
         self.size = world.size
         self.pool = context.client.store.pool if context.client else SlabPool()
-        """Where records lie that this rank offers on the planes of `reader`."""
+        """Memory of the records that this rank offers on the planes of `reader`."""
         self.reader = context.client.store if context.client else self._own_reader(context)
         self._timeout_s = patience_s + min(patience_s, _LATER_S)
         # Commands wait on sockets, not in an MPI or NCCL call that would burn a core or a GPU.
@@ -68,7 +68,7 @@ class Ranks:
         return self.control.tell(message)
 
     def ask(self, ask: Callable[[QueueClient], Future]) -> Any:
-        """What the queue answers the leader, in every rank: a message, see `Channel.tell`."""
+        """Answer of the queue to the leader, in every rank: a message, see `Channel.tell`."""
         return self.tell(ask(self._client) if self._client else None)
 
     def rows(self, claim: Claim, channel: Channel) -> list[Row] | None:
@@ -109,7 +109,8 @@ class Ranks:
     def collect(
         self, rows: Sequence[Row], mine: Sequence[int], values: Sequence[np.ndarray] | None
     ) -> list[np.ndarray]:
-        """Per-token ``values`` that data-parallel leaders have for ``mine``; in the leader, of all rows in order."""
+        """Values of all rows in order, in the leader; data-parallel leaders have ``values``, per token, for
+        ``mine``."""
         if self.size == 1:
             assert values is not None
             return [value for _, value in sorted(zip(mine, values, strict=True), key=itemgetter(0))]

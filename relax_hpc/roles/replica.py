@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 FOR_TURN = "waiting for the actor to make room"
-"""What an engine is at that has not started yet. It is no part of its start."""
+"""Words for an engine that has not started yet, which is no part of its start."""
 _TELL_S = 0.5
-"""Between two looks at what an engine that starts is at."""
+"""Seconds between two looks at what an engine that starts is doing."""
 
 
 class Replica:
@@ -56,14 +56,14 @@ class Replica:
         self.replaced = 0
         """Engines in a row that gave no good answer before they were."""
         self.failures = 0
-        """Of the engine, in a row."""
+        """Failures of the engine in a row."""
         self.failed = 0
-        """How often it has, ever: what was asked before a failure has failed by that one."""
+        """Failures of the engine ever: what was asked before a failure has failed by that one."""
         self.leaving = asyncio.Event()
         """Set when it is to take no more work."""
         self.started = False
         self.activity: Activity
-        """Once the engine has started."""
+        """Activity of the engine, set once it has started."""
 
     async def serve(self) -> None:
         """Start the engine, then follow weights and generate until the run is finished, or the engine leaves."""
@@ -108,7 +108,7 @@ class Replica:
         return task
 
     async def unless_leaving(self, asking: asyncio.Future[T]) -> T | None:
-        """What the queue answers to who asks for tickets; None once it is to leave.
+        """Answer of the queue to who asks for tickets; None once the engine is to leave.
 
         The queue may have granted some at that moment, which must not be lost; so it is told first that there will be
         no weights to draw them by, after which it grants none.
@@ -245,7 +245,7 @@ class Replica:
             await asyncio.sleep(_TELL_S)
 
     def new_engine(self) -> Engine:
-        """It serves no version of the run yet."""
+        """New engine that serves no version of the run yet."""
         context = self.context
         return make_engine(self.config, self.number, context.model, NOTHING, context.logs, self.place)
 
@@ -279,7 +279,7 @@ class Replica:
         return list(zip(prompts, answers, await self.rollout.judging.evaluated(prompts, answers), strict=True))
 
     async def answer(self, request: GenerateRequest) -> Generation | BadAnswer:
-        """How an episode ends, asked for again while the engine fails, a few times in a row at most."""
+        """End of an episode, asked for again while the engine fails, a few times in a row at most."""
         while True:
             with contextlib.suppress(Repeat):
                 made = await play(self.rollout.task, request, self.once, self.config.rollout.episode_timeout_s)
@@ -298,7 +298,7 @@ class Replica:
         return await self.asked(ask, counted)
 
     async def asked(self, ask: Callable[[Engine], Awaitable[T]], counted: bool = True) -> T:
-        """What the engine answers; Repeat as `once`."""
+        """Answer of the engine; Repeat as `once`."""
         await self.ready.wait()
         engine, failed = self.engine, self.failed
         try:

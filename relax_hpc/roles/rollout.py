@@ -49,7 +49,7 @@ class Rollout:
         self.outcomes = Outcomes(shape)
         path = context.run.samples / f"{context.group}-inc-{context.incarnation:06d}-rank-{context.world.rank}{SUFFIX}"
         self.keeping: set[asyncio.Task[None]] = set()
-        """What is being written down of the last puts."""
+        """Tasks that write down the last puts."""
         self.samples = SampleKeeper(SampleLog(path, config.samples, config.steps), config, self.tokenizer)
         self.outbox = Outbox(self.put, context.report)
         self.judging = Judge(config, self.tokenizer, self.outbox.report, self.samples.keeps)
@@ -58,7 +58,7 @@ class Rollout:
         configured = entries(shape.replicas, world.rank, world.size, world.local_rank)
         self.membership = Membership(context, configured, self.pool)
         self.phases: dict[int, str] = {}
-        """What engines that start are at, by number."""
+        """Words for what each engine that starts is doing, by number."""
         # The hub may be away for long.
         context.says("")
         if context.world.leader:
@@ -123,7 +123,7 @@ class Rollout:
             self.client.status.report("rollout", step, {SKIPPED: float(skipped)})
 
     async def judge(self, attempt: Attempt, answers: Sequence[Generation | Episode | BadAnswer]) -> list[Row] | Failure:
-        """Of an attempt its rows, rewards included, or why it came to nothing."""
+        """Rows of an attempt, rewards included, or why it came to nothing."""
         judged = await self.judging.rows(attempt.prompt, attempt.ticket, answers)
         self.outcomes.count(judged)
         return judged

@@ -1,4 +1,4 @@
-"""When a trainer role ends before its last step."""
+"""Clock of a trainer role: when it ends before its last step."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ class StepClock:
         return self.deadline is None or time.time() + _MARGIN * (self.step_s + self.save_s) < self.deadline
 
     def reason(self, stop: bool) -> str:
-        """Why to end at this step's edge; empty: go on."""
+        """Reason to end at this step's edge; empty: go on."""
         return "asked to stop" if stop else "" if self.room() else "the time limit leaves no room for a step"

@@ -1,4 +1,4 @@
-"""What a training step says of itself: scalars for metrics.jsonl and TensorBoard."""
+"""Report of a training step: scalars for metrics.jsonl and TensorBoard."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from relax_hpc.transfer_queue.row_schema import Row, by_prompt
 
 
 class Tally:
-    """What the step's episodes say, for the metrics."""
+    """Sums over the step's episodes, for the metrics."""
 
     def __init__(self) -> None:
         self.rewards: list[float] = []
         self.lengths: list[int] = []
         """Tokens that the policy sampled, in all rows of an episode."""
         self.stopped = 0
-        """Episodes whose last row did."""
+        """Episodes whose last row stopped by itself."""
         self.row_tokens: list[int] = []
-        """Of each row, those included that nobody sampled."""
+        """Tokens of each row, those included that nobody sampled."""
 
     def add(self, rows: list[Row]) -> None:
         """Rows of whole prompt groups, in the order of their ids."""
@@ -63,12 +63,12 @@ _RENAMED = {
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What came of a step's updates, of which there may be many."""
+    """Result of a step's updates, of which there may be many."""
 
     first: dict[str, float]
-    """`Trainer.step` of the first one, whose log-probabilities are those before it."""
+    """Metrics of the first update (`Trainer.step`), whose log-probabilities are those before it."""
     last: dict[str, float]
-    """Of the last one."""
+    """Metrics of the last update."""
     tally: Tally
     lr: float
     seconds: float
@@ -115,7 +115,7 @@ def policy_values(result: StepResult) -> dict[str, float]:
 
 
 def correction_report(metrics: dict[str, float]) -> dict[str, float]:
-    """How far the engine's policy was from the old one, and what the off-policy correction made of it.
+    """Metrics of how far the engine's policy was from the old one, and of what the off-policy correction made of it.
 
     `correction/effective_share`: of as many tokens by the old policy itself, those that would say as much.
     """

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from relax_hpc.roles.replica import Replica
 
 _UNUSABLE, _SURPLUS = "unusable", "surplus"
-"""Why an attempt is dropped: nobody can go on with its log, or it is a spare that nobody needs."""
+"""Reasons why an attempt is dropped: nobody can go on with its log, or it is a spare that nobody needs."""
 
 
 class HandedOn(Exception):
@@ -139,7 +139,7 @@ class TicketWorker:
         return None
 
     def report(self, ticket: int, drawn: int, values: Mapping[str, float] | None = None) -> None:
-        """So many tokens were drawn for a ticket, and what else there is to count."""
+        """Report the number of tokens drawn for a ticket, and what else there is to count."""
         self.rollout.outbox.report(self.step_of(ticket), {"perf/rollout_tokens": drawn, **(values or {})})
 
     def step_of(self, ticket: int) -> int:
@@ -214,7 +214,8 @@ class TicketWorker:
         return False
 
     async def leave(self, spare: Spare) -> None:
-        """Its ticket does not need it: another one may, but for staleness 0, where nobody may be trained on it."""
+        """Offer a spare to other tickets, as its own does not need it; at staleness 0, where none may be given it, drop
+        it."""
         if not self.config.max_staleness:
             await spare.abort()
             await self.drop(spare.attempt, _SURPLUS)
@@ -236,5 +237,5 @@ class TicketWorker:
             await spare.abort()
 
     async def drop(self, attempt: Attempt, reason: str) -> None:
-        """What there is of it is of no use, which the queue counts."""
+        """Drop an attempt that is of no use, which the queue counts."""
         await asyncio.wrap_future(self.client.tickets.drop_attempt(attempt.ticket, attempt.number, reason))

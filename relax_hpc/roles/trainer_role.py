@@ -32,22 +32,23 @@ _OTHERS = ("trainers", "their last step")
 
 
 class Beside:
-    """What a trainer role has beside its training: nothing. Every method is called in every rank."""
+    """Duties of a trainer role beside its training: none here. Every method is called in every rank."""
 
     def resumed(self, step: int) -> None:
-        """The model is as before training step ``step``."""
+        """Called when the model is as before training step ``step``."""
 
     def take_turn(self, step: int, windows: WindowStream) -> None:
-        """Before the time of ``step`` counts; `windows.ask` waits for an answer of the queue."""
+        """Called before the time of ``step`` counts; `windows.ask` waits for an answer of the queue."""
 
     def begin_step(self, step: int) -> None:
-        """Before the first update of ``step``."""
+        """Called before the first update of ``step``."""
 
     def prepare(self, step: int, number: int, batches: list[Batch]) -> None:
-        """Before the gradient of ``batches``, of mini-batch ``number`` in its first pass, which may be added to."""
+        """Called before the gradient of ``batches``, of mini-batch ``number`` in its first pass; may add fields to
+        them."""
 
     def before_update(self, step: int) -> None:
-        """Before weights change."""
+        """Called before weights change."""
 
     def trained(self, step: int) -> None:
         """All updates of ``step`` are made."""
@@ -90,7 +91,7 @@ class TrainerRole:
         self.alone = len(trainers_of(self.config.groups)) == 1
         """No other role of the run trains."""
         self.told: Future | None = None
-        """Of the leader: {} when the queue has taken the last step for trained, and it is reported."""
+        """Answer to the leader: {} when the queue has taken the last step for trained, and it is reported."""
 
     def run(self) -> None:
         """Train to the last step; asked to stop, or out of time, save at a step's edge."""
@@ -184,7 +185,7 @@ class TrainerRole:
         return {}
 
     def await_told(self, step: int) -> None:
-        """At step ``step``, in every rank: nothing more is changed or saved before the queue knows of the last step.
+        """Wait, in every rank: nothing more is changed or saved before the queue knows of the step before ``step``.
 
         Ranks that went on alone would wait in a collective of the next work, whose deadline no full disk and no hub
         that is away puts off.
@@ -225,7 +226,7 @@ class TrainerRole:
             self.trainer.accumulate(batches)
 
     def batches(self, window: Window) -> list[Batch]:
-        """This data rank's micro-batches of a window, as the queue has assigned them."""
+        """Micro-batches of a window for this data rank, as the queue has assigned them."""
         assigned, model = window.claim.assignment[self.ranks.layout.data_rank], self.trainer.model
         split, also = model.pack_split, model.spec.row_fields
         return collate_parts(window.rows, assigned, model.device, split, also, episode_tokens(window.rows))

@@ -18,7 +18,7 @@ from relax_hpc.transfer_queue.presence import longest_wait_s
 
 _LOOK_S = 0.2
 DISK = ("disk", "settled on disk")
-"""What a trainer waits for, when rows that it has are not safe yet."""
+"""Cause of a trainer's wait when rows that it has are not safe yet."""
 
 
 class WindowStream:
@@ -44,7 +44,7 @@ class WindowStream:
         self.clock, self.check = clock, check
         self.prefetch = Prefetch(context, ranks, settings, placeholders)
         self.settling: Future | None = None
-        """Of the leader, about the rows of the last mini-batch."""
+        """Answer to the leader about the rows of the last mini-batch."""
 
     def of(self, step: int, number: int) -> Iterator[Window]:
         """The windows of mini-batch ``number`` in ticket order, each as soon as its rows are there.
@@ -122,7 +122,7 @@ class WindowStream:
         return told["answer"]
 
     def why_end(self) -> str:
-        """Why another step must not begin; empty: it may."""
+        """Reason why another step must not begin; empty: it may."""
         return self.clock.reason(self.context.stop.is_set())
 
     def _take(self, step: int, may_end: bool) -> Window:
