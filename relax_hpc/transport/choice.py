@@ -1,4 +1,4 @@
-"""Which planes a process has: those of the configuration that work here, the best first."""
+"""Choice of the planes of a process: those of the configuration that work here, the best first."""
 
 from __future__ import annotations
 
@@ -66,5 +66,5 @@ def check_required(config: Config) -> None:
 
 
 def missing_plane(name: str, why: str) -> str:
-    """What to tell of a required plane that cannot be had."""
+    """Message about a required plane that cannot be had."""
     return f"queue.planes.{name}: found required, but {why.removeprefix(f'{name}: ')}; or set it to auto"

@@ -14,22 +14,21 @@ from relax_hpc.transport.lobby import Lobby
 from relax_hpc.transport.proof import GREETING_BYTES, PROOF_BYTES, Response
 
 MAX_CONNECTIONS = 1024
-"""Of one listener, each of which has a thread; whoever comes then is turned away, and reads by another plane."""
+"""Connections of one listener at most, each with a thread; further peers are turned away, and read by another plane."""
 CONNECT_S = 10.0
-"""For a peer to be reached and to prove what it is. A dead maker's port may have gone to somebody who says nothing."""
+"""Seconds for a peer to be reached and to prove what it is. A dead maker's port may have gone to a silent stranger."""
 SILENCE_S = 30.0
-"""For a maker of records without any sign, unless a run says when it takes a group for dead (`liveness.lease_s`). One
-whose node lost power closes no connection, nor does one that is stopped; whoever reads then asks again what there is to
-be read."""
+"""Seconds without any sign of a maker of records, unless a run says when it takes a group for dead
+(`liveness.lease_s`). One whose node lost power closes no connection, nor does one that is stopped; whoever reads then
+asks again what there is to be read."""
 _PIECE_BYTES = 1 << 20
 ACCEPT_SHARE = 0.1
-"""Of the time of a role, which has other things to do: what whoever floods it with connections gets, and as much again
-for their ends."""
+"""Share of a role's time that a flood of connections can take, and as much again for their ends."""
 CLOSE_S = 5.0
 
 
 class Deadline:
-    """When one operation, with all its waits, must be over."""
+    """Time at which one operation, with all its waits, must be over."""
 
     __slots__ = ("_end", "seconds", "silence")
 
@@ -87,7 +86,7 @@ def wait_for_request(connection: socket.socket) -> bool:
 
 
 def prove(connection: socket.socket, token: bytes, purpose: bytes, deadline: Deadline) -> None:
-    """As the end that connected: show that we hold ``token``, and have the other end show it.
+    """Show the listening end that we hold ``token``, and have it show the same.
 
     ``purpose`` names the listener that is meant. ConnectionError if the other end is another, or has another token.
     """

@@ -14,7 +14,7 @@ from relax_hpc.transport.sockets import Connection, endpoint_of
 from relax_hpc.transport.wire import BadMessage, Bytes
 
 FRAMES_A_TURN = 64
-"""Of one peer."""
+"""Frames of one peer that are read in a turn, at most."""
 _IN, _OUT = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 
@@ -39,7 +39,7 @@ class Listener:
         return self._refused + self.lobby.refused
 
     def receive(self, seconds: float) -> list[tuple[int, memoryview]]:
-        """What has come, by peer, or comes within ``seconds``; a new connection ends the wait too."""
+        """Payloads that have come, by peer, or come within ``seconds``; a new connection ends the wait too."""
         patience = self.lobby.patience(seconds)
         ready = {key.data: events for key, events in self._selector.select(0.0 if self._unread else patience)}
         accepts, found = ready.pop(None, 0), []
@@ -59,7 +59,7 @@ class Listener:
         return found
 
     def _hear(self, number: int, events: int) -> list[tuple[int, memoryview]]:
-        """What a peer says; of a guest at most that it is one. OSError, BadMessage: it is to go."""
+        """Payloads of a peer; of a guest only that it is one. OSError, BadMessage: it is to go."""
         if number in self.lobby.guests:
             if known := self.lobby.hear(number):
                 self._peers[number] = Connection(*known, listens=True)
@@ -75,7 +75,7 @@ class Listener:
         return [(number, payload) for payload in payloads]
 
     def send(self, number: int, payload: Bytes) -> None:
-        """To a peer; nothing if it has gone."""
+        """Send to a peer; nothing if it has gone."""
         peer = self._peers.get(number)
         if peer is None:
             return

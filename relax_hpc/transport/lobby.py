@@ -1,4 +1,4 @@
-"""Where those are who have connected and proven nothing yet, at a listening end that has one thread for all of them.
+"""Lobby for peers that have connected and proven nothing yet, at a listening end with one thread for all of them.
 
 Anybody who reaches the port can connect. What that may cost is bounded at every turn: so many connections are accepted,
 so many are there that have not proven that they hold the run's token, for so long, each of which is read and hashed
@@ -21,13 +21,13 @@ WAITING = 1024
 ACCEPTED_A_TURN = 16
 """Much fewer than may be unproven: who was accepted has some turns to answer, however many come."""
 _REST_S = 1.0
-"""Between two tries to accept a connection when there is no room for one."""
+"""Seconds between two tries to accept a connection when there is no room for one."""
 _LONGEST_S = 3600.0
-"""What selectors take."""
+"""Longest wait that selectors take, seconds."""
 
 
 class Guest:
-    """Who has connected, and has proven nothing yet."""
+    """Peer that has connected, and has proven nothing yet."""
 
     __slots__ = ("_answer", "_challenge", "socket", "until")
 
@@ -77,7 +77,7 @@ class Lobby:
         self.refused = 0
         """Connections that were ended for what they sent, or did not prove in time."""
         self.guests: dict[int, Guest] = {}
-        """Those that came first at first."""
+        """Guests by number, those that came first at first."""
         self._limit = connection_limit()
         self._numbers = itertools.count(1)
         self._rests_until = 0.0
@@ -86,7 +86,7 @@ class Lobby:
         selector.register(listening, selectors.EVENT_READ)
 
     def patience(self, seconds: float = _LONGEST_S) -> float:
-        """How long to wait at most, of ``seconds``; who had to rest accepts again."""
+        """Seconds to wait at most, of ``seconds``; a lobby that had to rest accepts again."""
         now = time.monotonic()
         if self._rests_until and now >= self._rests_until:
             self._rests_until = 0.0
@@ -96,7 +96,7 @@ class Lobby:
         return max(0.0, min([now + seconds, *ends]) - now)
 
     def hear(self, number: int) -> tuple[socket.socket, bytes] | None:
-        """Of a guest the connection and its key, once it has proven itself: then it is none any more."""
+        """Connection of a guest and its key, once it has proven itself: it is no guest any more. None before."""
         guest = self.guests[number]
         try:
             key = guest.receive()

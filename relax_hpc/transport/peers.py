@@ -68,7 +68,7 @@ class Link:
 
 
 def _is_readable(connection: socket.socket) -> bool:
-    """Of an idle connection: the peer has closed it, or says what nobody asked for."""
+    """Whether an idle connection is of no use: the peer has closed it, or says what nobody asked for."""
     poll = select.poll()
     poll.register(connection, select.POLLIN)
     return bool(poll.poll(0))

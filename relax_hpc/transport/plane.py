@@ -1,4 +1,4 @@
-"""What a plane is: a way for the bytes of a shard from the process that made it to one that needs it.
+"""Planes: ways for the bytes of a shard from the process that made it to one that needs it.
 
 The maker publishes a record once, on every plane that it offers; the reader takes the best plane that both sides have.
 Bytes are the maker's until it retires them, and never change before that.
@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 Descriptor = dict[str, Any]
-"""What a reader needs to find a record on one plane; msgpack-able, small, and the same for every reader."""
+"""Address of a record on one plane for its readers; msgpack-able, small, and the same for every reader."""
 
 
 class PlaneError(OSError):
@@ -35,7 +35,7 @@ class Plane(ABC):
         return True
 
     def path(self, descriptor: Descriptor) -> str:
-        """How the bytes of ``descriptor`` come here, for logs and tables; the plane's name if there is one way only."""
+        """Way by which the bytes of ``descriptor`` come, for logs and tables; the plane's name if there is only one."""
         return self.name
 
     @abstractmethod

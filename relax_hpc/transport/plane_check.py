@@ -25,7 +25,7 @@ PREFERENCE = ("shm", "rdma", "tcp", "file")
 """Best first."""
 TRIAL_BYTES = 64 << 10
 _GRACE_S = 1.0
-"""Beyond its deadline, for a plane that does not keep it."""
+"""Seconds beyond its deadline for a plane that does not keep it."""
 
 Offer = dict[str, Any]
 """`process`; `planes`: descriptor by plane; `absent`: by plane why it is not offered. Msgpack-able."""
@@ -33,7 +33,7 @@ Offer = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What came of one plane from `maker` to `reader`: `path` is how the bytes come, `why` why they do not."""
+    """Result of one plane from `maker` to `reader`: `path` is how the bytes come, `why` why they do not."""
 
     reader: str
     maker: str
@@ -94,7 +94,7 @@ def _try(
 
 
 def _read(plane: Plane, descriptor: Descriptor, offer: Offer, timeout_s: float) -> tuple[str, str]:
-    """How the record comes, and what is wrong with that."""
+    """Way by which the record comes, and what is wrong with that."""
     path = ""
     try:
         path = plane.path(descriptor)
@@ -106,7 +106,7 @@ def _read(plane: Plane, descriptor: Descriptor, offer: Offer, timeout_s: float) 
 
 
 def _within(seconds: float, work: Callable[[], tuple[str, str]]) -> tuple[str, str]:
-    """What ``work`` gives, in a thread that is left behind if it takes longer."""
+    """Result of ``work`` in a thread, which is left behind if it takes longer."""
     found: list[tuple[str, str]] = []
     thread = threading.Thread(target=lambda: found.append(work()), name="plane-preflight", daemon=True)
     thread.start()

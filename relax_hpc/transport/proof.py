@@ -1,4 +1,4 @@
-"""How both ends of a connection prove that they hold the run's token, and come to a key that only they know.
+"""Proofs of both ends of a connection that they hold the run's token, and a key that only they know.
 
 The token itself is never sent: each end answers the other's random challenge with an HMAC over both challenges and the
 purpose of the listener that is meant. Nothing here sends or waits: `planes.links` does with a thread for each
@@ -15,7 +15,7 @@ import hmac
 import secrets
 
 PROOF_S = 5.0
-"""In which both ends must have proven themselves."""
+"""Seconds in which both ends must have proven themselves."""
 MAX_UNPROVEN = 256
 """Connections of one listener that have not proven themselves. Whoever comes then takes the place of the one that has
 been there for longest: of those who hold the token each needs but a moment."""
@@ -64,7 +64,7 @@ class Response:
         self._token, self._purpose, self._challenges = token, purpose, b""
 
     def answer(self, greeting: bytes) -> bytes:
-        """What to send. ConnectionError if that is no greeting."""
+        """Answer to send. ConnectionError if ``greeting`` is none."""
         if not greeting.startswith(_HELLO):
             raise ConnectionError("what listens there is no listener of a run")
         own = secrets.token_bytes(_CHALLENGE_BYTES)

@@ -79,7 +79,7 @@ class _Sink:
             self._pool.give_back(slab)
 
     def close(self) -> None:
-        """After that nothing can land any more in what was given up on."""
+        """Close the agent: nothing can land any more in what was given up on."""
         for _, transfer in self._given_up:
             transfer.let_go()
         self.agent.close()
@@ -88,7 +88,7 @@ class _Sink:
 
 
 class RdmaPlane(Plane):
-    """See the module. PlaneError, with the reason, if NIXL is not there or cannot start."""
+    """Plane of one-sided reads by NIXL. PlaneError, with the reason, if NIXL is not there or cannot start."""
 
     name = "rdma"
 
@@ -110,7 +110,7 @@ class RdmaPlane(Plane):
             raise PlaneError(f"rdma: {why_not}")
         self.owner, self.emulated, self.suspect_s, self.quarantine_bytes = owner, emulated, suspect_s, quarantine_bytes
         self.routes: dict[str, Route] = {}
-        """By agent of another process, as they were found at its first record."""
+        """Route to each agent of another process, as it was found at its first record."""
         self.restarts = 0
         """Times that the reading agent ended for what it had given up on."""
         self._token, self._pool, self._poll_s = token, pool, poll_s

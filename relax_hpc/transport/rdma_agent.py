@@ -24,15 +24,16 @@ from relax_hpc.transport.links import Deadline
 
 _PACKAGES = ("nixl_cu12", "nixl_cu13", "nixl")
 _ENVIRONMENT = {"UCX_MODULES": "cma,ib,ib_mlx5", "UCX_LOG_LEVEL": "fatal", "NIXL_LOG_LEVEL": "FATAL"}
-"""As far as it is not set. What goes wrong is raised; the libraries need not print it too."""
+"""Variables for the libraries where they are not set. What goes wrong is raised; it need not be printed too."""
 _SPIN_S = 3e-4
 _PAUSE_GROWS_S = 1e-6
 _LONGEST_PAUSE_S = 1e-3
-"""Between two looks at a transfer. It begins by spinning: most are over soon, and no sleep is shorter than 50 us."""
+"""Seconds between two looks at a transfer, at most. It begins by spinning: most are over soon, and no sleep is shorter
+than 50 us."""
 
 
 def why_not_installed() -> str:
-    """What to install for NIXL to be here; empty if it is. Nothing is loaded."""
+    """Instruction to install NIXL; empty if it is here. Nothing is loaded."""
     return "" if _package() else "there is no package nixl-cu12; pip install --no-deps nixl-cu12"
 
 
@@ -59,7 +60,7 @@ def _load() -> Any:
 
 @contextlib.contextmanager
 def _environment() -> Iterator[None]:
-    """For as long as the libraries read it, which they do once: processes that are started later do without."""
+    """Set our variables while the libraries read them, which they do once: processes started later do without."""
     ours = {name: value for name, value in _ENVIRONMENT.items() if name not in os.environ}
     os.environ.update(ours)
     try:
@@ -80,7 +81,7 @@ def available() -> tuple[bool, str]:
 
 
 def address_of(memory: memoryview) -> int:
-    """Where ``memory`` begins in this process."""
+    """Address at which ``memory`` begins in this process."""
     return np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
 
 
@@ -97,7 +98,7 @@ class Agent:
             self._nixl = nixl.nixl_agent(self.name, nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
         self._lock = threading.Lock()
         self._memory: dict[int, np.ndarray] = {}
-        """What is registered, by the number of its memfd."""
+        """Registered memory, by the number of its memfd."""
         self._peers: dict[str, set[bytes]] = {}
         """Metadata that is loaded, by the name of the agent."""
 
@@ -122,7 +123,7 @@ class Agent:
                 self._memory[number] = whole
 
     def metadata(self, numbers: Iterable[int], deadline: Deadline) -> bytes:
-        """What a reader needs to reach this agent and the memfds ``numbers`` in it; about 450 bytes."""
+        """Metadata by which a reader reaches this agent and the memfds ``numbers`` in it; about 450 bytes."""
         with self.used(deadline) as nixl:
             spans = nixl.get_reg_descs([_span(self._memory[number]) for number in numbers], "DRAM")
             return nixl.get_partial_agent_metadata(spans, True, ["UCX"])

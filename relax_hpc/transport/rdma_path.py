@@ -1,4 +1,4 @@
-"""How the bytes of another process get here under UCX: copied by the kernel, by a network card, or emulated.
+"""Paths of another process's bytes under UCX: copied by the kernel, by a network card, or emulated.
 
 Only the first two are one-sided. Where neither works UCX falls back to TCP without a word, which is tens of times
 slower and needs the other process to take part.
@@ -17,7 +17,7 @@ from relax_hpc.transport.rdma_agent import knows_all_cards
 
 _FABRIC = Path("/sys/class/infiniband")
 _DRIVERS = ("mlx5_core",)
-"""Of the cards that the wheel's own libibverbs knows; NIXL built against the system's rdma-core knows them all."""
+"""Drivers of the cards that the wheel's own libibverbs knows; NIXL built against the system's rdma-core knows all."""
 _CMA_NAMES = ("all", "cma", "shm", "sm")
 _VERBS_NAMES = ("all", "ib", "rc", "dc", "ud")
 
@@ -34,7 +34,7 @@ class Route:
 
 
 def card() -> dict[str, Any]:
-    """What others must know of this process to find their route to it; msgpack-able."""
+    """Facts of this process by which others find their route to it; msgpack-able."""
     return {
         "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
         "pid_ns": Path("/proc/self/ns/pid").stat().st_ino,

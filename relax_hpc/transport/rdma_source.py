@@ -1,4 +1,4 @@
-"""What a process offers on the plane `rdma`: registered memory, a board of what is still there, and descriptors."""
+"""Offers of a process on the plane `rdma`: registered memory, a board of what is still there, and descriptors."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from relax_hpc.transport.rdma_path import card
 from relax_hpc.transport.slab import Memfd, Slab, SlabPool
 
 MAX_RECORDS = 1 << 16
-"""That one process can offer at a time."""
+"""Records that one process can offer at a time."""
 _BOARD = 0
 """Number of the board, where memfds of the pool begin at 1."""
 WORD_BYTES = 8
-"""Of a place on the board."""
+"""Bytes of a place on the board."""
 _PROOF_BYTES = 16
 _PUBLISH_S = 10.0
 
@@ -44,7 +44,7 @@ class Place:
     serial: int
 
     def descriptor(self, token: bytes) -> Descriptor:
-        """With a proof that a holder of ``token`` has made it: NIXL crashes on metadata that were changed."""
+        """Descriptor with a proof that a holder of ``token`` has made it: NIXL crashes on changed metadata."""
         found = {field: getattr(self, field) for field in self.__slots__}
         return found | {"proof": _proof(found, token)}
 

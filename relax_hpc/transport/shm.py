@@ -26,7 +26,7 @@ from relax_hpc.transport.plane import Descriptor, Plane, PlaneError
 from relax_hpc.transport.slab import Memfd, Slab, SlabPool, map_read_only
 
 MAX_RECORDS = 1 << 16
-"""That one process can offer at a time."""
+"""Records that one process can offer at a time."""
 _BOARD = 0
 """Number of the board, where memfds of the pool begin at 1."""
 _ANSWER_S = 5.0
@@ -69,7 +69,7 @@ class _Place:
 class _Record:
     slot: int
     copy: Slab | None
-    """What the plane itself took from the pool for it."""
+    """Memory that the plane itself took from the pool for it; None: the record lay in the pool."""
 
 
 class _Board:
@@ -101,7 +101,7 @@ class _Board:
 
 
 class _Maker(Link):
-    """Another process (or this one) that offers records: what it has mapped of its memory so far."""
+    """A process that offers records, another or this one: what was mapped of its memory so far."""
 
     def __init__(self, address: str, token: bytes) -> None:
         super().__init__(lambda deadline: _connect(address, token, deadline))

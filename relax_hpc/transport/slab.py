@@ -166,7 +166,7 @@ class SlabPool:
         return slabs[0]
 
     def _count(self, size: int) -> int:
-        """As many slabs as there are of this size, so that few file descriptors do for many, and little for few."""
+        """Slabs to make next: as many as there are of this size, so that few file descriptors do for many slabs."""
         with self._lock:
             return max(1, min(self._made.get(size, 0), MEMFD_BYTES // size))
 

@@ -19,9 +19,9 @@ from relax_hpc.transport.wire import MAC_BYTES, MAX_MESSAGE_BYTES, BadMessage, B
 _SIZE = struct.Struct("<I")
 _RECEIVE_BYTES = 1 << 18
 _MAX_BACKLOG_BYTES = 8 * MAX_MESSAGE_BYTES
-"""Of a peer that does not read what it is sent: it is not spoken to any more."""
+"""Bytes kept for a peer that does not read, at most: it is not spoken to any more."""
 _SILENT_S = 60
-"""After which the system asks whether the other end is still there."""
+"""Seconds of silence after which the system asks whether the other end is still there."""
 
 
 def framed(content: Bytes) -> bytes:
@@ -112,7 +112,7 @@ class Connection:
             self._cutter.add(data)
 
     def payloads(self, most: int | None = None) -> list[memoryview]:
-        """What frames have brought, in order; with ``most``, no more of them. BadMessage: nothing can follow.
+        """Payloads of the frames that have come, in order; at most ``most`` of them. BadMessage: nothing can follow.
 
         The frames before a bad one are lost with it.
         """
@@ -136,7 +136,7 @@ class Connection:
         self.socket.close()
 
     def wait(self, seconds: float) -> None:
-        """Until something has come, or what was kept can be sent, or so many ``seconds`` have passed."""
+        """Wait until something has come, or what was kept can be sent, or ``seconds`` have passed."""
         poll = select.poll()
         poll.register(self.socket, select.POLLIN | (select.POLLOUT if self.waits else 0))
         poll.poll(1000 * seconds)
@@ -149,7 +149,7 @@ class Knock:
     """
 
     def __init__(self, endpoint: str, token: bytes, purpose: bytes, seconds: float) -> None:
-        """To ``endpoint`` (tcp://host:port). OSError: nobody listens there, or accepts within ``seconds``."""
+        """Connect to ``endpoint`` (tcp://host:port). OSError: nobody listens there, or accepts within ``seconds``."""
         self._socket = _dial(endpoint, seconds)
         self._response, self._greeted, self._heard = Response(token, purpose), False, bytearray()
         self._end = time.monotonic() + PROOF_S
@@ -239,7 +239,7 @@ class Bell:
             self._hammer.send(b"!")
 
     def wait(self, connection: Connection | None, seconds: float) -> None:
-        """Until it rings, or ``connection`` has something, or takes what was kept for it."""
+        """Wait until it rings, ``connection`` has something or takes what was kept, or ``seconds`` have passed."""
         poll = select.poll()
         poll.register(self._ear, select.POLLIN)
         if connection:

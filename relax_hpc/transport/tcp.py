@@ -38,7 +38,7 @@ _OPTIONS = {socket.TCP_NODELAY: 1, socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL
 """An idle connection to a node that has lost its power ends after 30 s and three times 10 s."""
 _ANYWHERE = ("", "0.0.0.0", "::")
 _FOLDER = "/"
-"""Between the name of a folder and that of a record in it."""
+"""Separator between the name of a folder and that of a record in it."""
 
 
 class Coming(Exception):
@@ -108,7 +108,7 @@ def _connect(address: tuple[str, int, str], token: bytes, deadline: Deadline) ->
 
 
 def _ask(connection: socket.socket, name: bytes, deadline: Deadline) -> tuple[int, int, int]:
-    """What the maker answers who wants record ``name``, once that is not on its way to it any more.
+    """Answer of the maker about record ``name``, once the record is not on its way to the maker any more.
 
     An OSError if that takes twice as long as silence may: it may have given up one silent peer of its own meanwhile.
     """
@@ -155,7 +155,7 @@ class TcpPlane(Plane):
         self._records: dict[bytes, _Record] = {}
         self._folders: dict[str, Give] = {}
         self.sent_bytes = 0
-        """Of all records so far, to all readers."""
+        """Bytes of all records so far, to all readers."""
         self._peers: Peers[tuple[str, int, str], Link] = Peers(
             lambda address: Link(lambda deadline: _connect(address, token, deadline))
         )
@@ -182,7 +182,7 @@ class TcpPlane(Plane):
         return self.folder(name)
 
     def folder(self, name: str) -> Descriptor:
-        """What leads to the records of an open folder."""
+        """Descriptor of an open folder, which leads to its records."""
         return self._here() | {"folder": name}
 
     def close_folder(self, name: str) -> None:
@@ -257,7 +257,7 @@ class TcpPlane(Plane):
         return record
 
     def _given(self, name: bytes) -> _Record | None:
-        """What a folder has under this name, if there is such a folder."""
+        """Record under this name in a folder; None if there is no such folder or record."""
         folder, _, inside = name.decode(errors="replace").partition(_FOLDER)
         give = self._folders.get(folder)
         memory = give(inside) if give else None

@@ -24,7 +24,7 @@ class BadMessage(ValueError):
 
 
 def purpose_of(incarnation: int) -> bytes:
-    """What the controller of this hub incarnation listens for."""
+    """Purpose that the controller of this hub incarnation listens for."""
     return b"queue controller %d" % incarnation
 
 
@@ -45,7 +45,7 @@ class Seal:
         return self._mac(payload) + payload
 
     def payload(self, frame: bytearray) -> memoryview:
-        """What is in ``frame``; BadMessage if that is not what the other end sealed next."""
+        """Payload of ``frame``; BadMessage if that is not what the other end sealed next."""
         payload = memoryview(frame)[MAC_BYTES:]
         if not hmac.compare_digest(frame[:MAC_BYTES], self._mac(payload)):
             raise BadMessage("not the next frame of this connection")
