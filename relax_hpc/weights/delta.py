@@ -1,4 +1,4 @@
-"""What of a record differs from an older one: changed blocks, as differences that compress well.
+"""Deltas of a record against an older one: changed blocks, as differences that compress well.
 
 A step at a small learning rate changes few bfloat16 weights, and of those the low byte: the exclusive or of old and new
 is nearly all zeros, more so with the first bytes of all numbers together, then the second ones.
@@ -31,7 +31,7 @@ class Deltas:
         """``every``: versions from one anchor to the next; 0: there are none."""
         self.every, self.anchor = every, Version(0, 0)
         self.bytes = self.whole_bytes = 0
-        """Of the deltas offered so far, and of the records that they stand for."""
+        """Bytes of the deltas offered so far, and of the records that they stand for."""
         self._ring = ring
         self._copy = pool.take(max(1, ring.bytes)).memory if every else memoryview(b"")
         self._items = [min(ITEM_BYTES[tensors[part.name].dtype] for part in parts) for _, _, parts in ring.chunks]
@@ -59,7 +59,7 @@ class Deltas:
 
 
 def encode(old: memoryview, new: memoryview, item: int) -> bytes:
-    """Of ``new`` against ``old``, records of the same size whose numbers have ``item`` bytes: 1, 2, 4 or 8."""
+    """Delta of ``new`` against ``old``, records of the same size whose numbers have ``item`` bytes: 1, 2, 4 or 8."""
     import zstandard
 
     if len(old) != len(new):

@@ -105,7 +105,7 @@ class FileWriter:
         return number
 
     def _share(self, manifest: Manifest, partial: Path, sync: bool) -> dict[str, Any]:
-        """What this rank has written, or why not."""
+        """Checksums of what this rank has written, or why it has not."""
         rank, ranks = self.channel.rank, self.channel.size
         try:
             partial.mkdir(mode=0o700, exist_ok=True)

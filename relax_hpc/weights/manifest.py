@@ -41,7 +41,7 @@ class Chunk:
     delta: Delta | None = None
 
     def plain(self) -> dict[str, Any]:
-        """For JSON or msgpack, but for bytes in descriptors."""
+        """Plain values for JSON or msgpack, but for bytes in descriptors."""
         return asdict(self)
 
     @classmethod
@@ -72,10 +72,10 @@ class Manifest:
     anchor: str = ""
     """The version that deltas are made against: this one itself, for those to come, or an older one."""
     small: FileSums = field(default_factory=dict)
-    """What says what the tensors mean: config.json, the tokenizer. Empty: of a program that did not say."""
+    """Checksums of the files that say what the tensors mean: config.json, the tokenizer. Empty: none were told."""
 
     def encode(self) -> bytes:
-        """As it is written. ValueError if the chunks are not a partition of the tensors."""
+        """Manifest as it is written. ValueError if the chunks are not a partition of the tensors."""
         if wrong := uncovered(self.tensors, [part for chunk in self.chunks for part in chunk.parts]):
             raise ValueError(f"version {self.version}: {wrong}")
         return json.dumps({"format_version": FORMAT_VERSION, **asdict(self)}, default=_plain).encode()

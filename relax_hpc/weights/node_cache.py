@@ -23,7 +23,7 @@ from relax_hpc.rundir import RunDir, private_folder
 _LOCK = ".lock"
 _SPARE = ".spare"
 _FIRST_LOOK_S, _LOOK_S = 0.0005, 0.02
-"""Between two looks at what another process makes: small models are there in a millisecond, large ones take long."""
+"""Seconds between looks at what another process makes, at first and later: small models are there in a millisecond."""
 
 
 def staging_root(run: RunDir) -> Path:

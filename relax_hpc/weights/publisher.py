@@ -95,7 +95,7 @@ class Publisher:
         return self._deltas.bytes / self._deltas.whole_bytes if self._deltas.whole_bytes else 1.0
 
     def await_copy(self) -> None:
-        """Before the weights change again."""
+        """Wait for the copy of the weights, before they change again."""
         self.ring.await_copy()
 
     def settle(self, timeout_s: float) -> None:
@@ -109,7 +109,7 @@ class Publisher:
             raise DeadlineError(f"publishing weights takes more than {timeout_s:g} s; see {self.run.weights}")
 
     def close(self) -> None:
-        """After `settle`: offer nothing any more."""
+        """Offer nothing any more; to be called after `settle`."""
         self.ring.close()
 
     # -- in the thread -----------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ def _write_manifest(directory: Path, text: bytes) -> None:
 
 
 def old_directories(run: RunDir, version: Version) -> list[str]:
-    """What lies in <run>/weights from before ``version``: published or not, half written by a dead actor or whole."""
+    """Directories in <run>/weights from before ``version``: published or not, half written by a dead actor or whole."""
     found: list[str] = []
     for path in run.weights.iterdir():
         with contextlib.suppress(ValueError):

@@ -1,4 +1,4 @@
-"""How a reader gets the bytes of a version: from the actor's memory by the best plane, each record verified."""
+"""Pull of a version's bytes: from the actor's memory by the best plane, each record verified."""
 
 from __future__ import annotations
 

@@ -25,13 +25,13 @@ from relax_hpc.weights.node_cache import Staged
 from relax_hpc.weights.tensors import SafetensorsFile
 
 Ask = Callable[[str, Descriptor], Sequence[Descriptor]]
-"""Of a version, and where this node passes it on: where others do from whom it is to be read, the best first."""
+"""Question to the hub: given a version and where this node passes it on, the places to read it from, best first."""
 NAME = "relay"
 _READERS = frozenset(("rollout", "actor_fwd"))
 _COMES_S = 0.1
-"""For which a thread waits for a record that is on its way here, before it says so."""
+"""Seconds that a thread waits for a record that is on its way here, before it says so."""
 _SILENCE_S = 5.0
-"""For another node without any sign. There are others, so less than the actor is waited for."""
+"""Seconds without any sign of another node. There are others, so less than the actor is waited for."""
 
 
 class Share:
@@ -90,7 +90,7 @@ class Share:
 
 
 class Sources:
-    """Other nodes that a version is read from, the best first: who fails once is asked no more."""
+    """Sources of a version on other nodes, the best first: one that fails once is asked no more."""
 
     def __init__(self, folders: Sequence[Descriptor]) -> None:
         self._folders = list(folders)
@@ -119,7 +119,7 @@ class Sources:
 
 
 class Relay:
-    """This process's: it passes on what it pulls itself, and the version before while that is pulled."""
+    """Relay of this process: it passes on what it pulls itself, and the version before while that is pulled."""
 
     def __init__(self, plane: TcpPlane, ask: Ask) -> None:
         self._plane, self._ask = plane, ask
@@ -152,7 +152,7 @@ class Relay:
             share.hold(staged)
 
     def where(self, version: str) -> list[Descriptor]:
-        """Where this process passes ``version`` on; nothing, if it does not."""
+        """Descriptors of the folder in which this process passes ``version`` on; empty if it does not."""
         return [self._plane.folder(f"{NAME}-{version}")] if version in self._shares else []
 
     def close(self, but: str = "") -> None:

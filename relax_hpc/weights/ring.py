@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """What this rank holds of tensor `name`: its `start` to `stop` along `axis`. `view` gives it as it is now, in any
-    strides, and with the elements in the order of the whole tensor's."""
+    """Slice of tensor `name` that this rank holds: `start` to `stop` along `axis`. `view` gives it as it is now, in any
+    strides, with the elements in the order of the whole tensor's."""
 
     name: str
     axis: int
@@ -30,9 +30,8 @@ class Slice:
 
 
 class SlabRing:
-    """As many slabs as versions can be in use: with ``max_staleness`` + 2 of them, none is written while an engine
-    that must have its version reads it. A reader that is slower still finds that the checksum does not match.
-    """
+    """Ring of as many slabs as versions can be in use: with ``max_staleness`` + 2 of them, none is written while an
+    engine that must have its version reads it. A reader that is slower still finds that the checksum does not match."""
 
     def __init__(
         self,
@@ -54,7 +53,7 @@ class SlabRing:
         self._slabs: list[Slab] = [pool.take(max(1, self.bytes)) for _ in range(count)]
         self._pool = pool
         self._offered: list[list[tuple[str, Slab | None]]] = [[] for _ in range(count)]
-        """By slab: names of records, and the memory that was taken for those that lie elsewhere."""
+        """Names of records by slab, and the memory that was taken for those that lie elsewhere."""
         self._next = 0
         parts = [(begin, part) for begin, _, parts in self.chunks for part in parts]
         self._rooms: list[list[torch.Tensor]] = []
@@ -160,7 +159,7 @@ class _Copies:
             self._done.record(self._stream)
 
     def hold_device(self) -> None:
-        """What is queued on the current stream from now on begins after the copies."""
+        """Let all that is queued on the current stream from now on begin after the copies."""
         import torch
 
         torch.cuda.current_stream().wait_event(self._done)

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     import torch
 
 MARK = "verified-manifest.json"
-"""In a node's folder of a version: the journaled manifest of the records that its file was made of."""
+"""File in a node's folder of a version: the journaled manifest of the records that its slab was made of."""
 
 
 _KEPT = 2
 """Files that stay mapped. The memory of a node's versions goes to and fro between two of them, see `node_cache`, and to
 map a file's pages anew takes longer than to copy them."""
 _mapped: dict[tuple[int, ...], tuple[int, torch.Tensor]] = {}
-"""By device, inode and size: a descriptor of the file, and its bytes. Those used last come last."""
+"""Mapped files by device, inode and size: a descriptor and the bytes. Those used last come last."""
 
 
 def is_slab(folder: Path) -> bool:

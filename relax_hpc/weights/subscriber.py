@@ -25,12 +25,12 @@ from relax_hpc.weights.tensors import SafetensorsFile
 from relax_hpc.weights.version_files import TENSORS, check_small, copy_small, copy_verified
 
 NOTHING = Version(0, 0)
-"""What a reader serves before its first pull."""
+"""Version that a reader serves before its first pull."""
 _FILE = "file"
 _HUB_S = 5.0
-"""For the hub to say who else has a version; then the actor is read from."""
+"""Seconds for the hub to say who else has a version; then the actor is read from."""
 _ASK_S = 10.0
-"""For a newer version than one that cannot be read; then that is tried again."""
+"""Seconds to wait for a newer version than one that cannot be read; then that is tried again."""
 
 
 class Fetcher:
@@ -79,7 +79,7 @@ class Fetcher:
         return staged
 
     def where(self, news: News) -> list[Descriptor]:
-        """Where this process passes ``news`` on, for ranks of its group on other nodes that cannot ask the hub."""
+        """Places where this process passes ``news`` on, for other nodes' ranks of its group that cannot ask the hub."""
         return self.relay.where(news.version) if self.relay else []
 
     def _is_anchor(self, news: News) -> bool:

@@ -1,4 +1,4 @@
-"""What a version of the weights consists of: whole tensors by Hugging Face name, and the parts of them a rank holds."""
+"""Tensors of a version of the weights: whole ones by Hugging Face name, and the parts of them a rank holds."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     import torch
 
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I64": 8, "I32": 4, "U8": 1}
-"""Of the types of safetensors that weights can have."""
+"""Bytes of the types of safetensors that weights can have."""
 _ALIGNED = 8
 _LENGTH_BYTES = 8
 
 
 def torch_type(dtype: str) -> torch.dtype:
-    """What torch calls a type of safetensors that weights are published in."""
+    """Type of torch for a type of safetensors that weights are published in."""
     import torch
 
     return {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[dtype]
@@ -54,7 +54,7 @@ class Part:
     offset: int
 
     def shape(self, whole: Tensor) -> tuple[int, ...]:
-        """Of this part."""
+        """Shape of this part."""
         return (*whole.shape[: self.axis], self.stop - self.start, *whole.shape[self.axis + 1 :])
 
     def bytes(self, whole: Tensor) -> int:
@@ -62,7 +62,7 @@ class Part:
 
 
 def uncovered(tensors: Mapping[str, Tensor], parts: list[Part]) -> str:
-    """What is wrong with ``parts`` as a partition of ``tensors``; empty: each element lies in exactly one."""
+    """Problem of ``parts`` as a partition of ``tensors``; empty: each element lies in exactly one."""
     found: dict[str, list[Part]] = {name: [] for name in tensors}
     for part in parts:
         if part.name not in found:

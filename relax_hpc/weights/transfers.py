@@ -1,4 +1,4 @@
-"""From tensors in host memory, such as a node's copy of a version, into the live parameters of a model on any device.
+"""Transfers from tensors in host memory, such as a node's copy of a version, into live parameters on any device.
 
 A GPU copies from pinned memory at the speed of its link, and from other memory at an eighth of it. So pieces go
 through two pinned rooms: while the device takes one, threads fill the other. On a CPU they go straight.
@@ -59,7 +59,7 @@ class Transfers:
                 _copy_here(batch, self._copier)
 
     def wait(self) -> None:
-        """Until all that was sent is there."""
+        """Wait until all that was sent is there."""
         for room in self._rooms:
             room.wait()
 
@@ -128,6 +128,6 @@ class _Room:
             self._taken.record()
 
     def wait(self) -> None:
-        """Until the device has taken what was sent."""
+        """Wait until the device has taken what was sent."""
         if self._taken:
             self._taken.synchronize()

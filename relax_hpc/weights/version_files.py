@@ -20,7 +20,7 @@ from relax_hpc.weights.pull import Puller
 from relax_hpc.weights.tensors import SafetensorsFile, Tensor
 
 FOLDER = "model"
-"""In the directory of a version."""
+"""Name of the model's folder in the directory of a version."""
 LISTING = "files.json"
 TENSORS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -28,11 +28,12 @@ _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json"
 _PIECE_BYTES = 4 << 20
 _MEANING = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json")
 _MEANING += ("vocab.json", "merges.txt", "*.jinja", "preprocessor_config.json", "processor_config.json")
-"""Of a model directory, what says what its tensors mean. The rest, such as a README, may change while a run goes on."""
+"""Files of a model directory that say what its tensors mean. The rest, such as a README, may change during a run."""
 
 
 def shares(tensors: Mapping[str, Tensor], writers: int) -> list[list[str]]:
-    """Which tensors each of ``writers`` writes: neighbours by name, of about equal bytes; none for some if few.
+    """Names of the tensors that each of ``writers`` writes: neighbours by name, of about equal bytes; some may get
+    none.
 
     >>> shares({name: Tensor("U8", (10,)) for name in "abcd"}, 2)
     [['a', 'b'], ['c', 'd']]
@@ -67,7 +68,7 @@ def write_share(
 
 
 def file_name(number: int, writers: int) -> str:
-    """Of a writer's file, as Hugging Face names them.
+    """Name of a writer's file, as Hugging Face names them.
 
     >>> file_name(0, 1), file_name(1, 4)
     ('model.safetensors', 'model-00002-of-00004.safetensors')
@@ -150,7 +151,7 @@ def copy_small(source: Path, target: Path) -> FileSums:
 
 
 def small_sums(directory: Path) -> FileSums:
-    """Of the files of a model directory that say what its tensors mean."""
+    """Checksums of the files of a model directory that say what its tensors mean."""
     named = (path for path in _small(directory) if any(fnmatch(path.name, pattern) for pattern in _MEANING))
     return {path.name: _sums(path.read_bytes()) for path in named}
 
