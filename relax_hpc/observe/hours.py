@@ -17,7 +17,7 @@ _HOUR_S = 3600.0
 def hours(
     unit: str, incarnations: Sequence[PastIncarnation], followed: Sequence[Restart], window: Interval
 ) -> dict[str, Any]:
-    """Of ``window``, in hours of a ``unit``; the parts add up to `asked`.
+    """Hours of ``window`` by what they were spent on, in hours of a ``unit``; the parts add up to `asked`.
 
     asked             what groups had, from the start of their first process to the end of their last; a pause between
                       two of their incarnations counts if it was on the same nodes

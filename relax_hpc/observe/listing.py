@@ -44,7 +44,7 @@ def main(folder: str, as_json: bool = False) -> int:
 
 
 def runs(root: Path, slurm: Slurm | None = None) -> list[dict[str, Any]]:
-    """What the files of each run say; `age_s` is since it was made."""
+    """Row for each run as its files tell; `age_s`: seconds since it was made."""
     found = [RunDir(path) for path in run_directories(root)]
     jobs = _own_jobs(slurm) if any(run.submit.exists() for run in found) else None
     rows = [_row(run, root.absolute(), jobs) for run in found]
@@ -86,7 +86,7 @@ def _row(run: RunDir, root: Path, jobs: dict[str, Job] | None) -> dict[str, Any]
 
 
 def _waits(run: RunDir, jobs: list[Job]) -> str:
-    """Why nothing of a run that has not ended beats."""
+    """Reason why nothing beats of a run that has not ended."""
     if said(run.preparing) or any(job.state != "PENDING" for job in jobs):
         return "starting"
     return "queued" if jobs else ""

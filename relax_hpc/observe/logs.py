@@ -18,12 +18,12 @@ from relax_hpc.supervise.requests import asked_to_stop
 _LOOK_S = 0.5
 _BLOCK = 1 << 16
 _QUIET_S = 3.0
-"""After the end of a run nothing more is waited for than this."""
+"""Seconds to wait for more lines after the end of a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class WantedLogs:
-    """Which logs; empty or None: all."""
+    """Selection of logs; empty or None: all."""
 
     group: str = ""
     role: str = ""
@@ -73,7 +73,7 @@ class Tail:
         self._rest = b""
 
     def last(self, count: int) -> list[str]:
-        """Its last lines now; `new` goes on after them."""
+        """Last lines of the file as it is now; `new` goes on after them."""
         parts = parts_of(self.path)
         self._part = max(map(number_of, parts), default=0)
         with self.path.open("rb") as file:
@@ -96,7 +96,7 @@ class Tail:
         return [line.decode(errors="replace") for line in whole]
 
     def _cut_off(self) -> bytes:
-        """What has come and is in a part by now: the one that holds what was read begins like the file did."""
+        """Bytes that have come and lie in a part by now: the part that holds what was read begins like the file did."""
         found = b""
         for part in parts_of(self.path):
             if number_of(part) > self._part:
@@ -113,7 +113,7 @@ class Tail:
 
 
 def _follow(run: RunDir, wanted: WantedLogs, tails: dict[Path, Tail]) -> None:
-    """Until the run has ended; incarnations that come are followed too."""
+    """Follow the logs until the run has ended; incarnations that come are followed too."""
     quiet_since = time.monotonic()
     while not _over(run) or time.monotonic() - quiet_since < _QUIET_S:
         for path in files(run, wanted):

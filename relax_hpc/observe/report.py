@@ -1,4 +1,4 @@
-"""What became of the time, the tokens and the nodes of a run, live or ended: from its files alone."""
+"""Report of what became of the time, the tokens and the nodes of a run, live or ended: from its files alone."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from relax_hpc.rundir import RunDir, read_map
 from relax_hpc.supervise.incarnations import PastIncarnation, Restart, read_incarnations, restarts, unit_of
 
 ENOUGH_STEPS = 5
-"""With fewer, medians say little."""
+"""Steps below which medians say little."""
 _DROPPED = "queue/dropped_"
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What of a run is looked at: steps `first` to `last`, if any were trained, in the time `window`."""
+    """Part of a run that is looked at: steps `first` to `last`, if any were trained, in the time `window`."""
 
     first: int | None
     last: int | None
     window: Interval
     ends: dict[int, float]
-    """When the steps before `first` to `last` were trained, wall time."""
+    """Time at which each step before `first` to `last` was trained, of the wall clock."""
 
 
 def report(run: RunDir, first: int | None = None, last: int | None = None, now: float | None = None) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def _waits(workers: Sequence[Worker], window: Interval) -> list[dict[str, Any]]:
 
 
 def _by_role(workers: Sequence[Worker], window: Interval) -> dict[str, Mapping[Label, float]]:
-    """In the order of the data flow."""
+    """Seconds of each role by label, in the order of the data flow."""
     found = {role: added(w.seconds(*window) for w in workers if w.role == role) for role in ROLES}
     return {role: seconds for role, seconds in found.items() if sum(seconds.values())}
 
@@ -180,7 +180,7 @@ def _goodput(run: RunDir, config: Config, part: _Part, wall_s: float) -> dict[st
 
 
 def _dropped(run: RunDir, rows: Sequence[dict[str, Any]], first: int, last: int) -> dict[str, int]:
-    """By reason, between the end of the step before ``first`` and that of ``last``; a finished run says all of them."""
+    """Dropped rows by reason, from the end of the step before ``first`` to that of ``last``; all of a finished run."""
     counted = [row for row in rows if "reward/mean" in row]
     before = [row for row in counted if row["step"] < first]
     until = [row for row in counted if row["step"] <= last]
@@ -215,7 +215,7 @@ def _meets(interval: Interval, window: Interval) -> bool:
 
 
 def _notes(workers: Sequence[Worker], found: Pace | None) -> list[str]:
-    """What keeps the rest from saying more."""
+    """Notes on what keeps the report from saying more."""
     if not workers:
         return ["no role has written a span yet; look again once the run has started"]
     steps = found.steps if found else 0

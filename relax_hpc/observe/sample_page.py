@@ -14,7 +14,7 @@ from importlib.resources import files
 from typing import Any
 
 _UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
-"""What could end the element that the data is in, as JSON spells it."""
+"""Characters that could end the element that the data is in, as JSON escapes them."""
 
 
 def page(about: dict[str, Any], samples: Sequence[dict[str, Any]]) -> str:
@@ -47,5 +47,5 @@ def embedded(value: Any) -> str:
 
 
 def _hash(text: str) -> str:
-    """As a content security policy names an inline element."""
+    """Hash by which a content security policy names an inline element."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

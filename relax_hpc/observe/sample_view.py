@@ -33,7 +33,7 @@ _ENTRIES = {
     "versions": (list, _NOTHING),
     "components": (dict, _NOTHING),
 }
-"""What every sample has, and may have."""
+"""Types of the fields that every sample has, and may have."""
 _COUNTED = ("accepted", "trained", "evaluated", "unknown")
 _LABEL_WIDTH, _LEAST_WIDTH = 9, 20
 _BOLD, _DIM, _RED, _GREEN, _YELLOW = 1, 2, 31, 32, 33
@@ -41,20 +41,20 @@ _BOLD, _DIM, _RED, _GREEN, _YELLOW = 1, 2, 31, 32, 33
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which samples, and in what order."""
+    """Selection of samples, and their order."""
 
     step: int | None = None
-    """Trained in this step, or admitted for it and not trained yet; of evaluations, of this version."""
+    """Step that trained them, or that they are admitted for and not trained in yet; of evaluations the version."""
     of: str | None = ""
-    """Of this evaluation set; empty: of training; None: of both."""
+    """Evaluation set; empty: training; None: both."""
     reason: str = ""
-    """With this finish reason; empty: any."""
+    """Finish reason; empty: any."""
     order: str = "newest"
     """newest | best | worst"""
     limit: int = LIMIT
     """0: all."""
     dropped: bool = False
-    """Those too that were dropped or never accepted."""
+    """Whether samples that were dropped or never accepted are wanted too."""
 
     def fits(self, sample: Sample) -> bool:
         """Whether ``sample`` is one, whatever became of it."""
@@ -81,7 +81,7 @@ class Found:
 
 
 def find(run: RunDir, wanted: Wanted) -> Found:
-    """What is wanted of the samples of ``run``, finished or not."""
+    """Wanted samples of ``run``, finished or not."""
     found, fates = Found(), _fates(run)
 
     def chosen() -> Iterator[Sample]:
@@ -104,7 +104,7 @@ def find(run: RunDir, wanted: Wanted) -> Found:
 
 
 def whole(samples: Iterable[Sample]) -> Iterator[Sample]:
-    """Those that have what they must; a run directory is its user's, who may have put anything there."""
+    """Samples that have what they must; a run directory is its user's, who may have put anything there."""
     for sample in samples:
         if is_map(sample, **_ENTRIES) and math.isfinite(sample["reward"]):
             known = {name: value for name, value in sample.items() if value is not None}
@@ -112,7 +112,7 @@ def whole(samples: Iterable[Sample]) -> Iterator[Sample]:
 
 
 def fate_of(sample: Sample, fates: Fates | None) -> Fate:
-    """What became of ``sample``, by the journal; None: by a journal that cannot be read."""
+    """Fate of ``sample`` by the journal; ``fates`` is None if that cannot be read."""
     if "eval" in sample:
         return Fate("evaluated")
     if fates is None:
@@ -168,7 +168,7 @@ def _left_out(found: Found) -> Iterator[str]:
 
 
 def show(samples: Iterable[Sample]) -> None:
-    """For people; on a terminal in colours, unless NO_COLOR is set, and fitted to its width."""
+    """Print for people; on a terminal in colours, unless NO_COLOR is set, and fitted to its width."""
     terminal = sys.stdout.isatty()
     paint = _painted if terminal and not os.environ.get("NO_COLOR") else _plain
     width = max(_LEAST_WIDTH, shutil.get_terminal_size().columns - _LABEL_WIDTH - 1) if terminal else sys.maxsize
@@ -193,7 +193,7 @@ def lines(sample: Sample, width: int, paint: Callable[[str, int], str]) -> Itera
 
 
 def _numbers(found: Mapping[str, Any]) -> dict[str, float]:
-    """Of what a reward says that it is made of, what is one."""
+    """Numbers among the components of a reward."""
     return {name: v for name, v in found.items() if isinstance(v, int | float) and math.isfinite(v)}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from relax_hpc.errors import EXIT_CONFIG, EXIT_DONE, EXIT_INTERRUPTED, EXIT_NO_PROGRESS, EXIT_RETRY
 
 OVER = ("finished", "failed", "stopped", "ended")
-"""It goes on no more; `ended` has left no word, as after a Ctrl-C or a power loss."""
+"""States of a run that goes on no more; `ended` has left no word, as after a Ctrl-C or a power loss."""
 _GRAVEST_FIRST = (EXIT_NO_PROGRESS, EXIT_CONFIG, EXIT_RETRY, EXIT_INTERRUPTED, EXIT_DONE)
 
 
@@ -26,7 +26,7 @@ def state_of(finished: bool, stop: Mapping[str, Any], alive: bool, waits: str = 
 
 
 def exit_code(state: str, stop: Mapping[str, Any]) -> int:
-    """What `relax-hpc run` would have ended with; 0 for a run that is finished or goes on.
+    """Exit code that `relax-hpc run` would have ended with; 0 for a run that is finished or goes on.
 
     >>> exit_code("failed", {"code": 93}), exit_code("stopped", {"code": 0}), exit_code("ended", {})
     (93, 130, 75)
@@ -36,7 +36,7 @@ def exit_code(state: str, stop: Mapping[str, Any]) -> int:
 
 
 def gravest(codes: Iterable[int]) -> int:
-    """Of several runs; 0 of none.
+    """Gravest exit code of several runs; 0 of none.
 
     >>> gravest([0, 130, 75]), gravest([])
     (75, 0)

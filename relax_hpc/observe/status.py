@@ -1,4 +1,4 @@
-"""What a run is doing: from the hub if it answers, from Slurm if it answers, and from the run directory in any case."""
+"""Status of a run: from the hub if it answers, from Slurm if it answers, and from the run directory in any case."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _training(run: RunDir, config: Config, found: dict[str, Any]) -> dict[str, A
 
 
 def _without(run: RunDir, config: Config, weights: dict[str, Any] | None) -> dict[str, str]:
-    """By engines that are to serve no more, whether they have `left`."""
+    """State of engines that are to serve no more: `leaving`, or `left`."""
     served = weights["served"] if weights else {}
     layers = [name for name, group in config.groups.items() if "rollout" in group.roles]
     names = (name for group in layers for name in load_resolved(run.root, group).rollout.without)
@@ -161,7 +161,7 @@ def _job_rows(run: RunDir, jobs: dict[str, Job]) -> list[dict[str, Any]]:
 
 
 def _full(run: RunDir) -> list[dict[str, Any]]:
-    """What can be seen of a disk without writing to it."""
+    """Signs of a full disk that can be seen without writing to it."""
     found = os.statvfs(run.root)
     # Some file systems do not say how large they are.
     if not found.f_blocks or found.f_bavail * found.f_frsize >= _LITTLE_BYTES:

@@ -1,4 +1,4 @@
-"""What one group of a run is doing."""
+"""Status of one group of a run."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def started_ahead(run: RunDir, name: str, incarnation: int) -> list[dict[str, An
 
 
 def doing(beats: Iterable[Mapping[str, Any]]) -> str:
-    """What processes that gave these ``beats`` say that they are at: the one that is at it for the longest."""
+    """Words for what the processes of ``beats`` are doing: the one that has been at it for the longest."""
     told = max((beat for beat in beats if beat.get("doing")), key=lambda beat: beat["doing_s"], default=None)
     return f"{told['doing']} ({told['doing_s']:.0f} s)" if told else ""
 
@@ -132,7 +132,7 @@ def _beats(run: RunDir, name: str, incarnation: int, hub: dict[str, Any]) -> lis
 
 
 def _age_s(run: RunDir, name: str, incarnation: int) -> float | None:
-    """Of the incarnation."""
+    """Age of the incarnation, seconds."""
     try:
         return time.time() - (run.rendezvous(name) / f"inc-{incarnation:06d}.claim").stat().st_mtime
     except OSError:

@@ -131,7 +131,7 @@ def _wait(wait: dict[str, Any]) -> str:
 
 
 def _shares(found: dict[str, Any]) -> Iterator[str]:
-    """What each role did in the last steps, most of it first; what does not make a hundredth is left out."""
+    """Lines with what each role did in the last steps, most of it first; below a hundredth is left out."""
     if found["roles"]:
         yield f"time of the last {found['steps']} steps:"
     for role, about in found["roles"].items():
@@ -172,7 +172,7 @@ def _cells(group: dict[str, Any]) -> list[str]:
 
 
 def ahead_of(group: dict[str, Any]) -> list[dict[str, Any]]:
-    """What was started ahead and still lives, as its group does."""
+    """Incarnations that were started ahead and still live, as their group does."""
     return group.get("ahead", []) if group["state"] in ALIVE else []
 
 

@@ -6,7 +6,7 @@ import unicodedata
 from collections.abc import Iterator
 
 _PLAIN = {"\n", "\t", "\u200c", "\u200d"}
-"""Of control and format characters those that move no cursor and hide nothing; the last two join letters."""
+"""Control and format characters that move no cursor and hide nothing; the last two join letters."""
 _HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 _TAB = " " * 4
 
