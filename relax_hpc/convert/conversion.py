@@ -27,29 +27,29 @@ from relax_hpc.weights.version_files import check_listed, check_unchanged
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 PLAN_VERSION = 1
-"""Of what is written; with another, a conversion that was interrupted starts again."""
+"""Version of what is written; with another, a conversion that was interrupted starts again."""
 _OF_A_RUN = re.compile(r"(\w+-)?[ei]\d{6}-step-\d{6}|\..*")
 """Names of checkpoints that count by their marker alone, and of those that never came to their end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What to convert."""
+    """Request for a conversion."""
 
     source: Path
     target: Path
     dtype: str = ""
     """float32, bfloat16 or float16; empty: as it is."""
     shard_bytes: int = 0
-    """How large a file may be; 0: as the model's files were, else 5 GB."""
+    """Bytes of a file at most; 0: as the model's files were, else 5 GB."""
     model: Path | None = None
     """Hugging Face directory of the model that a megatron checkpoint is of; None: what lies with it or its run."""
     verify: str = ""
     """"digests", "all" (logits too) or empty."""
     prompt: str = ""
-    """For logits: a text, or token ids with commas between."""
+    """Prompt for comparing logits: a text, or token ids with commas between."""
     ignore_keys: tuple[str, ...] = ()
-    """Of config.json, as `model.ignore_keys`."""
+    """Keys of config.json to ignore, as `model.ignore_keys`."""
 
 
 def convert(request: Request, progress: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def _dtype(request: Request) -> torch.dtype | None:
 
 
 def _plan(request: Request, *folders: Path) -> dict[str, Any]:
-    """What decides the bytes that are written, with the state of all files that are read."""
+    """Plan of all that decides the bytes that are written, with the state of all files that are read."""
     files = sorted(path for folder in folders for path in folder.iterdir() if path.is_file())
     about = [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
     return {"version": PLAN_VERSION, "dtype": request.dtype, "shard_bytes": request.shard_bytes, "files": about}

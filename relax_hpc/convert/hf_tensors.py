@@ -39,7 +39,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says about itself: its text, byte for byte, and its tensors in the order of their bytes."""
+    """Header of a file: its text, byte for byte, and its tensors in the order of their bytes."""
 
     text: str
     tensors: dict[str, Stored]
@@ -101,7 +101,7 @@ class HfTensors:
             raise ConfigError(f"{directory}: no *.safetensors file; expected a Hugging Face model directory")
         self.directory = directory
         self.headers = {path.name: read_header(path) for path in paths}
-        """By file."""
+        """Header of each file, by name."""
         self._place: dict[str, tuple[Path, Stored]] = {}
         forms = stored_forms(spec)
         for path in paths:
@@ -138,7 +138,7 @@ class HfTensors:
                 )
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of a piece."""
+        """Type of a piece."""
         return DTYPES[self._place[name][1].dtype]
 
     def read(self, name: str) -> Tensor:

@@ -12,21 +12,21 @@ from relax_hpc.rundir import private_folder
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobOptions:
-    """What Slurm is asked for; empty and 0: the cluster's default."""
+    """Options of the Slurm job; empty and 0: the cluster's default."""
 
     partition: str = ""
     account: str = ""
     time: int = 120
-    """Minutes; a job that needs more is requeued and goes on."""
+    """Time limit, minutes; a job that needs more is requeued and goes on."""
     mem: int = 0
-    """GB."""
+    """Memory, GB."""
     cpus: int = 2
     wait: bool = False
-    """Until the job has ended."""
+    """Whether to wait until the job has ended."""
 
 
 class ConversionJob:
-    """What submitit pickles and runs."""
+    """Function that submitit pickles and runs."""
 
     def __init__(self, request: dict[str, Any]) -> None:
         """``request``: the fields of `convert.Request`."""
@@ -43,7 +43,7 @@ class ConversionJob:
             return {"exit_code": error.exit_code, "error": str(error)}
 
     def checkpoint(self) -> Any:
-        """What is finished is on disk, so the same again goes on."""
+        """Submission of the same again: what is finished is on disk, so it goes on."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self)

@@ -1,4 +1,4 @@
-"""Where megatron-core's distributed checkpoint keeps each parameter: layers and experts stacked along leading axes."""
+"""Names of parameters in megatron-core's distributed checkpoint: layers and experts stacked along leading axes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Parameter:
 
     entry: Entry
     key: str
-    """Of the stacked tensor."""
+    """Name of the stacked tensor."""
     index: tuple[int, ...]
     """Layer and expert, as far as it has them: its place on the leading axes."""
     stack: tuple[int, ...]
     """The sizes of those axes."""
     shape: tuple[int, ...]
-    """Without them."""
+    """Shape without the leading axes."""
 
     @property
     def whole(self) -> tuple[int, ...]:
@@ -46,7 +46,7 @@ class Parameter:
 
 
 def parameters(spec: ModelSpec) -> list[Parameter]:
-    """Of the whole model, in the order of its layers."""
+    """Parameters of the whole model, in the order of its layers."""
     # Both layer specs have the keys of Transformer Engine's names.
     entries = stage_entries(spec, range(spec.layers), first=True, last=True, modules="te")
     return [_parameter(entry, spec) for entry in entries]

@@ -69,7 +69,7 @@ class MegatronTensors:
             raise ConfigError(f"{where}: tensor {key} has shape {list(found)}, expected {list(expected)}")
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of a piece."""
+        """Type of a piece."""
         return self.state.tensors[self._place[name][1]].properties.dtype
 
     def read(self, name: str) -> Tensor:
@@ -112,14 +112,14 @@ class ToHf:
     dtype: torch.dtype | None
     """None: the types of the source."""
     shard_bytes: int
-    """How large a new file may be."""
+    """Bytes of a new file at most."""
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """That a piece is stored in."""
+        """Type that a piece is stored in."""
         return self.dtype or self.source.dtype(name)
 
     def files(self) -> list[FilePlan]:
-        """What goes into each file."""
+        """Plans of the files: what goes into each."""
         if self.headers is None:
             return self._new_files()
         forms = stored_forms(self.spec)

@@ -28,7 +28,7 @@ HUGGINGFACE = "huggingface"
 """Folder of a converted checkpoint with the source's small files, and the headers of its weights."""
 HEADERS = "headers.json"
 SMALL_FILES = ("*.json", "*.txt", "*.jinja", "*.model", "*.md", "LICENSE*")
-"""What is taken along."""
+"""Files of the model's directory that are copied along."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +40,10 @@ class ToMegatron:
     dtype: torch.dtype | None
     """None: the types of the source."""
     shard_bytes: int
-    """How large a part may be; a larger parameter has one of its own."""
+    """Bytes of a part at most; a larger parameter has one of its own."""
 
     def parts(self) -> list[list[Parameter]]:
-        """What goes into each file. ConfigError: a type differs between layers or fused tensors."""
+        """Parameters of each file. ConfigError: a type differs between layers or fused tensors."""
         self._check_types()
         sizes = ((one, math.prod(one.shape) * self.dtype_of(one).itemsize) for one in parameters(self.spec))
         return in_files(sizes, self.shard_bytes)
@@ -60,7 +60,7 @@ class ToMegatron:
                     )
 
     def dtype_of(self, one: Parameter) -> torch.dtype:
-        """That it is stored in."""
+        """Type that a parameter is stored in."""
         return self.dtype or self.source.dtype(one.entry.pieces[0].name)
 
     def parameter(self, one: Parameter) -> Tensor:

@@ -40,7 +40,7 @@ _UNKNOWN = (
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Where bytes of a checkpoint lie: of a tensor's block, or (`offsets` None) of an object."""
+    """Place of bytes in a checkpoint: of a tensor's block, or (`offsets` None) of an object."""
 
     key: str
     offsets: tuple[int, ...] | None
@@ -138,7 +138,7 @@ def write_shards(file: BinaryIO, shards: Iterator[tuple[str, tuple[int, ...] | N
 def write_description(
     directory: Path, whole: dict[str, tuple[tuple[int, ...], torch.dtype]], files: dict[str, list[Shard]]
 ) -> None:
-    """What makes a checkpoint out of files of shards: `whole` has shape and type of each tensor."""
+    """Describe a checkpoint made of files of shards: `whole` has shape and type of each tensor."""
     described: dict[str, Any] = {
         key: TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape), [])
         for key, (shape, dtype) in whole.items()
@@ -165,7 +165,7 @@ def write_description(
 
 
 def shards_to_json(shards: Sequence[Shard]) -> list[dict[str, Any]]:
-    """For a record of what is written."""
+    """Plain values of ``shards`` for a record of what is written."""
     return [asdict(one) for one in shards]
 
 

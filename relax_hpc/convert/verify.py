@@ -23,14 +23,14 @@ from relax_hpc.training.batches import collate
 START_TIMEOUT_S = 60.0
 DEFAULT_PROMPT_TOKENS = 32
 TOLERANCE = 1e-2
-"""Of logits, as a share of the largest: float32 stays far below, a wrong mapping far above."""
+"""Tolerance of logits, as a share of the largest: float32 stays far below, a wrong mapping far above."""
 
 
 class Pieces(Protocol):
     """One side."""
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of a piece."""
+        """Type of a piece."""
 
     def read(self, name: str) -> Tensor:
         """A piece."""
@@ -57,7 +57,7 @@ def compare(source: Pieces, target: Pieces, spec: ModelSpec) -> dict[str, str]:
 
 
 def compare_logits(hf: Path, megatron: Path, spec: ModelSpec, ids: list[int]) -> dict[str, float]:
-    """How far the logits of the two models are from each other. ConfigError: further than rounding takes them."""
+    """Difference of the two models' logits. ConfigError: it is more than rounding makes."""
     theirs, ours = hf_logits(hf, ids), megatron_logits(megatron, spec, ids)
     largest, difference = float(theirs.abs().max()), float((theirs - ours).abs().max())
     if not difference <= TOLERANCE * largest:

@@ -45,7 +45,7 @@ class HashedFile:
         return self.size
 
     def flush(self) -> None:
-        """At the end all of it is synced."""
+        """Nothing to do: at the end all of it is synced."""
 
     @property
     def checksum(self) -> str:
@@ -54,8 +54,8 @@ class HashedFile:
 
 
 class Workspace:
-    """What will be ``target``. Its name contains a digest of ``plan`` (JSON values): another plan starts afresh, and
-    two processes that carry out the same one write the same bytes.
+    """Folder that will be ``target``. Its name contains a digest of ``plan`` (JSON values): another plan starts afresh,
+    and two processes that carry out the same one write the same bytes.
 
     ConfigError: ``target`` is there already.
     """
@@ -104,7 +104,7 @@ class Workspace:
         return {"checksum": file.checksum, "bytes": file.size, "about": about}
 
     def _finished(self, name: str, record: Path) -> dict[str, Any] | None:
-        """Its record, if what it says is what is there."""
+        """Record of a file, if the file is as the record says."""
         try:
             found = json.loads(record.read_bytes())
             return found if checksum(self.path / name) == found["checksum"] else None
@@ -138,7 +138,7 @@ class Workspace:
 
 
 def in_files(items: Iterable[tuple[T, int]], limit: int) -> list[list[T]]:
-    """Which of (item, bytes) go into a file together, in order: up to ``limit`` bytes, or one item that is larger.
+    """Items that go into a file together, of (item, bytes) in order: up to ``limit`` bytes, or one item that is larger.
 
     >>> in_files([("a", 3), ("b", 3), ("c", 9), ("d", 1)], 6)
     [['a', 'b'], ['c'], ['d']]
