@@ -1,4 +1,4 @@
-"""Which cores of a node a rank takes: its own share of what the group was given, near its GPU.
+"""Cores of a node that a rank takes: its own share of what the group was given, near its GPU.
 
 Slurm cannot say this of roles that share nodes: steps overlap, as GPUs are shared and an ended step's nodes count as
 busy for seconds, and slurmctld gives overlapping steps the same first cores (seen on 22.05: 32 of 64 picked twice, 32
@@ -38,11 +38,11 @@ class Rank:
 
     role: str
     number: int
-    """Among those of its role on the node."""
+    """Number among the ranks of its role on the node."""
     weight: int = 1
     """Share of the cores; an engine of a rollout weighs as much as a rank."""
     domain: int | None = None
-    """Of its GPU; None: it has several, in all domains."""
+    """NUMA domain of its GPU; None: it has several, in all domains."""
 
 
 def take_share(config: Config, group: str, role: str) -> None:

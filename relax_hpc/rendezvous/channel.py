@@ -32,12 +32,12 @@ class Channel:
         # A rank alone has one kind of groups, without sockets; gloo would listen.
         backend = "gloo" if self.size > 1 else None
         self.group = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s)) if met else None
-        """For what else the same thread has to agree on; None in a process that has no ranks."""
+        """Process group for other agreements of the same thread; None in a process that has no ranks."""
         self._told = time.monotonic()
         self._tell_s = min(_TELL_S, timeout_s / 4)
 
     def tell(self, message: Any) -> Any:
-        """What rank 0 passes, or what the Future that it passes is to become, in every rank.
+        """Message that rank 0 passes, or the result of the Future that it passes, in every rank.
 
         It is None, a number, string or bytes, or a list or map of them.
         """
@@ -51,13 +51,13 @@ class Channel:
         return said
 
     def lead(self, act: Callable[[], T]) -> T:
-        """What ``act`` returns in rank 0, which alone calls it, in every rank; however long that takes."""
+        """Result of ``act`` in every rank; rank 0 alone calls it, however long that takes."""
         if self.size == 1:
             return act()
         return self.tell(in_thread(act) if self.rank == 0 else None)
 
     def meanwhile(self, act: Callable[[], T]) -> T:
-        """What ``act`` returns, for rank 0 alone, while all others are in `tell`."""
+        """Result of ``act``, for rank 0 alone, while all others are in `tell`."""
         if self.size == 1:
             return act()
         work = in_thread(act)
@@ -100,7 +100,7 @@ class Channel:
         return msgpack.unpackb(data.numpy().tobytes())
 
     def gather(self, message: Any) -> list[Any] | None:
-        """What all ranks pass, by rank, in rank 0; None elsewhere."""
+        """Messages of all ranks, by rank, in rank 0; None elsewhere."""
         import torch
         import torch.distributed as dist
 

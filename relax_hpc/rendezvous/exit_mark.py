@@ -1,4 +1,4 @@
-"""How a role ended, in a file that its supervisor reads."""
+"""Exit mark of a role: how it ended, in a file that its supervisor reads."""
 
 from __future__ import annotations
 

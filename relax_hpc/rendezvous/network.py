@@ -1,4 +1,4 @@
-"""Which address and interface a process of a group uses, so that nothing listens where it need not."""
+"""Address and interface that a process of a group uses, so that nothing listens where it need not."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def interface_address(interface: str) -> str:
 
 
 def own_address(config: Config, group: str) -> str:
-    """Where the other processes of the run reach this one: loopback in the local layout, else its interface's address.
+    """Address at which the run's other processes reach this one: loopback in the local layout, else its interface's.
 
     Without a configured interface it is the address of the host's own name. ConfigError if that is none which other
     hosts could reach.

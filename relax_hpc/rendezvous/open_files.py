@@ -1,4 +1,4 @@
-"""How many files a process that listens may have open, and how many of them strangers may cost it."""
+"""Limits of open files of a process that listens, and of how many strangers may cost it."""
 
 from __future__ import annotations
 

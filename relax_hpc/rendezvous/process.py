@@ -1,5 +1,5 @@
-"""What every process of a run does first: keep its files private, die with its parent, turn signals into an orderly
-end."""
+"""First duties of every process of a run: to keep its files private, die with its parent, and end in order on
+signals."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ _PR_SET_PDEATHSIG = 1
 PARENT = "RELAX_PARENT"
 """Environment variable: pid of the process that started this one."""
 END_SIGNAL = signal.SIGUSR2
-"""By which a supervisor asks a role to end: srun passes it on to its tasks, and TERM it takes for itself."""
+"""Signal by which a supervisor asks a role to end: srun passes it on to its tasks, and TERM it takes for itself."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, END_SIGNAL)
 """Slurm sends TERM at preemption and at the end."""
 STACKS_SIGNAL = signal.SIGUSR1
-"""On which a process of ours writes the stacks of all its threads to its log, and goes on."""
+"""Signal on which a process of ours writes the stacks of all its threads to its log, and goes on."""
 EXIT_BUG = 1
-"""Of a watched child whose work raised something."""
+"""Exit code of a watched child whose work raised something."""
 PRIVATE_UMASK = 0o077
-"""Of every process of a run: many sites hand on a mask that lets a whole project write. SGLang unpickles what comes in
-by its sockets, and checkpoints hold pickled metadata: whoever can write there runs code as the run's user."""
+"""File mode mask of every process of a run: many sites hand on one that lets a whole project write. SGLang unpickles
+what comes in by its sockets, and checkpoints hold pickled metadata: whoever can write there runs code as the run's
+user."""
 _LAUNCHER = re.compile(
     r"(LOCAL_|GROUP_|NODE_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)"
     r"|(PMI|PMIX|HYDRA|MPIR?_|OMPI_|TORCHELASTIC|SLURM_(?!CONF$)|SBATCH_|SRUN_).*"
@@ -49,7 +50,7 @@ def die_with_parent() -> None:
 
 
 def stay_private() -> None:
-    """What this process and its children write is their user's alone."""
+    """Let only the user read and write what this process and its children create."""
     os.umask(PRIVATE_UMASK)
 
 
@@ -73,16 +74,16 @@ def shows_stacks(pid: int) -> bool:
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's environment without what an MPI launcher or Slurm step put there for its own ranks."""
+    """Environment of this process without what an MPI launcher or Slurm step put there for its own ranks."""
     return {name: value for name, value in os.environ.items() if not _LAUNCHER.fullmatch(name)}
 
 
 class Flag:
-    """What a signal handler sets. A threading.Event has a lock: a handler that another signal interrupts while it
+    """Flag that a signal handler sets. A threading.Event has a lock: a handler that another signal interrupts while it
     holds that would wait for itself."""
 
     def __init__(self, signals: tuple[signal.Signals, ...] = STOP_SIGNALS) -> None:
-        """``signals``: that count, for who has a handler of its own."""
+        """Handle ``signals``; a subset is for who has a handler of its own for the others."""
         self.signals = signals
         self._set = False
 

@@ -1,4 +1,4 @@
-"""Between groups: numbered files in the run directory say who is where, and in which incarnation.
+"""Roster of groups: numbered files in the run directory say who is where, and in which incarnation.
 
 A group's launcher takes an incarnation by exclusive create; the group's leader then publishes its card under it.
 Readers follow the highest one published. Nothing is ever overwritten, and a power loss takes nothing back: an
@@ -24,14 +24,14 @@ _CLAIM = re.compile(r"inc-(\d{6})\.claim")
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What a group's leader tells the others: its incarnation and, for the hub, the controller's endpoint."""
+    """Card of a group, by its leader: its incarnation and, for the hub, the controller's endpoint."""
 
     group: str
     incarnation: int
     ranks: list[dict[str, Any]]
     endpoint: str = ""
     protocol: int = PROTOCOL
-    """What its code speaks, see `relax_hpc.protocol`."""
+    """Protocol of its code, see `relax_hpc.protocol`."""
 
     def check_protocol(self) -> None:
         """ConfigError if this process has code of another protocol."""
@@ -90,7 +90,7 @@ def latest_card(run: RunDir, group: str) -> Card | None:
 
 
 def card_of(run: RunDir, group: str, incarnation: int) -> Card | None:
-    """What an incarnation of ``group`` has published, or None."""
+    """Card that an incarnation of ``group`` has published, or None."""
     path = run.rendezvous(group) / f"inc-{incarnation:06d}.json"
     value = read_map(path, group=str, incarnation=int, ranks=list, endpoint=str, protocol=int)
     if not value or (value["group"], value["incarnation"]) != (group, incarnation):

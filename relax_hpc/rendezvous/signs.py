@@ -17,7 +17,7 @@ _ENDED = "ZXx"
 
 
 def identity() -> dict[str, Any]:
-    """Which process this is, for `is_gone` on the same machine."""
+    """Identity of this process, for `is_gone` on the same machine."""
     return {"pid": os.getpid(), "born": _born(os.getpid()), "space": _space()}
 
 
@@ -45,7 +45,7 @@ def _is_here(sign: Mapping[str, Any]) -> bool:
 
 @cache
 def _space() -> str:
-    """Where a pid means the same process: this boot of the machine, and the namespace of pids."""
+    """Space in which a pid means the same process: this boot of the machine, and the namespace of pids."""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
@@ -53,7 +53,7 @@ def _space() -> str:
 
 
 def _born(pid: int) -> int:
-    """When a process was started, in ticks since the boot; 0: there is none."""
+    """Time at which a process was started, in ticks since the boot; 0: there is none."""
     try:
         # Behind the name, which may hold anything.
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
@@ -70,7 +70,7 @@ def say(path: Path, doing: str) -> None:
 
 
 def said(path: Path) -> str:
-    """What was said there, and since when, unless that process is gone; else empty."""
+    """Words of the sign at ``path``, and since when it stands; empty if its process is gone."""
     sign = read_map(path, doing=str, since=(int, float))
     if not sign or not sign["doing"] or is_gone(sign):
         return ""

@@ -43,8 +43,8 @@ class World:
     local_rank: int
     cards: list[dict[str, Any]]
     listening: socket.socket | None = None
-    """Where rank 0 lets ranks of other nodes and containers in; it listens since before they were told of it. None in
-    others."""
+    """Socket at which rank 0 lets ranks of other nodes and containers in; it listens since before they were told of it.
+    None in the others."""
 
     @property
     def leader(self) -> bool:
@@ -111,7 +111,7 @@ def _be_told(told: str, card: dict[str, Any], patience_s: float) -> tuple[int, l
 
 
 def _in_child(work: Callable[[], Any], what: str, patience_s: float) -> Any:
-    """What ``work`` returns in a child that ends with it. Call it while there is one thread."""
+    """Result of ``work`` in a child that ends with it. Call it while there is one thread."""
     reader, writer = os.pipe()
     parent, child = os.getpid(), os.fork()
     if not child:
