@@ -19,7 +19,7 @@ from relax_hpc.rewards.maths import math_answer
 
 @dataclass(frozen=True, slots=True)
 class RewardInput:
-    """What a reward sees of a sample."""
+    """Sample as a reward sees it."""
 
     prompt: str
     answer: str
@@ -30,8 +30,8 @@ class RewardInput:
     metadata: dict[str, Any] = field(default_factory=dict)
     """The other fields of the prompt's line."""
     rows: list[list[str]] = field(default_factory=list)
-    """Of an episode of several rows, what each began with and the response to that, without special tokens; the last
-    one's is `response_text`. Empty: there is one row."""
+    """Prompt and response of each row of an episode of several, without special tokens; the last response is
+    `response_text`. Empty: there is one row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class Score:
     """The reward of a sample."""
 
     total: float
-    """What is learned from; fits float32."""
+    """Reward that is learned from; fits float32."""
     components: dict[str, float] = field(default_factory=dict)
-    """What else the reward says of the sample: for metrics, and for who reads samples."""
+    """Components of the reward on the sample: for metrics, and for who reads samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class RewardError:
 
 
 Scores = list[Score] | RewardError
-"""Of a prompt group."""
+"""Scores of a prompt group, or why there are none."""
 Reward = Callable[..., Any]
 
 REWARDS: dict[str, Reward] = {
@@ -82,7 +82,7 @@ def get_reward(name: str) -> Reward:
 
 
 def find_reward(name: str) -> tuple[Reward, str]:
-    """What ``name`` names, not made yet, and the method of it that is meant. ConfigError: there is none."""
+    """Reward that ``name`` names, not made yet, and the method of it that is meant. ConfigError: there is none."""
     # Module names have points too.
     module, colon, attribute = name.partition(":")
     attribute, _, method = attribute.partition(".")

@@ -15,9 +15,9 @@ FLOAT32_MAX = 3.4028234663852886e38
 TOTAL = "total"
 """Name of the component that is learned from."""
 MOST_COMPONENTS = 32
-"""Of a sample: each is a metric."""
+"""Components of a sample at most: each is a metric."""
 _NAME_CHARS, _DETAIL_CHARS = 64, 1000
-"""Of the name of a component, and of what a reward has raised: a user's code may say any amount."""
+"""Characters of the name of a component, and of an error of a reward: a user's code may say any amount."""
 
 
 def takes_group(reward: Reward) -> bool:
@@ -56,7 +56,7 @@ def scores(reward: Reward, samples: Sequence[RewardInput]) -> Scores:
 
 
 async def scores_soon(reward: Reward, samples: Sequence[RewardInput]) -> Scores:
-    """As `scores`, in the event loop that runs: all samples of the group are asked for at once."""
+    """Scores as of `scores`, in the event loop that runs: all samples of the group are asked for at once."""
     try:
         values, of_group = _called(reward, samples)
         values = await _awaited(values)
@@ -80,7 +80,7 @@ def checked(values: Any, count: int) -> Scores:
 
 
 def _called(reward: Reward, samples: Sequence[RewardInput]) -> tuple[list[Any], bool]:
-    """What calls of ``reward`` return, and whether that is one of the group, and not one for each sample."""
+    """Results of calling ``reward``, and whether that is one for the group, and not one for each sample."""
     of_group = takes_group(reward)
     return [reward(list(samples))] if of_group else [reward(sample) for sample in samples], of_group
 

@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 
 HEAD = struct.Struct("<I")
 MOST_BYTES = 1 << 30
-"""Of a message."""
+"""Bytes of a message at most."""
 
 
 def pack(message: Any) -> bytes:

@@ -26,7 +26,7 @@ _COMMAS = re.compile(r"(?<!\d)\d{1,64}(?:,\d{1,64})+")
 _THOUSANDS = re.compile(r"\d{1,3}(?:,\d{3})+")
 _TYPESET_COMMA = re.compile(r"\{,\}|,\\!")
 _MINUS = ("-", "\u2212", "\u2013")
-"""As on a keyboard, as typeset, and as an en dash."""
+"""Minus signs: as on a keyboard, as typeset, and as an en dash."""
 _TYPESET = re.compile(
     r"\\(?:text|mathrm|mathbf|mbox)\s*\{[^{}]*\}|\\[,;:! ]|\\left|\\right|[{}]|\*\*|__|~|\\?\$|\\(?=%)"
 )
@@ -103,7 +103,7 @@ def _is_operand(before: str) -> bool:
 
 
 def _boxed(text: str) -> str:
-    r"""What the last `\boxed` holds: between braces that match, or behind it."""
+    r"""Content of the last `\boxed`: between braces that match, or behind it."""
     inside = text.rpartition(_BOX)[2].lstrip()
     if not inside.startswith("{"):
         return inside[:_DIGITS]

@@ -15,13 +15,13 @@ from relax_hpc.rewards import RewardError, RewardInput, Scores
 from relax_hpc.rewards.worker_process import Worker, WorkerEnded
 
 MOST_STARTS = 3
-"""In a row that come to nothing."""
+"""Starts in a row that may come to nothing."""
 _GRACE_S = 2.0
-"""Beyond the limit, for a worker that keeps it by itself."""
+"""Seconds beyond the limit for a worker that keeps it by itself."""
 
 
 class Pool:
-    """Up to ``count`` workers for one reward, each started when there is work that the others have no place for.
+    """Pool of up to ``count`` workers for one reward, each started when there is work and no place for it.
 
     For one event loop.
     """
@@ -62,7 +62,7 @@ class Pool:
         await asyncio.gather(*(worker.end() for worker in workers))
 
     async def _asked(self, worker: Worker, samples: Sequence[RewardInput], alone: bool) -> Scores:
-        """What a worker says, or how it failed at these. WorkerEnded: that may be the fault of others."""
+        """Scores by a worker, or how it failed at these. WorkerEnded: that may be the fault of others."""
         begun = time.monotonic()
         try:
             async with asyncio.timeout(self.limit_s + (_GRACE_S if worker.places > 1 else 0.0)):
@@ -114,7 +114,7 @@ class Pool:
         return min(free, key=lambda worker: worker.busy, default=None)
 
     async def _turn(self) -> None:
-        """Until a place may be free."""
+        """Wait until a place may be free."""
         turn = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
         try:
@@ -125,7 +125,7 @@ class Pool:
             raise
 
     def _wake(self) -> None:
-        """As many of those that wait as there are places, and one more, to start a worker where one has ended."""
+        """Wake as many as there are places, and one more, to start a worker where one has ended."""
         places = 1 + sum(max(0, worker.places - worker.busy) for worker in self.workers if not worker.has_ended)
         while places and self._waiting:
             turn = self._waiting.popleft()

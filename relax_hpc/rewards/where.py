@@ -1,4 +1,4 @@
-"""In which process a reward is computed: one that is built in at once, one's own in workers, or in a thread."""
+"""Processes in which a reward is computed: this one for those built in, workers for one's own, or a thread."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Rewards(Protocol):
 
 
 class AtOnce:
-    """For rewards that are built in: they take less than any way to another thread."""
+    """Rewards that are built in, computed at once: they take less than any way to another thread."""
 
     def __init__(self, reward: Reward) -> None:
         self._reward = reward
@@ -40,8 +40,8 @@ class AtOnce:
 
 
 class InThread:
-    """In a thread for each prompt group. One that takes longer than ``limit_s`` goes on there, with nobody waiting for
-    it."""
+    """Rewards in a thread for each prompt group. One that takes longer than ``limit_s`` goes on there, with nobody
+    waiting for it."""
 
     def __init__(self, reward: Reward, limit_s: float) -> None:
         self._reward, self._limit_s = reward, limit_s
@@ -63,7 +63,7 @@ class InThread:
 
 
 def make_rewards(name: str, workers: int, limit_s: float) -> Rewards:
-    """Those that ``name`` gives, as `get_reward`; one's own in up to ``workers`` processes, or, with 0, in this one.
+    """Rewards of ``name``, as `get_reward`; one's own in up to ``workers`` processes, or, with 0, in this one.
 
     ConfigError: there is none that is built in, or that could be imported here.
     """

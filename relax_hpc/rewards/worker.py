@@ -21,7 +21,7 @@ from relax_hpc.rewards import Reward, RewardError, RewardInput, Scores, frames, 
 from relax_hpc.rewards.ask import is_async, scores, scores_soon
 
 _OOM_SCORE = 500
-"""Where memory ends, this process is to end, and not the role, or an engine."""
+"""OOM score by which this process ends where memory runs out, and not the role, or an engine."""
 
 
 def main() -> None:
@@ -96,7 +96,7 @@ def _write(file: BinaryIO, message: Any) -> None:
 
 
 def _end(code: int) -> NoReturn:
-    """At once: threads of a user's libraries must not keep this process alive."""
+    """End at once: threads of a user's libraries must not keep this process alive."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -17,18 +17,18 @@ from relax_hpc.rendezvous.process import PARENT, clean_environment
 from relax_hpc.rewards import RewardError, RewardInput, Score, Scores, frames
 
 START_S = 300.0
-"""For a worker to import a reward and all that this imports, from a shared filesystem too."""
+"""Seconds for a worker to import a reward and all that this imports, from a shared filesystem too."""
 AT_ONCE = 64
 """Prompt groups that a worker has at a time, of a reward that is `async def`."""
 
 
 class WorkerEnded(Exception):
-    """What was asked of a worker has no answer; it says how the worker ended."""
+    """Error of a request to a worker that ended; it says how the worker ended."""
 
     def __init__(self, how: str, by_itself: bool) -> None:
         super().__init__(how)
         self.by_itself = by_itself
-        """While it was at what was asked of it, and nobody had ended it."""
+        """Whether it ended by itself while it was at what was asked of it, and nobody had ended it."""
 
 
 class Worker:
@@ -38,7 +38,7 @@ class Worker:
         self.places = places
         """Prompt groups that it may have at a time."""
         self.busy = 0
-        """How many of them are taken."""
+        """Places that are taken."""
         self.has_ended = False
         """Nothing can be asked of it any more."""
         self._process = process
@@ -95,7 +95,7 @@ class Worker:
         self._give_up("was ended because of another prompt", False)
 
     async def end(self) -> None:
-        """As `kill`, and wait until it is gone."""
+        """Kill it, and wait until it is gone."""
         self.kill()
         await self._process.wait()
 
