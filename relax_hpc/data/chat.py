@@ -30,7 +30,7 @@ START_S = 60.0
 MEMORY_BYTES = 1 << 30
 """Address space of the child process."""
 MOST_CHARS = 1 << 20
-"""Of a template, and of what it makes."""
+"""Characters of a template, and of what it makes, at most."""
 
 
 class TemplateError(Exception):

@@ -29,7 +29,7 @@ from relax_hpc.rundir import write_atomic
 Row = tuple[int, Record] | BadLine
 FORMAT = 1
 ENTRY = np.dtype([("start", "<u8"), ("size", "<u4"), ("check", "<u4"), ("line", "<u4")])
-"""Of a prompt: where its line begins, its bytes and their CRC-32, its number from 1."""
+"""Entry of a prompt: where its line begins, its bytes and their CRC-32, its number from 1."""
 _ENTRY = struct.Struct("<QIII")
 KEPT_BAD = 10_000
 """Bad lines that are known one by one; of all it is known how many there are."""
@@ -37,7 +37,7 @@ KEPT_BAD = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """Which file was indexed."""
+    """Stamp of the file that was indexed."""
 
     path: str
     size: int
@@ -47,7 +47,7 @@ class Stamp:
 
     @classmethod
     def of(cls, path: Path) -> Stamp:
-        """Without the digest. ConfigError: there is no such file."""
+        """Stamp of the file at ``path``, without the digest. ConfigError: there is no such file."""
         try:
             found = path.stat()
         except OSError as error:
@@ -65,11 +65,11 @@ class Stamp:
 
 @dataclass(slots=True)
 class Index:
-    """What is known of a file of prompts."""
+    """Index of a file of prompts."""
 
     stamp: Stamp
     rules: str
-    """How rows became prompts, see `rules_key`."""
+    """Rules by which rows became prompts, see `rules_key`."""
     rows: int = 0
     counts: dict[str, int] = field(default_factory=dict)
     """Bad lines by reason."""
@@ -158,7 +158,7 @@ def changed(stamp: Stamp, where: Path, what: str) -> ConfigError:
 
 
 def rules_key(tokenizer: Tokenizer, how: PromptRules) -> str:
-    """Of all that decides which lines are prompts."""
+    """Key of all that decides which lines are prompts."""
     template = how.template.key if how.template else ""
     about = [FORMAT, how.max_tokens, *how.special_tokens, template, how.keeps_end, tokenizer.key]
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()
@@ -188,7 +188,7 @@ def build(path: Path, where: Path, key: str, tokenizer: Tokenizer, how: PromptRu
 
 
 class _Scan:
-    """What one pass over the lines finds."""
+    """Findings of one pass over the lines."""
 
     def __init__(self, tokenizer: Tokenizer, how: PromptRules) -> None:
         self._tokenizer, self._how = tokenizer, how
@@ -219,7 +219,7 @@ class _Scan:
 
 
 def _repeated(ids: np.ndarray) -> np.ndarray:
-    """Of rows of numbers, whether each has come before. One pass, with as much memory again."""
+    """Whether each of the rows of numbers has come before. One pass, with as much memory again."""
     order = np.lexsort((ids[:, 1], ids[:, 0]))
     again = np.zeros(len(ids), bool)
     again[order[1:]] = (ids[order[1:]] == ids[order[:-1]]).all(axis=1)

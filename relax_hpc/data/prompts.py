@@ -35,9 +35,9 @@ class Tokenizer:
         self.vocab_size: int = backend.get_vocab_size()
         added = backend.get_added_tokens_decoder().values()
         self.special_names = tuple(sorted(token.content for token in added if token.special))
-        """What special tokens look like in a text."""
+        """Texts of the special tokens."""
         self.directory = Path()
-        """Of the model."""
+        """Directory of the model."""
         self.named: dict[str, str] = {}
         """`bos_token` and its like -> what it looks like."""
 
@@ -63,7 +63,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _characters(self) -> tuple[re.Pattern[str], int, int]:
-        """What finds characters that are not plain or have no token, the most tokens of others, those around a text."""
+        """Pattern of characters that are not plain or have no token, the most tokens of others, those around a text."""
         counts = {chr(code): len(self.encode(chr(code), special=False)) for code in range(128)}
         known = "".join(re.escape(character) for character, count in counts.items() if count)
         return re.compile(f"[^{known}]" if known else ""), max(counts.values()), len(self.encode(""))
@@ -145,19 +145,19 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class PromptRules:
-    """How a row becomes a prompt."""
+    """Rules by which a row becomes a prompt."""
 
     max_tokens: int
     special_tokens: tuple[str, ...] = ()
-    """As `data.special_tokens`."""
+    """Special tokens that a prompt may have, see `data.special_tokens`."""
     template: ChatTemplate | None = None
     """Makes text of messages; None: a row with messages is bad."""
     keeps_end: bool = False
-    """Of a prompt that is too long, the last tokens are taken; if not, it is bad."""
+    """Whether the last tokens of a prompt that is too long are taken; if not, it is bad."""
 
     @classmethod
     def of(cls, data: DataConfig, tokenizer: Tokenizer | None) -> PromptRules:
-        """As a configuration says. ConfigError: there is no such template."""
+        """Rules that a configuration says. ConfigError: there is no such template."""
         template = None
         if data.chat_template and tokenizer:
             names = tuple(sorted(tokenizer.named.items()))
@@ -167,7 +167,7 @@ class PromptRules:
 
     @contextmanager
     def rendering(self) -> Iterator[None]:
-        """For as long as rows are read; the template's process ends with it."""
+        """Context in which rows are read; the template's process ends with it."""
         try:
             yield
         finally:
@@ -213,7 +213,7 @@ class Tally:
         self.rows = rows
         self.counts = Counter(counts or {})
         self._first: dict[str, BadLine] = {}
-        """Of each reason."""
+        """First bad line of each reason."""
         for line in bad:
             self._first.setdefault(line.reason, line)
 
@@ -233,7 +233,7 @@ class Tally:
         self._first.setdefault(bad.reason, bad)
 
     def problem(self, max_bad_share: float, total: int) -> str:
-        """What is wrong with a file of ``total`` rows that so many are bad of; empty if it will do."""
+        """Problem of a file of ``total`` rows of which so many are bad; empty if it will do."""
         if not total:
             return 'no prompts; write one {"id", "prompt", "answer"} a line'
         if self.bad < total and self.bad <= max_bad_share * total:
@@ -303,7 +303,7 @@ def _encoded(
 
 
 def _rendered(messages: list[Any], tokenizer: Tokenizer, template: ChatTemplate, as_tokens: bool) -> str:
-    """What the template makes of messages. In its text the names of special tokens mean these; in the messages, unless
+    """Text that the template makes of messages. In it the names of special tokens mean these; in the messages, unless
     ``as_tokens``, they must not stand: one could end a turn by them."""
     if not as_tokens and (
         found := [name for name in tokenizer.special_names if name in json.dumps(messages, ensure_ascii=False)]

@@ -25,7 +25,7 @@ _OTHER_KINDS = {
 
 
 MOST_BYTES = 1 << 30
-"""Of a line: more is some other file."""
+"""Bytes of a line at most: a longer one is some other file."""
 _BATCH = 1024
 """Rows of a parquet file in memory at a time, at most."""
 
@@ -92,7 +92,7 @@ def read_lines(path: Path | str, told: Callable[[bytes], None] = lambda data: No
 
 
 def row_of(line: Line) -> tuple[int, Record] | BadLine:
-    """What stands in ``line``."""
+    """Row that stands in ``line``."""
     if len(line.data) >= MOST_BYTES:
         return BadLine(line.number, "broken_json", f"longer than {MOST_BYTES} bytes")
     return _record(line.number, line.data)
@@ -105,7 +105,7 @@ def is_parquet(path: Path | str) -> bool:
 
 
 def read_parquet(path: Path | str) -> Iterator[tuple[int, Record] | BadLine]:
-    """As `read_rows`. What is null is not there; times and decimals are texts."""
+    """Rows of a parquet file, as `read_rows`. A field that is null is left out; times and decimals become texts."""
     number = 0
     with _parquet(path) as parquet:
         for batch in parquet.ParquetFile(str(path)).iter_batches(batch_size=_BATCH, use_threads=False):
@@ -125,7 +125,7 @@ def count_rows(path: Path | str) -> int:
 
 @contextmanager
 def _parquet(path: Path | str) -> Iterator[Any]:
-    """What reads ``path``. ConfigError: it is not installed, or cannot."""
+    """Reader of ``path``. ConfigError: it is not installed, or cannot read it."""
     try:
         parquet = import_module("pyarrow.parquet")
     except ImportError as error:
