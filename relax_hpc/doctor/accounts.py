@@ -1,4 +1,4 @@
-"""What the doctor finds in the accounting database: the user's accounts, qualities of service, and limits of jobs."""
+"""Findings in the accounting database: the user's accounts, qualities of service, and limits of jobs."""
 
 from __future__ import annotations
 

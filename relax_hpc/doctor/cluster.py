@@ -1,4 +1,4 @@
-"""What the doctor finds by asking Slurm: the request against partitions, nodes, limits and Slurm's configuration."""
+"""Findings by asking Slurm: the request against partitions, nodes, limits and Slurm's configuration."""
 
 from __future__ import annotations
 
@@ -210,13 +210,13 @@ def _gpus(config: Config) -> Callable[[Node], int]:
 
 
 def mebibytes(memory: str) -> int:
-    """Of `64G`; 0, which asks for all, and nothing fit everywhere."""
+    """Mebibytes of a text such as `64G`; 0 for `0`, which asks for all, and for no text: they fit everywhere."""
     found = re.fullmatch(r"(\d+)([KMGT]?)", memory.upper())
     return int(int(found[1]) * _UNITS[found[2] or "M"]) if found else 0
 
 
 def _layout(config: Config, cluster: Cluster) -> Iterator[Finding]:
-    """What heterogeneous and requeued jobs need of Slurm's configuration."""
+    """Findings on what heterogeneous and requeued jobs need of Slurm's configuration."""
     if config.layout == "het":
         scheduler = cluster.config.get("SchedulerType", "sched/backfill")
         if scheduler != "sched/backfill":

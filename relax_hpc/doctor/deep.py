@@ -26,7 +26,7 @@ from relax_hpc.transport.choice import planes_wanted
 from relax_hpc.transport.plane_check import Trial
 
 WAIT_S = 120.0
-"""For the probe to be started and to end; its nodes may be busy."""
+"""Seconds for the probe to be started and to end; its nodes may be busy."""
 MAX_SKEW_S = 1.0
 POLL_S = 0.5
 

@@ -1,4 +1,4 @@
-"""What the doctor finds without Slurm: settings, layout, programs and the run directory, seen from this host."""
+"""Findings without Slurm: settings, layout, programs and the run directory, seen from this host."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NEEDED_MODULES = ("relax_hpc", "mpi4py", "yaml", "jsonargparse", "psutil", "msgp
 MAX_PATH = 1000
 """Bytes of the run directory's path: files under it have names of up to some 200, and Linux allows 4096 in all."""
 MIN_FREE = 256 << 20
-"""For journal, logs and shards of a run with a tiny model; what larger ones need follows from their weights."""
+"""Free bytes for journal, logs and shards of a run with a tiny model; larger ones need more by their weights."""
 MIN_FILES = 20_000
 IMPORT_TIMEOUT_S = 60.0
 SETUP_TIMEOUT_S = 10.0
@@ -43,7 +43,7 @@ _FIND_MODULES = (
 
 
 def check_settings(config: Config) -> Iterator[Finding]:
-    """What `relax-hpc check` finds, and settings that defeat each other."""
+    """Findings of `relax-hpc check`, and settings that defeat each other."""
     yield from map(error, check(config))
     site = config.site
     named = {f"site.{key}": getattr(site, key) for key in ("account", "partition", "hub_partition", "qos")}

@@ -56,7 +56,7 @@ class Probe:
         return path
 
     def _code(self, config: Config) -> Path:
-        """Where the toolkit lies for the probes; a container sees a copy in their folder."""
+        """Folder of the toolkit for the probes; a container sees a copy in their folder."""
         source = Path(relax_hpc.__file__).parents[1]
         if config.site.container.runtime == "none":
             return source

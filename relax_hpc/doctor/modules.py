@@ -1,4 +1,4 @@
-"""What the doctor finds about modules and staging from this host; `doctor --deep` looks from the nodes."""
+"""Findings about modules and staging from this host; `doctor --deep` looks from the nodes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_staging(config: Config) -> Iterator[Finding]:
 
 
 def _modules(names: list[str], setup: list[str]) -> Iterator[Finding]:
-    """As a batch script loads them: after the site's own lines, which may say where modules are (`module use`)."""
+    """Load modules as a batch script does: after the site's lines, which may say where modules are (`module use`)."""
     load = _LOAD_MODULES.format(missing=_NO_MODULES, names=shlex.join(names))
     before = ["{ :", *setup, "} >/dev/null 2>&1"] if setup else []
     command, listed = ["bash", "-lc", "\n".join([*before, load])], ", ".join(names)

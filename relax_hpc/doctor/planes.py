@@ -26,16 +26,16 @@ class PlaneProbe:
         self._planes, self._absent = make_planes(modes, token, self._pool, host, name)
 
     def offer(self) -> str:
-        """For the others, as text."""
+        """Offer for the others, as text."""
         return b64encode(msgpack.packb(make_offer(self._name, self._planes, self._absent))).decode()
 
     def trials(self, offers: Iterable[str]) -> list[dict[str, Any]]:
-        """What came of ``offers``: the fields of a `Trial` each."""
+        """Results of trying ``offers``: the fields of a `Trial` each."""
         found = [msgpack.unpackb(b64decode(text)) for text in offers]
         return [asdict(trial) for trial in try_offers(self._name, self._planes, found, TRIAL_S, self._absent)]
 
     def close(self) -> None:
-        """Once nobody tries any more."""
+        """Close the planes, once nobody tries any more."""
         withdraw(self._name, self._planes)
         for plane in self._planes.values():
             plane.close()

@@ -1,4 +1,4 @@
-"""What `doctor --deep` runs on every node: `python -m relax_hpc.doctor.probe --folder F --nodes N`.
+"""Probe that `doctor --deep` runs on every node: `python -m relax_hpc.doctor.probe --folder F --nodes N`.
 
 Each probe renames a report into the shared folder, waits until it sees all of them, then calls on every other one over
 TCP, which answers with its clock, and reads what it offers on the planes. The second report says what it saw.
@@ -25,14 +25,14 @@ from relax_hpc.rundir import write_json
 from relax_hpc.slurm.mpi import try_mpi
 
 DEADLINE_S = 20.0
-"""For the others' reports to appear, and again for their calls to end."""
+"""Seconds for the others' reports to appear, and again for their calls to end."""
 CALL_TIMEOUT_S = 3.0
 POLL_S = 0.05
 MIN_LOCAL = 1 << 30
 MPI_DONE = ".mpi.json"
 """End of the name of the file in the folder that says what MPI found."""
 TOKEN = "token"
-"""In the folder: the secret by which the probes know each other."""
+"""Name of the file in the folder with the secret by which the probes know each other."""
 
 
 def main() -> None:
