@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _LOOK_S = 0.05
 _TORN = "inline_container.cc"
-"""In what torch says where the disk has taken only a part of a file."""
+"""Part of torch's message where the disk has taken only a part of a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class _Job:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why something could not be saved; ``errno``: of a disk that may have room later, else 0."""
+    """Reason why something could not be saved; ``errno``: of a disk that may have room later, else 0."""
 
     why: str
     errno: int = 0
@@ -101,13 +101,13 @@ class Saver:
         self.failed = 0
         """Saves in a row that failed, or have not succeeded yet."""
         self._failed_anyway = 0
-        """Those of them that a full disk was not the cause of."""
+        """Failures, of those in a row, that a full disk was not the cause of."""
         self._hurries, self._awaited = False, False
         """Whether the next save is due; whether this one is waited for however long it takes."""
         self.seconds = 0.0
-        """What the last save took, from copying to the end."""
+        """Seconds that the last save took, from copying to the end."""
         self.failure = ""
-        """Why the last save failed."""
+        """Reason why the last save failed."""
         model = trainer.model
         self._writer = StateWriter(channel, model.layout.copies, model.device.type == "cuda")
         device = torch.cuda.current_device() if model.device.type == "cuda" else None
@@ -151,7 +151,7 @@ class Saver:
         self._work.check()
 
     def wait(self) -> None:
-        """Until nothing is being saved, whether it could be or not. DeadlineError: it takes too long."""
+        """Wait until nothing is being saved, whether it could be or not. DeadlineError: it takes too long."""
         self._hurries = True
         self._wait()
 
@@ -197,7 +197,7 @@ class Saver:
         return self.channel.tell({"next": self._hurries} if self.channel.rank == 0 else None)["next"]
 
     def _save(self, job: _Job) -> Failure | None:
-        """Why it could not be saved, the same in every rank; None: it is."""
+        """Reason why it could not be saved, the same in every rank; None: it is."""
         partial = job.directory.with_name(f".{job.directory.name}.partial")
         rank, leads = self.channel.rank, self.channel.rank == 0
         together = partial_of(self._together, partial.parent)
@@ -237,7 +237,7 @@ class Saver:
 
 
 def _cause(error: BaseException, folder: Path) -> tuple[str, int]:
-    """In words, and the number of the error if it `may_pass`. torch's own is a table of all ranks' errors."""
+    """Cause in words, and the number of the error if it `may_pass`. torch's own is a table of all ranks' errors."""
     errors = [one for one, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
     for one in errors:
         if isinstance(one, OSError) and may_pass(one):

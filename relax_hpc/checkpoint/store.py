@@ -113,7 +113,7 @@ def _check_files(directory: Path, marker: dict[str, Any], found: dict[str, str])
 
 
 def files_of(directory: Path, rank: int) -> list[str]:
-    """What ``rank`` has written into a checkpoint; its own node knows of it, whatever others have seen."""
+    """Files that ``rank`` has written into a checkpoint; its own node knows of them, whatever others have seen."""
     names = sorted(path.name for path in directory.iterdir())
     owners = [_OWNED.match(name) for name in names]
     return [
@@ -154,13 +154,13 @@ def digest_of(marker: Path) -> str:
 
 
 def layout_of(trainer: Trainer) -> list[int]:
-    """By which random states can be restored."""
+    """Sizes of the layout by which random states can be restored."""
     layout = trainer.model.layout
     return [layout.tensor_size, layout.pipeline_size, layout.data_size, layout.context_size]
 
 
 def optimizer_of(trainer: Trainer) -> dict[str, Any]:
-    """What the stored optimizer state depends on, by configuration key."""
+    """Settings that the stored optimizer state depends on, by configuration key."""
     return {
         "model.dtype": str(trainer.model.dtype).removeprefix("torch."),
         "actor.optimizer.distributed": trainer.settings.distributed,
@@ -168,7 +168,7 @@ def optimizer_of(trainer: Trainer) -> dict[str, Any]:
 
 
 def random_file(rank: int) -> str:
-    """Of a rank's random states."""
+    """Name of the file of a rank's random states."""
     return f"random-{rank:06d}.safetensors"
 
 
@@ -185,7 +185,7 @@ def _load_state(directory: Path, trainer: Trainer) -> None:
 
 
 def sharded_state(trainer: Trainer, loading: bool) -> dict[str, Any]:
-    """What a checkpoint has of model and optimizer, as megatron-core describes it. Collective."""
+    """Model and optimizer as megatron-core describes them for a checkpoint. Collective."""
     # The optimizer's state in the parameters' own shapes loads under every other split.
     metadata = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
     state = {"model": trainer.model.module.sharded_state_dict(prefix="")}

@@ -1,4 +1,4 @@
-"""How megatron-core's sharded state is written: copied by each rank at once, and put on disk in a thread.
+"""Writing of megatron-core's sharded state: copied by each rank at once, and put on disk in a thread.
 
 megatron-core's own writer forks processes and talks to them through a spawned manager that imports the program's main
 module again: seconds for each save of a small model. The files are the same, so its reader reads them.
@@ -46,12 +46,12 @@ class StagedState:
     common: dict[str, Any]
 
     def write_common(self, folder: Path) -> None:
-        """What is not sharded; by rank 0 alone."""
+        """Write the part that is not sharded; by rank 0 alone."""
         TorchCommonSaveStrategy("torch", 1).save_common(self.common, folder)
         save_config(CheckpointingConfig("torch_dist", 1), str(folder))
 
     def write_shards(self, folder: Path) -> None:
-        """This rank's; collective over the channel."""
+        """Write this rank's shards; collective over the channel."""
         torch_checkpoint.save(
             self.shards,
             storage_writer=torch_checkpoint.FileSystemWriter(folder, sync_files=False),
