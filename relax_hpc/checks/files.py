@@ -25,7 +25,7 @@ BLOCK = 1000
 
 
 def check_files(config: Config) -> Iterator[str]:
-    """What is wrong with the model, the layouts it is cut into, and the prompts."""
+    """Mistakes in the model, the layouts it is cut into, and the prompts."""
     model, policy = config.model, Model()
     if not model.path and not config.data.task:
         yield "model.path: found nothing, and no data.task; name a Hugging Face directory (only tasks get a tiny model)"
@@ -61,7 +61,7 @@ def _prompts(key: str, path: str, tokenizer: Tokenizer | None, data: DataConfig)
 
 
 def notes(config: Config) -> Iterator[str]:
-    """What is no mistake, but may not be meant, or was not looked at."""
+    """Notes on what is no mistake, but may not be meant, or was not looked at."""
     if missing := unread():
         yield f"model.path: tokenizer and weights were not looked at, for want of {', '.join(missing)} here"
     tokenizer = find_model(config.model).tokenizer if config.model.path else None
@@ -87,11 +87,11 @@ def _prompt_notes(key: str, found: Reading, data: DataConfig) -> Iterator[str]:
 
 @dataclass(kw_only=True, slots=True)
 class Reading:
-    """What was seen of a prompt file."""
+    """Findings on a prompt file."""
 
     tally: Tally
     total: int = 0
-    """Its rows, also those that were not read."""
+    """Rows of the file, also those that were not read."""
     named: int = 0
     """Prompts with names of special tokens in their text."""
     example: str = ""
@@ -101,7 +101,7 @@ class Reading:
         return self.tally.rows == self.total
 
     def problem(self, data: DataConfig) -> str:
-        """Why a run could not take it, whatever is in the rows that were not read; empty if it may."""
+        """Reason why a run could not take it, whatever is in the rows that were not read; empty if it may."""
         if not self.is_whole and self.tally.bad <= data.max_bad_share * self.total:
             return ""
         return self.tally.problem(data.max_bad_share, self.total)

@@ -13,7 +13,7 @@ from relax_hpc.plan.plan import plan
 
 
 def check_memory(config: Config) -> Iterator[str]:
-    """What cannot fit, a line for each place. Nothing of a model that is not in order, which others say."""
+    """Findings on what cannot fit, a line for each place; none for a model that is not in order, which others say."""
     if config.model.device != "cuda" or not config.site.gpu_memory_gib:
         return
     try:
@@ -31,7 +31,7 @@ def check_memory(config: Config) -> Iterator[str]:
 
 
 def misfits(config: Config, spec: ModelSpec) -> Iterator[str]:
-    """How roles of the run cut the model as it cannot be cut, one line each."""
+    """Findings on roles of the run that cut the model as it cannot be cut, one line each."""
     placed = {role for group in config.groups.values() for role in group.roles}
     for role in placed.intersection(RANKED):
         yield from (f"{role}.parallel.{misfit}" for misfit in spec.misfits(getattr(config, role).parallel))

@@ -1,4 +1,4 @@
-"""What a Hugging Face directory says about its model, read without torch or transformers: headers, not weights."""
+"""Model of a Hugging Face directory, read without torch or transformers: headers, not weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _INDEX = "model.safetensors.index.json"
 
 @dataclass(kw_only=True, slots=True)
 class Model:
-    """What is found of a model, and what is wrong with it."""
+    """Model as it was found, and what is wrong with it."""
 
     problems: list[str] = field(default_factory=list)
     """Findings about its files; with any of them the rest means nothing."""
@@ -54,7 +54,7 @@ def find_model(config: ModelConfig, field_name: str = "path") -> Model:
 
 
 def spec_at(config: ModelConfig) -> ModelSpec:
-    """What config.json of `config.path` says, or the tiny model; nothing else need be there. ConfigError: it is not in
+    """Spec in config.json of `config.path`, all that need be there, or of the tiny model. ConfigError: it is not in
     order."""
     if not config.path:
         from relax_hpc.data.tiny_model import qwen3_config
@@ -111,7 +111,7 @@ def _load_tokenizer(path: Path, _: tuple[tuple[int, ...], ...]) -> Tokenizer:
 
 
 def stamp(path: Path) -> tuple[int, ...]:
-    """What changes with a file; empty if it is not there."""
+    """Stamp of a file that changes with it; empty if it is not there."""
     try:
         found = path.stat()
     except OSError:
@@ -120,7 +120,7 @@ def stamp(path: Path) -> tuple[int, ...]:
 
 
 def _weights(path: Path, spec: ModelSpec | None) -> Iterator[str]:
-    """What is wrong with the weights, by their names and headers; with the tensors if the model is known."""
+    """Mistakes in the weights, by their names and headers; with the tensors if the model is known."""
     # A pipe of that name would be waited for.
     files = [file for file in sorted(path.glob("*.safetensors")) if file.is_file()]
     if (path / _INDEX).is_file():

@@ -27,7 +27,7 @@ Findings = Iterator[str]
 
 
 def check(config: Config) -> list[str]:
-    """What is wrong with `config`, one line each; empty: nothing was found."""
+    """Mistakes in `config`, one line each; empty: none were found."""
     checks = (
         _run,
         _data,
@@ -53,8 +53,8 @@ def check(config: Config) -> list[str]:
 
 
 def check_request(config: Config) -> list[str]:
-    """As `check`, and what Slurm cannot be asked for: of a run that is not in its job yet. A script by hand may have
-    asked otherwise. Layout `local` may run without Slurm."""
+    """Mistakes as of `check`, and requests that Slurm cannot meet: of a run that is not in its job yet. A script by
+    hand may have asked otherwise. Layout `local` may run without Slurm."""
     found = check(config)
     said = {finding.partition(":")[0] for finding in found}
     return found + [finding for finding in _request(config) if finding.partition(":")[0] not in said]
@@ -196,7 +196,7 @@ def _colocate(config: Config) -> Findings:
 
 
 def _forward(config: Config, places: Collection[str]) -> Findings:
-    """Who scores: roles in groups, ``places``, in the actor, or, for want of an actor_fwd, nobody."""
+    """Mistakes in who scores: roles in groups, ``places``, in the actor, or, for want of an actor_fwd, nobody."""
     for role in sorted({*places}.intersection(config.actor.forward)):
         yield f"actor.forward: found {role}, which is in a group too, allowed: one of them; remove it here or there"
     if config.algorithm.uses_old and "actor_fwd" not in {*places, *config.actor.forward}:
