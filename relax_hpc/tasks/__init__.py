@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 TASKS: dict[str, type[Task]] = {"sort_digits": SortDigits}
 _NEAR = 0.85
-"""How alike two names are of which one is probably the other, misspelled: `rewards`, but not `reward_of`."""
+"""Similarity of two names of which one is probably the other, misspelled: `rewards`, but not `reward_of`."""
 __all__ = ["TASKS", "Ask", "Task", "eval_reward", "get_task", "misfits", "train_reward"]
 
 
@@ -42,7 +42,7 @@ def get_task(name: str) -> Task:
 
 
 def misfits(task: Task) -> Iterator[str]:
-    """What is wrong with a class of one's own, one line each, which begins with what it is of."""
+    """Mistakes in a class of one's own, one line each, which begins with what it is of."""
     if not callable(task.reward):
         yield f"reward: found {task.reward!r}, allowed: a method"
     if not (isinstance(task.evaluations, tuple | list) and all(map(_names_a_set, task.evaluations))):
@@ -71,6 +71,6 @@ def eval_reward(config: Config) -> str:
 
 
 def _own_reward(task: str) -> str:
-    """Of a task's own reward the name by which any process finds it."""
+    """Name by which any process finds a task's own reward."""
     reward = get_task(task).reward
     return next((name for name, known in REWARDS.items() if known is reward), f"{task}.reward")

@@ -1,4 +1,4 @@
-"""What a task is."""
+"""Base class of tasks."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Task:
     """Evaluation sets that `rows` has rows of."""
 
     reward: Reward = staticmethod(answer_partial)
-    """Of a sample or, if its parameter is called `samples`, of a prompt group; see `relax_hpc.rewards`. Where the
-    configuration names another, that one counts."""
+    """Reward of a sample or, if its parameter is called `samples`, of a prompt group; see `relax_hpc.rewards`. Where
+    the configuration names another, that one counts."""
 
     def rows(self, split: str, data: DataConfig) -> Iterable[Mapping[str, Any]]:
         """Rows of `train`, or of one of ``evaluations``: {"id", "prompt" (or "messages", "token_ids"), "answer", ...}.

@@ -1,4 +1,4 @@
-"""Where the prompts of a run lie: in files that its configuration names, or in those that its task has made."""
+"""Files of a run's prompts: those that its configuration names, or those that its task has made."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from relax_hpc.rundir import RunDir
 from relax_hpc.tasks import Task, get_task
 
 PAUSES_S = (1.0, 5.0, 20.0)
-"""Before rows are asked for again, whose network or filesystem did not answer."""
+"""Seconds before rows are asked for again, whose network or filesystem did not answer."""
 _WRONG = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
-"""Of errors of files and networks those that are there the next time too."""
+"""Errors of files and networks that are there the next time too."""
 
 
 class _Away(Exception):
-    """What rows are read from does not answer."""
+    """Failure of the network or filesystem of rows to answer."""
 
 
 def train_file(run: RunDir, config: Config) -> Path:
-    """Of the training prompts."""
+    """File of the training prompts."""
     return Path(config.data.train) if config.data.train else run.data / "train.jsonl"
 
 
 def eval_files(run: RunDir, config: Config) -> dict[str, Path]:
-    """Of each evaluation set."""
+    """File of each evaluation set."""
     if config.data.eval:
         return {name: Path(path) for name, path in config.data.eval.items()}
     return {name: run.data / f"{name}.jsonl" for name in get_task(config.data.task).evaluations}

@@ -53,7 +53,7 @@ class SortDigits(Task):
             yield {"id": text, "prompt": f"{text}?", "answer": sort_answer(text)}
 
     def demonstrations(self, data: DataConfig, tokenizer: Tokenizer, noise: float, seed: int) -> Iterator[dict]:
-        """Of prompts drawn from `train`; wrong ones have the answer to another of its prompts."""
+        """Demonstrations of prompts drawn from `train`; wrong ones have the answer to another of its prompts."""
         train, rng = sets_of(data.digits)["train"], random.Random(f"warm start {seed}")
         while True:
             yield _demonstration(tokenizer, train, noise, rng)
