@@ -45,9 +45,9 @@ from relax_hpc.weights.node_cache import clear_staging, staging_root
 _LOOK_S = 0.2
 _ASK_SLURM_S = 10.0
 _SIGHTS = 1024
-"""How often a sign can be looked at; who finds no room is a candidate too many, which waits like the others."""
+"""Times that a sign can be looked at; who finds no room is a candidate too many, which waits like the others."""
 _DEATHS, _DEATHS_S = 5, 600.0
-"""So many deaths of a head within so many seconds, and something is wrong with the node."""
+"""Deaths of a head, and the seconds within which so many mean that something is wrong with the node."""
 
 
 class Head:

@@ -31,26 +31,26 @@ from relax_hpc.supervise import requests
 from relax_hpc.supervise.attempts import latest_attempt
 
 ANSWER_S = 30.0
-"""What a supervisor may need for an answer, besides the time in which a group stops."""
+"""Seconds for an answer of a supervisor, besides the time in which a group stops."""
 GRACE_S = 10.0
-"""What a job may take to end once its group is released."""
+"""Seconds for a job to end once its group is released."""
 LOOK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What the user asked for."""
+    """Request of the user."""
 
     group: str
     files: Sequence[str] = ()
     overrides: Mapping[str, Any] = field(default_factory=dict)
     nodes: int | None = None
     code: str | None = None
-    """Folder with the package that it shall run."""
+    """Folder with the package that the group shall run."""
     new_job: bool = False
-    """A job of its own, even where a restart in place is the rule (layout het)."""
+    """Whether it shall get a job of its own, even where a restart in place is the rule (layout het)."""
     in_place: bool = False
-    """On the nodes that it has, even where a new job is the rule (layout jobs)."""
+    """Whether it shall stay on its nodes, even where a new job is the rule (layout jobs)."""
     parsable: bool = False
 
 

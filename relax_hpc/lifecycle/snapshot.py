@@ -1,4 +1,4 @@
-"""What a run is made of, kept at its submission, so that whatever is submitted again runs the same code."""
+"""Snapshot of a run's code and settings at its submission, so that whatever is submitted again runs the same code."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _made_with() -> dict[str, str]:
 
 
 def _git(root: Path, *words: str) -> str:
-    """What git says of the code; empty where it is no checkout."""
+    """Output of git on the code; empty where it is no checkout."""
     try:
         answer = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, timeout=_GIT_S)
     except (OSError, subprocess.TimeoutExpired):

@@ -51,7 +51,7 @@ def main(root: str, now: bool) -> int:
 
 
 def _stop_jobs(run: RunDir, config: Config, slurm: Slurm, now: bool) -> None:
-    """What is queued goes first, successors and spares before all: the end of a job must not start the next."""
+    """Stop the run's jobs, queued ones first, successors and spares before all: the end of a job must not start one."""
     kinds = {entry.job: entry.kind for entry in Ledger(run).entries()}
     queued = _left(run, config, slurm, ("PENDING",))
     for job in sorted(queued, key=lambda job: kinds.get(job) not in ("successor", "spare")):

@@ -43,7 +43,7 @@ def submit(config: Config, resume: bool, dry_run: bool, form: str = "") -> int:
 
 
 def _refuse_mistakes(config: Config) -> None:
-    """What `relax-hpc doctor` finds, on stderr; ConfigError if any of it is an error."""
+    """Print what `relax-hpc doctor` finds on stderr; ConfigError if any of it is an error."""
     found = [finding for finding in diagnose(config, Slurm()) if finding.severity != "ok"]
     errors = [finding.text for finding in found if finding.severity == "error"]
     for text in [f"warning: {finding.text}" for finding in found if finding.severity == "warning"] + errors[1:]:
