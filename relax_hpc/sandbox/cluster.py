@@ -69,7 +69,7 @@ class Sandbox:
 
     @property
     def conf(self) -> Path:
-        """What SLURM_CONF names."""
+        """Path that SLURM_CONF names."""
         return self.folder / "etc/slurm.conf"
 
     @property
@@ -82,7 +82,7 @@ class Sandbox:
         return self.options.node_names
 
     def environment(self) -> dict[str, str]:
-        """This process's environment, with this Slurm in place of any other."""
+        """Environment of this process, with this Slurm in place of any other."""
         return clean_environment() | {"SLURM_CONF": str(self.conf)}
 
     def client(self, *words: str, check: bool = True) -> str:

@@ -37,12 +37,12 @@ _HELP = {
 
 
 def default_folder() -> Path:
-    """Where the sandbox is when no DIR is given: one a user."""
+    """Folder of the sandbox when no DIR is given: one a user."""
     return Path(tempfile.gettempdir()) / f"relax-sandbox-{getpass.getuser()}"
 
 
 def usage(verb: str) -> str:
-    """What may follow ``verb`` on a command line.
+    """Usage of ``verb``: what may follow it on a command line.
 
     >>> usage("kill-node")
     'NODE [DIR] [--down]'

@@ -18,7 +18,7 @@ _LIBMPI = ("lib/*-linux-gnu/libmpi.so.40", "lib64/openmpi/lib/libmpi.so.40", "li
 
 
 def host() -> str:
-    """This machine's short name, which all nodes share."""
+    """Short name of this machine, which all nodes share."""
     return socket.gethostname().split(".")[0]
 
 

@@ -1,4 +1,4 @@
-"""What a sandbox looks like: the options a user may give, their ranges, and where they are kept."""
+"""Options of a sandbox that a user may give, their ranges, and where they are kept."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_NODES = 60
 _BLOCK, _FIRST, _BLOCKS = 64, 20000, 190
 """Ports a sandbox takes, the first block's first port, and blocks; all lie below the kernel's ephemeral ports."""
 _NOBODY = _BLOCK - 1
-"""Of these ports the one that nobody listens on."""
+"""Number, among these ports, of the one that nobody listens on."""
 _MAX_FOLDER = 64
 """Bytes of a folder's path, so that the sockets of munge and of the steps below it stay under the kernel's 107."""
 
@@ -80,7 +80,7 @@ class Options:
 
     @property
     def dead_port(self) -> int:
-        """Where declared nodes are said to be."""
+        """Port at which declared nodes are said to be."""
         return self.port + _NOBODY
 
     @property
@@ -94,7 +94,7 @@ def save(options: Options, path: Path) -> None:
 
 
 def load(path: Path) -> Options | None:
-    """What was saved at `path`; None if nothing was."""
+    """Options saved at `path`; None if there are none."""
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

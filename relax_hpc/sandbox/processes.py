@@ -1,4 +1,4 @@
-"""Which processes belong to a sandbox: found by their files, not by name alone, and killed by pid and start time."""
+"""Processes of a sandbox: found by their files, not by name alone, and killed by pid and start time."""
 
 from __future__ import annotations
 
