@@ -1,4 +1,4 @@
-"""What a subcommand is."""
+"""Description of a subcommand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Command:
     usage: str
     add_arguments: Callable[[ArgumentParser], None]
     handle: Callable[[dict[str, Any]], int]
-    """From the arguments that were given, nested, to the exit code."""
+    """Function from the arguments that were given, nested, to the exit code."""
     takes_config: bool = False
     """Whether every field of the configuration is an option."""
     is_whole: bool = False
@@ -41,7 +41,7 @@ CONFIG_USAGE = "[--config F]... [--KEY VALUE]... [--print_config]"
 
 
 def config_arguments(parser: ArgumentParser) -> None:
-    """Those of commands that are given a whole configuration."""
+    """Add the arguments of commands that are given a whole configuration."""
     # jsonargparse hands its own option of this name over as `--print_config=`.
     parser.add_argument("--print_config", nargs="?", metavar="", help="Print the configuration and where it came from")
     layer_arguments(parser)

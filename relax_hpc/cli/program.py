@@ -107,7 +107,7 @@ def _do(name: str, command: Command, argv: list[str]) -> int:
 
 
 def _explain_verbs(argv: list[str]) -> int:
-    """Of a command that needs another word, or is none."""
+    """Explain a command that needs another word, or refuse one that there is not."""
     word, entry = argv[0], COMMANDS.get(argv[0])
     if not isinstance(entry, Verbs):
         raise ConfigError(
@@ -153,7 +153,7 @@ def _parse(name: str, argv: list[str]) -> tuple[dict[str, Any], list[OptionError
 
 
 def _with_other_mistakes(wrong: list[OptionError], given: dict[str, Any], command: Command) -> list[str]:
-    """What is wrong with options, and with the configuration that all others make."""
+    """Mistakes in options, and in the configuration that all others make."""
     found = [text for error in wrong for text in error.mistakes]
     if not command.is_whole:
         return found
@@ -181,7 +181,7 @@ def _handle(command: Command, given: dict[str, Any]) -> int:
 
 
 def _top_parser(prog: str, about: str, entries: Mapping[str, Command | Verbs]) -> ArgumentParser:
-    """Of what is followed by one of ``entries``."""
+    """Parser of a command line that goes on with one of ``entries``."""
     version = {"version": __version__} if entries is COMMANDS else {}
     parser = _Parser(prog=prog, usage=f"{prog} COMMAND ...", description=about, allow_abbrev=False, **version)
     shown = parser.add_argument_group(f"commands ({prog} COMMAND --help tells more)")
@@ -308,7 +308,7 @@ def _layers(given: dict[str, Any]) -> Layers | None:
 
 
 def notes_of(config: Config) -> list[str]:
-    """What is no mistake, but may not be meant."""
+    """Notes on what is no mistake, but may not be meant."""
     from relax_hpc.checks.files import notes
 
     return list(notes(config))
@@ -330,7 +330,7 @@ def _sound(layers: Layers, resume: bool, wrong: Sequence[str] = ()) -> Config:
 
 
 def _run_dir(given: dict[str, Any]) -> RunDir:
-    """Where a resume without files finds its configuration."""
+    """Run directory in which a resume without files finds its configuration."""
     if not (given.get("run_dir") or given.get("name")):
         raise ConfigError(f"{COMMAND_LINE}: --resume: found neither --run_dir nor --config, give one of them")
     run = RunDir(Path(given.get("run_dir") or f"runs/{given['name']}"))

@@ -172,7 +172,7 @@ def _export(run: RunDir, given: dict[str, Any]) -> int:
 
 
 def _speller(run: RunDir) -> tuple[Callable[[list[int]], str] | None, str]:
-    """What the run's own tokenizer says of tokens, or why it cannot be had."""
+    """Decoder of tokens by the run's own tokenizer, or why it cannot be had."""
     from relax_hpc.data.prompts import load_tokenizer
 
     try:
