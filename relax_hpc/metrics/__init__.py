@@ -1,1 +1,1 @@
-"""What a run reports about itself: metrics.jsonl and TensorBoard, progress lines, time spans, plots."""
+"""Reports of a run about itself: metrics.jsonl and TensorBoard, progress lines, time spans, plots."""

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 PRIORITY = ("engine_update", "generate", "train", "forward", "eval", "publish", "checkpoint", "weights", "queue")
 PRIORITY += ("start", "wait")
-"""Where kinds overlap, a second belongs to the first of these: an engine that is updated does not generate."""
+"""Kinds by priority: where they overlap a second belongs to the first, so an engine that is updated does not
+generate."""
 OTHER, UNFINISHED = "other", "unfinished"
-"""Between spans; after the last span of a process that left no word of its end: a span that it never finished."""
+"""Kinds of the time between spans, and after the last span of a process that left no word of its end: one that it never
+finished."""
 IDLE = ("wait", "start", OTHER, UNFINISHED)
 """Kinds that are no work."""
 
@@ -19,7 +21,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, slots=True, order=True)
 class Label:
-    """What a second was spent on; a wait also says for which `peer`, and why."""
+    """Label of a second by what it was spent on; a wait also says for which `peer`, and why."""
 
     what: str
     peer: str = ""
@@ -55,7 +57,7 @@ class Account:
             del self._running[label]
 
     def move(self, label: Label, others: Mapping[Label, float]) -> None:
-        """What was put down to ``label`` was for ``others``, for so many seconds each, or as many of them as there are.
+        """Move seconds from ``label`` to ``others``, for so many seconds each, or as many of them as there are.
 
         Seconds of ``label`` beyond theirs stay.
         """
@@ -102,7 +104,7 @@ def without(interval: Interval, holes: Iterable[Interval]) -> Iterator[Interval]
 
 
 def added(parts: Iterable[Mapping[Label, float]]) -> dict[Label, float]:
-    """Their sums by label."""
+    """Sums of ``parts`` by label."""
     total: dict[Label, float] = defaultdict(float)
     for part in parts:
         for label, seconds in part.items():
@@ -116,7 +118,7 @@ def work_of(seconds: Mapping[Label, float]) -> float:
 
 
 def even_split(rollout_s: float, actor_s: float, rollout: int, actor: int) -> tuple[int, int]:
-    """How to divide ``rollout`` + ``actor`` units so that the busy time of a step is as even as it can be.
+    """Division of ``rollout`` + ``actor`` units by which the busy time of a step is as even as it can be.
 
     Work is taken to scale linearly: twice the units do it in half the time. At least one unit is on either side.
 

@@ -37,7 +37,7 @@ _UNITS = (
 )
 _SHARES = ("share", "share of time")
 _EDGE = 0.03
-"""Beyond 0 and 1, for a curve that lies on one of them to be seen."""
+"""Space beyond 0 and 1, for a curve that lies on one of them to be seen."""
 _GREY = "#555555"
 _RESTART: dict[str, Any] = {"linestyle": ":", "linewidth": 1.0, "zorder": 1}
 _SPARSE = 40
@@ -263,5 +263,5 @@ def short_names(tags: Sequence[str]) -> list[str]:
 
 
 def unit_of(tag: str) -> str:
-    """What the axis of a tag says; its last part where nothing better is known."""
+    """Unit on the axis of a tag; its last part where nothing better is known."""
     return next((unit for pattern, unit in _UNITS if fnmatchcase(tag, pattern)), tag.rsplit("/", 1)[-1])

@@ -84,7 +84,7 @@ class Progress:
             self._open = False
 
     def show(self, text: str) -> None:
-        """On a terminal, a line that the next one overwrites; cut to its width."""
+        """Show ``text`` on a terminal, as a line that the next one overwrites; cut to its width."""
         if self.terminal:
             self._write(f"\r{text[: shutil.get_terminal_size().columns - 1]}{_TO_LINE_END}")
             self._open = True
@@ -134,14 +134,14 @@ def _percent(share: float) -> str:
 
 
 def _thousands(value: float | None) -> str:
-    """At most five characters: 9500, 123k, 1.2M."""
+    """Number in five characters at most: 9500, 123k, 1.2M."""
     if value is None or not value >= 1e4:
         return _number(value, ".0f")
     return _number(value / 1e3, ".0f") + "k" if value < 1e6 else _number(value / 1e6, ".1f") + "M"
 
 
 def _duration(seconds: float | None) -> str:
-    """At most six characters: 42s, 4m07s, 3h12m, 2d03h."""
+    """Duration in six characters at most: 42s, 4m07s, 3h12m, 2d03h."""
     if seconds is None:
         return "-"
     minutes, s = divmod(round(seconds), 60)

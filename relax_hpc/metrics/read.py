@@ -14,10 +14,10 @@ from relax_hpc.metrics.writer import METRICS_FILE, RESERVED
 
 @dataclass(kw_only=True, slots=True)
 class Metrics:
-    """What metrics.jsonl says."""
+    """Content of metrics.jsonl."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
-    """By ascending step: {"step": int, "time": s, "incarnation": int, tag: float, ...}; a null is nan."""
+    """Rows by ascending step: {"step": int, "time": s, "incarnation": int, tag: float, ...}; a null is nan."""
     lines: list[dict[str, Any]] = field(default_factory=list)
     """Everything that was ever written of a step, in the order of the file."""
     rollbacks: list[tuple[int, int]] = field(default_factory=list)
@@ -58,7 +58,7 @@ def tags_of(rows: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def _surviving(line: dict[str, Any], place: int, cuts: list[tuple[int, int, int]]) -> dict[str, Any] | None:
-    """What no rollback has superseded: all of a line, its evaluations, or None."""
+    """Part of a line that no rollback has superseded: all of it, its evaluations, or None."""
     later = [step for incarnation, at, step in cuts if (incarnation, at) > (line["incarnation"], place)]
     cut = min(later, default=math.inf)
     if line["step"] < cut:

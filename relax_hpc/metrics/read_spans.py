@@ -1,4 +1,4 @@
-"""What the spans of a run say: read from its files."""
+"""Spans of a run, read from its files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LONGEST = 1e12
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What a role did in [start, end], wall-clock seconds that agree exactly between processes of one machine."""
+    """Span of a role's time in [start, end], wall-clock seconds that agree exactly between processes of one machine."""
 
     role: str
     what: str
@@ -32,7 +32,7 @@ class Span:
     start: float
     end: float
     peer: str = ""
-    """Of a wait: the role, or what else, that it was for."""
+    """Role, or what else, that a wait was for."""
     reason: str = ""
     lane: str = ""
 
@@ -47,12 +47,12 @@ class Process:
     rank: str
     began: float
     ended: float | None = None
-    """By its own word; None: it goes on, or had no time to say so."""
+    """Time of its end by its own word; None: it goes on, or had no time to say so."""
     spans: list[Span] = field(default_factory=list)
 
     @property
     def last(self) -> float:
-        """Until when its spans are known."""
+        """Time until which its spans are known."""
         return max([self.began, *(span.end for span in self.spans)])
 
     def workers(self) -> list[list[Span]]:

@@ -38,7 +38,7 @@ def is_by_peer(tag: str) -> bool:
 
 
 def shares_of_time(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
-    """By role its shares of the time of these steps: `at` the kinds, which add up to 1, and of the waiting `for` whom.
+    """Shares of each role's time in these steps: `at` the kinds, which add up to 1, and of the waiting `for` whom.
 
     >>> shares_of_time([{"idle/actor": 0.25, "idle/actor_for_rollout": 0.25, "perf/actor_train_s": 3, \\
     ...                  "perf/actor_wait_s": 1}])

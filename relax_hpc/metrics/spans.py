@@ -1,4 +1,4 @@
-"""Where the time of a process goes: spans of its work and waits, in a file and in totals."""
+"""Spans of a process's work and waits, in a file and in totals: where its time goes."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _FLUSH_S = 1.0
 PART_BYTES, _KEPT_PARTS = 16 << 20, 128
 """2 GiB of spans, which take a tenth of that; `report` does not know of those before."""
 _ROUND_TRIP_S = 0.05
-"""What a wait may be longer than the queue says it was."""
+"""Seconds by which a wait may be longer than the queue says it was."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def process_began() -> float:
-    """When this process was started, of the monotonic clock, to a hundredth of a second."""
+    """Time at which this process was started, of the monotonic clock, to a hundredth of a second."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.monotonic() - age
@@ -49,7 +49,7 @@ class OpenSpan:
     """Peer and reason of a wait, of what nothing better is known of."""
     begun: float
     start: float
-    """Since when it is not in the file yet."""
+    """Time from which on it is not in the file yet."""
     parts: list[tuple[Label, float, float]] = field(default_factory=list)
 
     @property
@@ -69,7 +69,7 @@ class OpenSpan:
         self.parts += reversed(found)
 
     def pieces(self, now: float) -> list[tuple[Label, float, float]]:
-        """What there is of it since `start`, without gaps."""
+        """Pieces of it since `start`, without gaps."""
         pieces: list[tuple[Label, float, float]] = []
         at = self.start
         for label, start, end in self.parts:

@@ -40,7 +40,7 @@ class Worker:
 
     @cached_property
     def stretches(self) -> list[Stretch]:
-        """Its spans, and the rest that none tells of."""
+        """Spans of the worker, and the rest that none tells of."""
         found = [(Label(span.what, span.peer, span.reason), span.start, span.end) for span in self.spans]
         if not found:
             return [(Label("start"), self.began, self.ended)]
@@ -49,7 +49,7 @@ class Worker:
 
     @cached_property
     def busy(self) -> list[Interval]:
-        """When it worked, merged."""
+        """Intervals in which it worked, merged."""
         return merge_intervals((start, end) for label, start, end in self.stretches if label.what not in IDLE)
 
     def lived(self, start: float, end: float) -> float:
@@ -57,7 +57,7 @@ class Worker:
         return max(0.0, min(end, self.ended) - max(start, self.began))
 
     def seconds(self, start: float, end: float, holes: Iterable[Interval] = ()) -> dict[Label, float]:
-        """Those of its life in [start, end], but for ``holes``, by label; each one once."""
+        """Seconds of its life in [start, end], but for ``holes``, by label; each one once."""
         parts = without((max(start, self.began), min(end, self.ended)), holes)
         return added(partition(self.stretches, low, high) for low, high in parts)
 
@@ -75,7 +75,7 @@ def workers_of(process: Process, ended: float) -> list[Worker]:
 
 
 def step_ends(workers: Iterable[Worker]) -> dict[int, float]:
-    """When each step was trained, the last time that it was, in ascending order of steps."""
+    """Time at which each step was trained, the last time that it was, in ascending order of steps."""
     ends: dict[int, float] = {}
     for _, span in _training(workers):
         if span.step is not None:

@@ -24,7 +24,7 @@ GENERATED, GENERATED_SUM = "reward/generated", "reward/generated_sum"
 both, and the hub makes `reward/mean_generated` of them."""
 
 COMPONENT_SUM, COMPONENT_COUNT = "reward/component_sum/", "reward/component_count/"
-"""Before the name of a component of the reward: its sum over samples, and over how many. The hub makes
+"""Prefixes of the name of a component of the reward: its sum over samples, and over how many. The hub makes
 `reward/component_<name>` of them."""
 
 SKIPPED = "queue/samples_skipped"
@@ -76,7 +76,8 @@ class MetricsWriter:
         self._events.write(_restart(step, now))
 
     def show(self, step: int, tag: str, text: str) -> None:
-        """In TensorBoard's Text tab, as it is: every line is code, of which Markdown understands nothing."""
+        """Show ``text`` in TensorBoard's Text tab as it is: every line is code, of which Markdown understands
+        nothing."""
         from tensorboard.plugins.text.summary_v2 import text_pb
 
         # A code block needs a line before it that is none.
@@ -84,7 +85,7 @@ class MetricsWriter:
         self._events.write(_event(step, clock.time(), text_pb(tag, f"step {step}\n\n{lines}")))
 
     def configured(self, values: Mapping[str, bool | float | str], metrics: Sequence[str]) -> None:
-        """In TensorBoard's HParams tab: the run's settings, beside the last value of each of ``metrics``."""
+        """Show the run's settings in TensorBoard's HParams tab, beside the last value of each of ``metrics``."""
         from tensorboard.plugins.hparams import summary_v2 as hparams
 
         described = [hparams.HParam(name) for name in values]
