@@ -61,7 +61,7 @@ def add_change(
 
 
 def retire_changes(run: RunDir) -> None:
-    """What was changed stands in the run's own configuration now."""
+    """Rename the files of changes, which stand in the run's own configuration now."""
     for path in change_files(run):
         path.rename(path.with_name(path.name + RETIRED))
 

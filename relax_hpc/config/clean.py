@@ -44,7 +44,7 @@ _NO_BOUNDS: Mapping[str, Any] = MappingProxyType({})
 
 
 DROPPED: Any = object()
-"""In the place of a value that is not allowed."""
+"""Mark in the place of a value that is not allowed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,7 @@ def clean(hint: Any, value: Any, source: Source | str, key: str = "", metadata: 
 
 
 def found_and_allowed(found: Any, allowed: str, hint: str = "") -> str:
-    """What is said of a value that is not allowed."""
+    """Message about a value that is not allowed."""
     shown = repr(found) if len(repr(found)) <= 60 else repr(found)[:57] + "..."
     kind = "" if found is None else f" ({type(found).__name__})"
     return f"found {shown}{kind}, allowed: {allowed}{hint}"

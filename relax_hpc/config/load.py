@@ -1,4 +1,4 @@
-"""From files and overrides to a `Config`: every layer is checked by itself, so that errors name its file.
+"""Loading of a `Config` from files and overrides: every layer is checked by itself, so that errors name its file.
 
 Layers compose from left to right. Sections merge; lists are replaced whole; `groups`, `env`, `flags` and `eval` sets
 merge by key, and null takes a key out (of `flags` it is a value like any other).
@@ -36,7 +36,7 @@ class Layers:
     sources: dict[str, Source]
     """Dotted key of every leaf that a layer set -> file or `command line`."""
     mistakes: list[Mistake] = dataclasses.field(default_factory=list)
-    """What of the layers is not allowed, and was left out."""
+    """Mistakes in the layers, whose values were left out."""
 
     def placed(self, finding: str) -> str:
         """``finding``, which begins with its key, after the file and line that set it, if one did."""
@@ -125,7 +125,7 @@ def resolve(config: Config) -> Config:
 
 
 def compose(files: Sequence[Path | str], overrides: Mapping[str, Any] | None = None) -> Layers:
-    """As `load`, before the dataclasses are made."""
+    """Layers of `load`, before the dataclasses are made."""
     layers = gather(files, overrides)
     if layers.mistakes:
         raise ConfigError(*(mistake.text for mistake in layers.mistakes))
@@ -133,7 +133,7 @@ def compose(files: Sequence[Path | str], overrides: Mapping[str, Any] | None = N
 
 
 def gather(files: Sequence[Path | str], overrides: Mapping[str, Any] | None = None) -> Layers:
-    """As `compose`, for whoever wants to know of all that is wrong: mistakes are kept, what they are about is not."""
+    """Layers of `compose` with all their mistakes: these are kept, and the values that they are about are not."""
     found = Layers(to_dict(Config()), {})
     for file in files:
         try:

@@ -123,7 +123,7 @@ class OptionError(ConfigError):
     def __init__(self, option: str, text: str) -> None:
         super().__init__(f"{COMMAND_LINE}: {text}")
         self.option = option
-        """As it was written, without a value."""
+        """Option as it was written, without a value."""
 
 
 def explain(message: str) -> NoReturn:

@@ -27,7 +27,7 @@ _TYPES = ("null", "bool", "int", "float", "str", "seq", "map")
 
 
 class Source:
-    """Where a layer comes from, for messages about it: a file, whose keys have lines, or the command line."""
+    """Source of a layer, for messages about it: a file, whose keys have lines, or the command line."""
 
     def __init__(self, name: str, text: str | bytes = b"") -> None:
         self.name = name
@@ -37,7 +37,7 @@ class Source:
         return self.name
 
     def at(self, key: str) -> str:
-        """Where ``key``, or what it lies in, stands: `run.yaml:12`."""
+        """Place of ``key``, or of what it lies in: `run.yaml:12`."""
         while key and key not in self._lines:
             key = key.rpartition("[" if key.endswith("]") else ".")[0]
         return f"{self.name}:{self._lines[key] + 1}" if key else self.name

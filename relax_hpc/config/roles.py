@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What the launcher, the queue and the reports have to know of a role."""
+    """Facts on a role for the launcher, the queue and the reports."""
 
     module: str
     """Path of the module whose ``run(context)`` serves until the run is finished."""
@@ -17,7 +17,7 @@ class Role:
     sections: tuple[str, ...] = ()
     """Sections of the configuration that concern it alone: a group of it may change them while the others go on."""
     finishes_first: bool = False
-    """Whether it brings to an end what it is at when it is asked to stop."""
+    """Whether it completes what it is doing when it is asked to stop."""
     needs: tuple[str, ...] = ()
     """Fields of rows without which it cannot work. What it gives is declared in `relax_hpc.fields`."""
     trains: bool = False

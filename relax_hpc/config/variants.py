@@ -41,6 +41,6 @@ def fields_of(hint: Any) -> dict[str, list[type]]:
 
 
 def own_fields(hint: Any, names: Collection[str]) -> Iterator[str]:
-    """Those of ``names`` that not all of the family ``hint`` have to have."""
+    """Names among ``names`` of fields that not all of the family ``hint`` have to have."""
     shared = {field.name for field in dataclasses.fields(hint)}
     return (name for name in names if name not in shared)
