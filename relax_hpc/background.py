@@ -48,7 +48,7 @@ class Background(Generic[Job]):
         self._jobs.put(job)
 
     def wait(self, timeout_s: float, most: int = 0, stands: Callable[[], object] = lambda: False) -> bool:
-        """Until at most so many jobs are pending; False if that takes longer, not counting time in which ``stands()``.
+        """Wait until at most ``most`` jobs are pending; False if that takes longer, not counting times of ``stands()``.
 
         Raises what a job has raised.
         """
@@ -86,7 +86,7 @@ class Background(Generic[Job]):
 
 
 def in_thread(act: Callable[[], T]) -> Future[T]:
-    """What ``act`` returns or raises, in a thread of its own, which keeps no process from ending."""
+    """Future of what ``act`` returns or raises, in a thread of its own, which keeps no process from ending."""
     future: Future[T] = Future()
 
     def work() -> None:

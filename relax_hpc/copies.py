@@ -44,7 +44,7 @@ class Copier:
 
 
 class _Memory:
-    """What numpy needs to know of a tensor."""
+    """Tensor as numpy's array interface describes it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor

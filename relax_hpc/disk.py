@@ -26,9 +26,9 @@ CURES = {
     errno.EROFS: "have it mounted for writing again",
     errno.EIO: "see whether its file system is well",
 }
-"""By the errors that may be over in a while. On shared file systems EIO is one: a server was away."""
+"""Cures of the errors that may be over in a while. On shared file systems EIO is one: a server was away."""
 _SOONEST_S, _LATEST_S = 0.1, 2.0
-"""Between two tries."""
+"""Seconds between two tries."""
 _GRACE_S = 60.0
 """The supervisor ends a run that waits too long; a process that nobody ends gives up so much later."""
 _KEPT_BYTES = 16 << 20
@@ -43,7 +43,7 @@ def may_pass(error: BaseException) -> bool:
 
 
 def with_cure(path: Path | str, error: OSError) -> str:
-    """What cannot be written, why, and what to do."""
+    """Message with what cannot be written, why, and what to do."""
     return f"{path}: {os.strerror(error.errno)}; {CURES.get(error.errno, 'see its file system')}"
 
 
@@ -68,7 +68,7 @@ class Waits:
 
     def __init__(self) -> None:
         self.limit_s = math.inf
-        """How long a write is tried again."""
+        """Seconds for which a write is tried again."""
         self._lock = threading.Lock()
         self._waits: dict[str, _Wait] = {}
 
@@ -80,7 +80,7 @@ class Waits:
             return time.monotonic() - wait.since
 
     def end(self, path: Path | str) -> None:
-        """It was written, or nobody tries any more."""
+        """End the wait for ``path``: it was written, or nobody tries any more."""
         if self._waits:
             with self._lock:
                 self._waits.pop(str(path), None)
@@ -103,11 +103,11 @@ class Waits:
 
 
 WAITS = Waits()
-"""Of this process."""
+"""Waits of this process."""
 
 
 def patiently(path: Path, write: Callable[[], T], until: Callable[[], bool] = lambda: False) -> T:
-    """What ``write`` returns, which writes something whole at ``path``, or undoes what it has begun and raises.
+    """Result of ``write``, which writes something whole at ``path``, or undoes what it has begun and raises.
 
     It is tried again as long as its error `may_pass`, at most `Waits.limit_s`, and not once ``until()``.
     """
@@ -155,7 +155,7 @@ class Patience:
         self.path, self.loose = path, loose
         self._pauses: Iterator[float] | None = None
         self.again_at = 0.0
-        """Of the monotonic clock."""
+        """Time of the next try, on the monotonic clock."""
 
     def __bool__(self) -> bool:
         """Whether the last try has failed."""
@@ -194,7 +194,7 @@ class Lines:
         self.flush()
 
     def write(self, data: bytes) -> None:
-        """It is in the file after the next `flush` that succeeds; nothing of what comes after `close` is."""
+        """Add ``data``: it is in the file after the next `flush` that succeeds, unless it comes after `close`."""
         if self.closed:
             return
         if len(self._rest) + len(data) <= _KEPT_BYTES:
@@ -222,7 +222,7 @@ class Lines:
         self._patience.done()
 
     def fileno(self) -> int:
-        """Of the file, once something was written."""
+        """Descriptor of the file, once something was written."""
         assert self._file is not None
         return self._file
 
@@ -237,7 +237,7 @@ class Lines:
             del self._rest[: os.write(self._file, self._rest)]
 
     def close(self) -> None:
-        """What cannot be written now never is. A second call does nothing."""
+        """Close the file; what cannot be written now never is. A second call does nothing."""
         if self.closed:
             return
         self.closed = True
@@ -262,7 +262,7 @@ class _Printed(io.FileIO):
 
 
 def keep_printing() -> None:
-    """From now on nothing that this process prints fails because the disk of its log is full."""
+    """Let nothing that this process prints from now on fail because the disk of its log is full."""
     for name, number in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is not getattr(sys, f"__{name}__"):
             # A test looks at it, or a notebook.

@@ -7,7 +7,7 @@ EXIT_RETRY = 75
 EXIT_CONFIG = 78
 EXIT_NO_PROGRESS = 93
 EXIT_INTERRUPTED = 130
-"""By the user, like a program that ends by SIGINT."""
+"""Exit code of a command that the user interrupted, like a program that ends by SIGINT."""
 
 
 class RelaxError(Exception):
@@ -27,7 +27,7 @@ class ConfigError(RelaxError):
 
 
 class Mistakes:
-    """What is wrong in several places, to be said at once: a block ends at its first mistake, and the next one begins.
+    """Mistakes in several places, to be said at once: a block ends at its first mistake, and the next one begins.
 
     >>> mistakes = Mistakes()
     >>> for value in ("x", "2", "y"):

@@ -1,4 +1,4 @@
-"""What a row carries between the roles: each field is declared once, here, with who makes it.
+"""Fields that a row carries between the roles: each is declared once, here, with who makes it.
 
 The queue's plan, its records, files and exports, the batches of the trainer and of the loss, and the table in
 docs/reference/fields.md derive from this one. A new field is one line in it, and whoever makes its values. Those of an
@@ -33,9 +33,9 @@ class FieldSpec:
     by: str = ""
     """The role that puts it into every row; empty: the queue itself."""
     tail: tuple[int | None, ...] = ()
-    """Of a token field, the shape of one token's entry; None: any length, the same in all rows put together."""
+    """Shape of one token's entry in a token field; None: any length, the same in all rows put together."""
     pad: float = 0
-    """What stands in a batch after the end of a row."""
+    """Value in a batch after the end of a row."""
     loss: bool = False
     """Whether the loss gets it, [rows, tokens, *tail]."""
     optional: bool = False
@@ -75,7 +75,7 @@ _TABLE = (
 )
 
 FIELDS: dict[str, FieldSpec] = {spec.name: spec for spec in _TABLE}
-"""By name, in the order of the table."""
+"""Fields by name, in the order of the table."""
 
 
 def declare(where: str, specs: Iterable[FieldSpec]) -> None:
@@ -93,7 +93,7 @@ def declare(where: str, specs: Iterable[FieldSpec]) -> None:
 
 
 def fields_by(role: str, optional: bool = False) -> tuple[str, ...]:
-    """What ``role`` puts into every row, or what it may put beside that.
+    """Names of the fields that ``role`` puts into every row, or that it may put beside those.
 
     >>> fields_by("actor_fwd"), fields_by("rollout", optional=True)
     (('old_logprobs', 'old_logprob_version'), ('media_tokens',))
@@ -102,7 +102,7 @@ def fields_by(role: str, optional: bool = False) -> tuple[str, ...]:
 
 
 def loss_fields() -> tuple[str, ...]:
-    """What the loss gets of a row beside its mask and the log-probabilities of the policy that is trained.
+    """Names of the fields that the loss gets of a row, beside its mask and the log-probabilities of the trained policy.
 
     >>> loss_fields()
     ('rollout_logprobs', 'old_logprobs', 'ref_logprobs', 'advantages')
@@ -111,7 +111,7 @@ def loss_fields() -> tuple[str, ...]:
 
 
 def roles_for(fields: Iterable[str]) -> set[str]:
-    """Who has to run for rows to have these ``fields``.
+    """Roles that have to run for rows to have these ``fields``.
 
     >>> sorted(roles_for(("reward", "ref_logprobs")))
     ['reference', 'rollout']

@@ -55,7 +55,7 @@ def pin(room: Tensor, what: str) -> None:
 
 
 def unpin(room: Tensor) -> None:
-    """Before the memory of ``room`` may go."""
+    """Unpin the memory of ``room``, before it may go."""
     import torch
 
     torch.cuda.cudart().cudaHostUnregister(room.data_ptr())

@@ -33,7 +33,7 @@ COMPILED = {
 """Environment variables of libraries that compile for minutes -> folders below LOCAL_DIR where they find that again."""
 CACHES = COMPILED | {"HF_HOME": "huggingface"}
 _SCRATCH = re.compile(r"scratch-([0-9a-f]{4})([0-9a-f]{4})([0-9a-f]{5})-(\d+)-.+")
-"""Whose it is: marks of the host, of its boot, and of the namespace of the process's id; the id."""
+"""Name of a scratch folder: marks of the host, of its boot, and of the namespace of the owner's process id; the id."""
 _OUTSIDE = ".outside"
 _SHORT = 55
 """Longest path of the folder that scratch lies in: the path of a unix socket in it may have 107 bytes."""
@@ -65,7 +65,7 @@ def local_folder() -> Path:
 
 
 def compile_caches() -> dict[str, str]:
-    """Those of COMPILED that nobody has chosen: a folder in a shared /tmp could be given code by others."""
+    """Folders of caches in COMPILED that nobody has chosen: others could put code into one in a shared /tmp."""
     folder = local_folder()
     return {name: str(private_folder(folder / cache)) for name, cache in COMPILED.items() if name not in os.environ}
 

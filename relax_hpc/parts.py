@@ -20,16 +20,16 @@ from typing import BinaryIO
 PART_BYTES = 32 << 20
 """A file that is longer is cut."""
 KEPT_PARTS = 8
-"""Of a log. Text of logs shrinks to a tenth."""
+"""Parts of a log that are kept. Text of logs shrinks to a tenth."""
 _LEVEL = 3
-"""Of compression: the next ones take twice the time for a tenth less."""
+"""Level of compression: the next ones take twice the time for a tenth less."""
 _BLOCK = 1 << 20
 _LOOK_S = 10.0
 _PART = re.compile(r"\.(\d{6})(\.gz)?")
 
 
 def parts_of(path: Path) -> list[Path]:
-    """What was cut off from the beginning of ``path``, oldest first; each once, though it is just being compressed."""
+    """Parts cut off from the beginning of ``path``, oldest first; each once, though it is just being compressed."""
     found: dict[int, Path] = {}
     with contextlib.suppress(FileNotFoundError):
         for other in path.parent.iterdir():
@@ -55,7 +55,7 @@ def next_part(path: Path) -> Path:
 
 
 def read_part(part: Path) -> bytes:
-    """What was cut off."""
+    """Content of a part."""
     return gzip.decompress(part.read_bytes()) if part.suffix == ".gz" else part.read_bytes()
 
 

@@ -1,4 +1,4 @@
-"""What the processes of one run must agree on, as numbers that rise when it changes.
+"""Numbers that the processes of one run must agree on; they rise when what they stand for changes.
 
 Groups are replaced one by one while the others go on, also by newer code (`relax-hpc resubmit --code`): that works
 between codes of one protocol, and a run directory is gone on with by code of its format alone.
@@ -10,9 +10,9 @@ import ast
 from pathlib import Path
 
 PROTOCOL = 5
-"""Of what groups say to each other: requests and answers, rows, manifests, and the files by which they meet."""
+"""Protocol of groups with each other: requests and answers, rows, manifests, and the files by which they meet."""
 RUN_FORMAT = 3
-"""Of a run directory: its names, its journal, and the rows in its shards."""
+"""Format of a run directory: its names, its journal, and the rows in its shards."""
 
 
 def protocol_of(code: Path) -> int | None:
@@ -28,7 +28,7 @@ def protocol_of(code: Path) -> int | None:
 
 
 def misfit(code: Path) -> str:
-    """Why groups of this code's protocol cannot work with the package below ``code``; empty if they can."""
+    """Reason why groups of this code's protocol cannot work with the package below ``code``; empty if they can."""
     found = protocol_of(code)
     if found == PROTOCOL:
         return ""

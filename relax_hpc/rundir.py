@@ -22,7 +22,7 @@ _CHECKPOINT = re.compile(r"(?:(\w+)-)?i(\d{6})-step-(\d{6})", re.ASCII)
 
 
 def checkpoint_name(role: str, incarnation: int, step: int) -> str:
-    """Of the folder of a checkpoint; ``role``: whose part of it that is, empty for the policy's.
+    """Name of the folder of a checkpoint; ``role``: whose part of it that is, empty for the policy's.
 
     >>> checkpoint_name("", 1, 100), checkpoint_name("critic", 2, 100)
     ('i000001-step-000100', 'critic-i000002-step-000100')
@@ -182,7 +182,7 @@ class RunDir:
 
     @property
     def samples(self) -> Path:
-        """What the model has written, for people: see `relax_hpc.rollout.sample_log`."""
+        """Folder of what the model has written, for people: see `relax_hpc.rollout.sample_log`."""
         return self.root / "samples"
 
     @property
@@ -199,7 +199,7 @@ class RunDir:
 
     @property
     def preparing(self) -> Path:
-        """What who prepares the run is at."""
+        """File in which the process that prepares the run says what it is doing."""
         return self.root / "logs" / "preparing.json"
 
     @property
@@ -214,7 +214,7 @@ class RunDir:
 
     @property
     def submit(self) -> Path:
-        """What was handed to Slurm, and which jobs came of it."""
+        """Folder of what was handed to Slurm, and which jobs came of it."""
         return self.root / "submit"
 
     @property
@@ -229,7 +229,7 @@ class RunDir:
         return self.root / "logs" / group / f"inc-{incarnation:06d}"
 
     def exit_mark(self, group: str, incarnation: int, role: str) -> Path:
-        """How a role ended, written by itself: success is this mark, never an exit code alone."""
+        """Exit mark of a role, written by itself: success is this mark, never an exit code alone."""
         return self.logs(group, incarnation) / f"exit-{role}.json"
 
     def create(self) -> None:

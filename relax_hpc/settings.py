@@ -1,4 +1,4 @@
-"""What dataclasses of settings are made of, for those who may not import `relax_hpc.config`."""
+"""Parts of dataclasses of settings, for those who may not import `relax_hpc.config`."""
 
 from __future__ import annotations
 
