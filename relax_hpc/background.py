@@ -36,12 +36,12 @@ class Background(Generic[Job]):
 
     @property
     def pending(self) -> int:
-        """Jobs that are not done."""
+        """Number of jobs that are not done."""
         with self._changed:
             return self._pending
 
     def put(self, job: Job) -> None:
-        """Raises what an earlier job has raised."""
+        """Add a job. Raises what an earlier job has raised."""
         self.check()
         with self._changed:
             self._pending += 1
@@ -100,6 +100,6 @@ def in_thread(act: Callable[[], T]) -> Future[T]:
 
 
 def say(text: str) -> None:
-    """A line for the log, if its disk is not the one that is full."""
+    """Print a line to the log, if its disk is not the one that is full."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)

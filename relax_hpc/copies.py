@@ -18,7 +18,7 @@ class Copier:
     """Threads that copy, each a share of the bytes: one alone does not use all of the memory's speed."""
 
     def __init__(self, name: str, hands: int = _HANDS) -> None:
-        """``name``: of the threads; ``hands``: how many."""
+        """``name``: name of the threads; ``hands``: their number."""
         self._pool, self._hands = ThreadPoolExecutor(hands, name), hands
 
     def copy(self, sources: Sequence[Tensor], rooms: Sequence[Tensor]) -> None:

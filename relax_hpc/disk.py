@@ -30,7 +30,7 @@ CURES = {
 _SOONEST_S, _LATEST_S = 0.1, 2.0
 """Seconds between two tries."""
 _GRACE_S = 60.0
-"""The supervisor ends a run that waits too long; a process that nobody ends gives up so much later."""
+"""Seconds by which a process that nobody ends waits longer than the run, which its supervisor ends before."""
 _KEPT_BYTES = 16 << 20
 _PROBE_BYTES = 1 << 20
 DiskWait = dict[str, Any]
@@ -129,7 +129,7 @@ def patiently(path: Path, write: Callable[[], T], until: Callable[[], bool] = la
 
 
 def for_at_most(seconds: float) -> Callable[[], bool]:
-    """Whether so much time has gone by since now."""
+    """Function that says whether ``seconds`` have passed since now."""
     end = time.monotonic() + seconds
     return lambda: time.monotonic() > end
 
@@ -165,7 +165,7 @@ class Patience:
         return time.monotonic() >= self.again_at
 
     def failed(self, error: OSError) -> None:
-        """Raises ``error`` unless it `may_pass`."""
+        """Note that a write failed. Raises ``error`` unless it `may_pass`."""
         if not may_pass(error):
             raise error
         WAITS.begin(self.path, error, self.loose)
@@ -186,7 +186,7 @@ class Lines:
         """Append to ``path``, from a line of its own on."""
         self.path = path
         self.dropped = 0
-        """Bytes."""
+        """Bytes that were left out."""
         self._patience = Patience(path, loose=True)
         self.closed = False
         self._file: int | None = None

@@ -50,11 +50,11 @@ class Mistakes:
         return isinstance(error, ConfigError)
 
     def add(self, *texts: str) -> None:
-        """Each is kept once."""
+        """Add mistakes, each of them once."""
         self.found += [text for text in texts if text not in self.found]
 
     def refuse(self) -> None:
-        """ConfigError with all of them, if there are any."""
+        """Raise ConfigError with all of them, if there are any."""
         if self.found:
             raise ConfigError(*self.found)
 

@@ -24,14 +24,15 @@ class FieldSpec:
 
     name: str
     kind: Literal["token", "row", "blob"]
-    """"token": an array with an entry a token, "row": one number or text, "blob": any value that msgpack can carry."""
+    """Kind of its values. "token": an array with an entry a token, "row": one number or text, "blob": any value that
+    msgpack can carry."""
     dtype: str
-    """numpy's name for numbers, "str" for text, Python's name of a blob."""
+    """Type of its values: numpy's name for numbers, "str" for text, Python's name of a blob."""
     meaning: str
     unit: str = ""
-    """Empty: a pure number, or none."""
+    """Unit of its values; empty: a pure number, or none."""
     by: str = ""
-    """The role that puts it into every row; empty: the queue itself."""
+    """Role that puts it into every row; empty: the queue itself."""
     tail: tuple[int | None, ...] = ()
     """Shape of one token's entry in a token field; None: any length, the same in all rows put together."""
     pad: float = 0
@@ -120,7 +121,7 @@ def roles_for(fields: Iterable[str]) -> set[str]:
 
 
 def as_markdown() -> Iterator[str]:
-    """The lines of the table in docs/reference/fields.md."""
+    """Lines of the table in docs/reference/fields.md."""
     yield "| field | kind | values | by | in the loss | meaning |"
     yield "|---|---|---|---|---|---|"
     for name, spec in FIELDS.items():

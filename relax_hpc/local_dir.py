@@ -85,7 +85,7 @@ class Scratch:
         self.path = Path(tempfile.mkdtemp(dir=folder, prefix=f"scratch-{''.join(_here())}-{os.getpid()}-"))
 
     def outside(self, path: Path) -> None:
-        """Have ``path``, a file elsewhere, removed with the folder."""
+        """Remove ``path``, a file elsewhere, with the folder."""
         self.write(_OUTSIDE, f"{path}\n")
 
     def write(self, name: str, text: str) -> Path:
@@ -96,7 +96,7 @@ class Scratch:
         return path
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """Remove the folder. Safe to call twice."""
         _remove(self.path)
 
     def __enter__(self) -> Scratch:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 PART_BYTES = 32 << 20
-"""A file that is longer is cut."""
+"""Bytes beyond which a file is cut."""
 KEPT_PARTS = 8
 """Parts of a log that are kept. Text of logs shrinks to a tenth."""
 _LEVEL = 3
@@ -143,7 +143,7 @@ class Keeper:
         threading.Thread(target=self._look, name="logs", daemon=True).start()
 
     def add(self, path: Path) -> None:
-        """Look after this one too."""
+        """Look after the log at ``path`` too."""
         self._paths = {*self._paths, path}
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ class Keeper:
 
 
 def own_log() -> list[Path]:
-    """The file that this process prints to, if it is one."""
+    """List with the log that this process prints to; empty if it is none."""
     with contextlib.suppress(OSError):
         path = Path("/proc/self/fd/1").readlink()
         if path.suffix == ".log" and path.is_file():

@@ -60,7 +60,7 @@ def write_atomic(path: Path, data: bytes | memoryview, sync: bool = False, tail:
 
 
 def write_json(path: Path, value: Any, sync: bool = False) -> None:
-    """``write_atomic`` of ``value`` as JSON."""
+    """Write ``value`` as JSON, see `write_atomic`."""
     write_atomic(path, json.dumps(value, indent=1, sort_keys=True).encode() + b"\n", sync)
 
 
@@ -155,7 +155,7 @@ class RunDir:
 
     @property
     def media(self) -> Path:
-        """Images, videos and sounds of prompts, by their content."""
+        """Folder of images, videos and sounds of prompts, by their content."""
         return self.root / "queue" / "media"
 
     @property
@@ -204,7 +204,7 @@ class RunDir:
 
     @property
     def finished(self) -> Path:
-        """Exists once every step is trained and evaluated."""
+        """File that exists once every step is trained and evaluated."""
         return self.root / "finished.json"
 
     @property
@@ -219,7 +219,7 @@ class RunDir:
 
     @property
     def code(self) -> Path:
-        """The package as it was at submission."""
+        """Folder with the package as it was at submission."""
         return self.root / "code"
 
     def rendezvous(self, group: str) -> Path:

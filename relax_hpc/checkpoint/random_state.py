@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 
 def random_state() -> dict[str, torch.Tensor]:
-    """A copy of torch's generators and megatron-core's named ones."""
+    """Copy of torch's generators and megatron-core's named ones."""
     return {name: state.cpu().clone() for name, state in _states().items()}
 
 

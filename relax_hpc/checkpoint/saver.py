@@ -65,7 +65,7 @@ class Failure:
 
 
 class Unsaved(CheckpointError):
-    """The same in every rank."""
+    """Failure of a save, the same error in every rank."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.why)
@@ -73,8 +73,9 @@ class Unsaved(CheckpointError):
 
 
 class Saver:
-    """One rank's; every rank makes and calls it alike. A save that fails is told of and leaves nothing behind; training
-    goes on, and resumes from an older one if it must. While the disk is full it is tried again, until the next is due.
+    """Saver of one rank; every rank makes and calls it alike. A failed save is told of and leaves nothing behind;
+    training goes on, and resumes from an older one if it must. While the disk is full it is tried again, until the next
+    is due.
 
     >>> saver.save(directory, {"step": 100}, then=journal)
     >>> saver.settle()
@@ -89,10 +90,10 @@ class Saver:
         max_failures: int = 1 << 30,
         stands: Callable[[], object] = lambda: WAITS,
     ) -> None:
-        """``channel``: for this alone. ``timeout_s``: for a save that is still being written when the next one is due.
-        ``on_failure``: called by rank 0's thread, once a save. ``max_failures``: so many in a row that a full disk was
-        not the cause of, and `check` raises NoProgressError. ``stands``: whether time does not count now, as a disk is
-        full, the hub away, or it is the leader who counts it."""
+        """``channel``: used by nothing else. ``timeout_s``: seconds of a save that is still being written when the next
+        one is due. ``on_failure``: called by rank 0's thread, once a save. ``max_failures``: failures in a row, other
+        than by a full disk, after which `check` raises NoProgressError. ``stands``: whether time does not count now, as
+        a disk is full, the hub away, or it is the leader who counts it."""
         # It imports megatron-core, which a trainer has prepared for its device.
         from relax_hpc.checkpoint.strategy import StateWriter
 
@@ -119,7 +120,7 @@ class Saver:
         self._writer.prepare(sharded_state(self.trainer, loading=False))
 
     def ready(self) -> None:
-        """Wait until it is made. ConfigError: it cannot be."""
+        """Wait until the memory of copies is made. ConfigError: it cannot be."""
         try:
             self._writer.ready()
         except OSError as error:

@@ -90,7 +90,7 @@ class StateWriter:
         hand.shutdown(wait=False)
 
     def ready(self) -> None:
-        """Wait until the memory is there. OSError: it cannot be had."""
+        """Wait until the memory of copies is there. OSError: it cannot be had."""
         if self._coming is not None:
             self._room, self._coming = self._coming.result(), None
 

@@ -19,9 +19,9 @@ from relax_hpc.data.rows import count_rows, read_rows
 from relax_hpc.errors import ConfigError
 
 READ_S = 5.0
-"""Seconds after which the rest of a prompt file is left to when the run begins."""
+"""Seconds of reading a prompt file, after which the rest is left to the start of the run."""
 BLOCK = 1000
-"""Rows that are read in any case, and between two looks at the clock."""
+"""Rows that are read in any case, and rows between two looks at the clock."""
 
 
 def check_files(config: Config) -> Iterator[str]:

@@ -30,9 +30,9 @@ class Model:
     problems: list[str] = field(default_factory=list)
     """Findings about its files; with any of them the rest means nothing."""
     tokenizer: Tokenizer | None = None
-    """None: there is none, or it is broken, which is among the problems."""
+    """Tokenizer; None: there is none, or it is broken, which is among the problems."""
     spec: ModelSpec | None = None
-    """None: config.json is not in order."""
+    """Spec of the model; None: config.json is not in order."""
 
 
 def find_model(config: ModelConfig, field_name: str = "path") -> Model:
@@ -104,7 +104,7 @@ def _tokenizer(path: Path, vocab: int) -> Tokenizer | None:
 
 @functools.lru_cache(maxsize=4)
 def _load_tokenizer(path: Path, _: tuple[tuple[int, ...], ...]) -> Tokenizer:
-    """Large ones take a second, and several checks ask for them."""
+    """Tokenizer of a directory, kept: large ones take a second, and several checks ask for them."""
     from relax_hpc.data.prompts import load_tokenizer
 
     return load_tokenizer(path)

@@ -24,7 +24,7 @@ class Command:
     takes_config: bool = False
     """Whether every field of the configuration is an option."""
     is_whole: bool = False
-    """Whether they make the configuration of a run, and no layer for a living one."""
+    """Whether the options make the configuration of a run, and no layer for a living one."""
     for_others: bool = False
     """Whether it writes what its user may want to share, by the user's own umask, and nothing into a run."""
 
@@ -48,17 +48,17 @@ def config_arguments(parser: ArgumentParser) -> None:
 
 
 def layer_arguments(parser: ArgumentParser) -> None:
-    """Files, and an option for every field."""
+    """Add the files of configurations, and an option for every field."""
     parser.add_argument("--config", action="append", metavar="F", help="YAML file; several compose from left to right")
     add_options(parser)
 
 
 def run_argument(parser: ArgumentParser) -> None:
-    """The run that a command is about."""
+    """Add the argument that names the run that a command is about."""
     parser.add_argument("run", metavar="RUN", help="Run directory")
 
 
 def complain(*messages: str) -> None:
-    """Errors, one line each."""
+    """Print errors, one line each."""
     for message in messages:
         print(f"relax-hpc: error: {' '.join(message.split())}", file=sys.stderr)

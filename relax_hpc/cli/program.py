@@ -36,7 +36,7 @@ _SETTINGS = (
 
 
 class _Parser(ArgumentParser):
-    """Errors end as one line, like all others."""
+    """Parser whose errors end as one line, like all others."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         explain(message)

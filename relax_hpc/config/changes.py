@@ -86,7 +86,7 @@ def _overlay(base: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, Any
 
 
 def _nested(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """{"a.b": 1} as {"a": {"b": 1}}."""
+    """Nested maps of dotted keys: {"a": {"b": 1}} of {"a.b": 1}."""
     tree: dict[str, Any] = {}
     for key, value in overrides.items():
         for section in reversed(key.split(".")):

@@ -14,7 +14,7 @@ from relax_hpc.config.schema import Config, GroupConfig
 from relax_hpc.errors import ConfigError
 
 CONTROLLER = "controller"
-"""The queue's, in the hub: no role of the data flow."""
+"""Role of the process with the queue's controller, in the hub: no role of the data flow."""
 _MEMBER = re.compile(r"(.+)-([1-9]\d*)")
 
 

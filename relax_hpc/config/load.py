@@ -234,7 +234,7 @@ def _check_removals(groups: Mapping[str, Any], known: Collection[str], cleaner: 
 
 
 def _nest(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """{"a.b": 1} as {"a": {"b": 1}}."""
+    """Nested maps of dotted keys: {"a": {"b": 1}} of {"a.b": 1}."""
     nested: dict[str, Any] = {}
     # Sections before the fields inside them, so that neither hides the other.
     for dotted, value in sorted(overrides.items(), key=lambda item: item[0].count(".")):

@@ -23,7 +23,7 @@ class Option:
     """A leaf of the schema."""
 
     key: str
-    """Dotted."""
+    """Dotted key."""
     hint: Any
     default: Any
     metadata: Any

@@ -13,7 +13,7 @@ import yaml
 from relax_hpc.errors import ConfigError
 
 MAX_BYTES = 1 << 20
-"""A configuration larger than this is some other file, named by mistake."""
+"""Bytes of a configuration at most; a larger file is some other one, named by mistake."""
 
 _TAG = "tag:yaml.org,2002:"
 _RESOLVERS = [
@@ -65,7 +65,7 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """A dict; the same key twice is an error."""
+        """Dict of a mapping; the same key twice is an error."""
         lines: dict[tuple[str, str], int] = {}
         for key_node, _ in node.value:
             key, line = (key_node.tag, str(key_node.value)), key_node.start_mark.line + 1

@@ -15,7 +15,7 @@ class Family:
     """Dataclasses that one section may be made of."""
 
     chosen: Callable[[str], type]
-    """The one of a name. ConfigError if there is none."""
+    """Function from a name to its dataclass. ConfigError if there is none."""
     known: Mapping[str, type]
 
 

@@ -39,13 +39,13 @@ class Request:
     source: Path
     target: Path
     dtype: str = ""
-    """float32, bfloat16 or float16; empty: as it is."""
+    """Type of the result: float32, bfloat16 or float16; empty: as it is."""
     shard_bytes: int = 0
     """Bytes of a file at most; 0: as the model's files were, else 5 GB."""
     model: Path | None = None
     """Hugging Face directory of the model that a megatron checkpoint is of; None: what lies with it or its run."""
     verify: str = ""
-    """"digests", "all" (logits too) or empty."""
+    """Comparison afterwards: "digests", "all" (logits too) or empty."""
     prompt: str = ""
     """Prompt for comparing logits: a text, or token ids with commas between."""
     ignore_keys: tuple[str, ...] = ()
@@ -82,12 +82,12 @@ def check_paths(request: Request) -> None:
 
 
 def is_hf(directory: Path) -> bool:
-    """Whether it looks like a Hugging Face model."""
+    """Whether a directory looks like a Hugging Face model."""
     return (directory / "config.json").exists() or (any(directory.glob("*.safetensors")) and not is_megatron(directory))
 
 
 def is_megatron(directory: Path) -> bool:
-    """Whether it looks like a distributed checkpoint."""
+    """Whether a directory looks like a distributed checkpoint."""
     return any((directory / name).exists() for name in (METADATA, CONFIG, MARKER)) or any(directory.glob("*.distcp"))
 
 
@@ -181,7 +181,7 @@ def _verify(
     ids: list[int],
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """`places`: of the Hugging Face and of the megatron side."""
+    """Compare both sides; `places`: the Hugging Face directory and the megatron one."""
     if not request.verify:
         return {}
     progress("verify: all tensors are read again")

@@ -21,7 +21,7 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 TYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000
-"""The safetensors library's own limit."""
+"""Bytes of a header at most, which is the safetensors library's own limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class HfTensors:
         return DTYPES[self._place[name][1].dtype]
 
     def read(self, name: str) -> Tensor:
-        """A piece."""
+        """Tensor of a piece."""
         return _read(*self._place[name])
 
 

@@ -20,9 +20,9 @@ class Parameter:
     key: str
     """Name of the stacked tensor."""
     index: tuple[int, ...]
-    """Layer and expert, as far as it has them: its place on the leading axes."""
+    """Place on the leading axes: layer and expert, as far as the parameter has them."""
     stack: tuple[int, ...]
-    """The sizes of those axes."""
+    """Sizes of the leading axes."""
     shape: tuple[int, ...]
     """Shape without the leading axes."""
 

@@ -26,7 +26,7 @@ from relax_hpc.weights.tensors import header_text
 from relax_hpc.weights.version_files import file_name
 
 _NORM_BESIDE_EXPERTS = ("decoder.layers.pre_mlp_layernorm.weight", "decoder.layers.mlp.linear_fc1.layer_norm_weight")
-"""megatron-core's own layers store it under the second name."""
+"""Names of a norm: megatron-core's own layers store it under the second one."""
 
 
 class MegatronTensors:
@@ -73,7 +73,7 @@ class MegatronTensors:
         return self.state.tensors[self._place[name][1]].properties.dtype
 
     def read(self, name: str) -> Tensor:
-        """A piece."""
+        """Tensor of a piece."""
         one, key, stacked = self._place[name]
         number = [piece.name for piece in one.entry.pieces].index(name)
         if one.entry.fuse == "none":
@@ -110,7 +110,7 @@ class ToHf:
     headers: dict[str, str] | None
     """The headers of the files that the model came from, to be made again; None: new files."""
     dtype: torch.dtype | None
-    """None: the types of the source."""
+    """Type of the result; None: the types of the source."""
     shard_bytes: int
     """Bytes of a new file at most."""
 

@@ -38,7 +38,7 @@ class ToMegatron:
     source: HfTensors
     spec: ModelSpec
     dtype: torch.dtype | None
-    """None: the types of the source."""
+    """Type of the result; None: the types of the source."""
     shard_bytes: int
     """Bytes of a part at most; a larger parameter has one of its own."""
 
@@ -64,7 +64,7 @@ class ToMegatron:
         return self.dtype or self.source.dtype(one.entry.pieces[0].name)
 
     def parameter(self, one: Parameter) -> Tensor:
-        """[its axes], from its pieces."""
+        """Parameter [its axes], made of its pieces."""
         pieces = [self.source.read(piece.name) for piece in one.entry.pieces]
         return fuse(one.entry, pieces, self.spec).to(self.dtype_of(one))
 
@@ -90,7 +90,7 @@ class ToMegatron:
         return shards_to_json(write_shards(file, shards()))
 
     def _describe(self, path: Path, records: dict[str, dict[str, Any]]) -> None:
-        """The metadata, what the way back needs, and the marker last."""
+        """Write the metadata, what the way back needs, and the marker last."""
         whole = {one.key: (one.whole, self.dtype_of(one)) for one in parameters(self.spec)}
         shards: dict[str, list[Shard]] = {name: shards_from_json(one["about"]) for name, one in records.items()}
         write_description(path, whole, shards)

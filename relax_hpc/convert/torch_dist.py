@@ -108,7 +108,7 @@ class StoredState:
 
 
 def _recorded(marker: Path) -> dict[str, str]:
-    """The checksums that a marker has; none without a marker."""
+    """Checksums that a marker has; none without a marker."""
     try:
         return dict(json.loads(marker.read_bytes())["files"]) if marker.exists() else {}
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -116,7 +116,7 @@ def _recorded(marker: Path) -> dict[str, str]:
 
 
 def _brief(error: Exception) -> str:
-    """torch explains at length."""
+    """First line of an error: torch explains at length."""
     return (str(error).splitlines() or [type(error).__name__])[0][:120]
 
 

@@ -27,17 +27,17 @@ TOLERANCE = 1e-2
 
 
 class Pieces(Protocol):
-    """One side."""
+    """One side of a comparison: tensors by the names of pieces."""
 
     def dtype(self, name: str) -> torch.dtype:
         """Type of a piece."""
 
     def read(self, name: str) -> Tensor:
-        """A piece."""
+        """Tensor of a piece."""
 
 
 def digest(tensor: Tensor) -> str:
-    """XXH3, 128 bits, of its bytes."""
+    """XXH3, 128 bits, of a tensor's bytes."""
     return xxhash.xxh3_128(bytes_of(tensor)).hexdigest()
 
 

@@ -26,10 +26,10 @@ class HashedFile:
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._sum, self.size = file, xxhash.xxh3_128(), 0
         self.failure: OSError | None = None
-        """torch turns this into an error of its own."""
+        """Error of a write, which torch turns into one of its own."""
 
     def write(self, data: Any) -> int:
-        """All of ``data``."""
+        """Write all of ``data``."""
         view = memoryview(data).cast("B")
         try:
             self._file.write(view)
@@ -41,7 +41,7 @@ class HashedFile:
         return len(view)
 
     def tell(self) -> int:
-        """Bytes so far."""
+        """Bytes written so far."""
         return self.size
 
     def flush(self) -> None:
@@ -49,7 +49,7 @@ class HashedFile:
 
     @property
     def checksum(self) -> str:
-        """Hexadecimal."""
+        """Hexadecimal checksum of what was written."""
         return self._sum.hexdigest()
 
 
@@ -155,7 +155,7 @@ def in_files(items: Iterable[tuple[T, int]], limit: int) -> list[list[T]]:
 
 
 def check_free(target: Path) -> None:
-    """ConfigError if something has this name."""
+    """Raise ConfigError if something has this name."""
     if target.exists() or target.is_symlink():
         raise ConfigError(f"{target}: is there already, and is never overwritten; name another target")
 

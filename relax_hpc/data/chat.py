@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from relax_hpc.errors import ConfigError
 
 RENDER_S = 10
-"""Seconds for one prompt. Who takes longer is killed by the kernel, whatever it is in."""
+"""Seconds for one prompt. A child that takes longer is killed by the kernel, whatever it is at."""
 START_S = 60.0
 """Seconds for the child process to begin."""
 MEMORY_BYTES = 1 << 30
@@ -49,7 +49,7 @@ class ChatTemplate:
 
     @property
     def key(self) -> str:
-        """The same for templates that make the same text."""
+        """Key that is the same for templates that make the same text."""
         return hashlib.sha256(json.dumps([self._first, self._system], sort_keys=True).encode()).hexdigest()
 
     def render(self, messages: list[dict[str, Any]]) -> str:

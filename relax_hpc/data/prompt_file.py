@@ -32,7 +32,7 @@ ENTRY = np.dtype([("start", "<u8"), ("size", "<u4"), ("check", "<u4"), ("line", 
 """Entry of a prompt: where its line begins, its bytes and their CRC-32, its number from 1."""
 _ENTRY = struct.Struct("<QIII")
 KEPT_BAD = 10_000
-"""Bad lines that are known one by one; of all it is known how many there are."""
+"""Bad lines that are known one by one; beyond these only their number is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Stamp:
     size: int
     mtime_ns: int
     digest: str = ""
-    """XXH3 of its bytes, 128 bits."""
+    """XXH3 of the file's bytes, 128 bits."""
 
     @classmethod
     def of(cls, path: Path) -> Stamp:
@@ -197,7 +197,7 @@ class _Scan:
         self._bad: list[BadLine] = []
 
     def add(self, line: Line, row: Row) -> None:
-        """``row``: what stands in ``line``."""
+        """Take ``row``, which stands in ``line``."""
         found = row if isinstance(row, BadLine) else prompt_of(*row, self._tokenizer, self._how, tokens=False)
         self._tally.add(found)
         if isinstance(found, BadLine):

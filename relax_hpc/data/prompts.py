@@ -70,7 +70,7 @@ class Tokenizer:
 
     @functools.cached_property
     def key(self) -> str:
-        """The same for tokenizers that make the same tokens."""
+        """Key that is the same for tokenizers that make the same tokens."""
         about = f"{self._add_bos} {self.bos_id} {self._backend.to_str()}"
         return hashlib.sha256(about.encode()).hexdigest()
 
@@ -140,7 +140,7 @@ class Prompt:
     text: str
     answer: str
     metadata: dict[str, Any] = field(default_factory=dict)
-    """The other fields of the line."""
+    """Fields of the line besides these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class PromptRules:
     special_tokens: tuple[str, ...] = ()
     """Special tokens that a prompt may have, see `data.special_tokens`."""
     template: ChatTemplate | None = None
-    """Makes text of messages; None: a row with messages is bad."""
+    """Template that makes text of messages; None: a row with messages is bad."""
     keeps_end: bool = False
     """Whether the last tokens of a prompt that is too long are taken; if not, it is bad."""
 
@@ -228,7 +228,7 @@ class Tally:
             self.count(one)
 
     def count(self, bad: BadLine) -> None:
-        """Count a row as bad that was counted as one."""
+        """Count a row as bad that was counted before."""
         self.counts[bad.reason] += 1
         self._first.setdefault(bad.reason, bad)
 
@@ -250,7 +250,7 @@ class Tally:
 
 
 class _Bad(Exception):
-    """(reason, detail) of a row that is no prompt."""
+    """Reason and detail of a row that is no prompt."""
 
 
 def _prompt(record: Record, tokenizer: Tokenizer | None, how: PromptRules, tokens: bool) -> Prompt:

@@ -35,7 +35,7 @@ class BadLine:
     """A row that is skipped."""
 
     line: int
-    """Counted from 1."""
+    """Number of the line, counted from 1."""
     reason: str
     """broken_json | missing_field | wrong_type | duplicate_id | empty_prompt | over_long"""
     detail: str = field(default="", compare=False)
@@ -49,9 +49,9 @@ class Line:
     """One line of a file, as it stands."""
 
     number: int
-    """Counted from 1."""
+    """Number of the line, counted from 1."""
     start: int
-    """Byte of the file."""
+    """Offset in the file, bytes."""
     data: bytes
 
     @property

@@ -96,7 +96,7 @@ def _version(cluster: Cluster) -> Iterator[Finding]:
 
 
 def _component(config: Config, part: Component, cluster: Cluster) -> Iterator[Finding]:
-    """One allocation against the partitions it names."""
+    """Findings on one allocation and the partitions it names."""
     named = [name for name in part.options.get("partition", "").split(",") if name]
     names = named or [name for name, table in cluster.partitions.items() if table.get("Default") == "YES"]
     key = "site.hub_partition" if part.name == "hub" and config.site.hub_partition else "site.partition"
@@ -237,7 +237,7 @@ def _layout(config: Config, cluster: Cluster) -> Iterator[Finding]:
 
 
 def _signals(config: Config, cluster: Cluster) -> Iterator[Finding]:
-    """Time to save before a kill."""
+    """Findings on the time to save before a kill."""
     kill_wait = re.match(r"\d+", cluster.config.get("KillWait", ""))
     if kill_wait and int(kill_wait[0]) < MIN_KILL_WAIT_S:
         yield warning(

@@ -71,7 +71,7 @@ def _findings(config: Config, probe: Probe, reports: dict[str, dict[str, Any]], 
 
 
 def check_here(config: Config) -> Iterator[Finding]:
-    """Two probes on this host try the planes between them."""
+    """Let two probes on this host try the planes between them."""
     with tempfile.TemporaryDirectory(prefix="relax-doctor-") as name:
         folder = Path(name)
         make_folder(folder / "probes")
@@ -103,7 +103,7 @@ def _trials(reports: Mapping[str, dict[str, Any]]) -> list[Trial]:
 def judge(
     reports: dict[str, dict[str, Any]], nodes: int, state: str, folder: Path, groups: str = "all groups"
 ) -> Iterator[Finding]:
-    """Findings of what the probes of ``groups`` reported."""
+    """Findings in what the probes of ``groups`` reported."""
     if not reports and state == "PENDING":
         some = "1 node was" if nodes == 1 else f"{nodes} nodes were"
         yield warning(f"nodes of {groups}: not checked, as {some} not free within {WAIT_S:g} s; try again later")

@@ -41,7 +41,7 @@ def main(config: Config, deep: bool, as_json: bool, layers: Layers | None = None
 
 
 def _findings(config: Config, deep: bool, layers: Layers) -> list[Finding]:
-    """Mistakes of ``layers``, and what is found about the rest."""
+    """Mistakes of ``layers``, and findings about the rest."""
     mistakes = [error(mistake.text) for mistake in layers.mistakes]
     if layers.lack_one:
         return mistakes

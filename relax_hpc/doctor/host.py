@@ -94,7 +94,7 @@ def _setup(lines: list[str]) -> Iterator[Finding]:
 
 
 def check_layout(config: Config) -> Iterator[Finding]:
-    """Whether it can be rendered, and what it cannot survive."""
+    """Findings on whether the layout can be rendered, and what it cannot survive."""
     try:
         render(config)
     except ConfigError as problem:
@@ -119,7 +119,7 @@ def check_layout(config: Config) -> Iterator[Finding]:
 
 
 def check_programs(config: Config) -> Iterator[Finding]:
-    """The interpreter, the MPI library and the container."""
+    """Findings on the interpreter, the MPI library and the container."""
     yield from _interpreter(config)
     inside = config.site.container.runtime != "none"
     if config.layout != "local":

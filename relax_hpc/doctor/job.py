@@ -36,7 +36,7 @@ class Probe:
     """Whether srun starts ranks of the groups that need it."""
 
     def make(self) -> None:
-        """The folder, for nobody else."""
+        """Make the folder, for nobody else."""
         make_folder(self.folder)
 
     def script(self, config: Config) -> Path:
@@ -92,7 +92,7 @@ def plan(config: Config, folder: Path) -> list[Probe]:
 
 
 def make_folder(folder: Path) -> None:
-    """A folder in which probes meet, for nobody else."""
+    """Make a folder in which probes meet, for nobody else."""
     folder.mkdir(mode=0o700)
     (folder / TOKEN).write_bytes(secrets.token_bytes(32))
 
@@ -113,7 +113,7 @@ def _bytes(folder: Path) -> int:
 
 
 def _interfaces(config: Config) -> list[str]:
-    """The site's first, over which the probes call each other."""
+    """Interfaces of the nodes, the site's first, over which the probes call each other."""
     found = [config.site.interface, *(group.interface for group in config.groups.values())]
     return list(dict.fromkeys(name for name in found if name))
 

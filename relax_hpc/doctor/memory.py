@@ -34,7 +34,7 @@ def check_memory(
 
 
 def _given(part: Component, asked: int, nodes: Sequence[Node], limits: Mapping[str, str]) -> tuple[int, str]:
-    """MiB a node, and where they come from."""
+    """MiB that a job gets on each node, and by which setting."""
     whole, cpus = max(node.memory_mib for node in nodes), part.tasks_per_node * part.cpus_per_task
     stated = part.memory or part.options.keys() & {"mem", "mem-per-cpu", "mem-per-gpu", "exclusive"}
     if asked:

@@ -30,7 +30,7 @@ CALL_TIMEOUT_S = 3.0
 POLL_S = 0.05
 MIN_LOCAL = 1 << 30
 MPI_DONE = ".mpi.json"
-"""End of the name of the file in the folder that says what MPI found."""
+"""Suffix of the file in the folder that says what MPI found."""
 TOKEN = "token"
 """Name of the file in the folder with the secret by which the probes know each other."""
 
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def _local(folder: Path, needed: int) -> list[str]:
-    """Whether the node's own disk can be written, and has room."""
+    """Problems of the node's own disk: it must be writable, and have room."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder):
             free = shutil.disk_usage(folder).free

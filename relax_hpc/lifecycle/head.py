@@ -87,7 +87,7 @@ class Head:
                 await_room(self.run.root)
 
     def _gone(self, allocation: str) -> bool:
-        """Whether a life of a job is over, as far as Slurm knows."""
+        """Whether one life of a job (its id and number of restarts) is over, as far as Slurm knows."""
         job = allocation.rpartition("-")[0]
         if job == self.allocation.job:
             return True
@@ -227,7 +227,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def head(args: argparse.Namespace) -> int:
-    """One life of a head."""
+    """Run one life of a head; its exit code."""
     keep_printing()
     try:
         run, config = _run_of(args)

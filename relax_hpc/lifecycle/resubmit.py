@@ -174,7 +174,7 @@ def announce(name: str, job: str, parsable: bool) -> None:
 
 
 def tell(text: str) -> None:
-    """A line of progress, beside what programs read."""
+    """Print a line of progress, beside what programs read."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -24,12 +24,12 @@ from relax_hpc.supervise.requests import ask_to_stop
 
 _LOOK_S = 1.0
 _PHASES = 3
-"""The actor, the others, the hub: each may take liveness.stop_timeout_s."""
+"""Phases of a stop: the actor, the others, the hub; each may take liveness.stop_timeout_s."""
 _MARGIN_S = 30.0
 _ANSWER_S = 1.0
 _HURRY_S = 10.0
 _COMPLETING_S = 15.0
-"""A job whose nodes are dead completes only when Slurm has given them up."""
+"""Seconds for a job with dead nodes, which completes only when Slurm has given them up."""
 
 
 def main(root: str, now: bool) -> int:

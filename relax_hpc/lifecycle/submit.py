@@ -68,7 +68,7 @@ def _submit_all(run: RunDir, config: Config, slurm: Slurm) -> list[Entry]:
 
 
 def _jobs(run: RunDir, config: Config, slurm: Slurm) -> Iterator[Entry]:
-    """The hub, then the others, which would only wait for it."""
+    """Jobs to submit: the hub, then the others, which would only wait for it."""
     attempt = latest_attempt(run)
     hub = slurm.submit(run.submit / "hub.sbatch")
     yield Entry(hub, "group", "hub", attempt=attempt)

@@ -29,7 +29,7 @@ class Label:
 
 
 Stretch = tuple[Label, float, float]
-"""A label, and when it began and ended, seconds."""
+"""Label, and its beginning and end, seconds."""
 
 
 class Account:
@@ -113,7 +113,7 @@ def added(parts: Iterable[Mapping[Label, float]]) -> dict[Label, float]:
 
 
 def work_of(seconds: Mapping[Label, float]) -> float:
-    """Seconds of it that were work."""
+    """Seconds of work among ``seconds``."""
     return sum(spent for label, spent in seconds.items() if label.what not in IDLE)
 
 

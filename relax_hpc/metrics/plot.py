@@ -41,7 +41,7 @@ _EDGE = 0.03
 _GREY = "#555555"
 _RESTART: dict[str, Any] = {"linestyle": ":", "linewidth": 1.0, "zorder": 1}
 _SPARSE = 40
-"""A curve of fewer points gets markers, and no smoothing."""
+"""Points of a curve below which it gets markers, and no smoothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import TextIO
 from relax_hpc.metrics.shares import is_by_peer
 
 WIDTH = 79
-"""One less than a terminal's usual 80: a line as wide as it would wrap, and not be overwritten by the next."""
+"""Columns of a line, one less than a terminal's usual 80: a wider one would wrap, and not be overwritten."""
 _WINDOW = 20
 _SPEED = "perf/rollout_tokens_per_s"
 _TO_LINE_END = "\x1b[K"
@@ -116,7 +116,7 @@ class Progress:
 
 
 def _place(tag: str) -> tuple[int, str]:
-    """The two roles whose idleness costs most come first."""
+    """Key by which roles are sorted: the two whose idleness costs most come first."""
     first = ("idle/actor", "idle/rollout")
     return (first.index(tag) if tag in first else len(first)), tag
 

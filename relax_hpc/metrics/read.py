@@ -19,7 +19,7 @@ class Metrics:
     rows: list[dict[str, Any]] = field(default_factory=list)
     """Rows by ascending step: {"step": int, "time": s, "incarnation": int, tag: float, ...}; a null is nan."""
     lines: list[dict[str, Any]] = field(default_factory=list)
-    """Everything that was ever written of a step, in the order of the file."""
+    """Lines of all steps that were ever written, in the order of the file."""
     rollbacks: list[tuple[int, int]] = field(default_factory=list)
     """(incarnation, step) of each return to an earlier step, in the order of the file."""
     torn: int = 0

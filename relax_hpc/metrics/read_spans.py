@@ -19,7 +19,7 @@ _CLOCK = {"role": str, "boot": str, "wall": _TIME, "monotonic": _TIME, "began": 
 _SPAN = {"role": str, "what": str, "step": (int, type(None)), "start": _TIME, "end": _TIME}
 _SPAN |= {"peer": _TEXT, "reason": _TEXT, "lane": _TEXT}
 _LONGEST = 1e12
-"""Seconds: what is further from now was not measured."""
+"""Seconds from now beyond which a time was not measured."""
 
 
 @dataclass(frozen=True, slots=True)

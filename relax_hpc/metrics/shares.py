@@ -63,5 +63,5 @@ def shares_of_time(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, dic
 
 
 def _over(seconds: Mapping[str, float], total: float) -> dict[str, float]:
-    """Largest first."""
+    """Shares of ``total``, largest first."""
     return {what: spent / total for what, spent in sorted(seconds.items(), key=lambda item: -item[1]) if spent}

@@ -21,11 +21,11 @@ MODEL_KINDS = ("generate", "engine_update", "forward", "train")
 KINDS = (*MODEL_KINDS, "publish", "checkpoint", "wait", "eval", "queue", "weights", "start")
 """All kinds; whoever adds one adds it here, and to `accounting.PRIORITY`."""
 FOR = "_for_"
-"""`wait_for_rollout`: seconds of waiting by peer."""
+"""Infix of a kind such as `wait_for_rollout`: seconds of waiting by peer."""
 
 _FLUSH_S = 1.0
 PART_BYTES, _KEPT_PARTS = 16 << 20, 128
-"""2 GiB of spans, which take a tenth of that; `report` does not know of those before."""
+"""Bytes of a part, and parts that are kept: 2 GiB of spans, which take a tenth of that compressed."""
 _ROUND_TRIP_S = 0.05
 """Seconds by which a wait may be longer than the queue says it was."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -46,7 +46,7 @@ class OpenSpan:
     step: int | None
     lane: str
     cause: tuple[str, str]
-    """Peer and reason of a wait, of what nothing better is known of."""
+    """Peer and reason of a wait, where nothing better is known of it."""
     begun: float
     start: float
     """Time from which on it is not in the file yet."""

@@ -36,7 +36,7 @@ class Worker:
     ended: float
     spans: Sequence[Span]
     told: bool
-    """Whether it said itself when it ended; else what it was at after its last span is not known."""
+    """Whether it said itself when it ended; if not, its work after its last span is not known."""
 
     @cached_property
     def stretches(self) -> list[Stretch]:
@@ -108,7 +108,7 @@ class Pace:
 
     @property
     def overlap(self) -> float:
-        """1: a step takes no longer than the busier side of it."""
+        """Overlap of the two sides; 1: a step takes no longer than the busier one."""
         return max(self.rollout_s, self.actor_s) / self.step_s
 
 
@@ -126,7 +126,7 @@ def pace(workers: Sequence[Worker], ends: dict[int, float]) -> Pace | None:
 
 
 def _busy(workers: Iterable[Worker], start: float, end: float) -> float:
-    """Seconds of [start, end] that they were, on average."""
+    """Seconds of [start, end] in which ``workers`` were busy, on average."""
     lives = [(worker, lived) for worker in workers if (lived := worker.lived(start, end))]
     whole = sum(lived for _, lived in lives)
     return (end - start) * sum(_covered(worker.busy, start, end) for worker, _ in lives) / whole if whole else 0.0

@@ -94,7 +94,7 @@ class MetricsWriter:
             self._events.write(_event(0, clock.time(), summary))
 
     def close(self) -> None:
-        """Flush both and close; a second call does nothing."""
+        """Flush both files and close them; a second call does nothing."""
         self._file.close()
         self._events.close()
 

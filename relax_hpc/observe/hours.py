@@ -48,7 +48,7 @@ def hours(
 
 
 def _again(incarnations: Sequence[PastIncarnation], gaps: dict[str, list[Interval]], window: Interval) -> float:
-    """Unit-seconds."""
+    """Unit-seconds of training whose steps had to be trained once more."""
     parts = {(one.group, one.incarnation): one.units / len(one.workers) for one in incarnations}
     total = 0.0
     for worker, span in trained_again([worker for one in incarnations for worker in one.workers]):

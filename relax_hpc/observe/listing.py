@@ -63,7 +63,7 @@ def run_directories(root: Path, depth: int = _DEPTH) -> Iterator[Path]:
 
 
 def _row(run: RunDir, root: Path, jobs: dict[str, Job] | None) -> dict[str, Any]:
-    """``jobs``: None if Slurm has not said which there are."""
+    """Row of the list for a run; ``jobs``: None if Slurm has not said which there are."""
     about = {"run": str(run.root.relative_to(root)), "run_dir": str(run.root), "jobs": []}
     about |= {"age_s": time.time() - run.token_file.stat().st_mtime, "trained_steps": 0, "steps": 0, "layout": "-"}
     try:

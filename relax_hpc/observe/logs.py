@@ -69,7 +69,7 @@ class Tail:
         self.path, self.prefix = path, prefix
         self._offset = 0
         self._part = 0
-        """The newest part that was read."""
+        """Number of the newest part that was read."""
         self._rest = b""
 
     def last(self, count: int) -> list[str]:
@@ -138,7 +138,7 @@ def _is_wanted(stem: str, wanted: WantedLogs) -> bool:
 
 
 def _prefix(run: RunDir, path: Path) -> str:
-    """`rollout/inc-000002/rollout-rank-0: `"""
+    """Prefix of the lines of a log: `rollout/inc-000002/rollout-rank-0: `."""
     base = run.root / "logs" if (run.root / "logs") in path.parents else run.root
     return f"{path.relative_to(base).with_suffix('')}: "
 

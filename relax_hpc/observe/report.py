@@ -107,7 +107,7 @@ def _roles(workers: Sequence[Worker], window: Interval) -> dict[str, Any]:
 
 
 def _waits(workers: Sequence[Worker], window: Interval) -> list[dict[str, Any]]:
-    """Longest first within a role; `share` is of all its time."""
+    """Waits of each role, longest first; `share` is of all its time."""
     found = []
     for role, seconds in _by_role(workers, window).items():
         total = sum(seconds.values())

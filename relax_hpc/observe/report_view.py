@@ -12,7 +12,7 @@ from relax_hpc.observe.status_view import duration
 from relax_hpc.rundir import RunDir
 
 _FEW = 0.0005
-"""Waits of a smaller share are left out of the text."""
+"""Share of the time below which a wait is left out of the text."""
 _HOURS = (
     ("used", "used"),
     ("waiting", "waiting"),
@@ -23,7 +23,7 @@ _HOURS = (
 
 
 def main(root: str, as_json: bool = False, first: int | None = None, last: int | None = None) -> int:
-    """Print it."""
+    """Print the report."""
     found = report(RunDir(root), first, last)
     print(json.dumps(found) if as_json else "\n".join(lines(found)))
     return EXIT_DONE

@@ -50,19 +50,21 @@ class Wanted:
     reason: str = ""
     """Finish reason; empty: any."""
     order: str = "newest"
-    """newest | best | worst"""
+    """Order: newest
+     best
+     worst."""
     limit: int = LIMIT
-    """0: all."""
+    """Samples to show at most; 0: all."""
     dropped: bool = False
     """Whether samples that were dropped or never accepted are wanted too."""
 
     def fits(self, sample: Sample) -> bool:
-        """Whether ``sample`` is one, whatever became of it."""
+        """Whether ``sample`` is wanted, whatever became of it."""
         of_step = self.step is None or sample["step"] == self.step
         return of_step and self.of in (None, sample.get("eval", "")) and self.reason in ("", sample["finish_reason"])
 
     def place(self, sample: Sample) -> tuple[float, float, float]:
-        """The larger, the sooner it is wanted."""
+        """Sorting key of ``sample``: the larger, the sooner it is wanted."""
         reward = {"best": sample["reward"], "worst": -sample["reward"]}.get(self.order, 0.0)
         return reward, sample["step"], sample["time"]
 
@@ -73,11 +75,11 @@ class Found:
 
     samples: list[Sample] = field(default_factory=list)
     matching: int = 0
-    """All that there are, those beyond the limit too."""
+    """Number of samples that match, those beyond the limit too."""
     hidden: Counter[str] = field(default_factory=Counter)
-    """Left out, by what became of them."""
+    """Samples left out, by what became of them."""
     sets: set[str] = field(default_factory=set)
-    """Evaluation sets of which there are any."""
+    """Names of the evaluation sets of which there are any samples."""
 
 
 def find(run: RunDir, wanted: Wanted) -> Found:

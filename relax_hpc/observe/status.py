@@ -31,11 +31,11 @@ from relax_hpc.transfer_queue.records import OBSERVER_INCARNATION
 from relax_hpc.versions import Version
 
 SLURM_S = 2.0
-"""slurmctld serves the whole cluster: one question a look, and no second try."""
+"""Seconds for an answer of slurmctld, which serves the whole cluster: one question a look, and no second try."""
 _MARKER = "COMPLETE.json"
 _LITTLE_BYTES = 1 << 20
 _PACE = 20
-"""Steps that the pace of a run is taken from."""
+"""Steps by which the pace of a run is measured."""
 
 
 def status(run: RunDir, patience_s: float = 3.0, slurm: Slurm | None = None) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def last_checkpoint(run: RunDir, config: Config) -> dict[str, Any] | None:
 
 
 def _state(about: dict[str, Any]) -> str:
-    """See `state_of`."""
+    """State of the run, see `state_of`."""
     states = {group["state"] for group in about["groups"].values()} | ({"starting"} if about["preparing"] else set())
     # On a full disk nobody can leave a sign for others than Slurm.
     held = bool(about["disk"]) and any(job["state"] == "RUNNING" for job in about["jobs"])
@@ -140,7 +140,7 @@ def _weights(found: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _jobs(run: RunDir, config: Config, slurm: Slurm | None) -> tuple[dict[str, Job], bool]:
-    """Jobs that squeue knows, and whether it answered."""
+    """Jobs of the run that squeue knows, and whether it answered."""
     if slurm is None or not any(run.submit.glob("jobs/*.json")):
         return {}, False
     try:

@@ -148,7 +148,7 @@ def _hub_beats(run: RunDir, config: Config) -> bool:
 
 
 def _shown(run: RunDir, config: Config, name: str, jobs: dict[str, Job]) -> bool:
-    """Members that were drained are not."""
+    """Whether a group is shown: members that were drained are not."""
     incarnation = latest_incarnation(run, name)
     ended = bool(incarnation) and all(read_mark(run, name, incarnation, role) for role in roles_of(config, name))
     return bool(base_name(name, config.groups)) and (job_of(run, name) in jobs or (bool(incarnation) and not ended))

@@ -75,7 +75,7 @@ class Channel:
             self._broadcast(_YET)
 
     def agree(self, mine: bool) -> bool:
-        """Whether it is so in all ranks, in every rank."""
+        """Whether ``mine`` is true in all ranks; the same answer in every rank."""
         import torch
         import torch.distributed as dist
 

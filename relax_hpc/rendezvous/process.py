@@ -23,7 +23,7 @@ PARENT = "RELAX_PARENT"
 END_SIGNAL = signal.SIGUSR2
 """Signal by which a supervisor asks a role to end: srun passes it on to its tasks, and TERM it takes for itself."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, END_SIGNAL)
-"""Slurm sends TERM at preemption and at the end."""
+"""Signals to stop: Slurm sends TERM at preemption and at the end."""
 STACKS_SIGNAL = signal.SIGUSR1
 """Signal on which a process of ours writes the stacks of all its threads to its log, and goes on."""
 EXIT_BUG = 1
@@ -153,7 +153,7 @@ def watched(
 
 
 def _run(work: Callable[[], int], watcher: int) -> None:
-    """The child's life; does not return."""
+    """Run the child's work; does not return."""
     code = EXIT_BUG
     try:
         os.environ[PARENT] = str(watcher)

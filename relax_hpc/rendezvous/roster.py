@@ -34,7 +34,7 @@ class Card:
     """Protocol of its code, see `relax_hpc.protocol`."""
 
     def check_protocol(self) -> None:
-        """ConfigError if this process has code of another protocol."""
+        """Raise ConfigError if this process has code of another protocol."""
         if self.protocol != PROTOCOL:
             raise ConfigError(
                 f"relax_hpc.protocol: this code speaks {PROTOCOL}, {self.group} incarnation {self.incarnation} speaks "
@@ -75,14 +75,14 @@ def latest_incarnation(run: RunDir, group: str) -> int:
 
 
 def publish_card(run: RunDir, card: Card) -> None:
-    """Let the other groups find this incarnation."""
+    """Publish the card by which other groups find this incarnation."""
     value = asdict(card)
     path = run.rendezvous(card.group) / f"inc-{card.incarnation:06d}.json"
     patiently(path, lambda: write_json(path, value, sync=True))
 
 
 def latest_card(run: RunDir, group: str) -> Card | None:
-    """The newest published incarnation of ``group``, or None."""
+    """Card of the newest published incarnation of ``group``, or None."""
     incarnations = _numbers(run.rendezvous(group), _CARD)
     return next(
         (card for incarnation in sorted(incarnations, reverse=True) if (card := card_of(run, group, incarnation))), None

@@ -27,7 +27,7 @@ from relax_hpc.errors import ConfigError, DeadlineError, RelaxError
 from relax_hpc.rendezvous.process import PARENT, STOP_SIGNALS, die_with_parent
 
 MEETING = "RELAX_MEETING"
-"""Environment variable of ranks that whoever started them tells of each other: number, how many, their own socket."""
+"""Environment variable by which ranks learn of each other: number, how many, their own socket."""
 _CURE = (
     "let site.mpi.library and site.mpi.launcher name an MPI library and a launcher that belong together: library wheel "
     "(the mpich package beside mpi4py) with pmi2, the path of an Open MPI's libmpi.so with pmix"
@@ -48,7 +48,7 @@ class World:
 
     @property
     def leader(self) -> bool:
-        """Rank 0 speaks for the group."""
+        """Whether this is rank 0, which speaks for the group."""
         return self.rank == 0
 
     @property
@@ -144,7 +144,7 @@ def _ended(code: int) -> str:
 
 
 def _work(work: Callable[[], Any], parent: int, writer: int) -> NoReturn:
-    """The child's life."""
+    """Run the child's work and end."""
     try:
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
@@ -165,7 +165,7 @@ def _work(work: Callable[[], Any], parent: int, writer: int) -> NoReturn:
 
 
 def _meet(card: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
-    """The own rank, and the cards of all."""
+    """Number of this rank, and the cards of all."""
     import mpi4py
 
     mpi4py.rc.thread_level = "funneled"
@@ -179,7 +179,7 @@ def _meet(card: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
 
 
 def _allgather(comm: Any, data: bytes) -> list[bytes]:
-    """``data`` of every rank, in rank order, without pickling."""
+    """Bytes ``data`` of all ranks, in rank order, without pickling."""
     import numpy as np
 
     sizes = np.zeros(comm.Get_size(), dtype="i4")

@@ -24,11 +24,13 @@ class RewardInput:
     prompt: str
     answer: str
     response_text: str
-    """The response without special tokens."""
+    """Response as text, without special tokens."""
     finish_reason: str
-    """stop | length | abort"""
+    """End of the response: stop
+     length
+     abort."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """The other fields of the prompt's line."""
+    """Fields of the prompt's line besides these."""
     rows: list[list[str]] = field(default_factory=list)
     """Prompt and response of each row of an episode of several, without special tokens; the last response is
     `response_text`. Empty: there is one row."""
@@ -49,7 +51,12 @@ class RewardError:
     """A reward that could not be had; `reason` names a drop counter, `detail` is for the log."""
 
     reason: str
-    """reward_exception | reward_not_a_number | reward_not_finite | reward_wrong_count | reward_timeout | reward_died"""
+    """Reason: reward_exception
+     reward_not_a_number
+     reward_not_finite
+     reward_wrong_count
+     reward_timeout
+     reward_died."""
     detail: str
 
 

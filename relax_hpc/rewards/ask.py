@@ -105,7 +105,7 @@ async def _one(value: Any) -> Any:
 
 
 class _Ended(Exception):
-    """(error) that a task has raised, and no task of ours may."""
+    """Wrapper of an error of a user's reward that no task of ours may raise itself."""
 
 
 def _raised(error: BaseException) -> RewardError:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from relax_hpc.rewards import RewardInput
 
 _DIGITS = 64
-"""A longer number is none: exact arithmetic over thousands of digits takes time, and a policy may write them."""
+"""Digits of a number at most: exact arithmetic over thousands of digits takes time, and a policy may write them."""
 _LAST = 10_000
 """Characters of a response at its end that are looked at."""
 _NUMBER = re.compile(
@@ -73,7 +73,7 @@ def number_in(text: str) -> Fraction | None:
 
 
 def _numbers(text: str) -> list[Fraction]:
-    """All of them, in order; as many as can be told apart."""
+    """Numbers in a text, in order; as many as can be told apart."""
     plain = _COMMAS.sub(_without_commas, _TYPESET_COMMA.sub(",", text))
     if "frac" not in plain:
         plain = _TYPESET.sub(" ", plain)
@@ -83,7 +83,7 @@ def _numbers(text: str) -> list[Fraction]:
 
 
 def _without_commas(match: re.Match[str]) -> str:
-    """One number, or several."""
+    """Numbers of a text with commas: one, or several."""
     return match[0].replace(",", "" if _THOUSANDS.fullmatch(match[0]) else ", ")
 
 

@@ -89,7 +89,7 @@ class Pool:
         return found
 
     async def _place(self) -> Worker:
-        """A worker that has one, which is taken."""
+        """Worker with a free place, which is taken."""
         while not (worker := self._free()):
             if len(self.workers) + self._starting < self.count:
                 self._starting += 1

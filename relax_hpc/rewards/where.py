@@ -22,7 +22,7 @@ class Rewards(Protocol):
         """The scores of all samples of a prompt, or why there are none."""
 
     async def close(self) -> None:
-        """End what was started for it."""
+        """End all that was started for it."""
 
 
 class AtOnce:

@@ -19,7 +19,7 @@ from relax_hpc.rewards import RewardError, RewardInput, Score, Scores, frames
 START_S = 300.0
 """Seconds for a worker to import a reward and all that this imports, from a shared filesystem too."""
 AT_ONCE = 64
-"""Prompt groups that a worker has at a time, of a reward that is `async def`."""
+"""Prompt groups that a worker has at a time, for a reward that is `async def`."""
 
 
 class WorkerEnded(Exception):
@@ -32,7 +32,7 @@ class WorkerEnded(Exception):
 
 
 class Worker:
-    """Made by `start`; for one event loop."""
+    """Worker process of a reward, made by `start`; for one event loop."""
 
     def __init__(self, process: asyncio.subprocess.Process, places: int) -> None:
         self.places = places
@@ -40,7 +40,7 @@ class Worker:
         self.busy = 0
         """Places that are taken."""
         self.has_ended = False
-        """Nothing can be asked of it any more."""
+        """Whether nothing can be asked of it any more."""
         self._process = process
         self._asked: dict[int, asyncio.Future[Scores]] = {}
         self._reading = asyncio.create_task(self._read())

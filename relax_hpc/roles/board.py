@@ -24,7 +24,7 @@ from relax_hpc.metrics.writer import (
 from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 
 _ADDED_UP = ("perf/rollout_tokens", "queue/by_", GENERATED, SKIPPED, COMPONENT_SUM, COMPONENT_COUNT)
-"""Beginnings of tags."""
+"""Prefixes of tags whose values are added up."""
 _TEXTS = 4
 """Texts of a step in TensorBoard, at most."""
 _ELSEWHERE = ("name", "run_dir", "groups", "site", "slurm")
@@ -62,7 +62,7 @@ class Board:
             self._write(step)
 
     def show(self, step: int, texts: Iterable[str]) -> None:
-        """A few texts of a step, for TensorBoard."""
+        """Show a few texts of a step in TensorBoard."""
         for text in list(texts)[: _TEXTS - self._shown[step]]:
             self.writer.show(step, "samples", text)
             self._shown[step] += 1

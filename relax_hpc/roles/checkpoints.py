@@ -27,7 +27,7 @@ _WORDS = 500
 
 
 class Checkpoints:
-    """One rank's; every rank makes and calls it alike."""
+    """Checkpoints of one rank; every rank makes and calls it alike."""
 
     def __init__(self, context: Context, ranks: Ranks, trainer: Trainer) -> None:
         self.context, self.config, self.ranks, self.trainer = context, context.config, ranks, trainer
@@ -41,7 +41,7 @@ class Checkpoints:
             stands=lambda: client is None or client.beat.hindered,
         )
         self.saved: tuple[int, float] = 0, time.time()
-        """The newest step that this role has saved, and when that was."""
+        """Newest step that this role has saved, and when that was, of the wall clock."""
         self.part = "" if context.role == POLICY else context.role
         """Part of the names of its folders; empty for the policy."""
 

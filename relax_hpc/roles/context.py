@@ -36,11 +36,11 @@ class Context:
     client: QueueClient | None
     spans: Spans
     stop: Flag
-    """Set when the process is asked to end."""
+    """Flag that is set when the process is asked to end."""
     deadline: float | None = None
     """Time at which the allocation ends, of the wall clock; None: it does not."""
     kept_short: Keeper | None = None
-    """Cuts the logs of this process, and of those that it starts."""
+    """Keeper that cuts the logs of this process, and of those that it starts."""
 
     @property
     def model(self) -> Path:

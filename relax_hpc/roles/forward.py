@@ -58,7 +58,7 @@ class Scorer:
         return self.ranks.collect(rows, mine, self.model.forward_logprobs(batches, self.temperature))
 
     def load(self, staged: Staged) -> None:
-        """Take the weights of a folder in memory, which is let go of."""
+        """Load the weights of a folder in memory, which is released."""
         try:
             if is_slab(staged.path):
                 self.model.load_tensors(open_slab(staged.path))
@@ -177,7 +177,7 @@ class _Weights:
         assert context.client is not None
         self.context, self.ranks, self.scorer, self.every = context, ranks, scorer, every
         self.holds = context.role == "actor_fwd"
-        """Whether the versions it uses are kept for it; of a reference's the newest that is due is kept in any case."""
+        """Whether the versions it uses are kept for it; for a reference the newest that is due is kept in any case."""
         planes, settings = ranks.reader.planes, context.config.weights
         # A reference would keep a version in memory, for those who read it, until its next one.
         relays = self.holds and pays(context.config)

@@ -29,7 +29,7 @@ class Membership:
         return [entry for entry in self._configured if f"{group}/{entry.number}" not in self._without]
 
     async def follow(self) -> None:
-        """Do what changes say, from now on."""
+        """Follow the changes of the run from now on."""
         while True:
             await asyncio.sleep(min(_LOOKS_S, self._context.config.liveness.beat_s))
             try:

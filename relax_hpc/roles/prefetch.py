@@ -47,7 +47,7 @@ class Prefetch:
         self._work.put((batch, self.asked))
 
     def taken(self) -> None:
-        """The window that was asked for has its user."""
+        """Forget the window that was asked for: it has its user."""
         self.asked = None
 
     # -- in the thread -----------------------------------------------------------------------------------------

@@ -46,21 +46,21 @@ class Replica:
         if context.kept_short:
             context.kept_short.add(context.logs / f"engine-{number}.log")
         self.ready = asyncio.Event()
-        """Cleared while the engine's weights are not known: then nothing is asked of it."""
+        """Event that is cleared while the engine's weights are not known: then nothing is asked of it."""
         planes = rollout.client.store.planes
         reader = f"{context.group}/{number}"
         about = {"evaluates": True, "relays": pays(self.config)}
         self.reader = Subscriber(context.run, rollout.client, reader, planes, self.config.weights, **about)
         self.suspected = asyncio.Event()
-        """Set when the engine has shown that it does not serve what it was given."""
+        """Event that is set when the engine has shown that it does not serve what it was given."""
         self.replaced = 0
-        """Engines in a row that gave no good answer before they were."""
+        """Engines in a row that were replaced before they gave a good answer."""
         self.failures = 0
         """Failures of the engine in a row."""
         self.failed = 0
         """Failures of the engine ever: what was asked before a failure has failed by that one."""
         self.leaving = asyncio.Event()
-        """Set when it is to take no more work."""
+        """Event that is set when the engine is to take no more work."""
         self.started = False
         self.activity: Activity
         """Activity of the engine, set once it has started."""
@@ -203,7 +203,7 @@ class Replica:
         await asyncio.wrap_future(training.rest(self.reader.reader, step))
 
     async def update(self, version: Version, staged: Staged) -> None:
-        """Have the engine serve what is staged, which is let go of."""
+        """Have the engine serve the staged weights, which are released then."""
         try:
             with self.activity("engine_update", version.number):
                 await self.engine.update_weights(staged.path, version)
@@ -328,5 +328,5 @@ class Replica:
                 raise RelaxError(f"{engine.name} failed {failures} times in a row, last: {fault}") from fault
 
     async def note(self, fault: EngineFault) -> None:
-        """Have the queue count it."""
+        """Let the queue count ``fault``."""
         await asyncio.wrap_future(self.rollout.client.status.note("engine_fault", self.reader.reader, fault.reason))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 _MARGIN = 1.5
-"""A step may take so much longer than the longest so far."""
+"""Factor by which a step may take longer than the longest so far."""
 
 
 class AtEdge(Exception):
@@ -19,7 +19,7 @@ class StepClock:
         self.deadline, self.step_s, self.save_s = deadline, 0.0, 0.0
 
     def took(self, step_s: float, save_s: float) -> None:
-        """A step, and the last checkpoint."""
+        """Take the seconds of a step, and of the last checkpoint."""
         self.step_s, self.save_s = max(self.step_s, step_s), max(self.save_s, save_s)
 
     def room(self) -> bool:

@@ -26,7 +26,7 @@ class Tally:
         """Tokens of each row, those included that nobody sampled."""
 
     def add(self, rows: list[Row]) -> None:
-        """Rows of whole prompt groups, in the order of their ids."""
+        """Count rows of whole prompt groups, in the order of their ids."""
         for episode in (episode for prompt in by_prompt(rows) for episode in prompt):
             self.rewards.append(float(episode[0]["reward"]))
             self.lengths.append(sum(int(np.count_nonzero(row["token_versions"])) for row in episode))

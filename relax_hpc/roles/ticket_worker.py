@@ -40,10 +40,10 @@ class TicketWorker:
         self.free = shape.groups_per_request * shape.requests_in_flight
         """Prompt groups that the engine could work on beside those that it has."""
         self.left = asyncio.Event()
-        """Set when one has been put."""
+        """Event that is set when a prompt group has been put."""
         self.log = SegmentLog(self.client, shape)
         self.spares = 0
-        """Being drawn, needed or not."""
+        """Spares being drawn, needed or not."""
         self.unneeded: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
@@ -114,7 +114,7 @@ class TicketWorker:
         return begun
 
     def begun(self, ticket: int, number: int) -> Attempt:
-        """An attempt of which there is nothing yet."""
+        """New attempt, of which there is nothing yet."""
         prompt = self.rollout.source.prompt(ticket, number)
         return Attempt(ticket, number, prompt, self.config.samples_per_prompt)
 
@@ -225,7 +225,7 @@ class TicketWorker:
         task.add_done_callback(self.unneeded.discard)
 
     async def keep(self, spare: Spare) -> None:
-        """Have the queue keep it, if it is good."""
+        """Have the queue keep a spare, if it is good."""
         try:
             if await spare.drawing:
                 await self.log.spare(spare.attempt)

@@ -51,10 +51,10 @@ class Beside:
         """Called before weights change."""
 
     def trained(self, step: int) -> None:
-        """All updates of ``step`` are made."""
+        """Called when all updates of ``step`` are made."""
 
     def end_step(self) -> None:
-        """The step is done, and its checkpoint begun if one is due."""
+        """Called when the step is done, and its checkpoint begun if one is due."""
 
     def come_back(self) -> None:
         """Weights and optimizer are to be saved: have them where they belong."""
@@ -63,7 +63,7 @@ class Beside:
         """Raise what has gone wrong."""
 
     def settle(self) -> None:
-        """The role ends: wait for what still goes on."""
+        """Called when the role ends: wait for what still goes on."""
 
     def values(self, result: StepResult, answer: StepTrained) -> dict[str, float]:
         """Scalars of a step, whose ``answer`` is the queue's to `trained`; in the leader alone."""
@@ -89,7 +89,7 @@ class TrainerRole:
         self.clock = StepClock(context.deadline)
         self.windows = WindowStream(context, ranks, self.clock, settings, placeholders, self.check)
         self.alone = len(trainers_of(self.config.groups)) == 1
-        """No other role of the run trains."""
+        """Whether no other role of the run trains."""
         self.told: Future | None = None
         """Answer to the leader: {} when the queue has taken the last step for trained, and it is reported."""
 
@@ -129,7 +129,7 @@ class TrainerRole:
                 break
 
     def check_edge(self) -> None:
-        """AtEdge, in every rank, if another step must not begin."""
+        """Raise AtEdge, in every rank, if another step must not begin."""
         if reason := self.ranks.tell({"reason": self.windows.why_end()})["reason"]:
             raise AtEdge(reason)
 

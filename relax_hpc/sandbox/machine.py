@@ -19,7 +19,7 @@ PROGRAMS = {
     "srun": "slurm-wlm",
     "scontrol": "slurm-wlm",
 }
-"""Program a sandbox needs -> Debian package that has it."""
+"""Programs that a sandbox needs -> Debian package that has them."""
 _PATH = os.pathsep.join(("/usr/sbin", "/sbin", "/usr/local/sbin"))
 
 
@@ -78,7 +78,7 @@ def with_port(folder: Path, wanted: Options, saved: Options | None) -> Options:
 
 
 def _taken(chosen: Options) -> int | None:
-    """The first port of `chosen` that somebody has."""
+    """First port of `chosen` that somebody has."""
     for port in range(chosen.port, chosen.port + chosen.nodes + 1):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

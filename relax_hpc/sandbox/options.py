@@ -11,7 +11,7 @@ from pathlib import Path
 from relax_hpc.errors import ConfigError
 
 MAX_NODES = 60
-"""More would not fit into a folder's block of ports."""
+"""Nodes at most: more would not fit into a folder's block of ports."""
 _BLOCK, _FIRST, _BLOCKS = 64, 20000, 190
 """Ports a sandbox takes, the first block's first port, and blocks; all lie below the kernel's ephemeral ports."""
 _NOBODY = _BLOCK - 1
@@ -51,8 +51,8 @@ class Options:
     port: int = _option(0, 0, 65535 - _BLOCK)
     """First of 64 ports; 0: a free block, drawn from the folder's name."""
     bind: bool = False
-    """Processes are bound to the CPUs that Slurm gave them (task/affinity), as on most clusters. All nodes share this
-    machine's CPUs, so it must have as many as a node claims."""
+    """Whether processes are bound to the CPUs that Slurm gave them (task/affinity), as on most clusters. All nodes
+    share this machine's CPUs, so it must have as many as a node claims."""
     declared: tuple[str, ...] = ()
     """Further nodes that slurmctld knows and that run nothing, as NodeName= of slurm.conf describes them: what a large
     cluster makes of a request can be read off held jobs (`sbatch --hold`, `scontrol show job`), in partition

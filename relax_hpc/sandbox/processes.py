@@ -80,21 +80,21 @@ def families(roots: Iterable[psutil.Process]) -> list[psutil.Process]:
 
 
 def kill(processes: Iterable[psutil.Process]) -> None:
-    """SIGKILL those that are still there."""
+    """Send SIGKILL to those that are still there."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
 
 
 def freeze(processes: Iterable[psutil.Process]) -> None:
-    """SIGSTOP those that are still there."""
+    """Send SIGSTOP to those that are still there."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.suspend()
 
 
 def terminate(processes: list[psutil.Process], seconds: float) -> None:
-    """SIGTERM, and SIGKILL to what is left after `seconds`."""
+    """Send SIGTERM, and SIGKILL to what is left after `seconds`."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.terminate()
@@ -110,7 +110,7 @@ def until_gone(processes: list[psutil.Process], seconds: float) -> None:
 
 
 def alive(process: psutil.Process) -> bool:
-    """Running, and no zombie that somebody has yet to collect."""
+    """Whether a process runs, and is no zombie that somebody has yet to collect."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

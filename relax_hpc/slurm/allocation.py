@@ -14,7 +14,8 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.slurm.layout import Component, components
 
 VARIABLE = "RELAX_ALLOCATION"
-"""Carries an allocation to a step: Slurm tells a step neither its het number nor the job of its component."""
+"""Environment variable that carries an allocation to a step: Slurm tells a step neither its het number nor the job of
+its component."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Allocation:
 
     @property
     def name(self) -> str:
-        """Differs between the lives of a requeued job."""
+        """Name that differs between the lives of a requeued job."""
         return f"{self.job}-{self.restarts}"
 
     @property

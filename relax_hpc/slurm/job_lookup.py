@@ -15,7 +15,7 @@ from relax_hpc.transfer_queue.plan import SUPERVISOR
 ENDED = ("COMPLETING", "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY")
 """States of jobs that will do nothing more."""
 _NEWEST = 200
-"""Older entries of the ledger are of jobs that ended long ago."""
+"""Entries of the ledger that are looked at: older ones are of jobs that ended long ago."""
 
 
 def known_jobs(run: RunDir, config: Config, slurm: Slurm) -> dict[str, Job]:

@@ -37,7 +37,7 @@ _AGAIN_S, _SELDOM_S = 10.0, 600.0
 """Seconds between tries to ask Slurm for a standby or another last wish, and for a successor."""
 _LEAVE_S, _INSIST_S = 5.0, 1800.0
 _KILL_WAIT_S = 30.0
-"""Slurm's default between TERM and KILL."""
+"""Seconds between TERM and KILL by Slurm's default."""
 _DEADLINE_MARGIN_S = 30.0
 
 

@@ -26,7 +26,7 @@ class Component:
     """One allocation: a component of a het job, or an ordinary job."""
 
     groups: tuple[str, ...]
-    """The first names it; a hub that rides on another group comes second. All groups in the `local` layout."""
+    """Groups in it, all in the `local` layout. The first names it; a hub that rides on another group comes second."""
     nodes: int
     tasks_per_node: int
     cpus_per_task: int

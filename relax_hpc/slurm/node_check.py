@@ -23,7 +23,7 @@ from relax_hpc.slurm.steps import StepLauncher, step_environment
 
 _DEADLINE_S, _END_S = 60.0, 5.0
 _CONTAINER_S = 300.0
-"""More, for an image that has to be fetched first."""
+"""Further seconds for an image that has to be fetched first."""
 _MPI_S, _LOOK_S = 60.0, 1.0
 """Seconds for MPI once all nodes have reported, and between looks."""
 _NOT_STARTED = ("Unable to create step", "Unable to confirm allocation", "Unable to contact slurm controller")

@@ -35,7 +35,7 @@ MAX_GPU_USED_SHARE = 0.1
 MIN_SHM_MIB = 32
 SMI_TIMEOUT_S = 10.0
 FORGET_S = 24 * 3600.0
-"""Failures older than this no longer count: nodes get mended."""
+"""Seconds after which a failure no longer counts: nodes get mended."""
 FABRIC = Path("/sys/class/infiniband")
 SHM = Path("/dev/shm")
 
@@ -203,7 +203,7 @@ def excluded(run: RunDir, threshold: int = 2, now: float | None = None) -> list[
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0, or 75 if the node has problems."""
+    """Exit code: 0, or 75 if the node has problems."""
     parser = argparse.ArgumentParser(prog="preflight", description="Check this node before a group starts on it.")
     parser.add_argument("--run_dir", type=Path, required=True)
     parser.add_argument("--gpus", type=int, default=0)

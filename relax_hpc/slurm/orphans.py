@@ -26,13 +26,13 @@ _ASK_S = 10.0
 
 
 class _Head:
-    """Whether somebody leads, as the lease of ``name`` says."""
+    """Watch on whether somebody leads, as the lease of ``name`` says."""
 
     def __init__(self, run: RunDir, name: str, lease_s: float, job: str = "") -> None:
-        """``job``: whose head alone counts; empty: whoever leads."""
+        """``job``: job whose head alone counts; empty: whoever leads."""
         self.run, self.name, self.lease_s, self.job = run, name, lease_s, job
         self.seen: tuple[object, float] = (None, time.monotonic())
-        """The last beat, and when that was new, on the monotonic clock."""
+        """Last beat, and when that was new, on the monotonic clock."""
         self._ask_at = 0.0
 
     def silent(self, now: float) -> bool:
@@ -50,7 +50,7 @@ class _Head:
 
 
 class Orphan:
-    """Whether the component of ``incarnation`` of a group is one."""
+    """Watch on whether the component of ``incarnation`` of a group has lost its head."""
 
     def __init__(self, run: RunDir, config: Config, slurm: Slurm, group: str, incarnation: int) -> None:
         launch = read_launch(run, group, incarnation)

@@ -40,16 +40,16 @@ class Job:
     """A job, or one component of a heterogeneous job, that squeue still knows."""
 
     id: str
-    """Plain number, also of a component: 8+1 is "9"."""
+    """Number of the job, plain also for a component: 8+1 is "9"."""
     name: str
     state: str
-    """Long form: PENDING, RUNNING, COMPLETING, NODE_FAIL, ..."""
+    """State in its long form: PENDING, RUNNING, COMPLETING, NODE_FAIL, ..."""
     nodes: int
     node_list: str
-    """Slurm's compact form (`node[1-2]`); empty while nothing is allocated."""
+    """Nodes in Slurm's compact form (`node[1-2]`); empty while nothing is allocated."""
     reason: str
     time_left_s: float | None
-    """None: without limit, or not known."""
+    """Seconds until the time limit; None: without limit, or not known."""
     used_s: float
     """Seconds since it began to run, for the last time if it was requeued; 0 before."""
     het_leader: str = ""
@@ -66,7 +66,7 @@ class Node:
     state: str
     """State as sinfo gives it, with its flag: idle, allocated*, drained, ..."""
     gres: str
-    """`gpu:h100:4(S:0-1)`; empty: none."""
+    """Generic resources: `gpu:h100:4(S:0-1)`; empty: none."""
     cpus: int
     memory_mib: int
     address: str
@@ -102,7 +102,7 @@ def read_job_id(command: list[str], answer: str) -> str:
 
 
 def read_job(command: list[str], line: str) -> Job:
-    """A line of squeue in JOB_FORMAT."""
+    """Job of a squeue line in JOB_FORMAT."""
     number, plain, state, nodes, node_list, used, left, reason, name = split_fields(command, line, 9)
     if not (plain.isdigit() and nodes.isdigit() and state):
         raise rubbish(command, line, f"a line of {JOB_FORMAT}")
@@ -129,12 +129,12 @@ def split_fields(command: list[str], line: str, count: int) -> list[str]:
 
 
 def split_words(line: str) -> dict[str, str]:
-    """`Key=value Key=value` as scontrol prints it."""
+    """Pairs of `Key=value Key=value` as scontrol prints them."""
     return dict(word.split("=", 1) for word in line.split() if "=" in word)
 
 
 def refusal(argv: list[str], complaint: str, code: int) -> SlurmError:
-    """The error of a command that ended with `code`."""
+    """Error of a command that ended with `code`."""
     transient = any(text in complaint for text in TRANSIENT)
     advice = "slurmctld is busy or down (scontrol ping), try again later" if transient else "mend what it names"
     text = f"{shown(argv)}: exit {code}, said {_short(complaint) or 'nothing'!r}; {advice}"
@@ -142,12 +142,12 @@ def refusal(argv: list[str], complaint: str, code: int) -> SlurmError:
 
 
 def rubbish(command: list[str], answer: str, expected: str) -> SlurmError:
-    """The error of a command whose answer makes no sense."""
+    """Error of a command whose answer makes no sense."""
     return SlurmError(f"{shown(command)}: said {_short(answer) or 'nothing'!r}, expected {expected}", answer)
 
 
 def shown(argv: list[str]) -> str:
-    """A command as one would type it, cut to a readable length."""
+    """Command as one would type it, cut to a readable length."""
     return _short(shlex.join(argv), 160)
 
 

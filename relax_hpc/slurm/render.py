@@ -224,7 +224,7 @@ def _options(config: Config, part: Component, mistakes: Mistakes) -> dict[str, s
 
 
 def _has_standby(part: Component) -> bool:
-    """A hub of two nodes has one on the second."""
+    """Whether the hub has a standby: one of two nodes has it on the second."""
     return part.name == "hub" and part.nodes > 1
 
 

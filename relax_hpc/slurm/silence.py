@@ -32,7 +32,7 @@ class Silence:
         self.run, self.config, self.slurm, self.submit = run, config, slurm, submit
         self.lease_s = config.liveness.lease_s
         self._seen: dict[str, tuple[str, float]] = {}
-        """Group -> its supervisor's last beat, and since when that stands still."""
+        """Last beat of each group's supervisor, and since when it stands still."""
         self._suspects: dict[str, int] = {}
         self._judged: dict[str, int] = {}
         """Incarnations of groups that have been seen to; once, as it may not be known whether another job was made."""

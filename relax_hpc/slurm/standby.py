@@ -40,7 +40,7 @@ class Standby:
         """Nodes of the hub beside this one; None: Slurm has not said yet."""
 
     def tick(self) -> None:
-        """Start it, if there is none and a node for it."""
+        """Start the standby, if there is none and a node for it."""
         now = time.monotonic()
         if (self._process is None or self._process.poll() is not None) and now >= self._at:
             self._at, self._pause = now + self._pause, min(2 * self._pause, _SELDOM_S)

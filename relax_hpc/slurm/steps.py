@@ -31,7 +31,7 @@ RANK = "relax_hpc.slurm.rank"
 _END_S = 1.0
 """Seconds for a killed step to end before the next one is started anyway; on living nodes it takes 0.1 s."""
 _END_OF_JOB_S = 120.0
-"""A time limit so near, beyond the early signal, is what roles were stopped for."""
+"""Seconds to the time limit, beyond the early signal, below which that limit is what roles were stopped for."""
 
 
 class Steps(Incarnation):
@@ -92,7 +92,7 @@ class Steps(Incarnation):
 
 
 class StepLauncher:
-    """Starts groups as steps on their nodes of one allocation."""
+    """Launcher of groups as steps on their nodes of one allocation."""
 
     def __init__(
         self, run: RunDir, config: Config, slurm: Slurm, allocation: Allocation, deadline: Callable[[], float | None]
@@ -103,7 +103,7 @@ class StepLauncher:
         self.near_s = config.slurm.signal_s + _END_OF_JOB_S
 
     def commands(self, name: str, incarnation: int) -> dict[str, Command]:
-        """One step a role, output to the group's log directory."""
+        """Commands of one step a role, output to the group's log directory."""
         config = load_resolved(self.run.root, name)
         logs, variables = self.run.logs(name, incarnation), step_environment(config, name)
         return {
@@ -195,7 +195,7 @@ class StepLauncher:
         return self.slurm.hostnames(job.node_list) if job else []
 
     def place_words(self, place: Place) -> list[str]:
-        """The beginning of an srun on the nodes of ``place``."""
+        """First words of an srun on the nodes of ``place``."""
         het = [] if place.het is None else [f"--het-group={place.het}"]
         # Steps share what the job has: an ended step's nodes count as busy for seconds.
         return ["srun", f"--jobid={self.allocation.job}", *het, f"--nodes={place.nodes}", "--overlap", "--mem=0"]

@@ -54,11 +54,11 @@ class Ledger:
         return (self.folder.with_name("given_way") / job).exists()
 
     def predecessor(self, job: str) -> str:
-        """The job that a successor waited for; empty: it is none."""
+        """Job that a successor waited for; empty: ``job`` is none."""
         return next((entry.after for entry in self.entries() if entry.job == job and entry.kind == "successor"), "")
 
     def entries(self) -> list[Entry]:
-        """Oldest first."""
+        """Entries, oldest first."""
         paths = [path for path in sorted(self.folder.glob("[0-9]*.json")) if _NAME.fullmatch(path.name)]
         found = (read_map(path, **_KINDS) for path in paths)
         return [Entry(**{name: value[name] for name in _KINDS}) for value in found if value.get("job", "").isdecimal()]

@@ -34,7 +34,7 @@ class Ahead:
         self._at_work: dict[tuple[str, int], float] = {}
         """Time at which each incarnation was first seen at work, monotonic seconds."""
         self._tried: set[tuple[str, int]] = set()
-        """Incarnations whose next one was started: once, however that ended."""
+        """Incarnations whose next one was started ahead: once, however that ended."""
 
     def look(self, groups: Mapping[str, Incarnation], beats: Mapping[str, Mapping[str, Any]], done: Set[str]) -> None:
         """One round: start what is due, and end what nobody needs. ``beats``: as the hub has them."""
@@ -87,7 +87,7 @@ class Ahead:
             _hang_up(group)
 
     def drop(self, *names: str) -> None:
-        """End what waits of these groups."""
+        """End the processes that wait for these groups."""
         for name in names:
             if group := self._forget(name):
                 _hang_up(group)

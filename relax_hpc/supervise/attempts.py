@@ -12,7 +12,7 @@ def new_attempt(directory: RunDir) -> int:
 
 
 def latest_attempt(directory: RunDir) -> int:
-    """0 before the first."""
+    """Number of the newest command that started or resumed the run; 0 before the first."""
     names = [path.name for path in (directory.root / "attempts").glob("[0-9]*")]
     return max((int(name) for name in names if name.isdecimal()), default=0)
 

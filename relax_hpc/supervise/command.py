@@ -20,7 +20,7 @@ class Command:
     words: Sequence[str]
     env: Mapping[str, str]
     log: Path
-    """Takes what the child prints."""
+    """Log that takes what the child prints."""
     config: Config
     """Configuration of the group, as its ranks read it when they begin."""
     last_words: Callable[[], Sequence[str]] = field(default=tuple, compare=False)

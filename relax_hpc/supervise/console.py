@@ -30,7 +30,7 @@ class Terminal:
         self._unsaved = 0
 
     def say(self, text: str) -> None:
-        """One line for the user and the supervisor's log."""
+        """Print one line for the user and the supervisor's log."""
         self.progress.close()
         line = f"[{time.monotonic() - self.started:7.1f}s] {text}"
         # A full disk must not end the supervision.

@@ -88,7 +88,7 @@ class DiskWatch:
         return f"waited {waited:.0f} s for a disk: {self._words}" if waited > self.limit_s else ""
 
     def check_room(self) -> None:
-        """NoRoom: whoever is started now could not even say so."""
+        """Raise NoRoom on a full disk: a process that is started now could not even say so."""
         if told := probe(self.run.root):
             raise NoRoom(in_words(told))
 

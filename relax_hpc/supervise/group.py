@@ -49,7 +49,7 @@ class Member:
 
     @classmethod
     def begin(cls, role: str, command: Command, ahead: bool = False) -> Member:
-        """Start it; see `Command.start`."""
+        """Start the role's process; see `Command.start`."""
         return cls.of(role, command.start(ahead), command)
 
 
@@ -71,7 +71,7 @@ class Incarnation(ABC):
         return read_mark(self.run, self.name, self.incarnation, member.role)
 
     def last_words(self, member: Member) -> str:
-        """The last line of what the member or its launcher printed."""
+        """Last line of what the member or its launcher printed."""
         for path in (self.run.logs(self.name, self.incarnation) / f"{member.role}{end}.log" for end in ("-srun", "")):
             lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
             if lines:
@@ -84,7 +84,7 @@ class Incarnation(ABC):
 
     @abstractmethod
     def ask_to_end(self) -> None:
-        """Have every role that still runs end in good order."""
+        """Ask every role that still runs to end in good order."""
 
     def dump_stacks(self) -> None:
         """Have all processes that may hang write the stacks of their threads to their logs, which takes a moment."""
@@ -125,7 +125,7 @@ class Incarnation(ABC):
                     leave_mark(mark, EXIT_RETRY, "ended by its supervisor", patience_s=0.0)
 
     def leave(self) -> None:
-        """Look after it no more, without touching it."""
+        """Stop looking after it, without touching it."""
         for member in self.members:
             if member.pidfd >= 0:
                 os.close(member.pidfd)

@@ -31,10 +31,10 @@ class PastIncarnation:
     units: float
     """GPUs, nodes or processes that it has: see `unit_of`."""
     held_as: tuple
-    """Incarnations of a group in a row for which it is the same have the same nodes, also between them."""
+    """Token of its nodes: incarnations of a group in a row with the same one have the same nodes, also in between."""
     attempt: int
     status: str
-    """`done`, `stopped`, `failed`, or empty: it left no mark."""
+    """State of its end: `done`, `stopped`, `failed`, or empty: it left no mark."""
     reason: str
 
     @property
@@ -57,7 +57,7 @@ class Restart:
 
     @property
     def fault(self) -> bool:
-        """False: the user wanted it, or it made way."""
+        """Whether a fault was the cause; False: the user wanted it, or it made way."""
         return self.before.status not in _GOOD_ENDS and self.before.attempt == self.after.attempt
 
 
@@ -117,7 +117,7 @@ def _incarnation(run: RunDir, config: Config, processes: list[Process], until: f
 
 
 def _lives(run: RunDir, config: Config, group: str, incarnation: int) -> bool:
-    """Whether it is the newest and beats."""
+    """Whether an incarnation is the newest and beats."""
     if run.finished.exists() or incarnation != latest_incarnation(run, group):
         return False
     return last_beat_s(run, group) < config.liveness.lease_s + BEAT_FILE_S

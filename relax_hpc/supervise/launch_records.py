@@ -45,7 +45,7 @@ def record(run: RunDir, group: str, incarnation: int, launch: Launch) -> None:
 
 
 def read_launch(run: RunDir, group: str, incarnation: int) -> Launch | None:
-    """None if the incarnation was claimed but never started."""
+    """Record of how an incarnation was started; None if it was claimed but never started."""
     kinds = {"attempt": int, "progress": list, "job": str, "allocation": str, "steps": dict}
     # Empty after a power loss.
     value = read_map(_path(run, group, incarnation), **kinds)

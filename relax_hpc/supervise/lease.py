@@ -47,7 +47,7 @@ class Lease:
         self.gone = gone
         self.path = run.rendezvous(name) / "lease"
         self.former = 0
-        """Supervisors so far, when it was found free."""
+        """Number of supervisors so far, when the lease was found free."""
         self._seen, self._since = ("", 0), time.monotonic()
         self._tried_at = 0.0
         """Time at which this candidate last wrote there itself."""
@@ -122,7 +122,7 @@ class Lease:
         self._alive_until = time.monotonic() + max(60.0, 2 * self.limits.lease_s)
 
     def give_up(self) -> None:
-        """Let the next candidate have it at once."""
+        """Give the lease up at once to the next candidate."""
         self._stop()
         if self._incarnation:
             # On an ill disk the next one finds that it stands still.

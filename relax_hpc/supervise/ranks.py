@@ -26,7 +26,7 @@ class _Rank:
     process: subprocess.Popen
     line: socket.socket
     card: bytearray = field(default_factory=bytearray)
-    """A line, when it is whole."""
+    """Card that the rank prints: a line, when it is whole."""
 
 
 def main(words: list[str]) -> int:
@@ -90,7 +90,7 @@ def _look_after(ranks: list[_Rank]) -> int:
 
 
 def _hear(rank: _Rank) -> bool:
-    """Whether there is more of its card."""
+    """Whether more of a rank's card is to come."""
     with contextlib.suppress(ConnectionError):
         part = rank.line.recv(1 << 16)
         rank.card += part

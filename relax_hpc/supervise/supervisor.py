@@ -58,7 +58,7 @@ from relax_hpc.transfer_queue.presence import longest_wait_s
 
 _STOP_LOOK_S = 0.1
 _AGAIN_S, _OUTAGE_S = 10.0, 3600.0
-"""A group that cannot be brought back now is tried again so often, for so long."""
+"""Seconds between tries to bring back a group that cannot be now, and seconds for which it is tried."""
 _TOLD_BEATS = 6
 """Beats within which everybody has found a new hub and told it what it waits for."""
 _CHECKPOINT_SIZE = 8
@@ -72,9 +72,9 @@ class Outcome(Enum):
 
     FINISHED = "finished"
     STOPPED = "stopped"
-    """The user asked for it."""
+    """Stopped by the user."""
     INTERRUPTED = "interrupted"
-    """A signal, or the end of the allocation; the run can go on."""
+    """Interrupted by a signal, or by the end of the allocation; the run can go on."""
     RELEASED = "released"
     """All groups go on in other jobs."""
 
@@ -103,7 +103,7 @@ class Supervisor:
         self.attempt, self.terminal = attempt, terminal
         self.groups: dict[str, Incarnation] = {}
         self.elsewhere: dict[str, str] = {}
-        """Group -> Slurm job that supervises it now; empty until that is submitted."""
+        """Slurm job that supervises a group now, by group; empty until that is submitted."""
         self.unfit: dict[str, str] = {}
         """Groups whose nodes must not be used, and why."""
         self.released: set[str] = set()
@@ -121,11 +121,11 @@ class Supervisor:
         self.each_wait: Callable[[], None] = lambda: None
         """Called before whatever may take long, such as waiting, ending groups, and asking Slurm."""
         self.on_interrupt: Callable[[], None] = lambda: None
-        """Told of a signal before anything is ended; it may find that the run was asked to stop."""
+        """Called on a signal before anything is ended; it may find that the run was asked to stop."""
         self.take_along: Callable[[str], bool] = lambda _name: False
-        """Told of a group that is supervised elsewhere before this ends, not for good; whether that ends too."""
+        """Called with a group that is supervised elsewhere before this ends, not for good; whether that ends too."""
         self.on_silence: Callable[[str, int], None] = lambda _name, _incarnation: None
-        """Told of a group (and its incarnation) supervised elsewhere, when a member gives no sign for a lease."""
+        """Called with a group (and its incarnation) supervised elsewhere, when a member gives no sign for a lease."""
         self.incarnation = self._claim(name, former)
         self.client: QueueClient | None = None
         self.liveness: Liveness | None = None
@@ -135,7 +135,7 @@ class Supervisor:
         self.selector.register(self.wake_out, selectors.EVENT_READ, None)
 
     def _claim(self, name: str, former: int | None = None) -> int:
-        """NoRoom: on a disk that takes nothing."""
+        """Number of the next incarnation. NoRoom: on a disk that takes nothing."""
         try:
             return claim_incarnation(self.run, name, former)
         except OSError as error:
@@ -274,7 +274,7 @@ class Supervisor:
                 os.read(self.wake_out, 4096)
 
     def _wake(self) -> None:
-        """Have `wait` return; any thread may call it."""
+        """Let `wait` return; any thread may call it."""
         # A full pipe wakes as well, and after the end there is nobody to wake.
         with contextlib.suppress(OSError):
             os.write(self.wake_in, b"\0")
@@ -354,7 +354,7 @@ class Supervisor:
             self.failed(name, said.reason)
 
     def _unmarked(self, name: str, member: Member) -> str:
-        """The end of a member that could not say anything itself."""
+        """Cause of the end of a member that could not say anything itself."""
         code = member.process.wait(timeout=30) if member.process else 0
         if code < 0:
             return f"ended by signal {-code}"
@@ -444,7 +444,7 @@ class Supervisor:
         self.interrupted += 1
 
     def replace_elsewhere(self, name: str, reason: str) -> None:
-        """A group that ran in a job of its own has lost that too."""
+        """Replace a group that ran in a job of its own and has lost that too."""
         self.terminal.say(f"{name}: {reason}")
         self.judge(name, reason)
         if job := self.launcher(name).hand_over(name, reason):
@@ -533,7 +533,7 @@ class Supervisor:
         return gone or all_ended(self.run, self.config, name)
 
     def end_hub(self) -> None:
-        """All others are done: let the controller flush and go."""
+        """End the hub when all others are done: let the controller flush and go."""
         if "hub" in self.groups:
             self.end_in_order(["hub"])
         self.terminal.show_progress()

@@ -48,7 +48,7 @@ class Fate(Enum):
     LEAVES = "leaves"
     """Leaving with its allocation, or its job: it is brought back from outside."""
     SUSPECT = "suspect"
-    """A part of it is silent; whoever looks after it may be as dead."""
+    """Silent in a part; whoever looks after it may be as dead."""
     DEAD = "dead"
     HOPELESS = "hopeless"
     """Dead, and would be again."""
@@ -71,7 +71,7 @@ class Evidence:
     """Evidence on a role, or on a group that somebody else looks after; None: nothing is known."""
 
     mark: Mapping[str, Any] | None = None
-    """The exit mark."""
+    """Exit mark of the role."""
     exit: Callable[[], str] | None = None
     """Description of the end of a process that left no mark; None: it runs."""
     ends: Callable[[], bool] = lambda: False

@@ -45,6 +45,6 @@ def waits(
 
 
 def held_by(config: Config, name: str, unit: str) -> int:
-    """GPUs, nodes or processes of a group: see `unit_of`."""
+    """Number of GPUs, nodes or processes of a group: see `unit_of`."""
     resources = group_of(config, name).resources
     return 1 if unit == "process" else resources.nodes * (resources.gpus_per_node if unit == "GPU" else 1)

@@ -40,7 +40,7 @@ def eval_files(run: RunDir, config: Config) -> dict[str, Path]:
 
 
 def open_train(run: RunDir, config: Config, tokenizer: Tokenizer) -> PromptFile:
-    """The training prompts. ConfigError: see `open_prompts`."""
+    """Prompts to train on. ConfigError: see `open_prompts`."""
     return _opened(config, tokenizer, train_file(run, config), _train_index(run))
 
 

@@ -31,5 +31,5 @@ def _layout(rows: int, size: int) -> struct.Struct:
 
 
 def is_packed(data: object, rows: int) -> bool:
-    """Whether ``data`` are the lengths of so many rows."""
+    """Whether ``data`` are the lengths of ``rows`` rows."""
     return type(data) is bytes and len(data) in (2 * rows, 4 * rows)

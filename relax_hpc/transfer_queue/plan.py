@@ -10,7 +10,7 @@ from relax_hpc.config.schema import Config
 from relax_hpc.fields import fields_by
 
 SUPERVISOR = "supervisor"
-"""Speaks to the queue as a group of this name; one that looks after a single group as supervisor-<group>."""
+"""Name by which the supervisor speaks to the queue; one that looks after a single group is supervisor-<group>."""
 GENERATED = fields_by("rollout")
 UNSCORED = tuple(name for name in GENERATED if name != "reward")
 """Fields that segments have: rewards come when a prompt group is whole."""
@@ -25,12 +25,12 @@ class Task:
     needs: tuple[str, ...]
     gives: tuple[str, ...]
     in_order: bool
-    """Windows are cut in ticket order alone, so that they do not depend on when rows arrive."""
+    """Whether windows are cut in ticket order alone, so that they do not depend on when rows arrive."""
     whole_step: bool = False
-    """Windows are whole steps: what it gives follows from all rows of one."""
+    """Whether windows are whole steps: what the task gives follows from all rows of one."""
     in_sets: bool = False
-    """Windows are parts of a step's set, see `controller.step_sets`: of who trains at staleness above 0, unless what it
-    needs was made for all tickets of a step together."""
+    """Whether windows are parts of a step's set, see `controller.step_sets`: so for trainers at staleness above 0,
+    unless what they need was made for all tickets of a step together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Plan:
     eval_every: int
     keep_steps: int
     tasks: dict[str, Task]
-    """Tasks that no group of this run has are kept: a journal may know them from before the groups were changed."""
+    """Tasks by name, those of no group of this run too: a journal may know them from before the groups were changed."""
     max_bytes: int
     max_rows: int
     """Bounds of the rows that wait for training, beyond which tickets are given out for the next step alone."""
@@ -53,13 +53,13 @@ class Plan:
     groups: frozenset[str]
     """Groups as configured; what others hold from before the groups were changed comes back."""
     publish_lag: int = 64
-    """Versions that an engine may be behind the newest, and get tickets."""
+    """Versions that an engine may be behind the newest and still get tickets."""
     colocated: str = ""
-    """The group whose actor and engines take turns; empty: there is none."""
+    """Group whose actor and engines take turns; empty: there is none."""
     engines: int = 1
     """Engines of the rollout group, as configured."""
     refresh_every: int = 0
-    """The newest version that is a multiple of it is kept for the reference; 0: none."""
+    """Interval of versions that are kept for the reference: the newest that is a multiple of it; 0: none."""
 
     @classmethod
     def of(cls, config: Config) -> Plan:

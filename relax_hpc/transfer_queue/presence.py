@@ -16,7 +16,7 @@ LOOK_S = 1.0
 """Seconds between two looks."""
 _DAY_S = 86400.0
 _JOB_S = 365 * _DAY_S
-"""Longer than any job: its end comes first."""
+"""Seconds that no job lasts: its end comes first."""
 
 
 def longest_wait_s(config: Config) -> float:
@@ -34,7 +34,7 @@ class Presence:
         self.stands = False
         """Whether clocks stand now."""
         self.lacking: dict[str, tuple[str, float]] = {}
-        """Groups that are not there, why, and since when."""
+        """Groups that are not there, why, and since when (monotonic seconds)."""
         self._looked = now
 
     def look(
@@ -65,5 +65,5 @@ class Presence:
         return "is loading" if all(beat.get("loads") for beat in mine) else ""
 
     def report(self, now: float) -> dict[str, dict[str, Any]]:
-        """`lacking` for others: {group: {"why", "since_s"}}."""
+        """Groups of `lacking` for others: {group: {"why", "since_s"}}."""
         return {name: {"why": why, "since_s": now - since} for name, (why, since) in self.lacking.items()}

@@ -12,7 +12,7 @@ from relax_hpc.transfer_queue.samplers import Assignment
 Owner = tuple[str, int]
 """A group and its incarnation."""
 Cause = tuple[str, str]
-"""The role that somebody waits for, and why, in few words that are the same in every step."""
+"""Role that somebody waits for, and why, in few words that are the same in every step."""
 OBSERVER_INCARNATION = 0
 """Incarnation of clients that only look: they are no group and may change nothing."""
 NO_STEP = -1
@@ -20,7 +20,7 @@ NO_STEP = -1
 FILTERED = "filtered"
 """Reason why an attempt was dropped that was none of its own faults."""
 MAX_SHARD_BYTES = 1 << 42
-"""More is not believed, so that sums stay numbers that a message can carry."""
+"""Bytes of a shard that are believed at most, so that sums stay numbers that a message can carry."""
 Part = tuple[int, tuple[str, ...]]
 """A shard's number and the fields in it; one object for all prompt groups of the shard."""
 
@@ -33,7 +33,7 @@ class PromptGroup:
     """Group and incarnation that generate it; None: it is not in generation."""
     attempt: int = 0
     filtered: int = 0
-    """Attempts before that a filter dropped."""
+    """Earlier attempts that a filter dropped."""
     lengths: bytes = b""
     """Tokens of every row, see `transfer_queue.lengths`."""
     episodes: bytes = b""
@@ -46,7 +46,7 @@ class PromptGroup:
     place: int = NO_STEP
     """Place in the order of training, once a step's set has it; see `controller.step_sets`."""
     present: int = 0
-    """`FieldBits` of its fields."""
+    """Fields that it has, as `FieldBits`."""
     parts: tuple[Part, ...] = ()
     """Shards with its fields, oldest first."""
 
@@ -70,7 +70,7 @@ class PromptGroup:
 
     @property
     def failures(self) -> int:
-        """Attempts before that came to nothing."""
+        """Earlier attempts that came to nothing."""
         return self.attempt - self.filtered
 
 
@@ -96,7 +96,7 @@ class Shard:
     descriptor: dict[str, Any]
     fields: tuple[str, ...]
     owner: Owner
-    """The incarnation that put it."""
+    """Group and incarnation that put it."""
     unsaved: tuple[int, ...] = ()
     """Tickets whose rows are lost with the owner as long as the shard is not on disk; empty once it is."""
     needed: int = 0

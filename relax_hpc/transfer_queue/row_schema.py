@@ -24,7 +24,7 @@ NOBODY = 0
 those of the policy, such as a tool. Their mask and their log-probabilities are 0."""
 _NOBODY_ALONE = frozenset((NOBODY,))
 _LONG = 4096
-"""Entries of a row, from which on there are better ways to look at it."""
+"""Entries of a row above which numpy's reductions are faster than comparing bytes."""
 
 Row = dict[str, Any]
 
@@ -49,7 +49,7 @@ def by_prompt(rows: Sequence[Row]) -> list[list[list[Row]]]:
 
 
 def sampled_versions(row: Row) -> set[int]:
-    """The encoded versions that drew tokens of ``row``; see NOBODY."""
+    """Encoded versions that drew tokens of ``row``; see NOBODY."""
     codes = row["token_versions"][row["prompt_len"] :]
     # Almost always there is one. Comparing bytes is cheaper than numpy's reductions for a short row, and dearer for a
     # long one.

@@ -15,11 +15,12 @@ from typing import TypeVar
 Key = TypeVar("Key", int, str)
 """A ticket, or a `row_id`; both sort in ticket order."""
 Sampler = Callable[[Mapping[Key, int], int], list[list[Key]]]
-"""(tokens by key, parts) -> the keys of every part. Each key is in one part; keys ascend within it."""
+"""Function (tokens by key, parts) -> the keys of every part. Each key is in one part; keys ascend within it."""
 Assignment = list[list[list[int]]]
-"""[data rank][micro-batch][row of a window]; every rank has as many, of which some may have no row."""
+"""Numbers of rows as [data rank][micro-batch][row of a window]; every rank has as many micro-batches, of which some may
+have no row."""
 _Part = tuple[int, tuple[int, ...]]
-"""Minus its tokens, so that the heaviest comes first, ties by the lowest item; and its items."""
+"""Minus the tokens of a part, so that the heaviest comes first, ties by the lowest item; and its items."""
 _DIFFERENCED = 32
 """Splits that are merged in the order of their spread: enough for spreads of few tokens."""
 
@@ -61,7 +62,7 @@ def balanced(lengths: Mapping[Key, int], parts: int, equal_counts: bool = False)
 
 
 def evenly(lengths: Mapping[Key, int], parts: int) -> list[list[Key]]:
-    """`balanced` with equal counts."""
+    """Parts of equal counts, `balanced` by tokens."""
     return balanced(lengths, parts, equal_counts=True)
 
 

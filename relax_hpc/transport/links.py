@@ -33,7 +33,7 @@ class Deadline:
     __slots__ = ("_end", "seconds", "silence")
 
     def __init__(self, seconds: float, silence: float = math.inf) -> None:
-        """``silence``: seconds of a single wait for the other end."""
+        """``silence``: seconds of a single wait for the other end, at most."""
         self.seconds, self.silence, self._end = seconds, silence, time.monotonic() + seconds
 
     def wait(self) -> float:
@@ -41,18 +41,18 @@ class Deadline:
         return min(self.left(), self.silence)
 
     def left(self) -> float:
-        """Seconds until then; TimeoutError if there are none."""
+        """Seconds until the deadline; TimeoutError if there are none."""
         left = self._end - time.monotonic()
         if left <= 0:
             raise TimeoutError(f"not done in {self.seconds:g} s")
         return left
 
     def over(self, seconds: float) -> bool:
-        """Whether it will be in so many seconds."""
+        """Whether the deadline will have passed in ``seconds``."""
         return time.monotonic() + seconds >= self._end
 
     def at_most(self, seconds: float) -> Deadline:
-        """One that ends with this one, or earlier: in so many seconds."""
+        """Deadline that ends with this one, or in ``seconds`` if that is earlier."""
         return Deadline(min(seconds, self.left()), self.silence)
 
 

@@ -17,9 +17,9 @@ from relax_hpc.rendezvous.open_files import connection_limit
 from relax_hpc.transport.proof import ANSWER_BYTES, MAX_UNPROVEN, PROOF_S, Challenge
 
 WAITING = 1024
-"""Connections that have not been accepted yet."""
+"""Length of the queue of connections that have not been accepted yet."""
 ACCEPTED_A_TURN = 16
-"""Much fewer than may be unproven: who was accepted has some turns to answer, however many come."""
+"""Connections accepted in a turn, fewer than may be unproven: a peer has some turns to answer, however many come."""
 _REST_S = 1.0
 """Seconds between two tries to accept a connection when there is no room for one."""
 _LONGEST_S = 3600.0
@@ -32,7 +32,7 @@ class Guest:
     __slots__ = ("_answer", "_challenge", "socket", "until")
 
     def __init__(self, made: socket.socket, token: bytes, purpose: bytes) -> None:
-        """OSError: it has gone already."""
+        """Greet a peer. OSError: it has gone already."""
         made.setblocking(False)
         self.socket, self._challenge, self._answer = made, Challenge(token, purpose), bytearray()
         self.until = time.monotonic() + PROOF_S
@@ -112,7 +112,7 @@ class Lobby:
         return guest.socket, key
 
     def accept(self) -> None:
-        """Let some of those in who wait to be accepted."""
+        """Let some of those in that wait to be accepted."""
         began = time.thread_time()
         for _ in range(ACCEPTED_A_TURN):
             try:
@@ -152,7 +152,7 @@ class Lobby:
         self._selector.register(made, selectors.EVENT_READ, number)
 
     def end_overdue(self) -> None:
-        """Turn away who has not proven itself in time."""
+        """Turn away guests that have not proven themselves in time."""
         now = time.monotonic()
         while self.guests and (first := next(iter(self.guests.items())))[1].until <= now:
             self.refused += 1

@@ -48,7 +48,7 @@ class Link:
             self._connection = None
 
     def is_dead(self) -> bool:
-        """Whether it is given up, or idle with nobody at the other end."""
+        """Whether the link is given up, or idle with nobody at the other end."""
         if self.gone or self._connection is None or not self._lock.acquire(blocking=False):
             return self.gone
         try:
@@ -57,7 +57,7 @@ class Link:
             self._lock.release()
 
     def close(self) -> None:
-        """Give it up, whoever uses it."""
+        """Give the link up, whoever uses it."""
         self.gone = True
         if (connection := self._connection) is not None:
             with contextlib.suppress(OSError):
@@ -88,7 +88,7 @@ class Peers(Generic[_Address, _Link]):
         self._closed = False
 
     def link(self, address: _Address) -> _Link:
-        """The one to ``address``; ConnectionError once closed."""
+        """Link to ``address``; ConnectionError once closed."""
         link = self._links.get(address)
         if link is not None and not link.gone:
             return link

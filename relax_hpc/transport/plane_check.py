@@ -22,7 +22,7 @@ from typing import Any
 from relax_hpc.transport.plane import Descriptor, Plane, PlaneError
 
 PREFERENCE = ("shm", "rdma", "tcp", "file")
-"""Best first."""
+"""Planes, best first."""
 TRIAL_BYTES = 64 << 10
 _GRACE_S = 1.0
 """Seconds beyond its deadline for a plane that does not keep it."""
@@ -157,6 +157,6 @@ def _record_name(process: str) -> str:
 
 
 def _record(process: str, size: int) -> bytes:
-    """Bytes that no other process offers."""
+    """Record of bytes that no other process offers."""
     seed = blake2b(process.encode()).digest()
     return (seed * (size // len(seed) + 1))[:size]

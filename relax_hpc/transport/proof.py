@@ -17,8 +17,8 @@ import secrets
 PROOF_S = 5.0
 """Seconds in which both ends must have proven themselves."""
 MAX_UNPROVEN = 256
-"""Connections of one listener that have not proven themselves. Whoever comes then takes the place of the one that has
-been there for longest: of those who hold the token each needs but a moment."""
+"""Connections of one listener that have not proven themselves, at most. A further one takes the place of the oldest: of
+those who hold the token each needs but a moment."""
 _HELLO = b"RLXLINK1"
 _CHALLENGE_BYTES = 32
 PROOF_BYTES = 32
@@ -56,7 +56,7 @@ class Challenge:
 
 
 class Response:
-    """The connecting end's part."""
+    """Part of the connecting end."""
 
     __slots__ = ("_challenges", "_purpose", "_token")
 

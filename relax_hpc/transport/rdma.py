@@ -38,11 +38,11 @@ class _Sink:
         self.agent = Agent(owner)
         self.readers = 0
         self.quarantined = 0
-        """Bytes."""
+        """Bytes of destinations that were given up on."""
         self._pool = SlabPool()
         self._given_up: list[tuple[Slab, Transfer]] = []
         self._returned: deque[Slab] = deque()
-        """Nobody has a view of them any more. They come from finalizers, which must not take a lock."""
+        """Slabs that nobody has a view of any more. They come from finalizers, which must not take a lock."""
 
     def fetch(self, place: Place, deadline: Deadline) -> memoryview:
         """A copy of the record; what was taken for it comes back with the last view of it."""

@@ -51,7 +51,7 @@ def knows_all_cards() -> bool:
 
 
 def _load() -> Any:
-    """The module with NIXL's classes; ImportError if there is none."""
+    """Module with NIXL's classes; ImportError if there is none."""
     package = _package()
     if package is None:
         raise ImportError(why_not_installed())

@@ -137,7 +137,7 @@ class Source:
             return slot, self._serial
 
     def retire(self, name: str) -> None:
-        """Offer it no more; an unknown one is fine."""
+        """Stop offering a record; an unknown one is fine."""
         with self._lock:
             slot, copy = self._records.pop(name, (None, None))
             if slot is not None:

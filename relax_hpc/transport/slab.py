@@ -18,11 +18,11 @@ import numpy as np
 
 PAGE_BYTES = 4096
 MEMFD_BYTES = 8 << 20
-"""Many slabs below this share memfds of up to this size: file descriptors are few."""
+"""Bytes of a memfd that many smaller slabs share: file descriptors are few."""
 _ZEROS = bytes(1 << 20)
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _F_SEAL_FUTURE_WRITE = 0x10
-"""No writable mapping from now on, those that exist stay so; Linux 5.1, unknown to Python 3.11."""
+"""Seal that forbids writable mappings from now on, those that exist stay so; Linux 5.1, unknown to Python 3.11."""
 
 
 def slab_size(wanted: int) -> int:
@@ -114,9 +114,9 @@ class SlabPool:
         self._numbers = itertools.count(1)
         self._memfds: dict[int, Memfd] = {}
         self._addresses: list[tuple[int, int]] = []
-        """(where it is mapped, number) of every memfd, ascending."""
+        """Address at which it is mapped, and number, of every memfd, ascending."""
         self._made: dict[int, int] = {}
-        """Size -> slabs of it so far."""
+        """Number of slabs made so far, by their size."""
         self._free: dict[int, list[Slab]] = {}
         self._taken: set[Slab] = set()
 

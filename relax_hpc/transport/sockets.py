@@ -25,7 +25,7 @@ _SILENT_S = 60
 
 
 def framed(content: Bytes) -> bytes:
-    """``content`` as it is sent."""
+    """Bytes of ``content`` as a frame on its way."""
     return _SIZE.pack(len(content)) + content
 
 
@@ -83,7 +83,7 @@ class Connection:
         self._seals, self._opens = Seal(key, to_listener=not listens), Seal(key, to_listener=listens)
 
     def send(self, payload: Bytes) -> None:
-        """OSError: it is broken, or its other end does not read."""
+        """Send ``payload``. OSError: it is broken, or its other end does not read."""
         data = framed(self._seals.frame(payload))
         if self._backlog:
             self._backlog += data
@@ -176,7 +176,7 @@ class Knock:
         return None
 
     def _hear(self) -> bytes | None:
-        """The key, if the next bytes bring the proof."""
+        """Key of the connection, if the next bytes bring the proof."""
         wanted = PROOF_BYTES if self._greeted else GREETING_BYTES
         data = self._socket.recv(wanted - len(self._heard))
         if not data:
@@ -213,7 +213,7 @@ def endpoint_of(host: str, port: int) -> str:
 
 
 def wake(endpoint: str, seconds: float) -> None:
-    """Have who listens there look up from waiting, if anybody does."""
+    """Wake whoever listens there, if anybody does."""
     with contextlib.suppress(OSError):
         _dial(endpoint, seconds).close()
 
@@ -227,7 +227,7 @@ def _dial(endpoint: str, seconds: float) -> socket.socket:
 
 
 class Bell:
-    """Wakes a thread that waits for a connection."""
+    """Bell that wakes a thread that waits for a connection."""
 
     def __init__(self) -> None:
         self._hammer, self._ear = socket.socketpair()

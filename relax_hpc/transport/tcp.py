@@ -30,12 +30,12 @@ MAX_NAME_BYTES = 1024
 MAX_TIMEOUT_S = 3600.0
 _REQUEST_S = 5.0
 _REQUEST = struct.Struct("<dH")
-"""Seconds that the reader waits, bytes of the name that follows."""
+"""Request: seconds that the reader waits, bytes of the name that follows."""
 _ANSWER = struct.Struct("<BQQ")
-"""Whether the record is offered, its bytes, their XXH3 (64 bits); the bytes follow, if it is."""
+"""Answer: whether the record is offered, its bytes, their XXH3 (64 bits); the bytes follow, if it is."""
 _ABSENT, _OFFERED, _COMING = range(3)
 _OPTIONS = {socket.TCP_NODELAY: 1, socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
-"""An idle connection to a node that has lost its power ends after 30 s and three times 10 s."""
+"""Options of sockets: an idle connection to a node that has lost its power ends after 30 s and three times 10 s."""
 _ANYWHERE = ("", "0.0.0.0", "::")
 _FOLDER = "/"
 """Separator between the name of a folder and that of a record in it."""
@@ -46,8 +46,8 @@ class Coming(Exception):
 
 
 Give = Callable[[str], memoryview | None]
-"""Makes a record of a folder by name, in any thread: None, if it is not offered. `Coming`, after a moment, if it will
-be."""
+"""Function that makes a record of a folder by name, in any thread; None: it is not offered. `Coming`, after a moment:
+it will be."""
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class _Place:
 class _Record:
     memory: memoryview
     checksum: int | None = None
-    """Made when it is first asked for: most records are read by a better plane."""
+    """Checksum, made when it is first asked for: most records are read by a better plane."""
 
 
 def _checked_name(name: str) -> bytes:
@@ -186,7 +186,7 @@ class TcpPlane(Plane):
         return self._here() | {"folder": name}
 
     def close_folder(self, name: str) -> None:
-        """Offer nothing of it any more; an unknown one is fine."""
+        """Stop offering a folder; an unknown one is fine."""
         with self._lock:
             self._folders.pop(name, None)
 

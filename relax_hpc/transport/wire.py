@@ -13,7 +13,7 @@ from typing import Any
 import msgpack
 
 MAX_MESSAGE_BYTES = 8 << 20
-"""Larger than any request or answer; a hostile one of this size takes a few hundred MB once it is unpacked."""
+"""Bytes of a message at most, more than any request or answer has; a hostile one takes a few hundred MB unpacked."""
 MAC_BYTES = 16
 _PLACE = struct.Struct("<8sQ")
 Bytes = bytes | bytearray | memoryview
@@ -37,11 +37,11 @@ class Seal:
     __slots__ = ("_count", "_direction", "_key")
 
     def __init__(self, key: bytes, to_listener: bool) -> None:
-        """``key``: of the connection, see `proof`."""
+        """``key``: key of the connection, see `proof`."""
         self._key, self._direction, self._count = key, b"request" if to_listener else b"answer", 0
 
     def frame(self, payload: Bytes) -> bytes:
-        """``payload`` as it is sent."""
+        """Frame of ``payload``."""
         return self._mac(payload) + payload
 
     def payload(self, frame: bytearray) -> memoryview:
@@ -59,7 +59,7 @@ class Seal:
 
 
 def pack(message: dict[str, Any]) -> bytes:
-    """The payload of a frame."""
+    """Payload of a frame."""
     return msgpack.packb(message, use_bin_type=True)
 
 

@@ -37,7 +37,7 @@ class Deltas:
         self._items = [min(ITEM_BYTES[tensors[part.name].dtype] for part in parts) for _, _, parts in ring.chunks]
 
     def add(self, version: Version, slab: int, chunks: Sequence[Chunk]) -> tuple[list[Chunk], str]:
-        """The chunks with their deltas, and the anchor; "" without."""
+        """Chunks with their deltas, and the anchor; "" without."""
         if not self.every:
             return list(chunks), ""
         if version.incarnation != self.anchor.incarnation or version.number - self.anchor.number >= self.every:

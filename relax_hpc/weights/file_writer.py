@@ -30,14 +30,14 @@ _PARTIAL = ".model.partial"
 class _Job:
     version: Version
     manifest: Manifest | None
-    """The leader's."""
+    """Manifest, in the leader."""
     wanted: bool
-    """However many versions there are since."""
+    """Whether files are written however many versions there are since."""
     sync: bool
 
 
 class FileWriter:
-    """One rank's. Every rank offers it the same versions in the same order, from one thread."""
+    """Writer of files of one rank. Every rank offers it the same versions in the same order, from one thread."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class FileWriter:
         settings: WeightsConfig,
         device: int | None,
     ) -> None:
-        """``channel``: for this alone."""
+        """``channel``: used by nothing else."""
         self.run, self.client, self.channel, self.settings = run, client, channel, settings
         self._puller = Puller(planes, settings.read_timeout_s)
         self.work = Background("weights, files", self._write, device)
@@ -84,7 +84,7 @@ class FileWriter:
         return self.channel.lead(lambda: self._finish(job, manifest, partial, gathered or []))
 
     def _finish(self, job: _Job, manifest: Manifest, partial: Path, gathered: list[dict[str, Any]]) -> int:
-        """The leader's part, when all have written theirs, or failed."""
+        """Finish the files, in the leader, when all ranks have written theirs, or failed."""
         assert self.client is not None
         failures = [(found["failure"], found["errno"]) for found in gathered if "failure" in found]
         if not failures:

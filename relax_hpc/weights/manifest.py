@@ -22,7 +22,7 @@ _ALIGNED = 64
 
 
 FileSums = dict[str, dict[str, Any]]
-"""Name -> {bytes, xxh3_128}."""
+"""Checksums by file name: {bytes, xxh3_128}."""
 
 
 class WeightsError(RelaxError):
@@ -64,13 +64,13 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A whole version."""
+    """Manifest of a whole version."""
 
     version: str
     tensors: dict[str, Tensor]
     chunks: tuple[Chunk, ...]
     anchor: str = ""
-    """The version that deltas are made against: this one itself, for those to come, or an older one."""
+    """Version that deltas are made against: this one itself, for those to come, or an older one."""
     small: FileSums = field(default_factory=dict)
     """Checksums of the files that say what the tensors mean: config.json, the tokenizer. Empty: none were told."""
 
@@ -110,7 +110,7 @@ def _restored(value: dict[str, Any]) -> Any:
 
 
 def digest(data: bytes | memoryview) -> str:
-    """sha256 in hex, of what the controller journals."""
+    """Digest that the controller journals: sha256 of ``data`` in hex."""
     return hashlib.sha256(data).hexdigest()
 
 

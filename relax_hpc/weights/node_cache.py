@@ -34,7 +34,7 @@ def staging_root(run: RunDir) -> Path:
 
 
 def clear_staging(run: RunDir) -> None:
-    """Remove what no living process of this node uses."""
+    """Remove folders that no living process of this node uses."""
     root = staging_root(run)
     with contextlib.suppress(OSError):
         if root.is_dir():
@@ -45,13 +45,13 @@ def clear_staging(run: RunDir) -> None:
 
 @dataclass(slots=True)
 class Staged:
-    """A folder that stays as it is until `release`."""
+    """Folder that stays as it is until `release`."""
 
     path: Path
     _fd: int
 
     def again(self) -> Staged:
-        """The same, which stays until both are released."""
+        """Folder as another holder's, which stays until both have released it."""
         return Staged(self.path, os.dup(self._fd))
 
     def release(self) -> None:
@@ -71,7 +71,7 @@ def _share(fd: int) -> bool:
 
 
 class Staging:
-    """The folders below ``root``, which is this user's alone."""
+    """Staging folders below ``root``, which is this user's alone."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

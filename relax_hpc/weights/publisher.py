@@ -143,7 +143,7 @@ class Publisher:
                 shutil.rmtree(self.run.weights / name, ignore_errors=True)
 
     def _is_kept(self, name: str) -> bool:
-        """Whether the files of version ``name`` are for good."""
+        """Whether the files of version ``name`` are kept for good."""
         every = self.settings.keep_every
         with contextlib.suppress(ValueError):
             due = bool(every) and not Version.parse(name).number % every

@@ -19,12 +19,12 @@ from relax_hpc.weights.tensors import SafetensorsFile
 _AT_ONCE = 2
 """Chunks in flight: while one is verified and copied, the next one is on its way."""
 Way = tuple[str, int, Callable[[], None]]
-"""A name, bytes, and what to do to get a record by it."""
+"""Way to get a record: a name, bytes, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """A whole version that this node has already."""
+    """Anchor that this node has already, a whole version."""
 
     version: str
     file: SafetensorsFile
@@ -34,7 +34,7 @@ class Puller:
     """Reads chunks; `bytes` counts by way what came by it: a plane, or the differences that came by one."""
 
     def __init__(self, planes: Sequence[Plane], timeout_s: float) -> None:
-        """``timeout_s``: for one record."""
+        """``timeout_s``: seconds for one record."""
         self.planes, self.timeout_s = planes, timeout_s
         self.bytes: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -83,7 +83,7 @@ class Puller:
     def _ways(
         self, chunk: Chunk, into: SafetensorsFile, anchor: Anchor | None, sources: Sources | None
     ) -> Iterator[Way]:
-        """The best first. Within a node the whole is there at no cost."""
+        """Ways to get a chunk, the best first. Within a node the whole is there at no cost."""
         for plane in self.planes:
             if anchor and chunk.delta and plane.name != "shm" and plane.name in chunk.delta.planes:
                 yield f"{plane.name}_delta", chunk.delta.bytes, partial(self._renew, plane, chunk, into, anchor)
@@ -106,7 +106,7 @@ class Puller:
             raise PlaneError(f"{plane.name}: {chunk.name} was overwritten while it was read")
 
     def _renew(self, plane: Plane, chunk: Chunk, into: SafetensorsFile, anchor: Anchor) -> None:
-        """Put the chunk together from the anchor's and what differs."""
+        """Make the chunk of the anchor's and what differs."""
         difference = self._read(plane, chunk.delta)
         record = bytearray(chunk.bytes)
         for part in chunk.parts:

@@ -38,7 +38,7 @@ class Share:
     """The records of one version that this node has. Any thread."""
 
     def __init__(self, manifest: Manifest, path: Path) -> None:
-        """``path``: the file that they are put into."""
+        """``path``: file that the records are put into."""
         self._chunks = {chunk.name: chunk for chunk in manifest.chunks}
         self._file: SafetensorsFile | None = SafetensorsFile.reading(path, manifest.tensors)
         self._has: set[str] = set()
@@ -47,13 +47,13 @@ class Share:
         self._held: Staged | None = None
 
     def add(self, chunk: Chunk) -> None:
-        """``chunk`` is verified, and in the file."""
+        """Note that ``chunk`` is verified, and in the file."""
         with self._changed:
             self._has.add(chunk.name)
             self._changed.notify_all()
 
     def give(self, name: str) -> memoryview | None:
-        """See `tcp.Give`."""
+        """Record of a chunk, see `tcp.Give`."""
         chunk = self._chunks.get(name)
         if chunk is None:
             return None
@@ -156,7 +156,7 @@ class Relay:
         return [self._plane.folder(f"{NAME}-{version}")] if version in self._shares else []
 
     def close(self, but: str = "") -> None:
-        """Pass on nothing any more, but that version."""
+        """Stop passing on all versions."""
         for version in list(self._shares):
             if version != but:
                 self._end(version)
@@ -168,7 +168,7 @@ class Relay:
 
 
 def pays(config: Config) -> bool:
-    """Whether more nodes read than read from the actor anyway."""
+    """Whether a relay pays: more nodes read than would read from the actor anyway."""
     nodes = sum(group.resources.nodes for group in config.groups.values() if _READERS.intersection(group.roles))
     return config.layout != "local" and nodes > FAN_OUT
 

@@ -89,7 +89,7 @@ class SlabRing:
             self._copies.wait()
 
     def record(self, number: int, index: int) -> memoryview:
-        """The bytes of chunk ``index`` in slab ``number``."""
+        """Bytes of chunk ``index`` in slab ``number``."""
         begin, end, _ = self.chunks[index]
         return self._slabs[number].memory[begin:end]
 
@@ -126,7 +126,7 @@ class SlabRing:
 
 
 def offers_of(planes: Sequence[Plane], name: str, record: memoryview) -> dict[str, dict]:
-    """``record`` published on each plane that can; its descriptors."""
+    """Publish ``record`` on each plane that can; its descriptors."""
     offers = {}
     for plane in planes:
         with contextlib.suppress(PlaneError):

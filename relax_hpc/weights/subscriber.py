@@ -44,7 +44,7 @@ class Fetcher:
         self.staging = Staging(staging_root(run))
         self.relay = relay_on(planes, ask)
         self._anchor: Staged | None = None
-        """The folder of a version that later ones come as differences to; held as long as it may be needed."""
+        """Folder of the anchor that later versions come as differences to; held as long as it may be needed."""
 
     def fetch(self, news: News) -> Staged:
         """A model directory of ``news``, verified, in memory. WeightsError: it is not to be had, in one line."""
@@ -59,7 +59,7 @@ class Fetcher:
             raise WeightsError(f"version {news.version}: {error}") from error
 
     def fetch_in_time(self, news: News) -> Staged:
-        """The same, tried again for a while."""
+        """Fetch as of `fetch`, tried again for a while."""
         deadline = time.monotonic() + self.settings.read_timeout_s
         for pause in _pauses():
             try:
@@ -83,7 +83,7 @@ class Fetcher:
         return self.relay.where(news.version) if self.relay else []
 
     def _is_anchor(self, news: News) -> bool:
-        """False as well where nobody can tell any more."""
+        """Whether a version is an anchor; False as well where nobody can tell any more."""
         with contextlib.suppress(WeightsError):
             return read_manifest(self.run.weights / news.version, news.digest).anchor == news.version
         return False

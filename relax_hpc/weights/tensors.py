@@ -167,7 +167,7 @@ class SafetensorsFile:
             yield whole[start : start + size]
 
     def close(self) -> None:
-        """The file stays."""
+        """Close the mapping; the file stays."""
         del self._data
         # After an error somebody may still look at a piece of it; then it goes with that.
         with contextlib.suppress(BufferError):

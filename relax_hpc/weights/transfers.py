@@ -16,11 +16,11 @@ from relax_hpc.copies import Copier
 from relax_hpc.host_memory import host_room
 
 Pair = tuple[Tensor, Tensor]
-"""(source, target), of one shape, in any strides; the source in host memory."""
+"""Source and target of one shape, in any strides; the source in host memory."""
 _ROOM_BYTES, _PIECE_BYTES = 64 << 20, 8 << 20
 _ALIGNED = 64
 _HANDS = 6
-"""One thread copies about 10 GB/s, a link takes 50."""
+"""Threads that copy: one copies about 10 GB/s, a link takes 50."""
 
 
 class Transfers:

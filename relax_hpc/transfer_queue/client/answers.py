@@ -27,7 +27,7 @@ class LogPlace:
     """Ticket whose `attempt` wrote the log: another one than `holder` if the log was a spare."""
     attempt: int
     shards: Sequence[Message]
-    """Descriptors, in the order of the segments in them."""
+    """Descriptors of the shards, in the order of the segments in them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class Admission:
 
     @classmethod
     def of(cls, answer: Message) -> Admission | None:
-        """None: the run is finished."""
+        """Admission in an answer; None: the run is finished."""
         if answer.get("finished"):
             return None
         attempts, failures = answer["attempts"], answer["failures"]
@@ -92,7 +92,7 @@ class Claim:
     episodes: tuple[bytes, ...] = ()
     """Rows of each episode, a byte an episode, one entry for each ticket."""
     assignment: Sequence[Sequence[Sequence[int]]] = ()
-    """[data rank][micro-batch][row], numbers of the rows in the order of their ids, if it was claimed for ranks."""
+    """Numbers of the rows as [data rank][micro-batch][row], in the order of their ids, if it was claimed for ranks."""
     waited: Sequence[Waited] = ()
     """Causes and seconds for which the claim had to wait."""
     given: tuple[int, ...] = ()
@@ -110,7 +110,7 @@ class Claim:
 
     @classmethod
     def of_answer(cls, answer: Message) -> Claim | None:
-        """None: the run is finished."""
+        """Claim in an answer; None: the run is finished."""
         return None if answer.get("finished") else cls.of(answer)
 
     def lacking(self, rows: Sequence[Row]) -> Sequence[Row]:
@@ -137,7 +137,7 @@ class News:
 
     @classmethod
     def of(cls, answer: Message) -> News | None:
-        """None: no such version comes any more, or there is none."""
+        """News in an answer; None: no such version comes any more, or there is none."""
         if answer.get("evaluate"):
             return OWED
         if "version" not in answer:
@@ -146,7 +146,7 @@ class News:
 
 
 OWED = News(version="", digest="")
-"""No version: the reader that asked owes an evaluation of the one that it serves."""
+"""News of no version: the reader that asked owes an evaluation of the one that it serves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,6 +223,6 @@ class QueueStatus:
         return cls(**known, later={name: value for name, value in answer.items() if name not in known})
 
     def message(self) -> dict[str, Any]:
-        """JSON values, also of what is not known here."""
+        """Status as JSON values, also of fields that are not known here."""
         about = asdict(self)
         return about | dict(about.pop("later"))

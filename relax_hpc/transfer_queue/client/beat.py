@@ -19,7 +19,7 @@ class Beat:
         self.busy: Callable[[], float] = lambda: 0.0
         """Seconds that this process has been at one piece of work."""
         self.loads: Callable[[], bool] = lambda: False
-        """Whether it has yet to begin."""
+        """Whether this process is loading, and has yet to begin its work."""
         self.unsaved: dict[str, Any] = {}
         """Checkpoints that an actor could not write: the step of its last written one, since when (wall clock) writes
         fail, how many failed, and why."""

@@ -35,17 +35,17 @@ _ERRORS: dict[str, type[RelaxError]] = {"fenced": FencedError, "deadline": Deadl
 
 
 class Submit(Protocol):
-    """`Connection.submit`: what the methods of a client are made of."""
+    """Type of `Connection.submit`, which the methods of a client are made of."""
 
     def __call__(self, op: str, timeout: float | None = None, **args: Any) -> Future[dict[str, Any]]:
-        """The answer to come."""
+        """Future of the answer."""
 
 
 class Holder(Protocol):
     """Keeper of shards in this process's memory, which the queue tells when to free them."""
 
     def holds(self) -> list[str]:
-        """Names of those that are on disk."""
+        """Names of the shards that are on disk."""
 
     def free(self, names: list[str]) -> None:
         """Free these shards: nobody needs them any more."""
@@ -114,7 +114,7 @@ class Connection:
         return call.future
 
     def call(self, op: str, timeout: float | None = None, **args: Any) -> dict[str, Any]:
-        """``submit`` and wait."""
+        """Submit a request and wait for the answer."""
         return self.submit(op, timeout, **args).result()
 
     def _message(self, number: int, op: str, args: dict[str, Any]) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class Connection:
         return {"id": number, **about, "op": op, "args": args}
 
     def close(self) -> None:
-        """Stop talking; what was not answered fails."""
+        """Stop talking; calls that were not answered fail."""
         self._closing.set()
         self._line.bell.ring()
         self._thread.join(timeout=5.0)
@@ -153,7 +153,7 @@ class Connection:
             return [self._calls.pop(number) for number in taken]
 
     def _fail(self, calls: list[_Call], error: RelaxError) -> None:
-        """Nobody waits for an answer that cannot come."""
+        """Let ``calls`` fail, whose answers cannot come."""
         for call in calls:
             call.future.set_exception(error)
 

@@ -19,13 +19,13 @@ class Sendable(Protocol):
 
 
 class Line:
-    """The connection to the controller of the highest incarnation."""
+    """Line to the controller of the highest incarnation."""
 
     def __init__(self, run: RunDir, token: bytes) -> None:
         self.run, self.token, self.bell = run, token, Bell()
         self._card: Card | None = None
         self._knock: tuple[int, Knock] | None = None
-        """A connection in the making, to the controller of this incarnation."""
+        """Incarnation of a controller, and a connection in the making to it."""
         self._connection: Connection | None = None
         self._heard = 0.0
         self._broken = False

@@ -56,7 +56,7 @@ class QueueClient:
         self._store_lock = threading.Lock()
         self._shard_ids = itertools.count(1)
         self._told: Future = Future()
-        """The answer to what was last said to be saved."""
+        """Future of the answer to the last report of saved shards."""
         self._told.set_result(None)
 
     # -- claims ------------------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ class QueueClient:
         return then(self.connection.submit("claim", timeout, **about), Claim.of_answer)
 
     def claim(self, task: str, budget: int, boundary: int = 0, **dealt: int) -> Claim | None:
-        """Wait for ``claim_later``."""
+        """Claim by `claim_later`, and wait for it."""
         return self.claim_later(task, budget, boundary, **dealt).result()
 
     def release(self, claim: Claim) -> Future[None]:
@@ -80,7 +80,7 @@ class QueueClient:
         return then(self.connection.submit("release", lease=claim.lease), nothing)
 
     def give_back(self, claim: Claim) -> None:
-        """Wait for ``release``."""
+        """Give a claim back by `release`, and wait for it."""
         self.release(claim).result()
 
     def quarantine(self, claim: Claim, tickets: Sequence[int], reason: str) -> None:
@@ -88,7 +88,7 @@ class QueueClient:
         self.connection.call("quarantine", lease=claim.lease, tickets=list(tickets), reason=reason)
 
     def rows(self, claim: Claim) -> list[Row]:
-        """``read_rows`` through this client's store."""
+        """Rows of a claim, by `read_rows` through this client's store."""
         return read_rows(self.store, claim)
 
     def columns(self, claim: Claim, fields: Sequence[str], room: memoryview | None = None) -> dict[str, Column]:
@@ -131,7 +131,7 @@ class QueueClient:
         return refused
 
     def next_shard(self) -> str:
-        """A name that no other shard has."""
+        """Name that no other shard has."""
         return f"{self.name.replace('/', '-')}-{next(self._shard_ids):06d}{SUFFIX}"
 
     @property

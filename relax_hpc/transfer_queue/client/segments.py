@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from relax_hpc.transfer_queue.client.answers import LogPlace
 
 UNFINISHED = "partial"
-"""`finish_reason` of a segment that its episode goes on after."""
+"""Value of `finish_reason` in a segment that its episode goes on after."""
 START = "start"
 """Field of a segment: tokens behind the prompt that its row had before."""
 

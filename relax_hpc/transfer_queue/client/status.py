@@ -34,5 +34,5 @@ class Status:
         return then(self._submit("show", step=step, texts=list(texts)), nothing)
 
     def down(self, group: str, incarnation: int) -> Future[None]:
-        """A supervisor saw this incarnation of ``group`` end."""
+        """Report that a supervisor saw this incarnation of ``group`` end."""
         return then(self._submit("down", group=group, incarnation=incarnation), nothing)

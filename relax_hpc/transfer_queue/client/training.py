@@ -29,7 +29,7 @@ class Training:
         return then(self._submit("settled", leases=list(leases)), lambda answer: answer["tickets"])
 
     def trained(self, step: int, leases: Sequence[int], task: str = POLICY) -> Future[StepTrained]:
-        """``step`` was trained on all that these leases hold."""
+        """Report that ``step`` was trained on all that these leases hold."""
         return then(self._submit("trained", step=step, leases=list(leases), task=task), StepTrained.of)
 
     def checkpoints(self, task: str = POLICY) -> Future[list[Checkpoint]]:
@@ -51,7 +51,7 @@ class Training:
         return then(self._submit("take_turn", side=side, step=step), nothing)
 
     def end_turn(self) -> Future[None]:
-        """The actor has made room."""
+        """Report that the actor has made room."""
         return then(self._submit("end_turn"), nothing)
 
     def step_generated(self, step: int) -> Future[None]:

@@ -40,7 +40,7 @@ class Ways:
             print(f"queue: shards of {pair[0]} come by {way}{reason}", file=sys.stderr, flush=True)
 
     def since_last(self) -> dict[str, float]:
-        """Metrics: what was counted since this was last asked."""
+        """Counts since this was last asked, as metrics."""
         # Another thread may count meanwhile.
         now = {f"queue/by_{way}_shards": float(count) for way, count in list(self.shards.items())}
         now |= {f"queue/by_{way}_bytes": float(count) for way, count in list(self.bytes.items())}

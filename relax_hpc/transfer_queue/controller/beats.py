@@ -21,7 +21,7 @@ class Beats:
         self._disk_waits: dict[str, tuple[float, DiskWait]] = {}
 
     def take(self, owner: Owner, member: str, about: dict[str, Any], disk: DiskWait) -> None:
-        """``disk``: a write that does not succeed; empty: there is none."""
+        """Take a beat; ``disk``: a write that does not succeed; empty: there is none."""
         (group, incarnation), now = owner, time.monotonic()
         name = f"{group}/{member}"
         self.latest[name] = {**about, "group": group, "incarnation": incarnation, "at": now}
@@ -30,7 +30,7 @@ class Beats:
             self._disk_waits[name] = now, dict(disk)
 
     def forget(self, owner: Owner) -> None:
-        """Members of ``owner``, which has ended, say nothing any more."""
+        """Forget the members of ``owner``, which has ended."""
         for name in [name for name, beat in self.latest.items() if (beat["group"], beat["incarnation"]) == owner]:
             del self.latest[name]
             self._disk_waits.pop(name, None)
@@ -44,6 +44,6 @@ class Beats:
         return next((wait for wait in found if wait and not wait["loose"]), {})
 
     def disk_waits(self) -> list[dict[str, Any]]:
-        """Every member's write that does not succeed, its own first."""
+        """Writes of all members that do not succeed, the hub's own first."""
         own = [{"who": "hub/controller", **wait}] if (wait := WAITS.longest()) else []
         return own + [{"who": name, **wait} for name, (_, wait) in sorted(self._disk_waits.items())]

@@ -24,7 +24,7 @@ from relax_hpc.errors import RelaxError
 from relax_hpc.parts import number_of, parts_of, read_part
 
 PART_BYTES = 16 << 20
-"""A part is the first lines that make as many bytes."""
+"""Bytes of a part, which is the first lines that make as many."""
 _CHUNK_BYTES = 4 << 20
 _LEVEL = 3
 _AGAIN_S = 60.0
@@ -41,7 +41,7 @@ class Extent:
     crc: int
     parts: int = 0
     chain: int = 0
-    """A checksum of the checksums of the whole parts."""
+    """Checksum of the checksums of the whole parts."""
 
 
 class EventLog:
@@ -61,7 +61,7 @@ class EventLog:
         self._forget(0, 0)
 
     def _forget(self, gone: int, chain: int) -> None:
-        """The file is empty, and ``gone`` parts lie beside it."""
+        """Begin with an empty file, beside which ``gone`` parts lie."""
         self._gone, self._chain = gone, chain
         self._ends: list[tuple[int, int]] = []
         """Offsets of the ends of the whole parts in the file, and their checksums."""
@@ -98,7 +98,7 @@ class EventLog:
         return kept
 
     def _shorten(self, extent: Extent) -> None:
-        """Leave what is beyond ``extent``: it is told again."""
+        """Leave out what is beyond ``extent``: it is told again."""
         self._lines.settle()
         self._ends = self._ends[: max(0, extent.parts - self._gone)]
         start = self._start()
@@ -111,7 +111,7 @@ class EventLog:
     # -- the end -----------------------------------------------------------------------------------------------
 
     def write(self, text: bytes) -> None:
-        """Whole lines."""
+        """Write whole lines."""
         self._lines.write(text)
         while (end := text.find(b"\n", max(0, PART_BYTES - 1 - self._size))) >= 0:
             end += 1
@@ -130,7 +130,7 @@ class EventLog:
         return self._ends[-1][0] if self._ends else 0
 
     def publish(self) -> None:
-        """Put it in place of the former file."""
+        """Put the file in place of the former one."""
         self._lines.settle()
         patiently(self.path, lambda: self._temporary.replace(self.path))
         self._published = True
@@ -153,11 +153,11 @@ class EventLog:
 
     @property
     def _part(self) -> Path:
-        """The first one in the file, compressed."""
+        """Path of the first part in the file, compressed."""
         return self.path.with_name(f"{self.path.name}.{self._gone + 1:06d}.gz")
 
     def _there(self) -> bool:
-        """Whether it lies beside the file."""
+        """Whether the first part lies beside the file."""
         end, crc = self._ends[0]
         with contextlib.suppress(OSError, struct.error):
             return _content(self._part) == (crc, end % (1 << 32))
@@ -176,7 +176,7 @@ class EventLog:
                 raise
 
     def _remove_later_parts(self) -> None:
-        """Parts of an older controller: what they hold is written anew."""
+        """Remove parts of an older controller: what they hold is written anew."""
         for part in parts_of(self.path):
             if number_of(part) > self._gone:
                 part.unlink(missing_ok=True)
@@ -225,7 +225,7 @@ class EventLog:
 
     @property
     def extent(self) -> Extent:
-        """All that was written."""
+        """Extent of all that was written."""
         chain = self._chain
         for _, crc in self._ends:
             chain = _chained(chain, crc)
@@ -284,7 +284,7 @@ def _bytes_after(path: Path, gone: int) -> Iterator[bytes]:
 
 
 def _pieces(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Short enough for no two parts to end in one."""
+    """Pieces of ``chunks`` that are short enough for no two parts to end in one."""
     size = PART_BYTES // 2 + 1
     for chunk in chunks:
         yield from (chunk[start : start + size] for start in range(0, len(chunk), size))

@@ -64,7 +64,7 @@ class Forked:
 
 
 def _work_and_exit(work: Callable[[], int | None]) -> None:
-    """The child's life; does not return."""
+    """Run the child's work and exit; does not return."""
     code: int | None = EXIT_RETRY
     try:
         die_with_parent()

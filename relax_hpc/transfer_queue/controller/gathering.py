@@ -31,7 +31,7 @@ GATHERED_NAME = re.compile(r"\.?step-\d{6,}-i\d{6,}-\d{6,}\.h5")
 _MOST_BYTES = 512 << 20
 """Bytes of one file, about, at most: the child holds all of its rows in memory."""
 _LONGEST_S = 3600.0
-"""A child that takes longer hangs on its filesystem."""
+"""Seconds after which a child counts as hanging on its filesystem."""
 _AGAIN_S = 30.0
 """Seconds between tries after the disk was full."""
 _CLOSE_S = 20.0
@@ -47,7 +47,7 @@ class Gathering:
     parts: dict[int, tuple[Part, ...]]
     """Places of the fields of each prompt group, by ticket. All have the same fields."""
     shards: dict[int, str]
-    """Names by number."""
+    """Names of the shards by number."""
 
 
 Ended = tuple[int, list[tuple[Gathering, int]]]

@@ -100,7 +100,7 @@ class Journal:
         self.cut: dict[str, int] = {}
         """Files whose tails `replay` cut off, as a crash may leave them: bytes that are no whole record."""
         self.records = 0
-        """Appended so far."""
+        """Records appended so far."""
         self._pending: list[bytes] = []
         self._file = self.path.open("xb", buffering=0)
         self._written = 0
@@ -191,7 +191,7 @@ class Journal:
         return newest if newest > self.incarnation else 0
 
     def check_newest(self) -> None:
-        """FencedError once there is a successor."""
+        """Raise FencedError once there is a successor."""
         if successor := self.superseded():
             text = f"hub incarnation {self.incarnation} is over: incarnation {successor} has taken its place"
             raise FencedError(text)
@@ -220,7 +220,7 @@ class Journal:
         return True
 
     def close(self) -> None:
-        """Raises as `commit`; the file is closed in any case."""
+        """Close the file in any case; raises as `commit`."""
         try:
             self.commit()
         finally:

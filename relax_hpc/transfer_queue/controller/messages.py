@@ -19,7 +19,7 @@ from relax_hpc.transport.wire import BadMessage
 
 Args = dict[str, Any]
 MAX_WHOLE = 1 << 53
-"""Numbers in messages are smaller than this."""
+"""Bound below which whole numbers in messages lie."""
 MAX_TEXT = 4096
 """Longest text in a message, characters."""
 MAX_OPAQUE_BYTES = 16 << 10
@@ -55,7 +55,7 @@ class Request:
     why: str = ""
     """Cause of the wait in words for people; empty: the topic says enough."""
     common: bool = False
-    """No request that waits for the same can be answered either."""
+    """Whether no request that waits for the same can be answered either."""
     cause: Cause = ("", "")
     """Role that it has waited for since it was last tried, and why."""
     tried: float = 0.0
@@ -67,7 +67,7 @@ class Request:
     """Seconds for which clocks had stood when it came; see `Presence`."""
 
     def put_down(self) -> None:
-        """The time since it was last tried was for `cause`."""
+        """Put the time since it was last tried down to `cause`."""
         now = time.monotonic()
         if self.tried:
             self.waited[self.cause] = self.waited.get(self.cause, 0.0) + now - self.tried
@@ -81,7 +81,7 @@ class Request:
 
 
 def parse(peer: int, message: dict[str, Any]) -> Request:
-    """The request in ``message``; BadMessage if it is none."""
+    """Request in ``message``; BadMessage if it is none."""
     try:
         number, incarnation, patience = message["id"], message["incarnation"], float(message["patience"])
         may_stand = float(message.get("may_stand", 0.0))

@@ -49,7 +49,7 @@ def _newest_snapshot(journal: Journal, snapshots: Snapshots, event_log: EventLog
 
 
 def note_torn_tails(service: QueueService) -> None:
-    """Say what of the journal was cut off."""
+    """Print what was cut off from the journal."""
     journal = service.journal
     for name, size in journal.cut.items():
         print(f"{journal.folder / name}: the last {size} bytes are no whole record and were cut off", flush=True)

@@ -49,5 +49,5 @@ class Relays:
         return [where for owner, where in chain if not is_over(owner)]
 
     def keep(self, versions: Collection[Version]) -> None:
-        """Forget all others."""
+        """Keep the relays of some versions, and forget all others."""
         self._lines = {version: line for version, line in self._lines.items() if version in versions}

@@ -64,11 +64,11 @@ class Controller:
         self._journal_at, self._shards = 0.0, str(run.shards)
         journal = patiently(run.journal, lambda: Journal(run.journal, incarnation, durable))
         self.stuck = Patience(journal.path)
-        """True while the journal cannot be written: nobody is told of anything, or waits in vain."""
+        """Patience that is true while the journal cannot be written: nobody is told of anything, or waits in vain."""
         self._unsent: list[Answer] = []
         """Answers whose changes are not in the journal yet."""
         self._later: list[Request] = []
-        """Requests that came since."""
+        """Requests that have come while the journal could not be written."""
         folder = run.journal.with_name("snapshots")
         self.snapshots = patiently(folder, lambda: Snapshots(folder, plan, durable, snapshot_every))
         self.event_log = EventLog(run.events, incarnation)

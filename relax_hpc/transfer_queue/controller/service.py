@@ -26,7 +26,7 @@ from relax_hpc.transfer_queue.records import OBSERVER_INCARNATION
 _FOR_OBSERVERS = ("beat", "status", "checkpoints")
 LEASE_S = 30.0
 SCHEMAS = {op: Schema(handler) for op, handler in handlers.HANDLERS.items()}
-"""The arguments of each request, by its `op`."""
+"""Schemas of the arguments of requests, by their `op`."""
 
 
 class BrokenStateError(RelaxError):
@@ -51,7 +51,7 @@ class QueueService:
         self.on_resume: Callable[[int], None] = lambda _: None
 
     def handle(self, request: Request) -> Any:
-        """The answer. Refused or NotYet: there is none, or not yet."""
+        """Answer to a request. Refused or NotYet: there is none, or not yet."""
         schema = SCHEMAS.get(request.op)
         if schema is None:
             raise Refused("refused", f"unknown request {request.op!r:.40}")

@@ -25,7 +25,7 @@ from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 from relax_hpc.transfer_queue.plan import Plan
 
 FORMAT = 9
-"""A snapshot of another format is not used: the journal is replayed instead."""
+"""Format of snapshots: one of another format is not used, and the journal is replayed instead."""
 RECORDS = 50_000
 """Records between two snapshots: about a second of replay."""
 _KEEP = 2
@@ -33,10 +33,10 @@ _KEEP = 2
 _GROWTH = 20
 """Bytes of the last snapshot for each record until the next one, so that all together cost less than the work."""
 _LONGEST_S = 600.0
-"""A child that takes longer hangs on its filesystem."""
+"""Seconds after which a child counts as hanging on its filesystem."""
 _CLOSE_S = 1.0
 _HEAD = struct.Struct("<8sIQI")
-"""Magic, format, bytes of the body, its crc."""
+"""Head of a snapshot: magic, format, bytes of the body, its crc."""
 _MAGIC = b"RLXQSNAP"
 _NAME = re.compile(r"inc-(\d{6})-(\d{15})\.snapshot")
 
@@ -60,7 +60,7 @@ class Snapshots:
     def __init__(self, folder: Path, plan: Plan, durable: bool, every: int = RECORDS) -> None:
         self.folder, self.plan, self.durable, self.every = folder, plan, durable, every
         self.taken = 0
-        """Whole ones that this controller has taken."""
+        """Number of whole snapshots that this controller has taken."""
         self._child = Forked(_LONGEST_S)
         self._covered = 0
         self._size = 0
@@ -71,7 +71,7 @@ class Snapshots:
     # -- reading -----------------------------------------------------------------------------------------------
 
     def found(self) -> Iterator[Path]:
-        """Files, newest first."""
+        """Files of snapshots, newest first."""
         paths = {match.groups(): path for path in self.folder.iterdir() if (match := _NAME.fullmatch(path.name))}
         return (paths[key] for key in sorted(paths, reverse=True))
 
@@ -102,13 +102,13 @@ class Snapshots:
             print(f"no snapshot of the queue: {error}", flush=True)
 
     def _write(self, state: QueueState, position: Position, events: Extent, events_file: int) -> None:
-        """The child's work."""
+        """Write a snapshot, in the child."""
         if self.durable:
             os.fsync(events_file)
         self.write(state, position, events)
 
     def write(self, state: QueueState, position: Position, events: Extent) -> Path:
-        """Write one, and remove those before the previous one; its path."""
+        """Write a snapshot, and remove those before the previous one; its path."""
         content = {"plan": _plain(self.plan), "position": astuple(position), "events": astuple(events)}
         body = msgpack.packb(content | {"state": state.dump()})
         path = self.folder / f"inc-{position.incarnation:06d}-{position.offset:015d}.snapshot"
@@ -146,5 +146,5 @@ def _body(data: bytes) -> memoryview:
 
 
 def _plain(plan: Plan) -> str:
-    """Everything that a replay depends on."""
+    """Plan as plain values: everything that a replay depends on."""
     return json.dumps(asdict(plan), default=sorted, sort_keys=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 ADMISSION, DISK, NEWS, TURN, ALL = "admission", "disk", "news", "turn", "all"
-"""The topics, with those that `rows_for` gives. ALL may end any wait."""
+"""Topics besides those that `rows_for` gives. ALL may end any wait."""
 
 
 def rows_for(task: str) -> str:

@@ -58,7 +58,7 @@ class WaitingRequests:
         return overdue
 
     def drop(self, owner: Owner) -> None:
-        """Nobody waits for the answers to ``owner`` any more."""
+        """Drop the requests of ``owner``: nobody waits for their answers any more."""
         for topic in self._topics.values():
             for number in [number for number, request in topic.items() if request.owner == owner]:
                 del topic[number]

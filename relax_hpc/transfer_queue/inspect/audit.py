@@ -43,7 +43,7 @@ class Audit:
     duplicated: list[str] = field(default_factory=list)
     """Ids of rows that the surviving steps trained more than once."""
     accepted: int = 0
-    """Lives: a row that was dropped is accepted again. Each was trained, dropped or is in flight."""
+    """Rows that were accepted, each time that they were. Each was trained, dropped or is in flight."""
     trained: int = 0
     in_flight: int = 0
     waiting: Counter[str] = field(default_factory=Counter)
@@ -201,7 +201,7 @@ class Ledger:
             self._result.problems.append(f"{name}: {what}, although it was not accepted, or dropped since")
 
     def _return(self, ticket: int) -> None:
-        """A trainer has gone back, and trains on it once more."""
+        """Take the rows of ``ticket`` as untrained: a trainer has gone back, and trains on them once more."""
         for row in filter(self._is_alive, self._rows[ticket]):
             self._lives[row][-1] = [mark for mark in self._lives[row][-1] if mark[0] != _TRAINED]
 
@@ -318,7 +318,7 @@ class Projection:
         self._torn = False
 
     def compare(self, event: Event) -> None:
-        """The next event of the journal."""
+        """Compare the next event of the journal."""
         if self._same == self._journaled and (line := next(self._lines, None)) is not None:
             told = _told(line)
             self._read += 1

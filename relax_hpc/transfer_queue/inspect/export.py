@@ -28,7 +28,7 @@ from relax_hpc.transfer_queue.storage.shard import check_name
 from relax_hpc.versions import Version
 
 Writer = Callable[[Path, Iterable[list[Row]]], None]
-"""Writes rows, step by step, to a file."""
+"""Function that writes rows, step by step, to a file."""
 
 
 class KeptRows:
@@ -125,7 +125,7 @@ def export(kept: KeptRows, steps: Iterable[int], form: str, output: Path) -> int
 
 
 def write_jsonl(path: Path, batches: Iterable[list[Row]]) -> None:
-    """One JSON object a row; arrays become lists, bytes base64."""
+    """Write one JSON object a row; arrays become lists, bytes base64."""
     with path.open("w") as file:
         file.writelines(json.dumps(row, default=_plain) + "\n" for rows in batches for row in rows)
 

@@ -62,7 +62,7 @@ _STATES = {"accepted": "accepted", "returned": "accepted", "trained": "trained",
 
 @lru_cache(maxsize=4096)
 def _fate(what: str, version: str, reason: str) -> Fate:
-    """One object for all that share it."""
+    """Fate as one object for all that share it."""
     return Fate(_STATES[what], {"trained": version, "dropped": reason}.get(what, ""))
 
 

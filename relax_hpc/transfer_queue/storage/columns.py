@@ -36,7 +36,7 @@ def columns_of(record: memoryview, name: str = "shard") -> Columns:
 
 
 def column_of(name: str, values: list[Any]) -> Column:
-    """One field of all rows, copied where they are numbers."""
+    """Column of one field of all rows, copied where they are numbers."""
     if not values or not isinstance(values[0], np.ndarray | np.generic):
         return Column(name, values)
     if values[0].ndim:

@@ -23,7 +23,7 @@ from relax_hpc.transfer_queue.row_schema import FORMAT_VERSION, Row
 from relax_hpc.transfer_queue.storage.shard import ShardError
 
 FIRST_LINE = "relax_hpc shard {}: {} bytes, XXH3-64 of the data {:016x}, of the next {} bytes {:016x}\n"
-"""Format, size of the file, and checksums: of the datasets, and of the line of JSON that follows."""
+"""First line of a file: format, size, and checksums of the datasets and of the line of JSON that follows."""
 _FIRST = re.compile(FIRST_LINE.replace("{:016x}", "([0-9a-f]{{16}})").replace("{}", r"(\d+)").format().encode())
 
 

@@ -29,7 +29,7 @@ from relax_hpc.transfer_queue.row_schema import (
 )
 
 PREFIX = struct.Struct("<8sIIQ")
-"""Magic, format version, header bytes, payload bytes."""
+"""Prefix of a record: magic, format version, header bytes, payload bytes."""
 _MAGIC = b"RLXSHARD"
 _ALIGN = 64
 MAX_NAME_BYTES = 200
@@ -147,7 +147,7 @@ def unpack(record: memoryview | bytes, name: str = "shard") -> dict[str, Row]:
 
 
 def flat_of(head: dict[str, Any], payload: memoryview) -> np.ndarray:
-    """The numbers of all rows of a column, end to end: [n, *tail]."""
+    """Numbers of all rows of a column, end to end: [n, *tail]."""
     return np.frombuffer(payload, head["dtype"], head["count"], head["at"]).reshape(-1, *head["tail"])
 
 

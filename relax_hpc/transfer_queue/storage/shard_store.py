@@ -24,7 +24,7 @@ from relax_hpc.transport.choice import make_planes, missing_plane, planes_wanted
 Descriptor = dict[str, Any]
 _Parsed = TypeVar("_Parsed")
 _READ_S = 10.0
-"""Deadline of a read on a plane in memory; the file comes next."""
+"""Seconds of a read on a plane in memory; the file comes next."""
 
 
 class ShardReader:
@@ -149,7 +149,7 @@ class ShardStore(ShardReader):
         return {"name": name, "bytes": len(record), "planes": offers}, False
 
     def save(self, name: str) -> None:
-        """Have the file of a shard written, soon."""
+        """Have the file of a shard written soon."""
         self._to_write.put(name)
 
     def holds(self) -> list[str]:
@@ -164,7 +164,7 @@ class ShardStore(ShardReader):
         self.free([name])
 
     def free(self, names: Sequence[str]) -> None:
-        """Nobody needs these any more: their memory is used again."""
+        """Free the memory of shards that nobody needs any more."""
         for name in names:
             with self._lock:
                 slab = self._held.pop(name, None)
@@ -196,7 +196,7 @@ class ShardStore(ShardReader):
                 self._lock.notify_all()
 
     def _next_names(self) -> list[str]:
-        """Wait for one; those that there are then. Empty: the end."""
+        """Wait for a name; all names that there are then. Empty: the end."""
         names = [self._to_write.get()]
         with contextlib.suppress(queue.Empty):
             while names[-1] is not None:

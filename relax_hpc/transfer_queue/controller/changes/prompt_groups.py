@@ -60,7 +60,7 @@ def withdraw(state: QueueState, ticket: int, part: Part) -> None:
 
 
 def reopen(state: QueueState, task: str, ticket: int) -> None:
-    """``ticket`` is not taken by ``task``, or not any more."""
+    """Open ``ticket`` to ``task`` again: not taken, and ready if it has all that the task needs."""
     queue = state.tasks[task]
     queue.reopen(ticket, state.groups[ticket].has(queue.needs))
     state.woken.add(rows_for(task))

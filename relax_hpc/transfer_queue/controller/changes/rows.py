@@ -76,7 +76,7 @@ def _store(
 
 
 def _offer(state: QueueState, task: str, tickets: Sequence[int], came: int) -> None:
-    """Fields came to ``tickets``: ``task`` may have waited for them."""
+    """Offer ``tickets``, to which fields came, to ``task``, which may have waited for them."""
     groups, needs = state.groups, state.tasks[task].needs
     if came & needs != needs:
         tickets = [ticket for ticket in tickets if groups[ticket].present & needs == needs]
@@ -136,7 +136,7 @@ def _tell_given(state: QueueState, fields: tuple[str, ...], tickets: Sequence[in
 
 
 def lose(state: QueueState, number: int) -> None:
-    """Nobody can save the shard any more: who made it is gone."""
+    """Lose a shard that nobody can save any more: who made it is gone."""
     shard = state.shards[number]
     part, waited = (number, shard.fields), state.shards.saved(number)
     for ticket in [ticket for ticket in waited if _lies_in(state, ticket, part)]:

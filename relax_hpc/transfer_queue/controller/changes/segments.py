@@ -51,7 +51,7 @@ def drop_attempt(state: QueueState, key: str, owner: Owner, ticket: int, spare: 
 
 @applies("bind")
 def bind(state: QueueState, spares: Mapping[int, int]) -> None:
-    """Tickets are made of spares from now on (ticket -> spare)."""
+    """Bind tickets to the spares that they are made of from now on (ticket -> spare)."""
     for ticket, spare in spares.items():
         state.segments.logs[ticket] = state.segments.logs.pop(spare)
         last = state.last_step(state.segments.versions(ticket))

@@ -75,7 +75,7 @@ def _retire(state: QueueState, end: int) -> None:
 
 @applies("resume")
 def resume(state: QueueState, task: str, incarnation: int, step: int) -> None:
-    """A trainer goes on at ``step``."""
+    """Let a trainer go on at ``step``."""
     state.progress.incarnations[task] = incarnation
     if task == POLICY:
         _take_all_back(state, incarnation, step)

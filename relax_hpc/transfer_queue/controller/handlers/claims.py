@@ -110,7 +110,7 @@ def _where(state: QueueState, number: int) -> dict[str, Any]:
 
 @handles("release")
 def release(service: QueueService, request: Request, lease: int) -> Any:
-    """The holder cannot use what it has claimed."""
+    """Release a claim that its holder cannot use."""
     held = service.state.leases.get(lease)
     if held and held.owner == request.owner:
         service.record(op="release", lease=lease)

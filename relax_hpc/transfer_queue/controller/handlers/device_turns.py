@@ -30,7 +30,7 @@ def take_turn(service: QueueService, request: Request, side: str, step: int = 0)
 
 @handles("end_turn")
 def end_turn(service: QueueService, request: Request) -> Any:
-    """The actor has made room."""
+    """End the actor's turn: it has made room."""
     if service.state.device_turns.side == "actor":
         service.record(op="turn", side="engines")
     return {}

@@ -45,7 +45,7 @@ def _check_disk(disk: dict) -> None:
 
 @handles("down")
 def down(service: QueueService, request: Request, group: str, incarnation: int) -> Any:
-    """The supervisor saw an incarnation end."""
+    """Note that a supervisor saw an incarnation end."""
     service.record(op="down", group=group, incarnation=incarnation)
     service.waiting.drop((group, incarnation))
     service.beats.forget((group, incarnation))

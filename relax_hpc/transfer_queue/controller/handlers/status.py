@@ -24,14 +24,14 @@ def note(service: QueueService, request: Request, what: str, name: str, reason: 
 def report(
     service: QueueService, request: Request, role: str, step: int, values: dict[str, float], seconds: dict[str, float]
 ) -> Any:
-    """A role's figures of a step."""
+    """Take a role's figures of a step."""
     service.on_report(role, step, values, seconds)
     return {}
 
 
 @handles("show")
 def show(service: QueueService, request: Request, step: int, texts: list[str]) -> Any:
-    """Texts for people, such as what was generated for ``step``."""
+    """Show texts for people, such as what was generated for ``step``."""
     service.on_show(step, texts)
     return {}
 

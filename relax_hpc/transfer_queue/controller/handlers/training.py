@@ -108,7 +108,7 @@ def whole(service: QueueService, request: Request, step: int, seen: int) -> Any:
 
 @handles("checkpoint")
 def checkpoint(service: QueueService, request: Request, step: int, name: str, digest: str, task: str = POLICY) -> Any:
-    """A trainer's part of a checkpoint is on disk."""
+    """Note that a trainer's part of a checkpoint is on disk."""
     progress = service.state.progress
     _check_trainer(service, "checkpoint", task)
     part = {"step": step, "incarnation": request.owner[1], "name": check_name(name), "digest": digest}

@@ -28,7 +28,7 @@ def publish(service: QueueService, request: Request, version: str, digest: str) 
 
 @handles("filed")
 def filed(service: QueueService, request: Request, version: str, digest: str) -> Any:
-    """The files of ``version`` are written."""
+    """Note that the files of ``version`` are written."""
     found, weights = _of_its_own(request, version), service.state.weights
     if found in weights.published and found not in weights.filed:
         service.record(op="filed", version=version, digest=digest)

@@ -27,7 +27,7 @@ def refusals(state: QueueState, owner: Owner, rows: Iterable[Row], lease: int) -
 def _refuse_rows(
     state: QueueState, owner: Owner, ticket: int, episodes: bytes, _: frozenset[int], survive: bool, oldest: int
 ) -> str:
-    """Freshly generated ones."""
+    """Reason why freshly generated rows are refused; empty: they are not."""
     group = state.groups.get(ticket)
     if group is None:
         return "unknown_ticket"

@@ -16,7 +16,7 @@ class Budget:
     """Room left in a window: the tokens of all its rows fit ``budget``."""
 
     def __init__(self, budget: int, episodes: int) -> None:
-        """``episodes``: of a prompt group, each of a row at least."""
+        """``episodes``: number of them in a prompt group, each of a row at least."""
         self.budget, self.episodes = budget, episodes
         self.groups = self.tokens = 0
 

@@ -19,7 +19,7 @@ class DeviceTurns:
 
     side: Side = "actor"
     rested: dict[str, int] = field(default_factory=dict)
-    """The last step that each engine has made room after, in this lineage."""
+    """Last step that each engine has made room after, in this lineage."""
 
     def keep_engines(self, readers: Container[str]) -> None:
         """Forget engines other than ``readers``: they have ended, and what they had of the devices is free."""

@@ -13,7 +13,7 @@ from relax_hpc.transfer_queue.records import NO_STEP, Event
 from relax_hpc.transfer_queue.row_ids import id_ends, ids_of
 
 _ID = b"\0"
-"""Stands for a ticket in a template; JSON text never holds it."""
+"""Byte that stands for a ticket in a template; JSON text never holds it."""
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class EventBatch:
     version: str = ""
     reason: str = ""
     step: int = NO_STEP
-    """The step of all of them; NO_STEP: each is of the step that its ticket is admitted for."""
+    """Step of all events; NO_STEP: each is of the step that its ticket is admitted for."""
 
     def step_of(self, ticket: int) -> int:
         return ticket // self.prompts_per_step if self.step == NO_STEP else self.step
@@ -51,7 +51,7 @@ class EventBatch:
 
 
 def expand(batches: Iterable[Event | EventBatch]) -> Iterator[Event]:
-    """One event a line."""
+    """Single events of ``batches``, one a line."""
     for one in batches:
         if isinstance(one, Event):
             yield one
@@ -89,7 +89,7 @@ class Events:
         self.batches: list[Event | EventBatch] = []
 
     def tell(self, what: str, tickets: Sequence[int], version: str = "", reason: str = "") -> None:
-        """One event of each of these prompt groups."""
+        """Add one event of each of these prompt groups."""
         if tickets:
             self.batches.append(EventBatch(what, tickets, b"", self.plan.prompts_per_step, version, reason))
 
@@ -107,7 +107,7 @@ class Events:
         self.batches.append(EventBatch(what, tickets, episodes, *about))
 
     def tell_of(self, name: str, what: str, step: int, reason: str) -> None:
-        """One event of something else than a prompt group."""
+        """Add one event of something else than a prompt group."""
         self.batches.append(Event(name, what, step, reason=reason))
 
     def take(self) -> Iterator[Event]:

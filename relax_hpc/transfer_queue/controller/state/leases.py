@@ -35,11 +35,11 @@ class Leases:
         return [n for n, lease in self._held.items() if lease.owner[0] == group and lease.owner[1] < below]
 
     def of_tasks(self, tasks: Collection[str]) -> list[int]:
-        """Numbers of those of ``tasks``."""
+        """Numbers of the leases of ``tasks``."""
         return [number for number, lease in self._held.items() if lease.task in tasks]
 
     def shrink(self, tickets: Iterable[int], groups: PromptGroups) -> None:
-        """Nobody holds ``tickets`` any more."""
+        """Take ``tickets`` out of all leases."""
         gone = set(tickets)
         for lease in self._held.values():
             if not gone.isdisjoint(lease.tickets):

@@ -29,14 +29,14 @@ class MediaHolders:
         return self.holders.get(holder, ())
 
     def hold(self, holder: int, ids: Iterable[str]) -> None:
-        """``holder`` needs these too."""
+        """Note that ``holder`` needs these media too."""
         known = self.of(holder)
         if fresh := sorted(set(ids).difference(known)):
             self.holders[holder] = (*known, *fresh)
             self.counts.update(fresh)
 
     def release(self, holder: int) -> None:
-        """``holder`` needs nothing any more."""
+        """Note that ``holder`` needs nothing any more."""
         for media_id in self.holders.pop(holder, ()):
             self.counts[media_id] -= 1
             if not self.counts[media_id]:
@@ -44,7 +44,7 @@ class MediaHolders:
                 self.garbage.append(media_id)
 
     def take_garbage(self) -> list[str]:
-        """Media whose files can be removed: nobody has named them since."""
+        """Take the media whose files can be removed: nobody has named them since."""
         garbage, self.garbage = self.garbage, []
         return [media_id for media_id in garbage if media_id not in self.counts]
 

@@ -13,9 +13,9 @@ class Members:
     """The incarnations of each group, by its name."""
 
     incarnations: dict[str, int] = field(default_factory=dict)
-    """The newest incarnation that was heard of."""
+    """Newest incarnation of each group that was heard of."""
     ended: dict[str, int] = field(default_factory=dict)
-    """The newest incarnation that was seen to end."""
+    """Newest incarnation of each group that was seen to end."""
 
     def lowest_allowed(self, owner: Owner) -> int:
         """0 while ``owner`` may speak for its group, else the lowest incarnation that may."""

@@ -82,7 +82,7 @@ class QueueState:
         return found if len(found) == 1 else list(dict.fromkeys(found))
 
     def tell_rows(self, what: str, tickets: Sequence[int], version: str = "", step: int = NO_STEP) -> None:
-        """The same event of all rows of ``tickets``."""
+        """Add the same event for all rows of ``tickets``."""
         for episodes, alike in groupby(tickets, lambda ticket: self.groups[ticket].episodes):
             self.events.tell_rows(what, episodes, list(alike), version, step=step)
 

@@ -87,7 +87,7 @@ class Segments:
         return found | {f"lost/{reason}": tokens for reason, tokens in sorted(self.lost.items())}
 
     def shards(self) -> Counter[int]:
-        """Numbers of all shards, and how many logs lie in each."""
+        """Numbers of all shards, and the number of logs that lie in each."""
         return Counter(number for log in self.logs.values() for number in log.shards)
 
     def versions(self, holder: int) -> frozenset[int]:
@@ -115,7 +115,7 @@ class Segments:
         return log
 
     def lose(self, holder: int, reason: str) -> Log:
-        """Nobody may go on with it, or can."""
+        """Lose a log that nobody may go on with, or can."""
         log = self.logs.pop(holder)
         self.lost[reason] += log.tokens
         return log

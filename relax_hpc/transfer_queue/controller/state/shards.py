@@ -56,12 +56,12 @@ class Shards:
         self._collect(number)
 
     def hold(self, numbers: Iterable[int]) -> None:
-        """A lease needs them."""
+        """Count a lease as needing these shards."""
         for number in numbers:
             self.by_number[number].leases += 1
 
     def let_go(self, numbers: Iterable[int]) -> None:
-        """The lease has ended."""
+        """Count a lease as ended."""
         for number in numbers:
             self.by_number[number].leases -= 1
             self._collect(number)
@@ -85,7 +85,7 @@ class Shards:
         return any(not wanted.isdisjoint(shard.unsaved) for shard in shards)
 
     def take_garbage(self) -> list[str]:
-        """Names of files to be removed."""
+        """Take the names of files to be removed."""
         garbage, self.garbage = self.garbage, []
         return garbage
 

@@ -25,11 +25,11 @@ class TaskQueue:
     in_sets: bool = False
     statuses: TicketMap = field(default_factory=TicketMap)
     position: int = 0
-    """No lower ticket is left to take."""
+    """Lowest ticket that may be left to take."""
     returned: list[tuple[int, ...]] = field(default_factory=list)
-    """Windows in order that were given back, ascending: they are offered again as they were."""
+    """Windows that were given back, ascending: they are offered again as they were."""
     low: int = field(default=0, compare=False)
-    """No lower ticket is ready."""
+    """Lowest ticket that may be ready."""
 
     def lowest_ready(self) -> int:
         """The lowest ticket that may be taken; one beyond all tickets if there is none."""
@@ -41,12 +41,12 @@ class TaskQueue:
         return self.statuses.lowest_unset(self.position)
 
     def offer(self, tickets: Sequence[int]) -> None:
-        """All that they need is there now; those that are taken stay so."""
+        """Offer ``tickets``, of which all that the task needs is there now; those that are taken stay so."""
         self.statuses.change(tickets, WAITING, READY)
         self.low = min(self.low, *tickets)
 
     def take(self, tickets: tuple[int, ...]) -> None:
-        """A lease has ``tickets``."""
+        """Take ``tickets`` for a lease."""
         self.statuses.change(tickets, READY, HELD)
         if self.returned:
             left = [tuple(t for t in window if self.statuses[t] < HELD) for window in self.returned]
@@ -58,19 +58,19 @@ class TaskQueue:
         self.statuses.change(tickets, HELD, DONE)
 
     def reopen(self, ticket: int, ready: bool) -> None:
-        """``ticket`` is not taken, or no more; whether it may be."""
+        """Open ``ticket`` again: not taken; ``ready``: whether it has all that the task needs."""
         self.statuses[ticket] = READY if ready else WAITING
         self.position = min(self.position, ticket)
         self.low = min(self.low, ticket)
         self._raise_low()
 
     def rewind(self, first: int) -> None:
-        """Windows are cut anew from ticket ``first`` on."""
+        """Cut windows anew from ticket ``first`` on."""
         self.position, self.returned = first, []
         self._advance()
 
     def forget(self, below: int) -> None:
-        """Tickets lower than ``below`` are gone."""
+        """Forget tickets lower than ``below``."""
         self.statuses.forget(below)
         self.position = max(self.position, below)
         self._advance()
@@ -101,10 +101,10 @@ class TaskQueues(dict[str, TaskQueue]):
             for name, t in plan.tasks.items()
         )
         self.in_sets = [name for name, task in plan.tasks.items() if task.in_sets]
-        """Tasks that take steps' sets; none: step t trains the tickets of t."""
+        """Tasks that take steps' sets; without any, step t trains the tickets of t."""
 
     def hold_any(self, tickets: Sequence[int]) -> bool:
-        """Whether a lease may have one of them."""
+        """Whether a lease of any task has one of ``tickets``."""
         first, end = min(tickets), max(tickets) + 1
         return any(queue.statuses.find(HELD, first, end) >= 0 for queue in self.values())
 

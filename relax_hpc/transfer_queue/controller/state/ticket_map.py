@@ -66,7 +66,7 @@ class TicketMap:
         return at + self._base if at >= 0 else -1
 
     def lowest_unset(self, start: int) -> int:
-        """The lowest ticket from ``start`` on that has 0."""
+        """Lowest ticket from ``start`` on that has 0."""
         if not self._base <= start < self.end:
             return start
         at = self._bytes.find(0, start - self._base)
@@ -74,7 +74,7 @@ class TicketMap:
 
     @property
     def end(self) -> int:
-        """All tickets from here on have 0."""
+        """Ticket from which on all have 0."""
         return self._base + len(self._bytes)
 
     def count(self, value: int) -> int:

@@ -17,9 +17,9 @@ class Weights:
 
     lineage: Lineage
     published: dict[Version, str] = field(default_factory=dict)
-    """Version -> digest of its manifest."""
+    """Digest of the manifest of each published version."""
     filed: dict[Version, str] = field(default_factory=dict)
-    """Version that is on disk too -> digest of the listing of its files."""
+    """Digest of the listing of its files, for each version that is on disk too."""
     newest: Version | None = None
     readers: dict[str, tuple[Owner, Version]] = field(default_factory=dict)
     """Version that each reader serves, or may still be loading."""
