@@ -1,4 +1,4 @@
-"""One line of the doctor's."""
+"""Finding of the doctor, one line."""
 
 from __future__ import annotations
 

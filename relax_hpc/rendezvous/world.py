@@ -1,4 +1,4 @@
-"""Inside a group: the ranks are told of each other, once, at start. Everything later goes other ways.
+"""Ranks of a group are told of each other here, once, at start. Everything later goes other ways.
 
 Within a node whoever started them tells them (`relax_hpc.supervise.ranks`), over several nodes MPI does. One MPI world
 never spans groups: a killed peer would leave its survivors hanging without an error. MPI runs in a child of each rank

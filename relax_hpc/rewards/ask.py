@@ -1,4 +1,4 @@
-"""Asks a reward for the scores of a prompt group, and turns what goes wrong into named reasons."""
+"""Scores of a prompt group, asked of a reward, whose failures become named reasons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Has engines of a process leave and join while the run goes on, as `rollout.without` says at the time."""
+"""Engines of a process that leave and join while the run goes on, as `rollout.without` says at the time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns tickets into prompt groups in the queue: as many at a time as an engine may have, each put when it is done."""
+"""Worker that turns tickets into prompt groups in the queue: as many at a time as an engine may have."""
 
 from __future__ import annotations
 

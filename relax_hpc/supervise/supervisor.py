@@ -1,4 +1,4 @@
-"""Looks after the groups of a run to their end, in every layout; launchers say how a group is started.
+"""Supervisor of the groups of a run, to their end and in every layout; launchers say how a group is started.
 
 The supervisor acts on the end of a process at once. A group that ends before its time is started again as the next
 incarnation while the others go on; the queue gives back what it held. What it must know lies in the run directory, so

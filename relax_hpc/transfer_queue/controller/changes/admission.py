@@ -1,4 +1,4 @@
-"""Tickets are given out, fail, and are taken back."""
+"""Changes of tickets: they are given out, fail, and are taken back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The actor and the engines take turns on devices that they share."""
+"""Changes of turns: the actor and the engines take them on devices that they share."""
 
 from __future__ import annotations
 

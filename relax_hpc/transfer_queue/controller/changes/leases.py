@@ -1,4 +1,4 @@
-"""Windows are claimed and given back."""
+"""Changes of leases: windows are claimed and given back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompt groups need media."""
+"""Changes of media: prompt groups need them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Incarnations of groups come and go, and things are noted."""
+"""Changes of members: incarnations of groups come and go, and things are noted."""
 
 from __future__ import annotations
 

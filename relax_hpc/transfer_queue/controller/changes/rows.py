@@ -1,4 +1,5 @@
-"""Rows are put, come to be on disk, are given more fields, are gathered into files of a step, and are lost."""
+"""Changes of rows: they are put, come to be on disk, get more fields, are gathered into files of a step, and are
+lost."""
 
 from __future__ import annotations
 

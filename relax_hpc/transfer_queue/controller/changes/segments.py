@@ -1,4 +1,4 @@
-"""Logs of attempts grow, are used up or lost, and spares are given to tickets; see `state.segments`."""
+"""Changes of logs: they grow, are used up or lost, and spares are given to tickets; see `state.segments`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps are trained, checkpointed, evaluated, and rolled back.
+"""Changes of steps: they are trained, checkpointed, evaluated, and rolled back.
 
 A trainer that comes back goes on where the newest whole checkpoint ends. It is the policy that versions and rows are
 made by: where it goes back, rows of later versions are gone, and every other trainer that is beyond that step goes back

@@ -1,4 +1,4 @@
-"""Versions of the weights are published, written to disk, served and retired."""
+"""Changes of versions of the weights: they are published, written to disk, served and retired."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks claim windows of rows, and give back what they cannot use."""
+"""Requests about claims: tasks claim windows of rows, and give back what they cannot use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The actor and the engines ask for their turn on devices that they share; see `state.device_turns`."""
+"""Requests about turns of the actor and the engines on devices that they share; see `state.device_turns`."""
 
 from __future__ import annotations
 

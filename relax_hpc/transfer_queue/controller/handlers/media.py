@@ -1,4 +1,4 @@
-"""Media of prompt groups that are under way: they are named before they are stored."""
+"""Requests about media of prompt groups that are under way: they are named before they are stored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Members say that they are there; the supervisor says that one is not."""
+"""Requests about members: they say that they are there; the supervisor says that one is not."""
 
 from __future__ import annotations
 

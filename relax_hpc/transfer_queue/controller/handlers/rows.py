@@ -1,4 +1,4 @@
-"""Rows are put, and come to be on disk; rows that nobody may use are named."""
+"""Requests about rows: they are put, and come to be on disk; those that nobody may use are named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines are admitted to tickets, give them back, and say which attempts came to nothing."""
+"""Requests about tickets: engines are admitted to them, give them back, and say which attempts came to nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trainers settle what they train on, train steps, save their parts of checkpoints, and resume from them."""
+"""Requests of trainers: they settle what they train on, train steps, save their parts of checkpoints, and resume."""
 
 from __future__ import annotations
 

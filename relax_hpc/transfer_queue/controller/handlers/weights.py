@@ -1,4 +1,4 @@
-"""The actor publishes versions of the weights; readers ask for them, and say which they serve."""
+"""Requests about versions of the weights: the actor publishes them, readers ask for them, and say which they serve."""
 
 from __future__ import annotations
 
