@@ -25,14 +25,19 @@ from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.training import parallel
 from relax_hpc.training.batches import collate
 
-SPLITS = {"tensor": (2, 1, 1), "pipeline": (1, 2, 1), "expert": (1, 1, 2)}
-"""Tensor, pipeline, expert."""
+SPLITS = {
+    "tensor": ParallelConfig(tensor=2, sequence_parallel=True),
+    "pipeline": ParallelConfig(pipeline=2),
+    "expert": ParallelConfig(data=2, expert=2),
+    "expert-tensor": ParallelConfig(tensor=2, sequence_parallel=True, expert=2),
+}
 CASES = [
     ("dense", "tensor"),
     ("tied", "tensor"),
     ("tied", "pipeline"),
     ("mixed", "pipeline"),
     ("mixed", "expert"),
+    ("mixed", "expert-tensor"),
     ("mixed", "tensor"),
 ]
 
@@ -51,13 +56,16 @@ def check(folder: Path, name: str, split: str) -> None:
     """One model under one split."""
     from relax_hpc.models.megatron import transformer_config
 
-    tensor, pipeline, expert = SPLITS[split]
+    layout = SPLITS[split]
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(tensor, pipeline, expert_model_parallel_size=expert)
+    parallel_state.initialize_model_parallel(
+        layout.tensor,
+        layout.pipeline,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
+    )
     spec = spec_of(read_config(folder / name))
-    layout = ParallelConfig(tensor=tensor, pipeline=pipeline, sequence_parallel=tensor > 1)
     config = transformer_config(spec, ModelConfig(), layout)
-    config.expert_model_parallel_size = expert
     first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     module = spec.build(config, "cpu", first, last).eval()
     load_module(module, folder / f"{name}-megatron")
@@ -65,7 +73,7 @@ def check(folder: Path, name: str, split: str) -> None:
     logits = forward(module, spec, expected["tokens"], first, last)
     if last:
         columns = expected["logits"].shape[-1]
-        torch.testing.assert_close(whole(logits, tensor)[..., :columns], expected["logits"], atol=1e-4, rtol=0)
+        torch.testing.assert_close(whole(logits, layout.tensor)[..., :columns], expected["logits"], atol=1e-4, rtol=0)
     channel, target = Channel(60.0), folder / f"{name}-{split}"
     if channel.rank == 0:
         target.mkdir()

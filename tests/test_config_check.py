@@ -374,6 +374,7 @@ def test_every_family_is_sound_or_says_how_its_ranks_may_split_it(tmp_path: Path
     about = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "intermediate_size": None} | experts
     mixed = model_directory(tmp_path / "mixed", **about)
     assert model_findings(mixed, **{"actor.parallel.data": 2}) == []
-    assert model_findings(mixed, **{"actor.parallel.tensor": 2}) == [
-        "actor.parallel.tensor: found 2, allowed: 1, as experts are not split over ranks yet"
+    assert model_findings(mixed, **{"actor.parallel.data": 2, "actor.parallel.expert": 2}) == []
+    assert model_findings(mixed, **{"actor.parallel.expert": 2}) == [
+        "actor.parallel.expert: found 2, allowed: a divisor of tensor * context * data, 1"
     ]

@@ -5,31 +5,28 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from relax_hpc.checkpoint import store
 from relax_hpc.config.schema import ParallelConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.hf_files import read_config
-from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.training import parallel
 from relax_hpc.training.trainer import Trainer
-from tests.training_helpers import LR, batch, launch, one_rank_fixture, rows, save, tiny_fixture, tiny_model, trainer  # noqa: F401
+from tests.rank_layouts import Layouts, check_agrees, launched
+from tests.training_helpers import LR, batch, one_rank_fixture, rows, save, tiny_model, trainer  # noqa: F401
 
 pytestmark = [pytest.mark.run, pytest.mark.usefixtures("one_rank")]
 
-LAYOUTS: dict[str, dict[str, Any]] = {
+LAYOUTS: Layouts = {
     "tensor and sequence": {"parallel": {"tensor": 2, "sequence_parallel": True}, "recompute": "full"},
     "data, sharded optimizer": {"parallel": {"data": 2}, "optimizer": {"distributed": True, "offload": True}},
     "pipeline": {"parallel": {"pipeline": 2}, "recompute": "selective"},
 }
 """What of the `actor` section two ranks have; one rank shards its optimizer as they do, and has nothing else of it."""
-OF_FOUR: dict[str, dict[str, Any]] = {
+OF_FOUR: Layouts = {
     "context and tensor": {"parallel": {"context": 2, "tensor": 2, "sequence_parallel": True}},
     "context and pipeline": {"parallel": {"context": 2, "pipeline": 2}, "recompute": "full"},
     "context and data": {"parallel": {"context": 2, "data": 2}, "optimizer": {"distributed": True}},
@@ -38,19 +35,6 @@ OF_FOUR: dict[str, dict[str, Any]] = {
     "one key-value head": {"parallel": {"tensor": 2, "pipeline": 2}},
 }
 """The same of four."""
-
-
-def one_rank_run(layout: dict[str, Any], directory: Path, checkpoint: Path | None = None) -> tuple[list, dict, list]:
-    """What `training_rank.check` finds, in this process; from its second step on if there is a `checkpoint`."""
-    ours = trainer(directory, optimizer={"distributed": layout.get("optimizer", {}).get("distributed", False)})
-    if checkpoint:
-        store.load(checkpoint, ours, Channel(60.0))
-    logprobs = ours.model.forward_logprobs([batch(rows(8))], 0.9)
-    metrics = []
-    for samples in ([] if checkpoint else [rows(4, seed=9)]) + [rows(8)]:
-        ours.accumulate([batch(samples)])
-        metrics.append(ours.step(LR))
-    return logprobs, ours.model.export_hf(), metrics
 
 
 FROM_ONE = "from a checkpoint of one rank"
@@ -72,14 +56,9 @@ def several(
     root = tmp_path_factory.mktemp("ranks")
     models, outs = {tied: tiny_model(root, tied) for tied in (False, True)} | {None: one_headed_llama(root)}, {}
     save(root / "i000001-step-000005", trained(models[False]), {"step": 5})
+    from_one = {FROM_ONE: root / "i000001-step-000005"}
     for world, cases in ((2, LAYOUTS), (4, OF_FOUR | {FROM_ONE: OF_FOUR["tensor over heads"]})):
-        words = []
-        for number, (name, layout) in enumerate(cases.items()):
-            (out := root / f"{world}-{number}").mkdir()
-            model, checkpoint = models[is_tied(name)], root / "i000001-step-000005" if name == FROM_ONE else ""
-            words += [json.dumps(layout), model, out, checkpoint]
-            outs[name] = out
-        launch(world, *words, timeout_s=480.0)
+        outs |= launched(root, world, cases, lambda name: models[is_tied(name)], from_one)
     return models, outs
 
 
@@ -101,25 +80,7 @@ def one_headed_llama(root: Path) -> Path:
 
 @pytest.mark.parametrize("name", LAYOUTS | OF_FOUR)
 def test_several_ranks_agree_with_one(several, name: str):
-    layout = (LAYOUTS | OF_FOUR)[name]
-    replicas = layout["parallel"].get("data", 1)
-    directory, out = several[0][is_tied(name)], several[1][name]
-    logprobs, weights, metrics = one_rank_run(layout, directory)
-    for replica in range(replicas):
-        found = load_file(out / f"logprobs-{replica}.safetensors")["logprobs"].numpy()
-        np.testing.assert_allclose(found, np.concatenate(logprobs[replica::replicas]), atol=1e-4)
-    second = load_file(out / "second.safetensors")
-    assert sorted(second) == sorted(weights)
-    for key, value in weights.items():
-        torch.testing.assert_close(second[key], value, atol=1e-5, rtol=0)
-    found_metrics = json.loads((out / "metrics.json").read_text())
-    for found, expected in zip(found_metrics, metrics, strict=True):
-        assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
-
-    resumed = one_rank_run(layout, directory, out / "i000001-step-000001")
-    for key, value in resumed[1].items():
-        torch.testing.assert_close(value, weights[key], atol=1e-5, rtol=0)
-    assert resumed[2][0] == pytest.approx(metrics[1], rel=1e-4, abs=1e-5)
+    check_agrees((LAYOUTS | OF_FOUR)[name], several[0][is_tied(name)], several[1][name])
 
 
 def test_a_checkpoint_of_one_rank_goes_on_in_four(several):
@@ -150,6 +111,16 @@ def test_a_split_that_does_not_fit_the_model_is_refused():
         check_split(dataclasses.replace(dense, hidden=12, heads=6), ParallelConfig(tensor=3))
     with pytest.raises(ConfigError, match="a divisor of the model's num_hidden_layers, 3"):
         check_split(dense, ParallelConfig(pipeline=2))
-    for split in ("tensor", "pipeline", "context"):
-        with pytest.raises(ConfigError, match=f"{split}: found 2, allowed: 1, as experts are not split"):
-            check_split(mixed, ParallelConfig(**{split: 2}))
+    check_split(mixed, ParallelConfig(tensor=2, sequence_parallel=True, pipeline=3, data=2, expert=4))
+    refused = {
+        "a qwen3 model has no experts": (dense, ParallelConfig(data=2, expert=2)),
+        "expert: found 3, allowed: a divisor of the model's num_experts, 4": (mixed, ParallelConfig(data=3, expert=3)),
+        "expert: found 4, allowed: a divisor of tensor .* data, 6": (mixed, ParallelConfig(data=6, expert=4)),
+        "sequence_parallel: found false with tensor 2, allowed: true": (mixed, ParallelConfig(tensor=2)),
+        # Whole experts are not cut, whatever their width.
+        "moe_intermediate_size, 12": (mixed, ParallelConfig(tensor=8, sequence_parallel=True)),
+    }
+    for why, (spec, split) in refused.items():
+        with pytest.raises(ConfigError, match=why):
+            check_split(spec, split)
+    check_split(mixed, ParallelConfig(tensor=8, sequence_parallel=True, expert=2))

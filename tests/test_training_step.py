@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import weakref
 from collections import Counter
@@ -37,6 +38,7 @@ from tests.training_helpers import (  # noqa: F401
     DEVICE,
     EPS,
     LR,
+    actor_settings,
     batch,
     one_rank_fixture,
     policy,
@@ -49,7 +51,9 @@ from tests.training_helpers import (  # noqa: F401
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_rank")]
 
 
-def independent_step(directory: Path, samples: list[Row], steps: int) -> dict[str, Tensor]:
+def independent_step(
+    directory: Path, samples: list[Row], steps: int, loss: Callable[[torch.nn.Module, Row], Tensor] | None = None
+) -> dict[str, Tensor]:
     """Weights after AdamW steps on GRPO's loss, written from the formulas on transformers' model, sample by sample."""
     from relax_hpc.engines.transformers_hook import install_transformers_hook
 
@@ -62,7 +66,7 @@ def independent_step(directory: Path, samples: list[Row], steps: int) -> dict[st
     groups = [{"params": others, "weight_decay": 0.01}, {"params": norms, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=EPS)
     for _ in range(steps):
-        total = sum((sample_loss(model, sample) for sample in samples), start=torch.zeros(()))
+        total = sum(((loss or sample_loss)(model, sample) for sample in samples), start=torch.zeros(()))
         (total / sum(int(sample["loss_mask"].sum()) for sample in samples)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
@@ -119,6 +123,48 @@ def test_two_steps_match_an_independent_implementation(directory: Path):
     assert difference(found, independent_step(directory, samples, 2)) < CLOSE
     assert metrics["tokens"] == sum(sample["loss_mask"].sum() for sample in samples)
     assert metrics["skipped"] == 0.0 and metrics["grad_norm"] > 0.5
+
+
+def test_the_balance_loss_is_that_of_transformers(tmp_path: Path):
+    """Each row a micro-batch, weighted by its trained tokens; theirs is as many times larger as experts are chosen."""
+    directory, coefficient, values = model(tmp_path / "hf", MIXED | {"vocab_size": 64}), 0.2, []
+
+    def loss(theirs: torch.nn.Module, sample: Row) -> Tensor:
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+        tokens = torch.from_numpy(sample["token_ids"]).long()[None]
+        layers = theirs(tokens, output_router_logits=True).router_logits
+        balance = sum(load_balancing_loss_func((layer,), 4, 2) for layer in layers)
+        values.append(coefficient / 2 * int(sample["loss_mask"].sum()) * balance)
+        return sample_loss(theirs, sample) + values[-1]
+
+    samples = rows(6)
+    algorithm = dataclasses.replace(ALGORITHM, balance_coefficient=coefficient)
+    actor = actor_settings(recompute="full")
+    ours = Trainer.of(policy(directory, actor=actor), algorithm, actor, temperature=0.9)
+    ours.accumulate([batch([sample]) for sample in samples])
+    metrics = ours.step(LR)
+    assert difference(ours.model.export_hf(), independent_step(directory, samples, 1, loss)) < CLOSE
+    assert metrics["loss/balance"] == pytest.approx(float(sum(values)) / metrics["tokens"], rel=1e-4)
+    assert 1.0 <= metrics["experts/load_max"] <= 4.0 and 0.5 < metrics["experts/load_entropy"] <= 1.0
+
+
+def test_routers_decide_in_float32(tmp_path: Path):
+    """Of the same hidden states as those of a whole model in bfloat16."""
+    ours = policy(model(tmp_path / "hf", MIXED | {"vocab_size": 64}), dtype="bfloat16")
+    seen: list[tuple[Tensor, Tensor, Tensor]] = []
+    for layer in ours.module.decoder.layers:
+        layer.mlp.router.register_forward_hook(
+            lambda router, given, made: seen.append((given[0], router.weight, made[0]))
+        )
+    with torch.no_grad():
+        ours.hidden(batch(rows(4)))
+    assert len(seen) == 2
+    for states, weight, probs in seen:
+        exact = (states[:, 0].double() @ weight.double().t()).softmax(-1)
+        top, experts = exact.topk(2, -1)
+        expected = torch.zeros_like(exact).scatter(1, experts, top / top.sum(-1, keepdim=True))
+        assert probs.dtype is torch.float32 and (probs - expected).abs().max() < 1e-5
 
 
 def test_accumulating_in_pieces_equals_one_call(tiny: Path):

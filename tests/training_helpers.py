@@ -130,7 +130,8 @@ def streamed(samples: list[Row], ranks: int, arrival: Sequence[int]) -> list[lis
     def ask(group: str, op: str, **args: Any) -> Any:
         return service.ask(group, 1, f"k{next(keys)}", op, **args)
 
-    version, window = Version(1, 0), {"task": "actor", "budget": ranks * 35, "boundary": config.prompts_per_step}
+    version, budget = Version(1, 0), min(ranks, 2) * 35
+    window = {"task": "actor", "budget": budget, "boundary": config.prompts_per_step}
     ask("actor", "resume", step=0)
     ask("actor", "publish", version=str(version), digest="d")
     ask("rollout", "serve", reader="r", version=str(version))

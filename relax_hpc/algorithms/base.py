@@ -86,6 +86,9 @@ class Algorithm:
     """Over a whole optimizer step: mean over tokens, or over episodes of each episode's mean."""
     entropy_coefficient: float = bounded(0.0)
     """Weight of the entropy's bonus in the loss."""
+    balance_coefficient: float = bounded(0.0, 0.0)
+    """Weight of the loss that has the tokens of a micro-batch spread over the experts of each layer (arXiv 2101.03961,
+    equation 4). Of use for models with experts alone. 0: there is none."""
     log_entropy: bool = False
     """Write the policy's entropy also where it is not in the loss. Neither: it is not computed."""
     kl: KlConfig = field(default_factory=KlConfig)

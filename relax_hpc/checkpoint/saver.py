@@ -110,7 +110,7 @@ class Saver:
         self.failure = ""
         """Reason why the last save failed."""
         model = trainer.model
-        self._writer = StateWriter(channel, model.layout.copies, model.device.type == "cuda")
+        self._writer = StateWriter(channel, model.layout.dense.copies, model.device.type == "cuda")
         device = torch.cuda.current_device() if model.device.type == "cuda" else None
         self._work = Background("checkpoint", self._save_timed, device)
 

@@ -24,12 +24,16 @@ from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.rundir import sync_directory
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from relax_hpc.rendezvous.channel import Channel
     from relax_hpc.training.trainer import Trainer
 
 FORMAT_VERSION = 2
 MARKER = "COMPLETE.json"
 _PIECE_BYTES = 4 << 20
+_SHARDING = "fully_reshardable"
+_NEW = torch.zeros(())
 _OWNED = re.compile(r"__(\d+)_\d+\.distcp$|random-(\d+)\.safetensors$")
 """Files that each rank writes; all others are rank 0's."""
 
@@ -156,7 +160,9 @@ def digest_of(marker: Path) -> str:
 def layout_of(trainer: Trainer) -> list[int]:
     """Sizes of the layout by which random states can be restored."""
     layout = trainer.model.layout
-    return [layout.tensor_size, layout.pipeline_size, layout.data_size, layout.context_size]
+    sizes = [layout.tensor_size, layout.pipeline_size, layout.data_size, layout.context_size]
+    # Those who deal out no experts resume what was saved before there was such a size.
+    return sizes if layout.expert_size == 1 else [*sizes, layout.expert_size]
 
 
 def optimizer_of(trainer: Trainer) -> dict[str, Any]:
@@ -175,19 +181,40 @@ def random_file(rank: int) -> str:
 def _load_state(directory: Path, trainer: Trainer) -> None:
     from megatron.core import dist_checkpointing
 
-    state = dist_checkpointing.load(sharded_state(trainer, loading=True), str(directory))
-    trainer.model.module.load_state_dict(state["model"])
-    optimizer = state["optimizer"].get("optimizer", state["optimizer"])
-    if "state" in optimizer:
-        # A step count of zero is not stored.
-        optimizer["state"].setdefault("common_step", torch.zeros(()))
-    trainer.optimizer.load_state_dict(state["optimizer"])
+    mine = sharded_state(trainer, loading=True)
+    # Experts that are dealt out have a part of the optimizer by themselves. What is not sharded is of the parts that
+    # were saved, so it is kept apart from those that there are now.
+    found = dist_checkpointing.load({"model": mine["model"], "parts": mine["optimizer"]}, str(directory))
+    trainer.model.module.load_state_dict(found["model"])
+    parts, own = found["parts"], trainer.optimizer.chained_optimizers
+    for part, one in zip([parts] if len(own) == 1 else parts.values(), own, strict=True):
+        _complete(part, one.state_dict(), _steps(found["optimizer"]))
+    trainer.optimizer.load_state_dict(parts)
+
+
+def _steps(saved: Any) -> Tensor:
+    """That the optimizer has taken, wherever ``saved`` says so: all parameters have as many. None are not stored."""
+    inner = list(saved.values()) if isinstance(saved, dict) else saved if isinstance(saved, list) else []
+    here = [saved[key] for key in ("common_step", "step") if key in saved] if isinstance(saved, dict) else []
+    return max((torch.as_tensor(one, dtype=torch.float32) for one in (*here, *map(_steps, inner))), default=_NEW)
+
+
+def _complete(part: dict[str, Any], now: dict[str, Any], steps: Tensor) -> None:
+    """Add to what was loaded of a ``part`` of the optimizer what is not sharded: its settings as they are ``now``."""
+    inner, present = (part.setdefault("optimizer", {}), now["optimizer"]) if "optimizer" in now else (part, now)
+    inner["param_groups"] = present["param_groups"]
+    if "state" in inner:
+        inner["state"]["common_step"] = steps
+    if "param_state" in part:
+        part["param_state_sharding_type"] = _SHARDING
+        for group in inner["param_groups"]:
+            group["step"] = float(steps)
 
 
 def sharded_state(trainer: Trainer, loading: bool) -> dict[str, Any]:
     """Model and optimizer as megatron-core describes them for a checkpoint. Collective."""
     # The optimizer's state in the parameters' own shapes loads under every other split.
-    metadata = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+    metadata = {"distrib_optim_sharding_type": _SHARDING, "chained_optim_avoid_prefix": True}
     state = {"model": trainer.model.module.sharded_state_dict(prefix="")}
     state["optimizer"] = trainer.optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
     return state

@@ -8,7 +8,7 @@ rank reads only its slices.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from relax_hpc.errors import ConfigError
@@ -85,6 +85,8 @@ class Entry:
     name: str
     pieces: tuple[Piece, ...]
     fuse: Literal["none", "qkv", "rows"] = "none"
+    expert: int | None = None
+    """Which of its layer's experts it belongs to, if to one."""
 
 
 def all_pieces(spec: ModelSpec) -> dict[str, Piece]:
@@ -120,6 +122,18 @@ def stage_entries(
     if last and spec.tied and not first:
         entries.append(Entry("output_layer.weight", (embedding,)))
     return entries
+
+
+def of_experts(entries: Iterable[Entry], experts: range) -> list[Entry]:
+    """Those of ``entries`` that a rank has to which ``experts`` were dealt: it numbers them from 0."""
+    found = []
+    for entry in entries:
+        if entry.expert is None:
+            found.append(entry)
+        elif entry.expert in experts:
+            numbers = (f".local_experts.{number}." for number in (entry.expert, entry.expert - experts.start))
+            found.append(replace(entry, name=entry.name.replace(*numbers)))
+    return found
 
 
 def check_names(spec: ModelSpec, found: dict[str, tuple[int, ...]], source: str) -> None:

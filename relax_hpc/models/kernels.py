@@ -40,6 +40,6 @@ def _interprets() -> bool:
 
 def transformer_settings(kernels: Kernels, experts: bool) -> dict[str, Any]:
     """What of megatron-core's transformer configuration they decide. ``experts``: of the layers, whose activation is
-    weighted by token, which ours is not."""
+    weighted by token, which that of "fused" is not."""
     fused = kernels == "fused"
     return {"apply_rope_fusion": fused, "bias_activation_fusion": fused and not experts}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -16,14 +17,21 @@ from torch import Tensor
 
 from relax_hpc.config.schema import Kernels
 from relax_hpc.models.attention import CausalAttention
+from relax_hpc.models.expert_layer import put_experts
 
 
 def layer_spec(config: TransformerConfig, kernels: Kernels) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage and the final norm. Attention is the same in all."""
+    """The layers of this pipeline stage and the final norm. Attention is the same in all, and how experts are
+    grouped."""
+    grouped = config.moe_grouped_gemm
     if kernels == "te":
-        block = get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+        sequential = copy.copy(config)
+        sequential.moe_grouped_gemm = False
+        block = get_gpt_decoder_block_spec(sequential, use_transformer_engine=True)
         for layer in block.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = CausalAttention
+            if config.num_moe_experts:
+                put_experts(layer, grouped)
         return block
     norm = _norm(kernels)
     layer = get_gpt_layer_local_spec(
@@ -34,6 +42,7 @@ def layer_spec(config: TransformerConfig, kernels: Kernels) -> TransformerBlockS
     if config.num_moe_experts:
         # In a checkpoint the norm before experts has Transformer Engine's name, which is its own.
         layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.")
+        put_experts(layer, grouped)
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = CausalAttention
     if config.qk_layernorm:

@@ -43,7 +43,9 @@ def training_settings(actor: ActorConfig, experts: bool) -> dict[str, Any]:
         "full": {"recompute_method": "uniform", "recompute_num_layers": 1},
     }[actor.recompute]
     granularity = None if actor.recompute == "none" else actor.recompute
-    return {"recompute_granularity": granularity, **recompute, **megatron_settings.of_owner(actor, "transformer")}
+    grouped = {"moe_grouped_gemm": experts and actor.experts == "grouped"}
+    own = megatron_settings.of_owner(actor, "transformer")
+    return {"recompute_granularity": granularity, **recompute, **grouped, **own}
 
 
 def transformer_config(

@@ -31,10 +31,10 @@ _DECIDED = {
         heterogeneous_block_specs hidden_dropout hidden_size init_method init_method_std is_hybrid_model kv_channels
         layernorm_epsilon layernorm_zero_centered_gamma linear_attention_freq linear_conv_kernel_dim
         linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim moe_apply_probs_on_input
-        moe_aux_loss_coeff moe_expert_capacity_factor moe_ffn_hidden_size moe_grouped_gemm moe_input_jitter_eps
+        moe_expert_capacity_factor moe_ffn_hidden_size moe_input_jitter_eps
         moe_latent_size moe_layer_freq moe_pad_expert_input_to_capacity moe_router_bias_update_rate
         moe_router_enable_expert_bias moe_router_force_load_balancing moe_router_group_topk
-        moe_router_load_balancing_type moe_router_num_groups moe_router_pre_softmax moe_router_score_function
+        moe_router_num_groups moe_router_pre_softmax moe_router_score_function
         moe_router_topk moe_router_topk_limited_devices moe_router_topk_scaling_factor moe_shared_expert_gate
         moe_shared_expert_intermediate_size moe_token_drop_policy moe_token_dropping moe_z_loss_coeff mrope_section
         mtp_loss_scaling_factor mtp_num_layers mtp_standalone multi_latent_attention no_rope_freq normalization
@@ -42,22 +42,26 @@ _DECIDED = {
         qk_clip_threshold qk_l2_norm qk_layernorm rotary_interleaved softmax_scale softmax_type
         use_fused_weighted_squared_relu window_attn_skip_freq window_size""",
     "set actor.parallel instead": """
-        context_parallel_size cp_comm_type hierarchical_context_parallel_sizes hybrid_context_parallel
-        pipeline_model_parallel_size sequence_parallel tensor_model_parallel_size""",
+        context_parallel_size cp_comm_type expert_model_parallel_size expert_tensor_parallel_size
+        hierarchical_context_parallel_sizes hybrid_context_parallel moe_extended_tp pipeline_model_parallel_size
+        sequence_parallel tensor_model_parallel_size""",
     "set model.dtype instead": "autocast_dtype bf16 enable_autocast fp16 params_dtype pipeline_dtype",
     "set model.device instead": "init_model_with_meta_device perform_initialization use_cpu_initialization",
     "set actor.kernels instead": """
         apply_rope_fusion bias_activation_fusion fused_single_qkv_rope gradient_accumulation_fusion
         use_te_activation_func""",
+    "set actor.experts instead": "moe_grouped_gemm moe_use_legacy_grouped_gemm",
+    "set algorithm.balance_coefficient instead": "moe_aux_loss_coeff moe_router_load_balancing_type",
+    "routers compute in float32": "moe_router_dtype",
+    "ranks that share experts may have unequal numbers of tokens": "moe_token_dispatcher_type",
     "set actor.recompute instead": "moe_layer_recompute recompute_granularity",
     "set actor.optimizer.distributed instead": "use_distributed_optimizer",
     "the trainer decides it, whose gradients are sums that are divided once": """
         average_in_collective calculate_per_token_loss finalize_model_grads_func grad_reduce_in_fp32 grad_scale_func
         grad_sync_func no_sync_func overlap_grad_reduce overlap_param_gather param_sync_func timers
         variable_seq_lengths""",
-    "stages have equal numbers of layers, in one chunk, and experts are not split over ranks": """
-        account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split expert_model_parallel_size
-        expert_tensor_parallel_size microbatch_group_size_per_vp_stage moe_extended_tp moe_token_dispatcher_type
+    "stages have equal numbers of layers, in one chunk": """
+        account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split microbatch_group_size_per_vp_stage
         num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage overlap_moe_expert_parallel_comm
         pipeline_model_parallel_layout virtual_pipeline_model_parallel_size""",
     "the trainer's model, optimizer and checkpoints are not made for it": """

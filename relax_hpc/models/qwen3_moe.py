@@ -12,6 +12,7 @@ from relax_hpc.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     from relax_hpc.config.schema import ParallelConfig
+    from relax_hpc.training.batches import Batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,17 +62,25 @@ class Qwen3Moe(ModelSpec):
         if len({*map(str, experts)}) != 1:
             yield f"num_experts is {' and '.join(map(str, experts)) or 'missing'}; is this a qwen3_moe model?"
 
-    def widths(self) -> dict[str, int]:
+    def widths(self, parallel: ParallelConfig) -> dict[str, int]:
         """See `ModelSpec.widths`."""
-        found = super().widths()
-        found["moe_intermediate_size"] = found.pop("intermediate_size")
-        return found
+        found = super().widths(parallel)
+        inner = found.pop("intermediate_size")
+        return found if parallel.expert > 1 else found | {"moe_intermediate_size": inner}
 
     def misfits(self, parallel: ParallelConfig) -> Iterator[str]:
-        """Experts are not split over ranks yet."""
-        for name in ("tensor", "pipeline", "context"):
-            if (found := getattr(parallel, name)) > 1:
-                yield f"{name}: found {found}, allowed: 1, as experts are not split over ranks yet"
+        """See `ModelSpec.misfits`."""
+        yield from super().misfits(parallel)
+        expert, stage = parallel.expert, parallel.tensor * parallel.context * parallel.data
+        if self.experts % expert:
+            yield f"expert: found {expert}, allowed: a divisor of the model's num_experts, {self.experts}"
+        if stage % expert:
+            yield f"expert: found {expert}, allowed: a divisor of tensor * context * data, {stage}"
+        if parallel.tensor > 1 and not parallel.sequence_parallel:
+            yield (
+                f"sequence_parallel: found false with tensor {parallel.tensor}, allowed: true; each tensor rank would "
+                "send every token to the experts once more"
+            )
 
     def mlp_multiplied(self) -> int:
         """See `ModelSpec.mlp_multiplied`: the router, and the experts of a token."""
@@ -86,7 +95,7 @@ class Qwen3Moe(ModelSpec):
         yield Entry(f"{ours}mlp.router.weight", (router,))
         for expert in range(self.experts):
             names = f"{ours}mlp.experts.local_experts.{expert}.", f"{theirs}mlp.experts.{expert}."
-            yield from self.gated(*names, self.inner)
+            yield from self.gated(*names, self.inner, expert)
 
     def packed_forms(self, pieces: Mapping[str, Piece]) -> dict[str, StoredForm]:
         """All experts of a layer in one tensor, as transformers 5 has them in memory ([experts, rows, columns])."""
@@ -107,9 +116,14 @@ class Qwen3Moe(ModelSpec):
             "moe_router_topk": self.chosen,
             # Without it the softmax is over the chosen experts, which is the same as normalising their probabilities.
             "moe_router_pre_softmax": not self.normalised,
+            # Which experts are chosen hangs on the last bits.
+            "moe_router_dtype": "fp32",
+            # Of megatron-core's own; see `expert_layer.Router`.
             "moe_router_load_balancing_type": "none",
-            # The other dispatchers need CUDA's events; this one wants the same lengths everywhere.
-            "moe_token_dispatcher_type": "allgather",
-            "variable_seq_lengths": False,
-            "moe_grouped_gemm": False,
+            "expert_model_parallel_size": parallel.expert,
+            "expert_tensor_parallel_size": parallel.expert_tensor,
         }
+
+    def inputs(self, batch: Batch) -> dict[str, Any]:
+        """See `ModelSpec.inputs`; routers learn what each token is worth."""
+        return super().inputs(batch) | {"padding_mask": batch.shares}

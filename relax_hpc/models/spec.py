@@ -117,7 +117,7 @@ class ModelSpec:
 
     # -- ranks -------------------------------------------------------------------------------------------------
 
-    def widths(self) -> dict[str, int]:
+    def widths(self, parallel: ParallelConfig) -> dict[str, int]:
         """Sizes that tensor parallelism divides, by their keys in config.json."""
         return {
             "num_attention_heads": self.heads,
@@ -127,7 +127,7 @@ class ModelSpec:
 
     def misfits(self, parallel: ParallelConfig) -> Iterator[str]:
         """Why ranks cannot split the model so, one line each, beginning with the field."""
-        for key, size in self.widths().items():
+        for key, size in self.widths(parallel).items():
             if size % parallel.tensor:
                 yield f"tensor: found {parallel.tensor}, allowed: a divisor of the model's {key}, {size}"
         if parallel.tensor % self.groups and self.groups % parallel.tensor:
@@ -139,6 +139,8 @@ class ModelSpec:
         if self.layers % parallel.pipeline:
             allowed = f"a divisor of the model's num_hidden_layers, {self.layers}"
             yield f"pipeline: found {parallel.pipeline}, allowed: {allowed}"
+        if parallel.expert > 1 and not self.experts:
+            yield f"expert: found {parallel.expert}, allowed: 1; a {self.model_type} model has no experts"
 
     @property
     def group_rows(self) -> int:
@@ -189,11 +191,12 @@ class ModelSpec:
         yield Entry(ours + norms["mlp_norm"], (norm,))
         yield from self.gated(f"{ours}mlp.", f"{theirs}mlp.", self.inner)
 
-    def gated(self, ours: str, theirs: str, inner: int) -> Iterator[Entry]:
-        """A gated feed-forward layer."""
+    def gated(self, ours: str, theirs: str, inner: int, expert: int | None = None) -> Iterator[Entry]:
+        """A gated feed-forward layer, or one ``expert`` of many."""
         gate_up = tuple(Piece(f"{theirs}{name}_proj.weight", (inner, self.hidden), 0) for name in ("gate", "up"))
-        yield Entry(f"{ours}linear_fc1.weight", gate_up, "rows")
-        yield Entry(f"{ours}linear_fc2.weight", (Piece(f"{theirs}down_proj.weight", (self.hidden, inner), 1),))
+        yield Entry(f"{ours}linear_fc1.weight", gate_up, "rows", expert)
+        down = Piece(f"{theirs}down_proj.weight", (self.hidden, inner), 1)
+        yield Entry(f"{ours}linear_fc2.weight", (down,), expert=expert)
 
     def packed_forms(self, pieces: Mapping[str, Piece]) -> dict[str, StoredForm]:
         """By name, tensors of which files may hold several ``pieces`` in one."""
@@ -208,7 +211,7 @@ class ModelSpec:
             "qk_layernorm": self.qk_norm,
             # Micro-batches differ in length, and a stage learns the shape from the one before it.
             "variable_seq_lengths": parallel.pipeline > 1,
-            # megatron-core asks this of dense models too when lengths vary.
+            # Ranks may differ in length; megatron-core asks this of dense models too when lengths vary.
             "moe_token_dispatcher_type": "alltoall",
         }
 

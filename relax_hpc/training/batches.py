@@ -53,6 +53,8 @@ class Batch:
     """Tokens of each row; none of an `idle` one."""
     episode_tokens: Tensor
     """[b, 1] float32: trained tokens of all rows of the row's episode, some of which other batches may have."""
+    shares: Tensor
+    """[1, t] float32: of each trained token, its share of its episode; 0 of others, and -1 where no row is."""
     scored: Scored
     """Tokens that are trained, and all of a row that says of none whether it is; the first of a row is predicted by
     nothing. Found on the host: a device would have to be waited for."""
@@ -98,6 +100,7 @@ def collate(
         mask=on_device(mask),
         lengths=lengths,
         episode_tokens=on_device(counts[:, None]),
+        shares=on_device(_shares(rows, mask, counts, places)[mine][None]),
         scored=_scored(rows, tokens, places, mine, on_device),
         fields={
             name: on_device(_padded(rows, name, FIELDS[name].pad, FIELDS[name].dtype)) for name in known(loss_fields())
@@ -137,6 +140,7 @@ def idle(row: Row, device: str | torch.device, split: PackSplit = WHOLE, also: S
     first = {name: value[:1] if name in tokens else value for name, value in row.items()}
     batch = collate([first | {"loss_mask": np.zeros(1, np.uint8)}], PAD, device, split, also)
     batch.lengths = []
+    batch.shares.fill_(-1.0)
     return batch
 
 
@@ -155,6 +159,15 @@ def _packed(rows: Sequence[Row], name: str, pad: float, dtype: type | str, place
     out = np.full((places.total, *np.shape(rows[0][name])[1:]), pad, dtype)
     for start, row in zip(places.starts, rows, strict=False):
         out[start : start + len(row["token_ids"])] = row[name]
+    return out
+
+
+def _shares(rows: Sequence[Row], mask: np.ndarray, counts: np.ndarray, places: Places) -> np.ndarray:
+    """[tokens of the whole pack], see `Batch`; ``mask`` [b, s], ``counts`` [b] are of episodes."""
+    out = np.full(places.total, -1.0, np.float32)
+    for start, row, trained, count in zip(places.starts, rows, mask, counts, strict=False):
+        length = len(row["token_ids"])
+        out[start : start + length] = trained[:length] / max(count, 1.0)
     return out
 
 

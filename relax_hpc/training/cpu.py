@@ -45,6 +45,7 @@ def install() -> None:
     _redirect_random_state()
     _redirect_streams()
     _redirect_moves()
+    _redirect_expert_splits()
     _redirect_type_names()
     _redirect_device_literals()
     _installed = True
@@ -98,8 +99,9 @@ class _NullStream:
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *_, **__: None
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        # A stream's `record_event` gives something to wait for.
+        return lambda *_, **__: self
 
 
 def _redirect_streams() -> None:
@@ -113,6 +115,16 @@ def _redirect_streams() -> None:
 def _redirect_moves() -> None:
     # Without it: the distributed optimizer cannot gather its state for a checkpoint.
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment]
+
+
+def _redirect_expert_splits() -> None:
+    # Without it: the exchange between expert-parallel ranks is told its sizes by a tensor, which it cannot iterate.
+    from megatron.core.transformer.moe import token_dispatcher
+
+    def on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = on_host
 
 
 def _redirect_type_names() -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,7 @@ from relax_hpc.models.hf_mapping import (
     all_pieces,
     check_names,
     cut,
-    join,
-    split,
+    of_experts,
     split_views,
     stage_entries,
     unique_pieces,
@@ -32,6 +30,7 @@ from relax_hpc.models.hf_mapping import (
 from relax_hpc.models.packs import PackSplit
 from relax_hpc.training import parallel as ranks
 from relax_hpc.training.batches import Batch
+from relax_hpc.training.gathered import gathered_texts
 from relax_hpc.training.logprobs import PLAIN, ChunkKernels, token_logprobs
 from relax_hpc.weights.ring import Slice
 from relax_hpc.weights.tensors import Tensor as WholeTensor
@@ -82,19 +81,14 @@ class PolicyModel:
         first, last = self.layout.first_stage, self.layout.last_stage
         self.module = self.spec.build(self.config, model.device, first, last, self.kernels)
         offset = get_transformer_layer_offset(self.config)
-        self._entries = stage_entries(
-            self.spec,
-            range(offset, offset + self.spec.layers // parallel.pipeline),
-            first,
-            last,
-            "te" if self.kernels == "te" else "local",
-        )
+        layers = range(offset, offset + self.spec.layers // parallel.pipeline)
+        entries = stage_entries(self.spec, layers, first, last, "te" if self.kernels == "te" else "local")
+        self._entries = of_experts(entries, self.layout.experts_of(self.spec.experts))
         self._chunk_kernels = _chunk_kernels(self.kernels)
         self._parameters = dict(self.module.named_parameters())
         self._transfers = Transfers(self.device)
         self._tensor_group = parallel_state.get_tensor_model_parallel_group()
         self._context_group = parallel_state.get_context_parallel_group()
-        self._pipeline_ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
 
     def load_hf(self, directory: Path) -> None:
         """Take the weights of a Hugging Face directory; a rank reads only its slices. Errors as `load_tensors`."""
@@ -117,7 +111,8 @@ class PolicyModel:
                 view = self._view(entry, piece)
                 if not view.numel():
                     continue
-                mine = cut(piece, source[piece.name], self.layout.tensor_size, self.layout.tensor_rank)
+                held = self._holding(entry)
+                mine = cut(piece, source[piece.name], held.tensor_size, held.tensor_rank)
                 yield mine.reshape(view.shape), view
                 if padding := self._padding(entry, piece):
                     self._parameters[entry.name].detach()[-padding:].zero_()
@@ -133,19 +128,22 @@ class PolicyModel:
 
         Ranks with the same weights share the work. The views are of the live parameters.
         """
-        layout, found = self.layout, []
+        found = []
         for number, (entry, piece) in enumerate(unique_pieces(self._entries)):
-            mine = number % layout.copies == layout.copy_rank
-            start, stop = self._bounds(piece)
-            if mine and start < stop and (piece.axis is not None or layout.tensor_rank == 0):
+            held = self._holding(entry)
+            mine = number % held.copies == held.copy_rank
+            start, stop = self._bounds(entry, piece)
+            if mine and start < stop and (piece.axis is not None or held.tensor_rank == 0):
                 found.append(Slice(piece.name, piece.axis or 0, start, stop, partial(self._view, entry, piece)))
         return found
 
-    def _bounds(self, piece: Piece) -> tuple[int, int]:
+    def _holding(self, entry: Entry) -> ranks.Holding:
+        return self.layout.dense if entry.expert is None else self.layout.experts
+
+    def _bounds(self, entry: Entry, piece: Piece) -> tuple[int, int]:
         """Of this rank's slice, along the piece's axis, or the first where nothing is split."""
-        if piece.axis is None:
-            return 0, piece.shape[0]
-        return piece.bounds(self.layout.tensor_size, self.layout.tensor_rank)[:2]
+        held = self._holding(entry)
+        return piece.bounds(held.tensor_size, held.tensor_rank)[:2] if piece.axis is not None else (0, piece.shape[0])
 
     def _padding(self, entry: Entry, piece: Piece) -> int:
         """Rows of zeros at the end of a parameter whose vocabulary does not fill its ranks."""
@@ -155,59 +153,39 @@ class PolicyModel:
         return length - (stop - start)
 
     def _view(self, entry: Entry, piece: Piece) -> Tensor:
-        parameter, layout = self._parameters[entry.name].detach(), self.layout
-        views = split_views(entry, parameter, self.spec, layout.tensor_size, layout.tensor_rank)
+        parameter, held = self._parameters[entry.name].detach(), self._holding(entry)
+        views = split_views(entry, parameter, self.spec, held.tensor_size, held.tensor_rank)
         view = views[entry.pieces.index(piece)]
         if entry.fuse == "qkv":
             return view
-        start, stop = self._bounds(piece)
+        start, stop = self._bounds(entry, piece)
         # The vocabulary may be padded.
         return view.narrow(piece.axis or 0, 0, stop - start)
 
+    @torch.no_grad()
     def export_hf(self) -> dict[str, Tensor] | None:
         """Whole CPU tensors by Hugging Face name, in the model's type, on global rank 0; None on every other rank.
 
         Collective: all ranks call it.
         """
-        if self.layout.copy_rank != 0:
+        mine = self.slices()
+        about = json.dumps([(one.name, one.axis, one.start, one.stop) for one in mine])
+        parts = [json.loads(text) for text in gathered_texts(about, self.device)]
+        if dist.get_rank() != 0:
+            for one in mine:
+                dist.send(one.view().contiguous(), 0)
             return None
-        mine = dict(self._gather_tensor_parallel())
-        if self.layout.tensor_rank != 0:
-            return None
-        return self._gather_pipeline(mine)
+        whole = {name: torch.empty(one.shape, dtype=self.dtype) for name, one in self.tensors().items()}
+        for rank, slices in enumerate(parts):
+            for number, (name, axis, start, stop) in enumerate(slices):
+                room = whole[name].narrow(axis, start, stop - start)
+                room.copy_((mine[number].view() if rank == 0 else self._received(room, rank)).reshape(room.shape))
+        return whole
 
-    @torch.no_grad()
-    def _gather_tensor_parallel(self) -> Iterator[tuple[str, Tensor]]:
-        for entry, pairs in groupby(unique_pieces(self._entries), itemgetter(0)):
-            ranks = self._pieces_of_ranks(entry)
-            for number, (_, piece) in enumerate(pairs):
-                # A copy: the parameter behind it changes at the next step.
-                whole = join(piece, [pieces[number] for pieces in ranks])
-                yield piece.name, whole.detach().contiguous().to("cpu", copy=True)
-
-    def _pieces_of_ranks(self, entry: Entry) -> list[list[Tensor]]:
-        """[tensor-parallel rank][piece]; of the first rank alone where all have the same."""
-        mine, size = self._parameters[entry.name], self.layout.tensor_size
-        if size == 1 or entry.pieces[0].axis is None:
-            return [split(entry, mine, self.spec)]
-        parameters = [torch.empty_like(mine) for _ in range(size)]
-        dist.all_gather(parameters, mine.detach(), group=self._tensor_group)
-        return [split(entry, one, self.spec, size, rank) for rank, one in enumerate(parameters)]
-
-    def _gather_pipeline(self, mine: dict[str, Tensor]) -> dict[str, Tensor] | None:
-        if self.layout.pipeline_rank != 0:
-            for tensor in mine.values():
-                dist.send(tensor.to(self.device), self._pipeline_ranks[0])
-            return None
-        per_stage = self.spec.layers // self.layout.pipeline_size
-        for stage in range(1, self.layout.pipeline_size):
-            layers = range(stage * per_stage, (stage + 1) * per_stage)
-            entries = stage_entries(self.spec, layers, False, stage == self.layout.pipeline_size - 1)
-            for _, piece in unique_pieces(entries):
-                tensor = torch.empty(piece.shape, dtype=self.dtype, device=self.device)
-                dist.recv(tensor, self._pipeline_ranks[stage])
-                mine[piece.name] = tensor.cpu()
-        return mine
+    def _received(self, like: Tensor, rank: int) -> Tensor:
+        tensor = torch.empty(like.shape, dtype=like.dtype, device=self.device)
+        dist.recv(tensor, rank)
+        return tensor
 
     def save_hf(self, directory: Path, source: Path | None = None) -> None:
         """Write a Hugging Face directory that appears whole, with the tokenizer of `source`. Collective.

@@ -22,6 +22,16 @@ _stores: list[dist.Store | None] = []
 
 
 @dataclass(frozen=True, slots=True)
+class Holding:
+    """Which part of some matrices a rank has, and which of the ranks that have the same part it is."""
+
+    tensor_size: int
+    tensor_rank: int
+    copies: int
+    copy_rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class RankLayout:
     """Where this rank stands; every size is at least 1."""
 
@@ -33,16 +43,35 @@ class RankLayout:
     data_size: int
     context_rank: int = 0
     context_size: int = 1
+    expert_size: int = 1
 
     @property
-    def copy_rank(self) -> int:
-        """This rank's number among `copies`."""
-        return self.data_rank * self.context_size + self.context_rank
+    def dense(self) -> Holding:
+        """Of all but the experts: context ranks of all data-parallel replicas have the same."""
+        copies, copy_rank = self.data_size * self.context_size, self.data_rank * self.context_size + self.context_rank
+        return Holding(self.tensor_size, self.tensor_rank, copies, copy_rank)
 
     @property
-    def copies(self) -> int:
-        """Ranks with the same weights: context ranks of all data-parallel replicas."""
-        return self.data_size * self.context_size
+    def experts(self) -> Holding:
+        """Of each expert that this rank has: all of it where they are dealt out, else its tensor-parallel part."""
+        if self.expert_size == 1:
+            return self.dense
+        return Holding(1, 0, self._stage_size // self.expert_size, self._stage_rank // self.expert_size)
+
+    def experts_of(self, count: int) -> range:
+        """Which of the ``count`` experts of a layer this rank has."""
+        each = count // self.expert_size
+        first = self._stage_rank % self.expert_size * each
+        return range(first, first + each)
+
+    @property
+    def _stage_size(self) -> int:
+        return self.data_size * self.context_size * self.tensor_size
+
+    @property
+    def _stage_rank(self) -> int:
+        """In megatron-core's order: neighbours share experts."""
+        return self.dense.copy_rank * self.tensor_size + self.tensor_rank
 
     @property
     def first_stage(self) -> bool:
@@ -127,6 +156,8 @@ def _split(parallel: ParallelConfig, seed: int, timeout_s: float) -> None:
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
         context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
         distributed_timeout_minutes=math.ceil(timeout_s / 60),
     )
     torch.manual_seed(seed)
@@ -146,6 +177,7 @@ def layout() -> RankLayout:
         data_size=state.get_data_parallel_world_size(),
         context_rank=state.get_context_parallel_rank(),
         context_size=state.get_context_parallel_world_size(),
+        expert_size=state.get_expert_model_parallel_world_size(),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Self
@@ -19,6 +19,8 @@ from relax_hpc.config.schema import ActorConfig, OptimizerConfig
 from relax_hpc.fields import FIELDS
 from relax_hpc.models import megatron_settings
 from relax_hpc.training.batches import Batch
+from relax_hpc.training.expert_load import ExpertLoad
+from relax_hpc.training.gathered import gathered_texts
 from relax_hpc.training.gradients import clip_factor, gradient_norm
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.optimizer import build_optimizer, set_rates
@@ -63,6 +65,8 @@ class Trainer:
         )
         self.module = DistributedDataParallel(model.config, settings, model.module)
         self.optimizer = build_optimizer(optimizer, self.module, model.dtype, model.kernels == "fused")
+        by_token = loss is not None or algorithm.reduction == "token_mean"
+        self._experts = ExpertLoad(model, algorithm.balance_coefficient, by_token)
         self._names: list[str] = []
         """Of the metrics that any rank has ever seen, the same in all of them."""
         self._zero()
@@ -113,13 +117,15 @@ class Trainer:
         optimizer as they were. A step without any token leaves them too, with `skipped` 1.0.
         """
         totals = self._reduce_metrics()
+        load = self._experts.take()
+        totals |= load.sums
         weight = totals["weight"]
         norm = self._gradient_norm(weight)
         usable = math.isfinite(norm) and weight > 0
         if usable:
             self._update(lr, clip_factor(norm, self.settings.clip_grad) / weight)
         self._zero()
-        return mean_metrics(totals) | {"grad_norm": norm, "skipped": 0.0 if usable else 1.0}
+        return mean_metrics(totals) | load.values | {"grad_norm": norm, "skipped": 0.0 if usable else 1.0}
 
     def discard(self) -> None:
         """Forget what was accumulated since the last step."""
@@ -143,7 +149,8 @@ class Trainer:
         """Totals over the step, the same on every rank; a metric that no rank has seen is left out."""
         totals, all_known = self._reduced()
         if not all_known:
-            self._names = sorted(set(self._names).union(*gathered_names(self._sums, self.model.device)))
+            seen = gathered_texts("\n".join(self._sums), self.model.device)
+            self._names = sorted(set(self._names).union(*(text.split("\n") for text in seen if text)))
             totals, _ = self._reduced()
         return {"weight": 0.0, "tokens": 0.0} | totals
 
@@ -172,19 +179,8 @@ class Trainer:
     def _zero(self) -> None:
         self.module.zero_grad_buffer()
         self.optimizer.zero_grad()
+        self._experts.forget()
         self._sums: dict[str, Tensor] = {}
-
-
-def gathered_names(mine: Iterable[str], device: torch.device) -> list[list[str]]:
-    """The names that each rank has. Collective over all ranks; as bytes, since objects would be pickled."""
-    text = torch.tensor(list("\n".join(mine).encode()), dtype=torch.uint8, device=device)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(text)], device=device))
-    longest = int(max(sizes))
-    texts = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in sizes]
-    dist.all_gather(texts, torch.nn.functional.pad(text, (0, longest - len(text))))
-    pairs = zip(texts, sizes, strict=True)
-    return [bytes(text[: int(size)].tolist()).decode().split("\n") for text, size in pairs if size]
 
 
 def _combine(name: str, left: Tensor, right: Tensor) -> Tensor:

@@ -20,12 +20,22 @@ class ParallelConfig:
     """Ranks that share each row, every one with as many of its tokens: for rows that are too long for one. A
     micro-batch is as many times larger."""
     data: int = bounded(1, 1)
+    expert: int = bounded(1, 1)
+    """Of the tensor * context * data ranks of a pipeline stage, how many share a layer's experts: each has whole ones,
+    and gets the tokens of all that chose them. 1: every rank has all, cut as `tensor` says. It adds no ranks."""
     sequence_parallel: bool = False
 
     @property
     def ranks(self) -> int:
         """Processes of the group."""
         return self.tensor * self.pipeline * self.context * self.data
+
+    @property
+    def expert_tensor(self) -> int:
+        """Ranks that share each matrix of an expert."""
+        # megatron-core 0.16.1 reduces gradients over the wrong ranks where experts are in one piece in each of several
+        # tensor ranks, and gloo cannot exchange tokens of experts that are both dealt out and cut.
+        return self.tensor if self.expert == 1 else 1
 
     def __str__(self) -> str:
         return f"tensor {self.tensor} * pipeline {self.pipeline} * context {self.context} * data {self.data}"
@@ -74,6 +84,9 @@ class ActorConfig:
     """What the layers of the policy are made of, in the forward roles too. `plain`: torch, on every device; `fused`:
     Triton kernels for norms, rotary embedding, gated activation and log-probabilities, and one for Adam, on GPUs; `te`:
     Transformer Engine, which is refused unless a layer of it is as near to float32 as a plain one is."""
+    experts: Literal["sequential", "grouped"] = "sequential"
+    """How the experts of a rank compute: one after the other, or `grouped`, all in one product of torch's
+    (`torch.nn.functional.grouped_mm`), beside which their weights lie in one piece for the time of a layer."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that the backward pass computes again instead of keeping them. `full`: all of a layer but its input,
     a third more computation; `selective`: those of its norms and of its feed-forward layer."""
