@@ -79,8 +79,8 @@ def exact_match(row: dict[str, Any]) -> float:
 def assert_learned(live: Running) -> None:
     """Rewards, held-out answers, and log-probs that both sides agree on.
 
-    What is drawn depends on the order of requests, so the bounds are half of what runs reach in these steps, and less: in
-    three of them rewards rose by 0.24 to 0.25, held-out answers by 0.075 to 0.08, in another one by 0.0475.
+    What is drawn depends on the order of requests, so the bounds are half of what runs reach in these steps, and less:
+    in three of them rewards rose by 0.24 to 0.25, held-out answers by 0.075 to 0.08, in another one by 0.0475.
     """
     rows = read_metrics(live.run.root)
     trained = trained_steps(live.run)
