@@ -156,7 +156,7 @@ def test_a_step_whose_weights_have_changed_is_brought_to_its_end() -> None:
     actor.context.stop.set()
     last = claim(5, 14, 15)
     thread = later(actor, lambda: actor.context.client.claims[0].set_result(last))
-    assert list(actor.windows.of(3, 1)) == [Window(last, [])]
+    assert list(actor.windows.of(3, 1)) == [Window(last, [], last=True)]
     thread.join()
 
 
@@ -185,12 +185,12 @@ def claim(lease: int, *tickets: int) -> Claim:
 def test_rows_that_are_there_are_trained_on() -> None:
     actor = giving(CLAIM)
     actor.context.stop.set()
-    assert list(actor.windows.of(3, 0)) == [Window(CLAIM, [])]
+    assert list(actor.windows.of(3, 0)) == [Window(CLAIM, [], last=True)]
 
 
 def test_while_one_window_is_trained_on_the_next_is_asked_for() -> None:
     actor = giving(claim(1, 12), claim(2, 13), claim(3, 14, 15), claim(4, 16, 17))
-    assert [window.claim.lease for window in actor.windows.of(3, 0)] == [1, 2]
+    assert [(window.claim.lease, window.last) for window in actor.windows.of(3, 0)] == [(1, False), (2, True)]
     assert [window.claim.lease for window in actor.windows.of(3, 1)] == [3]
     assert actor.windows.prefetch.asked.result(10).claim.lease == 4, "of the next step"
     assert actor.context.client.dealt == [0, 1, 0, 0]
@@ -256,9 +256,13 @@ def test_rows_that_are_lost_with_their_maker_cost_a_gradient() -> None:
     queue, done, tally = Losing(CLAIM, lost, again), [], Tally()
     actor = waiting(client=queue)
     actor.batches = lambda window: [window.claim.lease]
-    actor.trainer = SimpleNamespace(accumulate=done.append, discard=lambda: done.append("discarded"))
+    taken = {
+        "accumulate": lambda batches, last: done.append((batches, last)),
+        "discard": lambda: done.append("discarded"),
+    }
+    actor.trainer = SimpleNamespace(**taken)
     assert actor.gradients(3, 0, tally) == ([again], [[7]])
-    assert done == [[5], "discarded", [7]]
+    assert done == [([5], True), "discarded", ([7], True)]
     assert queue.released == [5, 6], "what was asked for already may be of the same mini-batch"
     assert actor.windows.prefetch.asked, "the first window of the next one"
 
@@ -269,9 +273,11 @@ def test_a_ticket_that_comes_twice_does_not_count_for_another() -> None:
     actor = waiting(client=queue)
     queue.held = [[12, 13], [12, 13]]
     actor.batches = lambda window: []
-    actor.trainer = SimpleNamespace(accumulate=lambda _: None, discard=lambda: None)
+    said: list[bool] = []
+    actor.trainer = SimpleNamespace(accumulate=lambda _, last: said.append(last), discard=lambda: None)
     claims, _ = actor.gradients(3, 0, tally)
     assert [found.lease for found in claims] == [9, 10]
+    assert said == [False, False, True, False, True], "the last window is that with the last ticket"
     assert queue.released == [5, 6, 7, 8]
 
 

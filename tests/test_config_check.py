@@ -59,6 +59,14 @@ FINDINGS = [
         ],
     ),
     (
+        {"actor.megatron": {"overlap_grad_reduce": True, "overlap_param_gather": True, "cuda_graph_impl": "local"}},
+        [
+            "overlap_grad_reduce: found True, not allowed: set actor.optimizer.overlap_gradients instead",
+            "overlap_param_gather: found True, not allowed: a version is published as soon as it is made",
+            "cuda_graph_impl: found 'local', not allowed: packs differ in length",
+        ],
+    ),
+    (
         {"actor.kernels": "fused", "actor.megatron": {"apply_rope_fusion": True}},
         ["actor.kernels: found fused with model.device cpu", "apply_rope_fusion: found True, not allowed: set actor.k"],
     ),

@@ -210,7 +210,8 @@ def test_two_data_ranks_train_as_one_on_episodes_that_were_cut_into_rows(referen
     over = {"steps": 1, "actor": {"balance_window": 1}, "algorithm": {"reduction": "sequence_mean"}}
     alone = with_model_of(plain, PLAIN, over)
     expected = references.begin(tmp_path, alone)
-    cut = {"actor": {"parallel": {"data": 2}}, "data": {"task": "tests.cut_episodes:CutSortDigits"}}
+    two = {"parallel": {"data": 2}, "optimizer": {"overlap_gradients": True}}
+    cut = {"actor": two, "data": {"task": "tests.cut_episodes:CutSortDigits"}}
     with run_helpers.running(tmp_path, run_helpers.merged(alone, run_helpers.merged(INSIDE, cut))) as running:
         found, should = outcome_of(running), expected()
     ((line,), (wanted,)) = found.lines, should.lines

@@ -30,6 +30,7 @@ OF_FOUR: Layouts = {
     "context and tensor": {"parallel": {"context": 2, "tensor": 2, "sequence_parallel": True}},
     "context and pipeline": {"parallel": {"context": 2, "pipeline": 2}, "recompute": "full"},
     "context and data": {"parallel": {"context": 2, "data": 2}, "optimizer": {"distributed": True}},
+    "data and pipeline": {"parallel": {"data": 2, "pipeline": 2}, "optimizer": {"distributed": True}},
     # More ranks than key-value heads: two share each.
     "tensor over heads": {"parallel": {"tensor": 4, "sequence_parallel": True}},
     "one key-value head": {"parallel": {"tensor": 2, "pipeline": 2}},

@@ -38,6 +38,7 @@ from relax_hpc.transfer_queue.row_schema import Row
 from relax_hpc.transfer_queue.storage.shard import ShardError
 from relax_hpc.weights.tensors import Part, uncovered
 from tests import training_helpers as helpers
+from tests.overlap_checks import check_overlap, unsharded
 
 
 def main() -> None:
@@ -64,6 +65,10 @@ def one_case(world: int, rank: int, meeting: dist.Store, layout: str, model: str
         check_rows_that_one_rank_cannot_read()
         check_metrics_that_few_ranks_have(trainer)
     check(trainer, Path(out))
+    if split.data > 1:
+        check_overlap(Path(model), settings, Path(out))
+        if world == 2:
+            check_overlap(Path(model), unsharded(settings), Path(out))
     parallel.destroy()
 
 

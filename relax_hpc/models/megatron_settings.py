@@ -58,8 +58,13 @@ _DECIDED = {
     "set actor.optimizer.distributed instead": "use_distributed_optimizer",
     "the trainer decides it, whose gradients are sums that are divided once": """
         average_in_collective calculate_per_token_loss finalize_model_grads_func grad_reduce_in_fp32 grad_scale_func
-        grad_sync_func no_sync_func overlap_grad_reduce overlap_param_gather param_sync_func timers
-        variable_seq_lengths""",
+        grad_sync_func no_sync_func param_sync_func timers variable_seq_lengths""",
+    "set actor.optimizer.overlap_gradients instead": "overlap_grad_reduce",
+    "a version is published as soon as it is made, which takes all parameters at once": """
+        align_param_gather overlap_param_gather""",
+    "packs differ in length from one to the next, and a graph is of one shape": """
+        cuda_graph_impl cuda_graph_retain_backward_graph cuda_graph_scope cuda_graph_use_single_mempool
+        cuda_graph_warmup_steps enable_cuda_graph external_cuda_graph""",
     "stages have equal numbers of layers, in one chunk": """
         account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split microbatch_group_size_per_vp_stage
         num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage overlap_moe_expert_parallel_comm

@@ -25,6 +25,8 @@ class Window:
 
     claim: Claim
     rows: list[Row]
+    last: bool = False
+    """Of its mini-batch; not known before it is taken."""
 
 
 class Prefetch:

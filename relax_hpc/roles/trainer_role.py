@@ -166,7 +166,7 @@ class TrainerRole:
         with self.context.spans("train", step=step):
             for _ in range(passes - 1):
                 for windows in mini_batches:
-                    self.trainer.accumulate([batch for window in windows for batch in window])
+                    self.trainer.accumulate([batch for window in windows for batch in window], last=True)
                     metrics = self.trainer.step(lr)
         self.beside.trained(step)
         if self.ranks.leader:
@@ -210,20 +210,20 @@ class TrainerRole:
                     found.add(window.rows)
                     windows.append(self.batches(window))
                 if not pipeline:
-                    self.learn(step, number, windows[-1])
+                    self.learn(step, number, windows[-1], window.last)
             if pipeline:
-                self.learn(step, number, [batch for window in windows for batch in window])
+                self.learn(step, number, [batch for window in windows for batch in window], last=True)
             if self.windows.settled(step, claims):
                 tally.join(found)
                 return claims, windows
             self.trainer.discard()
             self.windows.give_back(step, number, claims)
 
-    def learn(self, step: int, number: int, batches: list[Batch]) -> None:
-        """Add what ``batches`` of mini-batch ``number`` say to the gradient, in the first pass."""
+    def learn(self, step: int, number: int, batches: list[Batch], last: bool) -> None:
+        """Add what ``batches`` of mini-batch ``number``, perhaps its ``last``, say to the gradient, in the first pass."""
         self.beside.prepare(step, number, batches)
         with self.context.spans("train", step=step):
-            self.trainer.accumulate(batches)
+            self.trainer.accumulate(batches, last)
 
     def batches(self, window: Window) -> list[Batch]:
         """Micro-batches of a window for this data rank, as the queue has assigned them."""

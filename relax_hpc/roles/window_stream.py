@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
+from dataclasses import replace
 from typing import Any
 
 from relax_hpc.config.schema import ActorConfig
@@ -66,14 +67,15 @@ class WindowStream:
             check_range(window.claim, first, size)
             # A ticket whose rows were lost since it was claimed may come again.
             tickets.update(window.claim.tickets)
-            if len(tickets) < size:
+            last = len(tickets) >= size
+            if not last:
                 self.prefetch.ask(len(leases))
             else:
                 if step + 1 < self.config.steps or number + 1 < minis:
                     self.prefetch.ask(0)
                 if self.ranks.leader:
                     self.settling = self.context.client.training.settled(leases)
-            yield window
+            yield replace(window, last=last)
 
     def settled(self, step: int, claims: list[Claim]) -> bool:
         """Whether all rows of ``claims``, which `of` has asked about, are on disk; if not, some were lost."""

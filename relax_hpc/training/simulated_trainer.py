@@ -19,7 +19,7 @@ class SimulatedTrainer(Trainer):
         episodes = config.prompts_per_step * config.samples_per_prompt / config.actor.parallel.data
         self._episode_s = config.actor.simulated_step_s / episodes
 
-    def accumulate(self, micro_batches: Sequence[Batch]) -> None:
+    def accumulate(self, micro_batches: Sequence[Batch], last: bool = False) -> None:
         """Wait for as long as these rows take."""
         time.sleep(self._episode_s * sum(_episodes(batch) for batch in micro_batches))
 

@@ -24,6 +24,7 @@ from relax_hpc.training.gathered import gathered_texts
 from relax_hpc.training.gradients import clip_factor, gradient_norm
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.optimizer import build_optimizer, set_rates
+from relax_hpc.training.reduction import reduction_of
 
 LossFunction = Callable[[TokenBatch], tuple[Tensor, dict[str, Tensor]]]
 """The loss summed over a batch, and metric sums with `weight` and `tokens` among them."""
@@ -60,10 +61,16 @@ class Trainer:
         self.settings = optimizer
         self._loss = loss or algorithm.loss
         self._needs_entropy = loss is None and algorithm.needs_entropy
+        copies = max(model.layout.dense.copies, model.layout.experts.copies)
         settings = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=optimizer.distributed, **gradients
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=optimizer.distributed,
+            # Where one rank has the weights alone there is nothing to wait for.
+            overlap_grad_reduce=optimizer.overlap_gradients and copies > 1,
+            **gradients,
         )
         self.module = DistributedDataParallel(model.config, settings, model.module)
+        self._reduction = reduction_of(self.module)
         self.optimizer = build_optimizer(optimizer, self.module, model.dtype, model.kernels == "fused")
         by_token = loss is not None or algorithm.reduction == "token_mean"
         self._experts = ExpertLoad(model, algorithm.balance_coefficient, by_token)
@@ -77,16 +84,25 @@ class Trainer:
         gradients = megatron_settings.of_owner(actor, "gradients")
         return cls(model, algorithm, actor.optimizer, temperature, gradients=gradients)
 
-    def accumulate(self, micro_batches: Sequence[Batch]) -> None:
+    def accumulate(self, micro_batches: Sequence[Batch], last: bool = False) -> None:
         """Run `micro_batches` of this data-parallel rank forward and backward, adding to the gradient of the step.
 
-        The ranks of a replica pass the same rows. Any number of calls, also none, makes a step.
+        The ranks of a replica pass the same rows. Any number of calls, also none, makes a step. ``last``: no other call
+        follows in it, so that sums over ranks may begin; all ranks say so in the same call, whether or not they have
+        rows.
         """
+        with self._reduction.passes(last):
+            sums = self._run(micro_batches) if micro_batches else []
+        for metrics in sums:
+            for name, value in metrics.items():
+                seen = self._sums.get(name)
+                self._sums[name] = value.double() if seen is None else _combine(name, seen, value.double())
+
+    def _run(self, micro_batches: Sequence[Batch]) -> list[dict[str, Tensor]]:
+        """Metric sums of each, on the ranks of the last stage."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        if not micro_batches:
-            return
-        sums = get_forward_backward_func()(
+        return get_forward_backward_func()(
             forward_step_func=self._forward,
             data_iterator=iter(micro_batches),
             model=self.module,
@@ -94,10 +110,6 @@ class Trainer:
             seq_length=micro_batches[0].tokens.shape[1],
             micro_batch_size=micro_batches[0].tokens.shape[0],
         )
-        for metrics in sums:
-            for name, value in metrics.items():
-                seen = self._sums.get(name)
-                self._sums[name] = value.double() if seen is None else _combine(name, seen, value.double())
 
     def _forward(self, batches: Iterator[Batch], module: torch.nn.Module) -> tuple[Tensor, Any]:
         batch = next(batches)
@@ -128,14 +140,13 @@ class Trainer:
         return mean_metrics(totals) | load.values | {"grad_norm": norm, "skipped": 0.0 if usable else 1.0}
 
     def discard(self) -> None:
-        """Forget what was accumulated since the last step."""
+        """Forget what was accumulated since the last step. Collective over all ranks."""
+        self._reduction.drop()
         self._zero()
 
     def _gradient_norm(self, weight: float) -> float:
         """Of the mean over ``weight``; the sums themselves, reduced over ranks, are left as they are."""
-        from megatron.core.distributed import finalize_model_grads
-
-        finalize_model_grads([self.module])
+        self._reduction.finish()
         self.optimizer.prepare_grads()
         return gradient_norm(self.optimizer, self.model.device) / (weight or 1.0)
 

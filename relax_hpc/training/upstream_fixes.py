@@ -24,6 +24,7 @@ def install() -> None:
     _use_torch_adam()
     _skip_step_when_loading_shards()
     _give_each_parameter_its_step()
+    _keep_padding_between_buckets()
     _installed = True
 
 
@@ -91,3 +92,23 @@ def _give_each_parameter_its_step() -> None:
                 state["step"] = state["step"].clone()
 
     DistributedOptimizer.load_state_dict = load_state_dict
+
+
+def _keep_padding_between_buckets() -> None:
+    # Without it: in a checkpoint of a distributed optimizer with several buckets, as where a pipeline's stages share the
+    # embedding, states are those of other parameters. Padding between buckets is left out, and counted in the places
+    # by which they are cut.
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    original = DistributedOptimizer.get_parameter_state_dp_zero
+    if "exceeds" not in inspect.getsource(DistributedOptimizer.sharded_param_state_fully_reshardable):
+        return
+
+    def get_parameter_state_dp_zero(self: Any, *args: Any, **named: Any) -> Any:
+        for buffer in self.buffers:
+            buffer.numel_unpadded = buffer.numel
+            for bucket in buffer.buckets:
+                bucket.numel_unpadded = bucket.grad_data.numel()
+        return original(self, *args, **named)
+
+    DistributedOptimizer.get_parameter_state_dp_zero = get_parameter_state_dp_zero

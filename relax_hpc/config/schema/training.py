@@ -56,6 +56,10 @@ class OptimizerConfig:
     clip_grad: float = bounded(1.0, 0.0)
     distributed: bool = False
     """Shard optimizer state over data-parallel ranks."""
+    overlap_gradients: bool = False
+    """Data-parallel and context ranks sum their gradients while the last backward pass of a step goes on, a bucket of
+    parameters after the other (`actor.megatron.bucket_size` of them, at least 40 million unless it is set), instead of
+    after it. The same sums; of one rank there are none. Not measured on GPUs."""
     offload: bool = False
     """Adam's moments, 8 bytes a parameter, lie in pinned host memory and pass through the GPU in each step."""
 
