@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -212,16 +211,59 @@ def test_the_optimizer_goes_on_from_checkpoints_of_either_kind(tiny: Path, tmp_p
             torch.testing.assert_close(end[name], value, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_layers_that_differ_are_found(tiny: Path, dtype: str, monkeypatch: pytest.MonkeyPatch):
-    """As at the start with Transformer Engine, of which none is here: fused ones pass, and a wrong one is named."""
-    from relax_hpc.models import parity, triton_layers
+@pytest.fixture(name="wrong", params=["te norm", "fused norm", "log-probabilities", "entropies", "weight gradient"])
+def wrong_fixture(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Kernels, str]:
+    """A fault of some kernels, and what is said of it. Transformer Engine is not here: plain layers have its name."""
+    from relax_hpc.models import hf_mapping, kernels, megatron, triton_layers
+    from relax_hpc.training import triton_logprobs
 
-    plain, fused = (policy(tiny, dtype=dtype, actor=ActorConfig(kernels=name)) for name in ("plain", "fused"))
-    monkeypatch.setattr(parity, "_TOKENS", 48)
-    parity.check(fused.spec, fused.config, "fused", DEVICE, plain.config)
-    monkeypatch.setattr(triton_layers.FusedRMSNorm, "forward", lambda self, x: 1.1 * RMSNorm.forward(self, x))
-    with pytest.raises(ConfigError, match="found fused, one layer of which differs from a plain one: "):
-        parity.check(fused.spec, fused.config, "fused", DEVICE, plain.config)
-    exact = dataclasses.replace(plain.config, layernorm_epsilon=0.5)
-    assert list(parity.differences(plain.spec, exact, "plain", DEVICE, plain.config))
+    if request.param == "te norm":
+        monkeypatch.setattr(kernels, "prepare", lambda *_: None)
+        monkeypatch.setitem(hf_mapping.NAMES, "te", hf_mapping.NAMES["local"])
+        monkeypatch.setattr(megatron, "layer_spec", lambda config, kernels: te_with(WrongNorm, config, kernels))
+        return "te", "log-probabilities and entropies is"
+    if request.param == "fused norm":
+        monkeypatch.setattr(triton_layers.FusedRMSNorm, "forward", WrongNorm.forward)
+        return "fused", "log-probabilities and entropies is"
+    part = {"log-probabilities": 3, "entropies": 2}.get(request.param)
+    said = "log-probabilities and entropies is" if part else "gradient of decoder.layers.*."
+    real = triton_logprobs.TritonKernels.terms if part else triton_logprobs.TritonKernels.slopes
+
+    def faulty(self: Any, *given: Any) -> Any:
+        found = real(self, *given)
+        return tuple(1.1 * one if n == part else one for n, one in enumerate(found)) if part else 1.1 * found
+
+    monkeypatch.setattr(triton_logprobs.TritonKernels, real.__name__, faulty)
+    return "fused", said
+
+
+class WrongNorm(RMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 1.1 * F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def te_with(norm: type[RMSNorm], config: Any, kernels: Kernels) -> Any:
+    """Plain layers, of which those of ``te`` have another norm."""
+    from relax_hpc.models.layer_spec import layer_spec
+
+    block = layer_spec(config, "plain")
+    if kernels == "te":
+        block.layer_norm = block.layer_specs[0].submodules.input_layernorm = norm
+    return block
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_kernels_that_compute_something_else_are_refused_at_start(
+    tiny: Path, dtype: str, wrong: tuple[Kernels, str], monkeypatch: pytest.MonkeyPatch
+):
+    from relax_hpc.training import parity
+
+    monkeypatch.setattr(parity, "LENGTHS", (9, 2, 14))
+    with pytest.raises(ConfigError) as told:
+        policy(tiny, dtype=dtype, actor=ActorConfig(kernels=wrong[0]))
+    assert told.value.exit_code == 78 and str(told.value).count("\n") == 0
+    assert f"actor.kernels: found {wrong[0]}, with which this model computes something else: " in str(told.value)
+    assert wrong[1] in str(told.value) and "from float32, with plain layers" in str(told.value)
+    assert f"set plain, or install another release of {'triton' if wrong[0] == 'fused' else 'transf'}" in str(
+        told.value
+    )

@@ -132,7 +132,7 @@ def test_other_models_are_refused(tiny: Path, change: dict, says: str):
 @pytest.mark.parametrize("kernels", ["te", "fused"])
 def test_kernels_that_are_not_here_are_refused_by_name(tiny: Path, kernels: str, monkeypatch: pytest.MonkeyPatch):
     """On a CPU, whatever is installed; elsewhere if it is not."""
-    monkeypatch.setattr("relax_hpc.models.kernels._interprets", lambda: False)
+    monkeypatch.setattr("relax_hpc.models.kernels.interprets", lambda: False)
     with pytest.raises(ConfigError, match=f"actor.kernels: found {kernels}.*(be imported|on a CPU, allowed: plain)"):
         PolicyModel(read_config(tiny), ModelConfig(), ParallelConfig(), ActorConfig(kernels=kernels))
 

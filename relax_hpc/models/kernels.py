@@ -24,7 +24,7 @@ def prepare(kernels: Kernels, device: str) -> None:
             raise ConfigError(
                 f"actor.kernels: found {kernels}, but {name} cannot be imported ({error}); install it, or set plain"
             ) from error
-    if device == "cpu" and kernels != "plain" and not (kernels == "fused" and _interprets()):
+    if device == "cpu" and kernels != "plain" and not (kernels == "fused" and interprets()):
         raise ConfigError(f"actor.kernels: found {kernels} on a CPU, allowed: plain; it is compiled for GPUs alone")
     if kernels == "fused":
         from relax_hpc.models import triton_layers
@@ -32,7 +32,8 @@ def prepare(kernels: Kernels, device: str) -> None:
         triton_layers.install()
 
 
-def _interprets() -> bool:
+def interprets() -> bool:
+    """Whether Triton kernels run in its interpreter, on a CPU."""
     from triton import knobs
 
     return knobs.runtime.interpret

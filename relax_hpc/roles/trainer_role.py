@@ -220,7 +220,7 @@ class TrainerRole:
             self.windows.give_back(step, number, claims)
 
     def learn(self, step: int, number: int, batches: list[Batch], last: bool) -> None:
-        """Add what ``batches`` of mini-batch ``number``, perhaps its ``last``, say to the gradient, in the first pass."""
+        """Add what ``batches`` of mini-batch ``number``, maybe its ``last``, say to the gradient, in the first pass."""
         self.beside.prepare(step, number, batches)
         with self.context.spans("train", step=step):
             self.trainer.accumulate(batches, last)

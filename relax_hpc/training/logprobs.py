@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 SMALLEST_CHUNK, LARGEST_CHUNK = 2**22, 2**28
 """Logits of a chunk. Between these an eighth of all of them: at most 12 bytes of each are alive at once (`PlainKernels`
@@ -95,6 +98,19 @@ class PlainKernels:
 
 
 PLAIN = PlainKernels()
+
+
+def scored_states(hidden: Tensor, numbers: Tensor, config: TransformerConfig, group: dist.ProcessGroup) -> Tensor:
+    """Those of ``numbers`` [n] among the hidden states of all tensor ranks, of which `hidden` [s, 1, h] are this one's:
+    [n, h]. In the backward pass the ranks' gradients are summed."""
+    from megatron.core.tensor_parallel import mappings
+
+    if config.sequence_parallel:
+        hidden = mappings.gather_from_sequence_parallel_region(hidden, group=group)
+    states = hidden.flatten(0, 1).index_select(0, numbers)
+    if config.sequence_parallel or group.size() == 1:
+        return states
+    return mappings.copy_to_tensor_model_parallel_region(states, group=group)
 
 
 def token_logprobs(

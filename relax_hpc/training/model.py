@@ -31,7 +31,7 @@ from relax_hpc.models.packs import PackSplit
 from relax_hpc.training import parallel as ranks
 from relax_hpc.training.batches import Batch
 from relax_hpc.training.gathered import gathered_texts
-from relax_hpc.training.logprobs import PLAIN, ChunkKernels, token_logprobs
+from relax_hpc.training.logprobs import PLAIN, ChunkKernels, scored_states, token_logprobs
 from relax_hpc.weights.ring import Slice
 from relax_hpc.weights.tensors import Tensor as WholeTensor
 from relax_hpc.weights.transfers import Transfers
@@ -59,8 +59,9 @@ class PolicyModel:
         from megatron.core import parallel_state
         from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-        from relax_hpc.models import megatron, parity
+        from relax_hpc.models import megatron
         from relax_hpc.models.kernels import prepare, transformer_settings
+        from relax_hpc.training import parity
 
         self.hf_config = hf_config
         self.spec = spec_of(hf_config, model.ignore_keys)
@@ -71,10 +72,14 @@ class PolicyModel:
         self.kernels: Kernels = training.kernels if training else kernels
         prepare(self.kernels, model.device)
         further = megatron.training_settings(training, bool(self.spec.experts)) if training else {}
-        further |= transformer_settings(self.kernels, bool(self.spec.experts))
-        self.config = megatron.transformer_config(self.spec, model, parallel, further)
-        if self.kernels == "te":
-            parity.check(self.spec, self.config, self.kernels, model.device)
+        own = transformer_settings(self.kernels, bool(self.spec.experts))
+        self.config = megatron.transformer_config(self.spec, model, parallel, further | own)
+        self._chunk_kernels = _chunk_kernels(self.kernels)
+        self.compared_s = 0.0
+        """Seconds that it took to compare a slice of the model with one of plain layers."""
+        if self.kernels != "plain":
+            of = parity.Slice.of(self.spec, model, parallel, further)
+            self.compared_s = parity.check(of, self.kernels, self._chunk_kernels)
         sequence = parallel.tensor if self.config.sequence_parallel else 1
         self.pack_split = PackSplit(sequence, parallel.context, self.layout.context_rank)
         """How this rank takes part in a pack: what `collate` makes of rows for it."""
@@ -84,7 +89,6 @@ class PolicyModel:
         layers = range(offset, offset + self.spec.layers // parallel.pipeline)
         entries = stage_entries(self.spec, layers, first, last, "te" if self.kernels == "te" else "local")
         self._entries = of_experts(entries, self.layout.experts_of(self.spec.experts))
-        self._chunk_kernels = _chunk_kernels(self.kernels)
         self._parameters = dict(self.module.named_parameters())
         self._transfers = Transfers(self.device)
         self._tensor_group = parallel_state.get_tensor_model_parallel_group()
@@ -209,7 +213,7 @@ class PolicyModel:
     ) -> tuple[Tensor, Tensor | None]:
         """Of `batch.scored`, by the last stage's hidden states: [b, s] float32, 0 elsewhere. See `logprobs`."""
         scored, weight, shape = batch.scored, self.module.output_weight, batch.mask.shape
-        states = self._states(hidden, scored.states)
+        states = scored_states(hidden, scored.states, self.config, self._tensor_group)
         values, entropies = token_logprobs(
             states,
             weight,
@@ -229,17 +233,6 @@ class PolicyModel:
         from megatron.core.tensor_parallel import mappings
 
         return mappings.reduce_from_tensor_model_parallel_region(values, group=self._context_group)
-
-    def _states(self, hidden: Tensor, numbers: Tensor) -> Tensor:
-        """Those of all ranks' hidden states, [n, h]; in the backward pass the ranks' gradients are summed."""
-        from megatron.core.tensor_parallel import mappings
-
-        if self.config.sequence_parallel:
-            hidden = mappings.gather_from_sequence_parallel_region(hidden, group=self._tensor_group)
-        states = hidden.flatten(0, 1).index_select(0, numbers)
-        if self.config.sequence_parallel or self.layout.tensor_size == 1:
-            return states
-        return mappings.copy_to_tensor_model_parallel_region(states, group=self._tensor_group)
 
     def logprobs(self, batch: Batch, temperature: float, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """Log-probability of each token of `batch.scored` given those before it, and entropies if asked: [b, s]

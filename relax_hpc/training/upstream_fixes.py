@@ -95,9 +95,9 @@ def _give_each_parameter_its_step() -> None:
 
 
 def _keep_padding_between_buckets() -> None:
-    # Without it: in a checkpoint of a distributed optimizer with several buckets, as where a pipeline's stages share the
-    # embedding, states are those of other parameters. Padding between buckets is left out, and counted in the places
-    # by which they are cut.
+    # Without it: in a checkpoint of a distributed optimizer with several buckets, as where stages of a pipeline share
+    # the embedding, states are those of other parameters. Padding between buckets is left out, and counted in the
+    # places by which they are cut.
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     original = DistributedOptimizer.get_parameter_state_dp_zero

@@ -1,0 +1,164 @@
+"""Whether kernels compute what plain layers do: a slice of the run's model, forward and backward, before it trains."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from relax_hpc.config.schema import Kernels, ModelConfig, ParallelConfig
+from relax_hpc.errors import ConfigError
+from relax_hpc.models import megatron
+from relax_hpc.models.hf_mapping import stage_entries
+from relax_hpc.models.kernels import interprets, transformer_settings
+from relax_hpc.models.packs import PackSplit
+from relax_hpc.models.spec import ModelSpec
+from relax_hpc.training.batches import PAD, Batch, collate
+from relax_hpc.training.logprobs import PLAIN, ChunkKernels, scored_states, token_logprobs
+
+LENGTHS = (61, 33, 2, 31)
+"""Tokens of the rows of a pack."""
+COLUMNS = 1000
+"""Of the vocabulary, for each tensor rank."""
+FACTOR, _FLOOR = 2.0, 1e-5
+"""How much further from float32 than those of plain layers values may be, as a share of their norm. Both are norms over
+many elements, so that chance moves them little."""
+_RELEASES = {"fused": "triton", "te": "transformer-engine"}
+_NUMBER = re.compile(r"\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """One layer of a model between its embedding and its output layer, as its tensor and context ranks share it."""
+
+    spec: ModelSpec
+    model: ModelConfig
+    parallel: ParallelConfig
+    further: Mapping[str, Any]
+    """Of megatron-core's transformer configuration, whatever the kernels are."""
+
+    @classmethod
+    def of(cls, spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig, further: Mapping[str, Any]) -> Slice:
+        """Of the model that these describe, in each of its pipeline stages."""
+        cut = replace(spec, layers=1, vocab=min(spec.vocab, COLUMNS * parallel.tensor))
+        return cls(cut, model, replace(parallel, pipeline=1), further)
+
+    def build(self, kernels: Kernels, dtype: str) -> megatron.HiddenStateModel:
+        """With random weights."""
+        settings = {**self.further, **transformer_settings(kernels, bool(self.spec.experts))}
+        config = megatron.transformer_config(self.spec, replace(self.model, dtype=dtype), self.parallel, settings)
+        return self.spec.build(config, self.model.device, True, True, kernels)
+
+    def names(self, kernels: Kernels) -> dict[str, str]:
+        """Of parameters of plain layers: what they are called in those of ``kernels``."""
+        plain, theirs = (
+            stage_entries(self.spec, range(1), True, True, modules)
+            for modules in ("local", "te" if kernels == "te" else "local")
+        )
+        return {one.name: other.name for one, other in zip(plain, theirs, strict=True)}
+
+
+def check(of: Slice, kernels: Kernels, chunk_kernels: ChunkKernels) -> float:
+    """Seconds that it took. ConfigError: a slice of ``kernels`` is further from float32 than one of plain layers is, in
+    its log-probabilities or in its gradients. Collective over tensor and context ranks."""
+    started = time.monotonic()
+    far = list(differences(of, kernels, chunk_kernels))
+    if of.model.device == "cuda":
+        torch.cuda.empty_cache()
+    if far:
+        raise ConfigError(
+            f"actor.kernels: found {kernels}, with which this model computes something else: {'; '.join(far[:3])}; "
+            f"set plain, or install another release of {_release(kernels)}"
+        )
+    return time.monotonic() - started
+
+
+def differences(of: Slice, kernels: Kernels, chunk_kernels: ChunkKernels) -> Iterator[str]:
+    """What is further from float32 than it may be, in words."""
+    devices = [torch.cuda.current_device()] if of.model.device == "cuda" else []
+    with torch.random.fork_rng(devices):
+        exact, batch = _exact(of), _batch(of)
+        right = _learnt(of, exact, batch, PLAIN)
+        weights = {name: value.detach() for name, value in exact.named_parameters()}
+        del exact
+        near = _distances(_as(of, weights, batch, "plain", PLAIN), right, of.names("plain"))
+        found = _distances(_as(of, weights, batch, kernels, chunk_kernels), right, of.names(kernels))
+    # Triton's interpreter cuts bfloat16 off where a GPU rounds it: twice the error of each value.
+    factor = 2 * FACTOR if kernels == "fused" and interprets() else FACTOR
+    for kind, distance in found.items():
+        if not distance <= factor * near[kind] + _FLOOR:
+            usual = f"with plain layers {near[kind]:.2g}, allowed {factor:g} times that"
+            yield f"{kind} is {distance:.2g} from float32, {usual}"
+
+
+def _release(kernels: Kernels) -> str:
+    package = _RELEASES.get(kernels, "torch")
+    with suppress(metadata.PackageNotFoundError):
+        return f"{package} (found {metadata.version(package)})"
+    return package
+
+
+@torch.no_grad()
+def _exact(of: Slice) -> megatron.HiddenStateModel:
+    """In float32, with weights that the run's type has too."""
+    module = of.build("plain", "float32")
+    for value in module.parameters():
+        # Ones of norms would hide a scale that is not applied.
+        varied = value + 0.3 * torch.randn_like(value) if value.dim() == 1 else value
+        value.copy_(varied.to(megatron.DTYPES[of.model.dtype]))
+    return module
+
+
+def _as(
+    of: Slice, weights: Mapping[str, Tensor], batch: Batch, kernels: Kernels, chunk_kernels: ChunkKernels
+) -> dict[str, Tensor]:
+    """What ``kernels`` make of ``weights`` in the run's type."""
+    module = of.build(kernels, of.model.dtype)
+    parameters = dict(module.named_parameters())
+    with torch.no_grad():
+        for plain, name in of.names(kernels).items():
+            parameters[name].copy_(weights[plain])
+    return _learnt(of, module, batch, chunk_kernels)
+
+
+def _batch(of: Slice) -> Batch:
+    generator = np.random.default_rng(0)
+    rows = [{"token_ids": generator.integers(0, of.spec.vocab, length)} for length in LENGTHS]
+    sequence = of.parallel.tensor if of.parallel.sequence_parallel else 1
+    return collate(rows, PAD, of.model.device, PackSplit(sequence, of.parallel.context), of.spec.row_fields)
+
+
+def _learnt(of: Slice, module: Any, batch: Batch, kernels: ChunkKernels) -> dict[str, Tensor]:
+    """What the model says of its rows, and gradients of a smooth loss of that by the parameters' names."""
+    scored, group = batch.scored, module.pg_collection.tp
+    states = scored_states(module(**of.spec.inputs(batch)), scored.states, module.config, group)
+    given = states, module.output_weight, scored.tokens, of.spec.vocab, 1.0, group, True, kernels
+    logprobs, entropies = token_logprobs(*given)
+    generator = torch.Generator().manual_seed(1)
+    directions = torch.randn(2, len(logprobs), generator=generator).to(logprobs.device)
+    # In one: entropies of random weights are nearly equal, and their errors small shares of them that chance decides.
+    values = torch.stack([logprobs, entropies])
+    (directions * values).sum().backward()
+    gradients = {name: value.grad for name, value in module.named_parameters()}
+    return {"log-probabilities and entropies": values.detach()} | gradients
+
+
+def _distances(found: Mapping[str, Tensor], right: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, float]:
+    """Of each kind of value, as a share of its norm; the same of all experts is one kind: a token that goes to another
+    one for a rounding changes much of two of them."""
+    off, norm = defaultdict[str, float](float), defaultdict[str, float](float)
+    for name, value in right.items():
+        kind = f"gradient of {_NUMBER.sub('*', name)}" if name in names else name
+        other = found[names.get(name, name)]
+        off[kind] += float("inf") if other is None else float((other.float() - value).square().sum())
+        norm[kind] += float(value.square().sum())
+    return {kind: (off[kind] / max(norm[kind], 1e-60)) ** 0.5 for kind in off}
