@@ -88,7 +88,8 @@ def check_metrics_that_few_ranks_have(trainer: Trainer) -> None:
 def check_a_slice_of_plain_layers(model: PolicyModel, split: ParallelConfig) -> None:
     """It is as near to float32 as itself, however the ranks share it."""
     of = parity.Slice.of(model.spec, ModelConfig(dtype="bfloat16", device="cpu"), split, {})
-    assert list(parity.differences(of, "plain", logprobs.PLAIN)) == []
+    found = parity.distances(of, "plain", logprobs.PLAIN)
+    assert len(found) > 5 and all(one.kernels == one.plain > 0 for one in found.values()), found
 
 
 def check_slices(model: PolicyModel, directory: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -29,9 +29,11 @@ LENGTHS = (61, 33, 2, 31)
 """Tokens of the rows of a pack."""
 COLUMNS = 1000
 """Of the vocabulary, for each tensor rank."""
-FACTOR, _FLOOR = 2.0, 1e-5
-"""How much further from float32 than those of plain layers values may be, as a share of their norm. Both are norms over
-many elements, so that chance moves them little."""
+FACTOR = 2.0
+"""How much further from float32 than those of plain layers values may be: both are norms over many elements, which
+chance moves little."""
+_FLOOR = 1e-5
+"""That float32 in another order is from float32."""
 _RELEASES = {"fused": "triton", "te": "transformer-engine"}
 _NUMBER = re.compile(r"\d+")
 
@@ -67,23 +69,42 @@ class Slice:
         return {one.name: other.name for one, other in zip(plain, theirs, strict=True)}
 
 
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """How far values are from those in float32, as a share of their norm."""
+
+    kernels: float
+    plain: float
+    """Of plain layers in the run's type."""
+
+    @property
+    def ratio(self) -> float:
+        """How much further the kernels' are than chance allows for."""
+        return self.kernels / (self.plain + _FLOOR)
+
+
 def check(of: Slice, kernels: Kernels, chunk_kernels: ChunkKernels) -> float:
     """Seconds that it took. ConfigError: a slice of ``kernels`` is further from float32 than one of plain layers is, in
     its log-probabilities or in its gradients. Collective over tensor and context ranks."""
     started = time.monotonic()
-    far = list(differences(of, kernels, chunk_kernels))
+    found = distances(of, kernels, chunk_kernels)
     if of.model.device == "cuda":
         torch.cuda.empty_cache()
-    if far:
+    # Triton's interpreter cuts bfloat16 off where a GPU rounds it: twice the error of each value.
+    most = 2 * FACTOR if kernels == "fused" and interprets() else FACTOR
+    # What is not a number is not near.
+    if far := [kind for kind, one in found.items() if not one.ratio <= most]:
+        said = (f"{kind} {found[kind].kernels:.2g}, of plain layers {found[kind].plain:.2g}" for kind in far[:3])
         raise ConfigError(
-            f"actor.kernels: found {kernels}, with which this model computes something else: {'; '.join(far[:3])}; "
-            f"set plain, or install another release of {_release(kernels)}"
+            f"actor.kernels: found {kernels}, with which this model computes something else; distance from float32, at "
+            f"most {most:g} times that of plain layers: {'; '.join(said)}; set plain, or install another release of "
+            f"{_release(kernels)}"
         )
     return time.monotonic() - started
 
 
-def differences(of: Slice, kernels: Kernels, chunk_kernels: ChunkKernels) -> Iterator[str]:
-    """What is further from float32 than it may be, in words."""
+def distances(of: Slice, kernels: Kernels, chunk_kernels: ChunkKernels) -> dict[str, Distance]:
+    """By kind of value, whose parameter's gradient it is among them."""
     devices = [torch.cuda.current_device()] if of.model.device == "cuda" else []
     with torch.random.fork_rng(devices):
         exact, batch = _exact(of), _batch(of)
@@ -92,12 +113,7 @@ def differences(of: Slice, kernels: Kernels, chunk_kernels: ChunkKernels) -> Ite
         del exact
         near = _distances(_as(of, weights, batch, "plain", PLAIN), right, of.names("plain"))
         found = _distances(_as(of, weights, batch, kernels, chunk_kernels), right, of.names(kernels))
-    # Triton's interpreter cuts bfloat16 off where a GPU rounds it: twice the error of each value.
-    factor = 2 * FACTOR if kernels == "fused" and interprets() else FACTOR
-    for kind, distance in found.items():
-        if not distance <= factor * near[kind] + _FLOOR:
-            usual = f"with plain layers {near[kind]:.2g}, allowed {factor:g} times that"
-            yield f"{kind} is {distance:.2g} from float32, {usual}"
+    return {kind: Distance(found[kind], near[kind]) for kind in found}
 
 
 def _release(kernels: Kernels) -> str:

@@ -6,24 +6,25 @@
 #
 #   tools/gpu/check.sh                       # everything, about an hour; --store keeps the figures in tools/bench/results
 #   tools/gpu/check.sh --device cpu --small  # every line of it on tiny shapes, without a GPU
-#   tools/gpu/check.sh --only tests          # or found (what is there, what is missing), step, packing, copies, staleness
+#   tools/gpu/check.sh --only tests          # or found (what is there and what is not), step, packing, overlap, copies,
+#                                            # staleness
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 PYTHON=${RELAX_PYTHON:-python3}
-device=cuda small=() store=() only="tests step packing copies staleness"
+device=cuda small=() store=() only="tests step packing overlap copies staleness"
 while [[ $# -gt 0 ]]; do
     case $1 in
         --device) device=${2:?--device: name cuda or cpu} && shift ;;
         --only)
             only=${2:-}
-            [[ " found tests step packing copies staleness " == *" $only "* ]] || {
-                echo "check: --only: found '$only', allowed: one of found tests step packing copies staleness" && exit 78
+            [[ " found tests step packing overlap copies staleness " == *" $only "* ]] || {
+                echo "check: --only: found '$only', allowed: one of found tests step packing overlap copies staleness" && exit 78
             }
             shift
             ;;
         --small) small=(--small) ;;
         --store) store=(--store) ;;
-        *) sed -n '2,10s/^# \{0,1\}//p' "$0" && exit 78 ;;
+        *) sed -n '2,11s/^# \{0,1\}//p' "$0" && exit 78 ;;
     esac
     shift
 done

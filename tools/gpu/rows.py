@@ -23,6 +23,7 @@ class Job:
     """What is otherwise on tiny shapes."""
     needs: tuple[str, ...] = ()
     """Modules without which it is not measured."""
+    gpus: int = 1
     ours: bool = True
     """That it fails is a failure of this code."""
     limit_s: float = 300.0
@@ -92,6 +93,7 @@ CASES: Mapping[str, dict[str, Any]] = {
 }
 SMALL_MICRO = {"shape": "0.6B", "count": 8, "length": 2048, "micro": 8192}
 MODES = ("colocate", "0", "1")
+OVERLAPPED: Mapping[str, dict[str, Any]] = {"whole optimizer": {}, "distributed optimizer": {"distributed": True}}
 COPIED = {"shape": "0.6B", "actor": {"kernels": "fused"}}
 COPIED_SMALL = {"shape": "tiny"}
 
@@ -126,6 +128,11 @@ def _jobs() -> Iterator[tuple[str, Job]]:
         about, needs = {"shape": "0.6B", "actor": OURS[name], **lengths}, ("triton",) * (name == "fused")
         yield f"0.6B, lognormal: {name}", Job(program="packing", about=about, small=tiny, needs=needs)
     step, step_small = {"count": 8, "length": 1024}, {"count": 2, "length": 32}
+    for name, optimizer in OVERLAPPED.items():
+        about = {"shape": "0.6B", "count": 8, "length": 2048, "micro": 16384, "ranks": 2, "limit_s": 240.0}
+        tiny = {"shape": "tiny", "count": 2, "length": 64, "micro": 128, "steps": 2}
+        about |= {"actor": {"kernels": "fused", "optimizer": optimizer}}
+        yield f"0.6B, 2 GPUs: {name}", Job(program="overlap", about=about, small=tiny, needs=("triton",), gpus=2)
     of = {"slab": {**step, "rounds": 7}, "readers": {"rounds": 7}, "checkpoint": step}
     small = {"slab": {**step_small, "rounds": 3}, "readers": {"rounds": 3}, "checkpoint": step_small}
     for what, about in of.items():
@@ -169,6 +176,8 @@ def _table() -> Iterator[Row]:
             yield Row(f"{case} tokens: throughput, of {peer}", (fused, f"{case}: {peer}"), _faster, "x", least)
         name = "optimizer step, of the floor of its bytes"
         yield Row(f"{case.split(',')[0]}: {name}", (fused, "rates"), _of_floor, "x", most=1.8)
+        what = f"{case.split(',')[0]}: comparison of kernels with plain layers at start"
+        yield Row(what, (fused,), lambda step: step["compared_s"], "s")
     for name, mfu, memory in (("fused", 0.48, 40.0), ("fused, recomputed", 0.40, 24.0)):
         job, what = f"0.6B, 1 x 16,384: {name}", f"0.6B, 1 x 16,384 tokens{name.removeprefix('fused')}"
         yield Row(f"{what}: MFU", (job, "rates"), _mfu, least=mfu)
@@ -203,6 +212,9 @@ def _table() -> Iterator[Row]:
         job, what = f"0.6B, lognormal: {name}", f"0.6B, lognormal lengths{'' if least else ', plain kernels'}"
         yield Row(f"{what}: tokens a second, packed against padded", (job,), lambda one: one["of_padded"], "x", least)
         yield Row(f"{what}: padding of packs", (job,), lambda one: one["padding"], most=most)
+    for name in OVERLAPPED:
+        what = f"0.6B, 8 x 2,048 tokens on each of 2 GPUs, {name}: step with gradients overlapped, of one without"
+        yield Row(what, (f"0.6B, 2 GPUs: {name}",), lambda one: one["beside_of_after"], "x", most=1.0)
     yield Row("device to slab, of the raw pinned copy", ("slab",), lambda one: one["of_raw"], "x", least=0.95)
     yield Row("a step beside it takes longer by", ("slab",), lambda one: one["slowed"], most=0.01)
     for name in ("actor_fwd", "engine"):

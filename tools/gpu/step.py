@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from child import answer, sync
@@ -22,18 +22,20 @@ from relax_hpc.models.families import spec_of
 from relax_hpc.models.flops import peak_flops, training_flops
 from relax_hpc.plan import roles
 
+if TYPE_CHECKING:
+    from relax_hpc.training.trainer import Trainer
+
 Acts = tuple[Callable[[], object], Callable[[], object]]
 """Forward and backward of all micro-batches, and the optimizer's step."""
 Parts = list[list[dict[str, Any]]]
 """Rows of each micro-batch."""
 
 
-def ours(shape: str, parts: Parts, device: str, actor: dict[str, Any]) -> Acts:
+def ours(trained: Trainer, parts: Parts, device: str) -> Acts:
     from relax_hpc.training.batches import collate
 
-    found = trainer(shape, actor, device)
     batches = [collate(part, 0, device) for part in parts]
-    return lambda: found.accumulate(batches), lambda: found.step(1e-6)
+    return lambda: trained.accumulate(batches), lambda: trained.step(1e-6)
 
 
 def alone(shape: str, parts: Parts, device: str, actor: dict[str, Any]) -> Acts:
@@ -107,8 +109,13 @@ def measure(
     spec = spec_of(hf_config(shape))
     samples, each = rows(count, length, spec.vocab), max(1, micro // length)
     parts = [samples[at : at + each] for at in range(0, count, each)]
-    made = {"ours": ours, "alone": alone}.get(who)
-    acts = made(shape, parts, device, actor or {}) if made else peer(shape, parts, device, liger, masters)
+    trained = trainer(shape, actor or {}, device) if who == "ours" else None
+    if trained:
+        acts = ours(trained, parts, device)
+    else:
+        acts = (
+            alone(shape, parts, device, actor or {}) if who == "alone" else peer(shape, parts, device, liger, masters)
+        )
     times = [timed_parts(*acts, device) for _ in range(steps + 1)]
     both, host, optimizer = (median(column) for column in zip(*times[1:], strict=True))
     flops = training_flops(spec, [length] * count)
@@ -123,7 +130,9 @@ def measure(
         found["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
         if peak := peak_flops(torch.cuda.get_device_name()):
             found["mfu_of_stated_peak"] = flops / (both + optimizer) / peak
-    if who == "ours":
+    if trained:
+        if trained.model.compared_s:
+            found["compared_s"] = trained.model.compared_s
         found["parameters"] = float(roles.parameters(spec, Config().actor.parallel, 0))
         found["worked_out_gib"] = worked_out(shape, length, micro, settings_of(actor or {}, device))
         found["kernels_s"] = kernel_seconds(acts[0], device)

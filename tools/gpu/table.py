@@ -32,6 +32,8 @@ def measured(job: Job, device: str, small: bool) -> Figures:
     """What its process says, or the `error` for which there is nothing."""
     if lacking := [name for name in job.needs if not has(name) and (device == "cuda" or name not in _ON_GPUS_ALONE)]:
         return {"error": f"not measured: no {lacking[0]}"}
+    if device == "cuda" and torch.cuda.device_count() < job.gpus:
+        return {"error": f"not measured: needs {job.gpus} GPUs"}
     if device == "cpu" and "liger_kernel" in job.needs:
         return {"error": "not measured: needs a GPU"}
     return ask(job.program, {**job.about, **(job.small if small else {})}, device, job.limit_s)
