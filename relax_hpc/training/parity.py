@@ -18,10 +18,11 @@ from torch import Tensor
 from relax_hpc.config.schema import Kernels, ModelConfig, ParallelConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.models import megatron
-from relax_hpc.models.hf_mapping import stage_entries
+from relax_hpc.models.hf_mapping import of_experts, stage_entries
 from relax_hpc.models.kernels import interprets, transformer_settings
 from relax_hpc.models.packs import PackSplit
 from relax_hpc.models.spec import ModelSpec
+from relax_hpc.training import parallel as ranks
 from relax_hpc.training.batches import PAD, Batch, collate
 from relax_hpc.training.logprobs import PLAIN, ChunkKernels, scored_states, token_logprobs
 
@@ -40,7 +41,7 @@ _NUMBER = re.compile(r"\d+")
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """One layer of a model between its embedding and its output layer, as its tensor and context ranks share it."""
+    """One layer of a model between its embedding and its output layer, as the ranks of a stage share it."""
 
     spec: ModelSpec
     model: ModelConfig
@@ -55,15 +56,18 @@ class Slice:
         return cls(cut, model, replace(parallel, pipeline=1), further)
 
     def build(self, kernels: Kernels, dtype: str) -> megatron.HiddenStateModel:
-        """With random weights."""
+        """With random weights. Plain layers compute expert after expert, whatever the others do."""
         settings = {**self.further, **transformer_settings(kernels, bool(self.spec.experts))}
+        if kernels == "plain":
+            settings["moe_grouped_gemm"] = False
         config = megatron.transformer_config(self.spec, replace(self.model, dtype=dtype), self.parallel, settings)
         return self.spec.build(config, self.model.device, True, True, kernels)
 
     def names(self, kernels: Kernels) -> dict[str, str]:
         """Of parameters of plain layers: what they are called in those of ``kernels``."""
+        mine = ranks.layout().experts_of(self.spec.experts)
         plain, theirs = (
-            stage_entries(self.spec, range(1), True, True, modules)
+            of_experts(stage_entries(self.spec, range(1), True, True, modules), mine)
             for modules in ("local", "te" if kernels == "te" else "local")
         )
         return {one.name: other.name for one, other in zip(plain, theirs, strict=True)}
@@ -85,7 +89,7 @@ class Distance:
 
 def check(of: Slice, kernels: Kernels, chunk_kernels: ChunkKernels) -> float:
     """Seconds that it took. ConfigError: a slice of ``kernels`` is further from float32 than one of plain layers is, in
-    its log-probabilities or in its gradients. Collective over tensor and context ranks."""
+    its log-probabilities or in its gradients. Collective over the ranks of a stage."""
     started = time.monotonic()
     found = distances(of, kernels, chunk_kernels)
     if of.model.device == "cuda":

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from child import answer, middle, timed
 from policies import PATIENCE_S, settings_of
@@ -18,6 +20,8 @@ from relax_hpc.training import parallel
 
 _FIRST = 2
 """Steps that bring kernels, and tell how often each parameter has a gradient."""
+_NEAR = 1e-3
+"""Of norms in bfloat16, whose sums may be made in another order."""
 
 
 def measure(
@@ -33,37 +37,47 @@ def measure(
     steps: int = 6,
 ) -> dict[str, float]:
     """Median seconds of a step of ``count`` rows of ``length`` tokens a rank, in micro-batches of ``micro``, with and
-    without overlap."""
+    without overlap. RuntimeError: they have not the same gradient."""
     split = ParallelConfig(data=ranks)
     parallel.initialize(split, rank, ranks, rank, dist.FileStore(meeting, ranks), device, 0, PATIENCE_S)
     from relax_hpc.training.batches import collate
 
-    samples, each = rows(count, length, spec_of(hf_config(shape)).vocab), max(1, micro // length)
+    samples = rows(count * ranks, length, spec_of(hf_config(shape)).vocab)[rank::ranks]
+    each = max(1, micro // length)
     parts = [samples[at : at + each] for at in range(0, count, each)]
     settings = settings_of(actor, device)
     settings.parallel = split
-    found = {}
+    seconds, norms = {}, {}
     for name, overlapped in (("after_s", False), ("beside_s", True)):
         settings = copy.deepcopy(settings)
         settings.optimizer.overlap_gradients = overlapped
         batches = [collate(part, 0, device) for part in parts]
-        found[name] = _step_s(shape, settings, batches, device, steps)
+        seconds[name], norms[name] = _steps(shape, settings, batches, device, steps)
         gc.collect()
-    return found | {"beside_of_after": found["beside_s"] / found["after_s"]}
+    if not math.isclose(*norms.values(), rel_tol=_NEAR):
+        raise RuntimeError(f"gradient norm {norms['beside_s']} with overlap, {norms['after_s']} without")
+    return seconds | {"beside_of_after": seconds["beside_s"] / seconds["after_s"]}
 
 
-def _step_s(shape: str, settings: ActorConfig, batches: list[Any], device: str, steps: int) -> float:
+def _steps(shape: str, settings: ActorConfig, batches: list[Any], device: str, steps: int) -> tuple[float, float]:
+    """Median seconds of a step, and the gradient's norm in the last."""
+    from megatron.core import tensor_parallel
+
     from relax_hpc.training.model import PolicyModel
     from relax_hpc.training.trainer import Trainer
 
+    # The same weights each time.
+    torch.manual_seed(0)
+    tensor_parallel.model_parallel_cuda_manual_seed(0, force_reset_rng=True)
     model = PolicyModel(hf_config(shape), ModelConfig(dtype="bfloat16", device=device), settings.parallel, settings)
-    trainer = Trainer.of(model, Grpo(), settings, 1.0)
+    trainer, norms = Trainer.of(model, Grpo(), settings, 1.0), []
 
     def step() -> None:
         trainer.accumulate(batches, last=True)
-        trainer.step(1e-6)
+        norms.append(trainer.step(1e-6)["grad_norm"])
 
-    return middle([timed(step, device) for _ in range(_FIRST + steps)][_FIRST:])
+    taken = [timed(step, device) for _ in range(_FIRST + steps)]
+    return middle(taken[_FIRST:]), norms[-1]
 
 
 if __name__ == "__main__":
