@@ -22,21 +22,20 @@ _names = count()
 
 
 def check_overlap(model: Path, settings: dict[str, Any], out: Path) -> None:
-    """The same weights as without it, whatever windows a step has: rows for all, idle ranks, none, a step that is
-    gathered again; also on from their checkpoints, and after the device was somebody else's."""
+    """The same weights as without it, whatever windows a step has: rows for all, idle ranks, none; also on from their
+    checkpoints, after the device was somebody else's and after a step that was lost."""
     usual = helpers.trainer(model, **settings)
     ours = overlapped(model, settings)
     begun = watched(ours)
     buckets = len(ours._reduction._begins)
     assert buckets > 3 or not ours.model.layout.first_stage
     for seed, windows in enumerate((streamed, one_idles, one_has_none)):
-        learn(usual, windows(usual, seed), last=False)
-        learn(ours, windows(ours, seed), last=True)
+        metrics = learn(usual, windows(usual, seed), last=False), learn(ours, windows(ours, seed), last=True)
         # In the first step it is not known yet how often a parameter has a gradient, nor where nothing was passed back.
         passed = seed > 0 and bool(windows(ours, seed)[-1])
         assert begun == [(number, passed) for number in range(buckets)], begun
         begun.clear()
-        agree(usual, ours)
+        agree(usual, ours, *metrics)
     again = [overlapped(model, settings), helpers.trainer(model, **settings)]
     for source, target in zip((usual, ours), again, strict=True):
         folder = out / f"i000009-step-{next(_names):06d}"
@@ -47,12 +46,11 @@ def check_overlap(model: Path, settings: dict[str, Any], out: Path) -> None:
         away = StateAway(again[0])
         away.leave()
         away.come_back()
-    for trainer in (usual, *again):
-        learn(trainer, streamed(trainer, 7), last=trainer is again[0], is_lost=trainer is again[0])
-        learn(trainer, streamed(trainer, 8), last=trainer is again[0])
-        learn(trainer, streamed(trainer, 9), last=False)
-    agree(usual, again[0])
-    agree(usual, again[1])
+    learn(again[0], streamed(again[0], 6), last=True, is_lost=True)
+    for seed in (7, 8):
+        metrics = [learn(one, streamed(one, seed), last=one is again[0] and seed == 7) for one in (usual, *again)]
+    agree(usual, again[0], *metrics[:2])
+    agree(usual, again[1], *metrics[::2])
     refused(again[0])
 
 
@@ -77,14 +75,14 @@ def watched(trainer: Trainer) -> list[tuple[int, bool]]:
     return begun
 
 
-def learn(trainer: Trainer, windows: list[list[Batch]], last: bool, is_lost: bool = False) -> None:
+def learn(trainer: Trainer, windows: list[list[Batch]], last: bool, is_lost: bool = False) -> dict[str, float]:
+    """A step's metrics; none of one that is lost. ``last``: whether the last window is said to be that."""
     for number, window in enumerate(windows):
         trainer.accumulate(window, last=last and number == len(windows) - 1)
     if is_lost:
         trainer.discard()
-        return learn(trainer, windows, last)
-    trainer.metrics = trainer.step(helpers.LR)  # type: ignore[attr-defined]
-    return None
+        return {}
+    return trainer.step(helpers.LR)
 
 
 def streamed(trainer: Trainer, seed: int) -> list[list[Batch]]:
@@ -110,12 +108,11 @@ def one_has_none(trainer: Trainer, seed: int) -> list[list[Batch]]:
     return windows if trainer.model.layout.data_rank == 0 else [*windows, []]
 
 
-def agree(left: Trainer, right: Trainer) -> None:
+def agree(left: Trainer, right: Trainer, *metrics: dict[str, float]) -> None:
     """To the bit, unless ranks have other shards of which the gradient's norm is made."""
     distributed = left.settings.distributed
     for one, other in zip(left.module.parameters(), right.module.parameters(), strict=True):
         torch.testing.assert_close(one, other, atol=1e-6 if distributed else 0.0, rtol=0)
-    metrics = [trainer.metrics for trainer in (left, right)]  # type: ignore[attr-defined]
     assert distributed or metrics[0] == metrics[1], metrics
 
 
