@@ -23,7 +23,7 @@ from relax_hpc.checkpoint.saver import Saver
 from relax_hpc.disk import WAITS
 from relax_hpc.errors import ConfigError, DeadlineError, FencedError, NoProgressError
 from relax_hpc.rendezvous.channel import Channel
-from relax_hpc.training import offloaded_adam
+from relax_hpc.training import adam
 from relax_hpc.training.trainer import Trainer
 from tests.effort import effort
 from tests.killed_saves import POINTS
@@ -73,7 +73,7 @@ def test_training_continues_bit_for_bit(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """Also with the optimizer's moments in host memory, or no longer in it."""
-    monkeypatch.setattr(offloaded_adam, "PIECE", 3000)
+    monkeypatch.setattr(adam, "PIECE", 3000)
     first = trainer(tiny, dtype=dtype, optimizer={"distributed": distributed, "offload": not steps})
     train(first, range(steps))
     digest = save(tmp_path / "i000001-step-000002", first, {"step": 2, "note": "é"})

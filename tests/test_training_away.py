@@ -9,7 +9,7 @@ import torch
 
 from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.host_memory import host_like
-from relax_hpc.training import offloaded_adam, swapped
+from relax_hpc.training import offload, swapped
 from relax_hpc.training.away import StateAway
 from relax_hpc.training.trainer import Trainer
 from tests.training_helpers import LR, batch, load, one_rank_fixture, rows, save, tiny_fixture, trainer  # noqa: F401
@@ -101,6 +101,6 @@ def test_a_node_with_too_little_memory_is_named_with_the_setting_that_wants_it(t
     too_little = r"weights old: \d+ bytes of host memory .*group of its own"
     with pytest.raises(ConfigError, match=r"actor\.forward: .*" + too_little):
         swapped.SwappedWeights(ours.model.module).keep("old")
-    monkeypatch.setattr(offloaded_adam, "host_like", lambda _, *about: host_like([huge], *about[:2]))
+    monkeypatch.setattr(offload, "host_like", lambda _, *about: host_like([huge], *about[:2]))
     with pytest.raises(ConfigError, match=r"actor\.optimizer\.offload: .*optimizer states: \d+ bytes .*set it false"):
         trainer(tiny, optimizer={"offload": True})

@@ -34,6 +34,8 @@ MARKER = "COMPLETE.json"
 _PIECE_BYTES = 4 << 20
 _SHARDING = "fully_reshardable"
 _NEW = torch.zeros(())
+_FORMERLY = {"actor.optimizer.states": "float32"}
+"""Of checkpoints from before there was the setting."""
 _OWNED = re.compile(r"__(\d+)_\d+\.distcp$|random-(\d+)\.safetensors$")
 """Files that each rank writes; all others are rank 0's."""
 
@@ -101,9 +103,10 @@ def _check_marker(directory: Path, marker: dict[str, Any], trainer: Trainer) -> 
             f"{directory}: a converted model, without optimizer; convert it to Hugging Face and start there"
         )
     for key, wanted in optimizer_of(trainer).items():
-        if marker["optimizer"].get(key) != wanted:
+        saved = marker["optimizer"].get(key, _FORMERLY.get(key))
+        if saved != wanted:
             raise ConfigError(
-                f"{directory / MARKER}: saved with {key} {marker['optimizer'].get(key)}, the run has {wanted}; "
+                f"{directory / MARKER}: saved with {key} {saved}, the run has {wanted}; "
                 "resume with the setting it was saved with"
             )
 
@@ -170,6 +173,7 @@ def optimizer_of(trainer: Trainer) -> dict[str, Any]:
     return {
         "model.dtype": str(trainer.model.dtype).removeprefix("torch."),
         "actor.optimizer.distributed": trainer.settings.distributed,
+        "actor.optimizer.states": trainer.settings.states,
     }
 
 

@@ -8,6 +8,7 @@ import torch
 
 from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.host_memory import host_like
+from relax_hpc.training.gradients import gradient_buffers
 from relax_hpc.training.trainer import Trainer
 
 
@@ -94,9 +95,7 @@ class StateAway:
 
 
 def _gradients(trainer: Trainer) -> Iterator[torch.Tensor]:
-    module = trainer.module
-    for buffer in (*module.buffers, *module.expert_parallel_buffers):
-        yield buffer.grad_data
+    yield from (buffer.grad_data for buffer in gradient_buffers(trainer.module))
 
 
 def _state(trainer: Trainer) -> Iterator[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The norm of a step's gradient.
+"""Where gradients lie, and the norm of a step's.
 
 megatron-core's own takes one kernel and one wait for the device for each parameter where neither Transformer Engine nor
 Apex is installed, and others where one is: nothing here depends on what happens to be importable.
@@ -7,10 +7,17 @@ Apex is installed, and others where one is: nothing here depends on what happens
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+
+def gradient_buffers(module: Any) -> Iterator[Any]:
+    """What the gradients of `module`, a megatron-core DistributedDataParallel, lie in."""
+    yield from module.buffers
+    yield from module.expert_parallel_buffers
 
 
 def gradient_norm(optimizer: Any, device: torch.device) -> float:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from relax_hpc.config.schema import OptimizerConfig
-from relax_hpc.errors import ConfigError
-from relax_hpc.training.offloaded_adam import OffloadedAdamW
+from relax_hpc.training.adam import PiecewiseAdamW, Update, update_plainly
+from relax_hpc.training.offload import main_parameters_away, offload, without_gradients
+
+MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
@@ -28,8 +33,8 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
 def build_optimizer(config: OptimizerConfig, module: Any, dtype: torch.dtype, fused: bool = False) -> Any:
     """The optimizer of `module`, a megatron-core DistributedDataParallel whose parameters have `dtype`.
 
-    float32 main parameters and moments also under bfloat16. Gradients are clipped by the trainer. ``fused``: Adam is
-    one kernel for all parameters, unless it is offloaded.
+    float32 main parameters also under bfloat16. Gradients are clipped by the trainer. ``fused``: Adam is one kernel for
+    all parameters, or for a piece of one where moments are bfloat16.
     """
     from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
     from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
@@ -46,24 +51,39 @@ def build_optimizer(config: OptimizerConfig, module: Any, dtype: torch.dtype, fu
         bf16=dtype is torch.bfloat16,
         use_distributed_optimizer=config.distributed,
     )
-    optimizer = get_megatron_optimizer(settings, [module], config_overrides=get_standard_config_overrides(settings))
-    if config.offload:
-        offload(optimizer)
+    mains: Mapping[Tensor, Tensor] = {}
+    # Main parameters are made on the GPU, and leave it at once: in the place of the gradients there is room.
+    with without_gradients(module) if config.offload else nullcontext():
+        optimizer = get_megatron_optimizer(settings, [module], config_overrides=get_standard_config_overrides(settings))
+        if config.offload:
+            mains = main_parameters_away(optimizer.chained_optimizers)
+    for part in optimizer.chained_optimizers:
+        _take_own_adam(part, mains, config, fused)
     fill_adam_state(optimizer)
     for part in optimizer.chained_optimizers:
-        _choose_kernels(fused and not config.offload, part.optimizer)
+        one_kernel = fused and not isinstance(part.optimizer, PiecewiseAdamW)
+        _choose_kernels(one_kernel, part.optimizer)
         # What was saved says how it was made then.
-        part.optimizer.register_load_state_dict_post_hook(partial(_choose_kernels, fused and not config.offload))
+        part.optimizer.register_load_state_dict_post_hook(partial(_choose_kernels, one_kernel))
     return optimizer
 
 
-def offload(optimizer: Any) -> None:
-    """Have the moments in host memory, before there are any. ConfigError: the node has too little."""
-    for part in optimizer.chained_optimizers:
-        try:
-            part.optimizer = OffloadedAdamW(part.optimizer.param_groups)
-        except OSError as error:
-            raise ConfigError(f"actor.optimizer.offload: {error}; set it false, or take more nodes") from error
+def _take_own_adam(part: Any, mains: Mapping[Tensor, Tensor], config: OptimizerConfig, fused: bool) -> None:
+    """Give ``part``, one of megatron-core's optimizers, an Adam of ours where torch's has not what is asked for."""
+    dtype = MOMENTS[config.states]
+    update = _rounding_kernel() if fused and dtype is torch.bfloat16 else update_plainly
+    if config.offload:
+        offload(part, mains, dtype, update)
+    elif dtype is torch.bfloat16:
+        parameters = [parameter for group in part.param_groups for parameter in group["params"]]
+        moments = {one: [torch.zeros_like(one, dtype=dtype) for _ in range(2)] for one in parameters}
+        part.optimizer = PiecewiseAdamW(part.param_groups, moments, update)
+
+
+def _rounding_kernel() -> Update:
+    from relax_hpc.training.triton_adam import update
+
+    return update
 
 
 def _choose_kernels(fused: bool, adam: torch.optim.Optimizer) -> None:

@@ -1,0 +1,63 @@
+"""AdamW of a piece as one Triton kernel: moments are read and rounded where they lie, with nothing beside them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from relax_hpc.training.adam import Piece
+from relax_hpc.training.rounding import MIXERS, step_salt
+
+_BLOCK = 2048
+(_SHIFT, _FACTOR), (_SHIFT_2, _FACTOR_2) = (tuple(map(tl.constexpr, mixer)) for mixer in MIXERS)
+
+
+def update(piece: Piece, states: Sequence[Tensor]) -> None:
+    """As `training.adam.update_plainly`, of moments in bfloat16."""
+    average, square, parameter = states
+    group, step = piece.group, 1 + int(piece.step)
+    beta1, beta2 = group["betas"]
+    _adamw[(triton.cdiv(len(parameter), _BLOCK),)](
+        parameter,
+        piece.gradient,
+        average,
+        square,
+        len(parameter),
+        1.0 - group["lr"] * group["weight_decay"],
+        group["lr"] / (1.0 - beta1**step),
+        math.sqrt(1.0 - beta2**step),
+        group["eps"],
+        beta1,
+        beta2,
+        step_salt(step - 1),
+        BLOCK=_BLOCK,
+    )
+
+
+@triton.jit
+def _adamw(P, G, M, V, count, decay, rate, root, eps, beta1, beta2, salt, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    p, g = tl.load(P + at, mask=inside), tl.load(G + at, mask=inside)
+    m = tl.load(M + at, mask=inside).to(tl.float32)
+    v = tl.load(V + at, mask=inside).to(tl.float32)
+    m = m + (1.0 - beta1) * (g - m)
+    v = beta2 * v + (1.0 - beta2) * g * g
+    tl.store(P + at, decay * p - rate * m / (tl.sqrt(v) / root + eps), mask=inside)
+    tl.store(M + at, _rounded(m, salt), mask=inside)
+    tl.store(V + at, _rounded(v, salt), mask=inside)
+
+
+@triton.jit
+def _rounded(value, salt):
+    """See `training.rounding`."""
+    bits = value.to(tl.int32, bitcast=True)
+    mixed = bits + salt
+    mixed = (mixed ^ (mixed >> _SHIFT)) * _FACTOR
+    mixed = (mixed ^ (mixed >> _SHIFT_2)) * _FACTOR_2
+    chance = (mixed ^ (mixed >> 15)) & 0xFFFF
+    return ((bits + chance) & -0x10000).to(tl.float32, bitcast=True).to(tl.bfloat16)
