@@ -11,9 +11,12 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from relax_hpc import cuda_context
+from relax_hpc.cuda_context import has_context
 from relax_hpc.observe.status_groups import started_ahead
 from relax_hpc.rendezvous.roster import claim_incarnation, latest_incarnation
 from relax_hpc.rundir import RunDir, write_json
@@ -299,3 +302,35 @@ def test_the_end_of_what_waits_is_not_that_of_the_incarnation_at_work(tmp_path: 
         assert second.returncode == -signal.SIGKILL and first.poll() is None
         Processes(run, "actor", 2, []).kill()
         assert first.wait(DEADLINE_S) == -signal.SIGKILL, "whoever begins finds nobody there"
+
+
+class Driver:
+    """CUDA's, of some devices; error 3: it was never initialised, 101: there is no such device."""
+
+    def __init__(self, active: list[int] | None) -> None:
+        self.active = active
+
+    def cuDevicePrimaryCtxGetState(self, device: int, flags: Any, active: Any) -> int:
+        if self.active is None or device >= len(self.active):
+            return 3 if self.active is None else 101
+        active._obj.value = self.active[device]
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("active", "found"), [(None, False), ([], False), ([0, 0], False), ([0, 1], True), ([1], True)]
+)
+def test_a_context_on_any_gpu_is_seen_whoever_made_it(
+    active: list[int] | None, found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch is not asked: MPI and Triton make contexts that it does not know of."""
+    assert not has_context(), "no driver is loaded here, and asking loads none"
+    monkeypatch.setattr(cuda_context.ctypes, "CDLL", lambda name, mode: Driver(active))
+    assert has_context() == found
+
+
+def test_a_rank_whose_imports_take_a_gpu_waits_for_nobody(run: RunDir) -> None:
+    code = RANK.replace("seen = {}", "seen = {}; ahead.has_context = lambda: True")
+    words = [sys.executable, "-c", code, str(run.root)]
+    done = subprocess.run(words, stdin=subprocess.PIPE, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+    assert "an import has taken a GPU that others work on; set liveness.start_ahead_s: 0" in done.stdout

@@ -130,12 +130,15 @@ class StateWriter:
             one.data = room
 
     def _copy_all(self, sources: list[torch.Tensor], rooms: list[torch.Tensor]) -> None:
-        if self.pinned:
-            for source, room in zip(sources, rooms, strict=True):
+        pairs = list(zip(sources, rooms, strict=True))
+        for source, room in pairs:
+            if source.is_cuda:
                 room.copy_(source, non_blocking=True)
+        # Offloaded states, and what was gathered, are in host memory: beside what the GPU copies.
+        here = [(source, room) for source, room in pairs if not source.is_cuda]
+        self._copier.copy([source for source, _ in here], [room for _, room in here])
+        if self.pinned:
             torch.cuda.current_stream().synchronize()
-        else:
-            self._copier.copy(sources, rooms)
 
 
 def _tensors(shards: dict[str, Any]) -> list[ShardedTensor]:

@@ -34,9 +34,9 @@ def _elements(piece: Piece, tensor: int) -> int:
     return math.prod(piece.shape) // piece.shape[piece.axis] * length
 
 
-def kept_elements(spec: ModelSpec, parallel: ParallelConfig, recompute: str) -> int:
+def kept_elements(spec: ModelSpec, parallel: ParallelConfig, recompute: str, kernels: Kernels = "plain") -> int:
     """Elements a token that a layer keeps for the backward pass."""
-    stream, attention, inner = _widths(spec, parallel)
+    stream, attention, inner, _ = _widths(spec, parallel, kernels)
     return {
         # Two inputs of norms and what they give, and what is inside of the two blocks.
         "none": 4 * stream + attention + inner,
@@ -45,22 +45,23 @@ def kept_elements(spec: ModelSpec, parallel: ParallelConfig, recompute: str) -> 
     }[recompute]
 
 
-def working_elements(spec: ModelSpec, parallel: ParallelConfig, recompute: str) -> int:
+def working_elements(spec: ModelSpec, parallel: ParallelConfig, recompute: str, kernels: Kernels = "plain") -> int:
     """Elements a token that the backward pass of one layer takes beside: what it computes again, and gradients."""
-    stream, attention, inner = _widths(spec, parallel)
+    stream, attention, inner, product = _widths(spec, parallel, kernels)
     again = {"none": 0, "selective": 2 * stream + inner, "full": 3 * stream + attention + inner}[recompute]
     # What the feed-forward block keeps goes while gradients come: at most the product's and both halves' are there.
-    return again + 2 * stream + max(attention // 2, 3 * inner // 5)
+    return again + 2 * stream + max(attention // 2, 3 * product)
 
 
-def scored_elements(spec: ModelSpec, parallel: ParallelConfig) -> int:
+def scored_elements(spec: ModelSpec, parallel: ParallelConfig, kernels: Kernels = "plain") -> int:
     """Elements a token that one layer takes at most while nothing is kept."""
-    stream, attention, inner = _widths(spec, parallel)
+    stream, attention, inner, _ = _widths(spec, parallel, kernels)
     return 3 * stream + max(attention, inner)
 
 
-def _widths(spec: ModelSpec, parallel: ParallelConfig) -> tuple[int, int, int]:
-    """Elements a token: of the residual stream, and kept inside of attention and of the feed-forward block."""
+def _widths(spec: ModelSpec, parallel: ParallelConfig, kernels: Kernels) -> tuple[int, int, int, int]:
+    """Elements a token: of the residual stream, kept inside of attention and of the feed-forward block, and of what is
+    between its two matrices."""
     stream = spec.hidden // (parallel.tensor if parallel.sequence_parallel else 1)
     query, value = spec.heads * spec.head_dim // parallel.tensor, max(spec.groups // parallel.tensor, 1) * spec.head_dim
     # Ranks that share a key-value head have the three of all ranks.
@@ -70,11 +71,12 @@ def _widths(spec: ModelSpec, parallel: ParallelConfig) -> tuple[int, int, int]:
     attention = together + (3 + spec.qk_norm) * query + value
     # Of all context ranks: the keys and values that this one's two pieces of each row look at.
     attention += (2 * parallel.context + 1) * value if parallel.context > 1 else 0
-    # Both halves of what the first matrix gives, the one activated, the other as it is multiplied, and the product.
-    # Experts take copies of their tokens.
+    # Both halves of what the first matrix gives, and the product; and, unless one kernel makes it, the one half
+    # activated and the other as it is multiplied. Experts, which have no such kernel, take copies of their tokens.
     chosen = getattr(spec, "chosen", 1)
-    inner = 5 * chosen * spec.inner // parallel.tensor + (2 * chosen * spec.hidden if spec.experts else 0)
-    return stream, attention, inner
+    product = chosen * spec.inner // parallel.tensor
+    inner = (3 if kernels == "fused" and not spec.experts else 5) * product
+    return stream, attention, inner + (2 * chosen * spec.hidden if spec.experts else 0), product
 
 
 def logits_bytes(

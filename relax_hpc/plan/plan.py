@@ -86,11 +86,9 @@ def _footprints(config: Config, spec: ModelSpec, group: str, limit: float) -> It
 
 
 def _together(config: Config, found: list[Footprint]) -> float:
-    """At the worst time: all at once, but for engines and an actor that take turns."""
+    """At the worst time: all at once, but for engines and an actor that make way for each other, contexts excepted."""
     everybody = sum(one.peak for one in found)
-    if not config.colocate:
+    turns = [one.peak for one in found if one.role in ("rollout", "actor")]
+    if not config.colocate or len(turns) < 2:
         return everybody
-    by_role = {one.role: one for one in found}
-    engines = by_role["rollout"].peak if "rollout" in by_role else 0.0
-    passing = by_role["actor"].peak - sum(by_role["actor"].resident.values()) if "actor" in by_role else 0.0
-    return everybody - min(engines, passing)
+    return everybody - min(turns) + roles.CONTEXT_BYTES

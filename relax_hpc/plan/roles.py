@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from relax_hpc.config.schema import Config, ParallelConfig
+from relax_hpc.config.schema import ActorConfig, Config, ParallelConfig
 from relax_hpc.models.spec import ModelSpec
 from relax_hpc.plan.footprint import GIB, Footprint
 from relax_hpc.plan.model_memory import (
@@ -17,13 +17,14 @@ from relax_hpc.plan.model_memory import (
     scored_elements,
     working_elements,
 )
+from relax_hpc.plan.optimizer_memory import gathered, optimizer_bytes
 
 CONTEXT_BYTES = 1.5 * GIB
 """Of a process on a GPU before it has anything: CUDA's context, kernels, workspaces, NCCL's buffers. An assumption."""
 PROCESS_BYTES = 2 * GIB
 """Of a process in host memory, with torch and CUDA, before it has anything. An assumption."""
-OFFLOADED_BYTES = 9 * MAIN_BYTES * 2**24
-"""Of a step with offloaded moments: pieces on their way, see `training.offloaded_adam`, and what Adam makes of one."""
+AHEAD_BYTES = 1 * GIB
+"""Of a process that waits to be needed, in host memory: its libraries, and no CUDA context. An assumption."""
 ENGINE_SHARE = 0.85
 """Of a GPU, which SGLang takes for weights and keys and values where `mem_fraction_static` does not say; about."""
 
@@ -41,65 +42,70 @@ def actor(config: Config, spec: ModelSpec, group: str, per_node: int) -> Footpri
 
 def _actor_stage(config: Config, spec: ModelSpec, group: str, per_node: int, stage: int) -> Footprint:
     settings, parallel, item = config.actor, config.actor.parallel, ITEM_BYTES[config.model.dtype]
-    count, last = parameters(spec, parallel, stage), stage == parallel.pipeline - 1
-    alike = parallel.data * parallel.context
-    sharing, offloaded = alike if settings.optimizer.distributed else 1, settings.optimizer.offload
-    # Under float32 the parameters are the main parameters.
-    main = MAIN_BYTES * count / sharing if item < MAIN_BYTES else 0
-    moments_of_adam = 2 * MAIN_BYTES * count / sharing
-    states = main + moments_of_adam
+    count, alike = parameters(spec, parallel, stage), parallel.data * parallel.context
+    sharing = alike if settings.optimizer.distributed else 1
+    optimizer = optimizer_bytes(settings, count / sharing, item)
     tokens = max(settings.max_tokens_per_micro_batch, -(-longest_row(config) // parallel.context))
-    # One forward, one backward: a stage is ahead of the last by as many micro-batches as there are stages after it.
-    in_flight, layers = parallel.pipeline - stage, spec.layers // parallel.pipeline
-    kept = kept_elements(spec, parallel, settings.recompute) * layers * in_flight * tokens * item
-    # Of the last stage: what the final norm gives, in order and with its gradient.
-    kept += 3 * spec.hidden * tokens * item if last else 0
-    working = working_elements(spec, parallel, settings.recompute) * tokens * item
-    # One kernel needs nothing beside; several, a square root of each second moment.
-    updating = 0.0 if settings.kernels == "fused" else MAIN_BYTES * count / sharing
-    if offloaded:
-        updating = OFFLOADED_BYTES
-    moments = {
-        "backward": {"activations": kept, "a layer's backward": working},
-        "update": {"optimizer step": updating},
-    }
-    if last:
-        entropy = config.algorithm.needs_entropy
-        logits = logits_bytes(spec, parallel, tokens, item, settings.kernels, entropy)
-        moments["output layer"] = {"activations": kept, "logits": logits}
-    if sharing > 1:
-        # megatron-core gathers one kind of state at a time from all data-parallel ranks, and joins the pieces.
-        moments["checkpoint"] = {"gathered states": 2 * MAIN_BYTES * count}
-        if offloaded:
-            moments["resume"] = {"states that are loaded": moments_of_adam}
-    slabs = config.weights.slabs or config.max_staleness + 2
-    copies = slabs + (1 if config.weights.anchor_every else 0)
+    moments = _passes(config, spec, tokens, stage) | {"update": {"optimizer step": optimizer.update}}
+    on_device, on_host = gathered(count, sharing) if settings.optimizer.distributed else (0.0, 0.0)
+    if on_device:
+        moments["checkpoint"] = {"gathered states": on_device}
+    weights, slabs = count * item, config.weights.slabs or config.max_staleness + 2
     pinned = {
-        "slabs": copies * count * item / alike * per_node,
-        "checkpoint": (count * item + states * sharing) / alike * per_node,
+        "slabs": (slabs + (1 if config.weights.anchor_every else 0)) * weights / alike,
+        "checkpoint": (weights + _saved(settings, count, item)) / alike,
+        "optimizer states": optimizer.pinned,
+        "weights of forward roles": _inner_copies(config) * weights,
+        "what makes way for engines": (weights + optimizer.device) * config.colocate,
     }
-    if offloaded:
-        pinned["optimizer states"] = moments_of_adam * per_node
-    if inner := _inner_copies(config):
-        pinned["weights of forward roles"] = inner * count * item * per_node
-    host = {"processes": per_node * PROCESS_BYTES}
-    if sharing > 1:
-        host["states gathered for a checkpoint"] = 3 * MAIN_BYTES * count * per_node
+    host = {"processes": PROCESS_BYTES, "started ahead": _ahead(config), "states gathered for a checkpoint": on_host}
     return Footprint(
         role="actor",
         group=group,
         split=_split(parallel, f"{tokens:,} tokens a micro-batch, recomputed: {settings.recompute}"),
         gpus=parallel.ranks,
         resident={
-            "weights": count * item,
+            "weights": weights,
             "gradients": MAIN_BYTES * count,
-            "optimizer states": main if offloaded else states,
+            "optimizer states": optimizer.device,
             "CUDA, NCCL": CONTEXT_BYTES,
         },
         moments=moments,
-        pinned=pinned,
-        host=host,
+        pinned=_of_all(pinned, per_node),
+        host=_of_all(host, per_node),
     )
+
+
+def _passes(config: Config, spec: ModelSpec, tokens: int, stage: int) -> dict[str, dict[str, float]]:
+    """What forward and backward passes of a pipeline stage take, of ``tokens`` a micro-batch."""
+    settings, parallel, item = config.actor, config.actor.parallel, ITEM_BYTES[config.model.dtype]
+    last, kernels = stage == parallel.pipeline - 1, settings.kernels
+    # One forward, one backward: a stage is ahead of the last by as many micro-batches as there are stages after it.
+    in_flight, layers = parallel.pipeline - stage, spec.layers // parallel.pipeline
+    kept = kept_elements(spec, parallel, settings.recompute, kernels) * layers * in_flight * tokens * item
+    # Of the last stage: what the final norm gives, in order and with its gradient.
+    kept += 3 * spec.hidden * tokens * item if last else 0
+    working = working_elements(spec, parallel, settings.recompute, kernels) * tokens * item
+    found = {"backward": {"activations": kept, "a layer's backward": working}}
+    if last:
+        logits = logits_bytes(spec, parallel, tokens, item, kernels, config.algorithm.needs_entropy)
+        found["output layer"] = {"activations": kept, "logits": logits}
+    return found
+
+
+def _saved(actor: ActorConfig, count: int, item: int) -> float:
+    """Bytes of the optimizer's states in a checkpoint; a distributed one has all three in float32."""
+    return 3 * MAIN_BYTES * count if actor.optimizer.distributed else optimizer_bytes(actor, count, item).states
+
+
+def _ahead(config: Config) -> float:
+    """Of a rank that waits to take the place of one that ends."""
+    return AHEAD_BYTES if config.liveness.start_ahead_s else 0.0
+
+
+def _of_all(sizes: Mapping[str, float], per_node: int) -> dict[str, float]:
+    """Those of one rank as those of a node, without what there is nothing of."""
+    return {name: size * per_node for name, size in sizes.items() if size}
 
 
 def _inner_copies(config: Config) -> int:
@@ -115,7 +121,7 @@ def forward(config: Config, spec: ModelSpec, role: str, group: str, per_node: in
     tokens = max(settings.max_tokens_per_micro_batch, -(-longest_row(config) // parallel.context))
     found = []
     for stage in range(parallel.pipeline):
-        passing = {"activations": scored_elements(spec, parallel) * tokens * item}
+        passing = {"activations": scored_elements(spec, parallel, config.actor.kernels) * tokens * item}
         if stage == parallel.pipeline - 1:
             passing["logits"] = logits_bytes(spec, parallel, tokens, item, config.actor.kernels, entropy=False)
         weights = parameters(spec, parallel, stage) * item
@@ -127,7 +133,7 @@ def forward(config: Config, spec: ModelSpec, role: str, group: str, per_node: in
                 gpus=parallel.ranks,
                 resident={"weights": weights, "CUDA, NCCL": CONTEXT_BYTES},
                 moments={"forward": passing},
-                host={"processes": per_node * PROCESS_BYTES},
+                host=_of_all({"processes": PROCESS_BYTES, "started ahead": _ahead(config)}, per_node),
             )
         )
     return max(found, key=lambda stage: stage.peak)

@@ -9,12 +9,12 @@ import argparse
 import contextlib
 import os
 import select
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from relax_hpc.cuda_context import has_context
 from relax_hpc.rendezvous.process import Flag
 from relax_hpc.rendezvous.roster import latest_incarnation
 from relax_hpc.rundir import RunDir, write_json
@@ -44,7 +44,7 @@ def wait_to_begin(
         _at_low_priority(import_role)
         about = {"imported_s": round(time.monotonic() - began, 1), "memory_mb": _memory_mb()}
         print(f"{args.role}: started ahead, waits: {about}", flush=True)
-        if _has_device():
+        if has_context():
             raise NotNeededError("an import has taken a GPU that others work on; set liveness.start_ahead_s: 0")
         with _note(note if leader else None, about):
             _wait(run, args, stop)
@@ -116,11 +116,6 @@ def _wait(run: RunDir, args: argparse.Namespace, stop: Flag) -> None:
                 raise NotNeededError(f"incarnation {args.incarnation} was begun without it")
     if not os.read(_STDIN, 1):
         raise NotNeededError("its supervisor needs it no more, or has ended")
-
-
-def _has_device() -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.cuda.is_initialized()
 
 
 def _memory_mb() -> int:

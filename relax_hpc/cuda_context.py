@@ -1,0 +1,27 @@
+"""Whether this process has a context on a GPU, whichever library made it: some 0.5 GiB of the device's memory."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+_DRIVER = "libcuda.so.1"
+_SUCCESS = 0
+
+
+def has_context() -> bool:
+    """Asked of CUDA's driver, if a library has loaded it; nothing is loaded or made by that.
+
+    torch knows of its own contexts alone; MPI, UCX, NIXL and Triton make them too.
+    """
+    try:
+        driver = ctypes.CDLL(_DRIVER, mode=os.RTLD_NOLOAD)
+    except OSError:
+        return False
+    device, flags, active = 0, ctypes.c_uint(), ctypes.c_int()
+    # An error says that the driver was never initialised, or that there are no more devices.
+    while driver.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active)) == _SUCCESS:
+        if active.value:
+            return True
+        device += 1
+    return False
