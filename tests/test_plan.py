@@ -52,6 +52,12 @@ def test_models_have_as_many_parameters_as_the_published_ones() -> None:
         stages = [parameters(spec, ParallelConfig(tensor=2, pipeline=2), stage) for stage in range(2)]
         # Norms are on every rank, and a tied embedding on both stages.
         assert count < 2 * sum(stages) < count * (1.3 if spec.tied else 1.001)
+        uneven = ParallelConfig(tensor=2, pipeline=2, last_stage_layers=spec.layers // 2 - 3)
+        layer = (stages[0] - parameters(spec, ParallelConfig(tensor=2, pipeline=2, first_stage_layers=1), 0)) / (
+            spec.layers // 2 - 1
+        )
+        moved = [parameters(spec, uneven, stage) - stages[stage] for stage in range(2)]
+        assert moved == [3 * layer, -3 * layer]
 
 
 @pytest.mark.parametrize("cluster", sorted(CLUSTERS))

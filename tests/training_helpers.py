@@ -200,11 +200,23 @@ class Peak(TorchDispatchMode):
         return result
 
 
+START = """
+from runpy import run_module
+from relax_hpc.imports import many_imports
+with many_imports(for_good=True):
+    import {module}
+    from relax_hpc.training.parallel import import_libraries
+    import_libraries("cpu", None, trains=True)
+run_module("{module}", run_name="__main__")
+"""
+"""As a role imports: most of what a rank takes, and no garbage when megatron-core collects some at a save."""
+
+
 def launch(world: int, *args: object, timeout_s: float = 120.0, module: str = "tests.training_rank") -> None:
     """Run `module` in `world` processes; AssertionError with their output if one fails."""
     meeting = os.memfd_create("meeting")
     file = f"/proc/{os.getpid()}/fd/{meeting}"
-    command = [sys.executable, "-W", "ignore", "-m", module, file, str(world)]
+    command = [sys.executable, "-W", "ignore", "-c", START.format(module=module), file, str(world)]
     ranks = [
         subprocess.Popen(
             [*command, str(rank), *map(str, args)],

@@ -1,7 +1,8 @@
 """One rank of a multi-rank training test.
 
 `python -m tests.training_rank FILE WORLD RANK [LAYOUT MODEL OUT CHECKPOINT]...`, where the ranks meet in FILE, and
-LAYOUT is the `actor` section of a configuration as JSON. Rank 0 writes what it found to OUT. CHECKPOINT may be empty.
+LAYOUT is the `actor` section of a configuration as JSON. Rank 0 writes what it found to OUT. CHECKPOINT may be empty;
+from one on a single step is made.
 Several layouts are done one after the other: most of a process is its start.
 """
 
@@ -58,20 +59,32 @@ def one_case(world: int, rank: int, meeting: dist.Store, layout: str, model: str
     split = helpers.actor_settings(**settings).parallel
     parallel.initialize(split, rank, world, rank, meeting, "cpu", 0, 60.0)
     trainer = helpers.trainer(Path(model), **settings)
-    check_slices(trainer.model, Path(model))
-    check_a_slice_of_plain_layers(trainer.model, split)
     if checkpoint:
         store.load(Path(checkpoint), trainer, Channel(60.0))
-    if world > 1:
+        first_step(trainer, Path(out))
+    else:
+        check_slices(trainer.model, Path(model))
+        check_a_slice_of_plain_layers(trainer.model, split)
         check_who_waits_for_the_leader()
         check_rows_that_one_rank_cannot_read()
         check_metrics_that_few_ranks_have(trainer)
-    check(trainer, Path(out))
-    if split.data > 1 and split.context == 1:
-        check_overlap(Path(model), settings, Path(out))
-        if world == 2 and split.expert == 1:
-            check_overlap(Path(model), unsharded(settings), Path(out))
+        check(trainer, Path(out))
+        if split.data > 1 and split.context == 1:
+            check_overlap(Path(model), settings, Path(out))
+            if world == 2 and split.expert == 1:
+                check_overlap(Path(model), unsharded(settings), Path(out))
     parallel.destroy()
+
+
+def first_step(trainer: Trainer, out: Path) -> dict[str, float]:
+    """Its metrics; OUT/first.safetensors has the weights after it."""
+    layout, split, samples = trainer.model.layout, trainer.model.pack_split, helpers.rows(4, seed=9)
+    # The second replica has no row in the first step, and goes through all the same.
+    trainer.accumulate([helpers.batch(samples, split) if layout.data_rank == 0 else idle(samples[0], "cpu", split)])
+    metrics = trainer.step(helpers.LR)
+    if (weights := trainer.model.export_hf()) is not None:
+        save_file(weights, out / "first.safetensors")
+    return metrics
 
 
 def check_metrics_that_few_ranks_have(trainer: Trainer) -> None:
@@ -166,24 +179,21 @@ def check(trainer: Trainer, out: Path) -> None:
     if layout.leader:
         flat = torch.cat([torch.from_numpy(line) for line in scored])
         save_file({"logprobs": flat}, out / f"logprobs-{layout.data_rank}.safetensors")
-    inner, steps = helpers.inner_roles(trainer.model), []
+    inner = helpers.inner_roles(trainer.model)
     inner.begin_step()
-    # The second replica has no row in the first step, and goes through all the same.
-    samples = helpers.rows(4, seed=9)
-    trainer.accumulate([helpers.batch(samples, split) if layout.data_rank == 0 else idle(samples[0], "cpu", split)])
-    steps.append(trainer.step(helpers.LR))
-    first = trainer.model.export_hf()
+    steps = [first_step(trainer, out)]
     helpers.save(out / "i000001-step-000001", trainer, {"step": 1})
     check_a_save_that_fails(trainer, out)
     for window in windows_of(trainer):
         # Where fewer rows came than there are ranks, some go through idle.
         mine = window[layout.data_rank]
-        trainer.accumulate([helpers.batch(rows, split) if rows else idle(samples[0], "cpu", split) for rows in mine])
+        trainer.accumulate(
+            [helpers.batch(rows, split) if rows else idle(helpers.rows(1)[0], "cpu", split) for rows in mine]
+        )
         check_inner(inner, micro, scored)
     steps.append(trainer.step(helpers.LR))
     second = trainer.model.export_hf()
-    if first is not None and second is not None:
-        save_file(first, out / "first.safetensors")
+    if second is not None:
         save_file(second, out / "second.safetensors")
         (out / "metrics.json").write_text(json.dumps(steps))
 

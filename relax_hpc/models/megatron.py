@@ -86,6 +86,8 @@ def _settings(spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig) -> 
         bf16=dtype is torch.bfloat16,
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
+        num_layers_in_first_pipeline_stage=parallel.first_stage_layers or None,
+        num_layers_in_last_pipeline_stage=parallel.last_stage_layers or None,
         context_parallel_size=parallel.context,
         sequence_parallel=parallel.sequence_parallel and parallel.tensor > 1,
         # Losses are sums; the trainer divides once by the step's weight.

@@ -65,10 +65,11 @@ _DECIDED = {
     "packs differ in length from one to the next, and a graph is of one shape": """
         cuda_graph_impl cuda_graph_retain_backward_graph cuda_graph_scope cuda_graph_use_single_mempool
         cuda_graph_warmup_steps enable_cuda_graph external_cuda_graph""",
-    "stages have equal numbers of layers, in one chunk": """
+    "set actor.parallel.first_stage_layers or last_stage_layers instead": """
+        num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage""",
+    "stages have their layers in one chunk": """
         account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split microbatch_group_size_per_vp_stage
-        num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage overlap_moe_expert_parallel_comm
-        pipeline_model_parallel_layout virtual_pipeline_model_parallel_size""",
+        overlap_moe_expert_parallel_comm pipeline_model_parallel_layout virtual_pipeline_model_parallel_size""",
     "the trainer's model, optimizer and checkpoints are not made for it": """
         cpu_offloading data_parallel_sharding_strategy delay_wgrad_compute defer_embedding_wgrad_compute fp4 fp4_param
         fp8 fp8_param fp8_param_gather num_distributed_optimizer_instances outer_dp_sharding_strategy

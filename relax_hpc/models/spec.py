@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from relax_hpc.models.hf_mapping import Blocks, Entry, Piece, StoredForm
 from relax_hpc.models.rules import DECODER, NUMBER, ROPE, SIZE, Rule, one_of, rope, rope_theta
+from relax_hpc.models.stages import stage_misfits
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -136,9 +137,7 @@ class ModelSpec:
         elif self.groups * self.group_rows % parallel.tensor:
             allowed = f"a divisor of the {self.groups * self.group_rows} rows of its queries, keys and values"
             yield f"tensor: found {parallel.tensor}, allowed: {allowed}"
-        if self.layers % parallel.pipeline:
-            allowed = f"a divisor of the model's num_hidden_layers, {self.layers}"
-            yield f"pipeline: found {parallel.pipeline}, allowed: {allowed}"
+        yield from stage_misfits(self.layers, parallel)
         if parallel.expert > 1 and not self.experts:
             yield f"expert: found {parallel.expert}, allowed: 1; a {self.model_type} model has no experts"
 

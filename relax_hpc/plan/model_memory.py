@@ -11,6 +11,7 @@ import math
 from relax_hpc.config.schema import Kernels, ParallelConfig
 from relax_hpc.models.hf_mapping import Piece, stage_entries
 from relax_hpc.models.spec import ModelSpec
+from relax_hpc.models.stages import stage_layers
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 MAIN_BYTES = 4
@@ -21,8 +22,7 @@ CHUNKS = 2**22, 2**28
 
 def parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> int:
     """Of the rank of pipeline ``stage`` with the most."""
-    layers = spec.layers // parallel.pipeline
-    held = range(stage * layers, (stage + 1) * layers)
+    held = stage_layers(spec.layers, parallel)[stage]
     entries = stage_entries(spec, held, stage == 0, stage == parallel.pipeline - 1)
     return sum(_elements(piece, parallel.tensor) for entry in entries for piece in entry.pieces)
 

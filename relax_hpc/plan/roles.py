@@ -7,6 +7,7 @@ from typing import Any
 
 from relax_hpc.config.schema import ActorConfig, Config, ParallelConfig
 from relax_hpc.models.spec import ModelSpec
+from relax_hpc.models.stages import stage_layers
 from relax_hpc.plan.footprint import GIB, Footprint
 from relax_hpc.plan.model_memory import (
     ITEM_BYTES,
@@ -81,8 +82,8 @@ def _passes(config: Config, spec: ModelSpec, tokens: int, stage: int) -> dict[st
     settings, parallel, item = config.actor, config.actor.parallel, ITEM_BYTES[config.model.dtype]
     last, kernels = stage == parallel.pipeline - 1, settings.kernels
     # One forward, one backward: a stage is ahead of the last by as many micro-batches as there are stages after it.
-    in_flight, layers = parallel.pipeline - stage, spec.layers // parallel.pipeline
-    kept = kept_elements(spec, parallel, settings.recompute, kernels) * layers * in_flight * tokens * item
+    in_flight, layers = parallel.pipeline - stage, stage_layers(spec.layers, parallel)[stage]
+    kept = kept_elements(spec, parallel, settings.recompute, kernels) * len(layers) * in_flight * tokens * item
     # Of the last stage: what the final norm gives, in order and with its gradient.
     kept += 3 * spec.hidden * tokens * item if last else 0
     working = working_elements(spec, parallel, settings.recompute, kernels) * tokens * item
@@ -191,5 +192,8 @@ def engine_flag(flags: Mapping[str, Any], name: str) -> float:
 
 def _split(parallel: ParallelConfig, more: str) -> str:
     sequence = ", sequence parallel" if parallel.sequence_parallel and parallel.tensor > 1 else ""
-    cut = f"tensor {parallel.tensor}, pipeline {parallel.pipeline}, data {parallel.data}{sequence}"
+    told = {"first": parallel.first_stage_layers, "last": parallel.last_stage_layers}
+    uneven = ", ".join(f"{name} {count} layers" for name, count in told.items() if count)
+    pipeline = f"{parallel.pipeline}{f' ({uneven})' if uneven else ''}"
+    cut = f"tensor {parallel.tensor}, pipeline {pipeline}, data {parallel.data}{sequence}"
     return f"{cut}; {more}"

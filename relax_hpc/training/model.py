@@ -28,6 +28,7 @@ from relax_hpc.models.hf_mapping import (
     unique_pieces,
 )
 from relax_hpc.models.packs import PackSplit
+from relax_hpc.models.stages import stage_layers
 from relax_hpc.training import parallel as ranks
 from relax_hpc.training.batches import Batch
 from relax_hpc.training.gathered import gathered_texts
@@ -57,7 +58,6 @@ class PolicyModel:
         """``training``: the settings by which it is trained, with its ``kernels``; None: it is not, or as it is by
         default."""
         from megatron.core import parallel_state
-        from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
         from relax_hpc.models import megatron
         from relax_hpc.models.kernels import prepare, transformer_settings
@@ -85,8 +85,7 @@ class PolicyModel:
         """How this rank takes part in a pack: what `collate` makes of rows for it."""
         first, last = self.layout.first_stage, self.layout.last_stage
         self.module = self.spec.build(self.config, model.device, first, last, self.kernels)
-        offset = get_transformer_layer_offset(self.config)
-        layers = range(offset, offset + self.spec.layers // parallel.pipeline)
+        layers = stage_layers(self.spec.layers, parallel)[self.layout.pipeline_rank]
         entries = stage_entries(self.spec, layers, first, last, "te" if self.kernels == "te" else "local")
         self._entries = of_experts(entries, self.layout.experts_of(self.spec.experts))
         self._parameters = dict(self.module.named_parameters())

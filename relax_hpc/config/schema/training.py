@@ -16,6 +16,11 @@ class ParallelConfig:
     """Ranks that share each matrix. Of a multiple of the model's key-value heads several share a head, and each gathers
     the queries, keys and values of all: more to send than up to that number."""
     pipeline: int = bounded(1, 1)
+    """Stages that each have a part of the layers, the same number unless the next two say otherwise."""
+    first_stage_layers: int = bounded(0, 0)
+    """Layers of the stage that has the embedding too; the others share the rest evenly. 0: as many as they have."""
+    last_stage_layers: int = bounded(0, 0)
+    """Layers of the stage that has the output layer too; as `first_stage_layers`."""
     context: int = bounded(1, 1)
     """Ranks that share each row, every one with as many of its tokens: for rows that are too long for one. A
     micro-batch is as many times larger."""
