@@ -67,7 +67,7 @@ class OptimizerConfig:
     after it. The same sums; of one rank there are none. Not measured on GPUs."""
     states: Literal["float32", "bfloat16"] = "float32"
     """Type of Adam's two moments. `bfloat16`: 4 bytes a parameter less; a step is computed in float32, and what it
-    leaves is rounded up or down by chance, so that it is right in the mean, each by less than 0.8 %."""
+    leaves is rounded up or down by chance: right in the mean, and each to a hundredth."""
     offload: bool = False
     """Adam's moments, and float32 main parameters under bfloat16, lie in pinned host memory and pass through the GPU in
     each step: up to 12 bytes a parameter less on it."""
