@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from relax_hpc.config.schema import Kernels, ParallelConfig
-from relax_hpc.models.hf_mapping import Piece, stage_entries
+from relax_hpc.models.hf_mapping import Piece, of_experts, stage_entries
 from relax_hpc.models.spec import ModelSpec
 from relax_hpc.models.stages import stage_layers
 
@@ -22,9 +22,26 @@ CHUNKS = 2**22, 2**28
 
 def parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> int:
     """Of the rank of pipeline ``stage`` with the most."""
+    return sum(_counts(spec, parallel, stage))
+
+
+def own_share(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> float:
+    """Of a rank's `parameters`, each divided by the ranks that have the same."""
+    dense, experts = _counts(spec, parallel, stage)
+    copies = parallel.data * parallel.context
+    return dense / copies + experts * parallel.expert * parallel.expert_tensor / (parallel.tensor * copies)
+
+
+def _counts(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> tuple[int, int]:
+    """Parameters that every layout cuts by tensor, and those of experts."""
     held = stage_layers(spec.layers, parallel)[stage]
     entries = stage_entries(spec, held, stage == 0, stage == parallel.pipeline - 1)
-    return sum(_elements(piece, parallel.tensor) for entry in entries for piece in entry.pieces)
+    found = [0, 0]
+    for entry in of_experts(entries, range(spec.experts // parallel.expert)):
+        one_expert = entry.expert is not None
+        tensor = parallel.expert_tensor if one_expert else parallel.tensor
+        found[one_expert] += sum(_elements(piece, tensor) for piece in entry.pieces)
+    return found[0], found[1]
 
 
 def _elements(piece: Piece, tensor: int) -> int:
@@ -76,7 +93,9 @@ def _widths(spec: ModelSpec, parallel: ParallelConfig, kernels: Kernels) -> tupl
     chosen = getattr(spec, "chosen", 1)
     product = chosen * spec.inner // parallel.tensor
     inner = (3 if kernels == "fused" and not spec.experts else 5) * product
-    return stream, attention, inner + (2 * chosen * spec.hidden if spec.experts else 0), product
+    if spec.experts:
+        inner += 2 * chosen * spec.hidden // (parallel.tensor if parallel.expert > 1 else 1)
+    return stream, attention, inner, product
 
 
 def logits_bytes(

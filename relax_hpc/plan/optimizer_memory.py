@@ -52,11 +52,10 @@ def _update(actor: ActorConfig, count: float, moments: int, main: int) -> float:
     return PIECE * rooms + min(PIECE, count) * made
 
 
-def gathered(count: float, sharing: int) -> tuple[float, float]:
+def gathered(count: float, own: float) -> tuple[float, float]:
     """On the GPU and in host memory, while the states that a distributed optimizer has of ``count`` parameters are made
-    ready for a checkpoint: megatron-core gathers one kind at a time from the ``sharing`` data-parallel ranks, one too,
-    and has all three in float32. See DistributedOptimizer.get_parameter_state_dp_zero of megatron-core 0.16.1.
+    ready for a checkpoint: megatron-core gathers one kind at a time from all data-parallel ranks, of which this one has
+    ``own``, and has all three in float32. See DistributedOptimizer.get_parameter_state_dp_zero of megatron-core 0.16.1.
     """
     # A rank's own parts; those of all, and of the kind at hand the parts, joined, and the last kind's.
-    own, everybody = 3 * MAIN_BYTES * count / sharing, 3 * MAIN_BYTES * count
-    return MAIN_BYTES * count * (1 + 1 / sharing), own + everybody + 3 * MAIN_BYTES * count
+    return MAIN_BYTES * (count + own), 3 * MAIN_BYTES * own + (3 + 3) * MAIN_BYTES * count

@@ -14,6 +14,7 @@ from relax_hpc.plan.model_memory import (
     MAIN_BYTES,
     kept_elements,
     logits_bytes,
+    own_share,
     parameters,
     scored_elements,
     working_elements,
@@ -43,18 +44,18 @@ def actor(config: Config, spec: ModelSpec, group: str, per_node: int) -> Footpri
 
 def _actor_stage(config: Config, spec: ModelSpec, group: str, per_node: int, stage: int) -> Footprint:
     settings, parallel, item = config.actor, config.actor.parallel, ITEM_BYTES[config.model.dtype]
-    count, alike = parameters(spec, parallel, stage), parallel.data * parallel.context
-    sharing = alike if settings.optimizer.distributed else 1
-    optimizer = optimizer_bytes(settings, count / sharing, item)
+    count, share = parameters(spec, parallel, stage), own_share(spec, parallel, stage)
+    updated = share if settings.optimizer.distributed else count
+    optimizer = optimizer_bytes(settings, updated, item)
     tokens = max(settings.max_tokens_per_micro_batch, -(-longest_row(config) // parallel.context))
     moments = _passes(config, spec, tokens, stage) | {"update": {"optimizer step": optimizer.update}}
-    on_device, on_host = gathered(count, sharing) if settings.optimizer.distributed else (0.0, 0.0)
+    on_device, on_host = gathered(count, updated) if settings.optimizer.distributed else (0.0, 0.0)
     if on_device:
         moments["checkpoint"] = {"gathered states": on_device}
     weights, slabs = count * item, config.weights.slabs or config.max_staleness + 2
     pinned = {
-        "slabs": (slabs + (1 if config.weights.anchor_every else 0)) * weights / alike,
-        "checkpoint": (weights + _saved(settings, count, item)) / alike,
+        "slabs": (slabs + (1 if config.weights.anchor_every else 0)) * share * item,
+        "checkpoint": share * item + _saved(settings, share, item),
         "optimizer states": optimizer.pinned,
         "weights of forward roles": _inner_copies(config) * weights,
         "what makes way for engines": (weights + optimizer.device) * config.colocate,
@@ -94,7 +95,7 @@ def _passes(config: Config, spec: ModelSpec, tokens: int, stage: int) -> dict[st
     return found
 
 
-def _saved(actor: ActorConfig, count: int, item: int) -> float:
+def _saved(actor: ActorConfig, count: float, item: int) -> float:
     """Bytes of the optimizer's states in a checkpoint; a distributed one has all three in float32."""
     return 3 * MAIN_BYTES * count if actor.optimizer.distributed else optimizer_bytes(actor, count, item).states
 
@@ -196,4 +197,6 @@ def _split(parallel: ParallelConfig, more: str) -> str:
     uneven = ", ".join(f"{name} {count} layers" for name, count in told.items() if count)
     pipeline = f"{parallel.pipeline}{f' ({uneven})' if uneven else ''}"
     cut = f"tensor {parallel.tensor}, pipeline {pipeline}, data {parallel.data}{sequence}"
+    further = {"context": parallel.context, "expert": parallel.expert}
+    cut += "".join(f", {name} {size}" for name, size in further.items() if size > 1)
     return f"{cut}; {more}"

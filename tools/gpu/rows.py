@@ -164,6 +164,11 @@ def _of_floor(step: Figures, rates: Figures) -> float:
     return step["optimizer_s"] / (ADAM_BYTES * step["parameters"] / rates["copy"])
 
 
+def _as_worked_out(what: str, job: str) -> Row:
+    name = f"{what}: memory as plan works it out, of it"
+    return Row(name, (job,), lambda step: step["worked_out_gib"] / step["memory_gib"], "x", least=0.9, most=1.1)
+
+
 def _table() -> Iterator[Row]:
     for case, (mfu, faster, than_liger) in {
         "0.6B, 8 x 2,048": (0.45, 1.9, 1.05),
@@ -182,14 +187,7 @@ def _table() -> Iterator[Row]:
         job, what = f"0.6B, 1 x 16,384: {name}", f"0.6B, 1 x 16,384 tokens{name.removeprefix('fused')}"
         yield Row(f"{what}: MFU", (job, "rates"), _mfu, least=mfu)
         yield Row(f"{what}: memory", (job,), lambda step: step["memory_gib"], "GiB", most=memory)
-        yield Row(
-            f"{what}: memory as plan works it out, of it",
-            (job,),
-            lambda step: step["worked_out_gib"] / step["memory_gib"],
-            "x",
-            least=0.9,
-            most=1.1,
-        )
+        yield _as_worked_out(what, job)
     for peer in PEERS:
         jobs = ("0.6B, 1 x 16,384: fused", f"0.6B, 1 x 16,384: {peer}")
         yield Row(f"0.6B, 1 x 16,384 tokens: throughput, of {peer}", jobs, _faster, "x")
@@ -198,6 +196,8 @@ def _table() -> Iterator[Row]:
         both = lambda step, rates: step["flops_of_both"] / rates["matmul_flops"]  # noqa: E731
         yield Row(f"{what}: MFU of forward and backward", (job, "rates"), both, least=0.5)
         yield Row(f"{what}: memory", (job,), lambda step: step["memory_gib"], "GiB", most=74.5)
+        if name == "offloaded":
+            yield _as_worked_out(what, job)
     yield Row("8B: optimizer step, offloaded", ("8B, 8 x 16,384: offloaded",), lambda step: step["optimizer_s"], "s")
     job = "8B, 1 x 32,768: without optimizer"
     yield Row("8B, 1 x 32,768 tokens, recomputed: memory", (job,), lambda step: step["memory_gib"], "GiB", most=74.5)
