@@ -10,7 +10,7 @@ _SUCCESS = 0
 
 
 def has_context() -> bool:
-    """Asked of CUDA's driver, if a library has loaded it; nothing is loaded or made by that.
+    """Whether CUDA's driver, if a library has loaded it, knows of a context of this process; nothing is loaded or made.
 
     torch knows of its own contexts alone; MPI, UCX, NIXL and Triton make them too.
     """

@@ -35,7 +35,7 @@ _PIECE_BYTES = 4 << 20
 _SHARDING = "fully_reshardable"
 _NEW = torch.zeros(())
 _FORMERLY = {"actor.optimizer.states": "float32"}
-"""Of checkpoints from before there was the setting."""
+"""Settings of checkpoints that were saved before there was a choice."""
 _OWNED = re.compile(r"__(\d+)_\d+\.distcp$|random-(\d+)\.safetensors$")
 """Files that each rank writes; all others are rank 0's."""
 

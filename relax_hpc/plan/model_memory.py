@@ -26,14 +26,14 @@ def parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> int:
 
 
 def own_share(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> float:
-    """Of a rank's `parameters`, each divided by the ranks that have the same."""
+    """Parameters of a rank, each divided by the number of ranks that have the same one."""
     dense, experts = _counts(spec, parallel, stage)
     copies = parallel.data * parallel.context
     return dense / copies + experts * parallel.expert * parallel.expert_tensor / (parallel.tensor * copies)
 
 
 def _counts(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> tuple[int, int]:
-    """Parameters that every layout cuts by tensor, and those of experts."""
+    """Parameters of a rank: those outside of experts, and those of its experts."""
     held = stage_layers(spec.layers, parallel)[stage]
     entries = stage_entries(spec, held, stage == 0, stage == parallel.pipeline - 1)
     found = [0, 0]

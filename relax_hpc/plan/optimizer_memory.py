@@ -14,27 +14,27 @@ MOMENTS = 2
 
 @dataclass(frozen=True, slots=True)
 class OptimizerBytes:
-    """Of one rank."""
+    """What the optimizer of one rank takes."""
 
     states: float
-    """Moments, and main parameters of a model in bfloat16."""
+    """Bytes of moments, and of main parameters of a model in bfloat16."""
     offloaded: bool
     update: float
-    """On the GPU, in a step, beside all that is there always."""
+    """Bytes on the GPU, in a step, beside all that is there always."""
 
     @property
     def device(self) -> float:
-        """On the GPU, always."""
+        """Bytes of states on the GPU."""
         return 0.0 if self.offloaded else self.states
 
     @property
     def pinned(self) -> float:
-        """In host memory."""
+        """Bytes of states in host memory."""
         return self.states if self.offloaded else 0.0
 
 
 def optimizer_bytes(actor: ActorConfig, count: float, item: int) -> OptimizerBytes:
-    """Of a rank that updates ``count`` parameters, whose weights have ``item`` bytes each."""
+    """The optimizer of a rank that updates ``count`` parameters, whose weights have ``item`` bytes each."""
     moments = MOMENTS * ITEM_BYTES[actor.optimizer.states]
     # Under float32 the parameters are the main parameters.
     main = MAIN_BYTES if item < MAIN_BYTES else 0
@@ -53,8 +53,8 @@ def _update(actor: ActorConfig, count: float, moments: int, main: int) -> float:
 
 
 def gathered(count: float, own: float) -> tuple[float, float]:
-    """On the GPU and in host memory, while the states that a distributed optimizer has of ``count`` parameters are made
-    ready for a checkpoint: megatron-core gathers one kind at a time from all data-parallel ranks, of which this one has
+    """Bytes on the GPU and in host memory while a distributed optimizer's states of ``count`` parameters are made ready
+    for a checkpoint: megatron-core gathers one kind at a time from all data-parallel ranks, of which this one has
     ``own``, and has all three in float32. See DistributedOptimizer.get_parameter_state_dp_zero of megatron-core 0.16.1.
     """
     # A rank's own parts; those of all, and of the kind at hand the parts, joined, and the last kind's.

@@ -86,7 +86,8 @@ def _footprints(config: Config, spec: ModelSpec, group: str, limit: float) -> It
 
 
 def _together(config: Config, found: list[Footprint]) -> float:
-    """At the worst time: all at once, but for engines and an actor that make way for each other, contexts excepted."""
+    """Bytes at the worst time: of all at once, but engines and an actor that take turns leave each other all but their
+    contexts."""
     everybody = sum(one.peak for one in found)
     turns = [one.peak for one in found if one.role in ("rollout", "actor")]
     if not config.colocate or len(turns) < 2:

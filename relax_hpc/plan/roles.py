@@ -26,7 +26,7 @@ CONTEXT_BYTES = 1.5 * GIB
 PROCESS_BYTES = 2 * GIB
 """Of a process in host memory, with torch and CUDA, before it has anything. An assumption."""
 AHEAD_BYTES = 1 * GIB
-"""Of a process that waits to be needed, in host memory: its libraries, and no CUDA context. An assumption."""
+"""Host memory of a process that waits to be needed: its libraries, without a CUDA context. An assumption."""
 ENGINE_SHARE = 0.85
 """Of a GPU, which SGLang takes for weights and keys and values where `mem_fraction_static` does not say; about."""
 
@@ -79,7 +79,7 @@ def _actor_stage(config: Config, spec: ModelSpec, group: str, per_node: int, sta
 
 
 def _passes(config: Config, spec: ModelSpec, tokens: int, stage: int) -> dict[str, dict[str, float]]:
-    """What forward and backward passes of a pipeline stage take, of ``tokens`` a micro-batch."""
+    """Moments of forward and backward passes of a pipeline stage, with ``tokens`` a micro-batch."""
     settings, parallel, item = config.actor, config.actor.parallel, ITEM_BYTES[config.model.dtype]
     last, kernels = stage == parallel.pipeline - 1, settings.kernels
     # One forward, one backward: a stage is ahead of the last by as many micro-batches as there are stages after it.
@@ -101,12 +101,12 @@ def _saved(actor: ActorConfig, count: float, item: int) -> float:
 
 
 def _ahead(config: Config) -> float:
-    """Of a rank that waits to take the place of one that ends."""
+    """Bytes of a rank that waits to take the place of one that ends."""
     return AHEAD_BYTES if config.liveness.start_ahead_s else 0.0
 
 
 def _of_all(sizes: Mapping[str, float], per_node: int) -> dict[str, float]:
-    """Those of one rank as those of a node, without what there is nothing of."""
+    """What ``per_node`` ranks take, by what one takes, without what there is nothing of."""
     return {name: size * per_node for name, size in sizes.items() if size}
 
 

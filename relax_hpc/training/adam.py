@@ -19,20 +19,20 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Of one parameter; every tensor is [elements of the piece]."""
+    """Elements of one parameter that are updated together; every tensor is [elements]."""
 
     group: dict[str, Any]
     step: Tensor
-    """How often it was updated before."""
+    """Number of steps before this one."""
     gradient: Tensor
     states: tuple[Tensor, ...]
     """The two moments, and the parameter itself, in float32."""
     copy: Tensor | None = None
-    """What the model has of the parameter, where it is of another type and not copied by somebody else."""
+    """The model's own of the parameter, of another type, if it is to be written too."""
 
 
 Update = Callable[[Piece, Sequence[Tensor]], None]
-"""Updates the states of a piece, which are at hand elsewhere."""
+"""Makes a step of a piece, whose states are given apart: they may be copies at another place."""
 
 
 def update_plainly(piece: Piece, states: Sequence[Tensor]) -> None:
@@ -92,7 +92,7 @@ class PiecewiseAdamW(torch.optim.AdamW):
             self.update(piece, piece.states)
 
     def pieces(self) -> Iterator[Piece]:
-        """Of all parameters; each counts its step after the last of its own."""
+        """Pieces of all parameters; each parameter counts its step after its last piece."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 state = self.state[parameter]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 
 def gradient_buffers(module: Any) -> Iterator[Any]:
-    """What the gradients of `module`, a megatron-core DistributedDataParallel, lie in."""
+    """Buffers of the gradients of `module`, a megatron-core DistributedDataParallel."""
     yield from module.buffers
     yield from module.expert_parallel_buffers
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from relax_hpc.errors import ConfigError
 from relax_hpc.host_memory import host_like
-from relax_hpc.training.adam import Update
+from relax_hpc.training.adam import MOMENTS, Update
 from relax_hpc.training.gradients import gradient_buffers
 from relax_hpc.training.offloaded_adam import OffloadedAdamW
 
@@ -50,7 +50,7 @@ def offload(part: Any, mains: Mapping[Tensor, Tensor], dtype: torch.dtype, updat
     counted = part.get_main_grads_for_grad_norm()
     part.zero_grad()
     pinned = any(one.is_cuda for one in gradients)
-    moments = [_on_host([*gradients], pinned, "optimizer states", dtype) for _ in range(2)]
+    moments = [_on_host([*gradients], pinned, "optimizer states", dtype) for _ in MOMENTS]
     own = _main_parameters(part)
     copies = dict(zip(own, part._get_model_and_main_params_data_float16()[0] if own else (), strict=True))
     for main in own:
@@ -65,7 +65,7 @@ def offload(part: Any, mains: Mapping[Tensor, Tensor], dtype: torch.dtype, updat
 
 
 def _main_parameters(part: Any) -> list[Tensor]:
-    """Those that are tensors beside the model's."""
+    """Main parameters that are tensors beside the model's."""
     names = "shard_fp32_from_float16_groups", "fp32_from_float16_groups"
     groups = next((getattr(part, name) for name in names if hasattr(part, name)), [])
     return [main for group in groups for main in group]

@@ -33,7 +33,6 @@ class OffloadedAdamW(PiecewiseAdamW):
         are on the host, which are others than its own."""
         super().__init__(groups, moments, update)
         self._gradients, self._copies = gradients, copies
-        self._rooms: list[list[Tensor]] = []
 
     def beside(self, parameter: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
         """See `PiecewiseAdamW`. A parameter on the host has no gradient of its own: torch wants them in one place."""
@@ -45,11 +44,14 @@ class OffloadedAdamW(PiecewiseAdamW):
         """See `torch.optim.Optimizer.step`. The host waits until the last piece is back."""
         arriving, leaving, computing = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.current_stream()
         emptied = [torch.cuda.Event(), torch.cuda.Event()]
-        # Rooms may have been made by what still runs here.
-        arriving.wait_stream(computing)
+        rooms: list[list[Tensor]] = []
         for number, piece in enumerate(self.pieces()):
             away = piece.states if piece.copy is not None else piece.states[: len(MOMENTS)]
-            here = [room[: len(one)] for room, one in zip(self._room(number % 2, piece), away, strict=False)]
+            if not rooms:
+                rooms = [self._room(piece) for _ in emptied]
+                # Their memory may have been of what still runs here.
+                arriving.wait_stream(computing)
+            here = [room[: len(one)] for room, one in zip(rooms[number % 2], away, strict=False)]
             with torch.cuda.stream(arriving):
                 arriving.wait_event(emptied[number % 2])
                 for room, one in zip(here, away, strict=True):
@@ -65,10 +67,7 @@ class OffloadedAdamW(PiecewiseAdamW):
             emptied[number % 2].record(leaving)
         leaving.synchronize()
 
-    def _room(self, number: int, piece: Piece) -> list[Tensor]:
-        """For the states of a piece on the GPU."""
-        if not self._rooms:
-            kinds = [one.dtype for one in piece.states[: len(MOMENTS) + bool(self._copies)]]
-            device = piece.gradient.device
-            self._rooms = [[torch.empty(adam.PIECE, dtype=kind, device=device) for kind in kinds] for _ in range(2)]
-        return self._rooms[number]
+    def _room(self, piece: Piece) -> list[Tensor]:
+        """Memory on the GPU for the states of a piece."""
+        kinds = [one.dtype for one in piece.states[: len(MOMENTS) + bool(self._copies)]]
+        return [torch.empty(adam.PIECE, dtype=kind, device=piece.gradient.device) for kind in kinds]

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from relax_hpc.config.schema import OptimizerConfig
-from relax_hpc.training.adam import PiecewiseAdamW, Update, update_plainly
+from relax_hpc.training.adam import MOMENTS, PiecewiseAdamW, Update, update_plainly
 from relax_hpc.training.offload import main_parameters_away, offload, without_gradients
 
-MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
@@ -70,13 +70,13 @@ def build_optimizer(config: OptimizerConfig, module: Any, dtype: torch.dtype, fu
 
 def _take_own_adam(part: Any, mains: Mapping[Tensor, Tensor], config: OptimizerConfig, fused: bool) -> None:
     """Give ``part``, one of megatron-core's optimizers, an Adam of ours where torch's has not what is asked for."""
-    dtype = MOMENTS[config.states]
+    dtype = TYPES[config.states]
     update = _rounding_kernel() if fused and dtype is torch.bfloat16 else update_plainly
     if config.offload:
         offload(part, mains, dtype, update)
     elif dtype is torch.bfloat16:
         parameters = [parameter for group in part.param_groups for parameter in group["params"]]
-        moments = {one: [torch.zeros_like(one, dtype=dtype) for _ in range(2)] for one in parameters}
+        moments = {one: [torch.zeros_like(one, dtype=dtype) for _ in MOMENTS] for one in parameters}
         part.optimizer = PiecewiseAdamW(part.param_groups, moments, update)
 
 
@@ -107,10 +107,9 @@ def fill_adam_state(optimizer: Any) -> None:
     """
     for part in optimizer.chained_optimizers:
         for parameter in (parameter for group in part.optimizer.param_groups for parameter in group["params"]):
-            state = part.optimizer.state[parameter]
-            state.setdefault("step", torch.zeros(()))
-            state.setdefault("exp_avg", torch.zeros_like(parameter))
-            state.setdefault("exp_avg_sq", torch.zeros_like(parameter))
+            if not part.optimizer.state[parameter]:
+                moments = {name: torch.zeros_like(parameter) for name in MOMENTS}
+                part.optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
 
 
 def set_rates(optimizer: Any, config: OptimizerConfig, lr: float) -> None:

@@ -17,7 +17,7 @@ _BLOCK = 2048
 
 
 def update(piece: Piece, states: Sequence[Tensor]) -> None:
-    """As `training.adam.update_plainly`, of moments in bfloat16."""
+    """An `Update` with moments in bfloat16: the step of `training.adam.update_plainly`, by one kernel."""
     average, square, parameter = states
     group, step = piece.group, 1 + int(piece.step)
     beta1, beta2 = group["betas"]
