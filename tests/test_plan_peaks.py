@@ -32,6 +32,8 @@ from tests.requirements import requires
 from tests.training_helpers import Peak, batch, rows
 
 requires("torch", "megatron")
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # noqa: E402
+
 from relax_hpc.models.layer_spec import RMSNorm  # noqa: E402
 from relax_hpc.training.model import PolicyModel  # noqa: E402
 
@@ -138,13 +140,13 @@ def held(trainer: Trainer) -> dict[str, int]:
 
 
 @contextmanager
-def one_of(layout: ParallelConfig) -> Iterator[None]:
-    """The first of its ranks."""
+def one_of(layout: ParallelConfig, rank: int = 0) -> Iterator[None]:
+    """One of its ranks."""
     import torch.testing._internal.distributed.fake_pg
 
     torch.set_num_threads(1)
     parallel.import_libraries("cpu", 0)
-    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=layout.ranks)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=layout.ranks)
     try:
         parallel._split(layout, 0, 60.0)
         yield
@@ -234,6 +236,29 @@ def test_a_step_takes_what_was_worked_out(case: str, tmp_path: Path, monkeypatch
         assert expected.host["states gathered for a checkpoint"] == pytest.approx(gathering.bytes, rel=0.05)
     if not settings.optimizer.offload:
         assert expected.pinned["what makes way for engines"] == pytest.approx(away, rel=0.01)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_stage_of_a_pipeline_takes_what_was_worked_out(
+    stage: int, recompute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two layers, and of one and the output layer; the first has begun two micro-batches when the last one ends."""
+    actor = {"parallel": {"pipeline": 2, "last_stage_layers": 1}, "recompute": recompute}
+    config, directory = run_of(DENSE | {"vocab_size": 500}, "bfloat16", actor, Grpo(), tmp_path / "hf")
+    as_on_a_gpu(monkeypatch, "plain")
+    # What the other stage would say.
+    shape = [TOKENS, 1, SHAPE["hidden_size"]]
+    monkeypatch.setattr(P2PCommunicator, "_communicate_shapes", lambda *_: (shape, shape))
+    spec = spec_of(read_config(directory))
+    expected = roles._actor_stage(config, spec, "actor", 1, stage)
+    with one_of(config.actor.parallel, stage):
+        trainer = trainer_of(config, directory)
+        stays = check_what_stays(trainer, expected)
+        with Unwritten() as passes:
+            trainer.accumulate([batch(whole_rows(ROW)) for _ in range(4)])
+    worst = max(sum(expected.moments[name].values()) for name in ("backward", "output layer")[: 1 + stage])
+    assert stays + worst == pytest.approx(stays + passes.bytes, rel=0.1)
 
 
 @pytest.mark.parametrize(
