@@ -53,7 +53,8 @@ class Slice:
     def of(cls, spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig, further: Mapping[str, Any]) -> Slice:
         """Of the model that these describe, in each of its pipeline stages."""
         cut = replace(spec, layers=1, vocab=min(spec.vocab, COLUMNS * parallel.tensor))
-        return cls(cut, model, replace(parallel, pipeline=1), further)
+        undivided = replace(parallel, pipeline=1, first_stage_layers=0, last_stage_layers=0)
+        return cls(cut, model, undivided, further)
 
     def build(self, kernels: Kernels, dtype: str) -> megatron.HiddenStateModel:
         """With random weights. Plain layers compute expert after expert, whatever the others do."""
