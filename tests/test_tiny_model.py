@@ -57,7 +57,23 @@ def test_impossible_shapes_are_refused(tmp_path):
         make_tiny_model(tmp_path / "m", TinyModelConfig(num_attention_heads=3, num_key_value_heads=2), 0)
     with pytest.raises(ConfigError, match="head_dim: found 9"):
         make_tiny_model(tmp_path / "m", TinyModelConfig(head_dim=9), 0)
+    with pytest.raises(ConfigError, match=r"num_experts_per_tok: found 4, allowed at most num_experts \(3\)"):
+        make_tiny_model(tmp_path / "m", TinyModelConfig(num_experts=3, num_experts_per_tok=4), 0)
     assert not list(tmp_path.iterdir())
+
+
+def test_transformers_loads_a_mixture_of_experts(tmp_path):
+    pytest.importorskip("relax_hpc.engines.sglang.cpu").install_transformers_hook()
+    from transformers import AutoModelForCausalLM
+
+    shape = TinyModelConfig(num_experts=4, num_experts_per_tok=3, moe_intermediate_size=24)
+    make_tiny_model(tmp_path / "m", shape, 0)
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "m", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert type(model).__name__ == "Qwen3MoeForCausalLM"
+    assert (model.config.num_experts, model.config.num_experts_per_tok, model.config.norm_topk_prob) == (4, 3, True)
+    stored = load_file(tmp_path / "m/model.safetensors")
+    assert {name: tuple(weight.shape) for name, weight in stored.items()} == parameter_shapes(shape)
 
 
 def test_transformers_loads_model_and_tokenizer(tmp_path):

@@ -54,8 +54,7 @@ def qwen3_config(shape: TinyModelConfig) -> dict[str, Any]:
     if shape.head_dim % 2:
         raise ConfigError(f"model.tiny.head_dim: found {shape.head_dim}, allowed even numbers (rotary embedding)")
     return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
+        **_family(shape),
         "vocab_size": VOCAB_SIZE,
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
@@ -77,9 +76,30 @@ def qwen3_config(shape: TinyModelConfig) -> dict[str, Any]:
     }
 
 
+def _family(shape: TinyModelConfig) -> dict[str, Any]:
+    """What of config.json says which model it is."""
+    if not shape.num_experts:
+        return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    if shape.num_experts_per_tok > shape.num_experts:
+        raise ConfigError(
+            f"model.tiny.num_experts_per_tok: found {shape.num_experts_per_tok}, allowed at most num_experts "
+            f"({shape.num_experts})"
+        )
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": shape.num_experts,
+        "num_experts_per_tok": shape.num_experts_per_tok,
+        "moe_intermediate_size": shape.moe_intermediate_size,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
 def parameter_shapes(shape: TinyModelConfig) -> dict[str, tuple[int, ...]]:
     """Hugging Face name -> shape of every stored tensor; tied output weights are not stored."""
-    hidden, inner = shape.hidden_size, shape.intermediate_size
+    hidden = shape.hidden_size
     query, value = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     layer = {
         "input_layernorm": (hidden,),
@@ -90,9 +110,7 @@ def parameter_shapes(shape: TinyModelConfig) -> dict[str, tuple[int, ...]]:
         "self_attn.q_norm": (shape.head_dim,),
         "self_attn.k_norm": (shape.head_dim,),
         "post_attention_layernorm": (hidden,),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
+        **_mlp_shapes(shape),
     }
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB_SIZE, hidden)}
     for index in range(shape.num_layers):
@@ -101,6 +119,22 @@ def parameter_shapes(shape: TinyModelConfig) -> dict[str, tuple[int, ...]]:
     if not shape.tie_word_embeddings:
         shapes["lm_head.weight"] = (VOCAB_SIZE, hidden)
     return shapes
+
+
+def _mlp_shapes(shape: TinyModelConfig) -> dict[str, tuple[int, ...]]:
+    """Of a layer's feed-forward part, or of its router and experts."""
+
+    def gated(place: str, inner: int) -> dict[str, tuple[int, ...]]:
+        hidden = shape.hidden_size
+        up_gate = {f"{place}.{name}_proj": (inner, hidden) for name in ("gate", "up")}
+        return up_gate | {f"{place}.down_proj": (hidden, inner)}
+
+    if not shape.num_experts:
+        return gated("mlp", shape.intermediate_size)
+    found: dict[str, tuple[int, ...]] = {"mlp.gate": (shape.num_experts, shape.hidden_size)}
+    for expert in range(shape.num_experts):
+        found |= gated(f"mlp.experts.{expert}", shape.moe_intermediate_size)
+    return found
 
 
 def _write_weights(path: Path, shape: TinyModelConfig, seed: int) -> None:

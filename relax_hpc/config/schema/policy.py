@@ -10,7 +10,7 @@ from relax_hpc.settings import bounded
 
 @dataclass(kw_only=True, slots=True)
 class TinyModelConfig:
-    """Shape of a small Qwen3 model that is made offline, with its tokenizer."""
+    """Shape of a small Qwen3 model, dense or a mixture of experts, that is made offline, with its tokenizer."""
 
     hidden_size: int = bounded(64, 8)
     """Width; must be a multiple of num_attention_heads' groups."""
@@ -19,6 +19,11 @@ class TinyModelConfig:
     num_key_value_heads: int = bounded(1, 1)
     head_dim: int = bounded(32, 8)
     intermediate_size: int = bounded(192, 8)
+    num_experts: int = bounded(0, 0)
+    """Of every layer, in place of its feed-forward part; 0: a dense model."""
+    num_experts_per_tok: int = bounded(2, 1)
+    moe_intermediate_size: int = bounded(64, 8)
+    """Width of an expert."""
     tie_word_embeddings: bool = True
 
 
