@@ -75,13 +75,25 @@ _TABLE = (
     FieldSpec("finish_reason", "row", "str", "stop | length | abort | partial: of a segment, not last", by="rollout"),
 )
 
+ROUTES = FieldSpec(
+    "routed_experts",
+    "token",
+    "uint8",
+    "experts of each layer by the engine, see `relax_hpc.routes`; of runs with `model.routing_replay`",
+    by="rollout",
+    tail=(None, None, None),
+    pad=255,
+    optional=True,
+)
+"""In the table of runs whose configuration asks for it, see `declare`: others neither make nor look for it."""
+
 FIELDS: dict[str, FieldSpec] = {spec.name: spec for spec in _TABLE}
 """Fields by name, in the order of the table."""
 
 
 def declare(where: str, specs: Iterable[FieldSpec]) -> None:
-    """Add what an engine of one's own gives of each token. ConfigError, which begins with ``where``: a field of that
-    name is another one, or it is none of tokens."""
+    """Add what the engines of a run give of each token beside the usual. ConfigError, which begins with ``where``: a
+    field of that name is another one, or it is none of tokens."""
     for spec in specs:
         mine = replace(spec, by="rollout", optional=True)
         if mine.kind != "token" or FIELDS.get(mine.name, mine) != mine:
@@ -124,7 +136,7 @@ def as_markdown() -> Iterator[str]:
     """Lines of the table in docs/reference/fields.md."""
     yield "| field | kind | values | by | in the loss | meaning |"
     yield "|---|---|---|---|---|---|"
-    for name, spec in FIELDS.items():
+    for name, spec in {**FIELDS, ROUTES.name: ROUTES}.items():
         by = f"{spec.by}, may lack" if spec.optional else spec.by or "the queue"
         meaning = f"{spec.meaning} ({spec.unit})" if spec.unit else spec.meaning
         yield f"| `{name}` | {spec.kind} | {spec} | {by} | {'yes' if spec.loss else ''} | {meaning.replace('|', '/')} |"

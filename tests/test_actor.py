@@ -117,7 +117,8 @@ def waiting(deadline: float | None = None, client: Queue | None = None) -> Any:
     actor.config.algorithm.mini_batches = 2
     actor.settings = actor.config.actor
     spans = {"spans": lambda *_, **__: nullcontext(SPAN), "role": "actor"}
-    about = {"run": RunDir(Path("run")), "stop": threading.Event()}
+    actor.route_watch = SimpleNamespace(agree=lambda *_: True)
+    about = {"run": RunDir(Path("run")), "model": Path("model"), "stop": threading.Event()}
     actor.context = SimpleNamespace(config=actor.config, client=client or Queue(), **about, **spans)
     layout, alone = SimpleNamespace(data_size=1), Channel(10.0)
     ways = {"tell": alone.tell, "control": alone, "rows": lambda *_: [], "channel": lambda: alone}

@@ -34,6 +34,7 @@ def check_files(config: Config) -> Iterator[str]:
         yield from policy.problems
         if not policy.problems:
             yield from _lengths(config, policy)
+            yield from _replay(config, policy)
             for group, parallel in _parallels(config):
                 yield from _split(group, parallel, policy)
     if model.reference_path:
@@ -138,6 +139,20 @@ def _lengths(config: Config, model: Model) -> Iterator[str]:
         yield (
             f"rollout.max_new_tokens: found {response}, with data.max_prompt_tokens {prompt} together "
             f"{prompt + response}; allowed: max_position_embeddings of the model, {positions}; lower one of them"
+        )
+
+
+def _replay(config: Config, model: Model) -> Iterator[str]:
+    found = config.model.routing_replay
+    if found != "off" and model.spec and not model.spec.route_shape:
+        yield (
+            f"model.routing_replay: found {found} with a {model.spec.model_type} model, allowed: off; a model without "
+            "experts has no routes"
+        )
+    if found != "off" and config.actor.megatron.get("moe_router_fusion"):
+        yield (
+            f"actor.megatron.moe_router_fusion: found true with model.routing_replay {found}, allowed: false; "
+            "Transformer Engine's fused router takes no routes"
         )
 
 

@@ -21,7 +21,7 @@ from relax_hpc.config.read import Source, dump_yaml, key_lines, read_yaml
 from relax_hpc.config.schema import Config, default_groups, optional_groups
 from relax_hpc.config.variants import FAMILIES, chosen, own_fields
 from relax_hpc.errors import ConfigError
-from relax_hpc.fields import declare, roles_for
+from relax_hpc.fields import ROUTES, declare, roles_for
 from relax_hpc.named import named
 from relax_hpc.rundir import RunDir, write_atomic
 
@@ -66,6 +66,8 @@ def load(files: Sequence[Path | str], overrides: Mapping[str, Any] | None = None
     if ":" in (kind := config.rollout.engine.kind):
         key = "rollout.engine.kind"
         declare(key, getattr(named(key, kind, {}), "fields", ()))
+    if config.model.routing_replay != "off":
+        declare("model.routing_replay", (ROUTES,))
     return config
 
 

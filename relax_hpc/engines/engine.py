@@ -20,6 +20,7 @@ FaultReason = Literal[
     "connection",
     "wrong_count",
     "nan_logprob",
+    "bad_routes",
     "unknown_version",
     "old_version",
     "dead",
@@ -62,7 +63,30 @@ class Generation:
     finish_reason: Ended
     extras: Mapping[str, np.ndarray] = field(default_factory=dict)
     """What else the engine knows of each token: name -> [tokens, ...]. One that its class, or `relax_hpc.fields`,
-    declares is put into the queue under its name, 0 on the prompt; others are left out."""
+    declares is put into the queue under its name; others are left out."""
+    before: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """The same of the tokens that it was asked with: name -> [those tokens, ...]; without it, the field's `pad`."""
+
+    def going_on(self, between: Sequence[int], answer: Generation) -> Generation:
+        """One response of several turns: itself, what others said then, ``between``, and the ``answer`` to all that.
+
+        What the engine knows of a token is of when it first read it: of the last one so far, and of those in between,
+        that is with the answer.
+        """
+        nobody, said = np.zeros(len(between), np.int32), len(between) + 1
+        extras = {
+            name: np.concatenate([mine[:-1], answer.before[name][-said:], answer.extras[name]])
+            for name, mine in self.extras.items()
+            if name in answer.extras and name in answer.before
+        }
+        return Generation(
+            [*self.token_ids, *between, *answer.token_ids],
+            [*self.logprobs, *[0.0] * len(between), *answer.logprobs],
+            np.concatenate([self.token_versions, nobody, answer.token_versions]),
+            answer.finish_reason,
+            extras,
+            self.before,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +120,8 @@ class Draft:
     token_versions: list[int] = field(default_factory=list)
     extras: dict[str, list[np.ndarray]] = field(default_factory=dict)
     """By name an entry a token, of an engine that gives them as it draws."""
+    before: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """See `Generation.before`."""
     ended: Generation | Episode | None = None
     """The whole response, or what a task has made of several."""
 
@@ -105,7 +131,8 @@ class Draft:
         if isinstance(made, Episode):
             return cls(ended=made)
         extras = {name: list(values) for name, values in made.extras.items()}
-        return cls(list(made.token_ids), list(made.logprobs), made.token_versions.tolist(), extras, ended)
+        known = list(made.token_ids), list(made.logprobs), made.token_versions.tolist(), extras
+        return cls(*known, made.before, ended)
 
     def add(
         self,
@@ -128,15 +155,16 @@ class Draft:
 
     def since(self, start: int) -> Generation:
         """Of one response, a copy of it without the first ``start`` tokens."""
-        if not isinstance(made := self.ended, Generation):
+        if not isinstance(ended := self.ended, Generation):
             count = len(self.token_versions)
             versions = np.array(self.token_versions[start:count], np.int32)
             known = {name: values for name, values in self.extras.items() if len(values) >= count > start}
             extras = {name: np.array(values[start:count]) for name, values in known.items()}
-            return Generation(self.token_ids[start:count], self.logprobs[start:count], versions, "partial", extras)
-        extras = {name: values[start:] for name, values in made.extras.items()}
-        about = made.token_versions[start:], made.finish_reason, extras
-        return Generation(made.token_ids[start:], made.logprobs[start:], *about)
+            made = self.token_ids[start:count], self.logprobs[start:count], versions
+            return Generation(*made, "partial", extras, {} if start else self.before)
+        extras = {name: values[start:] for name, values in ended.extras.items()}
+        about = ended.token_versions[start:], ended.finish_reason, extras, {} if start else ended.before
+        return Generation(ended.token_ids[start:], ended.logprobs[start:], *about)
 
 
 @dataclass(slots=True, frozen=True)

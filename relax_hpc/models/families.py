@@ -7,8 +7,10 @@ another one than the engine serves. `model.ignore_keys` overrules. Null counts a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.llama import Llama
@@ -16,6 +18,10 @@ from relax_hpc.models.qwen3 import Qwen3
 from relax_hpc.models.qwen3_moe import Qwen3Moe
 from relax_hpc.models.rules import ROPE
 from relax_hpc.models.spec import ModelSpec, Use
+from relax_hpc.routes import RouteShape
+
+if TYPE_CHECKING:
+    from relax_hpc.config.schema import ModelConfig
 
 FAMILIES: dict[str, type[ModelSpec]] = {family.model_type: family for family in (Qwen3, Qwen3Moe, Llama)}
 """By `model_type`. A new one is a class in a file of its own, and its name here."""
@@ -56,6 +62,15 @@ def spec_of(hf_config: Mapping[str, Any], ignore_keys: Collection[str] = (), use
     """The model that config.json describes. ConfigError as `understood`."""
     known = understood(hf_config, ignore_keys, use)
     return FAMILIES[known["model_type"]].of(known)
+
+
+def routes_of(directory: Path, model: ModelConfig) -> RouteShape | None:
+    """What the routes look like that come with the tokens of a run whose model is in ``directory``; None: none do.
+
+    ConfigError as `understood`."""
+    if model.routing_replay == "off":
+        return None
+    return spec_of(json.loads((directory / "config.json").read_bytes()), model.ignore_keys).route_shape
 
 
 def problems(hf_config: Mapping[str, Any], ignore_keys: Collection[str] = (), use: Use = "train") -> Iterator[str]:

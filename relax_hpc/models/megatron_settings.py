@@ -47,6 +47,7 @@ _DECIDED = {
         sequence_parallel tensor_model_parallel_size""",
     "set model.dtype instead": "autocast_dtype bf16 enable_autocast fp16 params_dtype pipeline_dtype",
     "set model.device instead": "init_model_with_meta_device perform_initialization use_cpu_initialization",
+    "set model.routing_replay instead": "moe_enable_routing_replay",
     "set actor.kernels instead": """
         apply_rope_fusion bias_activation_fusion fused_single_qkv_rope gradient_accumulation_fusion
         use_te_activation_func""",

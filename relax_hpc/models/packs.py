@@ -13,13 +13,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from relax_hpc.models.upload import upload
+
+if TYPE_CHECKING:
+    from relax_hpc.models.replay import Routes
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +122,8 @@ class PackedRows:
     key_ends: Tensor
     order: Tensor | None
     """[keys] int64: which of the keys of all context ranks, one rank's after the other's; None: this rank has all."""
+    routes: Routes | None = None
+    """Which experts compute its tokens; None: those that the routers choose."""
     qkv_format: str = "rows"
     """None of megatron-core's: it leaves [t, 1, heads, dim] as they are."""
     cp_group: Any = None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from relax_hpc.models.hf_mapping import NAMES, Entry, Piece, StoredForm
 from relax_hpc.models.rules import FLAG, SIZE, Rule, one_of
 from relax_hpc.models.spec import ModelSpec
+from relax_hpc.routes import RouteShape
 
 if TYPE_CHECKING:
     from relax_hpc.config.schema import ParallelConfig
@@ -61,6 +62,11 @@ class Qwen3Moe(ModelSpec):
         experts = [known[key] for key in ("num_experts", "num_local_experts") if key in known]
         if len({*map(str, experts)}) != 1:
             yield f"num_experts is {' and '.join(map(str, experts)) or 'missing'}; is this a qwen3_moe model?"
+
+    @property
+    def route_shape(self) -> RouteShape:
+        """See `ModelSpec.route_shape`."""
+        return RouteShape(self.layers, self.experts, self.chosen)
 
     def widths(self, parallel: ParallelConfig) -> dict[str, int]:
         """See `ModelSpec.widths`."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from relax_hpc.models.hf_mapping import Blocks, Entry, Piece, StoredForm
 from relax_hpc.models.rules import DECODER, NUMBER, ROPE, SIZE, Rule, one_of, rope, rope_theta
 from relax_hpc.models.stages import stage_misfits
+from relax_hpc.routes import RouteShape
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -115,6 +116,11 @@ class ModelSpec:
         bases = [base for base in (known.get("rope_theta"), rope(known).get("rope_theta")) if NUMBER.fits(base)]
         if len({*bases}) > 1:
             yield f"rope_theta is {bases[0]}, and {bases[1]} in a mapping of the rotary embedding; keep one"
+
+    @property
+    def route_shape(self) -> RouteShape | None:
+        """Of the routes of its tokens; None: there is nothing to choose."""
+        return None
 
     # -- ranks -------------------------------------------------------------------------------------------------
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from relax_hpc.models.families import routes_of
 from relax_hpc.models.hf_files import read_config
 from relax_hpc.roles.context import END, HUB, NEWS, Context
 from relax_hpc.roles.ranks import Ranks
@@ -44,15 +45,16 @@ class Scorer:
         self.ranks = ranks
         self.temperature = config.rollout.temperature
         self.placeholders = placeholders_of(directory)
-        self.model = PolicyModel(
-            read_config(directory), config.model, self.forward.parallel, kernels=config.actor.kernels
-        )
+        # Routes are those of the policy's engine.
+        settings = config.model if context.role == "actor_fwd" else replace(config.model, routing_replay="off")
+        self.routes = routes_of(directory, settings)
+        self.model = PolicyModel(read_config(directory), settings, self.forward.parallel, kernels=config.actor.kernels)
         self.model.load_hf(directory)
 
     def score(self, rows: Sequence[Row]) -> list[np.ndarray]:
         """Log-probabilities [tokens] of each row; complete in the leader."""
         parts = self.ranks.parts(rows, self.forward.pack_tokens)
-        split, also = self.model.pack_split, self.model.spec.row_fields
+        split, also = self.model.pack_split, self.model.row_fields
         batches = collate_parts(rows, parts, self.model.device, split, also)
         mine = [number for part in parts for number in part]
         return self.ranks.collect(rows, mine, self.model.forward_logprobs(batches, self.temperature))
@@ -153,7 +155,7 @@ def _lead(context: Context, ranks: Ranks, scorer: Scorer, every: int) -> None:
 
 def _read(client: QueueClient, ranks: Ranks, scorer: Scorer, claim: Claim) -> list[Row] | None:
     """The rows of ``claim``, which all ranks have now; None if it was given back, as some cannot be had."""
-    if not ranks.control.meanwhile(lambda: check_claim(client, claim, scorer.placeholders)):
+    if not ranks.control.meanwhile(lambda: check_claim(client, claim, scorer.placeholders, scorer.routes)):
         return None
     ranks.tell({"do": "score", "claim": claim.message()})
     return ranks.rows(claim, ranks.control)

@@ -64,7 +64,8 @@ class InnerRoles:
 
     def _fill(self, field: str, batches: Sequence[Batch], weights: str) -> None:
         with self._weights.in_place(weights) if weights else nullcontext():
-            found = self.model.batch_logprobs(batches, self.temperature)
+            # Routes are those of the policy's engine.
+            found = self.model.batch_logprobs(batches, self.temperature, routed=field != "ref_logprobs")
         # The last stage alone has them, and needs them.
         for batch, values in zip(batches, found, strict=False):
             batch.fields[field] = values

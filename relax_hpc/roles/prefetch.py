@@ -10,6 +10,7 @@ from typing import Any
 
 from relax_hpc.background import Background
 from relax_hpc.config.schema import ActorConfig
+from relax_hpc.models.families import routes_of
 from relax_hpc.roles.context import Context
 from relax_hpc.roles.ranks import Ranks
 from relax_hpc.transfer_queue.client import Claim
@@ -38,6 +39,7 @@ class Prefetch:
 
     def __init__(self, context: Context, ranks: Ranks, settings: ActorConfig, placeholders: Mapping[str, int]) -> None:
         self.context, self.ranks, self.settings, self.placeholders = context, ranks, settings, placeholders
+        self.routes = routes_of(context.model, context.config.model)
         self.channel = ranks.channel()
         self.asked: Future[Window] | None = None
         """Window that was asked for last; None once `taken`."""
@@ -81,5 +83,5 @@ class Prefetch:
         while True:
             claim = client.claim_later(task, budget, size, _AHEAD_S, **about).result()
             with self.context.spans("queue", step=claim.step):
-                if check_claim(client, claim, self.placeholders):
+                if check_claim(client, claim, self.placeholders, self.routes):
                     return claim.message()

@@ -15,6 +15,7 @@ from relax_hpc.engines.engine import BadAnswer, Episode, Generation, Sampling
 from relax_hpc.engines.pool import Pool, entries
 from relax_hpc.errors import StoppedError
 from relax_hpc.metrics.writer import SKIPPED
+from relax_hpc.models.families import routes_of
 from relax_hpc.roles.context import Context
 from relax_hpc.roles.membership import Membership
 from relax_hpc.roles.replica import FOR_TURN, Replica
@@ -52,7 +53,8 @@ class Rollout:
         """Tasks that write down the last puts."""
         self.samples = SampleKeeper(SampleLog(path, config.samples, config.steps), config, self.tokenizer)
         self.outbox = Outbox(self.put, context.report)
-        self.judging = Judge(config, self.tokenizer, self.outbox.report, self.samples.keeps)
+        routes = routes_of(context.model, config.model)
+        self.judging = Judge(config, self.tokenizer, self.outbox.report, self.samples.keeps, routes)
         world = context.world
         self.pool: Pool[Replica] = Pool(lambda entry: Replica(self, entry))
         configured = entries(shape.replicas, world.rank, world.size, world.local_rank)

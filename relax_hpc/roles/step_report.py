@@ -24,6 +24,8 @@ class Tally:
         """Episodes whose last row stopped by itself."""
         self.row_tokens: list[int] = []
         """Tokens of each row, those included that nobody sampled."""
+        self.routes = np.zeros(2)
+        """Routes that are the trainer's own too, and all that came with the rows; in the leader."""
 
     def add(self, rows: list[Row]) -> None:
         """Count rows of whole prompt groups, in the order of their ids."""
@@ -39,6 +41,7 @@ class Tally:
         self.lengths += other.lengths
         self.stopped += other.stopped
         self.row_tokens += other.row_tokens
+        self.routes += other.routes
 
 
 def staleness_report(answer: StepTrained) -> dict[str, float]:
@@ -109,8 +112,11 @@ def policy_values(result: StepResult) -> dict[str, float]:
         "reward/stopped_share": tally.stopped / count,
         "parity/logprob_abs_diff": first.get("train_rollout_logprob_abs_diff", 0.0),
         "parity/logprob_max": first.get("train_rollout_logprob_max", 0.0),
+        "parity/ratio_p99": first.get("train_rollout_ratio_p99", 1.0),
+        "parity/ratio_p999": first.get("train_rollout_ratio_p999", 1.0),
         "kl/rollout": first.get("rollout_kl", 0.0),
         **correction_report(first),
+        **({"r3/routes_equal": float(tally.routes[0] / tally.routes[1])} if tally.routes[1] else {}),
     }
 
 

@@ -20,6 +20,7 @@ from relax_hpc.roles.checkpoints import Checkpoints
 from relax_hpc.roles.context import Context
 from relax_hpc.roles.prefetch import Window
 from relax_hpc.roles.ranks import Ranks
+from relax_hpc.roles.route_watch import RouteWatch
 from relax_hpc.roles.step_clock import AtEdge, StepClock
 from relax_hpc.roles.step_report import StepResult, Tally
 from relax_hpc.roles.window_stream import DISK, WindowStream
@@ -88,6 +89,7 @@ class TrainerRole:
         self.checkpoints = Checkpoints(context, ranks, trainer)
         self.clock = StepClock(context.deadline)
         self.windows = WindowStream(context, ranks, self.clock, settings, placeholders, self.check)
+        self.route_watch = RouteWatch(context, ranks, trainer.model)
         self.alone = len(trainers_of(self.config.groups)) == 1
         """Whether no other role of the run trains."""
         self.told: Future | None = None
@@ -197,25 +199,24 @@ class TrainerRole:
         """Gather the gradient of mini-batch ``number`` from rows that nothing can take away any more.
 
         Rows are trained on before they are on disk. What is lost with its maker until then costs a gradient, which is
-        gathered again, and no change of the weights has to be undone.
+        gathered again, and no change of the weights has to be undone. So is one of rows with routes of others.
         """
         pipeline = self.settings.parallel.pipeline > 1
         while True:
-            claims: list[Claim] = []
-            windows: list[list[Batch]] = []
+            computed: list[tuple[Window, list[Batch]]] = []
             found = Tally()
             for window in self.windows.of(step, number):
-                claims.append(window.claim)
                 with self.context.spans("train", step=step):
                     found.add(window.rows)
-                    windows.append(self.batches(window))
+                    computed.append((window, self.batches(window)))
                 if not pipeline:
-                    self.learn(step, number, windows[-1], window.last)
+                    self.learn(step, number, computed[-1][1], window.last)
             if pipeline:
-                self.learn(step, number, [batch for window in windows for batch in window], last=True)
-            if self.windows.settled(step, claims):
+                self.learn(step, number, [batch for _, batches in computed for batch in batches], last=True)
+            claims = [window.claim for window, _ in computed]
+            if self.windows.settled(step, claims) and self.route_watch.agree(computed, found):
                 tally.join(found)
-                return claims, windows
+                return claims, [batches for _, batches in computed]
             self.trainer.discard()
             self.windows.give_back(step, number, claims)
 
@@ -228,5 +229,5 @@ class TrainerRole:
     def batches(self, window: Window) -> list[Batch]:
         """Micro-batches of a window for this data rank, as the queue has assigned them."""
         assigned, model = window.claim.assignment[self.ranks.layout.data_rank], self.trainer.model
-        split, also = model.pack_split, model.spec.row_fields
+        split, also = model.pack_split, model.row_fields
         return collate_parts(window.rows, assigned, model.device, split, also, episode_tokens(window.rows))

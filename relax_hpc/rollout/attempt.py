@@ -108,8 +108,11 @@ def answer_of(rows: Sequence[Row], prompt: Prompt) -> Made | None:
 def _generation(row: Row) -> Generation:
     known = int(row["prompt_len"])
     tokens, logprobs = row["token_ids"][known:].tolist(), row["rollout_logprobs"][known:].tolist()
-    extras = {name: row[name][known:] for name in _extras() if name in row}
-    return Generation(tokens, logprobs, row["token_versions"][known:].copy(), row["finish_reason"], extras)
+    extras = {name: row[name] for name in _extras() if name in row}
+    made, before = (
+        {name: value[part] for name, value in extras.items()} for part in (slice(known, None), slice(known))
+    )
+    return Generation(tokens, logprobs, row["token_versions"][known:].copy(), row["finish_reason"], made, before)
 
 
 def _extras() -> list[str]:

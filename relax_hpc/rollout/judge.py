@@ -16,7 +16,8 @@ from relax_hpc.rewards import RewardError, RewardInput, Score
 from relax_hpc.rewards.where import Rewards, make_rewards
 from relax_hpc.rollout.filters import get_filter
 from relax_hpc.rollout.outcomes import Failure
-from relax_hpc.rollout.samples import group_rows, last_response, refused, reward_input
+from relax_hpc.rollout.samples import bad_routes, group_rows, last_response, refused, reward_input
+from relax_hpc.routes import RouteShape
 from relax_hpc.tasks import eval_reward, train_reward
 from relax_hpc.transfer_queue.row_schema import Row
 
@@ -38,9 +39,12 @@ class Judge:
         tokenizer: Tokenizer,
         report: Callable[[int, Mapping[str, float]], None],
         keeps: Callable[[int], bool] = lambda ticket: False,
+        routes: RouteShape | None = None,
     ) -> None:
-        """``report(step, values)`` takes sums, which add up; ``keeps(ticket)``: people may look at its samples."""
+        """``report(step, values)`` takes sums, which add up; ``keeps(ticket)``: people may look at its samples;
+        ``routes``: those that rows must have."""
         self.config, self.tokenizer, self._report, self._keeps = config, tokenizer, report, keeps
+        self._routes = routes
         shape, reward = config.rollout, train_reward(config)
         about = shape.reward_workers, shape.reward_timeout_s
         self.rewards: Rewards = make_rewards(reward, *about)
@@ -71,6 +75,8 @@ class Judge:
         self._note(ticket // self.config.prompts_per_step, scores)
         newest_only = self.config.algorithm.mask_older_tokens
         rows = group_rows(prompt, ticket, answers, [score.total for score in scores], self._filter, newest_only)
+        if self._routes and not isinstance(rows, Failure) and (failure := bad_routes(self._routes, rows)):
+            return failure
         if not isinstance(rows, Failure) and self._keeps(ticket):
             for row in rows:
                 components = scores[row["episode"]].components

@@ -14,6 +14,7 @@ from relax_hpc.fields import FIELDS
 from relax_hpc.rewards import RewardInput
 from relax_hpc.rollout.filters import Filter
 from relax_hpc.rollout.outcomes import Failure
+from relax_hpc.routes import BAD_ROUTES, RouteShape
 from relax_hpc.transfer_queue.records import FILTERED
 from relax_hpc.transfer_queue.row_ids import row_id
 from relax_hpc.transfer_queue.row_schema import NOBODY, Row
@@ -117,6 +118,12 @@ def group_rows(
     return rows
 
 
+def bad_routes(shape: RouteShape, rows: Sequence[Row]) -> Failure | None:
+    """Why a prompt group is none whose rows must have routes of ``shape``; it names the first that has not."""
+    found = ((row, fault) for row in rows if (fault := shape.fault(row)))
+    return next((Failure(BAD_ROUTES, f"{BAD_ROUTES}: {row['row_id']}: {fault}") for row, fault in found), None)
+
+
 def leave_older_out(row: Row) -> None:
     """Train only on tokens of the version that drew the last one of ``row`` that anybody sampled."""
     versions = row["token_versions"]
@@ -145,7 +152,7 @@ def rows_of(prompt: Prompt, ticket: int, answers: Mapping[int, Generation | Epis
             "prompt_len": len(turn.prompt),
             "spans": [],
             "finish_reason": turn.made.finish_reason,
-            **_extras(turn.made, len(turn.prompt)),
+            **_extras(turn),
         }
         for (episode, number, turn), start, end in zip(turns, [0, *ends], ends, strict=False)
     ]
@@ -170,12 +177,14 @@ def _turns(prompt: Prompt, answer: Generation | Episode) -> Sequence[EpisodeRow]
     return answer.rows if isinstance(answer, Episode) else [EpisodeRow(prompt.token_ids, answer)]
 
 
-def _extras(answer: Generation, known: int) -> Row:
-    """What the engine gave beside the tokens, of that which is declared; 0 on the ``known`` ones of the prompt."""
-    if not answer.extras:
-        return {}
-    found = {name: values for name, values in answer.extras.items() if name in FIELDS}
-    return {
-        name: np.concatenate([np.zeros((known, *values.shape[1:]), values.dtype), values]).astype(FIELDS[name].dtype)
-        for name, values in found.items()
-    }
+def _extras(turn: EpisodeRow) -> Row:
+    """What the engine gave beside the tokens, of that which is declared."""
+    found, known = {}, len(turn.prompt)
+    for name, values in turn.made.extras.items():
+        if name in FIELDS:
+            unknown = np.full((known, *values.shape[1:]), FIELDS[name].pad, values.dtype)
+            before = turn.made.before.get(name, unknown)[:known]
+            both, declared = np.concatenate([before, values]), FIELDS[name].dtype
+            # What may lose more than precision is left for who checks rows.
+            found[name] = both.astype(declared, copy=False) if np.can_cast(both.dtype, declared, "same_kind") else both
+    return found

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from relax_hpc.fields import FIELDS, loss_fields
 from relax_hpc.models.packs import PackedRows, PackSplit, Places
+from relax_hpc.models.replay import Routes
 from relax_hpc.models.upload import upload
 from relax_hpc.transfer_queue.row_ids import place_of
 from relax_hpc.transfer_queue.row_schema import Row
@@ -62,6 +63,8 @@ class Batch:
     """By name, [b, s, *tail] of the declared type: what the loss takes, as far as every row has it."""
     inputs: dict[str, Tensor] = field(default_factory=dict)
     """By name, [1, t, *tail] of the declared type: token fields that the model's forward pass was said to need."""
+    routes: Routes | None = None
+    """Those that its last forward pass was given, with what came of them."""
 
 
 def collate(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from relax_hpc.config.schema import ActorConfig, Kernels, ModelConfig, ParallelConfig
+from relax_hpc.fields import ROUTES
 from relax_hpc.models.families import spec_of
 from relax_hpc.models.hf_files import SafetensorFiles, write_directory
 from relax_hpc.models.hf_mapping import (
@@ -28,6 +30,7 @@ from relax_hpc.models.hf_mapping import (
     unique_pieces,
 )
 from relax_hpc.models.packs import PackSplit
+from relax_hpc.models.replay import Routes
 from relax_hpc.models.stages import stage_layers
 from relax_hpc.training import parallel as ranks
 from relax_hpc.training.batches import Batch
@@ -59,7 +62,7 @@ class PolicyModel:
         default."""
         from megatron.core import parallel_state
 
-        from relax_hpc.models import megatron
+        from relax_hpc.models import megatron, replay
         from relax_hpc.models.kernels import prepare, transformer_settings
         from relax_hpc.training import parity
 
@@ -88,6 +91,13 @@ class PolicyModel:
         layers = stage_layers(self.spec.layers, parallel)[self.layout.pipeline_rank]
         entries = stage_entries(self.spec, layers, first, last, "te" if self.kernels == "te" else "local")
         self._entries = of_experts(entries, self.layout.experts_of(self.spec.experts))
+        self._replays = model.routing_replay == "on"
+        self.routed = self.spec.route_shape is not None and model.routing_replay != "off"
+        """Whether rows come with routes."""
+        self.row_fields = (*self.spec.row_fields, *((ROUTES.name,) if self.routed else ()))
+        """Token fields of rows that a forward pass takes, if they have them."""
+        if self.routed:
+            replay.install(self.module)
         self._parameters = dict(self.module.named_parameters())
         self._transfers = Transfers(self.device)
         self._tensor_group = parallel_state.get_tensor_model_parallel_group()
@@ -200,12 +210,28 @@ class PolicyModel:
             write_directory(directory, self.hf_config, tensors, source)
         dist.barrier()
 
-    def hidden(self, batch: Batch, module: torch.nn.Module | None = None) -> Tensor:
+    def hidden(self, batch: Batch, module: torch.nn.Module | None = None, routed: bool = True) -> Tensor:
         """The hidden states of this stage, [s, b, h], of the last one after the final norm.
 
-        Under sequence parallelism this rank's share of s.
+        Under sequence parallelism this rank's share of s. ``routed``: by the experts that the engine chose, if `batch`
+        has them and the configuration says so.
         """
-        return (module or self.module)(**self.spec.inputs(batch))
+        batch.routes = self._routes_of(batch) if routed else None
+        packed = replace(batch.packed, routes=batch.routes)
+        return (module or self.module)(**self.spec.inputs(batch) | {"packed_seq_params": packed})
+
+    def _routes_of(self, batch: Batch) -> Routes | None:
+        """Those of the tokens that this rank's routers see."""
+        packed = batch.inputs.get(ROUTES.name)
+        return None if packed is None else Routes(packed[0][self.router_tokens(batch)], self._replays)
+
+    def router_tokens(self, batch: Batch) -> slice:
+        """Of the tokens that this rank has of `batch`, those that its routers see: a share under sequence
+        parallelism."""
+        split = self.pack_split
+        share = batch.tokens.shape[1] // split.sequence
+        first = share * self.layout.tensor_rank if split.sequence > 1 else 0
+        return slice(first, first + share)
 
     def token_logprobs(
         self, hidden: Tensor, batch: Batch, temperature: float, entropy: bool = False
@@ -255,8 +281,9 @@ class PolicyModel:
         return [line[:length] for values, lengths in scored for line, length in zip(values, lengths, strict=False)]
 
     @torch.no_grad()
-    def batch_logprobs(self, micro_batches: Sequence[Batch], temperature: float) -> list[Tensor]:
+    def batch_logprobs(self, micro_batches: Sequence[Batch], temperature: float, routed: bool = True) -> list[Tensor]:
         """Log-probabilities of each micro-batch [b, s] float32, on the ranks of the last stage; none on the others.
+        ``routed`` as for `hidden`.
 
         Collective as `forward_logprobs`.
         """
@@ -264,7 +291,7 @@ class PolicyModel:
 
         def forward(batches: Iterator[Batch], module: torch.nn.Module) -> tuple[Tensor, Any]:
             batch = next(batches)
-            return self.hidden(batch, module), partial(collect, batch)
+            return self.hidden(batch, module, routed), partial(collect, batch)
 
         def collect(batch: Batch, hidden: Tensor, non_loss_data: bool) -> Tensor:
             return self.token_logprobs(hidden, batch, temperature)[0]

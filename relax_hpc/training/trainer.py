@@ -24,6 +24,7 @@ from relax_hpc.training.gathered import gathered_texts
 from relax_hpc.training.gradients import clip_factor, gradient_norm
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.optimizer import build_optimizer, set_rates
+from relax_hpc.training.ratio_tail import RatioTail
 from relax_hpc.training.reduction import reduction_of
 
 LossFunction = Callable[[TokenBatch], tuple[Tensor, dict[str, Tensor]]]
@@ -117,7 +118,9 @@ class Trainer:
 
     def _loss_of(self, batch: Batch, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         logprobs, entropy = self.model.token_logprobs(hidden, batch, self.temperature, self._needs_entropy)
-        loss, metrics = self._loss(token_batch(batch, logprobs, entropy))
+        given = token_batch(batch, logprobs, entropy)
+        loss, metrics = self._loss(given)
+        self._ratios.add(given)
         # The count in the middle is for megatron's own division, which is not used; metrics stay on the last stage.
         return loss, torch.zeros((), dtype=torch.int), metrics
 
@@ -125,19 +128,20 @@ class Trainer:
         """Reduce, divide by the weight, clip, and let Adam step with learning rate `lr`; ready for the next step after.
 
         Collective over all ranks, and all get the same metrics: means over the step's tokens (see `mean_metrics`),
-        `grad_norm` before clipping, and `skipped` 1.0 when the norm was not finite, which leaves weights and
-        optimizer as they were. A step without any token leaves them too, with `skipped` 1.0.
+        quantiles of ratios (`RatioTail`), `grad_norm` before clipping, and `skipped` 1.0 when the norm was not finite,
+        which leaves weights and optimizer as they were. A step without any token leaves them too, with `skipped` 1.0.
         """
         totals = self._reduce_metrics()
         load = self._experts.take()
         totals |= load.sums
+        tails = self._ratios.tails(totals["tokens"])
         weight = totals["weight"]
         norm = self._gradient_norm(weight)
         usable = math.isfinite(norm) and weight > 0
         if usable:
             self._update(lr, clip_factor(norm, self.settings.clip_grad) / weight)
         self._zero()
-        return mean_metrics(totals) | load.values | {"grad_norm": norm, "skipped": 0.0 if usable else 1.0}
+        return mean_metrics(totals) | load.values | tails | {"grad_norm": norm, "skipped": 0.0 if usable else 1.0}
 
     def discard(self) -> None:
         """Forget what was accumulated since the last step. Collective over all ranks."""
@@ -192,6 +196,7 @@ class Trainer:
         self.optimizer.zero_grad()
         self._experts.forget()
         self._sums: dict[str, Tensor] = {}
+        self._ratios = RatioTail(self.model.device)
 
 
 def _combine(name: str, left: Tensor, right: Tensor) -> Tensor:

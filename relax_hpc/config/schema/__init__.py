@@ -12,7 +12,7 @@ from relax_hpc.config.schema.cluster import (
     SlurmConfig,
 )
 from relax_hpc.config.schema.generation import EngineConfig, PartialRollout, RolloutConfig, SimulatedConfig
-from relax_hpc.config.schema.policy import DataConfig, ModelConfig, TinyModelConfig, WarmStartConfig
+from relax_hpc.config.schema.policy import DataConfig, ModelConfig, RoutingReplay, TinyModelConfig, WarmStartConfig
 from relax_hpc.config.schema.run import Config, default_groups, optional_groups
 from relax_hpc.config.schema.running import (
     CheckpointConfig,
@@ -50,6 +50,7 @@ __all__ = [
     "QueueConfig",
     "ResourcesConfig",
     "RolloutConfig",
+    "RoutingReplay",
     "SamplesConfig",
     "SimulatedConfig",
     "SiteConfig",

@@ -21,6 +21,7 @@ from relax_hpc.engines.gate import UpdateGate
 from relax_hpc.engines.sglang import slab_loader
 from relax_hpc.engines.sglang.stream import Events, Response
 from relax_hpc.models.sizes import read_seconds
+from relax_hpc.routes import RouteShape
 from relax_hpc.versions import Version
 from relax_hpc.weights.slab import is_slab
 
@@ -44,16 +45,17 @@ class SglangClient:
         version: Version,
         partial: PartialRollout = "keep",
         together: int = _TOGETHER,
+        routes: RouteShape | None = None,
     ) -> None:
         """``version``: what the server serves. ``partial``: what an update does to running requests. ``together``:
-        how many that come at once are asked in one HTTP request, at most."""
+        how many that come at once are asked in one HTTP request, at most. ``routes``: those that are asked for."""
         headers = {"Content-Type": "application/json"}
         self._key = {"Authorization": f"Bearer {key}"}
         # A new connection a request: the server closes idle ones, and a request on its way there would be lost.
         # No limit: the role decides how many are in flight. No proxies: the key stays between the two.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         self._session = aiohttp.ClientSession(url, headers=headers, connector=connector, trust_env=False)
-        self._settings, self._version, self._partial = settings, version, partial
+        self._settings, self._version, self._partial, self._routes = settings, version, partial, routes
         self._silence = Silence(settings.request_timeout_s)
         self._numbers = itertools.count()
         self._froze_gc = False
@@ -80,7 +82,7 @@ class SglangClient:
         try:
             if self._unknown_weights:
                 raise EngineFault("update_failed", "the last update failed; the server's weights are unknown")
-            response = Response(request, self._version)
+            response = Response(request, self._version, self._routes)
             if not response.answer.done():
                 self._batcher.add(response)
             try:
@@ -108,7 +110,7 @@ class SglangClient:
         fault = EngineFault("wrong_count", f"/generate: some of {len(asked)} requests have no answer")
         try:
             with self._silence.limited():
-                async for piece in self._stream("/generate", _body(asked)):
+                async for piece in self._stream("/generate", _body(asked, self._routes is not None)):
                     self._silence.heard()
                     _take(piece, asked)
         except TimeoutError:
@@ -256,7 +258,7 @@ def _load_format(directory: Path, flags: Mapping[str, Any]) -> dict[str, str]:
     return {"load_format": slab_loader.FORMAT if is_slab(directory) else "auto"}
 
 
-def _body(asked: Sequence[Response]) -> dict[str, Any]:
+def _body(asked: Sequence[Response], routes: bool) -> dict[str, Any]:
     return {
         "input_ids": [response.request.so_far for response in asked],
         "sampling_params": [_parameters(response) for response in asked],
@@ -265,6 +267,7 @@ def _body(asked: Sequence[Response]) -> dict[str, Any]:
         "stream": True,
         # Keys and values of other weights are never found.
         "extra_key": [str(response.begun_by) for response in asked],
+        **({"return_routed_experts": True} if routes else {}),
     }
 
 

@@ -39,6 +39,13 @@ def installed() -> bool:
     return any(isinstance(finder, _StandIns) for finder in sys.meta_path)
 
 
+def pin_nothing() -> None:
+    """Keep SGLang, once it is imported, from registering with CUDA the host memory where it keeps routes."""
+    from sglang.srt.mem_cache.pool_host import common
+
+    common._cuda_host_register = lambda *_, **__: None
+
+
 class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds `sgl_kernel` and every `triton.*` module that is not installed."""
 

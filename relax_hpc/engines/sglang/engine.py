@@ -19,11 +19,12 @@ from typing import Any
 from relax_hpc.config.schema import Config
 from relax_hpc.engines.engine import EngineFault, GenerateRequest, Generation, require_model
 from relax_hpc.engines.sglang.client import SglangClient
-from relax_hpc.engines.sglang.flags import refuse_own
+from relax_hpc.engines.sglang.flags import ROUTES_FLAG, refuse_own
 from relax_hpc.engines.sglang.phases import Phases
 from relax_hpc.engines.sglang.session import Session
 from relax_hpc.errors import EXIT_CONFIG, ConfigError
 from relax_hpc.local_dir import Scratch, compile_caches
+from relax_hpc.models.families import routes_of
 from relax_hpc.models.sizes import read_seconds
 from relax_hpc.rendezvous.affinity import numa_of_gpus
 from relax_hpc.rendezvous.process import PARENT, clean_environment
@@ -89,6 +90,7 @@ class SglangEngine:
     async def start(self) -> None:
         """See `Engine.start`."""
         require_model(self._model_dir)
+        self._routes = routes_of(self._model_dir, self._config.model)
         try:
             self._listening = self._open.enter_context(listen(self._arguments["port"]))
             self._arguments["port"] = port = self._listening.getsockname()[1]
@@ -97,7 +99,8 @@ class SglangEngine:
             await self._launch()
             url, shape = f"http://{_HOST}:{port}", self._config.rollout
             together = shape.groups_per_request * self._config.samples_per_prompt
-            self._client = SglangClient(url, key, self._settings, self._version, shape.partial_rollout, together)
+            about = shape.partial_rollout, together, self._routes
+            self._client = SglangClient(url, key, self._settings, self._version, *about)
             self._open.push_async_callback(self._client.close)
             await self._wait_healthy()
             self._session.watch_parts()
@@ -232,6 +235,7 @@ def server_arguments(
         "skip_server_warmup": True,
         "incremental_streaming_output": True,
         "stream_interval": _TOLD_TOKENS if config.rollout.save_partial == "tokens" else _HEARD_TOKENS,
+        **({ROUTES_FLAG: True} if config.model.routing_replay != "off" else {}),
         **({"enable_memory_saver": True} if config.colocate and config.model.device == "cuda" else {}),
         **(_CPU_ARGUMENTS if config.model.device == "cpu" else {"base_gpu_id": first_gpu} | _numa()),
         **flags,

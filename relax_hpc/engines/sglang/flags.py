@@ -28,6 +28,7 @@ OWN_FLAGS = {
     **dict.fromkeys(("tokenizer_worker_num", "sidecar", "ssl_certfile", "ssl_keyfile"), ""),
 }
 """Arguments that the engine sets itself -> our key for them, empty if there is none."""
+ROUTES_FLAG = "enable_return_routed_experts"
 _FIELDS = "srt/arg_groups/fields"
 """Where SGLang 0.5.21 declares them, one class a file."""
 
@@ -65,6 +66,11 @@ def check(config: Config) -> Iterator[str]:
         yield (
             "rollout.partial_rollout: found recompute with rollout.engine.flags.disable_radix_cache false, allowed: "
             "keep or off; or leave out the flag"
+        )
+    if (replay := config.model.routing_replay) != "off" and not config.rollout.engine.flags.get(ROUTES_FLAG, True):
+        yield (
+            f"rollout.engine.flags.{ROUTES_FLAG}: found false with model.routing_replay {replay}, for which engines "
+            "have to give their routes; leave out the flag"
         )
     yield from _ports(config.rollout.engine.port, config.rollout.replicas)
 

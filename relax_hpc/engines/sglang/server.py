@@ -37,6 +37,7 @@ def main(settings: dict[str, Any], key: str) -> None:
     from sglang.srt.utils import kill_process_tree
 
     if cpu.installed():
+        cpu.pin_nothing()
         _fork_children()
     _serve_on(socket.socket(fileno=settings["socket"]))
     try:

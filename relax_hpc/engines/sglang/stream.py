@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import orjson
 
 from relax_hpc.engines.engine import BadAnswer, Draft, EngineFault, GenerateRequest, Generation, checked
+from relax_hpc.routes import NAME, RouteShape
 from relax_hpc.versions import Version
 
 _END = b"\n\n"
@@ -34,6 +37,30 @@ class Events:
         return [orjson.loads(text) for text in data if text != _DONE]
 
 
+class Routes:
+    """Of the tokens of a response and those before it, as far as they have come."""
+
+    def __init__(self, shape: RouteShape) -> None:
+        self.shape, self._parts = shape, [shape.none(0)]
+
+    def add(self, meta: dict[str, Any]) -> None:
+        """Those that came with a piece: int32 [tokens, layers, chosen] in base 64. BadAnswer: they are none."""
+        layers, chosen, _ = self.shape.of_token
+        try:
+            if text := meta.get(NAME):
+                numbers = np.frombuffer(base64.b64decode(text), "<i4")
+                self._parts.append(self.shape.packed(numbers.reshape(-1, layers, chosen)))
+        except ValueError as error:
+            expected = f"{layers} layers, {chosen} of {self.shape.experts} experts each"
+            raise BadAnswer("bad_routes", f"/generate: {NAME}: {error}, expected {expected}") from error
+
+    @property
+    def so_far(self) -> np.ndarray:
+        """From the first token on."""
+        self._parts = [np.concatenate(self._parts)]
+        return self._parts[0]
+
+
 class Response:
     """One response while its pieces come; what is certain of it is in the request's draft at once.
 
@@ -41,18 +68,23 @@ class Response:
     the weights that served when the response was asked for serve still. Make it in a running event loop.
     """
 
-    def __init__(self, request: GenerateRequest, begun_by: Version) -> None:
+    def __init__(self, request: GenerateRequest, begun_by: Version, routes: RouteShape | None = None) -> None:
+        """``routes``: what comes of each token; None: nothing does."""
         self.request, self.begun_by = request, begun_by
         self._draft = request.draft or Draft()
         self._known = self._draft.so_far()
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
+        self._told = 0
+        """Tokens of it that the draft has."""
+        self._routes = Routes(routes) if routes else None
         self.name = ""
         """Of the request, to the server; empty: it was not asked."""
         self.answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         """It has an exception where there is none: BadAnswer, or EngineFault if the exchange broke."""
         if self.missing <= 0:
-            self._end(Generation(*self._whole(np.empty(0, np.int32)), "length"))
+            extras = self._known.extras, self._known.before
+            self._end(Generation(*self._whole(np.empty(0, np.int32)), "length", *extras))
 
     @property
     def missing(self) -> int:
@@ -69,10 +101,12 @@ class Response:
             logprobs = [float("nan") if item[0] is None else item[0] for item in meta["output_token_logprobs"]]
             self._token_ids += token_ids
             self._logprobs += logprobs
+            if self._routes:
+                self._routes.add(meta)
             if finish := meta["finish_reason"]:
                 self._finish(finish, meta)
             elif meta["weight_version"] == str(self.begun_by):
-                self._draft.add(token_ids, logprobs, [self.begun_by.encode()] * len(token_ids))
+                self._tell()
         except EngineFault as fault:
             self.fail(fault)
         except (KeyError, TypeError, IndexError, AttributeError) as error:
@@ -85,6 +119,19 @@ class Response:
             # Looked at, so that nobody complains where nobody waits.
             self.answer.exception()
 
+    def _tell(self) -> None:
+        """Have what is certain in the draft: of tokens whose routes are asked for, those that have one."""
+        start, stop, extras = self._told, len(self._token_ids), {}
+        if self._routes:
+            found, asked = self._routes.so_far, len(self.request.prompt_ids) + len(self._known.token_ids)
+            stop = min(stop, len(found) - asked)
+            extras = {NAME: found[asked + start : asked + stop]}
+            self._draft.before = self._draft.before or {NAME: found[: len(self.request.prompt_ids)]}
+        if stop > start:
+            versions = [self.begun_by.encode()] * (stop - start)
+            self._draft.add(self._token_ids[start:stop], self._logprobs[start:stop], versions, extras)
+            self._told = stop
+
     def _finish(self, finish: dict[str, Any], meta: dict[str, Any]) -> None:
         if finish["type"] == "abort" and not self._token_ids:
             raise BadAnswer("http_error", f"/generate: aborted: {finish.get('message')}")
@@ -92,12 +139,27 @@ class Response:
         if (versions < self.begun_by.encode()).any():
             found = Version.decode(versions.min())
             raise EngineFault("old_version", f"found tokens of {found} from an engine that serves {self.begun_by}")
-        self._end(Generation(*self._whole(versions), finish["type"]))
+        self._end(Generation(*self._whole(versions), finish["type"], *self._with_routes()))
 
     def _whole(self, versions: np.ndarray) -> tuple[list[int], list[float], np.ndarray]:
         known = self._known
         both = np.concatenate([known.token_versions, versions])
         return known.token_ids + self._token_ids, known.logprobs + self._logprobs, both
+
+    def _with_routes(self) -> tuple[dict[str, np.ndarray], Mapping[str, np.ndarray]]:
+        """Of the response's tokens, and of those before it. Those that the draft has stay: what the engine says of
+        their tokens now is of a later pass, which read them once more."""
+        if not self._routes or not len(found := self._routes.so_far):
+            return {}, {}
+        prompt, kept = len(self.request.prompt_ids), self._known.extras.get(NAME, found[:0])
+        asked = prompt + len(self._known.token_ids)
+        if len(found) != (expected := asked + len(self._token_ids) - 1):
+            raise BadAnswer("bad_routes", f"/generate: {NAME}: found those of {len(found)} tokens, expected {expected}")
+        if len(kept) < len(self._known.token_ids):
+            # Begun when nobody asked for routes: those of the passes that drew it are not to be had any more.
+            return {}, {}
+        extras = {NAME: np.concatenate([kept, found[asked:], self._routes.shape.none(1)])}
+        return extras, self._known.before or {NAME: found[:prompt]}
 
     def _end(self, found: Generation) -> None:
         self.answer.set_result(checked(found, self.request.budget))

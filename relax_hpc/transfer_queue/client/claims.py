@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from relax_hpc.routes import BAD_ROUTES, RouteShape
 from relax_hpc.transfer_queue.row_ids import ticket_of
 from relax_hpc.transfer_queue.row_schema import Row
 from relax_hpc.transfer_queue.storage.media import BadMedia, MediaError, MediaStore, check_media, media_ids
@@ -32,15 +33,24 @@ def sound_claim(
     return None
 
 
-def check_claim(client: QueueClient, claim: Claim, placeholders: Mapping[str, int] | None = None) -> bool:
-    """Whether all rows of ``claim`` can be read, and their media are there with the tokens that rollout has counted.
+def check_claim(
+    client: QueueClient,
+    claim: Claim,
+    placeholders: Mapping[str, int] | None = None,
+    routes: RouteShape | None = None,
+) -> bool:
+    """Whether all rows of ``claim`` can be read, their media are there with the tokens that rollout has counted, and
+    they have ``routes``, if some are wanted.
 
     If not, the prompt groups that are wrong are quarantined: dropped and counted under the reason, and others are
     generated in their place. The claim is given back, as it is if rows of it were lost with their maker.
     ``placeholders``: see `check_media`. ShardError if a shard has not the rows that the queue knows to be there.
     """
     try:
-        wrong = list(_damaged(client, claim)) or list(_bad_media(client, claim, placeholders))
+        wrong = list(_damaged(client, claim)) or [
+            *_bad_media(client, claim, placeholders),
+            *_routes(client, claim, routes),
+        ]
         if not wrong:
             return True
     except ShardError:
@@ -96,6 +106,13 @@ def _bad_media(client: QueueClient, claim: Claim, placeholders: Mapping[str, int
         except BadMedia as bad:
             print(f"quarantined: {bad}", flush=True)
             yield bad.reason, ticket_of(row["row_id"])
+
+
+def _routes(client: QueueClient, claim: Claim, shape: RouteShape | None) -> Wrong:
+    for row in client.rows(claim) if shape else ():
+        if fault := shape.fault(row):
+            print(f"quarantined: {row['row_id']}: {fault}", flush=True)
+            yield BAD_ROUTES, ticket_of(row["row_id"])
 
 
 def _check(store: MediaStore, row: Row, placeholders: Mapping[str, int] | None) -> None:
