@@ -46,7 +46,8 @@ class TransformersEngine:
     ) -> None:
         """See `make_engine`."""
         self._device = f"cuda:{place}" if config.model.device == "cuda" else config.model.device
-        self._dtype, self._silence = config.model.dtype, Silence(config.rollout.engine.request_timeout_s)
+        self._dtype = config.rollout.engine.dtype or config.model.dtype
+        self._silence = Silence(config.rollout.engine.request_timeout_s)
         self._model_dir, self._version = model_dir, version
         self._partial = config.rollout.partial_rollout
         self._lock = threading.Lock()

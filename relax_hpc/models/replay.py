@@ -93,13 +93,13 @@ def _recompute(experts: torch.nn.Module, routed: RoutedLayer) -> None:
 
     compute, experts.moe_layer_recompute = experts.forward, False
 
-    def forward(hidden: Tensor, *_: Any, **__: Any) -> Any:
+    def forward(hidden: Tensor, padding_mask: Tensor | None = None) -> Any:
         routes = routed.routes
 
-        def once(hidden: Tensor) -> Any:
+        def once(hidden: Tensor, padding_mask: Tensor | None) -> Any:
             routed.routes = routes
-            return compute(hidden)
+            return compute(hidden, padding_mask=padding_mask)
 
-        return checkpoint(once, False, hidden)
+        return checkpoint(once, False, hidden, padding_mask)
 
     experts.forward = forward

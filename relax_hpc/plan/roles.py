@@ -146,7 +146,8 @@ def engine(config: Config, spec: ModelSpec, group: str, per_node: int, gpu_bytes
 
     ``per_node``: engines on a node.
     """
-    flags, item, longest = config.rollout.engine.flags, ITEM_BYTES[config.model.dtype], longest_row(config)
+    engine, longest = config.rollout.engine, longest_row(config)
+    flags, item = engine.flags, ITEM_BYTES[engine.dtype or config.model.dtype]
     tensor, pipeline = (int(engine_flag(flags, name) or 1) for name in ("tp_size", "pp_size"))
     share = engine_flag(flags, "mem_fraction_static")
     whole = parameters(spec, ParallelConfig(), 0) * item

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from relax_hpc.engines.sglang.after_import import change
 from relax_hpc.engines.transformers_hook import install_transformers_hook
 
 
@@ -32,6 +33,7 @@ def install() -> None:
     # `import triton` (kernels that are defined, never compiled, here) and `import sgl_kernel` have no CPU packages.
     # Last in the list, so that installed packages are found first.
     sys.meta_path.append(_StandIns())
+    change({"sglang.srt.mem_cache.pool_host.common": _register_nothing})
 
 
 def installed() -> bool:
@@ -39,11 +41,9 @@ def installed() -> bool:
     return any(isinstance(finder, _StandIns) for finder in sys.meta_path)
 
 
-def pin_nothing() -> None:
-    """Keep SGLang, once it is imported, from registering with CUDA the host memory where it keeps routes."""
-    from sglang.srt.mem_cache.pool_host import common
-
-    common._cuda_host_register = lambda *_, **__: None
+def _register_nothing(module: ModuleType) -> None:
+    # With CUDA, of the host memory in which it keeps routes.
+    module._cuda_host_register = lambda *_, **__: None
 
 
 class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):

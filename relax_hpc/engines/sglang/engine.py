@@ -143,6 +143,7 @@ class SglangEngine:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         socket_number = self._listening.fileno()
         launch = {"server": self._arguments, "key_file": str(self._key_file), "socket": socket_number}
+        launch["routes_as_drawn"] = self._config.rollout.save_partial == "tokens"
         self._launch_file.write_text(json.dumps(launch, indent=2) + "\n")
         command = (sys.executable, "-m", _SERVER, str(self._launch_file))
         with self._log.open("ab") as log:
@@ -228,7 +229,7 @@ def server_arguments(
         "port": settings.port + replica if settings.port else 0,
         "model_path": str(model_dir),
         "weight_version": str(version),
-        "dtype": config.model.dtype,
+        "dtype": settings.dtype or config.model.dtype,
         "random_seed": config.seed + replica,
         # Prompts do not recur within a version, and of another one nothing may be used.
         "disable_radix_cache": True,

@@ -15,7 +15,7 @@ from relax_hpc.errors import ConfigError
 
 OWN_FLAGS = {
     "model_path": "model.path",
-    "dtype": "model.dtype",
+    "dtype": "rollout.engine.dtype",
     "device": "model.device",
     "random_seed": "seed",
     "host": "",

@@ -1,6 +1,7 @@
 """`python -m relax_hpc.engines.sglang.server ARGS.json`: an SGLang server that suits a run.
 
-ARGS.json: {"server": {ServerArgs field: value}, "key_file": path, "socket": number of a descriptor}. The key is read
+ARGS.json: {"server": {ServerArgs field: value}, "key_file": path, "socket": number of a descriptor, "routes_as_drawn":
+see `first_routes`}. The key is read
 here, so that it is in no command line, environment or log. The socket listens already, and is inherited. SGLang's child
 interpreters import this module again before anything else (multiprocessing's spawn), which is how they get the CPU
 hooks, the loader of weights, the redaction and the tie to their parent as well.
@@ -19,7 +20,8 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from relax_hpc.engines.sglang import cpu, slab_loader
+from relax_hpc.engines.sglang import cpu, first_routes, slab_loader
+from relax_hpc.engines.sglang.flags import ROUTES_FLAG
 from relax_hpc.errors import EXIT_CONFIG
 from relax_hpc.rendezvous.process import die_with_parent, stay_private
 
@@ -37,7 +39,6 @@ def main(settings: dict[str, Any], key: str) -> None:
     from sglang.srt.utils import kill_process_tree
 
     if cpu.installed():
-        cpu.pin_nothing()
         _fork_children()
     _serve_on(socket.socket(fileno=settings["socket"]))
     try:
@@ -123,6 +124,8 @@ def _prepare() -> tuple[dict[str, Any], str]:
     _leave_no_semaphore()
     cpu.install()
     slab_loader.install()
+    if settings["server"].get(ROUTES_FLAG):
+        first_routes.install(settings["routes_as_drawn"])
     return settings, key
 
 

@@ -41,24 +41,30 @@ class Routes:
     """Of the tokens of a response and those before it, as far as they have come."""
 
     def __init__(self, shape: RouteShape) -> None:
-        self.shape, self._parts = shape, [shape.none(0)]
+        self.shape = shape
+        self.so_far = shape.none(0)
+        """From the first token on."""
 
-    def add(self, meta: dict[str, Any]) -> None:
-        """Those that came with a piece: int32 [tokens, layers, chosen] in base 64. BadAnswer: they are none."""
+    def add(self, meta: dict[str, Any], tokens: int) -> None:
+        """Those that came with a piece, int32 [some, layers, chosen] in base 64, up to the last but one of ``tokens``.
+        BadAnswer: they are none, or with the last piece not all."""
+        if not (text := meta.get(NAME)):
+            return
         layers, chosen, _ = self.shape.of_token
         try:
-            if text := meta.get(NAME):
-                numbers = np.frombuffer(base64.b64decode(text), "<i4")
-                self._parts.append(self.shape.packed(numbers.reshape(-1, layers, chosen)))
+            numbers = np.frombuffer(base64.b64decode(text), "<i4")
+            news = self.shape.packed(numbers.reshape(-1, layers, chosen))
         except ValueError as error:
             expected = f"{layers} layers, {chosen} of {self.shape.experts} experts each"
             raise BadAnswer("bad_routes", f"/generate: {NAME}: {error}, expected {expected}") from error
-
-    @property
-    def so_far(self) -> np.ndarray:
-        """From the first token on."""
-        self._parts = [np.concatenate(self._parts)]
-        return self._parts[0]
+        start = tokens - 1 - len(news)
+        if start and meta["finish_reason"]:
+            raise BadAnswer(
+                "bad_routes", f"/generate: {NAME}: found those of {len(news)} tokens, expected {tokens - 1}"
+            )
+        # Of pieces that the server put together it gives the last one's alone; all come at the end.
+        if 0 <= start <= len(self.so_far):
+            self.so_far = np.concatenate([self.so_far[:start], news])
 
 
 class Response:
@@ -73,6 +79,8 @@ class Response:
         self.request, self.begun_by = request, begun_by
         self._draft = request.draft or Draft()
         self._known = self._draft.so_far()
+        self._asked = len(request.prompt_ids) + len(self._known.token_ids)
+        """Tokens that the server is given."""
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._told = 0
@@ -102,7 +110,7 @@ class Response:
             self._token_ids += token_ids
             self._logprobs += logprobs
             if self._routes:
-                self._routes.add(meta)
+                self._routes.add(meta, self._asked + len(self._token_ids))
             if finish := meta["finish_reason"]:
                 self._finish(finish, meta)
             elif meta["weight_version"] == str(self.begun_by):
@@ -123,7 +131,7 @@ class Response:
         """Have what is certain in the draft: of tokens whose routes are asked for, those that have one."""
         start, stop, extras = self._told, len(self._token_ids), {}
         if self._routes:
-            found, asked = self._routes.so_far, len(self.request.prompt_ids) + len(self._known.token_ids)
+            found, asked = self._routes.so_far, self._asked
             stop = min(stop, len(found) - asked)
             extras = {NAME: found[asked + start : asked + stop]}
             self._draft.before = self._draft.before or {NAME: found[: len(self.request.prompt_ids)]}
@@ -151,15 +159,12 @@ class Response:
         their tokens now is of a later pass, which read them once more."""
         if not self._routes or not len(found := self._routes.so_far):
             return {}, {}
-        prompt, kept = len(self.request.prompt_ids), self._known.extras.get(NAME, found[:0])
-        asked = prompt + len(self._known.token_ids)
-        if len(found) != (expected := asked + len(self._token_ids) - 1):
-            raise BadAnswer("bad_routes", f"/generate: {NAME}: found those of {len(found)} tokens, expected {expected}")
+        kept = self._known.extras.get(NAME, found[:0])
         if len(kept) < len(self._known.token_ids):
             # Begun when nobody asked for routes: those of the passes that drew it are not to be had any more.
             return {}, {}
-        extras = {NAME: np.concatenate([kept, found[asked:], self._routes.shape.none(1)])}
-        return extras, self._known.before or {NAME: found[:prompt]}
+        extras = {NAME: np.concatenate([kept, found[self._asked :], self._routes.shape.none(1)])}
+        return extras, self._known.before or {NAME: found[: len(self.request.prompt_ids)]}
 
     def _end(self, found: Generation) -> None:
         self.answer.set_result(checked(found, self.request.budget))
