@@ -7,6 +7,7 @@ the server, and a part that it cannot do without. If its model has a pipe `hold`
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import socket
@@ -16,10 +17,12 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from aiohttp import web
 
 GOOD, SPANS, STATUS_500, HANG, MISSING, NOT_JSON, FEW_LOGPROBS, TOO_MANY, EMPTY, NULL, POSITIVE = range(11)
 NO_VERSION, BAD_VERSION, GAP, MALFORMED, EXIT, ABORTED, NO_INDEX, ERROR, NUMBER, SLOW = range(11, 21)
+FEW_ROUTES, FAR_ROUTES, OTHER_ROUTES, NO_ROUTES, TORN_ROUTES = range(21, 26)
 PAUSE_S = 0.8
 """Of a slow answer, before each of its three parts."""
 CALLS = web.AppKey("calls", list[str])
@@ -43,9 +46,21 @@ def answer(kind: int, tokens: int) -> dict[str, Any]:
         meta["weight_versions"] = [first, {"version": "i000001-v000004", "start": 2, "end": count}]
     if kind == ABORTED:
         meta["finish_reason"] = {"type": "abort", "message": "too long"}
+    if kind != NO_ROUTES:
+        meta["routed_experts"] = routes(kind, 2 + count - 1)
     if kind == NO_VERSION:
         del meta["weight_version"]
     return {} if kind == MALFORMED else {"output_ids": [7] * count, "meta_info": meta}
+
+
+def routes(kind: int, tokens: int) -> str:
+    """Two layers, two of four experts; a prompt has two tokens."""
+    found = np.tile([[[0, 1], [2, 3]]], (tokens - (kind == FEW_ROUTES), 1, 1)).astype("<i4")
+    if kind == FAR_ROUTES:
+        found[2, 1, 0] = 4
+    if kind == OTHER_ROUTES:
+        found = found[:, :, :1]
+    return base64.b64encode(found.tobytes()).decode()[: -4 if kind == TORN_ROUTES else None]
 
 
 def pieces(kind: int, index: int, tokens: int) -> list[dict[str, Any]]:

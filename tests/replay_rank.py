@@ -1,6 +1,6 @@
 """One rank of a test of routing replay: `python -m tests.replay_rank FILE WORLD RANK [LAYOUT MODEL OUT]...`.
 
-The ranks meet in FILE; LAYOUT is the `actor` section of a configuration as JSON. The leader writes what it found to OUT.
+The ranks meet in FILE; LAYOUT is the `actor` section of a file as JSON. The leader writes what it finds to OUT.
 """
 
 from __future__ import annotations

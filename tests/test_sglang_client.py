@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from aiohttp.test_utils import TestServer  # noqa: E402
 import tests.engine_fake_server as fake  # noqa: E402
 from relax_hpc.engines.engine import BadAnswer, Draft, EngineFault, Generation  # noqa: E402
 from relax_hpc.engines.sglang.client import SglangClient  # noqa: E402
+from relax_hpc.routes import NAME, RouteShape  # noqa: E402
 from relax_hpc.versions import Version  # noqa: E402
 from tests.engine_helpers import TOKEN, make_config, request  # noqa: E402
 
@@ -26,14 +28,18 @@ pytestmark = pytest.mark.run
 
 SERVED = Version(1, 3)
 """What a fake server says that it serves, before the ends of its responses."""
+ROUTES = RouteShape(layers=2, experts=4, chosen=2)
 
 
 @asynccontextmanager
-async def client_and_server(**settings: float) -> AsyncIterator[tuple[SglangClient, TestServer]]:
+async def client_and_server(
+    routes: RouteShape | None = None, **settings: float
+) -> AsyncIterator[tuple[SglangClient, TestServer]]:
     """A client of a fake server in this process."""
     server = TestServer(fake.application(TOKEN))
     await server.start_server()
-    client = SglangClient(str(server.make_url("/")), TOKEN, make_config("sglang", **settings).rollout.engine, SERVED)
+    about = TOKEN, make_config("sglang", **settings).rollout.engine, SERVED
+    client = SglangClient(str(server.make_url("/")), *about, routes=routes)
     try:
         yield client, server
     finally:
@@ -41,7 +47,7 @@ async def client_and_server(**settings: float) -> AsyncIterator[tuple[SglangClie
         await server.close()
 
 
-def ask(*kinds: int, served: Version = SERVED, **settings: float) -> list[Generation | EngineFault]:
+def ask(*kinds: int, served: Version = SERVED, **settings: Any) -> list[Generation | EngineFault]:
     """The client's answers to requests of each kind, which come at once."""
 
     async def generate() -> list[Generation | EngineFault]:
@@ -100,6 +106,29 @@ def test_a_bad_answer_is_a_fault_of_its_own(kind: int, reason: str) -> None:
     assert second.reason == reason
     assert isinstance(first, Generation)
     assert isinstance(third, Generation)
+
+
+def test_routes_come_with_prompt_and_response() -> None:
+    """The last token has none, and a server that gives none is for who looks at rows."""
+    good, without = ask(fake.GOOD, fake.NO_ROUTES, routes=ROUTES)
+    assert good.before[NAME].tolist() == [[[[0], [1]], [[2], [3]]]] * 2
+    assert good.extras[NAME].tolist() == [[[[0], [1]], [[2], [3]]]] * 3 + [[[[255], [255]], [[255], [255]]]]
+    assert isinstance(without, Generation) and not without.extras and not without.before
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (fake.FEW_ROUTES, "found those of 4 tokens, expected 5"),
+        (fake.FAR_ROUTES, "experts 0 to 4, allowed 0 to 3"),
+        (fake.OTHER_ROUTES, "expected 2 layers, 2 of 4 experts each"),
+        (fake.TORN_ROUTES, "expected 2 layers, 2 of 4 experts each"),
+    ],
+)
+def test_routes_of_another_model_or_number_are_a_bad_answer(kind: int, says: str) -> None:
+    first, second = ask(fake.GOOD, kind, routes=ROUTES)
+    assert isinstance(first, Generation) and isinstance(second, BadAnswer)
+    assert second.reason == "bad_routes" and says in str(second)
 
 
 def test_versions_come_from_spans_or_from_the_one_version() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,26 +15,34 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from relax_hpc.models.grouped_experts import GroupedExperts
+from relax_hpc.models.replay import RoutedLayer, Routes
 
 
 class ExpertLayer(MoELayer):
     """megatron-core's, without shared experts. Its `padding_mask` is no mask: see `Router`."""
+
+    replay: RoutedLayer | None = None
+    """Where the routes of the present micro-batch are, if it has some; see `relax_hpc.models.replay`."""
 
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: None = None, padding_mask: Tensor | None = None
     ) -> tuple[Tensor, None]:
         """[t, 1, h] -> the same shape, and no bias. ``padding_mask`` [1, t]: `Batch.shares`."""
         shares = None if padding_mask is None else self._own(padding_mask.flatten(), hidden_states)
+        compute = partial(self._compute, self.replay and self.replay.routes)
         if self.moe_layer_recompute:
-            return tensor_parallel.checkpoint(self._compute, False, hidden_states, shares), None
-        return self._compute(hidden_states, shares), None
+            return tensor_parallel.checkpoint(compute, False, hidden_states, shares), None
+        return compute(hidden_states, shares), None
 
     def _own(self, shares: Tensor, hidden_states: Tensor) -> Tensor:
         """Those of this rank's tokens; under sequence parallelism only the first pipeline stage has them cut."""
         size = hidden_states.shape[0]
         return shares if len(shares) == size else shares.narrow(0, self.tp_group.rank() * size, size)
 
-    def _compute(self, hidden_states: Tensor, shares: Tensor | None) -> Tensor:
+    def _compute(self, routes: Routes | None, hidden_states: Tensor, shares: Tensor | None) -> Tensor:
+        if self.replay:
+            # Computed again, it comes after other micro-batches, which had their own.
+            self.replay.routes = routes
         probs, chosen = self.route(hidden_states, shares)
         tokens, probs = self.preprocess(hidden_states, probs, chosen)
         results, _ = self.routed_experts_compute(*self.dispatch(tokens, probs))

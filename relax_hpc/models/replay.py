@@ -83,23 +83,4 @@ def install(model: torch.nn.Module) -> None:
         routed = RoutedLayer(layer.layer_number - 1)
         layer.mlp.router.router_replay = routed
         layer.register_forward_pre_hook(routed.take, with_kwargs=True)
-        if layer.mlp.moe_layer_recompute:
-            _recompute(layer.mlp, routed)
-
-
-def _recompute(experts: torch.nn.Module, routed: RoutedLayer) -> None:
-    """Have the experts' layer computed again with the routes of its own pass: megatron-core's way remembers none."""
-    from megatron.core.tensor_parallel import checkpoint
-
-    compute, experts.moe_layer_recompute = experts.forward, False
-
-    def forward(hidden: Tensor, padding_mask: Tensor | None = None) -> Any:
-        routes = routed.routes
-
-        def once(hidden: Tensor, padding_mask: Tensor | None) -> Any:
-            routed.routes = routes
-            return compute(hidden, padding_mask=padding_mask)
-
-        return checkpoint(once, False, hidden, padding_mask)
-
-    experts.forward = forward
+        layer.mlp.replay = routed
