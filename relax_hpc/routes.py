@@ -19,18 +19,18 @@ NAME, NONE = ROUTES.name, int(ROUTES.pad)
 differ."""
 
 BAD_ROUTES, OTHER_ROUTES = "bad_routes", "other_routes"
-"""Why a prompt group is dropped: its routes cannot be those of its tokens' model, or are other than the trainer's."""
+"""Reasons for which a prompt group is dropped: its routes are no routes of the model, or other than the trainer's."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouteShape:
-    """What the routes of a model's tokens look like: uint8 [tokens, layers, chosen, width]."""
+    """Shape of the routes of a model's tokens: uint8 [tokens, layers, chosen, width]."""
 
     layers: int
     experts: int
-    """Of a layer."""
+    """Experts of a layer."""
     chosen: int
-    """Of these, for each token."""
+    """Experts of these that take a token."""
 
     @property
     def width(self) -> int:
@@ -43,7 +43,7 @@ class RouteShape:
 
     @property
     def of_token(self) -> tuple[int, int, int]:
-        """Shape of one token's."""
+        """Shape of one token's routes."""
         return self.layers, self.chosen, self.width
 
     def packed(self, numbers: np.ndarray) -> np.ndarray:
@@ -54,7 +54,7 @@ class RouteShape:
         return narrow.view(np.uint8).reshape(-1, *self.of_token)
 
     def none(self, tokens: int) -> np.ndarray:
-        """Of ``tokens`` that have no route."""
+        """Bytes of so many ``tokens`` without a route."""
         return np.full((tokens, *self.of_token), NONE, np.uint8)
 
     def fault(self, row: Mapping[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,31 @@ def test_quickstart_is_good(tmp_path: Path) -> None:
     assert check(load([QUICKSTART], {"run_dir": str(tmp_path / "run")})) == []
 
 
+@pytest.fixture(autouse=True)
+def same_fields() -> Iterator[None]:
+    """What a configuration declares is known to all of a process."""
+    known = dict(FIELDS)
+    yield
+    FIELDS.clear()
+    FIELDS.update(known)
+
+
+EXPERTS = {"model.tiny.num_experts": 4, "model.routing_replay": "on"}
 FINDINGS = [
+    ({"model.routing_replay": "record"}, ["model.routing_replay: found record with a qwen3 model, allowed: off"]),
+    (
+        EXPERTS | {"rollout.engine.flags.enable_return_routed_experts": False},
+        ["rollout.engine.flags.enable_return_routed_experts: found false with model.routing_replay on"],
+    ),
+    (
+        EXPERTS | {"actor.megatron": {"moe_router_fusion": True}},
+        ["actor.megatron.moe_router_fusion: found true with model.routing_replay on, allowed: false"],
+    ),
+    (
+        {"actor.megatron": {"moe_enable_routing_replay": True}},
+        ["actor.megatron.moe_enable_routing_replay: found True, not allowed: set model.routing_replay instead"],
+    ),
+    ({"rollout.engine.flags.dtype": "float16"}, ["rollout.engine.flags.dtype: found", "set rollout.engine.dtype"]),
     ({"model.path": "/nowhere"}, ["model.path: found '/nowhere', which is not a directory"]),
     (
         {"data.task": ""},

@@ -77,7 +77,7 @@ def qwen3_config(shape: TinyModelConfig) -> dict[str, Any]:
 
 
 def _family(shape: TinyModelConfig) -> dict[str, Any]:
-    """What of config.json says which model it is."""
+    """Entries of config.json that say which model it is."""
     if not shape.num_experts:
         return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
     if shape.num_experts_per_tok > shape.num_experts:
@@ -122,7 +122,7 @@ def parameter_shapes(shape: TinyModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _mlp_shapes(shape: TinyModelConfig) -> dict[str, tuple[int, ...]]:
-    """Of a layer's feed-forward part, or of its router and experts."""
+    """Shapes of a layer's feed-forward part, or of its router and experts."""
 
     def gated(place: str, inner: int) -> dict[str, tuple[int, ...]]:
         hidden = shape.hidden_size

@@ -65,7 +65,8 @@ class Generation:
     """What else the engine knows of each token: name -> [tokens, ...]. One that its class, or `relax_hpc.fields`,
     declares is put into the queue under its name; others are left out."""
     before: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """The same of the tokens that it was asked with: name -> [those tokens, ...]; without it, the field's `pad`."""
+    """What the engine knows of the tokens that it was asked with: name -> [those tokens, ...];
+    without it, a field's `pad`."""
 
     def going_on(self, between: Sequence[int], answer: Generation) -> Generation:
         """One response of several turns: itself, what others said then, ``between``, and the ``answer`` to all that.

@@ -22,7 +22,7 @@ class ExpertLayer(MoELayer):
     """megatron-core's, without shared experts. Its `padding_mask` is no mask: see `Router`."""
 
     replay: RoutedLayer | None = None
-    """Where the routes of the present micro-batch are, if it has some; see `relax_hpc.models.replay`."""
+    """Holder of the routes of the present micro-batch, if it has some; see `relax_hpc.models.replay`."""
 
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: None = None, padding_mask: Tensor | None = None

@@ -65,7 +65,7 @@ def spec_of(hf_config: Mapping[str, Any], ignore_keys: Collection[str] = (), use
 
 
 def routes_of(directory: Path, model: ModelConfig) -> RouteShape | None:
-    """What the routes look like that come with the tokens of a run whose model is in ``directory``; None: none do.
+    """Shape of the routes that come with the tokens of a run whose model is in ``directory``; None: none come.
 
     ConfigError as `understood`."""
     if model.routing_replay == "off":

@@ -123,7 +123,7 @@ class PackedRows:
     order: Tensor | None
     """[keys] int64: which of the keys of all context ranks, one rank's after the other's; None: this rank has all."""
     routes: Routes | None = None
-    """Which experts compute its tokens; None: those that the routers choose."""
+    """Experts that compute its tokens; None: those that the routers choose."""
     qkv_format: str = "rows"
     """None of megatron-core's: it leaves [t, 1, heads, dim] as they are."""
     cp_group: Any = None

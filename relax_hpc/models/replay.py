@@ -21,16 +21,16 @@ TopK = Callable[..., tuple[Tensor, Tensor]]
 
 @dataclass(slots=True, eq=False)
 class Routes:
-    """The engine's, of the tokens of a micro-batch that this rank's routers see."""
+    """Routes by the engine, of the tokens of a micro-batch that this rank's routers see."""
 
     packed: Tensor
     """uint8 [t, layers, chosen, width], see `relax_hpc.routes`; all bits set of tokens without one."""
     replays: bool
-    """Else they are only compared."""
+    """Whether they are replayed; else they are compared alone."""
     known: Tensor = field(init=False)
     """bool [t]: whether a token has a route."""
     equal: dict[int, Tensor] = field(default_factory=dict)
-    """By layer, once it is computed: bool [t], whether its router would have chosen the same."""
+    """Whether a layer's router would have chosen the same, bool [t], by layer, once that is computed."""
 
     def __post_init__(self) -> None:
         self.known = self.packed[:, 0].ne(NONE).flatten(1).any(1)
@@ -45,16 +45,16 @@ class Routes:
 
 
 class RoutedLayer:
-    """What stands beside one layer's router and says which experts it takes; megatron-core asks it for them."""
+    """Neighbour of one layer's router, which asks it which experts to take."""
 
     def __init__(self, layer: int) -> None:
         """``layer``: its number in the whole model."""
         self.layer = layer
         self.routes: Routes | None = None
-        """Of the pass that is being computed."""
+        """Routes of the pass that is being computed."""
 
     def take(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Before the transformer layer is computed, with what it is called with."""
+        """Take the routes that the transformer layer is called with, before it is computed."""
         self.routes = kwargs["packed_seq_params"].routes
 
     def get_replay_topk(

@@ -119,7 +119,7 @@ class ModelSpec:
 
     @property
     def route_shape(self) -> RouteShape | None:
-        """Of the routes of its tokens; None: there is nothing to choose."""
+        """Shape of the routes of its tokens; None: there is nothing to choose."""
         return None
 
     # -- ranks -------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ Computed = Sequence[tuple[Window, Sequence[Batch]]]
 
 
 class RouteWatch:
-    """One rank's. Its calls are collective."""
+    """Judge of routes in one rank. Its calls are collective."""
 
     def __init__(self, context: Context, ranks: Ranks, model: PolicyModel) -> None:
         self.context, self.ranks, self.model = context, ranks, model
@@ -35,7 +35,7 @@ class RouteWatch:
         return self.ranks.control.lead(partial(self._judge, computed, found, tally))
 
     def _of(self, window: Window, batches: Sequence[Batch]) -> Agreement:
-        """Of a window; complete in the leader."""
+        """Agreement of a window's routes; complete in the leader."""
         found, split = Agreement([len(row["token_ids"]) for row in window.rows]), self.model.pack_split
         assigned = window.claim.assignment[self.ranks.layout.data_rank]
         for batch, rows in zip(batches, assigned, strict=True):
@@ -44,7 +44,7 @@ class RouteWatch:
         return found
 
     def _judge(self, computed: Computed, found: Sequence[Agreement], tally: Tally) -> bool:
-        """The leader's part."""
+        """Whether all are sound; the leader's part."""
         sound = True
         for (window, _), agreement in zip(computed, found, strict=True):
             tally.routes += agreement.table.sum(1).numpy()

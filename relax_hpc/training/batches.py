@@ -64,7 +64,7 @@ class Batch:
     inputs: dict[str, Tensor] = field(default_factory=dict)
     """By name, [1, t, *tail] of the declared type: token fields that the model's forward pass was said to need."""
     routes: Routes | None = None
-    """Those that its last forward pass was given, with what came of them."""
+    """Routes that its last forward pass was given, with what came of them."""
 
 
 def collate(

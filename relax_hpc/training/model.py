@@ -221,13 +221,12 @@ class PolicyModel:
         return (module or self.module)(**self.spec.inputs(batch) | {"packed_seq_params": packed})
 
     def _routes_of(self, batch: Batch) -> Routes | None:
-        """Those of the tokens that this rank's routers see."""
+        """Routes of the tokens that this rank's routers see."""
         packed = batch.inputs.get(ROUTES.name)
         return None if packed is None else Routes(packed[0][self.router_tokens(batch)], self._replays)
 
     def router_tokens(self, batch: Batch) -> slice:
-        """Of the tokens that this rank has of `batch`, those that its routers see: a share under sequence
-        parallelism."""
+        """Tokens that this rank's routers see, among those that it has of `batch`: a share if sequence parallel."""
         split = self.pack_split
         share = batch.tokens.shape[1] // split.sequence
         first = share * self.layout.tensor_rank if split.sequence > 1 else 0

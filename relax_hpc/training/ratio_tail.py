@@ -25,13 +25,12 @@ class RatioTail:
         self._parts: list[Tensor] = []
 
     def add(self, batch: TokenBatch) -> None:
-        """Those of a micro-batch. Where nothing is trained on stands a ratio of 1, which is in no tail."""
+        """Add the ratios of a micro-batch. Where nothing is trained on stands a ratio of 1, which is in no tail."""
         difference = (batch.old_logprobs - batch.rollout_logprobs).detach().abs().float()
         self._parts.append(torch.where(batch.mask > 0, difference, 0.0).flatten())
 
     def tails(self, tokens: float) -> dict[str, float]:
-        """QUANTILES of a step of so many ``tokens``, exactly, in all ranks, which call it together; none of a step
-        without tokens."""
+        """Exact QUANTILES of a step of so many ``tokens``, in all ranks, which call it together; or none, of none."""
         from megatron.core import parallel_state
 
         if not tokens:

@@ -30,7 +30,7 @@ class EngineConfig:
     cluster, and for measuring and breaking what is around engines."""
     simulated: SimulatedConfig = field(default_factory=SimulatedConfig)
     dtype: Literal["", "float32", "bfloat16"] = ""
-    """Type in which it computes; empty: `model.dtype`, as the trainer does."""
+    """Type in which the engine computes; empty: `model.dtype`, as the trainer does."""
     flags: dict[str, Any] = field(default_factory=dict)
     """SGLang server arguments by name (`max_total_tokens: 16384`), passed through as they are."""
     port: int = bounded(0, 0, 65535)

@@ -20,7 +20,7 @@ class TinyModelConfig:
     head_dim: int = bounded(32, 8)
     intermediate_size: int = bounded(192, 8)
     num_experts: int = bounded(0, 0)
-    """Of every layer, in place of its feed-forward part; 0: a dense model."""
+    """Experts of every layer, in place of its feed-forward part; 0: a dense model."""
     num_experts_per_tok: int = bounded(2, 1)
     moe_intermediate_size: int = bounded(64, 8)
     """Width of an expert."""
@@ -44,12 +44,12 @@ class ModelConfig:
     device: Literal["cpu", "cuda"] = "cpu"
     """Where models run. Every rank of a `cuda` group takes the device of its local rank."""
     routing_replay: RoutingReplay = "off"
-    """Of a mixture of experts, what becomes of the engine's choice of experts for each token (rollout routing replay,
+    """What becomes of the engine's choice of experts for each token, of a mixture of experts (rollout routing replay,
     arXiv 2510.11370). `on`: it comes with the tokens, and actor_fwd and the actor compute with the same experts, whose
     log-probabilities are nearer to the engine's then; `record`: it comes, and is compared alone; `off`."""
     min_equal_routes: float = bounded(0.5, 0.0, 1.0)
-    """Of a stretch of some 16 tokens, the share of routes that must be those which the trainer itself would take. A
-    sample with less is dropped as `other_routes` and made again: its routes are shifted, or of other tokens."""
+    """Share of the routes of some 16 tokens that must be those which the trainer itself would take. A sample with less
+    is dropped as `other_routes` and made again: its routes are shifted, or of other tokens."""
     ignore_keys: list[str] = field(default_factory=list)
     """Keys of config.json to leave out of account, such as `rope_scaling.factor`. One that is not known is refused,
     as the engine may compute something by it that the trainer does not; whoever knows better lists it here."""

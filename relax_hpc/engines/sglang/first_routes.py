@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 _MANAGERS = "sglang.srt.managers."
 _pools: list[Any] = []
-"""Of this process, which schedules: where the places of each request's tokens are written down."""
+"""Where the places of each request's tokens are written down, in a process that schedules."""
 
 
 def install(as_drawn: bool) -> None:
-    """For processes that have not imported SGLang yet. ``as_drawn``: a piece of a response that goes on has the routes
-    that came since the last one, up to its last token but one; the last piece has all in any case."""
+    """Change SGLang in a process that has not imported it yet. ``as_drawn``: a piece of a response that goes on has
+    the routes that came since the last one, up to its last token but one; the last piece has all in any case."""
     changes = {
         f"{_MANAGERS}schedule_batch": _keep_what_is_retracted,
         f"{_MANAGERS}scheduler_components.batch_result_processor": _put_the_first_before_the_rest,
@@ -31,7 +31,7 @@ def install(as_drawn: bool) -> None:
 
 
 def _first(request: Any, pool: Any) -> torch.Tensor:
-    """[tokens read, layers, chosen] int32, of which those that are known stay."""
+    """First routes of all tokens that were read so far: int32 [tokens, layers, chosen]."""
     import torch
     from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 

@@ -38,16 +38,16 @@ class Events:
 
 
 class Routes:
-    """Of the tokens of a response and those before it, as far as they have come."""
+    """Routes of a response's tokens and of those before it, as far as they have come."""
 
     def __init__(self, shape: RouteShape) -> None:
         self.shape = shape
         self.so_far = shape.none(0)
-        """From the first token on."""
+        """Routes from the first token on: uint8 [tokens, layers, chosen, width]."""
 
     def add(self, meta: dict[str, Any], tokens: int) -> None:
-        """Those that came with a piece, int32 [some, layers, chosen] in base 64, up to the last but one of ``tokens``.
-        BadAnswer: they are none, or with the last piece not all."""
+        """Take those that came with a piece, int32 [some, layers, chosen] in base 64, up to the last but one of
+        ``tokens``. BadAnswer: they are none, or with the last piece not all."""
         if not (text := meta.get(NAME)):
             return
         layers, chosen, _ = self.shape.of_token
@@ -75,7 +75,7 @@ class Response:
     """
 
     def __init__(self, request: GenerateRequest, begun_by: Version, routes: RouteShape | None = None) -> None:
-        """``routes``: what comes of each token; None: nothing does."""
+        """``routes``: shape of those that come; None: none do."""
         self.request, self.begun_by = request, begun_by
         self._draft = request.draft or Draft()
         self._known = self._draft.so_far()
@@ -128,7 +128,7 @@ class Response:
             self.answer.exception()
 
     def _tell(self) -> None:
-        """Have what is certain in the draft: of tokens whose routes are asked for, those that have one."""
+        """Put into the draft what is certain: of tokens whose routes are asked for, those that have one."""
         start, stop, extras = self._told, len(self._token_ids), {}
         if self._routes:
             found, asked = self._routes.so_far, self._asked
@@ -155,8 +155,8 @@ class Response:
         return known.token_ids + self._token_ids, known.logprobs + self._logprobs, both
 
     def _with_routes(self) -> tuple[dict[str, np.ndarray], Mapping[str, np.ndarray]]:
-        """Of the response's tokens, and of those before it. Those that the draft has stay: what the engine says of
-        their tokens now is of a later pass, which read them once more."""
+        """Routes of the response's tokens, and of those before it. Those that the draft has stay: what the engine
+        says of their tokens now is of a later pass, which read them once more."""
         if not self._routes or not len(found := self._routes.so_far):
             return {}, {}
         kept = self._known.extras.get(NAME, found[:0])
