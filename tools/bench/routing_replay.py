@@ -47,6 +47,9 @@ LEARNS = {
     "model.tiny.num_experts": 8,
     "model.tiny.num_experts_per_tok": 2,
     "model.tiny.moe_intermediate_size": 96,
+    # SGLang gives a mixture of experts an output layer of its own.
+    "model.tiny.tie_word_embeddings": "false",
+    "algorithm.balance_coefficient": 0.01,
     "rollout.engine.dtype": "bfloat16",
 }
 RUN_S = 1800.0
