@@ -83,7 +83,7 @@ def test_a_claim_from_before_a_rollback_is_given_back_and_training_goes_on(monke
         report=print,
     )
     parallel = SimpleNamespace(pack_tokens=9, parallel=SimpleNamespace(data=1))
-    about = {"forward": parallel, "placeholders": {}}
+    about = {"forward": parallel, "placeholders": {}, "routes": None}
     scorer = SimpleNamespace(**about, load=lambda data: None, score=lambda rows: [np.zeros(1, np.float32)])
     forward._lead(context, ranks, scorer, every=1)
     assert client.given_back == [7]
