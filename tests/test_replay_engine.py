@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from relax_hpc.data.tiny_model import EOS_ID  # noqa: E402
 from relax_hpc.engines import make_engine  # noqa: E402
 from relax_hpc.engines.engine import Draft, Engine, GenerateRequest, Generation, Sampling  # noqa: E402
+from relax_hpc.models.hf_files import read_config  # noqa: E402
 from relax_hpc.routes import NAME  # noqa: E402
 from relax_hpc.versions import Version  # noqa: E402
 from tests.engine_helpers import make_config, make_slab  # noqa: E402
@@ -27,7 +29,7 @@ from tests.routes_helpers import SHAPE, experts_model, own_routes  # noqa: E402
 pytestmark = pytest.mark.run
 
 PROMPT = (1, 5, 9, 4, 7)
-LONG = 240
+LONG = 800
 """Tokens of a response that an update comes into."""
 OLD, NEW = Version(1, 0), Version(1, 1)
 
@@ -45,6 +47,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         weights["lm_head.weight"] *= 6
         weights["lm_head.weight"][EOS_ID] = 0
         save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+        config = read_config(directory) | {"max_position_embeddings": 2 * LONG}
+        (directory / "config.json").write_text(json.dumps(config))
         found.append(directory)
     return found
 
@@ -124,11 +128,13 @@ def test_routes_of_what_was_read_before_an_update_are_those_of_then(served, mode
     """The server gives up keys and values, reads all once more by the new weights, and says which tokens are whose."""
     runner, engine = served
 
+    slab = make_slab(models[1], NEW, models[1].parent)
+
     async def updated() -> Generation:
         draft = Draft()
         drawing = asyncio.create_task(engine.generate(ask(LONG, draft)))
         await until(drawing, draft, 8)
-        await engine.update_weights(make_slab(models[1], NEW, models[1].parent), NEW)
+        await engine.update_weights(slab, NEW)
         return await drawing
 
     made = runner.run(updated())

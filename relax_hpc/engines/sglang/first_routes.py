@@ -22,12 +22,16 @@ _pools: list[Any] = []
 
 def install(as_drawn: bool) -> None:
     """Change SGLang in a process that has not imported it yet. ``as_drawn``: a piece of a response that goes on has
-    the routes that came since the last one, up to its last token but one; the last piece has all in any case."""
+    the routes that came since the last one, up to its last token but one, perhaps several texts with commas in
+    between; the last piece has all in any case."""
     changes = {
         f"{_MANAGERS}schedule_batch": _keep_what_is_retracted,
         f"{_MANAGERS}scheduler_components.batch_result_processor": _put_the_first_before_the_rest,
     }
-    change(changes | ({f"{_MANAGERS}scheduler_components.output_streamer": _tell_as_drawn} if as_drawn else {}))
+    if as_drawn:
+        changes[f"{_MANAGERS}scheduler_components.output_streamer"] = _tell_as_drawn
+        changes[f"{_MANAGERS}tokenizer_manager"] = _lose_nothing_on_the_way
+    change(changes)
 
 
 def _first(request: Any, pool: Any) -> torch.Tensor:
@@ -87,3 +91,20 @@ def _tell_as_drawn(module: ModuleType) -> None:
             req.told_routes = len(whole)
 
     stream.accept = accept
+
+
+def _lose_nothing_on_the_way(module: ModuleType) -> None:
+    manager = module.TokenizerManager
+    join = manager._coalesce_streaming_chunks
+
+    def coalesce_streaming_chunks(
+        self: Any, out_list: list[dict[str, Any]], *about: Any, **named: Any
+    ) -> dict[str, Any]:
+        out = join(self, out_list, *about, **named)
+        # Of pieces that go out as one it takes what is said of the last.
+        if "meta_info" in out and not out["meta_info"].get("finish_reason"):
+            texts = (piece["meta_info"].get("routed_experts") for piece in out_list)
+            out["meta_info"]["routed_experts"] = ",".join(filter(None, texts))
+        return out
+
+    manager._coalesce_streaming_chunks = coalesce_streaming_chunks

@@ -52,7 +52,7 @@ class Routes:
             return
         layers, chosen, _ = self.shape.of_token
         try:
-            numbers = np.frombuffer(base64.b64decode(text), "<i4")
+            numbers = np.frombuffer(b"".join(map(base64.b64decode, text.split(","))), "<i4")
             news = self.shape.packed(numbers.reshape(-1, layers, chosen))
         except ValueError as error:
             expected = f"{layers} layers, {chosen} of {self.shape.experts} experts each"
@@ -62,7 +62,7 @@ class Routes:
             raise BadAnswer(
                 "bad_routes", f"/generate: {NAME}: found those of {len(news)} tokens, expected {tokens - 1}"
             )
-        # Of pieces that the server put together it gives the last one's alone; all come at the end.
+        # If some are missing, the rest waits for the end, with which all come.
         if 0 <= start <= len(self.so_far):
             self.so_far = np.concatenate([self.so_far[:start], news])
 
