@@ -91,10 +91,11 @@ def mismatch(args: argparse.Namespace, root: Path) -> Iterator[Figure]:
             differences, share = compared(model, rows, routed)
             found[routed].append(differences)
         equal.append(share)
-    off, on = ([one.mean() for one in found[routed]] for routed in (False, True))
-    less = [1 - after / before for before, after in zip(off, on, strict=True)]
+    off, on = ([float(one.mean()) for one in found[routed]] for routed in (False, True))
+    less = [1.0 - after / before for before, after in zip(off, on, strict=True)]
     tails = {routed: [float(np.exp(np.quantile(one, 0.999))) for one in found[routed]] for routed in found}
-    yield Figure("tokens", sum(len(one) for one in found[True]), "", "at least 50,000")
+    tokens = sum(len(one) for one in found[True])
+    yield Figure("tokens", tokens, "", ">= 50,000", tokens >= 50_000)
     yield Figure("routes that are equal, replayed", median(equal), "", rounds=equal)
     yield Figure("mean mismatch, off", mean(off), "nats", rounds=off)
     yield Figure("mean mismatch, on", mean(on), "nats", rounds=on)
