@@ -7,7 +7,7 @@ Probabilities are the router's own, by its present weights, of the experts that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,10 +77,10 @@ class RoutedLayer:
         return scores.gather(1, taken), taken
 
 
-def install(model: torch.nn.Module) -> None:
-    """Have all layers of a stage with experts take the routes that they are called with."""
-    for layer in model.decoder.layers:
-        routed = RoutedLayer(layer.layer_number - 1)
+def install(stage: torch.nn.Module, layers: Sequence[int]) -> None:
+    """Have all layers of a stage, by their numbers in the whole model, take the routes that they are called with."""
+    for number, layer in zip(layers, stage.decoder.layers, strict=True):
+        routed = RoutedLayer(number)
         layer.mlp.router.router_replay = routed
         layer.register_forward_pre_hook(routed.take, with_kwargs=True)
         layer.mlp.replay = routed

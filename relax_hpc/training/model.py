@@ -97,7 +97,7 @@ class PolicyModel:
         self.row_fields = (*self.spec.row_fields, *((ROUTES.name,) if self.routed else ()))
         """Token fields of rows that a forward pass takes, if they have them."""
         if self.routed:
-            replay.install(self.module)
+            replay.install(self.module, layers)
         self._parameters = dict(self.module.named_parameters())
         self._transfers = Transfers(self.device)
         self._tensor_group = parallel_state.get_tensor_model_parallel_group()
