@@ -43,6 +43,7 @@ CHECKS: dict[str, tuple[Callable[[], bool], str]] = {
         lambda: any(map(_has_module, ("nixl_cu12", "nixl_cu13", "nixl"))),
         "package nixl-cu12 (env/setup.sh rdma)",
     ),
+    "math_verify": (lambda: _has_module("math_verify"), "package math-verify (env/setup.sh)"),
     "matplotlib": (lambda: _has_module("matplotlib"), "package matplotlib (env/setup.sh)"),
 }
 

@@ -338,17 +338,9 @@ def _engine(config: Config) -> Findings:
 
 
 def _rewards(config: Config) -> Findings:
-    from relax_hpc.rewards import find_reward
-    from relax_hpc.rollout.filters import get_filter
+    from relax_hpc.checks.rewards import check_rewards
 
-    # A task's own is there with the task.
-    rewards = {"rollout.reward": config.rollout.reward, "eval.reward": config.eval.reward}
-    named = [(key, name, find_reward) for key, name in rewards.items() if name]
-    for key, name, find in [*named, ("rollout.filter", config.rollout.filter, get_filter)]:
-        try:
-            find(name)
-        except ConfigError as error:
-            yield f"{key}: {str(error).partition(': ')[2]}"
+    return check_rewards(config)
 
 
 def _planes(config: Config) -> Findings:

@@ -13,8 +13,12 @@ from typing import Any
 
 from relax_hpc.errors import ConfigError
 from relax_hpc.named import named
+from relax_hpc.reward_settings import RewardSettings
 from relax_hpc.rewards.answers import answer_exact, answer_partial
-from relax_hpc.rewards.maths import math_answer
+from relax_hpc.rewards.choice import multiple_choice
+from relax_hpc.rewards.dapo import dapo
+from relax_hpc.rewards.maths import math_answer, math_answer_strict
+from relax_hpc.rewards.words import exact, f1
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,22 +68,37 @@ Scores = list[Score] | RewardError
 """Scores of a prompt group, or why there are none."""
 Reward = Callable[..., Any]
 
-REWARDS: dict[str, Reward] = {
+REWARDS: dict[str, Reward | str] = {
     "answer_partial": answer_partial,
     "answer_exact": answer_exact,
+    "exact": exact,
+    "f1": f1,
+    "multiple_choice": multiple_choice,
     "math_answer": math_answer,
+    "math_answer_strict": math_answer_strict,
+    "dapo": dapo,
+    "math": "relax_hpc.rewards.symbolic:math",
+    "math_boxed": "relax_hpc.rewards.symbolic:math_boxed",
+    "format": "relax_hpc.rewards.form:Format",
+    "code": "relax_hpc.rewards.code:Code",
+    "remote": "relax_hpc.rewards.remote:Remote",
 }
+"""Those that are built in. Of a class an instance, made with the settings, is the reward. Those that only say where
+they lie are computed in reward workers: they may take long, or want what only the main thread has."""
 
 
-def get_reward(name: str) -> Reward:
+def get_reward(name: str, settings: RewardSettings | None = None) -> Reward:
     """The reward called `name`: built in, or imported from `package.module:function`.
 
     Of `package.module:Class` an instance is the reward, of `package.module:Class.method` that method of one.
     ConfigError: there is none.
     """
     found, method = find_reward(name)
+    given = () if ":" in name else (settings or RewardSettings(),)
     try:
-        made = found() if isinstance(found, type) else found
+        made = found(*given) if isinstance(found, type) else found
+    except ConfigError:
+        raise
     except Exception as error:  # a user's class may raise anything
         raise ConfigError(f"reward: {name!r}: cannot be made: {type(error).__name__}: {error}") from error
     reward = getattr(made, method) if method else made

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _DIGITS = 64
 """Digits of a number at most: exact arithmetic over thousands of digits takes time, and a policy may write them."""
-_LAST = 10_000
+LAST = 10_000
 """Characters of a response at its end that are looked at."""
 _NUMBER = re.compile(
     r"(?P<sign>[-+\u2212\u2013]?) ?[$€£]? ?"
@@ -47,15 +47,26 @@ def math_answer(sample: RewardInput) -> float:
     return float(right is not None and answer_of(sample.response_text) == right)
 
 
+def math_answer_strict(sample: RewardInput) -> float:
+    r"""As `math_answer`, of a response that marks its answer by `\boxed{...}` or `####`; 0 without such a mark.
+
+    >>> from relax_hpc.rewards import RewardInput
+    >>> [math_answer_strict(RewardInput("?", "7", text, "stop")) for text in ("#### 7", "It is 7")]
+    [1.0, 0.0]
+    """
+    text = sample.response_text[-LAST:]
+    return math_answer(sample) if _BOX in text or "####" in text else 0.0
+
+
 def answer_of(text: str) -> Fraction | None:
     """The number that a response ends at; None: it gives none.
 
     >>> answer_of("3 apples and 4 pears make 7 pieces of fruit."), answer_of("I cannot say.")
     (Fraction(7, 1), None)
     """
-    text = text[-_LAST:]
+    text = text[-LAST:]
     if _BOX in text:
-        return number_in(_boxed(text))
+        return number_in(boxed(text))
     marks = list(_MARKS.finditer(text))
     if marks:
         return number_in(text[marks[-1].end() :])
@@ -102,8 +113,12 @@ def _is_operand(before: str) -> bool:
     return before[-1:].isalnum() or before.rstrip()[-1:].isdigit() or before.rstrip()[-1:] == ")"
 
 
-def _boxed(text: str) -> str:
-    r"""Content of the last `\boxed`: between braces that match, or behind it."""
+def boxed(text: str) -> str:
+    r"""Content of the last `\boxed`: between braces that match, or behind it.
+
+    >>> boxed(r"\boxed{1}, no: \boxed{\frac{1}{2}}.")
+    '\\frac{1}{2}'
+    """
     inside = text.rpartition(_BOX)[2].lstrip()
     if not inside.startswith("{"):
         return inside[:_DIGITS]

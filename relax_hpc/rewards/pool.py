@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from relax_hpc.errors import RelaxError
+from relax_hpc.reward_settings import RewardSettings
 from relax_hpc.rewards import RewardError, RewardInput, Scores
 from relax_hpc.rewards.worker_process import Worker, WorkerEnded
 
@@ -26,8 +27,9 @@ class Pool:
     For one event loop.
     """
 
-    def __init__(self, reward: str, count: int, limit_s: float) -> None:
+    def __init__(self, reward: str, count: int, limit_s: float, settings: RewardSettings | None = None) -> None:
         self.reward, self.count, self.limit_s = reward, count, limit_s
+        self.settings = settings or RewardSettings()
         self.workers: list[Worker] = []
         self._starting = self._failed = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
@@ -136,7 +138,7 @@ class Pool:
     async def _started(self) -> Worker:
         while True:
             try:
-                worker = await Worker.start(self.reward, self.limit_s)
+                worker = await Worker.start(self.reward, self.limit_s, self.settings)
             except WorkerEnded as ended:
                 self._failed += 1
                 if self._failed >= MOST_STARTS:

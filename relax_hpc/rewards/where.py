@@ -1,4 +1,4 @@
-"""Processes in which a reward is computed: this one for those built in, workers for one's own, or a thread."""
+"""In which process a reward is computed: one that is quick at once, others and one's own in workers, or in a thread."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
+from relax_hpc.reward_settings import RewardSettings
 from relax_hpc.rewards import REWARDS, Reward, RewardError, RewardInput, Scores, get_reward
 from relax_hpc.rewards.ask import scores
+from relax_hpc.rewards.composed import BY_ROW, WEIGHTED, ByRow, Weighted
 from relax_hpc.rewards.pool import Pool
 
 
@@ -62,13 +64,28 @@ class InThread:
     async def close(self) -> None: ...
 
 
-def make_rewards(name: str, workers: int, limit_s: float) -> Rewards:
-    """Rewards of ``name``, as `get_reward`; one's own in up to ``workers`` processes, or, with 0, in this one.
+ALONE = ("remote",)
+"""Rewards of which one worker has as many under way as it may: with more the limit would not be one."""
+
+
+def make_rewards(name: str, workers: int, limit_s: float, settings: RewardSettings | None = None) -> Rewards:
+    """Those that ``name`` gives, as `get_reward`, each part of a composed one by itself; one's own in up to ``workers``
+    processes, or, with 0, in this one.
 
     ConfigError: there is none that is built in, or that could be imported here.
     """
-    if name in REWARDS:
-        return AtOnce(REWARDS[name])
-    if ":" in name and workers:
-        return Pool(name, workers, limit_s)
+    settings = settings or RewardSettings()
+
+    def made(part: str) -> Rewards:
+        return make_rewards(part, workers, limit_s, settings)
+
+    if name == WEIGHTED:
+        return Weighted({part: (weight, made(part)) for part, weight in settings.weighted.items()})
+    if name == BY_ROW:
+        by_row = settings.by_row
+        return ByRow(by_row.column, {value: made(part) for value, part in by_row.rewards.items()})
+    if callable(known := REWARDS.get(name)):
+        return AtOnce(known)
+    if known or (":" in name and workers):
+        return Pool(name, 1 if name in ALONE else max(1, workers), limit_s, settings)
     return InThread(get_reward(name), limit_s)

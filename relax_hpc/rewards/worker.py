@@ -17,9 +17,12 @@ from typing import Any, BinaryIO, NoReturn
 
 from relax_hpc.errors import ConfigError
 from relax_hpc.rendezvous.process import die_with_parent
+from relax_hpc.reward_settings import RewardSettings, rebuilt
 from relax_hpc.rewards import Reward, RewardError, RewardInput, Scores, frames, get_reward
 from relax_hpc.rewards.ask import is_async, scores, scores_soon
 
+AT_ONCE = 64
+"""Prompt groups that a worker has at a time, of a reward that is `async def`, unless its `at_once` says another."""
 _OOM_SCORE = 500
 """OOM score by which this process ends where memory runs out, and not the role, or an engine."""
 
@@ -41,12 +44,12 @@ def main() -> None:
 def _serve(asked: BinaryIO, answers: BinaryIO) -> None:
     first = frames.read(asked)
     try:
-        reward = get_reward(first["reward"])
+        reward = get_reward(first["reward"], rebuilt(RewardSettings, first["settings"]))
     except ConfigError as error:
         _write(answers, {"error": str(error)})
         return
     many = is_async(reward)
-    _write(answers, {"ready": True, "many": many})
+    _write(answers, {"at_once": getattr(reward, "at_once", AT_ONCE) if many else 0})
     if many:
         asyncio.run(_serve_many(reward, first["limit_s"], asked, answers))
     while not many:

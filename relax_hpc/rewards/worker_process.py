@@ -14,12 +14,11 @@ from typing import Any
 
 from relax_hpc.errors import ConfigError
 from relax_hpc.rendezvous.process import PARENT, clean_environment
+from relax_hpc.reward_settings import RewardSettings
 from relax_hpc.rewards import RewardError, RewardInput, Score, Scores, frames
 
 START_S = 300.0
-"""Seconds for a worker to import a reward and all that this imports, from a shared filesystem too."""
-AT_ONCE = 64
-"""Prompt groups that a worker has at a time, for a reward that is `async def`."""
+"""For a worker to import a reward and all that this imports, from a shared filesystem too."""
 
 
 class WorkerEnded(Exception):
@@ -46,7 +45,7 @@ class Worker:
         self._reading = asyncio.create_task(self._read())
 
     @classmethod
-    async def start(cls, reward: str, limit_s: float) -> Worker:
+    async def start(cls, reward: str, limit_s: float, settings: RewardSettings) -> Worker:
         """Start one for ``reward``. ConfigError: it says that there is none. WorkerEnded: it did not come to that."""
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "relax_hpc.rewards.worker"),
@@ -59,7 +58,8 @@ class Worker:
         assert process.stdin and process.stdout
         try:
             async with asyncio.timeout(START_S):
-                process.stdin.write(frames.pack({"reward": reward, "limit_s": limit_s}))
+                about = {"reward": reward, "limit_s": limit_s, "settings": dataclasses.asdict(settings)}
+                process.stdin.write(frames.pack(about))
                 first = await _message(process.stdout)
         except (TimeoutError, OSError, EOFError, ValueError) as error:
             raise WorkerEnded(await _end(process), True) from error
@@ -69,7 +69,7 @@ class Worker:
         if "error" in first:
             await _end(process)
             raise ConfigError(first["error"])
-        return cls(process, AT_ONCE if first["many"] else 1)
+        return cls(process, first["at_once"] or 1)
 
     async def ask(self, number: int, samples: Sequence[RewardInput]) -> Scores:
         """The scores of ``samples``. WorkerEnded: see there. TypeError, ValueError: JSON has no such samples."""

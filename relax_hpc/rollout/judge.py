@@ -46,7 +46,7 @@ class Judge:
         self.config, self.tokenizer, self._report, self._keeps = config, tokenizer, report, keeps
         self._routes = routes
         shape, reward = config.rollout, train_reward(config)
-        about = shape.reward_workers, shape.reward_timeout_s
+        about = shape.reward_workers, shape.reward_timeout_s, config.reward
         self.rewards: Rewards = make_rewards(reward, *about)
         evaluations = eval_reward(config)
         self.eval_rewards = self.rewards if evaluations == reward else make_rewards(evaluations, *about)

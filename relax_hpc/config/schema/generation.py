@@ -71,14 +71,16 @@ class RolloutConfig:
     temperature: float = bounded(1.0, 0.0)
     top_p: float = bounded(1.0, 0.0, 1.0)
     reward: str = ""
-    """Name in `relax_hpc.rewards`, or `package.module:function`, of one sample or of a prompt group. Empty: the task's
-    own, of built-in tasks and of files `answer_partial`."""
+    """Name in `relax_hpc.rewards`, or `package.module:function`, of one sample or of a prompt group; `weighted` and
+    `by_row` are made of others, see the section `reward`. Empty: the task's own, of built-in tasks and of files
+    `answer_partial`."""
     reward_timeout_s: float = bounded(60.0, 0.1)
     """Deadline of the rewards of a prompt group; past it, the group fails as `reward_timeout`, and the process that was
     at them is replaced."""
     reward_workers: int = bounded(2, 0)
     """Processes, at most, in which each process of the role has rewards of one's own computed, evaluation's in as many
-    others. Rewards that are built in need none. 0: in the role itself, in threads, which nothing can end."""
+    others. Quick rewards that are built in need none, of the others there is one at least. 0: one's own in the role
+    itself, in threads, which nothing can end."""
     max_failed_share: float = bounded(0.5, 0.0, 1.0)
     """Stop (exit 93) when a larger share of the last 64 prompt groups failed, or all of them. Each that fails is
     counted by its reason, and replaced by another prompt under its ticket, however often that takes."""

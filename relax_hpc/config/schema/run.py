@@ -18,6 +18,7 @@ from relax_hpc.config.schema.running import (
     WeightsConfig,
 )
 from relax_hpc.config.schema.training import ActorConfig, ForwardConfig
+from relax_hpc.reward_settings import RewardSettings
 from relax_hpc.settings import bounded
 
 
@@ -63,6 +64,7 @@ class Config:
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     algorithm: Algorithm = field(default_factory=Grpo)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardSettings = field(default_factory=RewardSettings)
     actor: ActorConfig = field(default_factory=ActorConfig)
     actor_fwd: ForwardConfig = field(default_factory=ForwardConfig)
     reference: ForwardConfig = field(default_factory=ForwardConfig)

@@ -1,0 +1,58 @@
+"""What is wrong with the rewards that a configuration names, one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from relax_hpc.config.schema import Config
+from relax_hpc.errors import ConfigError
+from relax_hpc.rewards import find_reward, get_reward
+from relax_hpc.rewards.composed import parts_of
+from relax_hpc.rollout.filters import get_filter
+
+SETTLED_HERE = ("format", "remote")
+"""Rewards whose settings are looked at by making one."""
+
+
+def check_rewards(config: Config) -> Iterator[str]:
+    """Of rollout.reward and eval.reward, of what they are made of, and of rollout.filter."""
+    leaves = set[str]()
+    # A task's own is there with the task.
+    for key, name in (("rollout.reward", config.rollout.reward), ("eval.reward", config.eval.reward)):
+        for inner, leaf in parts_of(name, config.reward) if name else ():
+            if not leaf:
+                yield f"{inner}: found nothing, or itself within it, allowed: names of other rewards"
+            elif leaf not in leaves:
+                leaves.add(leaf)
+                yield from _of(inner or key, leaf, config)
+    if config.rollout.filter:
+        try:
+            get_filter(config.rollout.filter)
+        except ConfigError as error:
+            yield f"rollout.filter: {str(error).partition(': ')[2]}"
+
+
+def _of(key: str, name: str, config: Config) -> Iterator[str]:
+    try:
+        find_reward(name)
+    except ConfigError as error:
+        yield f"{key}: {str(error).partition(': ')[2]}"
+        return
+    if name == "code":
+        yield from _time(config)
+    # Nodes may be otherwise than the machine that submits: there, the role says so when it starts.
+    here = config.layout == "local" and not config.site.name
+    if name in SETTLED_HERE or (name == "code" and here):
+        try:
+            get_reward(name, config.reward)
+        except ConfigError as error:
+            yield str(error)
+
+
+def _time(config: Config) -> Iterator[str]:
+    limit, count = config.rollout.reward_timeout_s, config.samples_per_prompt
+    if (found := config.reward.code.timeout_s) * count > limit:
+        yield (
+            f"reward.code.timeout_s: found {found:g}, allowed: at most {limit / count:.3g}, rollout.reward_timeout_s, "
+            f"{limit:g}, divided by samples_per_prompt, {count}; else programs that never end would fail their group"
+        )

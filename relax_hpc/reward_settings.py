@@ -1,0 +1,104 @@
+"""Settings of the rewards that are built in: the section `reward` of a configuration.
+
+A module of its own, as reward workers have these and nothing else of the configuration.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, get_type_hints
+
+from relax_hpc.settings import bounded
+
+T = TypeVar("T")
+
+
+@dataclass(kw_only=True, slots=True)
+class ByRowSettings:
+    """Reward `by_row`: a prompt's own line says which reward it has."""
+
+    column: str = "reward"
+    """Of the prompt's line, whose value is a key of `rewards`."""
+    rewards: dict[str, str] = field(default_factory=dict)
+    """Value in the column -> name of the reward. A prompt with any other value fails as `reward_exception`."""
+
+
+@dataclass(kw_only=True, slots=True)
+class FormatSettings:
+    """Reward `format`."""
+
+    pattern: str = r"<think>.+?</think>\s*<answer>.+?</answer>"
+    """Regular expression of Python's that the whole response has to match; `.` is any character, new lines too. A tag
+    of it, such as `<think>`, may stand in a response as often as in the expression."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CodeSettings:
+    """Reward `code`: what a program that the policy has written may do."""
+
+    timeout_s: float = bounded(5.0, 0.1)
+    """Seconds by the clock for all tests of a response together."""
+    memory_mb: int = bounded(1024, 64)
+    """Address space of each of its processes."""
+    disk_mb: int = bounded(64, 1)
+    """Of all files that it writes, which are in memory, and of what it prints to each test."""
+    processes: int = bounded(16, 1)
+    """Processes and threads that it may have at a time."""
+    share: bool = False
+    """Give the share of the tests that pass. False: 1 if all do, else 0, and the others are not run."""
+    python: str = ""
+    """Interpreter that runs it; empty: the role's own, with its packages."""
+    image: str = ""
+    """Apptainer image to run it in, without a network and the user's folders; empty: in namespaces of our own."""
+    apptainer: str = "apptainer"
+    """What starts a container: a name on PATH, such as `singularity`, or a path."""
+    weak: bool = False
+    """Run it where the system gives neither user nor network namespaces: it then reads the user's files and reaches the
+    network, and what it starts may outlive it. False: such a node is refused."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RemoteSettings:
+    """Reward `remote`: a service that is asked over HTTP."""
+
+    url: str = ""
+    """To which prompt groups are posted: {"samples": [{"prompt", "answer", "response_text", "finish_reason",
+    "metadata", "rows"}, ...]}. The answer is {"scores": [...]}, one number or mapping a sample, as of a reward."""
+    timeout_s: float = bounded(20.0, 0.1)
+    """Of one request."""
+    retries: int = bounded(3, 0)
+    """Times that a request is sent again which got no answer, or 408, 425, 429 or 5xx, after 0.5 s, then 1 s, 2 s ...;
+    `rollout.reward_timeout_s` bounds all of them."""
+    in_flight: int = bounded(64, 1)
+    """Requests of a process of the role at a time; the others wait, and their deadline has not begun."""
+    token_file: str = ""
+    """File whose text goes with every request as `Authorization: Bearer ...`; empty: none does."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RewardSettings:
+    """Rewards that are built in, beside their names in rollout.reward and eval.reward."""
+
+    weighted: dict[str, float] = field(default_factory=dict)
+    """Reward `weighted`: name of a reward -> its weight in the sum. What each gives is a component."""
+    by_row: ByRowSettings = field(default_factory=ByRowSettings)
+    format: FormatSettings = field(default_factory=FormatSettings)
+    code: CodeSettings = field(default_factory=CodeSettings)
+    remote: RemoteSettings = field(default_factory=RemoteSettings)
+
+
+def rebuilt(kind: type[T], tree: Mapping[str, Any]) -> T:
+    """What `dataclasses.asdict` has made ``tree`` of.
+
+    >>> rebuilt(RewardSettings, dataclasses.asdict(RewardSettings())) == RewardSettings()
+    True
+    """
+    hints = get_type_hints(kind)
+    return kind(
+        **{
+            name: rebuilt(hints[name], value) if dataclasses.is_dataclass(hints[name]) else value
+            for name, value in tree.items()
+        }
+    )

@@ -1,0 +1,62 @@
+r"""DAPO's rule for mathematics (Q. Yu et al., arXiv 2503.14476, section 4.1): 1 for a right answer, -1 for any other.
+
+Prompts ask for a last line `Answer: ...`. Answers are compared as texts in a normal form, after that of Minerva
+(A. Lewkowycz et al., arXiv 2206.14858, appendix D): what stands behind the last `=`, without units, words and
+typesetting, and fractions and roots with braces.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from relax_hpc.rewards.maths import boxed
+
+if TYPE_CHECKING:
+    from relax_hpc.rewards import RewardInput
+
+_LAST = 300
+"""Characters of a response at its end that are looked at."""
+_ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+_INSIDE = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox|overline)\s*\{([^{}]*)\}")
+_UNITS = re.compile(
+    r"(?:square|cubic)?(?:units?|cm|km|meters?|feet|foot|inch(?:es)?|mph|degrees?|percent|points?|dollars?|cents?"
+    r"|seconds?|minutes?|hours?|days?|weeks?|months?|years?|edges?|sides?|students|pounds?|bees|meals|cards|integers)$",
+    re.IGNORECASE,
+)
+_NOISE = re.compile(r"\\(?:left|right|[,;:! %$])|[\s$%]|\\?\^\{?\\circ\}?|\\(?:dots|ldots|cdots)|\.$")
+_FRACTION = re.compile(r"\\[dt]?frac(?:([^{\\])|(\{[^{}]*\}))(?:([^{\\])|(\{[^{}]*\}))")
+_ROOT = re.compile(r"\\sqrt([^{\[\\])")
+_ARTICLE = re.compile(r"\b(?:an?|the)\s+", re.IGNORECASE)
+
+
+def dapo(sample: RewardInput) -> dict[str, float]:
+    """1 or -1, and `acc`, 1 or 0, whatever ended the response.
+
+    >>> from relax_hpc.rewards import RewardInput
+    >>> dapo(RewardInput("?", "34", "2 * 17 = 34.\\nAnswer: $34$", "stop"))
+    {'total': 1.0, 'acc': 1.0}
+    """
+    found = _ANSWER.findall(sample.response_text[-_LAST:])
+    right = bool(found) and normal_form(found[-1]) == normal_form(sample.answer)
+    return {"total": 1.0 if right else -1.0, "acc": float(right)}
+
+
+def normal_form(answer: str) -> str:
+    r"""``answer`` so that the same answer is the same text.
+
+    >>> normal_form(r"$x = \dfrac12$ cm"), normal_form("1,234 dollars")
+    ('\\frac{1}{2}', '1234')
+    """
+    text = boxed(answer) if "\\boxed" in answer else answer
+    text = _ARTICLE.sub("", text.rpartition("=")[2])
+    text = _NOISE.sub("", _INSIDE.sub(r"\1", text).strip())
+    text = _UNITS.sub("", text) if any(map(str.isdigit, text)) else text
+    text = _ROOT.sub(r"\\sqrt{\1}", _FRACTION.sub(_with_braces, text))
+    whole = text.replace(",", "")
+    return whole if whole.lstrip("-").replace(".", "", 1).isdigit() else text
+
+
+def _with_braces(match: re.Match[str]) -> str:
+    top, top_inside, bottom, bottom_inside = match.groups()
+    return f"\\frac{top_inside or f'{{{top}}}'}{bottom_inside or f'{{{bottom}}}'}"

@@ -1,0 +1,178 @@
+"""The reward that is asked over HTTP: retries, limits, and what becomes of a service that does not do as it should."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from relax_hpc.errors import ConfigError
+from relax_hpc.reward_settings import RemoteSettings, RewardSettings
+from relax_hpc.rewards import RewardError, RewardInput, Score, Scores, get_reward, remote
+from relax_hpc.rewards.ask import scores_soon
+from relax_hpc.rewards.where import make_rewards
+
+GROUP = [RewardInput("2+2?", "4", text, "stop", {"level": 1}) for text in ("4", "5")]
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@contextlib.asynccontextmanager
+async def service(answer: Answer) -> AsyncIterator[str]:
+    """Its address."""
+    app = web.Application()
+    app.router.add_post("/score", answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}/score"
+    finally:
+        await runner.cleanup()
+
+
+def asked(answer: Answer, **settings: Any) -> Scores:
+    """The scores of one group, asked for in this process."""
+
+    async def main() -> Scores:
+        async with service(answer) as url:
+            reward = get_reward("remote", RewardSettings(remote=RemoteSettings(url=url, **settings)))
+            try:
+                return await scores_soon(reward, GROUP)
+            finally:
+                await reward._session.close()
+
+    return asyncio.run(main())
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.001)
+
+
+def test_a_service_is_asked_for_whole_groups_with_its_token(tmp_path: Path) -> None:
+    seen = list[Any]()
+
+    async def answer(request: web.Request) -> web.Response:
+        seen.append((request.headers.get("Authorization"), await request.json()))
+        right = [float(one["answer"] == one["response_text"]) for one in seen[-1][1]["samples"]]
+        return web.json_response({"scores": [{"total": value, "right": value} for value in right]})
+
+    (tmp_path / "token").write_text("secret\n")
+    assert asked(answer, token_file=str(tmp_path / "token")) == [Score(1.0, {"right": 1.0}), Score(0.0, {"right": 0.0})]
+    [(token, body)] = seen
+    assert token == "Bearer secret"
+    assert body["samples"][1] | {"rows": []} == {
+        "prompt": "2+2?",
+        "answer": "4",
+        "response_text": "5",
+        "finish_reason": "stop",
+        "metadata": {"level": 1},
+        "rows": [],
+    }
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_who_is_busy_is_asked_again_a_few_times(status: int) -> None:
+    count = 0
+
+    async def answer(_: web.Request) -> web.Response:
+        nonlocal count
+        count += 1
+        return web.Response(status=status, text="busy") if count < 3 else web.json_response({"scores": [1, 0]})
+
+    assert asked(answer) == [Score(1.0), Score(0.0)] and count == 3
+    count = -10
+    found = asked(answer, retries=2)
+    assert isinstance(found, RewardError) and count == -7
+    assert (found.reason, found.detail) == (
+        "reward_exception",
+        f"NoAnswer: asked 3 times, the last time: {status} busy",
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "reason", "detail"),
+    [
+        ("no such model", 404, "reward_exception", "the service refuses: 404 no such model"),
+        ("[1, 2]", 200, "reward_exception", "expected {"),
+        ("{", 200, "reward_exception", "JSONDecodeError"),
+        ('{"scores": [1]}', 200, "reward_wrong_count", "returned 1 values for 2 samples"),
+        ('{"scores": [1, NaN]}', 200, "reward_not_finite", "returned nan"),
+        ('{"scores": [1, "2"]}', 200, "reward_not_a_number", "returned str"),
+        ('{"scores": [1, {"right": 1}]}', 200, "reward_not_a_number", "returned a mapping of right"),
+    ],
+)
+def test_what_is_no_answer_is_named_and_not_asked_for_again(body: str, status: int, reason: str, detail: str) -> None:
+    count = 0
+
+    async def answer(_: web.Request) -> web.Response:
+        nonlocal count
+        count += 1
+        return web.Response(status=status, text=body, content_type="application/json")
+
+    found = asked(answer)
+    assert isinstance(found, RewardError) and found.reason == reason and detail in found.detail and count == 1
+
+
+def test_who_says_nothing_has_a_deadline() -> None:
+    async def answer(_: web.Request) -> web.Response:
+        await asyncio.sleep(1000)
+        raise AssertionError
+
+    found = asked(answer, timeout_s=0.1, retries=1)
+    assert isinstance(found, RewardError) and "asked 2 times, the last time:  no answer within 0.1 s" in found.detail
+
+
+def test_who_is_not_there_is_named() -> None:
+    async def main() -> Scores:
+        reward = get_reward("remote", RewardSettings(remote=RemoteSettings(url="http://127.0.0.1:9/", retries=1)))
+        found = await scores_soon(reward, GROUP)
+        await reward._session.close()
+        return found
+
+    found = asyncio.run(main())
+    assert isinstance(found, RewardError) and "ClientConnectorError" in found.detail
+
+
+def test_no_more_requests_are_under_way_than_the_limit() -> None:
+    """From a worker's process, with the deadline counted from when a group's turn has come."""
+    under_way, most, turn = 0, 0, asyncio.Event()
+
+    async def answer(request: web.Request) -> web.Response:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        if under_way == 3:
+            turn.set()
+        await turn.wait()
+        await asyncio.sleep(0.01)
+        under_way -= 1
+        return web.json_response({"scores": [0.5] * len((await request.json())["samples"])})
+
+    async def main() -> list[Scores]:
+        async with service(answer) as url:
+            rewards = make_rewards("remote", 4, 60.0, RewardSettings(remote=RemoteSettings(url=url, in_flight=3)))
+            try:
+                return await asyncio.gather(*(rewards.of(GROUP) for _ in range(20)))
+            finally:
+                await rewards.close()
+
+    assert asyncio.run(main()) == [[Score(0.5), Score(0.5)]] * 20 and most == 3
+
+
+def test_an_address_and_a_token_are_there_or_it_is_said(tmp_path: Path) -> None:
+    def made(**settings: str) -> None:
+        get_reward("remote", RewardSettings(remote=RemoteSettings(**settings)))
+
+    with pytest.raises(ConfigError, match=r"reward.remote.url: found '', allowed: http"):
+        made()
+    (tmp_path / "empty").touch()
+    for name, why in (("none", "No such file"), ("empty", "found no token")):
+        with pytest.raises(ConfigError, match=rf"reward.remote.token_file: .*{why}"):
+            made(url="http://judge/", token_file=str(tmp_path / name))
