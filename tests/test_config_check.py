@@ -141,8 +141,28 @@ FINDINGS = [
     ({"rollout.max_new_tokens": 300}, ["rollout.max_new_tokens: found 300", "together 332", "of the model, 256"]),
     (
         {"rollout.top_p": 0.9},
-        ["rollout.top_p: found 0.9, allowed: 1.0; log-probabilities of rollouts are those before"],
+        ["rollout.top_k: found 0 with top_p 0.9 and min_p 0, allowed: 2 to 4096", "SGLang does not tell"],
     ),
+    (
+        {"rollout.top_p": 0.9, "rollout.top_k": 50, "algorithm.correction.kind": "off"},
+        ["rollout.top_k: found 50 with algorithm.correction.kind off, allowed: truncate or mask"],
+    ),
+    (
+        {"rollout.top_k": 50, "algorithm.correction.level": "sequence"},
+        ["rollout.top_k: found 50 with algorithm.correction.level sequence, allowed: token"],
+    ),
+    (
+        {"rollout.min_p": 0.1, "rollout.top_k": 8, "rollout.engine.flags": {"speculative_algorithm": "EAGLE"}},
+        ["rollout.engine.flags.speculative_algorithm: found it beside rollout.top_k"],
+    ),
+    (
+        {"rollout.top_p": 0.9, "rollout.engine.kind": "simulated"},
+        ["rollout.top_p: found 0.9 with engine simulated, which draws tokens evenly"],
+    ),
+    ({"rollout.top_k": 1}, ["rollout.top_k: found 1, which leaves one token"]),
+    ({"eval.responses": 4}, ["eval.responses: found 4 with eval.temperature 0, allowed: 1"]),
+    ({"eval.pass_at": [1, 2]}, ["eval.pass_at: found 2, allowed: 1 to 1 (eval.responses)"]),
+    ({"eval.max_new_tokens": 300}, ["eval.max_new_tokens: found 300", "together 332", "of the model, 256"]),
     ({"rollout.temperature": 0}, ["rollout.temperature: found 0.0"]),
     ({"rollout.reward": "answer_exct"}, ["rollout.reward: found 'answer_exct'", "did you mean"]),
     ({"eval.reward": "no.such:reward"}, ["eval.reward: 'no.such:reward': importing"]),

@@ -21,7 +21,7 @@ import torch  # noqa: E402
 from relax_hpc.config.schema import PartialRollout  # noqa: E402
 from relax_hpc.data.prompts import load_tokenizer  # noqa: E402
 from relax_hpc.engines import make_engine  # noqa: E402
-from relax_hpc.engines.draws import keyed_uniform, sample_token  # noqa: E402
+from relax_hpc.engines.draws import cut, keyed_uniform, sample_token  # noqa: E402
 from relax_hpc.engines.engine import (  # noqa: E402
     Draft,
     Engine,
@@ -521,13 +521,43 @@ def test_sampled_tokens_follow_the_distribution_and_top_p() -> None:
     logits = torch.log(torch.tensor([0.5, 0.05, 0.3, 0.15]))
     points = (np.arange(1000) + 0.5) / 1000
 
-    def counts(top_p: float) -> list[int]:
-        return np.bincount([sample_token(logits, 1.0, top_p, u)[0] for u in points], minlength=4).tolist()
+    def counts(**how: float) -> list[int]:
+        drawn = [sample_token(logits, of(**how), u) for u in points]
+        found = np.bincount([token for token, _ in drawn], minlength=4)
+        share = found / 1000
+        assert all(logprob == pytest.approx(np.log(share[token]), abs=2e-3) for token, logprob in drawn), "of its own"
+        return found.tolist()
 
-    assert counts(1.0) == [500, 50, 300, 150]
-    assert counts(0.79) == [625, 0, 375, 0]
-    assert sample_token(logits, 0.0, 1.0, 0.99) == (0, pytest.approx(np.log(0.5), abs=1e-6))
-    assert sample_token(logits, 1.0, 1.0, 0.999)[1] == pytest.approx(np.log(0.15), abs=1e-6)
+    assert counts() == [500, 50, 300, 150]
+    assert counts(top_p=0.79) == counts(top_k=2) == counts(min_p=0.5) == [625, 0, 375, 0]
+    assert counts(top_p=0.9, top_k=3, min_p=0.05) == counts(top_p=0.81) == [526, 0, 316, 158]
+    assert counts(top_p=0.1) == counts(top_k=1) == counts(min_p=1.0) == [1000, 0, 0, 0]
+    assert sample_token(logits, of(temperature=0.0, top_k=2), 0.99) == (0, pytest.approx(np.log(0.5), abs=1e-6))
+
+
+def of(**how: object) -> Sampling:
+    return Sampling(**{"temperature": 1.0, "top_p": 1.0, "stop_token_ids": (), "seed": 5} | how)
+
+
+@pytest.mark.parametrize("how", [{"top_k": 3}, {"top_p": 0.6, "top_k": 8}, {"min_p": 0.6, "top_k": 8}], ids=str)
+def test_log_probs_are_those_of_what_was_drawn_from(served: Served, how: dict) -> None:
+    """At another temperature, for requests beside which others draw from all."""
+    import torch
+
+    asked = [*requests(temperature=0.7, **how), *requests()]
+    answers = served.generate(*asked)
+    cut_short = 0
+    for request, answer in zip(asked, answers, strict=True):
+        logits = reference_model(served.model)(input_ids([*request.prompt_ids, *answer.token_ids])).logits[0]
+        sampling = request.sampling
+        for place, token in enumerate(answer.token_ids, start=len(request.prompt_ids) - 1):
+            whole = (logits[place].float() / sampling.temperature).softmax(-1).double().detach().numpy()
+            left = cut(whole, sampling)
+            assert left[token] > 0
+            cut_short += left.sum() < 0.999
+            expected = np.log(left[token] / left.sum())
+            assert abs(answer.logprobs[place + 1 - len(request.prompt_ids)] - expected) < 3e-3
+    assert cut_short > 8 and torch is not None
 
 
 def test_a_server_has_told_what_it_was_at_while_it_started(sglang: Served) -> None:

@@ -133,13 +133,13 @@ def _read(path: str, _: tuple[int, ...], tokenizer: Tokenizer | None, how: Promp
 
 
 def _lengths(config: Config, model: Model) -> Iterator[str]:
-    prompt, response = config.data.max_prompt_tokens, config.rollout.max_new_tokens
-    positions = model.spec.positions if model.spec else 0
-    if positions and prompt + response > positions:
-        yield (
-            f"rollout.max_new_tokens: found {response}, with data.max_prompt_tokens {prompt} together "
-            f"{prompt + response}; allowed: max_position_embeddings of the model, {positions}; lower one of them"
-        )
+    prompt, positions = config.data.max_prompt_tokens, model.spec.positions if model.spec else 0
+    for key, response in (("rollout", config.rollout.max_new_tokens), ("eval", config.eval.max_new_tokens)):
+        if positions and response and prompt + response > positions:
+            yield (
+                f"{key}.max_new_tokens: found {response}, with data.max_prompt_tokens {prompt} together "
+                f"{prompt + response}; allowed: max_position_embeddings of the model, {positions}; lower one of them"
+            )
 
 
 def _replay(config: Config, model: Model) -> Iterator[str]:

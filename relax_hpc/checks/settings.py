@@ -40,7 +40,7 @@ def check(config: Config) -> list[str]:
         _kernels,
         _rollout,
         _without,
-        _top_p,
+        _sampling,
         _devices,
         _queue,
         _engine,
@@ -258,9 +258,6 @@ def _fields(config: Config) -> Findings:
 
 
 def _rollout(config: Config) -> Findings:
-    for key in ("temperature", "top_p"):
-        if getattr(config.rollout, key) == 0:
-            yield f"rollout.{key}: found 0.0, allowed: more; equal responses to a prompt teach nothing"
     if config.rollout.replicas % config.rollout.processes:
         yield (
             f"rollout.processes: found {config.rollout.processes}, with {config.rollout.replicas} replicas, allowed: "
@@ -291,14 +288,10 @@ def _without(config: Config) -> Findings:
             )
 
 
-def _top_p(config: Config) -> Findings:
-    # The engine's log-probs are those before top_p; of the truncated distribution, which the tokens are drawn from,
-    # the ratio old / rollout would be wrong by a factor that differs from token to token.
-    if 0 < config.rollout.top_p < 1:
-        yield (
-            f"rollout.top_p: found {config.rollout.top_p}, allowed: 1.0; log-probabilities of rollouts are those "
-            "before it, so that ratios of the loss and its correction would be of another distribution"
-        )
+def _sampling(config: Config) -> Findings:
+    from relax_hpc.checks.sampling import check_sampling
+
+    return check_sampling(config)
 
 
 def _devices(config: Config) -> Findings:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
     import torch
+
+    from relax_hpc.engines.engine import Sampling
 
 
 def keyed_uniform(seed: int, prompt_id: str, sample: int, position: int) -> float:
@@ -19,30 +22,40 @@ def keyed_uniform(seed: int, prompt_id: str, sample: int, position: int) -> floa
     return (int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 11) * 2.0**-53
 
 
-def sample_token(logits: torch.Tensor, temperature: float, top_p: float, uniform: float) -> tuple[int, float]:
+def sample_token(logits: torch.Tensor, sampling: Sampling, uniform: float) -> tuple[int, float]:
     """A token of `logits` [vocabulary] and its log-probability in nats.
 
-    The inverse of the cumulative distribution, in float64 and in the order of token ids, at `uniform`. `top_p` keeps
-    the most probable tokens up to that mass. The log-probability is float32 log_softmax(logits / temperature), before
-    top_p. Temperature 0 takes the most probable token, with its log-probability at temperature 1.
+    The inverse of the cumulative distribution, in float64 and in the order of token ids, at `uniform`. The
+    log-probability is float32 log_softmax(logits / temperature), over what `top_k`, `top_p` and `min_p` leave.
+    Temperature 0 takes the most probable token, with its log-probability at temperature 1.
     """
-    logprobs = (logits.float() / (temperature or 1.0)).log_softmax(-1).cpu()
-    if temperature == 0:
+    logprobs = (logits.float() / (sampling.temperature or 1.0)).log_softmax(-1).cpu()
+    if sampling.temperature == 0:
         token = int(logprobs.argmax())
-    else:
-        token = _inverse_cdf(_top_p(logprobs.double().exp().numpy(), top_p), uniform)
-    return token, float(logprobs[token])
+        return token, float(logprobs[token])
+    weights = logprobs.double().exp().numpy()
+    if not sampling.is_cut:
+        token = _inverse_cdf(weights, uniform)
+        return token, float(logprobs[token])
+    left = cut(weights, sampling)
+    token = _inverse_cdf(left, uniform)
+    return token, min(0.0, float(logprobs[token]) - math.log(left.sum()))
 
 
-def _top_p(probabilities: np.ndarray, top_p: float) -> np.ndarray:
-    """Zero where the mass of strictly more probable tokens (ties: smaller ids first) reaches `top_p`."""
-    if top_p >= 1:
-        return probabilities
+def cut(probabilities: np.ndarray, sampling: Sampling) -> np.ndarray:
+    """``probabilities`` [vocabulary], 0 where one of three leaves a token out; of ties the smaller ids stay.
+
+    `top_k`: it is none of the k most probable. `top_p`: those that are more probable have that mass already. `min_p`:
+    it is less probable than that share of the most probable one. Each is of the whole, as in SGLang.
+    """
     order = np.argsort(-probabilities, kind="stable")
-    before = np.cumsum(probabilities[order]) - probabilities[order]
-    kept = np.where(before < top_p, probabilities[order], 0.0)
-    kept[0] = probabilities[order[0]]
-    return kept[np.argsort(order)]
+    ordered = probabilities[order]
+    kept = (np.cumsum(ordered) - ordered < sampling.top_p) & (ordered >= sampling.min_p * ordered[0])
+    kept[sampling.top_k or len(kept) :] = False
+    kept[0] = True
+    left = np.zeros_like(probabilities)
+    left[order[kept]] = ordered[kept]
+    return left
 
 
 def _inverse_cdf(weights: np.ndarray, uniform: float) -> int:

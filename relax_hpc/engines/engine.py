@@ -48,6 +48,17 @@ class Sampling:
     """Used by engines that can reproduce a sample; SGLang's CPU backends cannot."""
     stop: tuple[str, ...] = ()
     """Generation ends after the token that completes one of these texts, which belongs to the response."""
+    top_k: int = 0
+    """So many of the most probable tokens are drawn from; 0: all."""
+    min_p: float = 0.0
+    """Those that are at least this share as probable as the most probable one are drawn from."""
+    is_trained: bool = True
+    """Somebody learns from the log-probabilities. Else an engine may give those of before top_k, top_p and min_p."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether less than the whole vocabulary is drawn from, otherwise than by temperature 0."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
 
 @dataclass(slots=True)
@@ -56,7 +67,8 @@ class Generation:
 
     token_ids: list[int]
     logprobs: list[float]
-    """Nats, at the sampling temperature (at 1 if that is 0), before top_p."""
+    """Nats, of what the token was drawn from: at the sampling temperature (at 1 if that is 0), and, where a part of the
+    vocabulary was left out, of the rest alone."""
     token_versions: np.ndarray
     """int32 [tokens]: `Version.encode()` of the weights that sampled each token; 0: nobody did, and its entry in
     `logprobs` is 0 too, as of what a tool or a user says between turns."""

@@ -127,7 +127,7 @@ class TransformersEngine:
                 ids = torch.tensor([inputs], device=self._model.device)
                 output = self._model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
             uniform = keyed_uniform(sampling.seed, request.prompt_id, request.sample, position)
-            token, logprob = sample_token(output.logits[0, -1], sampling.temperature, sampling.top_p, uniform)
+            token, logprob = sample_token(output.logits[0, -1], sampling, uniform)
             drawn.add([token], [logprob], [version])
             drawing.go_on()
             if stops.met(drawn.token_ids):

@@ -21,7 +21,7 @@ class Part:
 
 PARTS = (
     Part("reward", "What the policy gets for what it writes"),
-    Part("eval", "Held-out prompts, answered greedily"),
+    Part("eval", "Held-out prompts"),
     Part("loss", "What the optimizer sees"),
     Part("perf", "Throughput and seconds"),
     Part("kl", "How far policies are from each other, nats a token"),
@@ -46,6 +46,7 @@ TAGS = {
     "reward/component_<name>": "mean of a component that the reward names, over all episodes that were drawn",
     "reward/response_tokens": "tokens that the policy sampled in an episode, mean",
     "reward/stopped_share": "share of the episodes that the policy ended itself",
+    "eval/<set>/pass@<k>": "probability that one of k responses to a prompt of the set is right, see eval.pass_at",
     "eval/<set>/<reward>": "mean reward of a set, written at the version that it is of",
     "loss/policy": "the clipped surrogate, the loss's part that learns from rewards",
     "loss/kl": "kl.coefficient times the KL to the reference",

@@ -13,11 +13,11 @@ from relax_hpc.engines import make_engine
 from relax_hpc.engines.engine import BadAnswer, Engine, EngineFault, GenerateRequest, Generation
 from relax_hpc.engines.pool import Entry
 from relax_hpc.errors import ConfigError, RelaxError
-from relax_hpc.rewards import Score
 from relax_hpc.roles.context import NEWS, TURN
 from relax_hpc.roles.ticket_worker import TicketWorker
 from relax_hpc.rollout.activity import Activity
 from relax_hpc.rollout.episodes import Repeat, play
+from relax_hpc.rollout.evaluation import Evaluated, Tally
 from relax_hpc.rollout.samples import last_response, requests_for
 from relax_hpc.transfer_queue.client.answers import OWED, News
 from relax_hpc.versions import Version
@@ -257,26 +257,39 @@ class Replica:
             evaluation.result()
 
     async def evaluation(self, version: Version) -> None:
-        """Greedy responses to the evaluation sets; the weights stay as they are meanwhile."""
-        values: dict[str, float] = {}
+        """Responses to the evaluation sets; the weights stay as they are meanwhile."""
+        values, settings = dict[str, float](), self.config.eval
         size = self.config.rollout.groups_per_request * self.config.samples_per_prompt
+        size = max(1, size // settings.responses)
         for name, prompts in self.rollout.eval_sets.items():
-            scores, count = 0.0, min(len(prompts), self.config.eval.samples)
+            tally, count = Tally(settings), min(len(prompts), settings.samples)
             for start in range(0, count, size):
                 part = await asyncio.to_thread(prompts.__getitem__, slice(start, min(start + size, count)))
                 with self.activity("eval", version.number):
                     scored = await self.scored(part)
-                scores += sum(score.total for _, _, score in scored)
+                for at in range(0, len(scored), settings.responses):
+                    tally.add([score for _, _, score in scored[at : at + settings.responses]])
                 await asyncio.to_thread(self.rollout.samples.evaluated, name, version, scored)
-            values[f"eval/{name}/{self.config.eval.metric}"] = scores / max(1, count)
+            values |= tally.values(name)
+            await self.note_failed(name, version, tally)
         await asyncio.wrap_future(self.rollout.client.weights.evaluated(version.number, values))
 
-    async def scored(self, prompts: list[Prompt]) -> list[tuple[Prompt, Generation | EngineFault, Score]]:
-        """Greedy responses, drawn together, each with the evaluation's reward."""
-        budget = self.config.rollout.max_new_tokens
-        requests = [r for prompt in prompts for r in requests_for(prompt, 0, 1, self.rollout.greedy, budget)]
-        answers = await asyncio.gather(*map(self.answer, requests))
-        return list(zip(prompts, answers, await self.rollout.judging.evaluated(prompts, answers), strict=True))
+    async def note_failed(self, name: str, version: Version, tally: Tally) -> None:
+        """Have the queue count responses of an evaluation that have no reward."""
+        for reason, count in tally.failed.items():
+            print(f"evaluation of {version} on {name}: {count} responses left out, {reason}", flush=True)
+            for number in range(count):
+                note = self.rollout.client.status.note("eval_failed", f"{name}/{version.number}/{number}", reason)
+                await asyncio.wrap_future(note)
+
+    async def scored(self, prompts: list[Prompt]) -> list[Evaluated]:
+        """All responses to the prompts, drawn together, each with the evaluation's reward."""
+        settings, sampling = self.config.eval, self.rollout.eval_sampling
+        budget = settings.max_new_tokens or self.config.rollout.max_new_tokens
+        asked = [(p, r) for p in prompts for r in requests_for(p, 0, settings.responses, sampling, budget)]
+        answers = await asyncio.gather(*(self.answer(request) for _, request in asked))
+        each = [prompt for prompt, _ in asked]
+        return list(zip(each, answers, await self.rollout.judging.evaluated(each, answers), strict=True))
 
     async def answer(self, request: GenerateRequest) -> Generation | BadAnswer:
         """End of an episode, asked for again while the engine fails, a few times in a row at most."""

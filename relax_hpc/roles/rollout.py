@@ -45,8 +45,11 @@ class Rollout:
         self.eval_sets = open_evals(context.run, config, self.tokenizer)
         stops = tuple(self.tokenizer.eos_ids)
         shape = config.rollout
-        self.sampling = Sampling(shape.temperature, shape.top_p, stops, config.seed, tuple(shape.stop))
-        self.greedy = Sampling(0.0, 1.0, stops, config.seed, tuple(shape.stop))
+        texts, ev = tuple(shape.stop), config.eval
+        self.sampling = Sampling(shape.temperature, shape.top_p, stops, config.seed, texts, shape.top_k, shape.min_p)
+        self.eval_sampling = Sampling(
+            ev.temperature, ev.top_p, stops, config.seed, texts, ev.top_k, ev.min_p, is_trained=False
+        )
         self.outcomes = Outcomes(shape)
         path = context.run.samples / f"{context.group}-inc-{context.incarnation:06d}-rank-{context.world.rank}{SUFFIX}"
         self.keeping: set[asyncio.Task[None]] = set()

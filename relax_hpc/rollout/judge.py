@@ -90,20 +90,21 @@ class Judge:
         names = [row["row_id"] for row in rows]
         return {name: self._about.pop(name) for name in names if name in self._about}
 
-    async def evaluated(self, prompts: Sequence[Prompt], answers: Sequence[Generation | EngineFault]) -> list[Score]:
-        """The evaluation's reward of one response to each prompt; what failed counts as 0."""
+    async def evaluated(
+        self, prompts: Sequence[Prompt], answers: Sequence[Generation | EngineFault]
+    ) -> list[Score | RewardError]:
+        """The evaluation's reward of each response, or why it has none."""
         good = [k for k, answer in enumerate(answers) if isinstance(answer, Generation)]
         inputs = await self._inputs([prompts[k] for k in good], [answers[k] for k in good])
         found = await asyncio.gather(*(self.eval_rewards.of([one]) for one in inputs))
-        failed = Counter(scores.reason for scores in found if isinstance(scores, RewardError))
-        if failed:
-            first = next(scores for scores in found if isinstance(scores, RewardError))
-            counts = ", ".join(f"{count} {reason}" for reason, count in failed.most_common())
-            print(f"evaluation: {counts}, counted as 0; the first: {first.detail}", flush=True)
-        values = [Score(0.0)] * len(prompts)
-        for k, scores in zip(good, found, strict=True):
-            if not isinstance(scores, RewardError):
-                values[k] = scores[0]
+        given = iter(found)
+        values: list[Score | RewardError] = []
+        for answer in answers:
+            if isinstance(answer, EngineFault):
+                values.append(RewardError(answer.reason, str(answer)))
+            else:
+                scores = next(given)
+                values.append(scores if isinstance(scores, RewardError) else scores[0])
         return values
 
     async def _inputs(self, prompts: Sequence[Prompt], answers: Sequence[Generation | Episode]) -> list[RewardInput]:

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from relax_hpc.config.schema import Config
-from relax_hpc.data.prompts import Prompt, Tokenizer
-from relax_hpc.engines.engine import EngineFault, Generation
-from relax_hpc.rewards import Score
+from relax_hpc.data.prompts import Tokenizer
+from relax_hpc.engines.engine import Generation
+from relax_hpc.rewards import RewardError, Score
+from relax_hpc.rollout.evaluation import Evaluated
 from relax_hpc.rollout.sample_log import Sample, SampleLog, kept_of
 from relax_hpc.transfer_queue.row_schema import Row
 from relax_hpc.versions import Version
@@ -51,22 +52,23 @@ class SampleKeeper:
             self.log.keep(samples, step)
         return [sample for samples in by_step.values() for sample in samples]
 
-    def evaluated(
-        self, name: str, version: Version, scored: Iterable[tuple[Prompt, Generation | EngineFault, Score]]
-    ) -> None:
+    def evaluated(self, name: str, version: Version, scored: Iterable[Evaluated]) -> None:
         """Keep the episodes of the evaluation set ``name``, if evaluations are kept."""
         if not self.config.samples.evaluations:
             return
         samples = []
-        for prompt, answer, score in scored:
+        for place, (prompt, answer, score) in enumerate(scored):
             made = (
                 answer if isinstance(answer, Generation) else Generation([], [], np.zeros(0, np.int32), answer.reason)
             )
-            sample = self._sample(
-                prompt.prompt_id, version.number, prompt.prompt_id, prompt.token_ids, made, score.total
-            )
-            more = {"answer": prompt.answer, "weights": str(version), "components": score.components}
-            samples.append(sample | {"eval": name} | more)
+            responses = self.config.eval.responses
+            called = prompt.prompt_id if responses == 1 else f"{prompt.prompt_id}.{place % responses:02d}"
+            known = Score(0.0) if isinstance(score, RewardError) else score
+            sample = self._sample(called, version.number, prompt.prompt_id, prompt.token_ids, made, known.total)
+            more = {"answer": prompt.answer, "weights": str(version), "components": known.components}
+            # Nobody counts its reward.
+            failed = {"failed": score.reason} if isinstance(score, RewardError) else {}
+            samples.append(sample | {"eval": name} | more | failed)
         self.log.keep(samples)
 
     def _sample(

@@ -103,7 +103,7 @@ class CheckpointConfig:
 
 @dataclass(kw_only=True, slots=True)
 class EvalConfig:
-    """Greedy evaluation by the rollout engines."""
+    """Evaluation by the rollout engines."""
 
     every: int = bounded(20, 0)
     """Versions between evaluations, version 0 and the last included; 0: never."""
@@ -112,6 +112,21 @@ class EvalConfig:
     reward: str = "answer_exact"
     """Reward of evaluation, as rollout.reward; its mean over a set is reported as eval/<set>/<name of the function>.
     Empty: the one that is learned from."""
+
+    responses: int = bounded(1, 1)
+    """To each prompt, over which its reward is the mean; more than one need a temperature."""
+    temperature: float = bounded(0.0, 0.0)
+    """0: the most probable token."""
+    top_p: float = bounded(1.0, 0.0, 1.0)
+    top_k: int = bounded(0, 0)
+    min_p: float = bounded(0.0, 0.0, 1.0)
+    max_new_tokens: int = bounded(0, 0)
+    """0: rollout.max_new_tokens."""
+    pass_at: list[int] = field(default_factory=list)
+    """For each k of these eval/<set>/pass@k: the probability that one at least of k responses is right, estimated
+    without bias by all `responses` (M. Chen et al., arXiv 2107.03374, section 2.1)."""
+    pass_reward: float = 1.0
+    """A response is right whose reward is at least this."""
 
     @property
     def metric(self) -> str:

@@ -250,6 +250,10 @@ class SglangClient:
             raise EngineFault("connection", f"{path}: {error!r}") from error
 
 
+_ALL = -1
+"""As top_k, to SGLang."""
+
+
 def _load_format(directory: Path, flags: Mapping[str, Any]) -> dict[str, str]:
     """Which of SGLang's loaders is for ``directory``; it would use the last one's again. One that changes the weights
     on their way is the user's choice, and stays."""
@@ -264,6 +268,7 @@ def _body(asked: Sequence[Response], routes: bool) -> dict[str, Any]:
         "sampling_params": [_parameters(response) for response in asked],
         "rid": [response.name for response in asked],
         "return_logprob": True,
+        "return_sampling_mask": [response.tells_of_cut for response in asked],
         "stream": True,
         # Keys and values of other weights are never found.
         "extra_key": [str(response.begun_by) for response in asked],
@@ -279,7 +284,8 @@ def _parameters(response: Response) -> dict[str, Any]:
         "stop_token_ids": sampling.stop_token_ids,
         "max_new_tokens": response.missing,
     }
-    return found | ({"stop": sampling.stop, "no_stop_trim": True} if sampling.stop else {})
+    cuts = {"top_k": sampling.top_k or _ALL, "min_p": sampling.min_p} if sampling.is_cut else {}
+    return found | cuts | ({"stop": sampling.stop, "no_stop_trim": True} if sampling.stop else {})
 
 
 def _take(piece: dict[str, Any], asked: Sequence[Response]) -> None:

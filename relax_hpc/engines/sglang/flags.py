@@ -29,6 +29,8 @@ OWN_FLAGS = {
 }
 """Arguments that the engine sets itself -> our key for them, empty if there is none."""
 ROUTES_FLAG = "enable_return_routed_experts"
+MOST_CUT = 4096
+"""Tokens of a distribution that SGLang tells, by default."""
 _FIELDS = "srt/arg_groups/fields"
 """Where SGLang 0.5.21 declares them, one class a file."""
 
@@ -72,7 +74,26 @@ def check(config: Config) -> Iterator[str]:
             f"rollout.engine.flags.{ROUTES_FLAG}: found false with model.routing_replay {replay}, for which engines "
             "have to give their routes; leave out the flag"
         )
+    yield from _cut(config)
     yield from _ports(config.rollout.engine.port, config.rollout.replicas)
+
+
+def _cut(config: Config) -> Iterator[str]:
+    """SGLang 0.5.21 tells of what tokens are drawn from where it is bounded, and by the target model."""
+    shape, flags = config.rollout, config.rollout.engine.flags
+    if (shape.top_k, shape.top_p, shape.min_p) == (0, 1.0, 0.0):
+        return
+    most = flags.get("sampling_mask_max_tokens", MOST_CUT)
+    if isinstance(most, int) and not 0 < shape.top_k <= most:
+        yield (
+            f"rollout.top_k: found {shape.top_k} with top_p {shape.top_p:g} and min_p {shape.min_p:g}, allowed: 2 to "
+            f"{most} (rollout.engine.flags.sampling_mask_max_tokens); of more SGLang does not tell what it has left"
+        )
+    if flags.get("speculative_algorithm"):
+        yield (
+            "rollout.engine.flags.speculative_algorithm: found it beside rollout.top_k, top_p or min_p, allowed: one "
+            "of both; SGLang then does not tell what it has left"
+        )
 
 
 def _flags(config: Config) -> Iterator[str]:

@@ -95,6 +95,12 @@ class Response:
             self._end(Generation(*self._whole(np.empty(0, np.int32)), "length", *extras))
 
     @property
+    def tells_of_cut(self) -> bool:
+        """Whether log-probabilities have to be of what top_k, top_p and min_p leave. The server has them beside those
+        of the whole vocabulary, and only where it tells what they are of."""
+        return self.request.sampling.is_cut and self.request.sampling.is_trained
+
+    @property
     def missing(self) -> int:
         """Tokens that it may get, at most."""
         return self.request.budget - len(self._known.token_ids)
@@ -105,8 +111,7 @@ class Response:
             return
         try:
             token_ids, meta = piece["output_ids"], piece["meta_info"]
-            # JSON has no NaN: the server writes null.
-            logprobs = [float("nan") if item[0] is None else item[0] for item in meta["output_token_logprobs"]]
+            logprobs = self._logprobs_of(meta)
             self._token_ids += token_ids
             self._logprobs += logprobs
             if self._routes:
@@ -119,6 +124,15 @@ class Response:
             self.fail(fault)
         except (KeyError, TypeError, IndexError, AttributeError) as error:
             self.fail(BadAnswer("http_error", f"/generate: unexpected answer, {error!r} in {str(piece)[:300]}"))
+
+    def _logprobs_of(self, meta: dict[str, Any]) -> list[float]:
+        told = (
+            meta["output_token_sampling_logprobs"]
+            if self.tells_of_cut
+            else [item[0] for item in meta["output_token_logprobs"]]
+        )
+        # JSON has no NaN: the server writes null.
+        return [float("nan") if value is None else value for value in told]
 
     def fail(self, fault: EngineFault) -> None:
         """There will be no answer, unless there is one."""

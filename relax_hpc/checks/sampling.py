@@ -1,0 +1,55 @@
+"""What is wrong with how responses are drawn, for training and for evaluations, one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from relax_hpc.config.schema import Config, EvalConfig, RolloutConfig
+
+WHY = "tokens would be learned from with weights that are not those of how they were drawn"
+
+
+def check_sampling(config: Config) -> Iterator[str]:
+    """Of `rollout` and `eval`."""
+    shape = config.rollout
+    for key, least in (("temperature", 0), ("top_p", 0), ("top_k", 1), ("min_p", 1)):
+        if (found := getattr(shape, key)) == least:
+            yield f"rollout.{key}: found {found}, which leaves one token; equal responses to a prompt teach nothing"
+    if cut := cut_by(shape):
+        yield from _cut(config, f"rollout.{cut}: found {getattr(shape, cut)}")
+    yield from _evaluation(config.eval)
+
+
+def cut_by(shape: RolloutConfig | EvalConfig) -> str:
+    """The first setting by which less than the whole vocabulary is drawn from; empty: there is none."""
+    whole = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    return next((key for key, value in whole.items() if getattr(shape, key) != value), "")
+
+
+def _cut(config: Config, found: str) -> Iterator[str]:
+    """A token's weight is old / rollout, of which rollout is what it was drawn from: what is left, and that alone."""
+    algorithm = config.algorithm
+    if config.rollout.engine.kind == "simulated":
+        yield f"{found} with engine simulated, which draws tokens evenly; leave it out"
+    if algorithm.correction.kind == "off":
+        yield f"{found} with algorithm.correction.kind off, allowed: truncate or mask; {WHY}"
+    elif algorithm.correction.level == "sequence":
+        yield (
+            f"{found} with algorithm.correction.level sequence, allowed: token; a row's weights multiply, and long "
+            "responses would have none"
+        )
+    if "rollout_logprobs" in algorithm.needs:
+        yield f"{found} with algorithm {algorithm.name}, whose rewards hold rollout_logprobs as if of the whole policy"
+
+
+def _evaluation(settings: EvalConfig) -> Iterator[str]:
+    if settings.responses > 1 and not settings.temperature:
+        yield (
+            f"eval.responses: found {settings.responses} with eval.temperature 0, allowed: 1; they would be equal, "
+            "set a temperature"
+        )
+    for k in settings.pass_at:
+        if not 1 <= k <= settings.responses:
+            yield f"eval.pass_at: found {k}, allowed: 1 to {settings.responses} (eval.responses)"
+    if settings.top_p == 0:
+        yield "eval.top_p: found 0.0, allowed: more; eval.temperature 0 takes the most probable token"

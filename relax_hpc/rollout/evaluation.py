@@ -1,0 +1,51 @@
+"""What an evaluation of a set comes to: the mean reward, and pass@k."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from relax_hpc.config.schema import EvalConfig
+from relax_hpc.data.prompts import Prompt
+from relax_hpc.engines.engine import EngineFault, Generation
+from relax_hpc.rewards import RewardError, Score
+
+Evaluated = tuple[Prompt, Generation | EngineFault, Score | RewardError]
+"""A prompt, a response to it, and its reward, or why there is none."""
+
+
+class Tally:
+    """Of one set. What has no reward, whatever the reason, counts for nothing, and not as 0."""
+
+    def __init__(self, settings: EvalConfig) -> None:
+        self._settings = settings
+        self._rewards: list[float] = []
+        self._passed: dict[int, list[float]] = {k: [] for k in settings.pass_at}
+        self.failed: Counter[str] = Counter()
+        """Responses without a reward, by reason."""
+
+    def add(self, scores: Sequence[Score | RewardError]) -> None:
+        """Those of all responses to one prompt."""
+        found = [score.total for score in scores if isinstance(score, Score)]
+        self.failed.update(score.reason for score in scores if isinstance(score, RewardError))
+        self._rewards += found
+        right = sum(total >= self._settings.pass_reward for total in found)
+        for k, passed in self._passed.items():
+            if len(found) >= k:
+                passed.append(pass_at(k, len(found), right))
+
+    def values(self, name: str) -> Iterator[tuple[str, float]]:
+        """Metrics of the set ``name``; none of what nobody can say."""
+        means = {self._settings.metric: self._rewards} | {f"pass@{k}": part for k, part in self._passed.items()}
+        return ((f"eval/{name}/{metric}", math.fsum(part) / len(part)) for metric, part in means.items() if part)
+
+
+def pass_at(k: int, count: int, right: int) -> float:
+    """Probability that of ``k`` of ``count`` responses, of which ``right`` are right, one at least is: the unbiased
+    estimator 1 - C(count - right, k) / C(count, k) of M. Chen et al., arXiv 2107.03374, section 2.1.
+
+    >>> pass_at(1, 4, 1), pass_at(2, 4, 2), pass_at(4, 4, 1)
+    (0.25, 0.8333333333333334, 1.0)
+    """
+    return 1.0 - math.comb(count - right, k) / math.comb(count, k)
