@@ -28,7 +28,7 @@ WRONG = [
         ["runn"],
         [
             "runn: unknown command",
-            "run, submit, check, doctor, plan, status, report, logs, resubmit, scale, stop, list, sandbox, plot",
+            "run, resume, submit, check, doctor, plan, status, report, logs, resubmit, scale, stop, list, sandbox",
             "did you mean run?",
         ],
     ),
@@ -39,7 +39,10 @@ WRONG = [
     (["run", "--stepz", "1"], ["--stepz: unknown option", "did you mean steps?"]),
     (["run", "--stepz=1"], ["--stepz=1: unknown option", "did you mean steps?"]),
     (["run", "--step", "1"], ["--step: unknown option", "did you mean steps?"]),
-    (["run", "--temperature", "1"], ["--temperature: unknown option", "did you mean rollout.temperature?"]),
+    (
+        ["run", "--temperature", "1"],
+        ["--temperature: unknown option", "did you mean rollout.temperature or eval.temperature?"],
+    ),
     (["run", "--rollout", "{top_p: 1}"], ["--rollout: a section", "--rollout.replicas"]),
     (["run", "--rollout.temperature"], ["--rollout.temperature: expected one argument"]),
     (["run", "--rollout.temperature", ".nan"], ["rollout.temperature: found nan", "finite"]),
@@ -60,6 +63,7 @@ WRONG = [
     (["run", "extra"], ["extra: unknown option"]),
     (["run", "--resume"], ["--resume: found neither --run_dir nor --config"]),
     (["plot"], ["required: runs"]),
+    (["resume"], ["required: run"]),
     (["status", "a", "b"], ["b: unknown option"]),
     (["status", "a", "--watch", "often"], ["watch: found 'often'"]),
     (["resubmit"], ["required: run"]),
@@ -239,6 +243,32 @@ def test_a_resume_takes_over_what_was_changed_for_whole_groups(
         add_change(run, load([run.config]), group, [], {"rollout.temperature": value})
     assert main(["run", "--resume", "--run_dir", str(run.root)]) == 0
     assert started[0][0].rollout.temperature == 0.5
+
+
+def test_a_run_is_resumed_as_it_was_started(
+    tmp_path: Path,
+    started: list[tuple[Config, bool]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from relax_hpc.lifecycle import submit as submit_module
+    from relax_hpc.slurm import job_lookup
+
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(submit_module, "submit", lambda config, *about: seen.append((config, *about)) or 0)
+    monkeypatch.setattr(job_lookup, "check_gone", lambda *_: None)
+    here, there = RunDir(tmp_path / "here"), RunDir(tmp_path / "there")
+    cluster = str(Path(QUICKSTART).parents[1] / "clusters" / "sandbox.yaml")
+    for run, files in ((here, [QUICKSTART]), (there, [QUICKSTART, cluster])):
+        run.create()
+        dump(load(files, {"run_dir": str(run.root)}), run.config)
+    assert main(["resume", str(here.root), "--steps", "400"]) == 0
+    assert [(config.steps, resume) for config, resume in started] == [(400, True)] and not seen
+    assert main(["resume", str(there.root)]) == 0
+    [(config, resume, dry_run, form)] = seen
+    assert (config.run_dir, resume, dry_run, form) == (str(there.root), True, False, "") and len(started) == 1
+    assert main(["resume", str(tmp_path / "nowhere")]) == EXIT_CONFIG
+    assert "found no run in" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

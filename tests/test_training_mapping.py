@@ -111,3 +111,21 @@ def test_learning_rate_warms_up_and_decays_linearly():
     config = OptimizerConfig(lr=2.0, final_lr_share=0.5, warmup_steps=2)
     rates = [learning_rate(config, step, 7) for step in range(7)]
     assert rates == [1.0, 2.0, 2.0, 1.75, 1.5, 1.25, 1.0]
+
+
+def test_learning_rate_may_go_by_a_cosine_or_stay():
+    cosine = OptimizerConfig(lr=2.0, final_lr_share=0.1, warmup_steps=1, schedule="cosine")
+    rates = [learning_rate(cosine, step, 10) for step in range(10)]
+    from torch.optim import SGD
+    from torch.optim.lr_scheduler import CosineAnnealingLR
+
+    optimizer = SGD([torch.zeros(1)], lr=2.0)
+    theirs = CosineAnnealingLR(optimizer, T_max=8, eta_min=0.2)
+    expected = []
+    for _ in range(9):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        theirs.step()
+    assert rates == pytest.approx([2.0, *expected])
+    constant = OptimizerConfig(lr=2.0, final_lr_share=0.1, warmup_steps=2, schedule="constant")
+    assert [learning_rate(constant, step, 5) for step in range(5)] == [1.0, 2.0, 2.0, 2.0, 2.0]

@@ -48,9 +48,24 @@ def find_model(config: ModelConfig, field_name: str = "path") -> Model:
     path = Path(name)
     if not path.is_dir():
         return Model(problems=[f"{key}: found {name!r}, which is not a directory; name a Hugging Face directory"])
+    if other := _of_a_run(path):
+        return Model(problems=[f"{key}: {other}"])
     found = _look(path, config)
     found.problems = [f"{key}: {problem}" for problem in found.problems]
     return found
+
+
+def _of_a_run(path: Path) -> str:
+    """What to name in the place of a run, or of a checkpoint of one; empty: it is neither."""
+    run = path.parent.parent
+    if path.parent.name == "checkpoints" and (run / "config.yaml").is_file():
+        made = run / f"{path.name}-hf"
+        return f"found a checkpoint of a run; relax-hpc convert {path} {made}, and name {made}"
+    if not (path / "config.yaml").is_file() or (path / "config.json").is_file():
+        return ""
+    versions = sorted(path.glob("weights/i*-v*/config.json"))
+    newest = f"{versions[-1].parent}, its newest weights" if versions else "a checkpoint of it, once it is converted"
+    return f"found a run, which is no model; name {newest}"
 
 
 def spec_at(config: ModelConfig) -> ModelSpec:

@@ -243,6 +243,21 @@ def _submit(given: dict[str, Any]) -> int:
     return submit(config, resume, dry_run, form)
 
 
+def _resume_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="Run directory")
+    config_arguments(parser)
+
+
+def _resume(given: dict[str, Any]) -> int:
+    """As the run was started: on this machine, or by Slurm."""
+    folder = given["run_dir"] = given.pop("run")
+    _check_run_dir(RunDir(Path(folder)), resume=True)
+    was = load_resolved(Path(folder))
+    layout, site = given.get("layout", was.layout), given.get("site.name", was.site.name)
+    start = _run if (layout, site) == ("local", "") else _submit
+    return start(given | {"resume": True})
+
+
 def _check(given: dict[str, Any]) -> int:
     layers = _layers(given)
     if layers is None:
@@ -361,6 +376,13 @@ COMMANDS: dict[str, Command | Verbs] = {
         _run,
         takes_config=True,
         is_whole=True,
+    ),
+    "resume": Command(
+        "Go on with a run, as it was started: here, or by Slurm.",
+        f"RUN {CONFIG_USAGE}",
+        _resume_arguments,
+        _resume,
+        takes_config=True,
     ),
     "submit": Command(
         "Hand a run to Slurm.",

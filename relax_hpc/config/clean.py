@@ -206,10 +206,11 @@ def _kept(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def near(word: str, allowed: Sequence[str]) -> str:
-    """A suggestion for `word`, by its spelling or, for dotted keys, by its last part; empty if nothing is close."""
-    matches = difflib.get_close_matches(word, allowed, n=1) or [
-        key for key in allowed if key.rpartition(".")[2] == word.rpartition(".")[2]
-    ]
+    """A suggestion for `word`, by the last part of dotted keys or, where none has it, by its spelling; empty if nothing
+    is close."""
+    last = word.rpartition(".")[2]
+    matches = [key for key in allowed if key.rpartition(".")[2] == last]
+    matches = matches or difflib.get_close_matches(word, allowed, n=1)
     return f"; did you mean {' or '.join(matches[:3])}?" if matches else ""
 
 

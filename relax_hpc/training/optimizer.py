@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -18,7 +19,8 @@ TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """Of step 0 .. steps - 1: up to `lr` over `warmup_steps`, then linearly to `lr * final_lr_share` at the last step.
+    """Of step 0 .. steps - 1: up to `lr` over `warmup_steps`, then by its schedule to `lr * final_lr_share` at the last
+    step; `cosine` as I. Loshchilov and F. Hutter, arXiv 1608.03983, equation 5, without restarts.
 
     >>> config = OptimizerConfig(lr=1.0, final_lr_share=0.5, warmup_steps=2)
     >>> [learning_rate(config, step, 5) for step in range(5)]
@@ -27,7 +29,8 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     share = min((step - config.warmup_steps) / max(1, steps - 1 - config.warmup_steps), 1.0)
-    return config.lr * (1.0 - (1.0 - config.final_lr_share) * share)
+    gone = {"linear": share, "cosine": (1.0 - math.cos(math.pi * share)) / 2.0, "constant": 0.0}[config.schedule]
+    return config.lr * (1.0 - (1.0 - config.final_lr_share) * gone)
 
 
 def build_optimizer(config: OptimizerConfig, module: Any, dtype: torch.dtype, fused: bool = False) -> Any:

@@ -52,7 +52,10 @@ class OptimizerConfig:
 
     lr: float = bounded(1e-6, 0.0)
     final_lr_share: float = bounded(1.0, 0.0, 1.0)
-    """Learning rate of the last step as a share of the first; linear between."""
+    """Learning rate of the last step as a share of `lr`."""
+    schedule: Literal["linear", "cosine", "constant"] = "linear"
+    """How the learning rate goes from `lr`, after the warm-up, to its last share: evenly, by half a cosine, which is
+    slow at both ends, or not at all."""
     warmup_steps: int = bounded(0, 0)
     beta1: float = bounded(0.9, 0.0, 1.0)
     beta2: float = bounded(0.95, 0.0, 1.0)
