@@ -1,7 +1,5 @@
-"""Settings of the rewards that are built in: the section `reward` of a configuration.
-
-A module of its own, as reward workers have these and nothing else of the configuration.
-"""
+"""Settings of the rewards that are built in: the section `reward` of a configuration, which reward workers have without
+the rest of it."""
 
 from __future__ import annotations
 
@@ -20,9 +18,9 @@ class ByRowSettings:
     """Reward `by_row`: a prompt's own line says which reward it has."""
 
     column: str = "reward"
-    """Of the prompt's line, whose value is a key of `rewards`."""
+    """Column of the prompt's line whose value is a key of `rewards`."""
     rewards: dict[str, str] = field(default_factory=dict)
-    """Value in the column -> name of the reward. A prompt with any other value fails as `reward_exception`."""
+    """Value of the column -> name of the reward. A prompt with any other value fails as `reward_exception`."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,19 +39,19 @@ class CodeSettings:
     timeout_s: float = bounded(5.0, 0.1)
     """Seconds by the clock for all tests of a response together."""
     memory_mb: int = bounded(1024, 64)
-    """Address space of each of its processes."""
+    """Megabytes of address space of each of its processes."""
     disk_mb: int = bounded(64, 1)
-    """Of all files that it writes, which are in memory, and of what it prints to each test."""
+    """Megabytes of all files that it writes, which are in memory, and of what it prints to each test."""
     processes: int = bounded(16, 1)
     """Processes and threads that it may have at a time."""
     share: bool = False
     """Give the share of the tests that pass. False: 1 if all do, else 0, and the others are not run."""
     python: str = ""
-    """Interpreter that runs it; empty: the role's own, with its packages."""
+    """Interpreter that runs it; empty: the one of the role, with its packages."""
     image: str = ""
     """Apptainer image to run it in, without a network and the user's folders; empty: in namespaces of our own."""
     apptainer: str = "apptainer"
-    """What starts a container: a name on PATH, such as `singularity`, or a path."""
+    """Program that starts a container: a name on PATH, such as `singularity`, or a path."""
     weak: bool = False
     """Run it where the system gives neither user nor network namespaces: it then reads the user's files and reaches the
     network, and what it starts may outlive it. False: such a node is refused."""
@@ -64,10 +62,10 @@ class RemoteSettings:
     """Reward `remote`: a service that is asked over HTTP."""
 
     url: str = ""
-    """To which prompt groups are posted: {"samples": [{"prompt", "answer", "response_text", "finish_reason",
+    """Address to which prompt groups are posted: {"samples": [{"prompt", "answer", "response_text", "finish_reason",
     "metadata", "rows"}, ...]}. The answer is {"scores": [...]}, one number or mapping a sample, as of a reward."""
     timeout_s: float = bounded(20.0, 0.1)
-    """Of one request."""
+    """Seconds for one request."""
     retries: int = bounded(3, 0)
     """Times that a request is sent again which got no answer, or 408, 425, 429 or 5xx, after 0.5 s, then 1 s, 2 s ...;
     `rollout.reward_timeout_s` bounds all of them."""

@@ -83,8 +83,13 @@ REWARDS: dict[str, Reward | str] = {
     "code": "relax_hpc.rewards.code:Code",
     "remote": "relax_hpc.rewards.remote:Remote",
 }
-"""Those that are built in. Of a class an instance, made with the settings, is the reward. Those that only say where
-they lie are computed in reward workers: they may take long, or want what only the main thread has."""
+"""Rewards that are built in, by name. Of a class an instance, made with the settings, is the reward. Those that only
+say where they lie are computed in reward workers: they may take long, or want what only the main thread has."""
+COMPOSED: dict[str, Reward | str] = {
+    "weighted": "relax_hpc.rewards.composed:Weighted",
+    "by_row": "relax_hpc.rewards.composed:ByRow",
+}
+"""Rewards that are made of others, see `relax_hpc.rewards.where`: no functions of samples."""
 
 
 def get_reward(name: str, settings: RewardSettings | None = None) -> Reward:
@@ -94,6 +99,8 @@ def get_reward(name: str, settings: RewardSettings | None = None) -> Reward:
     ConfigError: there is none.
     """
     found, method = find_reward(name)
+    if name in COMPOSED:
+        raise ConfigError(f"reward: {name!r}: is made of others, by relax_hpc.rewards.where.make_rewards")
     given = () if ":" in name else (settings or RewardSettings(),)
     try:
         made = found(*given) if isinstance(found, type) else found
@@ -113,7 +120,7 @@ def find_reward(name: str) -> tuple[Reward, str]:
     module, colon, attribute = name.partition(":")
     attribute, _, method = attribute.partition(".")
     whole = f"{module}{colon}{attribute}"
-    found = named("reward", whole, REWARDS)
+    found = named("reward", whole, REWARDS | COMPOSED)
     if method and not hasattr(found, method):
         raise ConfigError(f"reward: {name!r}: {whole!r} has no method {method!r}; define it there")
     return found, method

@@ -1,4 +1,4 @@
-r"""Reward of multiple-choice questions, whose answer is a letter.
+r"""Reward of multiple-choice questions: whether the answer's letter is chosen.
 
 Of a response counts, in this order, what its last `\boxed{...}` holds, what stands behind its last "answer is",
 "answer:" or "####", and the letter that is all of its last line.

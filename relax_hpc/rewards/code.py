@@ -1,4 +1,4 @@
-"""Reward of programs that the policy writes: they are run, apart from everything else, and their tests count.
+"""Reward of programs that the policy writes: the tests that they pass, run apart from everything else.
 
 The tests are the column `tests` of a prompt's line: a list of {"input", "output"}, what a program reads and has to
 print, or a text of Python that goes on from the program, such as assertions. A program sees its input alone, and can

@@ -1,5 +1,7 @@
-"""Rewards made of others: a weighted sum, and a choice by the prompt's line. Each part is computed where it would be
-alone, all parts at a time; one that fails fails the prompt group, and never counts as 0."""
+"""Rewards made of others: a weighted sum, and a choice by the prompt's line.
+
+Each part is computed where it would be alone, all parts at a time; one that fails fails the prompt group, and never
+counts as 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs programs that nobody trusts: in namespaces of their own, or in a container, within limits.
+"""Programs that nobody trusts, run in namespaces of their own, or in a container, within limits.
 
 A program sees the system's programs and its interpreter, read-only, and an empty folder in memory; no network, no
 files of the user's, none of their processes. It is ended with all that it has started.

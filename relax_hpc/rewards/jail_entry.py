@@ -1,4 +1,4 @@
-"""Begins a program that nobody trusts, as `jail` asks: run by its path, it imports the standard library alone.
+"""Beginning of a program that nobody trusts, as `jail` asks: run by its path, with the standard library alone.
 
 Argument: JSON, see `jail.Jail`. It becomes the program's parent, and the first process of the namespaces that the
 program is in, with whose end the kernel ends all others there. What keeps the program from beginning goes to descriptor

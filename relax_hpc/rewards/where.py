@@ -1,4 +1,5 @@
-"""In which process a reward is computed: one that is quick at once, others and one's own in workers, or in a thread."""
+"""Processes in which rewards are computed: this one for those that are quick, workers for others and for one's own, or
+a thread."""
 
 from __future__ import annotations
 

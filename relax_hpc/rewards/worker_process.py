@@ -18,7 +18,7 @@ from relax_hpc.reward_settings import RewardSettings
 from relax_hpc.rewards import RewardError, RewardInput, Score, Scores, frames
 
 START_S = 300.0
-"""For a worker to import a reward and all that this imports, from a shared filesystem too."""
+"""Seconds for a worker to import a reward and all that this imports, from a shared filesystem too."""
 
 
 class WorkerEnded(Exception):

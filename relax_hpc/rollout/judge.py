@@ -56,7 +56,8 @@ class Judge:
 
     async def start(self) -> None:
         """Return when rewards can be had. ConfigError: there is none of that name."""
-        await self.rewards.start()
+        for rewards in {self.rewards, *([self.eval_rewards] if self.config.eval.every else [])}:
+            await rewards.start()
 
     async def close(self) -> None:
         """End what computes them."""
