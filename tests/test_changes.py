@@ -56,7 +56,7 @@ def test_null_takes_out_what_the_run_has(run: RunDir) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        ("actor.optimizer.lr", 1.0, "not of group rollout alone, allowed: groups.rollout, rollout"),
+        ("actor.optimizer.lr", 1.0, "not of group rollout alone, allowed: groups.rollout, reward, rollout"),
         ("groups.actor.env.A", "1", "groups.actor.env.A: not of group rollout alone"),
         ("steps", 5, "submit --resume"),
         ("rollout.temperature", -1, "rollout.temperature: found -1"),

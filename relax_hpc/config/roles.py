@@ -25,7 +25,7 @@ class Role:
 
 
 ROLES = {
-    "rollout": Role("relax_hpc.roles.rollout", sections=("rollout",)),
+    "rollout": Role("relax_hpc.roles.rollout", sections=("rollout", "reward")),
     "actor": Role(
         "relax_hpc.roles.actor",
         ranked=True,
