@@ -58,21 +58,52 @@ class CodeSettings:
 
 
 @dataclass(kw_only=True, slots=True)
-class RemoteSettings:
-    """Reward `remote`: a service that is asked over HTTP."""
+class ServiceSettings:
+    """How a service is asked over HTTP."""
 
     url: str = ""
-    """Address to which prompt groups are posted: {"samples": [{"prompt", "answer", "response_text", "finish_reason",
-    "metadata", "rows"}, ...]}. The answer is {"scores": [...]}, one number or mapping a sample, as of a reward."""
+    """Address to which is posted."""
     timeout_s: float = bounded(20.0, 0.1)
     """Seconds for one request."""
     retries: int = bounded(3, 0)
     """Times that a request is sent again which got no answer, or 408, 425, 429 or 5xx, after 0.5 s, then 1 s, 2 s ...;
     `rollout.reward_timeout_s` bounds all of them."""
     in_flight: int = bounded(64, 1)
-    """Requests of a process of the role at a time; the others wait, and their deadline has not begun."""
+    """Requests of a process of the role at a time; the others wait."""
     token_file: str = ""
     """File whose text goes with every request as `Authorization: Bearer ...`; empty: none does."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RemoteSettings(ServiceSettings):
+    """Reward `remote`: a service that gives rewards.
+
+    It gets prompt groups, {"samples": [{"prompt", "answer", "response_text", "finish_reason", "metadata", "rows"}, ...]},
+    and answers {"scores": [...]}, one number or mapping a sample, as of a reward.
+    """
+
+
+@dataclass(kw_only=True, slots=True)
+class JudgeSettings(ServiceSettings):
+    """Reward `judge`: a model that says how good a response is, behind an address as OpenAI's."""
+
+    url: str = ""
+    """Address of chat completions, such as `http://node:30000/v1/chat/completions` of `sglang.launch_server`."""
+    model: str = "default"
+    """Name that it is asked for by."""
+    question: str = (
+        "Question:\n{prompt}\n\nReference answer:\n{answer}\n\nResponse to be judged:\n{response}\n\n"
+        "Is the response right? Give a last line `Score: 1` if it is, or `Score: 0`."
+    )
+    """What it is asked, with `{prompt}`, `{answer}` and `{response}` filled in."""
+    score: str = r"(?i)score\s*:\s*\**\s*(-?\d+(?:\.\d+)?)"
+    """Regular expression whose first group is the score; the last place in the judge's answer counts. An answer without
+    one is the judge's failure, and not the response's: the prompt group is drawn again."""
+    scale: float = 1.0
+    """The reward is the score times this."""
+    max_new_tokens: int = bounded(1024, 1)
+    """Tokens of the judge's answer."""
+    temperature: float = bounded(0.0, 0.0)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -85,6 +116,7 @@ class RewardSettings:
     format: FormatSettings = field(default_factory=FormatSettings)
     code: CodeSettings = field(default_factory=CodeSettings)
     remote: RemoteSettings = field(default_factory=RemoteSettings)
+    judge: JudgeSettings = field(default_factory=JudgeSettings)
 
 
 def rebuilt(kind: type[T], tree: Mapping[str, Any]) -> T:

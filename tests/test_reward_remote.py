@@ -1,4 +1,4 @@
-"""The reward that is asked over HTTP: retries, limits, and what becomes of a service that does not do as it should."""
+"""Rewards that are asked over HTTP: retries, limits, and what becomes of a service that does not do as it should."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import pytest
 from aiohttp import web
 
 from relax_hpc.errors import ConfigError
-from relax_hpc.reward_settings import RemoteSettings, RewardSettings
-from relax_hpc.rewards import RewardError, RewardInput, Score, Scores, get_reward, remote
+from relax_hpc.reward_settings import JudgeSettings, RemoteSettings, RewardSettings
+from relax_hpc.rewards import RewardError, RewardInput, Score, Scores, get_reward
+from relax_hpc.rewards import service as service_module
 from relax_hpc.rewards.ask import scores_soon
 from relax_hpc.rewards.where import make_rewards
 
@@ -45,14 +46,14 @@ def asked(answer: Answer, **settings: Any) -> Scores:
             try:
                 return await scores_soon(reward, GROUP)
             finally:
-                await reward._session.close()
+                await reward.service.close()
 
     return asyncio.run(main())
 
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(service_module, "FIRST_PAUSE_S", 0.001)
 
 
 def test_a_service_is_asked_for_whole_groups_with_its_token(tmp_path: Path) -> None:
@@ -133,7 +134,7 @@ def test_who_is_not_there_is_named() -> None:
     async def main() -> Scores:
         reward = get_reward("remote", RewardSettings(remote=RemoteSettings(url="http://127.0.0.1:9/", retries=1)))
         found = await scores_soon(reward, GROUP)
-        await reward._session.close()
+        await reward.service.close()
         return found
 
     found = asyncio.run(main())
@@ -176,3 +177,78 @@ def test_an_address_and_a_token_are_there_or_it_is_said(tmp_path: Path) -> None:
     for name, why in (("none", "No such file"), ("empty", "found no token")):
         with pytest.raises(ConfigError, match=rf"reward.remote.token_file: .*{why}"):
             made(url="http://judge/", token_file=str(tmp_path / name))
+
+
+def judged(answers: list[Any], asked_of: list[dict[str, Any]] | None = None, **settings: Any) -> Scores:
+    """What a judge that says ``answers``, one a request, makes of GROUP."""
+    left = iter(answers)
+
+    async def answer(request: web.Request) -> web.Response:
+        (asked_of if asked_of is not None else []).append(await request.json())
+        said = next(left)
+        return web.json_response({"choices": [{"message": {"content": said}}]} if isinstance(said, str) else said)
+
+    async def main() -> Scores:
+        async with service(answer) as url:
+            reward = get_reward("judge", RewardSettings(judge=JudgeSettings(url=url, in_flight=1, **settings)))
+            try:
+                return await scores_soon(reward, GROUP)
+            finally:
+                await reward.service.close()
+
+    return asyncio.run(main())
+
+
+def test_a_judges_last_score_counts() -> None:
+    bodies = list[dict[str, Any]]()
+    about = {"model": "judge-7b", "scale": 0.1, "question": "{prompt} {response} {answer} {answer}", "temperature": 0.5}
+    found = judged(["At first: Score: 1\nNo. **Score: 7.5**", "score:-2"], bodies, **about)
+    assert found == [Score(pytest.approx(0.75)), Score(pytest.approx(-0.2))]
+    assert bodies[0] == {
+        "model": "judge-7b",
+        "messages": [{"role": "user", "content": "2+2? 4 4 4"}],
+        "max_tokens": 1024,
+        "temperature": 0.5,
+    }
+
+
+def test_what_a_response_says_is_no_place_of_the_question() -> None:
+    bodies = list[dict[str, Any]]()
+    odd = RewardInput("{response}", "{0}", "{answer} %s {", "stop")
+
+    async def answer(request: web.Request) -> web.Response:
+        bodies.append(await request.json())
+        return web.json_response({"choices": [{"message": {"content": "Score: 1"}}]})
+
+    async def main() -> Scores:
+        async with service(answer) as url:
+            question = JudgeSettings(url=url, question="{prompt}|{answer}|{response}")
+            reward = get_reward("judge", RewardSettings(judge=question))
+            found = await scores_soon(reward, [odd])
+            await reward.service.close()
+            return found
+
+    assert asyncio.run(main()) == [Score(1.0)]
+    assert bodies[0]["messages"][0]["content"] == "{response}|{0}|{answer} %s {"
+
+
+@pytest.mark.parametrize("said", ["I cannot say.", {"choices": []}, {"choices": [{"message": {"content": None}}]}, []])
+def test_a_judge_that_gives_no_score_has_failed_and_not_the_response(said: Any) -> None:
+    found = judged(["Score: 1", said])
+    assert isinstance(found, RewardError) and found.reason == "reward_exception"
+    assert "the judge gives no score" in found.detail or "the judge answers" in found.detail
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "reward.judge.url: found ''"),
+        ({"score": "("}, r"reward.judge.score: found '\('"),
+        ({"score": "Score"}, "reward.judge.score: found 'Score', allowed: an expression with a group"),
+        ({"question": "Well?"}, "reward.judge.question: found no {response}"),
+    ],
+)
+def test_what_cannot_be_asked_of_a_judge_is_said(settings: dict[str, str], said: str) -> None:
+    url = {} if not settings else {"url": "http://judge/"}
+    with pytest.raises(ConfigError, match=said):
+        get_reward("judge", RewardSettings(judge=JudgeSettings(**url, **settings)))

@@ -10,7 +10,7 @@ from relax_hpc.rewards import find_reward, get_reward
 from relax_hpc.rewards.composed import parts_of
 from relax_hpc.rollout.filters import get_filter
 
-SETTLED_HERE = ("format", "remote")
+SETTLED_HERE = ("format", "remote", "judge")
 """Rewards whose settings are looked at by making one."""
 
 

@@ -82,6 +82,7 @@ REWARDS: dict[str, Reward | str] = {
     "format": "relax_hpc.rewards.form:Format",
     "code": "relax_hpc.rewards.code:Code",
     "remote": "relax_hpc.rewards.remote:Remote",
+    "judge": "relax_hpc.rewards.judge:Judge",
 }
 """Rewards that are built in, by name. Of a class an instance, made with the settings, is the reward. Those that only
 say where they lie are computed in reward workers: they may take long, or want what only the main thread has."""

@@ -65,7 +65,7 @@ class InThread:
     async def close(self) -> None: ...
 
 
-ALONE = ("remote",)
+ALONE = ("remote", "judge")
 """Rewards of which one worker has as many under way as it may: with more the limit would not be one."""
 
 
