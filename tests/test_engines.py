@@ -33,6 +33,9 @@ from relax_hpc.engines.engine import (  # noqa: E402
 from relax_hpc.engines.sglang.client import SglangClient  # noqa: E402
 from relax_hpc.engines.transformers_engine import load_weights  # noqa: E402
 from relax_hpc.errors import ConfigError  # noqa: E402
+from relax_hpc.reward_settings import JudgeSettings, RewardSettings  # noqa: E402
+from relax_hpc.rewards import RewardInput, Scores, get_reward  # noqa: E402
+from relax_hpc.rewards.ask import scores_soon  # noqa: E402
 from relax_hpc.versions import Version  # noqa: E402
 from relax_hpc.weights.slab import MARK  # noqa: E402
 from tests.engine_helpers import (  # noqa: E402
@@ -118,8 +121,10 @@ def serve(kind: str, models: list[Path], folder: Path, **settings: object) -> It
 def sglang(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """With its radix cache, which is off by default, so that reuse of keys and values can be seen; and it tells of
     every fourth token."""
+    folder = tmp_path_factory.mktemp("sglang")
+    (folder / "chat.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     flags = {"disable_radix_cache": False, "enable_cache_report": True, "stream_interval": 4}
-    yield from serve("sglang", models, tmp_path_factory.mktemp("sglang"), flags=flags)
+    yield from serve("sglang", models, folder, flags=flags | {"chat_template": str(folder / "chat.jinja")})
 
 
 @pytest.fixture(scope="module")
@@ -604,3 +609,21 @@ def test_every_process_of_the_server_ends_with_it_and_nothing_is_left(
     assert not scratch.exists() and not [path for path in memory if path.exists()]
     names = [path.name for path in Path("/dev/shm").iterdir()]
     assert not [name for name in names if any(f"-{member.pid}-" in name for member in members)]
+
+
+def test_a_judge_is_asked_as_the_server_wants_it(sglang: Served) -> None:
+    """A model of random weights is no judge, but what it says is found, and is a score if any text is one."""
+    url = str(sglang.engine._client._session._base_url).rstrip("/") + "/v1/chat/completions"
+    about = {"url": url, "token_file": str(sglang.engine._key_file), "retries": 0, "max_new_tokens": 8}
+    judges = [JudgeSettings(**about, question="{response}", score=score) for score in ("(?s).*()1?", "score: (1)")]
+
+    async def asked(settings: JudgeSettings) -> Scores:
+        judge = get_reward("judge", RewardSettings(judge=settings))
+        try:
+            return await scores_soon(judge, [RewardInput("?", "4", "12", "stop")] * 2)
+        finally:
+            await judge.service.close()
+
+    empty, silent = (sglang.runner.run(asked(settings)) for settings in judges)
+    assert "could not convert string to float: ''" in empty.detail, "the server has said something"
+    assert "ValueError: the judge gives no score: '" in silent.detail
