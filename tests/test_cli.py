@@ -41,7 +41,7 @@ WRONG = [
     (["run", "--step", "1"], ["--step: unknown option", "did you mean steps?"]),
     (
         ["run", "--temperature", "1"],
-        ["--temperature: unknown option", "did you mean rollout.temperature or eval.temperature?"],
+        ["--temperature: unknown option", "did you mean rollout.temperature or reward.judge.temperature"],
     ),
     (["run", "--rollout", "{top_p: 1}"], ["--rollout: a section", "--rollout.replicas"]),
     (["run", "--rollout.temperature"], ["--rollout.temperature: expected one argument"]),

@@ -27,7 +27,7 @@ def write(directory: Path, name: str, text: str) -> Path:
 
 WRONG = [
     ("stepz: 5", ["stepz: unknown key", "did you mean steps?"]),
-    ("temperature: 1.0", ["temperature: unknown key", "did you mean rollout.temperature or eval.temperature?"]),
+    ("temperature: 1.0", ["temperature: unknown key", "did you mean rollout.temperature or reward.judge.temperature"]),
     ("rollout: {temprature: 1.0}", ["rollout.temprature", "allowed: replicas", "did you mean temperature?"]),
     ("actor: {optimizer: {learning: 1}}", ["actor.optimizer.learning: unknown key", "lr, final_lr_share"]),
     ("steps: ten", ["steps: found 'ten' (str)", "an integer at least 1"]),
