@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from relax_hpc.doctor import cluster, deep, doctor, host
+from relax_hpc.doctor import cluster, deep, doctor, host, job
 from relax_hpc.doctor.doctor import diagnose
 from relax_hpc.doctor.planes import judge_planes
 from relax_hpc.slurm.commands import Slurm
@@ -241,6 +242,19 @@ def test_what_is_printed(fake: FakeSlurm, tmp_path: Path, capsys: pytest.Capture
     assert "error    site.partition: found 'nope', allowed: main" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("python", "problems"), [("", 0), ("/no/such/python", 1)])
+def test_a_node_is_asked_whether_programs_can_be_kept_apart(tmp_path: Path, python: str, problems: int) -> None:
+    config = make(tmp_path, {"rollout": {"reward": "code"}, "reward": {"code": {"python": python}}})
+    probe = job.Probe(("rollout",), 1, {}, tmp_path / "probe", mpi=False)
+    probe.make()
+    [word] = [word for word in probe._words(config) if word.startswith("--code=")]
+    assert not any("--code" in word for word in job.Probe(("actor",), 1, {}, tmp_path, mpi=False)._words(config))
+    words = [*job.PROBE, f"--folder={probe.folder}", "--nodes=1", "--interfaces", "lo", "--name=here", word]
+    subprocess.run([sys.executable, *words], check=True, timeout=60)
+    found = json.loads((probe.folder / "here.done.json").read_text())["problems"]
+    assert len(found) == problems and all("reward.code: no program can be kept apart on" in one for one in found)
+
+
 def test_the_tried_versions_are_named() -> None:
     assert "22.05" in cluster.TRIED_VERSIONS
 
@@ -254,7 +268,8 @@ def real(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Slu
 
 def test_a_good_run_on_a_real_slurm(real: Slurm, tmp_path: Path) -> None:
     """From its nodes too, which run for this by themselves."""
-    found = diagnose(make(tmp_path, site(interface="lo", sbatch_on_nodes=True)), real, deep=True)
+    changes = site(interface="lo", sbatch_on_nodes=True) | {"rollout": {"reward": "code"}}
+    found = diagnose(make(tmp_path, changes), real, deep=True)
     assert [finding.text for finding in found if finding.severity == "error"] == []
     assert any(finding.text.startswith("nodes node1, node2 (hub") for finding in found), found
     (table,) = [finding.detail.splitlines() for finding in found if finding.text.startswith("planes: ")]

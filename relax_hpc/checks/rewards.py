@@ -32,6 +32,12 @@ def check_rewards(config: Config) -> Iterator[str]:
             yield f"rollout.filter: {str(error).partition(': ')[2]}"
 
 
+def runs_code(config: Config) -> bool:
+    """Whether programs of the policy are run, in training or in evaluations."""
+    names = (config.rollout.reward, config.eval.reward)
+    return any(leaf == "code" for name in names if name for _, leaf in parts_of(name, config.reward))
+
+
 def _of(key: str, name: str, config: Config) -> Iterator[str]:
     try:
         find_reward(name)

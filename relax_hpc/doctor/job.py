@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import shlex
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import relax_hpc
+from relax_hpc.checks.rewards import runs_code
 from relax_hpc.config.schema import Config
 from relax_hpc.doctor.probe import TOKEN
 from relax_hpc.slurm.container import container_command, container_srun_options, role_python
@@ -68,6 +70,8 @@ class Probe:
         words = [f"--folder={self.folder}", f"--nodes={self.nodes}", f"--local_dir={config.site.local_dir}"]
         words += [f"--local_bytes={_staged(config)}", *plane_words(config)]
         words += ["--mpi"] if self.mpi else []
+        draws = any("rollout" in config.groups[name].roles for name in self.groups if name in config.groups)
+        words += [f"--code={json.dumps(asdict(config.reward.code))}"] if draws and runs_code(config) else []
         words += ["--interfaces", *_interfaces(config)]
         return [*words, "--paths", *(f"{key}={path}" for key, path in _paths(config).items())]
 

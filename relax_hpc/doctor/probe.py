@@ -21,6 +21,8 @@ from relax_hpc.config.schema import Config
 from relax_hpc.doctor.planes import PlaneProbe
 from relax_hpc.errors import ConfigError
 from relax_hpc.rendezvous.network import LOOPBACK, interface_address, own_address
+from relax_hpc.reward_settings import CodeSettings, rebuilt
+from relax_hpc.rewards.jail import Jail
 from relax_hpc.rundir import write_json
 from relax_hpc.slurm.mpi import try_mpi
 
@@ -43,6 +45,7 @@ def main() -> None:
     parser.add_argument("--local_dir", default="", help="empty: this node's TMPDIR, or /tmp")
     parser.add_argument("--local_bytes", type=int, default=0, help="that will be copied there")
     parser.add_argument("--mpi", action="store_true", help="try it between the nodes, last")
+    parser.add_argument("--code", default="", help="reward.code as JSON: whether programs can be kept apart here")
     parser.add_argument("--paths", nargs="*", default=[], metavar="KEY=PATH")
     parser.add_argument("--planes", nargs="*", default=[], metavar="PLANE=MODE")
     parser.add_argument("--name", default=os.environ.get("SLURMD_NODENAME") or socket.gethostname())
@@ -51,6 +54,7 @@ def main() -> None:
     host, problems = _address(given.interfaces)
     local = given.local_dir or os.environ.get("TMPDIR") or "/tmp"
     problems += [*_local(Path(local), max(MIN_LOCAL, given.local_bytes)), *_missing(given.paths)]
+    problems += _programs(given.code) if given.code else []
     report: dict[str, Any] = {"node": node, "problems": problems}
     modes, token = dict(text.split("=", 1) for text in given.planes), (given.folder / TOKEN).read_bytes()
     planes = PlaneProbe(node, modes, token, host)
@@ -107,6 +111,14 @@ def _missing(paths: list[str]) -> list[str]:
         for key, path in pairs
         if not Path(path).exists()
     ]
+
+
+def _programs(settings: str) -> list[str]:
+    try:
+        Jail(rebuilt(CodeSettings, json.loads(settings)))
+    except ConfigError as problem:
+        return [str(problem)]
+    return []
 
 
 def _answer(listener: socket.socket) -> None:
