@@ -199,11 +199,11 @@ def test_of_another_run_it_is_said_what_to_start_from(tmp_path: Path) -> None:
     checkpoint.mkdir(parents=True)
     (run / "config.yaml").touch()
     for number in (0, 12):
-        (run / "weights" / f"i000001-v{number:06d}").mkdir(parents=True)
-        (run / "weights" / f"i000001-v{number:06d}" / "config.json").touch()
+        (run / "weights" / f"i000001-v{number:06d}" / "model").mkdir(parents=True)
+        (run / "weights" / f"i000001-v{number:06d}" / "model" / "config.json").touch()
     for path, part in (
         (checkpoint, f"found a checkpoint of a run; relax-hpc convert {checkpoint} {run}/i000001-step-000012-hf, and"),
-        (run, f"found a run, which is no model; name {run}/weights/i000001-v000012, its newest weights"),
+        (run, f"found a run, which is no model; name {run}/weights/i000001-v000012/model, its newest weights"),
     ):
         over = {"run_dir": str(tmp_path / "run"), "model.path": str(path)}
         assert any(f"model.path: {part}" in finding for finding in check(load([QUICKSTART], over)))

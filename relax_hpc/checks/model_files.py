@@ -63,7 +63,7 @@ def _of_a_run(path: Path) -> str:
         return f"found a checkpoint of a run; relax-hpc convert {path} {made}, and name {made}"
     if not (path / "config.yaml").is_file() or (path / "config.json").is_file():
         return ""
-    versions = sorted(path.glob("weights/i*-v*/config.json"))
+    versions = sorted(path.glob("weights/i*-v*/model/config.json"))
     newest = f"{versions[-1].parent}, its newest weights" if versions else "a checkpoint of it, once it is converted"
     return f"found a run, which is no model; name {newest}"
 

@@ -35,8 +35,8 @@ class ModelConfig:
     """The policy that is trained, and the frozen reference."""
 
     path: str = ""
-    """Hugging Face directory (config.json, tokenizer.json, *.safetensors), such as `weights/<version>` of another run.
-    Empty: the run makes `tiny`."""
+    """Hugging Face directory (config.json, tokenizer.json, *.safetensors), such as `weights/<version>/model` of
+    another run. Empty: the run makes `tiny`."""
     reference_path: str = ""
     """Hugging Face directory of the reference; empty: the policy before its first step."""
     tiny: TinyModelConfig = field(default_factory=TinyModelConfig)
