@@ -23,7 +23,9 @@ from relax_hpc.algorithms import (
     DualClip,
     Grpo,
     Gspo,
+    M2po,
     ReinforcePP,
+    Sapo,
     algorithm_class,
 )
 from relax_hpc.algorithms.base import CorrectionConfig, KlConfig
@@ -146,14 +148,16 @@ def test_reinforce_pp_takes_a_kl_penalty_off_the_reward_of_each_token():
 # -- finite differences --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("algorithm", LOSSES, ids=lambda one: one.name)
-@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean"])
+# With no budget the edges of M2PO do not move either.
+@pytest.mark.parametrize("algorithm", [*LOSSES, Sapo(correction=OFF), M2po(budget=0.0)], ids=lambda one: one.name)
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "constant"])
 def test_gradients_equal_finite_differences(algorithm, reduction):
     """GSPO's stop-gradients leave the gradient of its value where a row has one advantage. Those of CISPO leave another
     one: there the weights are held at the edges, which do not move."""
     batch = random_batch(3, 4, seed=11)
     batch.advantages[:] = batch.advantages[:, :1]
-    held = dataclasses.replace(algorithm, reduction=reduction, kl=KlConfig(coefficient=0.2, importance=True))
+    kl = KlConfig(coefficient=0.2, importance=True)
+    held = dataclasses.replace(algorithm, reduction=reduction, constant_tokens=5, kl=kl)
     if isinstance(held, Cispo):
         held = dataclasses.replace(held, clip_low=0.0, clip_high=0.0)
 

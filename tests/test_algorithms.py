@@ -45,7 +45,8 @@ configs = st.builds(
     clip_low=st.sampled_from([0.0, 0.2, 1.0]),
     clip_high=st.sampled_from([0.0, 0.28]),
     entropy_coefficient=st.sampled_from([0.0, 0.01, -0.02]),
-    reduction=st.sampled_from(["token_mean", "sequence_mean"]),
+    reduction=st.sampled_from(["token_mean", "sequence_mean", "constant"]),
+    constant_tokens=st.just(7),
     kl=kls,
     correction=corrections,
 )
@@ -102,7 +103,7 @@ def numpy_loss(batch: TokenBatch, config: Grpo) -> dict[str, float]:
         for j in chosen:
             new, old, rollout = (float(t[i, j]) for t in (batch.logprobs, batch.old_logprobs, batch.rollout_logprobs))
             ref, adv, entropy = (float(t[i, j]) for t in (batch.ref_logprobs, batch.advantages, batch.entropy))
-            share = 1 / len(chosen) if config.reduction == "sequence_mean" else 1.0
+            share = {"token_mean": 1.0, "sequence_mean": 1 / len(chosen), "constant": 1 / 7}[config.reduction]
             ratio = math.exp(new - old)
             inside = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
             importance = product if config.correction.level == "sequence" else math.exp(old - rollout)
@@ -129,7 +130,7 @@ def numpy_loss(batch: TokenBatch, config: Grpo) -> dict[str, float]:
             out["train_rollout_logprob_abs_diff"] += abs(old - rollout)
             out["train_rollout_logprob_max"] = max(out["train_rollout_logprob_max"], abs(old - rollout))
     out["loss"] = out["loss/policy"] + out["loss/kl"] + out["loss/entropy"]
-    out["weight"] = out["episodes"] if config.reduction == "sequence_mean" else out["tokens"]
+    out["weight"] = out["tokens"] if config.reduction == "token_mean" else out["episodes"]
     return out
 
 

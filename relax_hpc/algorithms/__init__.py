@@ -16,8 +16,10 @@ from relax_hpc.algorithms.dr_grpo import DrGrpo
 from relax_hpc.algorithms.dual_clip import DualClip
 from relax_hpc.algorithms.grpo import Grpo
 from relax_hpc.algorithms.gspo import Gspo
-from relax_hpc.algorithms.reinforce_pp import ReinforcePP
+from relax_hpc.algorithms.m2po import M2po
+from relax_hpc.algorithms.reinforce_pp import ReinforcePP, ReinforcePPBaseline
 from relax_hpc.algorithms.rloo import Rloo
+from relax_hpc.algorithms.sapo import Sapo
 from relax_hpc.errors import ConfigError
 from relax_hpc.named import named
 
@@ -27,7 +29,10 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "rloo": Rloo,
     "gspo": Gspo,
     "cispo": Cispo,
+    "sapo": Sapo,
+    "m2po": M2po,
     "reinforce_pp": ReinforcePP,
+    "reinforce_pp_baseline": ReinforcePPBaseline,
     "dual_clip": DualClip,
 }
 

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from relax_hpc.algorithms.batch import TokenBatch
     from relax_hpc.algorithms.losses import TokenLosses
 
+VARIANCE_EPS = 1e-8
+"""Added to a variance before its root is divided by."""
+Reduction = Literal["token_mean", "sequence_mean", "constant"]
+"""What a loss is a mean over, see `Algorithm.reduction`."""
 Row = Mapping[str, Any]
 Prompt = Sequence[Sequence[Row]]
 """What came of a prompt: its episodes, each of one row or several."""
@@ -58,6 +62,26 @@ class CorrectionConfig:
     """Largest ratio that is not truncated or masked."""
 
 
+@dataclass(kw_only=True, slots=True)
+class OverlongConfig:
+    """Soft punishment of long episodes, taken off their rewards: DAPO, arXiv 2503.14476, equation 13."""
+
+    max_tokens: int = bounded(0, 0)
+    """Sampled tokens that cost an episode the whole penalty, rollout.max_new_tokens as a rule. 0: there is none."""
+    buffer: int = bounded(0, 0)
+    """Tokens before max_tokens over which the penalty grows from 0; at most max_tokens."""
+    penalty: float = bounded(1.0, 0.0)
+    """What an episode of max_tokens loses; the paper's rewards are -1 and 1."""
+
+    def of(self, tokens: np.ndarray) -> np.ndarray:
+        """What episodes of so many sampled ``tokens`` (any shape) lose, float64; `max_tokens` is not 0.
+
+        >>> OverlongConfig(max_tokens=10, buffer=4, penalty=2.0).of(np.array([6, 7, 10, 11])).tolist()
+        [0.0, 0.5, 2.0, 2.0]
+        """
+        return self.penalty * np.clip((tokens - self.max_tokens) / max(self.buffer, 1) + 1.0, 0.0, 1.0)
+
+
 # Without slots, so that classes which build on others may call super(): with them a dataclass is made anew, and Python
 # 3.11 and 3.12 look for super() in the class before.
 @dataclass(kw_only=True)
@@ -77,13 +101,17 @@ class Algorithm:
     """Whether the loss looks at the log-probabilities by the policy before the step."""
 
     name: str = ""
-    """grpo, dr_grpo, rloo, gspo, cispo, reinforce_pp, dual_clip, or `package.module:Class` of your own."""
+    """grpo, dr_grpo, rloo, gspo, cispo, sapo, m2po, reinforce_pp, reinforce_pp_baseline, dual_clip, or
+    `package.module:Class` of your own."""
     passes: int = bounded(1, 1)
     """Times a training batch is gone through."""
     mini_batches: int = bounded(1, 1)
     """Optimizer steps a pass makes; divides prompts_per_step."""
-    reduction: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """Over a whole optimizer step: mean over tokens, or over episodes of each episode's mean."""
+    reduction: Reduction = "token_mean"
+    """Over a whole optimizer step: mean over tokens; over episodes of each episode's mean; or, `constant`, over
+    episodes of each episode's sum divided by `constant_tokens`, as Dr. GRPO wants it."""
+    constant_tokens: int = bounded(0, 0)
+    """What `constant` divides by, the same for episodes of any length: rollout.max_new_tokens as a rule."""
     entropy_coefficient: float = bounded(0.0)
     """Weight of the entropy's bonus in the loss."""
     balance_coefficient: float = bounded(0.0, 0.0)
@@ -92,9 +120,17 @@ class Algorithm:
     log_entropy: bool = False
     """Write the policy's entropy also where it is not in the loss. Neither: it is not computed."""
     kl: KlConfig = field(default_factory=KlConfig)
+    kl_in_reward: float = bounded(0.0, 0.0)
+    """Weight of a KL penalty in the reward, log(rollout / reference) of each token (k1), which needs a reference;
+    `kl.coefficient` is the weight of one in the loss."""
+    whiten: bool = False
+    """Give advantages mean 0 and variance 1 over the trained tokens of the step, on whichever rank they are."""
+    overlong: OverlongConfig = field(default_factory=OverlongConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     mask_older_tokens: bool = False
     """Leave tokens out of the loss that were drawn by older weights than the last one of their row."""
+    mask_truncated: bool = False
+    """Leave episodes out of the loss that were cut at their longest; their rewards count for the others."""
     shuffle_rewards: bool = False
     """Control experiment: permute rewards over the step's episodes. Nothing should be learned."""
 
@@ -103,7 +139,7 @@ class Algorithm:
     @property
     def needs(self) -> tuple[str, ...]:
         """Fields of rows that advantages follow from, beside those that rollout gives with every row."""
-        return ("reward",)
+        return ("reward", "rollout_logprobs", "ref_logprobs") if self.kl_in_reward else ("reward",)
 
     def loss_needs(self, stale: bool = False) -> tuple[str, ...]:
         """Fields of rows that the loss looks at; ``stale``: rows may be of older versions than the one trained.
@@ -126,7 +162,7 @@ class Algorithm:
     @property
     def whole_step(self) -> bool:
         """Whether advantages wait for all rows of a step."""
-        return self.window == "step" or self.shuffle_rewards
+        return self.window == "step" or self.whiten or self.shuffle_rewards
 
     def findings(self) -> Iterator[str]:
         """What is wrong with these settings, one line each, which begins with the setting."""
@@ -134,6 +170,18 @@ class Algorithm:
             yield (
                 "kl.estimator: found k1 with a coefficient, allowed: k2, k3, or k1 with kl.importance; "
                 "its gradient is 0 in expectation"
+            )
+        if self.kl.coefficient and self.kl_in_reward:
+            yield (
+                f"kl_in_reward: found {self.kl_in_reward} beside kl.coefficient {self.kl.coefficient}, allowed: one of "
+                "both; they ask for the same twice"
+            )
+        if self.reduction == "constant" and not self.constant_tokens:
+            yield "constant_tokens: found 0 with reduction constant, allowed: more; rollout.max_new_tokens is usual"
+        if self.overlong.buffer > self.overlong.max_tokens:
+            yield (
+                f"overlong.buffer: found {self.overlong.buffer}, allowed: at most overlong.max_tokens, "
+                f"{self.overlong.max_tokens}"
             )
 
     # -- what it does ------------------------------------------------------------------------------------------
@@ -145,12 +193,25 @@ class Algorithm:
         """
         raise NotImplementedError(f"{type(self).__name__} says nothing of advantages")
 
+    def task_rewards(self, prompts: Sequence[Prompt]) -> np.ndarray:
+        """Rewards [prompts, episodes], float64, less what `overlong` takes off. ValueError as of `rewards_of`."""
+        found = rewards_of(prompts)
+        return found - self.overlong.of(sampled_tokens(prompts)) if self.overlong.max_tokens else found
+
+    def rewards(self, prompts: Sequence[Prompt]) -> np.ndarray:
+        """`task_rewards` less the KL penalties of all tokens of an episode."""
+        found = self.task_rewards(prompts)
+        if not self.kl_in_reward:
+            return found
+        penalties = [[sum(float(penalty(row).sum()) for row in episode) for episode in prompt] for prompt in prompts]
+        return found - self.kl_in_reward * np.array(penalties)
+
     def token_advantages(self, prompts: Sequence[Prompt]) -> list[np.ndarray]:
         """Of every row, in their order, [tokens] float32: its episode's advantage where the loss mask is set, else 0.
 
         ValueError: a prompt has less than two episodes, or not as many as the others, or a reward is not finite.
         """
-        values = self.advantages(rewards_of(prompts), trained_tokens(prompts))
+        values = self.advantages(self.rewards(prompts), trained_tokens(prompts))
         found = zip(prompts, values, strict=True)
         of_episodes = (pair for prompt, line in found for pair in zip(prompt, line, strict=True))
         of_rows = [(value, row["loss_mask"]) for episode, value in of_episodes for row in episode]
@@ -158,7 +219,10 @@ class Algorithm:
 
     def given(self, prompts: Sequence[Prompt]) -> list[dict[str, np.ndarray]]:
         """Of every row, in their order, the fields of `gives`; whoever gives more than advantages overrides it."""
-        return [{"advantages": values} for values in self.token_advantages(prompts)]
+        made = self.token_advantages(prompts)
+        if self.whiten:
+            made = whitened(made, [row["loss_mask"] for prompt in prompts for episode in prompt for row in episode])
+        return [{"advantages": values} for values in made]
 
     def token_losses(self, batch: TokenBatch) -> TokenLosses:
         """The policy's loss of each token [b, s]; entries whose mask is 0 hold zeros, and do not count."""
@@ -186,6 +250,37 @@ def trained_tokens(prompts: Sequence[Prompt]) -> np.ndarray:
     return np.array(
         [[sum(np.count_nonzero(row["loss_mask"]) for row in episode) for episode in prompt] for prompt in prompts]
     )
+
+
+def sampled_tokens(prompts: Sequence[Prompt]) -> np.ndarray:
+    """Tokens that the policy drew, trained on or not, [prompts, episodes] int64."""
+    return np.array(
+        [[sum(np.count_nonzero(row["token_versions"]) for row in episode) for episode in prompt] for prompt in prompts]
+    )
+
+
+def penalty(row: Row) -> np.ndarray:
+    """log(rollout / reference) of the trained tokens of a row, float64: k1 of KL(policy || reference)."""
+    trained = row["loss_mask"] > 0
+    return row["rollout_logprobs"][trained].astype(np.float64) - row["ref_logprobs"][trained]
+
+
+def normalised(values: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
+    """``values`` [n] less their mean over their spread, each of them there ``counts`` times (1); 0 if all are equal."""
+    counts = np.ones_like(values) if counts is None else counts
+    seen, total = values[counts > 0], counts.sum()
+    if total < 2 or (seen == seen[0]).all():
+        return np.zeros_like(values)
+    mean = (counts * values).sum() / total
+    var = (counts * (values - mean) ** 2).sum() / (total - 1)
+    return (values - mean) / np.sqrt(var + VARIANCE_EPS)
+
+
+def whitened(advantages: Sequence[np.ndarray], loss_masks: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """``advantages`` of rows, [tokens] each, with mean 0 and variance 1 over all tokens with mask 1; 0 elsewhere."""
+    flat, mask = np.concatenate(advantages).astype(np.float64), np.concatenate(loss_masks) > 0
+    flat[mask] = normalised(flat[mask])
+    return np.split((flat * mask).astype(np.float32), np.cumsum([len(row) for row in advantages])[:-1])
 
 
 def centred(rewards: np.ndarray) -> np.ndarray:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from relax_hpc.algorithms.base import Reduction
 from relax_hpc.algorithms.grpo import Grpo
 from relax_hpc.settings import bounded
 
@@ -31,8 +32,8 @@ class Gspo(Grpo):
     """Lower edge of a row's ratio is 1 - clip_low."""
     clip_high: float = bounded(4e-4, 0.0)
     """Upper edge of a row's ratio is 1 + clip_high."""
-    reduction: Literal["token_mean", "sequence_mean"] = "sequence_mean"
-    """Over a whole optimizer step: mean over tokens, or over episodes of each episode's mean."""
+    reduction: Reduction = "sequence_mean"
+    """As of all algorithms; in the paper, a mean over sequences."""
 
     def token_losses(self, batch: TokenBatch) -> TokenLosses:
         from relax_hpc.algorithms.kl import safe_exp

@@ -42,8 +42,11 @@ def ratio_to_old(batch: TokenBatch) -> Tensor:
     return safe_exp(batch.logprobs - batch.old_logprobs)
 
 
-def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """Token losses max(-A r, -A clip(r, 1 - low, 1 + high)) and where the clipped branch holds, both of r's shape."""
+def clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, low: float | Tensor, high: float | Tensor
+) -> tuple[Tensor, Tensor]:
+    """Token losses max(-A r, -A clip(r, 1 - low, 1 + high)) and where the clipped branch holds, both of r's shape; the
+    edges are the same for all, or of a shape that fits r's."""
     free = -advantages * ratio
     clipped = -advantages * ratio.clamp(1.0 - low, 1.0 + high)
     return free.maximum(clipped), clipped > free
@@ -55,7 +58,8 @@ def policy_loss(batch: TokenBatch, algorithm: Algorithm) -> tuple[Tensor, dict[s
     A token's loss is w * algorithm.token_losses + kl.coefficient * KL - entropy_coefficient * H with w from
     `correction`. `token_mean` adds up tokens (DAPO, arXiv 2503.14476, section 3.3; every token weighs the same, which
     Dr. GRPO, arXiv 2503.20783, section 3, asks for too); `sequence_mean` first divides an episode's sum by its masked
-    tokens (GRPO, arXiv 2402.03300, equation 3), those of all its rows together, of which some may be in other batches.
+    tokens (GRPO, arXiv 2402.03300, equation 3), those of all its rows together, of which some may be in other batches;
+    `constant` divides it by `constant_tokens` (Dr. GRPO, section 3.2: no episode's tokens weigh less for being many).
     The mean over an optimizer step is sum(loss) / sum(metrics["weight"]).
 
     Metrics: `weight` (masked tokens, or episodes having some: a row is as much of one as it has of its tokens),
@@ -73,6 +77,8 @@ def policy_loss(batch: TokenBatch, algorithm: Algorithm) -> tuple[Tensor, dict[s
     share = keep.to(x.logprobs.dtype)
     if algorithm.reduction == "sequence_mean":
         share = share / x.of_episode()
+    elif algorithm.reduction == "constant":
+        share = share / algorithm.constant_tokens
     found = algorithm.token_losses(x)
     corrected = correction(x.old_logprobs, x.rollout_logprobs, algorithm.correction)
     terms = {"loss/policy": (share * corrected.weight * found.loss).sum()}

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import numpy as np
 
-from relax_hpc.algorithms.base import Prompt, Row, centred, rewards_of, spread
+from relax_hpc.algorithms.base import KlConfig, Prompt, Row, centred, normalised, penalty, spread
 from relax_hpc.algorithms.grpo import Grpo
-from relax_hpc.settings import bounded
-
-EPS = 1e-8
 
 
 @dataclass(kw_only=True)
@@ -30,15 +27,14 @@ class ReinforcePP(Grpo):
     name: str = "reinforce_pp"
     baseline: Literal["none", "prompt"] = "none"
     """What is taken off the reward before the step's mean: nothing, or the mean of its prompt's rewards."""
-    kl_in_reward: float = bounded(0.0, 0.0)
-    """Weight of a KL penalty in the reward of each token, which needs a reference; `kl.coefficient` is in the loss."""
 
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return ("reward", "rollout_logprobs", "ref_logprobs") if self.kl_in_reward else ("reward",)
+    def findings(self) -> Iterator[str]:
+        yield from super().findings()
+        if self.whiten:
+            yield f"whiten: found true with {self.name}, allowed: false; it does that by itself"
 
     def token_advantages(self, prompts: Sequence[Prompt]) -> list[np.ndarray]:
-        rewards = rewards_of(prompts)
+        rewards = self.task_rewards(prompts)
         if self.baseline == "prompt":
             rewards = centred(rewards)
         episodes = [episode for prompt in prompts for episode in prompt]
@@ -55,22 +51,16 @@ class ReinforcePP(Grpo):
     def _returns(self, episode: Sequence[Row], reward: float) -> np.ndarray:
         """Of the trained tokens of an episode's rows, one row after the other, [n]: what is left of its reward after
         the penalty of these and later ones."""
-        penalty = np.concatenate([_penalty(row) for row in episode])
-        return reward - self.kl_in_reward * penalty[::-1].cumsum()[::-1]
+        penalties = np.concatenate([penalty(row) for row in episode])
+        return reward - self.kl_in_reward * penalties[::-1].cumsum()[::-1]
 
 
-def _penalty(row: Row) -> np.ndarray:
-    """log(rollout / reference) of the trained tokens of a row."""
-    trained = row["loss_mask"] > 0
-    return row["rollout_logprobs"][trained].astype(np.float64) - row["ref_logprobs"][trained]
+@dataclass(kw_only=True)
+class ReinforcePPBaseline(ReinforcePP):
+    """REINFORCE++-baseline, arXiv 2501.03262, section 3.3: the mean of the prompt's rewards is taken off each, then all
+    are normalised over the tokens of the step; a KL, if there is one, is in the loss, by `k2`."""
 
-
-def normalised(values: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
-    """``values`` [n] less their mean over their spread, each of them there ``counts`` times (1); 0 if all are equal."""
-    counts = np.ones_like(values) if counts is None else counts
-    seen, total = values[counts > 0], counts.sum()
-    if total < 2 or (seen == seen[0]).all():
-        return np.zeros_like(values)
-    mean = (counts * values).sum() / total
-    var = (counts * (values - mean) ** 2).sum() / (total - 1)
-    return (values - mean) / np.sqrt(var + EPS)
+    name: str = "reinforce_pp_baseline"
+    baseline: Literal["none", "prompt"] = "prompt"
+    """What is taken off the reward before the step's mean: nothing, or the mean of its prompt's rewards."""
+    kl: KlConfig = field(default_factory=lambda: KlConfig(estimator="k2"))

@@ -217,6 +217,11 @@ def _forward(config: Config, places: Collection[str]) -> Findings:
 def _algorithm(config: Config) -> Findings:
     yield from (f"algorithm.{finding}" for finding in config.algorithm.findings())
     yield from _fields(config)
+    if (found := config.algorithm.overlong.max_tokens) > config.rollout.max_new_tokens:
+        yield (
+            f"algorithm.overlong.max_tokens: found {found}, allowed: at most rollout.max_new_tokens, "
+            f"{config.rollout.max_new_tokens}; nothing becomes that long"
+        )
     groups, parts, data = config.prompts_per_step, config.algorithm.mini_batches, config.actor.parallel.data
     rows = groups // parts * config.samples_per_prompt
     if groups % parts:

@@ -74,8 +74,9 @@ class Judge:
         if isinstance(scores, RewardError):
             return Failure(scores.reason, f"{scores.reason}: {scores.detail} (prompt {prompt.prompt_id})")
         self._note(ticket // self.config.prompts_per_step, scores)
-        newest_only = self.config.algorithm.mask_older_tokens
-        rows = group_rows(prompt, ticket, answers, [score.total for score in scores], self._filter, newest_only)
+        algorithm, rewards = self.config.algorithm, [score.total for score in scores]
+        masks = algorithm.mask_older_tokens, algorithm.mask_truncated
+        rows = group_rows(prompt, ticket, answers, rewards, self._filter, *masks)
         if self._routes and not isinstance(rows, Failure) and (failure := bad_routes(self._routes, rows)):
             return failure
         if not isinstance(rows, Failure) and self._keeps(ticket):

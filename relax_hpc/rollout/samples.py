@@ -97,10 +97,12 @@ def group_rows(
     rewards: Sequence[float],
     keeps: Filter = lambda rewards: True,
     newest_only: bool = False,
+    whole_only: bool = False,
 ) -> list[Row] | Failure:
     """The rows of a prompt group, or why there are none.
 
-    ``keeps``: by the rewards, whether the group is wanted. ``newest_only``: see `leave_older_out`.
+    ``keeps``: by the rewards, whether the group is wanted. ``newest_only``: see `leave_older_out`. ``whole_only``: an
+    episode that was cut at its longest is not trained on.
     """
     try:
         kept = bool(keeps(list(rewards)))
@@ -115,6 +117,9 @@ def group_rows(
         row["reward"] = rewards[row["episode"]]
     for row in rows if newest_only else ():
         leave_older_out(row)
+    for row in rows if whole_only else ():
+        if last_response(answers[row["episode"]]).finish_reason == "length":
+            row["loss_mask"][:] = 0
     return rows
 
 

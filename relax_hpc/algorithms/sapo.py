@@ -1,0 +1,53 @@
+"""SAPO: a smooth gate where PPO has a clip."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from relax_hpc.algorithms.base import Algorithm, Reduction
+from relax_hpc.algorithms.grpo import Grpo
+from relax_hpc.settings import bounded
+
+if TYPE_CHECKING:
+    from relax_hpc.algorithms.batch import TokenBatch
+    from relax_hpc.algorithms.losses import TokenLosses
+
+OPEN = 0.9
+"""A token counts as clipped where its gate leaves less than this share of its gradient."""
+
+
+@dataclass(kw_only=True)
+class Sapo(Algorithm):
+    """Soft adaptive policy optimization, arXiv 2511.20347, with GRPO's advantages.
+
+    A token's loss is -A (4 / t) sigmoid(t (r - 1)), whose gradient is that of -A r times 4 p (1 - p) with
+    p = sigmoid(t (r - 1)): 1 at r = 1, and falling towards 0 on both sides, where PPO's is cut at an edge. The
+    temperature t is larger where A < 0: pushing a token down raises all others of the vocabulary.
+    """
+
+    name: str = "sapo"
+    temperature_up: float = bounded(1.0, 0.0)
+    """How fast the gate closes for tokens with a positive advantage."""
+    temperature_down: float = bounded(1.05, 0.0)
+    """The same for those with a negative one."""
+    reduction: Reduction = "sequence_mean"
+    """As of all algorithms; in the paper, a mean over sequences."""
+
+    advantages = Grpo.advantages
+
+    def findings(self) -> Iterator[str]:
+        yield from super().findings()
+        for name in ("temperature_up", "temperature_down"):
+            if getattr(self, name) == 0:
+                yield f"{name}: found 0.0, allowed: more; the loss is divided by it"
+
+    def token_losses(self, batch: TokenBatch) -> TokenLosses:
+        from relax_hpc.algorithms.losses import TokenLosses, ratio_to_old
+
+        ratio, raised = ratio_to_old(batch), batch.advantages > 0
+        temperature = ratio.new_full((), self.temperature_up).where(raised, self.temperature_down)
+        gate = (temperature * (ratio - 1.0)).sigmoid()
+        share = 4.0 * (gate * (1.0 - gate)).detach()
+        return TokenLosses(-batch.advantages * 4.0 / temperature * gate, ratio, share < OPEN)

@@ -1,0 +1,105 @@
+"""What is taken off rewards, whitening, and which episodes are left out: DAPO's parts, and its configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from relax_hpc.algorithms import DrGrpo, Grpo, ReinforcePP, ReinforcePPBaseline
+from relax_hpc.algorithms.base import KlConfig, OverlongConfig
+from relax_hpc.checks.settings import check
+from relax_hpc.config import load
+from relax_hpc.data.prompts import Prompt
+from relax_hpc.engines.engine import Generation
+from relax_hpc.rollout.samples import group_rows
+from relax_hpc.versions import Version
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+def prompt_of(*episodes: tuple[float, int, int]) -> list:
+    """One prompt's episodes, (reward, tokens drawn, of them trained), a row each with a token of the prompt before."""
+    return [
+        [
+            {
+                "reward": reward,
+                "token_versions": np.array([0] + [5] * drawn, np.int32),
+                "loss_mask": np.array([0] * (1 + drawn - trained) + [1] * trained, np.uint8),
+            }
+        ]
+        for reward, drawn, trained in episodes
+    ]
+
+
+def test_long_episodes_lose_more_the_longer_they_are() -> None:
+    """Of at most 10 tokens with a buffer of 4: none at 6, half at 8, all at 10, by what was drawn and not trained."""
+    algorithm = DrGrpo(overlong=OverlongConfig(max_tokens=10, buffer=4))
+    prompts = [prompt_of((1, 6, 6), (1, 8, 2), (1, 10, 10))]
+    assert algorithm.rewards(prompts).tolist() == [[1.0, 0.5, 0.0]]
+    assert [row.max() for row in algorithm.token_advantages(prompts)[:1]] == [0.5]
+    first, *_, last = ReinforcePP(overlong=algorithm.overlong).token_advantages(prompts)
+    assert first[-1] > 0 > last[-1]
+    (finding,) = Grpo(overlong=OverlongConfig(max_tokens=4, buffer=5)).findings()
+    assert finding == "overlong.buffer: found 5, allowed: at most overlong.max_tokens, 4"
+    assert OverlongConfig(max_tokens=4).of(np.array([3, 4])).tolist() == [0, 1], "without a buffer: at the limit alone"
+
+
+def test_a_kl_in_the_reward_is_of_the_whole_episode() -> None:
+    """Log-ratios 0.5 and 0.25 of the first, of tokens that are trained: 0.1 * 0.75 off its reward."""
+    prompts = [prompt_of((1, 2, 2), (0, 1, 1))]
+    for (row,), rollout, ref in zip(prompts[0], ([9, -1, -1], [9, -1]), ([0, -1.5, -1.25], [0, -1]), strict=True):
+        row |= {"rollout_logprobs": np.array(rollout, np.float32), "ref_logprobs": np.array(ref, np.float32)}
+    algorithm = DrGrpo(kl_in_reward=0.1)
+    assert algorithm.rewards(prompts) == pytest.approx(np.array([[0.925, 0.0]]))
+    assert algorithm.needs == ("reward", "rollout_logprobs", "ref_logprobs")
+    twice = Grpo(kl_in_reward=0.1, kl=KlConfig(coefficient=0.1))
+    (finding,) = twice.findings()
+    assert finding.startswith("kl_in_reward: found 0.1 beside kl.coefficient 0.1, allowed: one of both")
+
+
+def test_whitened_advantages_have_mean_zero_and_variance_one_over_all_trained_tokens() -> None:
+    prompts = [prompt_of((1, 3, 3), (0, 2, 1)), prompt_of((5, 4, 4), (1, 2, 2))]
+    algorithm = DrGrpo(whiten=True)
+    assert algorithm.whole_step, "it waits for all of the step"
+    made = np.concatenate([one["advantages"] for one in algorithm.given(prompts)])
+    mask = np.concatenate([row["loss_mask"] for prompt in prompts for (row,) in prompt]) > 0
+    plain = np.concatenate(DrGrpo().token_advantages(prompts))[mask]
+    assert made[mask] == pytest.approx((plain - plain.mean()) / plain.std(ddof=1), rel=1e-5)
+    assert not made[~mask].any() and made.dtype == np.float32
+    # That is REINFORCE++-baseline.
+    (expected,) = [np.concatenate(ReinforcePPBaseline().token_advantages(prompts))]
+    assert made == pytest.approx(expected, rel=1e-5)
+    assert ReinforcePPBaseline().kl.estimator == "k2"
+    (finding,) = ReinforcePPBaseline(whiten=True).findings()
+    assert finding.startswith("whiten: found true with reinforce_pp_baseline")
+
+
+def test_episodes_that_were_cut_are_left_out_and_their_rewards_count() -> None:
+    versions = np.full(2, Version(1, 1).encode(), np.int32)
+    answers = [Generation([5, 6], [-1.0, -1.0], versions, reason) for reason in ("stop", "length")]
+    prompt = Prompt("p", (1, 2, 3), "2+2?", "4")
+    rows = group_rows(prompt, 0, answers, [1.0, 0.0], whole_only=True)
+    assert [row["loss_mask"].tolist() for row in rows] == [[0, 0, 0, 1, 1], [0] * 5]
+    good, cut = DrGrpo().token_advantages([[[row] for row in rows]])
+    assert good[-1] == 0.5 and not cut.any()
+    assert [row["loss_mask"].sum() for row in group_rows(prompt, 0, answers, [1.0, 0.0])] == [2, 2]
+
+
+def test_dapo_is_a_file_to_lay_over_a_run(tmp_path: Path) -> None:
+    """All five parts of the paper: clip-higher, a mean over tokens, dynamic sampling, soft punishment, and what was cut
+    is left out."""
+    config = load([CONFIGS / "algorithms" / "dapo.yaml"])
+    algorithm = config.algorithm
+    assert (algorithm.clip_low, algorithm.clip_high, algorithm.reduction) == (0.2, 0.28, "token_mean")
+    assert config.rollout.filter == "rewards_differ" and algorithm.mask_truncated
+    assert algorithm.overlong == OverlongConfig(max_tokens=20480, buffer=4096)
+    assert config.rollout.max_new_tokens == 20480 and "reference" not in config.groups
+    run = {"run_dir": str(tmp_path / "run"), "data.task": "sort_digits", "data.max_prompt_tokens": 32}
+    run |= {"rollout.max_new_tokens": 200, "algorithm.overlong.max_tokens": 200, "algorithm.overlong.buffer": 40}
+    config = load([CONFIGS / "algorithms" / "dapo.yaml"], run)
+    assert check(config) == []
+    config.rollout.max_new_tokens = 100
+    (finding,) = check(config)
+    assert finding.startswith("algorithm.overlong.max_tokens: found 200, allowed: at most rollout.max_new_tokens, 100")
