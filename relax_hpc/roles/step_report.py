@@ -98,7 +98,8 @@ def mfu_report(result: StepResult, spec: ModelSpec, passes: int, peak: float | N
 
 
 def policy_values(result: StepResult) -> dict[str, float]:
-    """Scalars of a policy's step. The comparison of rollout and old log-probs is the first update's, before it.
+    """Scalars of a policy's step. The comparisons of rollout, old and present log-probs are the first update's, before
+    it: what moved since old ones were made (`drift`) is apart from what the step's updates move.
 
     `parity/*` is how far the two engines that computed the same log-probs are apart, in nats: no KL.
     """
@@ -115,6 +116,8 @@ def policy_values(result: StepResult) -> dict[str, float]:
         "parity/ratio_p99": first.get("train_rollout_ratio_p99", 1.0),
         "parity/ratio_p999": first.get("train_rollout_ratio_p999", 1.0),
         "kl/rollout": first.get("rollout_kl", 0.0),
+        "kl/drift": first.get("kl/old", 0.0),
+        "loss/clip_fraction_drift": first.get("clip_fraction", 0.0),
         **correction_report(first),
         **({"r3/routes_equal": float(tally.routes[0] / tally.routes[1])} if tally.routes[1] else {}),
     }
