@@ -70,6 +70,8 @@ _TABLE = (
     FieldSpec("ref_logprobs", "token", "float32", "by the reference", "nats", by="reference", loss=True),
     FieldSpec("reward", "row", "float32", "task reward of the episode", by="rollout"),
     FieldSpec("advantages", "token", "float32", "0 where loss_mask is 0", by="advantages", loss=True),
+    FieldSpec("values", "token", "float32", "by the critic, of what is before the token", by="critic", loss=True),
+    FieldSpec("returns", "token", "float32", "what the critic learns", by="advantages", loss=True, optional=True),
     FieldSpec("spans", "blob", "list", "media in the sequence: [{kind, start, length, media_id}]", by="rollout"),
     FieldSpec("media_tokens", "blob", "dict", "placeholders counted, by media id", by="rollout", optional=True),
     FieldSpec("finish_reason", "row", "str", "stop | length | abort | partial: of a segment, not last", by="rollout"),
@@ -118,7 +120,7 @@ def loss_fields() -> tuple[str, ...]:
     """Names of the fields that the loss gets of a row, beside its mask and the log-probabilities of the trained policy.
 
     >>> loss_fields()
-    ('rollout_logprobs', 'old_logprobs', 'ref_logprobs', 'advantages')
+    ('rollout_logprobs', 'old_logprobs', 'ref_logprobs', 'advantages', 'values', 'returns')
     """
     return tuple(name for name, spec in FIELDS.items() if spec.loss)
 

@@ -40,7 +40,7 @@ serve_here(Path(sys.argv[2]), int(sys.argv[3]), snapshot_every=int(sys.argv[4]))
 def small(groups: int = 2, samples: int = 2, steps: int = 4, staleness: int = 0, **more: int) -> Config:
     """A run of few samples with every role, without evaluation and with quick beats."""
     config = Config(steps=steps, prompts_per_step=groups, samples_per_prompt=samples, max_staleness=staleness)
-    config.groups |= optional_groups()
+    config.groups |= {name: group for name, group in optional_groups().items() if name in GIVES}
     config.eval.every = more.get("eval_every", 0)
     config.queue.keep_steps = more.get("keep_steps", 2)
     config.queue.wait_timeout_s = 20.0

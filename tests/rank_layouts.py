@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 
 from relax_hpc.checkpoint import store
 from relax_hpc.rendezvous.channel import Channel
-from tests.training_helpers import LR, batch, launch, rows, trainer
+from relax_hpc.training.critic import CriticTrainer
+from tests.training_helpers import LR, batch, critic, launch, rows, trainer, valued
 
 Layouts = dict[str, dict[str, Any]]
 """`actor` sections by name."""
@@ -39,9 +40,14 @@ def launched(
     return outs
 
 
+def sharded_as(layout: dict[str, Any]) -> dict[str, Any]:
+    """What one rank has of a layout."""
+    return {"optimizer": {"distributed": layout.get("optimizer", {}).get("distributed", False)}}
+
+
 def one_rank_run(layout: dict[str, Any], directory: Path, checkpoint: Path | None = None) -> tuple[list, dict, list]:
     """What `training_rank.check` finds, in this process; from its second step on if there is a `checkpoint`."""
-    ours = trainer(directory, optimizer={"distributed": layout.get("optimizer", {}).get("distributed", False)})
+    ours = trainer(directory, **sharded_as(layout))
     if checkpoint:
         store.load(checkpoint, ours, Channel(60.0))
     logprobs = ours.model.forward_logprobs([batch(rows(8))], 0.9)
@@ -71,3 +77,26 @@ def check_agrees(layout: dict[str, Any], directory: Path, out: Path) -> None:
     for key, value in resumed[1].items():
         torch.testing.assert_close(value, weights[key], atol=1e-5, rtol=0)
     assert resumed[2][0] == pytest.approx(metrics[1], rel=1e-4, abs=1e-5)
+
+
+def check_critic_agrees(layout: dict[str, Any], directory: Path, out: Path) -> None:
+    """Metrics of two steps, values after them, and where a checkpoint between them leads one rank."""
+    ours = critic(directory, **sharded_as(layout))
+    metrics = two_steps(ours)
+    assert json.loads((out / "critic.json").read_text()) == [pytest.approx(one, rel=1e-4, abs=1e-5) for one in metrics]
+    said, replicas = ours.model.forward_values([batch(rows(8))]), layout["parallel"].get("data", 1)
+    for replica in range(replicas):
+        found = load_file(out / f"values-{replica}.safetensors")["values"].numpy()
+        np.testing.assert_allclose(found, np.concatenate(said[replica::replicas]), atol=1e-5)
+    again = critic(directory, **sharded_as(layout))
+    store.load(out / "critic-i000001-step-000001", again, Channel(60.0))
+    assert two_steps(again, first=1) == [pytest.approx(metrics[1], rel=1e-4, abs=1e-5)]
+
+
+def two_steps(ours: CriticTrainer, first: int = 0) -> list[dict[str, float]]:
+    """Metrics of the steps from ``first`` on."""
+    metrics = []
+    for _ in range(first, 2):
+        ours.accumulate([batch(valued(rows(8)))])
+        metrics.append(ours.step(LR))
+    return metrics

@@ -385,7 +385,7 @@ def test_the_roles_that_score_are_those_that_the_algorithm_needs(overrides, role
             {"name": "reinforce_pp", "kl_in_reward": 0.1},
             "needs field ref_logprobs of role reference, which is in no group",
         ),
-        ({"name": "tests.test_algorithm_family:Needy"}, "needs field values of nobody, see relax_hpc.fields"),
+        ({"name": "tests.test_algorithm_family:Needy"}, "needs field judgement of nobody, see relax_hpc.fields"),
     ],
 )
 def test_what_nobody_gives_is_a_finding(tmp_path: Path, overrides: dict[str, object], says: str):
@@ -400,7 +400,7 @@ def test_what_nobody_gives_is_a_finding(tmp_path: Path, overrides: dict[str, obj
 class Needy(Grpo):
     """Looks at what nobody makes, and has a setting of a type that the schema has not."""
 
-    needs = ("reward", "values")
+    needs = ("reward", "judgement")
     few: tuple[int, int] | None = None
 
 

@@ -174,8 +174,9 @@ def test_parts_of_a_batch_add_up_to_the_whole(config, shape, cut):
     batch = random_batch(*shape)
     loss, whole = policy_loss(batch, config)
     slices = [slice(0, cut), slice(cut, None)]
+    values = {name: value for name in NAMES if (value := getattr(batch, name)) is not None}
     parts = [
-        policy_loss(TokenBatch(**{name: getattr(batch, name)[part] for name in NAMES}), config)
+        policy_loss(TokenBatch(**{name: value[part] for name, value in values.items()}), config)
         for part in slices
         if len(batch.mask[part])
     ]

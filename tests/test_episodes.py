@@ -53,6 +53,7 @@ def row_of(name: str, seed: int, length: int = 12) -> Row:
         "finish_reason": "stop",
         "logprobs": new,
         **{field: values * mask for field, values in near.items()},
+        "values": new / 3,
     }
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from relax_hpc.algorithms import Grpo
+from relax_hpc.algorithms import Grpo, Ppo
 from relax_hpc.algorithms.base import KlConfig
 from relax_hpc.checkpoint import store
 from relax_hpc.checkpoint.saver import Saver
@@ -39,6 +39,7 @@ from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.roles.inner import InnerRoles
 from relax_hpc.training import parallel
 from relax_hpc.training.batches import WHOLE, Batch, collate
+from relax_hpc.training.critic import CriticModel, CriticTrainer
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.trainer import Trainer
 from relax_hpc.transfer_queue.lengths import packed
@@ -170,6 +171,19 @@ def trainer(directory: Path, dtype: str = "float32", **settings: Any) -> Trainer
     """`settings` of the actor, see `actor_settings`."""
     actor = actor_settings(**settings)
     return Trainer.of(policy(directory, actor.parallel, dtype, actor), ALGORITHM, actor, temperature=0.9)
+
+
+def critic(directory: Path, **settings: Any) -> CriticTrainer:
+    """`settings` of the critic, as of `trainer`; PPO's value loss."""
+    section = actor_settings(**settings)
+    model = CriticModel(read_config(directory), ModelConfig(device=DEVICE), section.parallel, section)
+    model.load_hf(directory)
+    return CriticTrainer.of(model, Ppo(), section, temperature=1.0)
+
+
+def valued(samples: list[Row]) -> list[Row]:
+    """``samples`` with values, some of which are near to what a critic begins with, and returns."""
+    return [row | {"values": row["ref_logprobs"] * 0.04, "returns": row["advantages"] + 0.5} for row in samples]
 
 
 def inner_roles(model: PolicyModel, **settings: Any) -> InnerRoles:

@@ -33,6 +33,7 @@ from relax_hpc.roles.inner import InnerRoles
 from relax_hpc.roles.ranks import Ranks
 from relax_hpc.training import logprobs, parallel, parity
 from relax_hpc.training.batches import Batch, idle
+from relax_hpc.training.critic import CriticTrainer
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.trainer import Trainer
 from relax_hpc.transfer_queue.client import Claim
@@ -73,6 +74,7 @@ def one_case(world: int, rank: int, meeting: dist.Store, layout: str, model: str
             check_overlap(Path(model), settings, Path(out))
             if world == 2 and split.expert == 1:
                 check_overlap(Path(model), unsharded(settings), Path(out))
+        check_critic(helpers.critic(Path(model), **settings), Path(out))
     parallel.destroy()
 
 
@@ -85,6 +87,24 @@ def first_step(trainer: Trainer, out: Path) -> dict[str, float]:
     if (weights := trainer.model.export_hf()) is not None:
         save_file(weights, out / "first.safetensors")
     return metrics
+
+
+def check_critic(trainer: CriticTrainer, out: Path) -> None:
+    """Two steps on all rows, a checkpoint between them; what it says of them then."""
+    layout, metrics = trainer.model.layout, []
+    mine = helpers.valued(helpers.rows(8))[layout.data_rank :: layout.data_size]
+    for step in range(2):
+        trainer.accumulate(
+            [helpers.batch(mine[:2], trainer.model.pack_split), helpers.batch(mine[2:], trainer.model.pack_split)]
+        )
+        metrics.append(trainer.step(helpers.LR))
+        if step == 0:
+            helpers.save(out / "critic-i000001-step-000001", trainer, {"step": 1})
+    values = trainer.model.forward_values([helpers.batch(mine, trainer.model.pack_split)])
+    if layout.leader:
+        save_file({"values": torch.tensor(np.concatenate(values))}, out / f"values-{layout.data_rank}.safetensors")
+    if dist.get_rank() == 0:
+        (out / "critic.json").write_text(json.dumps(metrics))
 
 
 def check_metrics_that_few_ranks_have(trainer: Trainer) -> None:

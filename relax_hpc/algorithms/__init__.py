@@ -17,6 +17,7 @@ from relax_hpc.algorithms.dual_clip import DualClip
 from relax_hpc.algorithms.grpo import Grpo
 from relax_hpc.algorithms.gspo import Gspo
 from relax_hpc.algorithms.m2po import M2po
+from relax_hpc.algorithms.ppo import Ppo
 from relax_hpc.algorithms.reinforce_pp import ReinforcePP, ReinforcePPBaseline
 from relax_hpc.algorithms.rloo import Rloo
 from relax_hpc.algorithms.sapo import Sapo
@@ -34,6 +35,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "reinforce_pp": ReinforcePP,
     "reinforce_pp_baseline": ReinforcePPBaseline,
     "dual_clip": DualClip,
+    "ppo": Ppo,
 }
 
 

@@ -101,7 +101,7 @@ class Algorithm:
     """Whether the loss looks at the log-probabilities by the policy before the step."""
 
     name: str = ""
-    """grpo, dr_grpo, rloo, gspo, cispo, sapo, m2po, reinforce_pp, reinforce_pp_baseline, dual_clip, or
+    """grpo, dr_grpo, rloo, gspo, cispo, sapo, m2po, reinforce_pp, reinforce_pp_baseline, dual_clip, ppo, or
     `package.module:Class` of your own."""
     passes: int = bounded(1, 1)
     """Times a training batch is gone through."""
@@ -219,10 +219,16 @@ class Algorithm:
 
     def given(self, prompts: Sequence[Prompt]) -> list[dict[str, np.ndarray]]:
         """Of every row, in their order, the fields of `gives`; whoever gives more than advantages overrides it."""
-        made = self.token_advantages(prompts)
-        if self.whiten:
-            made = whitened(made, [row["loss_mask"] for prompt in prompts for episode in prompt for row in episode])
-        return [{"advantages": values} for values in made]
+        return [{"advantages": values} for values in self.whitened(self.token_advantages(prompts), prompts)]
+
+    def whitened(self, advantages: list[np.ndarray], prompts: Sequence[Prompt]) -> list[np.ndarray]:
+        """``advantages`` of the rows of ``prompts``, normalised over all their trained tokens if `whiten` says so."""
+        masks = [row["loss_mask"] for prompt in prompts for episode in prompt for row in episode]
+        return whitened(advantages, masks) if self.whiten else advantages
+
+    def trains_policy(self, step: int) -> bool:
+        """Whether step ``step`` changes the policy; there are algorithms by which others learn first."""
+        return True
 
     def token_losses(self, batch: TokenBatch) -> TokenLosses:
         """The policy's loss of each token [b, s]; entries whose mask is 0 hold zeros, and do not count."""

@@ -12,7 +12,8 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from relax_hpc.config.groups import base_name, ranks_of, trainers_of
-from relax_hpc.config.schema import Config, SimulatedConfig
+from relax_hpc.config.roles import ROLES
+from relax_hpc.config.schema import Config, SimulatedConfig, TrainerConfig
 from relax_hpc.engines.kinds import findings_of
 from relax_hpc.errors import ConfigError
 from relax_hpc.fields import FIELDS, fields_by
@@ -222,13 +223,16 @@ def _algorithm(config: Config) -> Findings:
             f"algorithm.overlong.max_tokens: found {found}, allowed: at most rollout.max_new_tokens, "
             f"{config.rollout.max_new_tokens}; nothing becomes that long"
         )
-    groups, parts, data = config.prompts_per_step, config.algorithm.mini_batches, config.actor.parallel.data
+    groups, parts = config.prompts_per_step, config.algorithm.mini_batches
     rows = groups // parts * config.samples_per_prompt
     if groups % parts:
         yield f"algorithm.mini_batches: found {parts}, allowed: a divisor of prompts_per_step, {groups}"
-    elif rows < data:
+        return
+    for section, data in ((name, settings.parallel.data) for name, settings in _trainers(config)):
+        if rows >= data:
+            continue
         yield (
-            f"actor.parallel.data: found {data}, allowed: at most {rows} (prompts_per_step {groups} / "
+            f"{section}.parallel.data: found {data}, allowed: at most {rows} (prompts_per_step {groups} / "
             f"algorithm.mini_batches {parts} * samples_per_prompt), else a rank gets no sample"
         )
 
@@ -236,23 +240,33 @@ def _algorithm(config: Config) -> Findings:
 def _megatron(config: Config) -> Findings:
     # What nodes run may be another environment's.
     is_here = not config.site.python and config.site.container.runtime == "none"
-    return megatron_settings.findings(config.actor, is_here)
+    for section, settings in _trainers(config):
+        yield from megatron_settings.findings(settings, is_here, section)
 
 
 def _kernels(config: Config) -> Findings:
-    if (found := config.actor.kernels) != "plain" and config.model.device == "cpu":
-        yield f"actor.kernels: found {found} with model.device cpu, allowed: plain; it is compiled for GPUs alone"
+    for section, settings in _trainers(config):
+        if (found := settings.kernels) != "plain" and config.model.device == "cpu":
+            yield f"{section}.kernels: found {found} with model.device cpu, allowed: plain; it is compiled for GPUs"
+
+
+def _trainers(config: Config) -> Iterator[tuple[str, TrainerConfig]]:
+    """Sections of the configuration that say how a model is trained, of the roles that are placed."""
+    placed = {"actor"}.union(trainers_of(config.groups))
+    yield from ((name, getattr(config, name)) for name in ("actor", "critic") if name in placed)
 
 
 def _fields(config: Config) -> Findings:
     """Whether somebody gives what the algorithm needs; `_groups` and `_forward` say more of what losses mostly need."""
     for name in trainers_of(config.groups):
-        if gives := fields_by(name):
+        if (gives := fields_by(name)) and not ROLES[name].scores:
             yield (
                 f"groups: found role {name}, which trains and gives {', '.join(gives)}, allowed: one of both, as what "
                 "it claims is settled when the step is trained; have a role that does not train give them"
             )
     algorithm, usual = config.algorithm, {"old_logprobs", "ref_logprobs"}
+    if "critic" in trainers_of(config.groups) and "returns" not in algorithm.gives:
+        yield f"groups: found role critic with algorithm {algorithm.name}, which has none; remove it, or name ppo"
     groups = {role for group in config.groups.values() for role in group.roles}.union(ALWAYS_NEEDED)
     late = [(name, groups.union(config.actor.forward), "") for name in {*algorithm.loss_needs()} - usual]
     early = [(name, groups, "; inside of the actor it would come too late") for name in algorithm.needs]

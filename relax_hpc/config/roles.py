@@ -22,6 +22,8 @@ class Role:
     """Fields of rows without which it cannot work. What it gives is declared in `relax_hpc.fields`."""
     trains: bool = False
     """Whether it learns from rows, and checkpoints: a step is trained when all such roles of a run have trained it."""
+    scores: str = ""
+    """Of one that trains and gives fields too: the queue's task under which it gives them, before it trains."""
 
 
 ROLES = {
@@ -45,6 +47,15 @@ ROLES = {
         ranked=True,
         sections=("reference",),
         needs=("token_ids",),
+    ),
+    "critic": Role(
+        "relax_hpc.roles.critic",
+        ranked=True,
+        sections=("critic",),
+        finishes_first=True,
+        needs=("token_ids",),
+        trains=True,
+        scores="critic_values",
     ),
     "advantages": Role("relax_hpc.roles.advantages", needs=("reward",)),
 }

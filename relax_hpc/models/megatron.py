@@ -12,7 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from relax_hpc.config.schema import ActorConfig, Kernels, ModelConfig, ParallelConfig
+from relax_hpc.config.schema import Kernels, ModelConfig, ParallelConfig, TrainerConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.models import megatron_settings
 from relax_hpc.models.layer_spec import layer_spec
@@ -29,7 +29,7 @@ def check_split(spec: ModelSpec, parallel: ParallelConfig) -> None:
         raise ConfigError(f"parallel.{misfit}")
 
 
-def training_settings(actor: ActorConfig, experts: bool) -> dict[str, Any]:
+def training_settings(actor: TrainerConfig, experts: bool) -> dict[str, Any]:
     """What of megatron-core's transformer configuration a model has that is trained. ConfigError: what may not be set.
 
     ``experts``: of its layers.

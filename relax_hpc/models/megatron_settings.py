@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from relax_hpc.config.clean import near
-from relax_hpc.config.schema import ActorConfig
+from relax_hpc.config.schema import TrainerConfig
 
 Owner = Literal["transformer", "gradients"]
 """TransformerConfig, which describes the model, or DistributedDataParallelConfig, which its gradients."""
@@ -98,12 +98,12 @@ def declared() -> Mapping[str, tuple[Owner, ast.expr]]:
     return found
 
 
-def findings(actor: ActorConfig, is_here: bool = True) -> Iterator[str]:
-    """What is wrong with `actor.megatron`, one line each. ``is_here``: the megatron-core of this environment is the one
-    that the run will have; else only what is decided elsewhere is known."""
+def findings(settings: TrainerConfig, is_here: bool = True, section: str = "actor") -> Iterator[str]:
+    """What is wrong with `megatron` of a trainer's ``section``, one line each. ``is_here``: the megatron-core of this
+    environment is the one that the run will have; else only what is decided elsewhere is known."""
     known = declared() if is_here else {}
-    for name, value in actor.megatron.items():
-        key = f"actor.megatron.{name}"
+    for name, value in settings.megatron.items():
+        key = f"{section}.megatron.{name}"
         if name in DECIDED:
             yield f"{key}: found {value!r}, not allowed: {DECIDED[name]}"
         elif known and (name not in known or name.startswith("_")):
@@ -111,14 +111,16 @@ def findings(actor: ActorConfig, is_here: bool = True) -> Iterator[str]:
             yield f"{key}: neither TransformerConfig nor DistributedDataParallelConfig has it{near(name, free)}"
         elif known and not _fits(known[name][1], value):
             yield f"{key}: found {value!r}, allowed: {ast.unparse(known[name][1])}"
-    if actor.recompute == "none" and (given := [name for name in actor.megatron if name.startswith("recompute_")]):
-        yield f"actor.megatron.{given[0]}: found a value with actor.recompute none; set that to full or selective"
+    given = [name for name in settings.megatron if name.startswith("recompute_")]
+    if given and settings.recompute == "none":
+        key = f"{section}.megatron.{given[0]}"
+        yield f"{key}: found a value with {section}.recompute none; set that to full or selective"
 
 
-def of_owner(actor: ActorConfig, owner: Owner) -> dict[str, Any]:
-    """Those of `actor.megatron` that are ``owner``'s."""
+def of_owner(settings: TrainerConfig, owner: Owner) -> dict[str, Any]:
+    """Those of `settings.megatron` that are ``owner``'s."""
     known = declared()
-    return {name: value for name, value in actor.megatron.items() if name in known and known[name][0] == owner}
+    return {name: value for name, value in settings.megatron.items() if name in known and known[name][0] == owner}
 
 
 def _fits(annotation: ast.expr, value: Any) -> bool:

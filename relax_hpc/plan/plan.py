@@ -79,6 +79,8 @@ def _footprints(config: Config, spec: ModelSpec, group: str, limit: float) -> It
         per_node = -(-ranks_of(config, group, role) // nodes)
         if role == "actor":
             yield roles.actor(config, spec, group, per_node)
+        elif role == "critic":
+            yield roles.critic(config, spec, group, per_node)
         elif role in RANKED:
             yield roles.forward(config, spec, role, group, per_node)
         elif role == "rollout" and config.rollout.engine.kind == "sglang":

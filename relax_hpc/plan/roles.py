@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields, replace
 from typing import Any
 
 from relax_hpc.config.schema import ActorConfig, Config, ParallelConfig
@@ -108,6 +109,14 @@ def _ahead(config: Config) -> float:
 def _of_all(sizes: Mapping[str, float], per_node: int) -> dict[str, float]:
     """What ``per_node`` ranks take, by what one takes, without what there is nothing of."""
     return {name: size * per_node for name, size in sizes.items() if size}
+
+
+def critic(config: Config, spec: ModelSpec, group: str, per_node: int) -> Footprint:
+    """As an actor that publishes nothing, with its logits, which a critic has none of: somewhat too much."""
+    settings = ActorConfig(**{each.name: getattr(config.critic, each.name) for each in fields(config.critic)})
+    found = actor(replace(config, actor=settings), spec, group, per_node)
+    pinned = {what: size for what, size in found.pinned.items() if what != "slabs"}
+    return replace(found, role="critic", pinned=pinned)
 
 
 def _inner_copies(config: Config) -> int:

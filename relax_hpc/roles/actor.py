@@ -81,6 +81,10 @@ class Policy(Beside):
             with self.context.spans("wait", cause=_MOVE):
                 self.away.come_back()
 
+    def rate(self, step: int, lr: float) -> float:
+        """0 while others learn first: weights stay as they are, bit for bit."""
+        return lr if self.config.algorithm.trains_policy(step) else 0.0
+
     def begin_step(self, step: int) -> None:
         """See `Beside`."""
         self.inner.begin_step()

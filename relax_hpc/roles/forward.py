@@ -7,9 +7,10 @@ has, and says which in `old_logprob_version`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from relax_hpc.models.families import routes_of
 from relax_hpc.models.hf_files import read_config
 from relax_hpc.roles.context import END, HUB, NEWS, Context
 from relax_hpc.roles.ranks import Ranks
-from relax_hpc.training.batches import collate_parts
+from relax_hpc.training.batches import Batch, collate_parts
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.transfer_queue.client import Claim, News, QueueClient
 from relax_hpc.transfer_queue.client.claims import check_claim
@@ -53,11 +54,8 @@ class Scorer:
 
     def score(self, rows: Sequence[Row]) -> list[np.ndarray]:
         """Log-probabilities [tokens] of each row; complete in the leader."""
-        parts = self.ranks.parts(rows, self.forward.pack_tokens)
-        split, also = self.model.pack_split, self.model.row_fields
-        batches = collate_parts(rows, parts, self.model.device, split, also)
-        mine = [number for part in parts for number in part]
-        return self.ranks.collect(rows, mine, self.model.forward_logprobs(batches, self.temperature))
+        score = partial(self.model.forward_logprobs, temperature=self.temperature)
+        return score_rows(rows, self.ranks, self.model, self.forward.pack_tokens, score)
 
     def load(self, staged: Staged) -> None:
         """Load the weights of a folder in memory, which is released."""
@@ -68,6 +66,20 @@ class Scorer:
                 self.model.load_hf(staged.path)
         finally:
             staged.release()
+
+
+def score_rows(
+    rows: Sequence[Row],
+    ranks: Ranks,
+    model: PolicyModel,
+    pack_tokens: int,
+    score: Callable[[list[Batch]], list[np.ndarray] | None],
+) -> list[np.ndarray]:
+    """What ``score`` gives of micro-batches, [tokens] of each row; complete in the leader."""
+    parts = ranks.parts(rows, pack_tokens)
+    batches = collate_parts(rows, parts, model.device, model.pack_split, model.row_fields)
+    mine = [number for part in parts for number in part]
+    return ranks.collect(rows, mine, score(batches))
 
 
 def run(context: Context) -> None:

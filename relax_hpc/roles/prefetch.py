@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from relax_hpc.background import Background
-from relax_hpc.config.schema import ActorConfig
+from relax_hpc.config.schema import TrainerConfig
 from relax_hpc.models.families import routes_of
 from relax_hpc.roles.context import Context
 from relax_hpc.roles.ranks import Ranks
@@ -37,7 +37,9 @@ class Prefetch:
     >>> window = prefetch.asked.result()
     """
 
-    def __init__(self, context: Context, ranks: Ranks, settings: ActorConfig, placeholders: Mapping[str, int]) -> None:
+    def __init__(
+        self, context: Context, ranks: Ranks, settings: TrainerConfig, placeholders: Mapping[str, int]
+    ) -> None:
         self.context, self.ranks, self.settings, self.placeholders = context, ranks, settings, placeholders
         self.routes = routes_of(context.model, context.config.model)
         self.channel = ranks.channel()

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from relax_hpc.config.groups import trainers_of
-from relax_hpc.config.schema import ActorConfig
+from relax_hpc.config.schema import TrainerConfig
 from relax_hpc.errors import StoppedError
 from relax_hpc.roles.checkpoints import Checkpoints
 from relax_hpc.roles.context import Context
@@ -23,7 +23,7 @@ from relax_hpc.roles.ranks import Ranks
 from relax_hpc.roles.route_watch import RouteWatch
 from relax_hpc.roles.step_clock import AtEdge, StepClock
 from relax_hpc.roles.step_report import StepResult, Tally
-from relax_hpc.roles.window_stream import DISK, WindowStream
+from relax_hpc.roles.window_stream import DISK, Aside, WindowStream
 from relax_hpc.training.batches import Batch, collate_parts, episode_tokens
 from relax_hpc.training.optimizer import learning_rate
 from relax_hpc.training.trainer import Trainer
@@ -32,7 +32,7 @@ from relax_hpc.transfer_queue.client import Claim, StepTrained, then
 _OTHERS = ("trainers", "their last step")
 
 
-class Beside:
+class Beside(Aside):
     """Duties of a trainer role beside its training: none here. Every method is called in every rank."""
 
     def resumed(self, step: int) -> None:
@@ -40,6 +40,10 @@ class Beside:
 
     def take_turn(self, step: int, windows: WindowStream) -> None:
         """Called before the time of ``step`` counts; `windows.ask` waits for an answer of the queue."""
+
+    def rate(self, step: int, lr: float) -> float:
+        """The learning rate of ``step``, which the schedule has as ``lr``."""
+        return lr
 
     def begin_step(self, step: int) -> None:
         """Called before the first update of ``step``."""
@@ -78,7 +82,7 @@ class TrainerRole:
         self,
         context: Context,
         ranks: Ranks,
-        settings: ActorConfig,
+        settings: TrainerConfig,
         trainer: Trainer,
         beside: Beside,
         placeholders: Mapping[str, int],
@@ -88,7 +92,7 @@ class TrainerRole:
         self.settings, self.trainer, self.beside = settings, trainer, beside
         self.checkpoints = Checkpoints(context, ranks, trainer)
         self.clock = StepClock(context.deadline)
-        self.windows = WindowStream(context, ranks, self.clock, settings, placeholders, self.check)
+        self.windows = WindowStream(context, ranks, self.clock, settings, placeholders, self.check, beside)
         self.route_watch = RouteWatch(context, ranks, trainer.model)
         self.alone = len(trainers_of(self.config.groups)) == 1
         """Whether no other role of the run trains."""
@@ -150,7 +154,7 @@ class TrainerRole:
     def train(self, step: int) -> bool:
         """All passes and mini-batches of one training step; whether it was checkpointed."""
         started, passes, minis = time.monotonic(), self.config.algorithm.passes, self.config.algorithm.mini_batches
-        lr = learning_rate(self.settings.optimizer, step, self.config.steps)
+        lr = self.beside.rate(step, learning_rate(self.settings.optimizer, step, self.config.steps))
         leases: list[int] = []
         tally = Tally()
         mini_batches: list[list[list[Batch]]] = []

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from typing import Any
 
-from relax_hpc.config.schema import ActorConfig
+from relax_hpc.config.schema import TrainerConfig
 from relax_hpc.errors import DeadlineError, RelaxError
 from relax_hpc.roles.context import HUB, Context
 from relax_hpc.roles.prefetch import Prefetch, Window
@@ -20,6 +20,22 @@ from relax_hpc.transfer_queue.presence import longest_wait_s
 _LOOK_S = 0.2
 DISK = ("disk", "settled on disk")
 """Cause of a trainer's wait when rows that it has are not safe yet."""
+
+
+class Aside:
+    """What a trainer role does while it waits for rows to train on: nothing."""
+
+    def due(self, step: int) -> Future | None:
+        """Of the leader: done when there is something to do before ``step``; None: there is not."""
+        return None
+
+    def take(self) -> dict[str, Any]:
+        """Of the leader: what all ranks are told of what is due."""
+        raise NotImplementedError
+
+    def do(self, told: dict[str, Any]) -> None:
+        """Do it, in every rank."""
+        raise NotImplementedError
 
 
 class WindowStream:
@@ -36,13 +52,15 @@ class WindowStream:
         context: Context,
         ranks: Ranks,
         clock: StepClock,
-        settings: ActorConfig,
+        settings: TrainerConfig,
         placeholders: Mapping[str, int],
         check: Callable[[], None] = lambda: None,
+        aside: Aside | None = None,
     ) -> None:
-        """``check`` raises what goes wrong elsewhere in this process, which may be why no rows come."""
+        """``check`` raises what goes wrong elsewhere in this process, which may be why no rows come. ``aside``: what is
+        done while they do not."""
         self.context, self.config, self.ranks = context, context.config, ranks
-        self.clock, self.check = clock, check
+        self.clock, self.check, self.aside = clock, check, aside or Aside()
         self.prefetch = Prefetch(context, ranks, settings, placeholders)
         self.settling: Future | None = None
         """Answer to the leader about the rows of the last mini-batch."""
@@ -93,13 +111,16 @@ class WindowStream:
     def _release(self, claim: Claim) -> None:
         self.ranks.ask(lambda client: client.release(claim))
 
-    def _wait(self, work: Future, may_end: bool, what: str = "no rows to train on came") -> str:
-        """Wait for an answer of the queue, in the leader; why the role has to end before, if it ``may_end``.
+    def _wait(
+        self, work: Future, may_end: bool, what: str = "no rows to train on came", other: Future | None = None
+    ) -> str:
+        """Wait for an answer of the queue, or for ``other``, in the leader; why the role has to end before, if it
+        ``may_end``.
 
         DeadlineError, which says ``what`` was waited for in vain."""
         patience, client = self.config.queue.wait_timeout_s, self.context.client
         longest, until, stood = longest_wait_s(self.config), time.monotonic() + patience, client.beat.stood_s
-        while not wait([work], timeout=_LOOK_S).done:
+        while not wait([work, *([other] if other else [])], _LOOK_S, FIRST_COMPLETED).done:
             # While somebody is not there, the clock stands.
             if time.monotonic() > until + min(client.beat.stood_s - stood, longest):
                 where = f"the logs of the group that is behind in {self.context.run.root / 'logs'}"
@@ -130,14 +151,24 @@ class WindowStream:
     def _take(self, step: int, may_end: bool) -> Window:
         """The window that was asked for, in every rank; AtEdge if the role has to end before, and ``may_end``."""
         asked = self.prefetch.asked
-        with self.context.spans("wait", step=step, cause=HUB) as waiting:
-            reason = self._wait(asked, may_end) if self.ranks.leader else ""
-            if reason := self.ranks.tell({"reason": reason})["reason"]:
-                raise AtEdge(reason)
-            window = asked.result()
-            waiting.because(window.claim.waited)
-        self.prefetch.taken()
-        return window
+        while True:
+            with self.context.spans("wait", step=step, cause=HUB) as waiting:
+                told = self.ranks.tell(self._next(asked, step, may_end) if self.ranks.leader else None)
+                if told["reason"]:
+                    raise AtEdge(told["reason"])
+                if not told["aside"]:
+                    window = asked.result()
+                    waiting.because(window.claim.waited)
+                    self.prefetch.taken()
+                    return window
+            self.aside.do(told["aside"])
+
+    def _next(self, asked: Future, step: int, may_end: bool) -> dict[str, Any]:
+        """What the leader tells the ranks: why the role has to end; what is done aside; or that the window is there."""
+        other = self.aside.due(step)
+        reason = self._wait(asked, may_end, other=other)
+        goes_aside = not reason and not asked.done()
+        return {"reason": reason, "aside": self.aside.take() if goes_aside else {}}
 
 
 def check_range(claim: Claim, first: int, size: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from relax_hpc.config.schema import ActorConfig, Kernels, ModelConfig, ParallelConfig
+from relax_hpc.config.schema import Kernels, ModelConfig, ParallelConfig, TrainerConfig
 from relax_hpc.fields import ROUTES
 from relax_hpc.models.families import spec_of
 from relax_hpc.models.hf_files import SafetensorFiles, write_directory
@@ -55,7 +55,7 @@ class PolicyModel:
         hf_config: dict[str, Any],
         model: ModelConfig,
         parallel: ParallelConfig,
-        training: ActorConfig | None = None,
+        training: TrainerConfig | None = None,
         kernels: Kernels = "plain",
     ) -> None:
         """``training``: the settings by which it is trained, with its ``kernels``; None: it is not, or as it is by
@@ -87,10 +87,10 @@ class PolicyModel:
         self.pack_split = PackSplit(sequence, parallel.context, self.layout.context_rank)
         """How this rank takes part in a pack: what `collate` makes of rows for it."""
         first, last = self.layout.first_stage, self.layout.last_stage
-        self.module = self.spec.build(self.config, model.device, first, last, self.kernels)
+        self.module = self._build(first, last)
         layers = stage_layers(self.spec.layers, parallel)[self.layout.pipeline_rank]
         entries = stage_entries(self.spec, layers, first, last, "te" if self.kernels == "te" else "local")
-        self._entries = of_experts(entries, self.layout.experts_of(self.spec.experts))
+        self._entries = self._mapped(of_experts(entries, self.layout.experts_of(self.spec.experts)))
         self._replays = model.routing_replay == "on"
         self.routed = self.spec.route_shape is not None and model.routing_replay != "off"
         """Whether rows come with routes."""
@@ -102,6 +102,14 @@ class PolicyModel:
         self._transfers = Transfers(self.device)
         self._tensor_group = parallel_state.get_tensor_model_parallel_group()
         self._context_group = parallel_state.get_context_parallel_group()
+
+    def _build(self, first: bool, last: bool) -> Any:
+        """This rank's pipeline stage, with random weights."""
+        return self.spec.build(self.config, str(self.device), first, last, self.kernels)
+
+    def _mapped(self, entries: list[Entry]) -> list[Entry]:
+        """Those of ``entries`` that this model has."""
+        return entries
 
     def load_hf(self, directory: Path) -> None:
         """Take the weights of a Hugging Face directory; a rank reads only its slices. Errors as `load_tensors`."""
@@ -272,7 +280,10 @@ class PolicyModel:
 
         Collective over the ranks of one data-parallel replica; replicas are independent.
         """
-        found = self.batch_logprobs(micro_batches, temperature)
+        return self.rows_of(micro_batches, self.batch_logprobs(micro_batches, temperature))
+
+    def rows_of(self, micro_batches: Sequence[Batch], found: Sequence[Tensor]) -> list[np.ndarray] | None:
+        """What was ``found`` of micro-batches [b, s], row by row, on the replica's leader; None on other ranks."""
         if not self.layout.leader:
             return None
         scored = [(values.cpu().numpy(), batch.lengths) for values, batch in zip(found, micro_batches, strict=True)]
@@ -286,6 +297,17 @@ class PolicyModel:
 
         Collective as `forward_logprobs`.
         """
+
+        def score(hidden: Tensor, batch: Batch) -> Tensor:
+            return self.token_logprobs(hidden, batch, temperature)[0]
+
+        return self.batch_scores(micro_batches, score, routed)
+
+    @torch.no_grad()
+    def batch_scores(
+        self, micro_batches: Sequence[Batch], score: Callable[[Tensor, Batch], Tensor], routed: bool = True
+    ) -> list[Tensor]:
+        """As `batch_logprobs`, of what ``score`` makes [b, s] of the last stage's hidden states."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         def forward(batches: Iterator[Batch], module: torch.nn.Module) -> tuple[Tensor, Any]:
@@ -293,7 +315,7 @@ class PolicyModel:
             return self.hidden(batch, module, routed), partial(collect, batch)
 
         def collect(batch: Batch, hidden: Tensor, non_loss_data: bool) -> Tensor:
-            return self.token_logprobs(hidden, batch, temperature)[0]
+            return score(hidden, batch)
 
         if not micro_batches:
             return []

@@ -15,7 +15,7 @@ from torch import Tensor
 from relax_hpc.algorithms import Algorithm
 from relax_hpc.algorithms.batch import TokenBatch
 from relax_hpc.algorithms.losses import MAX_SUFFIX, mean_metrics
-from relax_hpc.config.schema import ActorConfig, OptimizerConfig
+from relax_hpc.config.schema import OptimizerConfig, TrainerConfig
 from relax_hpc.fields import FIELDS
 from relax_hpc.models import megatron_settings
 from relax_hpc.training.batches import Batch
@@ -60,6 +60,7 @@ class Trainer:
         self.model = model
         self.temperature = temperature
         self.settings = optimizer
+        self.algorithm = algorithm
         self._loss = loss or algorithm.loss
         self._needs_entropy = loss is None and algorithm.needs_entropy
         copies = max(model.layout.dense.copies, model.layout.experts.copies)
@@ -80,10 +81,10 @@ class Trainer:
         self._zero()
 
     @classmethod
-    def of(cls, model: PolicyModel, algorithm: Algorithm, actor: ActorConfig, temperature: float) -> Self:
-        """As a run's ``actor`` section says."""
-        gradients = megatron_settings.of_owner(actor, "gradients")
-        return cls(model, algorithm, actor.optimizer, temperature, gradients=gradients)
+    def of(cls, model: PolicyModel, algorithm: Algorithm, settings: TrainerConfig, temperature: float) -> Self:
+        """As the ``settings`` of the role say, its section of a run's configuration."""
+        gradients = megatron_settings.of_owner(settings, "gradients")
+        return cls(model, algorithm, settings.optimizer, temperature, gradients=gradients)
 
     def accumulate(self, micro_batches: Sequence[Batch], last: bool = False) -> None:
         """Run `micro_batches` of this data-parallel rank forward and backward, adding to the gradient of the step.
@@ -117,12 +118,16 @@ class Trainer:
         return self.model.hidden(batch, module), partial(self._loss_of, batch)
 
     def _loss_of(self, batch: Batch, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        logprobs, entropy = self.model.token_logprobs(hidden, batch, self.temperature, self._needs_entropy)
-        given = token_batch(batch, logprobs, entropy)
-        loss, metrics = self._loss(given)
-        self._ratios.add(given)
+        loss, metrics = self.loss_of(batch, hidden)
         # The count in the middle is for megatron's own division, which is not used; metrics stay on the last stage.
         return loss, torch.zeros((), dtype=torch.int), metrics
+
+    def loss_of(self, batch: Batch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss summed over a micro-batch, and sums to log, by the last stage's ``hidden`` states."""
+        logprobs, entropy = self.model.token_logprobs(hidden, batch, self.temperature, self._needs_entropy)
+        given = token_batch(batch, logprobs, entropy)
+        self._ratios.add(given)
+        return self._loss(given)
 
     def step(self, lr: float) -> dict[str, float]:
         """Reduce, divide by the weight, clip, and let Adam step with learning rate `lr`; ready for the next step after.

@@ -68,13 +68,17 @@ class Plan:
         tasks = {
             name: Task(role.needs, fields_by(name), in_order)
             for name, role in ROLES.items()
-            if name != "rollout" and fields_by(name)
+            if name != "rollout" and not role.trains and fields_by(name)
         }
+        active = {role for group in config.groups.values() for role in group.roles}
+        scores = {ROLES[name].scores: name for name in active if ROLES[name].scores}
+        tasks |= {task: Task(ROLES[name].needs, fields_by(name), in_order) for task, name in scores.items()}
         # What follows from a prompt group alone is the same in whichever window that comes.
         whole = algorithm.whole_step
         tasks["advantages"] = Task(algorithm.needs, algorithm.gives, in_order=False, whole_step=whole)
-        active = {role for group in config.groups.values() for role in group.roles}
-        learned = tuple(field for name, task in tasks.items() if name in active for field in task.gives)
+        learned = tuple(
+            field for name, task in tasks.items() if name in active or name in scores for field in task.gives
+        )
         trainers, in_sets = {POLICY: POLICY} | trainers_of(config.groups), not (in_order or whole)
         for name in trainers:
             tasks[name] = Task((*ROLES[name].needs, *learned), (), not in_sets, in_sets=in_sets)

@@ -25,7 +25,14 @@ from relax_hpc.config.schema.running import (
     SamplesConfig,
     WeightsConfig,
 )
-from relax_hpc.config.schema.training import ActorConfig, ForwardConfig, Kernels, OptimizerConfig, ParallelConfig
+from relax_hpc.config.schema.training import (
+    ActorConfig,
+    ForwardConfig,
+    Kernels,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainerConfig,
+)
 
 __all__ = [
     "ActorConfig",
@@ -56,6 +63,7 @@ __all__ = [
     "SiteConfig",
     "SlurmConfig",
     "TinyModelConfig",
+    "TrainerConfig",
     "WarmStartConfig",
     "WeightsConfig",
     "default_groups",

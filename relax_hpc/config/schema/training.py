@@ -80,15 +80,11 @@ Kernels = Literal["plain", "fused", "te"]
 
 
 @dataclass(kw_only=True, slots=True)
-class ActorConfig:
-    """The training group."""
+class TrainerConfig:
+    """A group that trains a model."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    forward: list[Literal["actor_fwd", "reference"]] = field(default_factory=list)
-    """Roles that run inside of the actor, in no group: it swaps their weights in and scores each window before it
-    trains on it, with its own parallelism and micro-batches. Less hardware, a longer step, and for each of them
-    one more copy of the weights in host memory."""
     max_tokens_per_micro_batch: int = bounded(8192, 1)
     """Tokens that a rank takes through one forward and backward pass: rows lie in it one after the other, without
     padding. A longer row is a micro-batch of its own."""
@@ -97,7 +93,7 @@ class ActorConfig:
     rows are balanced over the ranks by length and dealt to few micro-batches of equal size: a larger one is balanced
     better and has fewer, a smaller one is trained sooner."""
     kernels: Kernels = "plain"
-    """What the layers of the policy are made of, in the forward roles too. `plain`: torch, on every device; `fused`:
+    """What the layers are made of, of the actor's in the forward roles too. `plain`: torch, on every device; `fused`:
     Triton kernels for norms, rotary embedding, gated activation and log-probabilities, and one for Adam, on GPUs; `te`:
     Transformer Engine, which is refused unless a layer of it is as near to float32 as a plain one is."""
     experts: Literal["sequential", "grouped"] = "sequential"
@@ -109,14 +105,24 @@ class ActorConfig:
     megatron: dict[str, Any] = field(default_factory=dict)
     """Further settings of megatron-core's TransformerConfig and DistributedDataParallelConfig by name
     (`recompute_modules: [core_attn]`), passed through as they are; what is decided elsewhere is refused."""
-    simulated_step_s: float = bounded(0.0, 0.0)
-    """Seconds that a pass over a training batch takes, in which nothing is computed and the weights stay as they are:
-    for trying a cluster, and for measuring what is around training. 0: train."""
 
     @property
     def pack_tokens(self) -> int:
         """Of a micro-batch, over the context ranks that share it."""
         return self.max_tokens_per_micro_batch * self.parallel.context
+
+
+@dataclass(kw_only=True, slots=True)
+class ActorConfig(TrainerConfig):
+    """The group that trains the policy."""
+
+    forward: list[Literal["actor_fwd", "reference"]] = field(default_factory=list)
+    """Roles that run inside of the actor, in no group: it swaps their weights in and scores each window before it
+    trains on it, with its own parallelism and micro-batches. Less hardware, a longer step, and for each of them
+    one more copy of the weights in host memory."""
+    simulated_step_s: float = bounded(0.0, 0.0)
+    """Seconds that a pass over a training batch takes, in which nothing is computed and the weights stay as they are:
+    for trying a cluster, and for measuring what is around training. 0: train."""
 
 
 @dataclass(kw_only=True, slots=True)
