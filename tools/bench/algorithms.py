@@ -1,0 +1,183 @@
+"""What each algorithm's advantages and loss take of a training step, and what a critic adds to one.
+
+A step here is the forward and backward pass of a small model over all rows and the optimizer's step, on one device; of
+a larger model the share is smaller. Advantages are made in the hub, beside it: their time counts as if it were not. A
+critic scores the rows and trains on them; its yardstick is a policy of the same size that does that. Rounds alternate;
+on a CPU seconds are those of the processor, which a busy machine does not change.
+
+    python tools/bench/algorithms.py --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from operator import itemgetter
+from pathlib import Path
+
+import numpy as np
+import torch
+from figures import Figure, print_figures
+
+from relax_hpc.algorithms import ALGORITHMS, Algorithm, Grpo, Ppo
+from relax_hpc.config.schema import ActorConfig, ModelConfig, ParallelConfig, TinyModelConfig
+from relax_hpc.data.tiny_model import make_tiny_model
+from relax_hpc.models.hf_files import read_config
+from relax_hpc.roles.advantages import advantages_of
+from relax_hpc.training import parallel
+from relax_hpc.training.batches import PAD, Batch, collate, split_rows
+from relax_hpc.training.critic import CriticModel, CriticTrainer
+from relax_hpc.training.model import PolicyModel
+from relax_hpc.training.trainer import Trainer, token_batch
+from relax_hpc.transfer_queue.row_ids import row_id
+from relax_hpc.transfer_queue.row_schema import Row
+
+SHAPE = TinyModelConfig(
+    hidden_size=256, num_layers=4, num_attention_heads=8, num_key_value_heads=4, head_dim=32, intermediate_size=1024
+)
+START_TIMEOUT_S = 60.0
+SHARE, CRITIC = 0.02, 1.0
+SETTINGS = {"reduction": "constant", "constant_tokens": 1024, "whiten": True, "kl_in_reward": 0.01}
+"""Of a further line: what all algorithms may have and is computed beside them."""
+
+
+def step_rows(options: argparse.Namespace) -> list[Row]:
+    """Of a step, with all fields that any algorithm looks at; a prompt of a quarter of the tokens, and a response."""
+    draw, made = np.random.default_rng(0), []
+    for ticket in range(options.prompts):
+        for episode in range(options.samples):
+            mask = np.arange(options.tokens) >= options.tokens // 4
+            near = {
+                name: (draw.normal(-2, 0.3, options.tokens) * mask).astype(np.float32)
+                for name in ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values")
+            }
+            made.append(
+                {
+                    "row_id": row_id(ticket, episode, 0),
+                    "ticket": ticket,
+                    "token_ids": draw.integers(3, 60, options.tokens).astype(np.int32),
+                    "loss_mask": mask.astype(np.uint8),
+                    "token_versions": mask.astype(np.int32),
+                    "reward": float(draw.integers(0, 3)),
+                    **near,
+                }
+            )
+    return made
+
+
+def taken(work: Callable[[], object], device: str) -> float:
+    """Seconds: of the clock, or on a CPU of the processor."""
+    clock = time.process_time if device == "cpu" else time.perf_counter
+    begun = clock()
+    work()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return clock() - begun
+
+
+def losses(algorithm: Algorithm, batches: list[Batch]) -> None:
+    """Forward and backward of the loss alone, from log-probabilities to their gradient."""
+    for batch in batches:
+        logprobs = batch.fields["old_logprobs"].clone().requires_grad_()
+        algorithm.loss(token_batch(batch, logprobs, None))[0].backward()
+
+
+def train(trainer: Trainer, batches: list[Batch]) -> None:
+    trainer.accumulate(batches)
+    trainer.step(1e-6)
+
+
+def shares(directory: Path, options: argparse.Namespace) -> Iterator[Figure]:
+    """Of each algorithm, over the step of a policy."""
+    trainer = Trainer.of(policy(PolicyModel, directory, options), Grpo(), ActorConfig(), 1.0)
+    rows, device = step_rows(options), trainer.model.device
+    packs = split_rows(rows, options.pack)
+    algorithms = {name: make() for name, make in ALGORITHMS.items()} | {"grpo, all settings": Grpo(**SETTINGS)}
+    spent: dict[str, list[tuple[float, float, float]]] = {name: [] for name in algorithms}
+    usual = micro_batches(packs, Grpo(), device)
+    for number in range(options.rounds + 1):
+        step = taken(lambda: train(trainer, usual), options.device)
+        for name, algorithm in algorithms.items():
+            batches = micro_batches(packs, algorithm, device)
+            of_advantages = taken(lambda one=algorithm: advantages_of(rows, one, 0), "cpu")
+            of_loss = taken(lambda one=algorithm, known=batches: losses(one, known), options.device)
+            if number:
+                spent[name].append((of_advantages, of_loss, step))
+    step_s = statistics.median(step for *_, step in spent["grpo"])
+    yield Figure(f"a step of {sum(len(row['token_ids']) for row in rows)} tokens", step_s, "s")
+    for name, rounds in spent.items():
+        both = [100 * (a + b) / step for a, b, step in rounds]
+        share = statistics.median(both)
+        yield Figure(
+            f"{name}: advantages and loss", share, "% of a step", f"<= {100 * SHARE:g}", share <= 100 * SHARE, both
+        )
+
+
+def micro_batches(packs: list[list[Row]], algorithm: Algorithm, device: torch.device) -> list[Batch]:
+    """Of rows with what the algorithm gives them."""
+    rows = sorted((row for pack in packs for row in pack), key=itemgetter("row_id"))
+    made = {one["row_id"]: one for one in advantages_of(rows, algorithm, 0)}
+    return [collate([row | made[row["row_id"]] for row in pack], PAD, device) for pack in packs]
+
+
+def of_critic(directory: Path, options: argparse.Namespace) -> Iterator[Figure]:
+    """What it adds, against a policy's forward pass over the rows and its training on them."""
+    actor = Trainer.of(policy(PolicyModel, directory, options), Ppo(), ActorConfig(), 1.0)
+    critic = CriticTrainer.of(policy(CriticModel, directory, options), Ppo(), ActorConfig(), 1.0)
+    rows, device = step_rows(options), actor.model.device
+    packs = split_rows(rows, options.pack)
+    batches = micro_batches(packs, Ppo(), device)
+    ways: dict[str, Callable[[], object]] = {
+        "policy: a forward pass": lambda: actor.model.forward_logprobs(batches, 1.0),
+        "policy: forward, backward, step": lambda: train(actor, batches),
+        "critic: values": lambda: critic.model.forward_values(batches),
+        "critic: forward, backward, step": lambda: train(critic, batches),
+    }
+    spent: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(options.rounds + 1):
+        for name, work in ways.items():
+            seconds = taken(work, options.device)
+            if number:
+                spent[name].append(seconds)
+    for name, rounds in spent.items():
+        yield Figure(name, statistics.median(rounds), "s", rounds=rounds)
+    forward, trained, values, learned = spent.values()
+    ratios = [(c + d) / (a + b) for a, b, c, d in zip(forward, trained, values, learned, strict=True)]
+    ratio = statistics.median(ratios)
+    yield Figure("critic against a policy's", ratio, "x", f"<= {CRITIC:g}", ratio <= CRITIC, ratios)
+
+
+def policy(kind: type[PolicyModel], directory: Path, options: argparse.Namespace) -> PolicyModel:
+    model = kind(read_config(directory), ModelConfig(device=options.device), ParallelConfig(), ActorConfig())
+    model.load_hf(directory)
+    return model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="Hugging Face directory; a small one is made without it")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--pack", type=int, default=4096, help="tokens of a micro-batch")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    if options.device == "cpu":
+        torch.set_num_threads(1)
+    parallel.initialize_alone(options.device, 0, START_TIMEOUT_S)
+    with tempfile.TemporaryDirectory() as folder:
+        directory = options.model or Path(folder) / "model"
+        if not options.model:
+            make_tiny_model(directory, SHAPE, seed=0)
+        figures = (figure for part in (shares, of_critic) for figure in part(directory, options))
+        print_figures(figures, {"device": options.device, "rounds": options.rounds}, options.json)
+    parallel.destroy()
+
+
+if __name__ == "__main__":
+    main()
