@@ -38,7 +38,7 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.fields import fields_by
 from relax_hpc.transfer_queue.plan import Plan
 from tests.effort import effort
-from tests.test_algorithms import random_batch
+from tests.test_algorithms import NAMES, random_batch
 
 OFF = CorrectionConfig(kind="off")
 LOSSES: list[Algorithm] = [
@@ -246,6 +246,22 @@ def test_losses_equal_verls_formulas(algorithm, reduction, rows, columns, seed):
     loss, metrics = algorithm.loss(batch)
     found = loss.item() / max(metrics["weight"].item(), 1.0)
     assert found == pytest.approx(verl_loss(algorithm, batch), rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "constant"])
+def test_it_makes_no_difference_which_rank_or_micro_batch_has_a_row(name, reduction):
+    """Loss and metrics of all rows are the sums of those of each."""
+    algorithm = ALGORITHMS[name](reduction=reduction, constant_tokens=9)
+    batch = random_batch(5, 6, seed=4)
+    values = {name: value for name in NAMES if (value := getattr(batch, name)) is not None}
+    rows = [TokenBatch(**{name: value[i : i + 1] for name, value in values.items()}) for i in range(5)]
+    loss, metrics = algorithm.loss(batch)
+    parts = [algorithm.loss(row) for row in rows]
+    assert sum(part for part, _ in parts).item() == pytest.approx(loss.item())
+    for metric, value in metrics.items():
+        combine = max if metric.endswith("_max") else sum
+        assert combine(part[metric].item() for _, part in parts) == pytest.approx(value.item(), abs=1e-12)
 
 
 def verl_whitened(returns: list[np.ndarray]) -> list[np.ndarray]:

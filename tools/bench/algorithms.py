@@ -39,7 +39,7 @@ SHAPE = TinyModelConfig(
     hidden_size=256, num_layers=4, num_attention_heads=8, num_key_value_heads=4, head_dim=32, intermediate_size=1024
 )
 START_TIMEOUT_S = 60.0
-SHARE, CRITIC = 0.02, 1.0
+SHARE, CRITIC = 2.0, 1.0
 SETTINGS = {"reduction": "constant", "constant_tokens": 1024, "whiten": True, "kl_in_reward": 0.01}
 """Of a further line: what all algorithms may have and is computed beside them."""
 
