@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 VARIANCE_EPS = 1e-8
 """Added to a variance before its root is divided by."""
 Reduction = Literal["token_mean", "sequence_mean", "constant"]
-"""What a loss is a mean over, see `Algorithm.reduction`."""
+"""Kinds of mean that a loss is, see `Algorithm.reduction`."""
 Row = Mapping[str, Any]
 Prompt = Sequence[Sequence[Row]]
 """What came of a prompt: its episodes, each of one row or several."""
@@ -71,10 +71,10 @@ class OverlongConfig:
     buffer: int = bounded(0, 0)
     """Tokens before max_tokens over which the penalty grows from 0; at most max_tokens."""
     penalty: float = bounded(1.0, 0.0)
-    """What an episode of max_tokens loses; the paper's rewards are -1 and 1."""
+    """Reward that an episode of max_tokens loses; the paper's rewards are -1 and 1."""
 
     def of(self, tokens: np.ndarray) -> np.ndarray:
-        """What episodes of so many sampled ``tokens`` (any shape) lose, float64; `max_tokens` is not 0.
+        """Rewards that episodes of so many sampled ``tokens`` (any shape) lose, float64; `max_tokens` is not 0.
 
         >>> OverlongConfig(max_tokens=10, buffer=4, penalty=2.0).of(np.array([6, 7, 10, 11])).tolist()
         [0.0, 0.5, 2.0, 2.0]
@@ -111,7 +111,7 @@ class Algorithm:
     """Over a whole optimizer step: mean over tokens; over episodes of each episode's mean; or, `constant`, over
     episodes of each episode's sum divided by `constant_tokens`, as Dr. GRPO wants it."""
     constant_tokens: int = bounded(0, 0)
-    """What `constant` divides by, the same for episodes of any length: rollout.max_new_tokens as a rule."""
+    """Divisor of `constant`, the same for episodes of any length: rollout.max_new_tokens as a rule."""
     entropy_coefficient: float = bounded(0.0)
     """Weight of the entropy's bonus in the loss."""
     balance_coefficient: float = bounded(0.0, 0.0)
@@ -227,7 +227,7 @@ class Algorithm:
         return whitened(advantages, masks) if self.whiten else advantages
 
     def trains_policy(self, step: int) -> bool:
-        """Whether step ``step`` changes the policy; there are algorithms by which others learn first."""
+        """Whether step ``step`` changes the policy: in some algorithms others learn first."""
         return True
 
     def token_losses(self, batch: TokenBatch) -> TokenLosses:

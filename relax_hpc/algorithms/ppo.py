@@ -72,7 +72,7 @@ class Ppo(Grpo):
         return _spread(episodes, advantages), _spread(episodes, advantages + values)
 
     def _rewards_of(self, episode: Sequence[Row]) -> np.ndarray | float:
-        """What each of its tokens loses for leaving the reference."""
+        """Reward of each of its trained tokens for staying near the reference, 0 or less."""
         if not self.kl_in_reward:
             return 0.0
         return -self.kl_in_reward * np.concatenate([penalty(row) for row in episode])

@@ -1,4 +1,4 @@
-"""What a critic learns by."""
+"""The loss of a critic, and a measure of how much its values say."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class Role:
     trains: bool = False
     """Whether it learns from rows, and checkpoints: a step is trained when all such roles of a run have trained it."""
     scores: str = ""
-    """Of one that trains and gives fields too: the queue's task under which it gives them, before it trains."""
+    """Task of the queue under which a role that trains gives fields too, before it trains; empty: it gives none."""
 
 
 ROLES = {

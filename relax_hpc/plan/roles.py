@@ -112,7 +112,7 @@ def _of_all(sizes: Mapping[str, float], per_node: int) -> dict[str, float]:
 
 
 def critic(config: Config, spec: ModelSpec, group: str, per_node: int) -> Footprint:
-    """As an actor that publishes nothing, with its logits, which a critic has none of: somewhat too much."""
+    """Footprint of a critic: as of an actor that publishes nothing, with its logits, and so somewhat too much."""
     settings = ActorConfig(**{each.name: getattr(config.critic, each.name) for each in fields(config.critic)})
     found = actor(replace(config, actor=settings), spec, group, per_node)
     pinned = {what: size for what, size in found.pinned.items() if what != "slabs"}

@@ -82,7 +82,7 @@ class Policy(Beside):
                 self.away.come_back()
 
     def rate(self, step: int, lr: float) -> float:
-        """0 while others learn first: weights stay as they are, bit for bit."""
+        """See `Beside`; 0 while others learn first, which leaves the weights as they are, bit for bit."""
         return lr if self.config.algorithm.trains_policy(step) else 0.0
 
     def begin_step(self, step: int) -> None:

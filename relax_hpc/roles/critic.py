@@ -30,7 +30,7 @@ from relax_hpc.transfer_queue.storage.media import placeholders_of
 
 
 class Values(Beside):
-    """What the critic has beside its training: rows to score."""
+    """Duties of the critic beside its training: rows to score."""
 
     def __init__(self, context: Context, ranks: Ranks, model: CriticModel) -> None:
         self.context, self.ranks, self.model = context, ranks, model

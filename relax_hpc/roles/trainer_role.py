@@ -42,7 +42,7 @@ class Beside(Aside):
         """Called before the time of ``step`` counts; `windows.ask` waits for an answer of the queue."""
 
     def rate(self, step: int, lr: float) -> float:
-        """The learning rate of ``step``, which the schedule has as ``lr``."""
+        """Learning rate of ``step``, of which the schedule says ``lr``."""
         return lr
 
     def begin_step(self, step: int) -> None:

@@ -23,18 +23,18 @@ DISK = ("disk", "settled on disk")
 
 
 class Aside:
-    """What a trainer role does while it waits for rows to train on: nothing."""
+    """Duties of a trainer role while it waits for rows to train on: none here."""
 
     def due(self, step: int) -> Future | None:
-        """Of the leader: done when there is something to do before ``step``; None: there is not."""
+        """Future, in the leader, that is done when there is work to do before ``step``; None: none will come."""
         return None
 
     def take(self) -> dict[str, Any]:
-        """Of the leader: what all ranks are told of what is due."""
+        """Message, made in the leader, that tells all ranks of the work that is due."""
         raise NotImplementedError
 
     def do(self, told: dict[str, Any]) -> None:
-        """Do it, in every rank."""
+        """Called in every rank with that message: does the work."""
         raise NotImplementedError
 
 
