@@ -41,7 +41,8 @@ def row_of(name: str, seed: int, length: int = 12) -> Row:
     mask[[0, 1, length // 2 - 1, length // 2]] = 0
     mask[[2, -1]] = 1
     new = -draw.exponential(1.0, length)
-    near = {field: new + draw.normal(0, 0.4, length) for field in ("old_logprobs", "rollout_logprobs", "ref_logprobs")}
+    fields = ("old_logprobs", "rollout_logprobs", "ref_logprobs", "teacher_logprobs")
+    near = {field: new + draw.normal(0, 0.4, length) for field in fields}
     return {
         "row_id": name,
         "ticket": ticket_of(name),

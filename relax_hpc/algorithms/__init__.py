@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from relax_hpc.algorithms.base import Algorithm
 from relax_hpc.algorithms.cispo import Cispo
+from relax_hpc.algorithms.distill import Distill
 from relax_hpc.algorithms.dr_grpo import DrGrpo
 from relax_hpc.algorithms.dual_clip import DualClip
 from relax_hpc.algorithms.grpo import Grpo
@@ -36,6 +37,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "reinforce_pp_baseline": ReinforcePPBaseline,
     "dual_clip": DualClip,
     "ppo": Ppo,
+    "distill": Distill,
 }
 
 

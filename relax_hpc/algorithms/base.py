@@ -101,8 +101,8 @@ class Algorithm:
     """Whether the loss looks at the log-probabilities by the policy before the step."""
 
     name: str = ""
-    """grpo, dr_grpo, rloo, gspo, cispo, sapo, m2po, reinforce_pp, reinforce_pp_baseline, dual_clip, ppo, or
-    `package.module:Class` of your own."""
+    """grpo, dr_grpo, rloo, gspo, cispo, sapo, m2po, reinforce_pp, reinforce_pp_baseline, dual_clip, ppo,
+    distill, or `package.module:Class` of your own."""
     passes: int = bounded(1, 1)
     """Times a training batch is gone through."""
     mini_batches: int = bounded(1, 1)

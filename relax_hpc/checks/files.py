@@ -36,14 +36,32 @@ def check_files(config: Config) -> Iterator[str]:
             yield from _lengths(config, policy)
             yield from _replay(config, policy)
             for group, parallel in _parallels(config):
-                yield from _split(group, parallel, policy)
+                yield from _split(group, parallel, policy if group != "teacher" else find_model(model, "teacher_path"))
     if model.reference_path:
         yield from find_model(model, "reference_path").problems
+    yield from _teacher(config, policy)
     for key, path in _prompt_files(config).items():
         if not Path(path).is_file():
             yield f"{key}: found {path!r}, which is not a file; name a jsonl or parquet file"
         else:
             yield from _prompts(key, path, policy.tokenizer, config.data)
+
+
+def _teacher(config: Config, policy: Model) -> Iterator[str]:
+    """Whether there is a teacher who reads what the policy writes."""
+    path, role = config.model.teacher_path, any("teacher" in group.roles for group in config.groups.values())
+    if role != bool(path):
+        found = "a role teacher and no directory; name one" if role else f"{path!r}, and no algorithm that needs it"
+        yield f"model.teacher_path: found {found}"
+    if not path:
+        return
+    teacher = find_model(config.model, "teacher_path")
+    yield from teacher.problems
+    if teacher.tokenizer and policy.tokenizer and not teacher.tokenizer.has_ids_of(policy.tokenizer):
+        yield (
+            f"model.teacher_path: found {path!r}, whose tokenizer gives other ids than the policy's; allowed: a model "
+            "with the policy's tokenizer, as it is asked of the policy's tokens"
+        )
 
 
 def _prompt_files(config: Config) -> dict[str, str]:

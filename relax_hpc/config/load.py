@@ -25,7 +25,7 @@ from relax_hpc.fields import ROUTES, declare, roles_for
 from relax_hpc.named import named
 from relax_hpc.rundir import RunDir, write_atomic
 
-_PATHS = (("run_dir",), ("model", "path"), ("model", "reference_path"), ("data", "train"))
+_PATHS = (("run_dir",), ("model", "path"), ("model", "reference_path"), ("model", "teacher_path"), ("data", "train"))
 
 
 @dataclasses.dataclass(slots=True)

@@ -48,6 +48,12 @@ ROLES = {
         sections=("reference",),
         needs=("token_ids",),
     ),
+    "teacher": Role(
+        "relax_hpc.roles.forward",
+        ranked=True,
+        sections=("teacher",),
+        needs=("token_ids",),
+    ),
     "critic": Role(
         "relax_hpc.roles.critic",
         ranked=True,

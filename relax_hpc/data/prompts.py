@@ -53,6 +53,11 @@ class Tokenizer:
             return [self.bos_id, *ids]
         return ids
 
+    def has_ids_of(self, other: Tokenizer) -> bool:
+        """Whether every token of ``other`` has the same id here."""
+        mine = self._backend.get_vocab()
+        return all(mine.get(token) == number for token, number in other._backend.get_vocab().items())
+
     def at_most(self, text: str) -> int | None:
         """How many tokens ``text`` has at most, and at least one, which is seen without making them; None: it is not.
 

@@ -129,6 +129,7 @@ def _paths(config: Config) -> dict[str, str]:
     found = {
         "model.path": config.model.path,
         "model.reference_path": config.model.reference_path,
+        "model.teacher_path": config.model.teacher_path,
         "data.train": config.data.train,
         "site.container.image": site.container.image if site.container.image.startswith("/") and not inside else "",
         "site.mpi.library": "" if site.mpi.library == "wheel" else site.mpi.library,

@@ -76,6 +76,8 @@ TAGS = {
     "experts/load_max": "tokens of the busiest expert over the mean of its layer's; 1: all have as many",
     "experts/load_entropy": "entropy of the choice of an expert as a share of its largest, mean over layers; 1: even",
     "algorithm/dual_clip_fraction": "share of the tokens whose loss ended at clip_cap",
+    "algorithm/teacher_kl": "policy to teacher by k1, nats a token",
+    "algorithm/second_moment": "of m2po: log(policy / rollout)^2 of tokens that a clip can hold, over all tokens",
     "algorithm/<name>": "what else an algorithm says of its loss",
     "staleness/mean": "version trained minus the oldest version that drew a token of the prompt group, mean",
     "staleness/min": "the least of a step",

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from relax_hpc.config.groups import ranks_of
 from relax_hpc.config.roles import RANKED
 from relax_hpc.config.schema import Config
+from relax_hpc.errors import ConfigError
+from relax_hpc.models.families import spec_of
 from relax_hpc.models.spec import ModelSpec
 from relax_hpc.plan import roles
 from relax_hpc.plan.footprint import GIB, Footprint
@@ -82,9 +86,18 @@ def _footprints(config: Config, spec: ModelSpec, group: str, limit: float) -> It
         elif role == "critic":
             yield roles.critic(config, spec, group, per_node)
         elif role in RANKED:
-            yield roles.forward(config, spec, role, group, per_node)
+            yield roles.forward(config, spec if role != "teacher" else teacher_of(config), role, group, per_node)
         elif role == "rollout" and config.rollout.engine.kind == "sglang":
             yield roles.engine(config, spec, group, -(-config.rollout.replicas // nodes), limit)
+
+
+def teacher_of(config: Config) -> ModelSpec:
+    """Spec of the teacher. ConfigError: there is none, or it is not in order."""
+    path = Path(config.model.teacher_path) / "config.json"
+    try:
+        return spec_of(json.loads(path.read_text()), config.model.ignore_keys)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.teacher_path: {path}: {error}") from error
 
 
 def _together(config: Config, found: list[Footprint]) -> float:

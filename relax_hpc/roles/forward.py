@@ -1,4 +1,4 @@
-"""The forward-only roles: actor_fwd gives the clip's denominator, reference gives the KL's.
+"""The forward-only roles: actor_fwd gives the clip's denominator, reference the KL's, teacher what is to be learned.
 
 actor_fwd follows the published weights. At staleness 0 it scores step t with version t; otherwise with the newest it
 has, and says which in `old_logprob_version`.
@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from relax_hpc.fields import fields_by
 from relax_hpc.models.families import routes_of
 from relax_hpc.models.hf_files import read_config
 from relax_hpc.roles.context import END, HUB, NEWS, Context
@@ -84,17 +85,17 @@ def score_rows(
 
 def run(context: Context) -> None:
     """Serve until the run is finished."""
-    follows = context.role == "actor_fwd"
     config = context.config
-    frozen = Path(config.model.reference_path) if config.model.reference_path and not follows else context.model
+    frozen = {"reference": config.model.reference_path, "teacher": config.model.teacher_path}.get(context.role, "")
     forward = getattr(config, context.role)
     context.says("meeting its ranks")
     ranks = Ranks(context, forward.parallel)
     context.says("loading the model")
-    scorer = Scorer(context, ranks, frozen)
+    scorer = Scorer(context, ranks, Path(frozen) if frozen else context.model)
     context.says("")
     if context.world.leader:
-        _lead(context, ranks, scorer, 1 if follows else config.algorithm.kl.refresh_every)
+        every = {"actor_fwd": 1, "reference": config.algorithm.kl.refresh_every}.get(context.role, 0)
+        _lead(context, ranks, scorer, every)
     else:
         _follow(context, ranks, scorer)
     ranks.close()
@@ -159,7 +160,7 @@ def _lead(context: Context, ranks: Ranks, scorer: Scorer, every: int) -> None:
         with context.spans("forward", step=claim.step):
             scores = scorer.score(rows)
         with context.spans("queue", step=claim.step):
-            _put(client, rows, scores, claim, weights.reader.serving if weights and weights.holds else None)
+            _put(client, role, rows, scores, claim, weights.reader.serving if weights and weights.holds else None)
         work = client.claim_later(role, budget)
         context.report(claim.step, ranks.reader.ways.since_last())
     ranks.tell({"do": "end"})
@@ -177,9 +178,16 @@ def _waited(claim: Claim | None) -> Sequence[tuple[str, str, float]]:
     return claim.waited if claim else END
 
 
-def _put(client: QueueClient, rows: list[Row], scores: list[np.ndarray], claim: Claim, version: Version | None) -> None:
-    """Put the scores by actor_fwd's ``version``, or by the reference."""
-    field, extra = ("old_logprobs", {VERSION_FIELD: version.encode()}) if version else ("ref_logprobs", {})
+def _put(
+    client: QueueClient,
+    role: str,
+    rows: list[Row],
+    scores: list[np.ndarray],
+    claim: Claim,
+    version: Version | None,
+) -> None:
+    """Put the scores by actor_fwd's ``version``, or by a role whose weights are frozen."""
+    field, extra = fields_by(role)[0], {VERSION_FIELD: version.encode()} if version else {}
     made = [{"row_id": row["row_id"], field: score, **extra} for row, score in zip(rows, scores, strict=True)]
     client.put(made, (field, *extra), claim)
 

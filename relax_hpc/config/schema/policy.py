@@ -32,13 +32,15 @@ RoutingReplay = Literal["off", "record", "on"]
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
-    """The policy that is trained, and the frozen reference."""
+    """The policy that is trained, and what is frozen beside it."""
 
     path: str = ""
     """Hugging Face directory (config.json, tokenizer.json, *.safetensors), such as `weights/<version>/model` of
     another run. Empty: the run makes `tiny`."""
     reference_path: str = ""
     """Hugging Face directory of the reference; empty: the policy before its first step."""
+    teacher_path: str = ""
+    """Hugging Face directory of the teacher, of any size, with the policy's tokenizer; of an algorithm that has one."""
     tiny: TinyModelConfig = field(default_factory=TinyModelConfig)
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Parameter type of training and inference."""

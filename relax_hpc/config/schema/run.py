@@ -33,7 +33,7 @@ def default_groups() -> dict[str, GroupConfig]:
 
 def optional_groups() -> dict[str, GroupConfig]:
     """Groups that a run has if a layer speaks of them, or if its algorithm needs what they give."""
-    return {name: GroupConfig(roles=[name]) for name in ("actor_fwd", "reference", "critic")}
+    return {name: GroupConfig(roles=[name]) for name in ("actor_fwd", "reference", "teacher", "critic")}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -68,6 +68,7 @@ class Config:
     actor: ActorConfig = field(default_factory=ActorConfig)
     actor_fwd: ForwardConfig = field(default_factory=ForwardConfig)
     reference: ForwardConfig = field(default_factory=ForwardConfig)
+    teacher: ForwardConfig = field(default_factory=ForwardConfig)
     critic: TrainerConfig = field(default_factory=TrainerConfig)
     """The group that trains a critic, of an algorithm that has one: the policy's model with a value for an output."""
     queue: QueueConfig = field(default_factory=QueueConfig)

@@ -127,7 +127,7 @@ class ActorConfig(TrainerConfig):
 
 @dataclass(kw_only=True, slots=True)
 class ForwardConfig:
-    """The forward-only groups, actor_fwd and reference."""
+    """The forward-only groups: actor_fwd, reference and teacher."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     max_tokens_per_micro_batch: int = bounded(8192, 1)
