@@ -77,6 +77,10 @@ class CriticTrainer(Trainer):
         """As of `Trainer`. Whatever the policy's loss is a mean over, this one's are tokens."""
         super().__init__(model, dataclasses.replace(algorithm, reduction="token_mean"), *settings, **named)
 
+    def tails(self, tokens: float) -> dict[str, float]:
+        """Nothing: values have no ratios."""
+        return {}
+
     def loss_of(self, batch: Batch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """See `Trainer`; rows have `values` and `returns`."""
         predicted, known = self.model.token_values(hidden, batch), batch.fields

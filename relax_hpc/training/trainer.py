@@ -139,7 +139,7 @@ class Trainer:
         totals = self._reduce_metrics()
         load = self._experts.take()
         totals |= load.sums
-        tails = self._ratios.tails(totals["tokens"])
+        tails = self.tails(totals["tokens"])
         weight = totals["weight"]
         norm = self._gradient_norm(weight)
         usable = math.isfinite(norm) and weight > 0
@@ -147,6 +147,10 @@ class Trainer:
             self._update(lr, clip_factor(norm, self.settings.clip_grad) / weight)
         self._zero()
         return mean_metrics(totals) | load.values | tails | {"grad_norm": norm, "skipped": 0.0 if usable else 1.0}
+
+    def tails(self, tokens: float) -> dict[str, float]:
+        """Quantiles of old / rollout over the ``tokens`` of a step; see `RatioTail`."""
+        return self._ratios.tails(tokens)
 
     def discard(self) -> None:
         """Forget what was accumulated since the last step. Collective over all ranks."""
