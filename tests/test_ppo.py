@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from relax_hpc.algorithms import Grpo, Ppo
 from relax_hpc.algorithms.gae import gae
-from relax_hpc.algorithms.values import explained_variance, value_loss
+from relax_hpc.algorithms.values import clipped_value_loss, explained_variance
 from relax_hpc.checks.settings import check
 from relax_hpc.config import load
 from relax_hpc.data.tiny_model import qwen3_config
@@ -101,12 +101,12 @@ def test_a_value_that_moved_too_far_has_no_gradient() -> None:
     predicted = torch.tensor([[0.5, 0.1, -0.5, 7.0]], dtype=torch.float64, requires_grad=True)
     zeros, mask = torch.zeros(1, 4).double(), torch.tensor([[1.0, 1.0, 1.0, 0.0]])
     returns = torch.tensor([[1.0, 1.0, 1.0, float("nan")]]).double()
-    loss, metrics = value_loss(predicted, zeros, returns, mask, clip=0.2)
+    loss, metrics = clipped_value_loss(predicted, zeros, returns, mask, clip=0.2)
     assert loss.item() == pytest.approx((0.8**2 + 0.9**2 + 1.5**2) / 2)
     (slopes,) = torch.autograd.grad(loss, predicted)
     assert slopes[0].tolist() == pytest.approx([0.0, -0.9, -1.5, 0.0])
     assert (metrics["clip_fraction"], metrics["weight"], metrics["value/error_square"]) == (1, 3, 3)
-    free, _ = value_loss(predicted, zeros, returns, mask, clip=0.0)
+    free, _ = clipped_value_loss(predicted, zeros, returns, mask, clip=0.0)
     assert free.item() == pytest.approx((0.5**2 + 0.9**2 + 1.5**2) / 2)
 
 
@@ -125,10 +125,10 @@ def test_the_value_loss_equals_a_sum_by_hand_and_its_gradient_finite_differences
         new, old, aim = float(predicted[i, j]), float(values[i, j]), float(returns[i, j])
         held = min(max(new, old - clip), old + clip) if clip else new
         expected += max((new - aim) ** 2, (held - aim) ** 2) / 2
-    loss, metrics = value_loss(predicted, values, returns, mask, clip)
+    loss, metrics = clipped_value_loss(predicted, values, returns, mask, clip)
     assert loss.item() == pytest.approx(expected) and metrics["loss/value"] == loss
     predicted.requires_grad_()
-    assert torch.autograd.gradcheck(lambda new: value_loss(new, values, returns, mask, clip)[0], (predicted,))
+    assert torch.autograd.gradcheck(lambda new: clipped_value_loss(new, values, returns, mask, clip)[0], (predicted,))
 
 
 def test_explained_variance_is_one_where_values_are_returns() -> None:

@@ -234,6 +234,13 @@ class Algorithm:
         """The policy's loss of each token [b, s]; entries whose mask is 0 hold zeros, and do not count."""
         raise NotImplementedError(f"{type(self).__name__} says nothing of its loss")
 
+    def value_loss(
+        self, predicted: Tensor, known: Mapping[str, Tensor], mask: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The critic's loss of ``predicted`` values [b, s], *summed*, and sums to log, in algorithms that have one;
+        `values` and `returns` are among the fields that are ``known``."""
+        raise NotImplementedError(f"{type(self).__name__} says nothing of a critic's loss")
+
     def loss(self, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss *summed* over ``batch``, with gradient, and sums to log: see `relax_hpc.algorithms.losses`."""
         from relax_hpc.algorithms.losses import policy_loss

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from relax_hpc.algorithms.base import Prompt, Row, penalty, spread
 from relax_hpc.algorithms.gae import gae
 from relax_hpc.algorithms.grpo import Grpo
 from relax_hpc.settings import bounded
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(kw_only=True)
@@ -55,6 +58,13 @@ class Ppo(Grpo):
         advantages, returns = self._estimates(prompts)
         pairs = zip(self.whitened(advantages, prompts), returns, strict=True)
         return [{"advantages": advantage, "returns": value} for advantage, value in pairs]
+
+    def value_loss(
+        self, predicted: Tensor, known: Mapping[str, Tensor], mask: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        from relax_hpc.algorithms.values import clipped_value_loss
+
+        return clipped_value_loss(predicted, known["values"], known["returns"], mask, self.value_clip)
 
     def _estimates(self, prompts: Sequence[Prompt]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Advantages and returns of all rows, [tokens] each, 0 where the mask is."""

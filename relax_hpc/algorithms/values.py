@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def value_loss(
+def clipped_value_loss(
     predicted: Tensor, values: Tensor, returns: Tensor, mask: Tensor, clip: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of ``predicted`` values, a scalar with gradient, and detached sums to log; [b, s] all.
@@ -39,7 +39,7 @@ def value_loss(
 def explained_variance(means: dict[str, float]) -> float:
     """Share of the returns' variance that the values have said before: 1: all, 0: none, below: worse than their mean.
 
-    ``means`` of `value_loss`'s sums.
+    ``means`` of `clipped_value_loss`'s sums.
 
     >>> explained_variance({"value/error_square": 0.5, "value/return": 1.0, "value/return_square": 3.0})
     0.75

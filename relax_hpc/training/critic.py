@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from relax_hpc.algorithms import Algorithm
-from relax_hpc.algorithms.values import value_loss
 from relax_hpc.config.schema import ModelConfig
 from relax_hpc.models.hf_mapping import Entry
 from relax_hpc.training.batches import Batch
@@ -83,5 +82,4 @@ class CriticTrainer(Trainer):
 
     def loss_of(self, batch: Batch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """See `Trainer`; rows have `values` and `returns`."""
-        predicted, known = self.model.token_values(hidden, batch), batch.fields
-        return value_loss(predicted, known["values"], known["returns"], batch.mask, self.algorithm.value_clip)
+        return self.algorithm.value_loss(self.model.token_values(hidden, batch), batch.fields, batch.mask)
