@@ -52,7 +52,7 @@ def step_rows(options: argparse.Namespace) -> list[Row]:
             mask = np.arange(options.tokens) >= options.tokens // 4
             near = {
                 name: (draw.normal(-2, 0.3, options.tokens) * mask).astype(np.float32)
-                for name in ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values")
+                for name in ("rollout_logprobs", "old_logprobs", "ref_logprobs", "teacher_logprobs", "values")
             }
             made.append(
                 {
