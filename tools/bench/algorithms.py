@@ -111,9 +111,7 @@ def shares(directory: Path, options: argparse.Namespace) -> Iterator[Figure]:
     for name, rounds in spent.items():
         both = [100 * (a + b) / step for a, b, step in rounds]
         share = statistics.median(both)
-        yield Figure(
-            f"{name}: advantages and loss", share, "% of a step", f"<= {100 * SHARE:g}", share <= 100 * SHARE, both
-        )
+        yield Figure(f"{name}: advantages and loss", share, "% of a step", f"<= {SHARE:g}", share <= SHARE, both)
 
 
 def micro_batches(packs: list[list[Row]], algorithm: Algorithm, device: torch.device) -> list[Batch]:
