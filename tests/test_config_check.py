@@ -36,7 +36,7 @@ def same_fields() -> Iterator[None]:
     FIELDS.update(known)
 
 
-EXPERTS = {"model.tiny.num_experts": 4, "model.routing_replay": "on"}
+EXPERTS = {"model.tiny.num_experts": 4, "model.tiny.tie_word_embeddings": False, "model.routing_replay": "on"}
 FINDINGS = [
     ({"model.routing_replay": "record"}, ["model.routing_replay: found record with a qwen3 model, allowed: off"]),
     (
@@ -63,6 +63,8 @@ FINDINGS = [
     ),
     ({"data.eval.x": "/nowhere.jsonl"}, ["data.eval.x: found '/nowhere.jsonl', which is not a file"]),
     ({"actor.parallel.tensor": 4}, ["actor.parallel.tensor: found 4, allowed: a divisor of the model's num_attention"]),
+    ({"model.tiny.num_experts": 4}, ["model.tiny: found tie_word_embeddings true in a qwen3_moe, with engine sglang"]),
+    ({"model.tiny.num_experts": 4, "model.tiny.tie_word_embeddings": False}, []),
     (
         {"model.tiny.num_attention_heads": 3, "model.tiny.num_key_value_heads": 2},
         ["model.tiny.num_attention_heads: found"],

@@ -35,6 +35,7 @@ def check_files(config: Config) -> Iterator[str]:
         if not policy.problems:
             yield from _lengths(config, policy)
             yield from _replay(config, policy)
+            yield from _tied(config, policy)
             for group, parallel in _parallels(config):
                 yield from _split(group, parallel, policy if group != "teacher" else find_model(model, "teacher_path"))
     if model.reference_path:
@@ -171,6 +172,16 @@ def _replay(config: Config, model: Model) -> Iterator[str]:
         yield (
             f"actor.megatron.moe_router_fusion: found true with model.routing_replay {found}, allowed: false; "
             "Transformer Engine's fused router takes no routes"
+        )
+
+
+def _tied(config: Config, model: Model) -> Iterator[str]:
+    spec = model.spec
+    if spec and spec.tied and not spec.sglang_ties and config.rollout.engine.kind == "sglang":
+        key = "model.path" if config.model.path else "model.tiny"
+        yield (
+            f"{key}: found tie_word_embeddings true in a {spec.model_type}, with engine sglang allowed: false, as its "
+            "output layer would not be the embedding; store lm_head.weight, a copy, and set it false"
         )
 
 

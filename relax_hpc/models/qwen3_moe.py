@@ -40,6 +40,8 @@ class Qwen3Moe(ModelSpec):
         "mlp_only_layers": one_of([]),
     }
     qk_norm = True
+    # Qwen3MoeForCausalLM of SGLang 0.5.21 leaves its output layer as it was allocated.
+    sglang_ties = False
 
     chosen: int
     """Experts a token."""

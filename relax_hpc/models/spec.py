@@ -49,6 +49,8 @@ class ModelSpec:
     """Whether queries and keys are normalised by head."""
     row_fields: ClassVar[tuple[str, ...]] = ()
     """Token fields of rows that `inputs` takes beside the token ids."""
+    sglang_ties: ClassVar[bool] = True
+    """Whether SGLang's class has the embedding for its output layer where `tied` says so."""
 
     hidden: int
     inner: int
