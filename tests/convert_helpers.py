@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import multiprocessing
 import os
+import resource
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -16,6 +19,7 @@ from relax_hpc.convert.conversion import Request, convert
 from relax_hpc.models.families import spec_of
 from relax_hpc.models.hf_mapping import all_pieces, stored_forms
 
+M_MMAP_THRESHOLD = -3
 VOCAB = 61
 """Odd, so that two tensor-parallel ranks pad it."""
 DENSE = {
@@ -108,6 +112,20 @@ def content(directory: Path) -> dict[str, bytes]:
 def to(source: Path, target: Path, **options: object) -> dict:
     """The report of a conversion."""
     return convert(Request(source=source, target=target, **options))
+
+
+@contextmanager
+def bounded_data(room: int) -> Iterator[None]:
+    """Inside, this process may have ``room`` more bytes of its own than it has now; mapped files are nobody's."""
+    # What glibc has seen freed it would keep in pieces: blocks of 128 KiB and more go back at once.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 17)
+    status, (_, most) = Path("/proc/self/status").read_text(), resource.getrlimit(resource.RLIMIT_DATA)
+    data = int(next(line for line in status.splitlines() if line.startswith("VmData")).split()[1]) * 1024
+    resource.setrlimit(resource.RLIMIT_DATA, (data + room, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
 def in_child(act: Callable[[], object]) -> int:

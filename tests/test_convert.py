@@ -18,7 +18,7 @@ from relax_hpc.convert import workspace
 from relax_hpc.errors import RelaxError
 from relax_hpc.protocol import RUN_FORMAT
 from relax_hpc.rundir import RunDir
-from tests.convert_helpers import DENSE, MIXED, content, in_child, kill_at, model, to
+from tests.convert_helpers import DENSE, MIXED, bounded_data, content, in_child, kill_at, model, to
 
 FORMS: dict[str, tuple[dict, dict[str, Any]]] = {
     "dense": (DENSE, {}),
@@ -182,20 +182,23 @@ def test_a_full_disk_is_said_and_gone_on_from(dense: Path, tmp_path: Path, way: 
     to(source, target, shard_bytes=size, verify="digests")
 
 
-def test_memory_is_bounded_by_the_largest_tensors_not_by_the_model(tmp_path: Path):
-    large = DENSE | {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8}
-    source = model(tmp_path / "large", large, files=2)
+LARGE = DENSE | {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8}
+MANY = MIXED | {"hidden_size": 512, "moe_intermediate_size": 768, "num_hidden_layers": 1, "num_experts": 24}
+
+
+@pytest.mark.parametrize(("about", "packed"), [(LARGE, False), (MANY, False), (MANY, True)])
+def test_memory_is_bounded_by_the_largest_tensors_not_by_the_model(tmp_path: Path, about: dict, packed: bool):
+    """Nor by the number of experts, also where all of a layer are one tensor."""
+    source = model(tmp_path / "large", about, files=2, packed=packed)
     whole = sum(path.stat().st_size for path in source.glob("*.safetensors"))
-    largest = 2 * 2048 * 512 * 4
-    room = 6 * largest
+    inner = about["moe_intermediate_size"] if about is MANY else about["intermediate_size"]
+    room = 6 * 2 * inner * about["hidden_size"] * 4
     assert whole > 3 * room
 
     def with_little_memory() -> None:
-        status = Path("/proc/self/status").read_text()
-        data = int(next(line for line in status.splitlines() if line.startswith("VmData")).split()[1]) * 1024
-        resource.setrlimit(resource.RLIMIT_DATA, (data + room, resource.RLIM_INFINITY))
-        to(source, tmp_path / "megatron", verify="digests")
-        to(tmp_path / "megatron", tmp_path / "again", verify="digests")
+        with bounded_data(room):
+            to(source, tmp_path / "megatron", verify="digests")
+            to(tmp_path / "megatron", tmp_path / "again", verify="digests")
 
     assert in_child(with_little_memory) == 0
     assert content(tmp_path / "again") == content(source)

@@ -20,8 +20,8 @@ pytestmark = pytest.mark.run
 
 MOE = QUICKSTART.with_name("moe.yaml")
 SHORTER = {"steps": 25, "actor": {"optimizer": {"warmup_steps": 5}}, "eval": {"every": 0}, "checkpoint": {"every": 100}}
-RISE = 0.08
-"""Of rewards: half of the least that runs had in these steps, 0.16 to 0.25."""
+RISE = 0.1
+"""Of rewards: less than half of what three seeds had, 0.23 to 0.29."""
 WHOLE_RISE = 0.25
 """Of held-out answers in a whole run."""
 RUN_S = 1200.0

@@ -8,6 +8,7 @@ import shutil
 import stat
 import struct
 import threading
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -27,11 +28,12 @@ from relax_hpc.weights.pull import Puller
 from relax_hpc.weights.slab import MARK, open_slab
 from relax_hpc.weights.subscriber import NOTHING, Fetcher, News, Subscriber
 from relax_hpc.weights.version_files import FOLDER, LISTING, TENSORS
+from tests.convert_helpers import bounded_data, in_child
 from tests.effort import effort
 from tests.engine_helpers import make_model
 from tests.queue_helpers import in_thread, make_run, small
 from tests.requirements import DEVICE
-from tests.weights_helpers import Source
+from tests.weights_helpers import WAIT_S, Source
 
 SOON = 5.0
 
@@ -39,7 +41,13 @@ SOON = 5.0
 @pytest.fixture
 def stage(tmp_path):
     """A run with a controller, an actor that publishes, and a rollout's client; `put(number, ...)` publishes."""
-    run, config = make_run(tmp_path / "run"), small()
+    with staged(tmp_path) as stage:
+        yield stage
+
+
+@contextmanager
+def staged(folder):
+    run, config = make_run(folder / "run"), small()
     run.model.mkdir()
     (run.model / "config.json").write_text("{}")
     (run.model / TENSORS).write_bytes(b"old")
@@ -101,6 +109,30 @@ def test_a_reader_gets_what_was_published(stage):
     assert waiting.result(timeout=SOON).version == "i000001-v000001"
     assert stage.fetch(reader) == 1
     assert not (stage.run.weights / "i000001-v000001" / FOLDER).exists(), "in memory alone"
+
+
+def test_memory_is_bounded_whatever_the_number_of_experts(tmp_path):
+    """Beside its slabs the actor needs room for pieces of a file, a reader of one that is read."""
+    expert, count, room = 64 << 10, 1024, 16 << 20
+
+    def with_little_memory() -> None:
+        threading.stack_size(1 << 20)
+        with staged(tmp_path) as stage:
+            tensors = {f"layers.0.experts.{number}.weight": torch.zeros(expert // 4) for number in range(count)}
+            source = Source(stage.run, stage.actor, tensors, file_every=1)
+            with bounded_data(room):
+                for number in range(2):
+                    for one in tensors.values():
+                        one.fill_(number)
+                    source.publish(Version(1, number))
+                reader = stage.reader(patience=WAIT_S)
+                found, got = reader.fetch(reader.newer().result(timeout=WAIT_S))
+                weights = open_slab(got.path)
+                assert all((weights[name] == 1).all() for name in tensors) and found.version == "i000001-v000001"
+                got.release()
+
+    assert expert * count > 3 * room
+    assert in_child(with_little_memory) == 0
 
 
 @pytest.mark.gpu
