@@ -1,11 +1,14 @@
 """One rank of a model whose experts are dealt out: one step, with micro-batches that are as uneven as can be.
 
-`python -m tests.expert_rank FILE WORLD RANK [LAYOUT MODEL OUT -]...`, see `training_rank`.
+`python -m tests.expert_rank FILE WORLD RANK [LAYOUT MODEL OUT LOST]...`, see `training_rank`. If LOST is not empty, the
+last rank kills itself at the experts of its second layer.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -28,13 +31,17 @@ def main() -> None:
     torch.set_num_threads(1)
     meeting = dist.FileStore(file, int(world))
     for number in range(0, len(cases), 4):
-        layout, model, out, _ = cases[number : number + 4]
+        layout, model, out, lost = cases[number : number + 4]
         print(f"layout {layout}", flush=True)
         settings = json.loads(layout)
         split = helpers.actor_settings(**settings).parallel
         store = dist.PrefixStore(f"{number}", meeting)
         parallel.initialize(split, int(rank), int(world), int(rank), store, "cpu", 0, 60.0)
-        metrics, weights = step(trainer(Path(model), settings))
+        ours = trainer(Path(model), settings)
+        if lost and int(rank) == int(world) - 1:
+            experts = ours.model.module.decoder.layers[1].mlp.experts
+            experts.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        metrics, weights = step(ours)
         if weights is not None:
             save_file(weights, Path(out) / "weights.safetensors")
             (Path(out) / "metrics.json").write_text(json.dumps(metrics))

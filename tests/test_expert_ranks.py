@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from tests import expert_rank
 from tests.convert_helpers import MIXED, model
 from tests.effort import effort
 from tests.rank_layouts import Layouts, check_agrees, launched
-from tests.training_helpers import one_rank_fixture  # noqa: F401
+from tests.training_helpers import ends, one_rank_fixture  # noqa: F401
 
 pytestmark = [pytest.mark.run, pytest.mark.usefixtures("one_rank")]
 
@@ -97,3 +98,11 @@ def runs(one_rank: None, mixed: Path, tmp_path_factory: pytest.TempPathFactory) 
 @pytest.mark.parametrize("name", WHOLE)
 def test_experts_of_several_ranks_are_published_scored_and_saved(runs, mixed: Path, name: str):
     check_agrees((OF_TWO | OF_FOUR)[name], mixed, runs[name])
+
+
+def test_a_rank_that_goes_missing_ends_the_others_with_what_is_the_matter(mixed: Path, tmp_path: Path) -> None:
+    """It is killed in the midst of a layer, while others wait for its tokens."""
+    layout = json.dumps({"parallel": {"data": 2, "expert": 2}})
+    codes, outputs = ends(2, layout, mixed, tmp_path, "lost", timeout_s=120.0, module="tests.expert_rank")
+    assert codes == [1, -signal.SIGKILL], outputs
+    assert "LostRankError: a rank of this group is gone" in outputs[0]

@@ -228,6 +228,12 @@ run_module("{module}", run_name="__main__")
 
 def launch(world: int, *args: object, timeout_s: float = 120.0, module: str = "tests.training_rank") -> None:
     """Run `module` in `world` processes; AssertionError with their output if one fails."""
+    codes, outputs = ends(world, *args, timeout_s=timeout_s, module=module)
+    assert codes == [0] * world, "\n".join(outputs)
+
+
+def ends(world: int, *args: object, timeout_s: float, module: str) -> tuple[list[int], list[str]]:
+    """Exit codes and outputs of `world` processes of `module`, by rank."""
     meeting = os.memfd_create("meeting")
     file = f"/proc/{os.getpid()}/fd/{meeting}"
     command = [sys.executable, "-W", "ignore", "-c", START.format(module=module), file, str(world)]
@@ -248,7 +254,7 @@ def launch(world: int, *args: object, timeout_s: float = 120.0, module: str = "t
         os.close(meeting)
         for process in ranks:
             process.kill()
-    assert [process.returncode for process in ranks] == [0] * world, "\n".join(outputs)
+    return [process.returncode for process in ranks], outputs
 
 
 def save(directory: Path, ours: Trainer, meta: dict[str, Any]) -> str:

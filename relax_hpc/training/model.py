@@ -36,6 +36,7 @@ from relax_hpc.training import parallel as ranks
 from relax_hpc.training.batches import Batch
 from relax_hpc.training.gathered import gathered_texts
 from relax_hpc.training.logprobs import PLAIN, ChunkKernels, scored_states, token_logprobs
+from relax_hpc.training.lost_ranks import names_lost_ranks
 from relax_hpc.weights.ring import Slice
 from relax_hpc.weights.tensors import Tensor as WholeTensor
 from relax_hpc.weights.transfers import Transfers
@@ -290,6 +291,7 @@ class PolicyModel:
         # An idle one has a line that is no row's.
         return [line[:length] for values, lengths in scored for line, length in zip(values, lengths, strict=False)]
 
+    @names_lost_ranks
     @torch.no_grad()
     def batch_logprobs(self, micro_batches: Sequence[Batch], temperature: float, routed: bool = True) -> list[Tensor]:
         """Log-probabilities of each micro-batch [b, s] float32, on the ranks of the last stage; none on the others.

@@ -22,6 +22,7 @@ from relax_hpc.training.batches import Batch
 from relax_hpc.training.expert_load import ExpertLoad
 from relax_hpc.training.gathered import gathered_texts
 from relax_hpc.training.gradients import clip_factor, gradient_norm
+from relax_hpc.training.lost_ranks import names_lost_ranks
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.optimizer import build_optimizer, set_rates
 from relax_hpc.training.ratio_tail import RatioTail
@@ -86,6 +87,7 @@ class Trainer:
         gradients = megatron_settings.of_owner(settings, "gradients")
         return cls(model, algorithm, settings.optimizer, temperature, gradients=gradients)
 
+    @names_lost_ranks
     def accumulate(self, micro_batches: Sequence[Batch], last: bool = False) -> None:
         """Run `micro_batches` of this data-parallel rank forward and backward, adding to the gradient of the step.
 
@@ -129,6 +131,7 @@ class Trainer:
         self._ratios.add(given)
         return self._loss(given)
 
+    @names_lost_ranks
     def step(self, lr: float) -> dict[str, float]:
         """Reduce, divide by the weight, clip, and let Adam step with learning rate `lr`; ready for the next step after.
 
