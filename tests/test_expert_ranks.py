@@ -29,7 +29,7 @@ OF_TWO: Layouts = {
 }
 OF_FOUR: Layouts = {
     "over half of the data ranks": {"parallel": {"data": 4, "expert": 2}, "experts": "grouped", **SHARDED},
-    "one each": {"parallel": {"data": 4, "expert": 4}},
+    "one each": {"parallel": {"data": 4, "expert": 4}, "optimizer": {"offload": True}},
     "over tensor and data ranks": {"parallel": {"tensor": 2, "data": 2, "expert": 4, "sequence_parallel": True}},
     "over tensor ranks of two replicas": {
         "parallel": {"tensor": 2, "data": 2, "expert": 2, "sequence_parallel": True},

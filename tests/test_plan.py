@@ -35,6 +35,8 @@ COUNTS = {
     "Qwen3-8B": 8_190_735_360,
     "Qwen3-14B": 14_768_307_200,
     "Qwen3-32B": 32_762_123_264,
+    "Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen3-235B-A22B": 235_093_634_560,
 }
 """Parameters, as the published models have them."""
 
@@ -69,7 +71,8 @@ def test_the_largest_model_that_a_cluster_file_names_fits(cluster: str) -> None:
     assert not [lack for place in plan(config, spec_at(config.model)) for lack in place.lacks]
     assert config.model.dtype == "bfloat16" and "reference" not in {*config.groups} | {*config.actor.forward}
     parallel = config.actor.parallel
-    assert config.actor.optimizer.distributed == (parallel.data > 1)
+    # Experts that no two ranks have leave them hardly any states to share.
+    assert config.actor.optimizer.distributed == (parallel.data > 1 and parallel.expert == 1)
     assert parallel.sequence_parallel == (parallel.tensor > 1)
 
 
@@ -84,6 +87,32 @@ def test_what_is_said_to_make_it_fit_does() -> None:
         some = {key: value for key, value in changes.items() if key != left_out}
         tried = plan(sized("4-nodes", "Qwen3-14B", **base | some), spec_at(config.model))
         assert all(one.lacks == [] for one in tried if "actor" in one.groups) == (left_out is None), left_out
+
+
+@pytest.mark.parametrize(
+    ("cluster", "model", "place", "mend"),
+    [
+        ("8-nodes", "Qwen3-30B-A3B", "actor", ["actor.parallel.expert: 8"]),
+        ("4-nodes", "Qwen3-30B-A3B", "actor", ["actor.optimizer.offload: true", "actor.parallel.expert: 8"]),
+        ("4-nodes", "Qwen3-235B-A22B", "actor_fwd", ["actor_fwd.parallel.expert: 8"]),
+        ("8-nodes", "Qwen3-235B-A22B", "actor", []),
+        ("8-nodes-moe", "Qwen3-30B-A3B", "", []),
+        ("2-nodes-moe", "Qwen3-235B-A22B", "actor", []),
+        ("1-nodes-moe", "Qwen3-235B-A22B", "actor", []),
+    ],
+)
+def test_experts_that_do_not_fit_are_dealt_out_or_refused(
+    cluster: str, model: str, place: str, mend: list[str]
+) -> None:
+    def lacking(**overrides: Any) -> dict[str, list[str]]:
+        config = sized(cluster, model, **overrides)
+        places = plan(config, spec_at(config.model))
+        return {name: list(one.remedies) for one in places if one.lacks for name in one.groups}
+
+    found = lacking()
+    assert found.get(place) == (mend if place else None)
+    if mend:
+        assert place not in lacking(**parse_yaml("\n".join(mend), "remedies"))
 
 
 def test_bytes_of_a_parameter_and_of_shared_states() -> None:

@@ -41,6 +41,7 @@ TOKENS, ROW = 512, 128
 SHAPE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4}
 SHAPE |= {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 4000}
 DENSE = {"model_type": "qwen3", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True, **SHAPE}
+MANY = {"moe_intermediate_size": 64, "num_experts": 64, "num_experts_per_tok": 8, "vocab_size": 500}
 CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any], Grpo]] = {
     "kept": (DENSE, "bfloat16", {"recompute": "none"}, Grpo()),
     "selective": (DENSE, "bfloat16", {"recompute": "selective"}, Grpo()),
@@ -88,6 +89,9 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any], Grpo]] = {
         Grpo(),
     ),
     "experts": (MIXED | SHAPE | {"moe_intermediate_size": 128}, "bfloat16", {"recompute": "full"}, Grpo()),
+    "many experts": (MIXED | SHAPE | MANY, "bfloat16", {"recompute": "none"}, Grpo()),
+    "many experts, recomputed": (MIXED | SHAPE | MANY, "bfloat16", {"recompute": "full"}, Grpo()),
+    "many experts, in one piece": (MIXED | SHAPE | MANY, "bfloat16", {"experts": "grouped"}, Grpo()),
 }
 
 

@@ -115,11 +115,16 @@ def test_shellcheck_finds_nothing(scripts: list[Path]) -> None:
     assert (done.returncode, done.stdout) == (0, "")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `check` reads of a model with the layers and heads of an 8B one."""
-    sizes = {"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 12288}
-    path = model_directory(tmp_path_factory.mktemp("model"), **sizes)
+SHAPE = {"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 12288}
+EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 8, "tie_word_embeddings": False}
+EXPERTS |= {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+
+
+@pytest.fixture
+def model(size: Path, tmp_path: Path) -> Path:
+    """What `check` reads of a model with the layers and heads of an 8B one, or with experts where ``size`` is for
+    those."""
+    path = model_directory(tmp_path / "model", **SHAPE, **(EXPERTS if size.stem.endswith("-moe") else {}))
     (path / "train.jsonl").write_text('{"id": 1, "prompt": "12", "answer": "12"}\n')
     return path
 
@@ -137,7 +142,7 @@ def test_a_size_takes_the_nodes_of_its_name_and_a_run_on_it_has_no_findings(size
     assert gpu_hours(config) == nodes * gpus * 24
     assert all(part.memory for part in components(config)), "else the site's default rules"
     tp = config.rollout.engine.flags.get("tp_size", 1)
-    rollout = config.groups["rollout"].resources
+    (rollout,) = (group.resources for group in config.groups.values() if "rollout" in group.roles)
     assert config.rollout.replicas * tp == rollout.nodes * rollout.gpus_per_node
     assert all(part.tasks_per_node * part.cpus_per_task <= 8 * gpus for part in components(config))
 

@@ -43,8 +43,6 @@ class Qwen3Moe(ModelSpec):
     # Qwen3MoeForCausalLM of SGLang 0.5.21 leaves its output layer as it was allocated.
     sglang_ties = False
 
-    chosen: int
-    """Experts a token."""
     normalised: bool
     """Whether the probabilities of the chosen ones add up to 1."""
 

@@ -67,6 +67,8 @@ class ModelSpec:
     rope_base: float = 10000.0
     experts: int = 0
     """Of every layer; 0: it has none."""
+    chosen: int = 0
+    """Experts of a layer that a token goes to."""
     positions: int = field(default=0, compare=False)
     """0: the model does not say."""
     init_std: float = field(default=0.02, compare=False)

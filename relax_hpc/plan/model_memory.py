@@ -7,15 +7,20 @@ compares it with the bytes that autograd holds. Korthikanti et al., arXiv 2205.0
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from relax_hpc.config.schema import Kernels, ParallelConfig
-from relax_hpc.models.hf_mapping import Piece, of_experts, stage_entries
+from relax_hpc.models.hf_mapping import Entry, Piece, of_experts, stage_entries
 from relax_hpc.models.spec import ModelSpec
 from relax_hpc.models.stages import stage_layers
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 MAIN_BYTES = 4
 """Of an element of gradients, of the optimizer's main parameters and of each of its two moments: float32."""
+BUSIEST = 1.5
+"""Tokens that come to the experts of the busiest rank, over the mean of those who share a layer's. An assumption."""
+ROUTER_ELEMENTS = 6
+"""Of an expert and a token: three of float32, in elements of 2 bytes."""
 CHUNKS = 2**22, 2**28
 """Logits that `training.logprobs` has at once, at least and at most; between these an eighth of all."""
 
@@ -32,10 +37,22 @@ def own_share(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> float:
     return dense / copies + experts * parallel.expert * parallel.expert_tensor / (parallel.tensor * copies)
 
 
+def expert_parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> int:
+    """Parameters of a rank that belong to experts."""
+    return _counts(spec, parallel, stage)[1]
+
+
 def _counts(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> tuple[int, int]:
     """Parameters of a rank: those outside of experts, and those of its experts."""
-    held = stage_layers(spec.layers, parallel)[stage]
-    entries = stage_entries(spec, held, stage == 0, stage == parallel.pipeline - 1)
+    layers = len(stage_layers(spec.layers, parallel)[stage])
+    # All layers are alike, and a large model has tens of thousands of experts.
+    layer = _counted(spec, parallel, stage_entries(spec, range(1), False, False))
+    rest = _counted(spec, parallel, stage_entries(spec, range(0), stage == 0, stage == parallel.pipeline - 1))
+    return layers * layer[0] + rest[0], layers * layer[1] + rest[1]
+
+
+def _counted(spec: ModelSpec, parallel: ParallelConfig, entries: list[Entry]) -> tuple[int, int]:
+    """What `_counts` says, of ``entries``."""
     found = [0, 0]
     for entry in of_experts(entries, range(spec.experts // parallel.expert)):
         one_expert = entry.expert is not None
@@ -53,32 +70,50 @@ def _elements(piece: Piece, tensor: int) -> int:
 
 def kept_elements(spec: ModelSpec, parallel: ParallelConfig, recompute: str, kernels: Kernels = "plain") -> int:
     """Elements a token that a layer keeps for the backward pass."""
-    stream, attention, inner, _ = _widths(spec, parallel, kernels)
+    wide = _widths(spec, parallel, kernels)
     return {
         # Two inputs of norms and what they give, and what is inside of the two blocks.
-        "none": 4 * stream + attention + inner,
-        "selective": 2 * stream + attention,
-        "full": stream,
+        "none": 4 * wide.stream + wide.attention + wide.inner,
+        "selective": 2 * wide.stream + wide.attention,
+        "full": wide.stream,
     }[recompute]
 
 
 def working_elements(spec: ModelSpec, parallel: ParallelConfig, recompute: str, kernels: Kernels = "plain") -> int:
     """Elements a token that the backward pass of one layer takes beside: what it computes again, and gradients."""
-    stream, attention, inner, product = _widths(spec, parallel, kernels)
-    again = {"none": 0, "selective": 2 * stream + inner, "full": 3 * stream + attention + inner}[recompute]
-    # What the feed-forward block keeps goes while gradients come: at most the product's and both halves' are there.
-    return again + 2 * stream + max(attention // 2, 3 * product)
+    wide = _widths(spec, parallel, kernels)
+    again = {
+        "none": 0,
+        "selective": 2 * wide.stream + wide.inner,
+        "full": 3 * wide.stream + wide.attention + wide.inner,
+    }[recompute]
+    # What the feed-forward block keeps goes while gradients come: at most the product's and both halves' are there, and
+    # those of half of the copies.
+    return again + 2 * wide.stream + max(wide.attention // 2, 3 * wide.product + wide.copies // 2)
 
 
 def scored_elements(spec: ModelSpec, parallel: ParallelConfig, kernels: Kernels = "plain") -> int:
     """Elements a token that one layer takes at most while nothing is kept."""
-    stream, attention, inner, _ = _widths(spec, parallel, kernels)
-    return 3 * stream + max(attention, inner)
+    wide = _widths(spec, parallel, kernels)
+    return 3 * wide.stream + max(wide.attention, wide.inner)
 
 
-def _widths(spec: ModelSpec, parallel: ParallelConfig, kernels: Kernels) -> tuple[int, int, int, int]:
-    """Elements a token: of the residual stream, kept inside of attention and of the feed-forward block, and of what is
-    between its two matrices."""
+class _Widths(NamedTuple):
+    """Elements a token."""
+
+    stream: int
+    """Of the residual stream."""
+    attention: int
+    """Kept inside of attention."""
+    inner: int
+    """Kept inside of the feed-forward block."""
+    product: int
+    """Between its two matrices."""
+    copies: int
+    """Of tokens as experts take them and give them back."""
+
+
+def _widths(spec: ModelSpec, parallel: ParallelConfig, kernels: Kernels) -> _Widths:
     stream = spec.hidden // (parallel.tensor if parallel.sequence_parallel else 1)
     query, value = spec.heads * spec.head_dim // parallel.tensor, max(spec.groups // parallel.tensor, 1) * spec.head_dim
     # Ranks that share a key-value head have the three of all ranks.
@@ -88,14 +123,21 @@ def _widths(spec: ModelSpec, parallel: ParallelConfig, kernels: Kernels) -> tupl
     attention = together + (3 + spec.qk_norm) * query + value
     # Of all context ranks: the keys and values that this one's two pieces of each row look at.
     attention += (2 * parallel.context + 1) * value if parallel.context > 1 else 0
-    # Both halves of what the first matrix gives, and the product; and, unless one kernel makes it, the one half
-    # activated and the other as it is multiplied. Experts, which have no such kernel, take copies of their tokens.
-    chosen = getattr(spec, "chosen", 1)
-    product = chosen * spec.inner // parallel.tensor
+    product, copies = _of_experts(spec, parallel) if spec.experts else (spec.inner // parallel.tensor, 0)
+    # Both halves of what the first matrix gives, and the product; and, unless one kernel makes it, which experts do not
+    # have, the one half activated and the other as it is multiplied. A router has logits and probabilities.
     inner = (3 if kernels == "fused" and not spec.experts else 5) * product
-    if spec.experts:
-        inner += 2 * chosen * spec.hidden // (parallel.tensor if parallel.expert > 1 else 1)
-    return stream, attention, inner, product
+    inner += copies + ROUTER_ELEMENTS * spec.experts // parallel.tensor
+    return _Widths(stream, attention, inner, product, copies)
+
+
+def _of_experts(spec: ModelSpec, parallel: ParallelConfig) -> tuple[int, int]:
+    """`_Widths.product` and `copies` of a layer of experts."""
+    product, taken = spec.chosen * spec.inner / parallel.tensor, spec.chosen * spec.hidden
+    if parallel.expert == 1:
+        return round(product), 2 * taken
+    # Ranks that share experts have different tokens each, tensor ranks too. What is sent is there beside what comes.
+    return round(BUSIEST * product), round((1 + 2 * BUSIEST) * taken / parallel.tensor)
 
 
 def logits_bytes(

@@ -51,10 +51,15 @@ def plan(config: Config, spec: ModelSpec) -> list[Place]:
 
 
 def _mended(config: Config, spec: ModelSpec, place: Place) -> Place:
+    names = [one.role for one in place.footprints]
+
     def fits(other: Config) -> bool:
+        cuts = [getattr(other, role).parallel for role in RANKED if role in names]
+        if any(any(spec.misfits(cut)) for cut in cuts):
+            return False
         return all(not one.lacks for one in _places(other, spec) if one.groups == place.groups)
 
-    found = remedies(copy.deepcopy(config), spec, [one.role for one in place.footprints], fits)
+    found = remedies(copy.deepcopy(config), spec, names, fits)
     return Place(
         groups=place.groups,
         footprints=place.footprints,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from relax_hpc.config.schema import Config
+from relax_hpc.config.schema import Config, ParallelConfig
 from relax_hpc.models.spec import ModelSpec
 from relax_hpc.plan.roles import ENGINE_SHARE, engine_flag, longest_row
 
@@ -73,15 +73,23 @@ def _of_actor(config: Config) -> Iterator[Change]:
 
 
 def _of_split(config: Config, spec: ModelSpec, role: str) -> Iterator[Change]:
-    """More tensor parallelism, by as many GPUs as before where data parallelism gives them."""
+    """Experts over more ranks; and more tensor parallelism, by as many GPUs as before where data parallelism gives
+    them."""
     parallel = getattr(config, role).parallel
+    yield from _of_experts(parallel, spec, role)
     while (tensor := parallel.tensor * 2) <= MAX_TENSOR:
-        if any(spec.misfits(replace(parallel, tensor=tensor))):
+        if any(spec.misfits(replace(parallel, tensor=tensor, sequence_parallel=True))):
             return
         change: Change = {f"{role}.parallel.tensor": tensor, f"{role}.parallel.sequence_parallel": True}
         if parallel.data % 2 == 0:
             change[f"{role}.parallel.data"] = parallel.data // 2
         yield change
+        yield from _of_experts(parallel, spec, role)
+
+
+def _of_experts(parallel: ParallelConfig, spec: ModelSpec, role: str) -> Iterator[Change]:
+    while not any(spec.misfits(replace(parallel, expert=(expert := parallel.expert * 2)))):
+        yield {f"{role}.parallel.expert": expert}
 
 
 def _of_engine(config: Config, spec: ModelSpec) -> Iterator[Change]:

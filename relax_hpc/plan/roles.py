@@ -13,6 +13,7 @@ from relax_hpc.plan.footprint import GIB, Footprint
 from relax_hpc.plan.model_memory import (
     ITEM_BYTES,
     MAIN_BYTES,
+    expert_parameters,
     kept_elements,
     logits_bytes,
     own_share,
@@ -90,6 +91,12 @@ def _passes(config: Config, spec: ModelSpec, tokens: int, stage: int) -> dict[st
     kept += 3 * spec.hidden * tokens * item if last else 0
     working = working_elements(spec, parallel, settings.recompute, kernels) * tokens * item
     found = {"backward": {"activations": kept, "a layer's backward": working}}
+    if settings.experts == "grouped":
+        # Of every layer until its backward pass, or of the one that is computed again, and their gradients.
+        copies = len(layers) if settings.recompute == "none" else 2
+        found["backward"]["experts in one piece"] = (
+            copies * expert_parameters(spec, parallel, stage) / len(layers) * item
+        )
     if last:
         logits = logits_bytes(spec, parallel, tokens, item, kernels, config.algorithm.needs_entropy)
         found["output layer"] = {"activations": kept, "logits": logits}
