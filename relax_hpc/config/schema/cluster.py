@@ -1,4 +1,4 @@
-"""What is asked of Slurm, and what a site is like."""
+"""Settings of the Slurm jobs and of the site."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from relax_hpc.settings import bounded
 
 @dataclass(kw_only=True, slots=True)
 class ResourcesConfig:
-    """What a group asks of Slurm."""
+    """Slurm resources of a group."""
 
     nodes: int = bounded(1, 1)
     gpus_per_node: int = bounded(0, 0)
     cpus_per_task: int = bounded(1, 1)
     """CPUs of each rank."""
     memory: str = ""
-    """Of each node, as sbatch takes it (`64G`); `0`: all; empty: the partition's default."""
+    """Memory of each node, as sbatch takes it (`64G`); `0`: all; empty: the partition's default."""
     time: str = ""
     """Time limit of the group's own job in the `jobs` layout; empty: slurm.time."""
     options: dict[str, str] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class GroupConfig:
 
 @dataclass(kw_only=True, slots=True)
 class SlurmConfig:
-    """What a run asks of Slurm as a whole."""
+    """Slurm settings of the run as a whole."""
 
     time: str = "24:00:00"
     """Time limit as sbatch takes it."""
@@ -59,7 +59,7 @@ class SlurmConfig:
 
 @dataclass(kw_only=True, slots=True)
 class MpiConfig:
-    """How the ranks of a group find each other."""
+    """Rendezvous of the ranks of a group."""
 
     launcher: Literal["pmix", "pmi2", "mpiexec"] = "pmi2"
     """`srun --mpi` plugin; `mpiexec`: none, where every group has one rank. The local layout needs none either."""
@@ -73,7 +73,7 @@ class ContainerConfig:
 
     runtime: Literal["none", "apptainer", "pyxis"] = "none"
     program: str = "apptainer"
-    """What starts a container with runtime `apptainer`: a name on PATH, such as `singularity`, or a path."""
+    """Program that starts a container with runtime `apptainer`: a name on PATH, such as `singularity`, or a path."""
     image: str = ""
     mounts: list[str] = field(default_factory=list)
     """`/path` or `/path:/inside`; the run directory is always mounted."""
@@ -90,16 +90,16 @@ class SiteConfig:
     hub_partition: str = ""
     """Partition of CPU nodes for the hub; empty: the same as the others'."""
     cpu_nodes: bool = True
-    """There are nodes without GPUs, for the hub. False: in a `het` job it rides on the group with the most nodes; in
-    `jobs` its own job asks for one GPU, as every job must there."""
+    """Whether there are nodes without GPUs, for the hub. False: in a `het` job it rides on the group with the most
+    nodes; in `jobs` its own job asks for one GPU, as every job must there."""
     account: str = ""
     qos: str = ""
     gpu_request: Literal["gpus_per_node", "gres", "none"] = "gpus_per_node"
     gpu_type: str = ""
-    """As in `gres/gpu:TYPE`."""
+    """GPU type, as in `gres/gpu:TYPE`."""
     gpu_memory_gib: float = bounded(79.0, 0.0, 4096.0)
-    """Of one GPU, as torch finds it: 79 of an H100 or A100 of 80 GB, 39 of one of 40 GB, 139 of an H200. What cannot
-    fit by calculation is refused, see `relax-hpc plan`; 0: nothing is."""
+    """Memory of one GPU in GiB, as torch finds it: 79 of an H100 or A100 of 80 GB, 39 of one of 40 GB, 139 of an H200.
+    What cannot fit by calculation is refused, see `relax-hpc plan`; 0: nothing is."""
     memory_request: Literal["mem", "none"] = "mem"
     """`none`: memory follows from the CPUs, and the site takes no option for it; groups' `memory` is not asked for."""
     options: dict[str, str] = field(default_factory=dict)
@@ -126,5 +126,5 @@ class SiteConfig:
     local_dir: str = ""
     """Folder on each node's own disk for caches and staging; empty: $TMPDIR or /tmp."""
     stage: list[Literal["model", "environment"]] = field(default_factory=list)
-    """What is copied to local_dir once a node instead of being read from the shared filesystem by every process: the
+    """Data copied to local_dir once a node instead of being read from the shared filesystem by every process: the
     model, the virtual or conda environment of the interpreter."""

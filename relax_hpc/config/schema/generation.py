@@ -1,4 +1,4 @@
-"""How responses are drawn."""
+"""Settings of rollout: engines, sampling, rewards, filters."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from relax_hpc.settings import bounded
 
 @dataclass(kw_only=True, slots=True)
 class SimulatedConfig:
-    """How long the `simulated` engine takes."""
+    """Response times of the `simulated` engine."""
 
     response_s: float = bounded(0.0, 0.0)
     """Seconds for a response of max_new_tokens, the median over samples; one that ends before takes less."""
     sigma: float = bounded(0.0, 0.0)
-    """Of their lognormal distribution. 0: all alike; 1: a long tail."""
+    """Standard deviation of the logarithm of response times, which are lognormal. 0: all alike; 1: a long tail."""
     concurrency: int = bounded(64, 1)
     """Responses that an engine draws at a time."""
 
@@ -36,12 +36,14 @@ class EngineConfig:
     port: int = bounded(0, 0, 65535)
     """First port; replica r takes port + r. 0: a free one."""
     start_timeout_s: float = bounded(0.0, 0.0)
-    """Between its start and its first answer. 0: five minutes, and a second for every 100 MB of the model's weights."""
+    """Seconds between the engine's start and its first answer. 0: five minutes, and a second for every 100 MB of the
+    model's weights."""
     request_timeout_s: float = bounded(120.0, 0.1)
     """A generation request fails when its engine has given no token, of this request or another, for so long; how long
     a whole response takes is not bounded. The time of an update of weights does not count."""
     update_timeout_s: float = bounded(60.0, 0.1)
-    """Of an update of weights, beside a second for every 100 MB of them; and of other calls that generate nothing."""
+    """Seconds for an update of weights, plus one for every 100 MB of them; and for other calls that generate
+    nothing."""
     max_failures: int = bounded(3, 1)
     """Consecutive failures after which the engine is restarted (with its group)."""
 
@@ -64,7 +66,8 @@ class RolloutConfig:
     groups_per_request: int = bounded(8, 1)
     """Prompt groups sent to an engine in one HTTP request, at most: those that come at once."""
     requests_in_flight: int = bounded(2, 1)
-    """So many times `groups_per_request` prompt groups an engine works on at once, each by itself."""
+    """Requests that an engine works on at once: up to this many times `groups_per_request` prompt groups, each by
+    itself."""
     max_new_tokens: int = bounded(256, 1)
     stop: list[str] = field(default_factory=list)
     """Texts that end a response; the one that is found belongs to it."""
@@ -96,25 +99,25 @@ class RolloutConfig:
     """Deadline of an episode that a task plays itself, tools and environments, without what its responses take; past it
     the prompt group fails as `episode_timeout`."""
     filter: str = ""
-    """Which prompt groups are trained on: name in `relax_hpc.rollout.filters`, such as `rewards_differ`, or
-    `package.module:function` of the rewards. The others are dropped as `filtered`, and replaced by other prompts under
-    the same tickets. Empty: all."""
+    """Filter of the prompt groups that are trained on: name in `relax_hpc.rollout.filters`, such as `rewards_differ`,
+    or `package.module:function` of the rewards. The others are dropped as `filtered`, and replaced by other prompts
+    under the same tickets. Empty: all."""
     over_sampling: float = bounded(0.0, 0.0, 1.0)
-    """For this share of the tickets the next prompt group is drawn beside the first, to be there if the first is
-    filtered out or fails. What nobody needs waits in the queue for later tickets; at max_staleness 0 it is aborted and
-    dropped as `surplus`, so that spares change how long a step takes and nothing that is trained."""
+    """Share of the tickets for which a second prompt group is drawn beside the first, to be there if the first is
+    filtered out or fails. A spare that nobody needs waits in the queue for later tickets; at max_staleness 0 it is
+    aborted and dropped as `surplus`, so that spares change how long a step takes and nothing that is trained."""
     max_filtered_share: float = bounded(0.99, 0.0, 1.0)
     """Stop (exit 93) when a larger share of the last 256 prompt groups was filtered out."""
     partial_rollout: PartialRollout = "keep"
-    """What new weights do to responses that are being drawn. `keep`: they go on at once, over the keys and values that
-    older weights have left; `recompute`: over keys and values of the new ones; `off`: the engine takes new weights when
-    all that it is at has ended, so that a response is drawn by one version."""
+    """Effect of new weights on responses that are being drawn. `keep`: they go on at once, over the keys and values
+    that older weights have left; `recompute`: over keys and values of the new ones; `off`: the engine takes new weights
+    when all that it is at has ended, so that a response is drawn by one version."""
     save_partial: Literal["off", "samples", "tokens"] = "samples"
-    """What of unfinished prompt groups is appended to their logs in the queue, for whoever generates them after a
-    restart: nothing, finished `samples`, or the `tokens` of unfinished ones too: the engine goes on with these, if not
-    bit for bit as one that was not interrupted. SGLang tells of them every 64 tokens, and no more of a response once
-    its weights have changed."""
+    """Parts of unfinished prompt groups that are appended to their logs in the queue, to go on with after a restart:
+    nothing, finished `samples`, or the `tokens` of unfinished ones too: the engine goes on with these, if not bit for
+    bit as one that was not interrupted. SGLang tells of them every 64 tokens, and no more of a response once its
+    weights have changed."""
     save_partial_every_s: float = bounded(10.0, 0.1)
-    """Between two segments of an unfinished prompt group; what was made since the last one is lost by a kill, and
-    appended when the group is asked to stop."""
+    """Seconds between two segments of an unfinished prompt group; tokens drawn since the last one are lost by a kill,
+    and appended when the group is asked to stop."""
     engine: EngineConfig = field(default_factory=EngineConfig)

@@ -1,4 +1,4 @@
-"""What is trained, and on what."""
+"""Settings of the model that is trained, and of its data."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Parameter type of training and inference."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where models run. Every rank of a `cuda` group takes the device of its local rank."""
+    """Device on which models run. Every rank of a `cuda` group takes the device of its local rank."""
     routing_replay: RoutingReplay = "off"
-    """What becomes of the engine's choice of experts for each token, of a mixture of experts (rollout routing replay,
-    arXiv 2510.11370). `on`: it comes with the tokens, and actor_fwd and the actor compute with the same experts, whose
+    """Use of the engine's choice of experts for each token of a mixture of experts (rollout routing replay, arXiv
+    2510.11370). `on`: it comes with the tokens, and actor_fwd and the actor compute with the same experts, whose
     log-probabilities are nearer to the engine's then; `record`: it comes, and is compared alone; `off`."""
     min_equal_routes: float = bounded(0.5, 0.0, 1.0)
     """Share of the routes of some 16 tokens that must be those which the trainer itself would take. A sample with less
@@ -78,8 +78,8 @@ class DataConfig:
     """Columns in which the name of a special token, such as `<|im_end|>`, means that token, as in prompts that a chat
     template has made. In all others it is text like any other."""
     chat_template: str = ""
-    """What makes prompts of chat messages: `model`, the template in the model's folder, or a Jinja file. A prompt that
-    is text is then a message of the user's. Empty: prompts are text, as they stand."""
+    """Template that turns chat messages into prompts: `model`, the template in the model's folder, or a Jinja file. A
+    prompt that is text is then a message of the user's. Empty: prompts are text, as they stand."""
     system: str = ""
     """Message that goes before those of each prompt that begin with none of the system's; empty: none."""
     enable_thinking: bool = True
@@ -87,7 +87,7 @@ class DataConfig:
     max_prompt_tokens: int = bounded(1024, 1)
     """Longer prompts are quarantined, counted and skipped, or truncated."""
     truncate: Literal["", "left"] = ""
-    """What becomes of prompts that are too long. `left`: their last tokens are taken. Empty: they are skipped."""
+    """Treatment of prompts that are too long. `left`: their last tokens are taken. Empty: they are skipped."""
     max_bad_share: float = bounded(0.05, 0.0, 1.0)
     """Stop at start if a larger share of the lines is broken, empty or over-long."""
 

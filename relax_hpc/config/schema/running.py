@@ -1,4 +1,4 @@
-"""What passes between the roles, what is kept, and when who is given up."""
+"""Settings of the queue, weights, checkpoints, evaluation, samples and liveness."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class PlanesConfig:
     """
 
     shm: Mode = "auto"
-    """Within a node, without a copy."""
+    """Shared memory within a node, without a copy."""
     rdma: Mode = "auto"
-    """Between nodes, by InfiniBand cards, where package nixl-cu12 is installed. `required`: nodes without a card have
-    it too, for processes on them that cannot share memory."""
+    """RDMA between nodes, by InfiniBand cards, where package nixl-cu12 is installed. `required`: nodes without a card
+    have it too, for processes on them that cannot share memory."""
     tcp: Mode = "auto"
-    """Wherever there is a network."""
+    """TCP, wherever there is a network."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -33,9 +33,9 @@ class QueueConfig:
     """The TransferQueue."""
 
     durability: Durability = "commit"
-    """What accepted means, rows and journal alike. `commit`: on disk; survives a power loss of all nodes. `flush`:
-    written to the operating system; survives the death of any process, and of any node but the one that wrote.
-    `none`: the same for rows, but the journal may be a second late; survives the death of any process but the
+    """Guarantee that an accepted write has, of rows and journal alike. `commit`: on disk; survives a power loss of all
+    nodes. `flush`: written to the operating system; survives the death of any process, and of any node but the one that
+    wrote. `none`: the same for rows, but the journal may be a second late; survives the death of any process but the
     controller: then every group begins again, from the last checkpoint, with what the journal has."""
     wait_timeout_s: float = bounded(600.0, 1.0)
     """Deadline of every wait for rows, tickets or versions; running past it ends the group with exit 75. Only time
@@ -48,16 +48,17 @@ class QueueConfig:
     """Samples in generation or waiting for training, bounded in the same way."""
     planes: PlanesConfig = field(default_factory=PlanesConfig)
     memory_bytes: int = bounded(4 << 30, 0)
-    """Of each process, for rows that others may still read; beyond it they are on disk alone."""
+    """Bytes of memory of each process for rows that others may still read; beyond it they are on disk alone."""
     max_medium_bytes: int = bounded(256 << 20, 1)
-    """Of one image, video or sound of a prompt; a prompt with a larger one fails as `media_too_large`."""
+    """Bytes of one image, video or sound of a prompt; a prompt with a larger one fails as `media_too_large`."""
     max_group_media_bytes: int = bounded(1 << 30, 1)
-    """Of all media of a prompt group together."""
+    """Bytes of all media of a prompt group together."""
 
 
 @dataclass(kw_only=True, slots=True)
 class WeightsConfig:
-    """How new weights get from the actor to those that generate and score with them: by `queue.planes`, else files."""
+    """Transfer of new weights from the actor to the roles that generate and score with them: by `queue.planes`, else
+    files."""
 
     publish_every: int = bounded(1, 1)
     """Versions from one that is published to the next, at most `max_staleness` + 1. The last is always published."""
@@ -69,7 +70,7 @@ class WeightsConfig:
     in `weights/`, not synced; those that are superseded by then are passed over. Others are in the actor's memory
     alone, and gone with it. 0: the last version only, which is always written, and synced."""
     keep_every: int = bounded(0, 0)
-    """Multiples of it are written in any case, synced, and never deleted. 0: none."""
+    """Versions whose number is a multiple of this are written in any case, synced, and never deleted. 0: none."""
     anchor_every: int = bounded(0, 0)
     """Versions from one to the next that others are published as differences to, beside the whole ones: readers on
     other nodes that have it read less. Of use where little changes in a step, as in bfloat16 at small learning rates;
@@ -78,16 +79,16 @@ class WeightsConfig:
     """Versions that the actor keeps in memory, each rank its part. 0: `max_staleness` + 2, with which no version is
     overwritten while an engine must have it; with fewer, at least 2, a slow one has to take the next."""
     read_timeout_s: float = bounded(120.0, 0.1)
-    """For one record of a version to arrive; and for a version that cannot be read, to be tried again."""
+    """Seconds for one record of a version to arrive, and for tries to read a version that cannot be read."""
     write_timeout_s: float = bounded(3600.0, 1.0)
-    """For the files of a version to be written, beside training; what takes longer ends the actor."""
+    """Seconds for the files of a version to be written, beside training; a write that takes longer ends the actor."""
     chunk_bytes: int = bounded(32 << 20, 4096)
-    """Of a record: while one is verified, the next one is read. A single tensor is never divided."""
+    """Bytes of a record: while one is verified, the next one is read. A single tensor is never divided."""
 
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig:
-    """When the actor saves, and what stays."""
+    """Checkpoints of the actor: when they are made, and which are kept."""
 
     every: int = bounded(50, 1)
     """Steps between checkpoints; the last step always has one."""
@@ -95,7 +96,7 @@ class CheckpointConfig:
     keep_every: int = bounded(0, 0)
     """Checkpoints of steps that are multiples of it are never deleted. 0: only the last ones stay."""
     timeout_s: float = bounded(3600.0, 1.0)
-    """For one to be written, beside training; what takes longer ends the actor."""
+    """Seconds for a checkpoint to be written, beside training; one that takes longer ends the actor."""
     max_failures: int = bounded(4, 1)
     """Checkpoints in a row that could not be written, for other causes than a full disk, before the run stops with exit
     93. On a full disk it is tried again until there is room, or the next one is due."""
@@ -114,29 +115,29 @@ class EvalConfig:
     Empty: the one that is learned from."""
 
     responses: int = bounded(1, 1)
-    """To each prompt, over which its reward is the mean; more than one need a temperature."""
+    """Responses to each prompt, over which its reward is the mean; more than one need a temperature."""
     temperature: float = bounded(0.0, 0.0)
-    """0: the most probable token."""
+    """Sampling temperature; 0: the most probable token."""
     top_p: float = bounded(1.0, 0.0, 1.0)
     top_k: int = bounded(0, 0)
     min_p: float = bounded(0.0, 0.0, 1.0)
     max_new_tokens: int = bounded(0, 0)
-    """0: rollout.max_new_tokens."""
+    """Most tokens of a response; 0: rollout.max_new_tokens."""
     pass_at: list[int] = field(default_factory=list)
-    """For each k of these eval/<set>/pass@k: the probability that one at least of k responses is right, estimated
-    without bias by all `responses` (M. Chen et al., arXiv 2107.03374, section 2.1)."""
+    """Values k for which eval/<set>/pass@k is reported: the probability that one at least of k responses is right,
+    estimated without bias by all `responses` (M. Chen et al., arXiv 2107.03374, section 2.1)."""
     pass_reward: float = 1.0
     """A response is right whose reward is at least this."""
 
     @property
     def metric(self) -> str:
-        """What the mean over a set is called."""
+        """Name of the metric that is the mean over a set."""
         return self.reward.rpartition(":")[2] or "reward"
 
 
 @dataclass(kw_only=True, slots=True)
 class SamplesConfig:
-    """What the model has written, kept for people: `relax-hpc samples RUN` shows it."""
+    """Samples of what the model has written, kept for people: `relax-hpc samples RUN` shows it."""
 
     per_step: int = bounded(16, 0)
     """Episodes of each step that are kept for good: as many whole prompt groups as hold so many; 0: none."""
@@ -159,20 +160,20 @@ class LivenessConfig:
     lease_s: float = bounded(30.0, 1.0)
     """A group without beats for so long is dead."""
     start_timeout_s: float = bounded(600.0, 1.0)
-    """Between the start of a role and its first beat. Its ranks must have met after three quarters of it."""
+    """Seconds between the start of a role and its first beat. Its ranks must have met after three quarters of it."""
     hang_s: float = bounded(1800.0, 1.0)
     """A role that is at one piece of work for so long, waiting not counted, is dead although it beats."""
     start_ahead_s: float = bounded(60.0, 0.0)
-    """Once a group that computes a model (actor, actor_fwd, reference) has been at work for so long, the processes of
-    its next incarnation are started beside it: they import their libraries, at low priority, and wait, so that the
-    group is at work again seconds earlier if it ends. They hold no weights and no GPU, 0.2 GB of host memory a rank on
-    CPUs, and are the first to go where memory runs out. 0: never, where a node has no such memory to spare."""
+    """Seconds after which processes of the next incarnation are started beside a group that computes a model (actor,
+    actor_fwd, reference). They import their libraries, at low priority, and wait, so that the group is at work again
+    seconds earlier if it ends. They hold no weights and no GPU, 0.2 GB of host memory a rank on CPUs, and are the first
+    to go where memory runs out. 0: never, where a node has no such memory to spare."""
     max_restarts: int = bounded(5, 0)
     """Restarts of one group with neither new samples, steps nor checkpoints before the run stops with exit 93."""
     longest_wait_s: float = bounded(0.0, 0.0)
-    """How long a run waits for what is nobody's fault: a group that is queued, loads or is being replaced, or room on a
-    full disk. Then it saves what it can and ends with 75. 0: as long as its job lasts; 24 h where there is none. A job
-    that reaches its limit makes way to the next life of the run (`het`: the successor, `jobs`: itself, queued again),
-    which waits anew; less than a job lasts bounds that too."""
+    """Seconds that a run waits for what is nobody's fault: a group that is queued, loads or is being replaced, or room
+    on a full disk. Then it saves what it can and ends with 75. 0: as long as its job lasts; 24 h where there is none. A
+    job that reaches its limit makes way to the next life of the run (`het`: the successor, `jobs`: itself, queued
+    again), which waits anew; less than a job lasts bounds that too."""
     stop_timeout_s: float = bounded(15.0, 0.1)
-    """Between asking a process to end and killing it."""
+    """Seconds between asking a process to end and killing it."""

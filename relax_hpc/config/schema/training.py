@@ -1,4 +1,4 @@
-"""How the policy, and what scores beside it, is computed."""
+"""Settings of the training and forward groups: parallelism, optimizer, kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from relax_hpc.settings import bounded
 
 @dataclass(kw_only=True, slots=True)
 class ParallelConfig:
-    """How a training or forward group splits the model. Ranks = tensor * pipeline * context * data."""
+    """Split of the model over a training or forward group. Ranks = tensor * pipeline * context * data."""
 
     tensor: int = bounded(1, 1)
     """Ranks that share each matrix. Of a multiple of the model's key-value heads several share a head, and each gathers
@@ -26,8 +26,9 @@ class ParallelConfig:
     micro-batch is as many times larger."""
     data: int = bounded(1, 1)
     expert: int = bounded(1, 1)
-    """Of the tensor * context * data ranks of a pipeline stage, how many share a layer's experts: each has whole ones,
-    and gets the tokens of all that chose them. 1: every rank has all, cut as `tensor` says. It adds no ranks."""
+    """Ranks that share a layer's experts, of the tensor * context * data ranks of a pipeline stage: each has whole
+    experts, and gets the tokens of all ranks that chose them. 1: every rank has all, cut as `tensor` says. It adds no
+    ranks."""
     sequence_parallel: bool = False
 
     @property
@@ -54,7 +55,7 @@ class OptimizerConfig:
     final_lr_share: float = bounded(1.0, 0.0, 1.0)
     """Learning rate of the last step as a share of `lr`."""
     schedule: Literal["linear", "cosine", "constant"] = "linear"
-    """How the learning rate goes from `lr`, after the warm-up, to its last share: evenly, by half a cosine, which is
+    """Course of the learning rate from `lr`, after the warm-up, to its last share: evenly, by half a cosine, which is
     slow at both ends, or not at all."""
     warmup_steps: int = bounded(0, 0)
     beta1: float = bounded(0.9, 0.0, 1.0)
@@ -93,11 +94,11 @@ class TrainerConfig:
     rows are balanced over the ranks by length and dealt to few micro-batches of equal size: a larger one is balanced
     better and has fewer, a smaller one is trained sooner."""
     kernels: Kernels = "plain"
-    """What the layers are made of, of the actor's in the forward roles too. `plain`: torch, on every device; `fused`:
-    Triton kernels for norms, rotary embedding, gated activation and log-probabilities, and one for Adam, on GPUs; `te`:
-    Transformer Engine, which is refused unless a layer of it is as near to float32 as a plain one is."""
+    """Implementation of the layers, those of the actor also in the forward roles. `plain`: torch, on every device;
+    `fused`: Triton kernels for norms, rotary embedding, gated activation and log-probabilities, and one for Adam, on
+    GPUs; `te`: Transformer Engine, which is refused unless a layer of it is as near to float32 as a plain one is."""
     experts: Literal["sequential", "grouped"] = "sequential"
-    """How the experts of a rank compute: one after the other, or `grouped`, all in one product of torch's
+    """Computation of the experts of a rank: one after the other, or `grouped`, all in one product of torch's
     (`torch.nn.functional.grouped_mm`), beside which their weights lie in one piece for the time of a layer."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that the backward pass computes again instead of keeping them. `full`: all of a layer but its input,
@@ -108,7 +109,7 @@ class TrainerConfig:
 
     @property
     def pack_tokens(self) -> int:
-        """Of a micro-batch, over the context ranks that share it."""
+        """Most tokens of a micro-batch, over all context ranks that share it."""
         return self.max_tokens_per_micro_batch * self.parallel.context
 
 
@@ -134,5 +135,5 @@ class ForwardConfig:
 
     @property
     def pack_tokens(self) -> int:
-        """Of a micro-batch, over the context ranks that share it."""
+        """Most tokens of a micro-batch, over all context ranks that share it."""
         return self.max_tokens_per_micro_batch * self.parallel.context
