@@ -53,7 +53,7 @@ class Unavailable(Algorithm):
         return ()
 
     def findings(self) -> Iterator[str]:
-        """Why it cannot be had."""
+        """Reason why the class cannot be imported, one line."""
         yield f"name: {self.why}"
 
     def token_advantages(self, *_: object) -> list:

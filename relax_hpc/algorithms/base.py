@@ -1,4 +1,4 @@
-"""What an algorithm is: its settings, the fields of rows it needs and gives, its advantages and its loss.
+"""Base class of algorithms: settings, the fields of rows that one needs and gives, its advantages and its loss.
 
 An algorithm is one dataclass: the section `algorithm:` of the configuration and the object that roles call are the same
 thing, so that a new one is one file. None imports torch before a loss is asked for.
@@ -27,7 +27,7 @@ Reduction = Literal["token_mean", "sequence_mean", "constant"]
 """Kinds of mean that a loss is, see `Algorithm.reduction`."""
 Row = Mapping[str, Any]
 Prompt = Sequence[Sequence[Row]]
-"""What came of a prompt: its episodes, each of one row or several."""
+"""Results of a prompt: its episodes, each of one row or several."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -37,7 +37,7 @@ class KlConfig:
     coefficient: float = bounded(0.0, 0.0)
     """Weight of the term. 0: there is none, and no reference is run for it."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """How a token's divergence is estimated. The gradient of `k2` is that of KL(policy || reference); that of `k3`, in
+    """Estimator of a token's divergence. The gradient of `k2` is that of KL(policy || reference); that of `k3`, in
     expectation, of KL(reference || policy); that of `k1` is 0 unless it is weighed by `importance`."""
     cap: float = bounded(10.0, 0.0)
     """Largest divergence of a token, in nats: beyond it its gradient is 0. 0: none, and one token may be the step."""
@@ -86,7 +86,7 @@ class OverlongConfig:
 # 3.11 and 3.12 look for super() in the class before.
 @dataclass(kw_only=True)
 class Algorithm:
-    """How rewards become advantages, and advantages a loss.
+    """Algorithm: turns rewards into advantages, and advantages into a loss.
 
     These are the settings that all algorithms have. Whoever writes one derives from this class or from an algorithm,
     adds fields of their own, and overrides `advantages` (a number an episode) or `token_advantages` (a number a token),
@@ -94,7 +94,7 @@ class Algorithm:
     """
 
     window: ClassVar[Literal["prompt", "step"]] = "prompt"
-    """What the advantages of a row follow from: its prompt group, or all of a step, which they then wait for."""
+    """Rows that the advantages of a row follow from: its prompt group's, or all of a step, which they then wait for."""
     gives: ClassVar[tuple[str, ...]] = ("advantages",)
     """Fields of rows that `given` makes."""
     uses_old: ClassVar[bool] = True
@@ -108,8 +108,8 @@ class Algorithm:
     mini_batches: int = bounded(1, 1)
     """Optimizer steps a pass makes; divides prompts_per_step."""
     reduction: Reduction = "token_mean"
-    """Over a whole optimizer step: mean over tokens; over episodes of each episode's mean; or, `constant`, over
-    episodes of each episode's sum divided by `constant_tokens`, as Dr. GRPO wants it."""
+    """Mean that the loss is over a whole optimizer step: over tokens; over episodes of each episode's mean; or,
+    `constant`, over episodes of each episode's sum divided by `constant_tokens`, as Dr. GRPO wants it."""
     constant_tokens: int = bounded(0, 0)
     """Divisor of `constant`, the same for episodes of any length: rollout.max_new_tokens as a rule."""
     entropy_coefficient: float = bounded(0.0)
@@ -165,7 +165,7 @@ class Algorithm:
         return self.window == "step" or self.whiten or self.shuffle_rewards
 
     def findings(self) -> Iterator[str]:
-        """What is wrong with these settings, one line each, which begins with the setting."""
+        """Mistakes in these settings, one line each, which begins with the setting."""
         if self.kl.coefficient and self.kl.estimator == "k1" and not self.kl.importance:
             yield (
                 "kl.estimator: found k1 with a coefficient, allowed: k2, k3, or k1 with kl.importance; "
@@ -187,7 +187,8 @@ class Algorithm:
     # -- what it does ------------------------------------------------------------------------------------------
 
     def advantages(self, rewards: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Of each episode, [prompts, episodes] float64, of its reward; ``tokens``: how many of it are trained on.
+        """Advantages of episodes, [prompts, episodes] float64, from ``rewards``; ``tokens``: how many of each are
+        trained on.
 
         ``rewards`` are finite float64, at least two of a prompt; of window `step` all of the step's prompts are there.
         """
@@ -207,7 +208,8 @@ class Algorithm:
         return found - self.kl_in_reward * np.array(penalties)
 
     def token_advantages(self, prompts: Sequence[Prompt]) -> list[np.ndarray]:
-        """Of every row, in their order, [tokens] float32: its episode's advantage where the loss mask is set, else 0.
+        """Advantages of the tokens of every row, in their order, [tokens] float32: its episode's advantage where the
+        loss mask is set, else 0.
 
         ValueError: a prompt has less than two episodes, or not as many as the others, or a reward is not finite.
         """
@@ -218,7 +220,7 @@ class Algorithm:
         return spread_all([value for value, _ in of_rows], [mask for _, mask in of_rows])
 
     def given(self, prompts: Sequence[Prompt]) -> list[dict[str, np.ndarray]]:
-        """Of every row, in their order, the fields of `gives`; whoever gives more than advantages overrides it."""
+        """Fields of `gives` for every row, in their order; whoever gives more than advantages overrides it."""
         return [{"advantages": values} for values in self.whitened(self.token_advantages(prompts), prompts)]
 
     def whitened(self, advantages: list[np.ndarray], prompts: Sequence[Prompt]) -> list[np.ndarray]:

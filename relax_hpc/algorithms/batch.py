@@ -1,4 +1,4 @@
-"""What a loss gets: values of every token by the names of their fields."""
+"""Input of a loss: values of every token by the names of their fields."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ class TokenBatch:
         if unknown := set(fields).difference(loss_fields()):
             raise TypeError(f"{min(unknown)}: no field that the loss takes; those are {', '.join(loss_fields())}")
         self.logprobs = logprobs
-        """By the policy that is trained, with gradient; nats."""
+        """Log-probabilities of the tokens by the policy that is trained, with gradient; nats."""
         self.mask = mask
         """1 where the policy chose the token and is trained on it, else 0."""
         self.entropy = entropy
-        """Of the policy's distribution at each token, with gradient if it enters the loss; nats."""
+        """Entropy of the policy's distribution at each token, with gradient if it enters the loss; nats."""
         self.episode_tokens = episode_tokens
         """[b, 1]: trained tokens of all rows of the row's episode, wherever those are; None: each row is an episode."""
         self.fields = fields
-        """By name; see `relax_hpc.fields`."""
+        """Values of the other fields of the loss by name; see `relax_hpc.fields`."""
 
     def __getattr__(self, name: str) -> Tensor | None:
         if name not in loss_fields():
@@ -68,7 +68,7 @@ class TokenBatch:
         return known.clamp(min=1.0)
 
     def clean(self) -> TokenBatch:
-        """With zeros where the mask is 0. ValueError: a value is not of the mask's shape."""
+        """Return a copy with zeros where the mask is 0. ValueError: a value is not of the mask's shape."""
         import torch
 
         keep, found = self.mask > 0, {}

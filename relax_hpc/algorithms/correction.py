@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Correction:
-    """Of each token [b, s], without gradient."""
+    """Off-policy correction of each token [b, s], without gradient."""
 
     weight: Tensor
     """Factor of the token's policy loss."""
     cut: Tensor
-    """Where the weight is not the ratio: it was truncated, or masked."""
+    """True where the weight is not the ratio: it was truncated, or masked."""
     ratio: Tensor
-    """Of the token, or of its whole row."""
+    """Ratio old / rollout of the token's probabilities, or of its whole row's."""
 
 
 def correction(old_logprobs: Tensor, rollout_logprobs: Tensor, settings: CorrectionConfig) -> Correction:

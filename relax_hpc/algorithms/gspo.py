@@ -33,7 +33,7 @@ class Gspo(Grpo):
     clip_high: float = bounded(4e-4, 0.0)
     """Upper edge of a row's ratio is 1 + clip_high."""
     reduction: Reduction = "sequence_mean"
-    """As of all algorithms; in the paper, a mean over sequences."""
+    """Mean that the loss is over an optimizer step, as in all algorithms; in the paper, over sequences."""
 
     def token_losses(self, batch: TokenBatch) -> TokenLosses:
         from relax_hpc.algorithms.kl import safe_exp

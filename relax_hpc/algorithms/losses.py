@@ -1,4 +1,4 @@
-"""What losses are made of: the surrogate's ratio and clip, off-policy correction, KL to the reference, entropy bonus.
+"""Parts of losses: the surrogate's ratio and clip, off-policy correction, KL to the reference, entropy bonus.
 
 Losses and metrics are *sums*, so that micro-batches and ranks add up and the trainer divides once a step.
 """
@@ -28,13 +28,13 @@ class TokenLosses:
     """The policy's loss of each token, without correction, KL and entropy; everything [b, s]."""
 
     loss: Tensor
-    """With gradient."""
+    """Loss of each token, with gradient."""
     ratio: Tensor
     """Policy / old, as the algorithm takes it."""
     clipped: Tensor
-    """Where the clip decides."""
+    """True where the clip decides."""
     metrics: dict[str, Tensor] = field(default_factory=dict)
-    """What else to write, as means over trained tokens: name -> values. They appear as algorithm/<name>."""
+    """Further metrics, as means over trained tokens: name -> values. They appear as algorithm/<name>."""
 
 
 def ratio_to_old(batch: TokenBatch) -> Tensor:

@@ -62,8 +62,8 @@ class M2po(Grpo):
 
 
 def _largest(values: Tensor, chosen: Tensor, budget: float) -> Tensor:
-    """Of each row of ``values`` [b, s] the edge [b, 1] at which those ``chosen`` are cut for their mean to be
-    ``budget``; infinite where it is no more anyway."""
+    """Edge [b, 1] at which the ``chosen`` of each row of ``values`` [b, s] are cut for their mean to be ``budget``;
+    infinite where it is no more anyway."""
     import torch
 
     count, places = chosen.sum(dim=1, keepdim=True), torch.arange(values.shape[1], device=values.device)

@@ -38,7 +38,7 @@ class Ppo(Grpo):
     clip_high: float = bounded(0.2, 0.0)
     """Upper edge of the ratio is 1 + clip_high."""
     value_clip: float = bounded(0.2, 0.0)
-    """How far a value may move from the one that advantages were made with before its gradient ends. 0: any way."""
+    """Distance that a value may move from the one that advantages were made with before its gradient ends. 0: any."""
     critic_warmup_steps: int = bounded(0, 0)
     """First steps, in which the critic learns alone and the policy stays as it is."""
     whiten: bool = True

@@ -26,7 +26,7 @@ class ReinforcePP(Grpo):
 
     name: str = "reinforce_pp"
     baseline: Literal["none", "prompt"] = "none"
-    """What is taken off the reward before the step's mean: nothing, or the mean of its prompt's rewards."""
+    """Baseline that is taken off the reward before the step's mean: nothing, or the mean of its prompt's rewards."""
 
     def findings(self) -> Iterator[str]:
         yield from super().findings()
@@ -49,8 +49,8 @@ class ReinforcePP(Grpo):
         return [spread(value, row["loss_mask"]) for value, row in zip(values, rows, strict=True)]
 
     def _returns(self, episode: Sequence[Row], reward: float) -> np.ndarray:
-        """Of the trained tokens of an episode's rows, one row after the other, [n]: what is left of its reward after
-        the penalty of these and later ones."""
+        """Returns of the trained tokens of an episode's rows, one row after the other, [n]: its reward less the KL
+        penalties of this token and later ones."""
         penalties = np.concatenate([penalty(row) for row in episode])
         return reward - self.kl_in_reward * penalties[::-1].cumsum()[::-1]
 
@@ -62,5 +62,5 @@ class ReinforcePPBaseline(ReinforcePP):
 
     name: str = "reinforce_pp_baseline"
     baseline: Literal["none", "prompt"] = "prompt"
-    """What is taken off the reward before the step's mean: nothing, or the mean of its prompt's rewards."""
+    """Baseline that is taken off the reward before the step's mean: nothing, or the mean of its prompt's rewards."""
     kl: KlConfig = field(default_factory=lambda: KlConfig(estimator="k2"))

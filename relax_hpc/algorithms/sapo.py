@@ -29,11 +29,11 @@ class Sapo(Algorithm):
 
     name: str = "sapo"
     temperature_up: float = bounded(1.0, 0.0)
-    """How fast the gate closes for tokens with a positive advantage."""
+    """Temperature of the gate for tokens with a positive advantage: it closes the faster, the larger this is."""
     temperature_down: float = bounded(1.05, 0.0)
-    """The same for those with a negative one."""
+    """Temperature of the gate for tokens with a negative advantage."""
     reduction: Reduction = "sequence_mean"
-    """As of all algorithms; in the paper, a mean over sequences."""
+    """Mean that the loss is over an optimizer step, as in all algorithms; in the paper, over sequences."""
 
     advantages = Grpo.advantages
 
