@@ -1,4 +1,4 @@
-"""What is asked for in one turn of the event loop, handed on together: how engines make batches of requests."""
+"""Batches of the requests that come in one turn of the event loop."""
 
 from __future__ import annotations
 

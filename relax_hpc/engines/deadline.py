@@ -35,7 +35,7 @@ class Silence:
 
     @contextmanager
     def excused(self) -> Iterator[None]:
-        """For as long as the body takes it has nothing to say."""
+        """Expect nothing of the engine while the body runs: its silence does not count."""
         self._excuses += 1
         try:
             yield
@@ -50,7 +50,7 @@ class Silence:
         self._arm()
 
     def end(self, limit: Limited) -> None:
-        """It has ended."""
+        """The request of ``limit`` has ended."""
         self._begun.pop(limit, None)
         if not self._begun and self._timer:
             self._timer.cancel()

@@ -1,4 +1,4 @@
-"""What a rollout asks of an inference engine, whatever generates the tokens."""
+"""Interface between rollout and inference engines, whatever generates the tokens."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ FaultReason = Literal[
     "episode_timeout",
 ]
 Ended = Literal["stop", "length", "abort", "partial"]
-"""What a response has come to; `partial`: it has not ended yet."""
+"""Reason why a response ended; `partial`: it has not ended yet."""
 NOTHING_BESIDE: Mapping[str, Sequence[np.ndarray]] = MappingProxyType({})
 _LOGPROB_ROUNDING = 1e-3
 
 
 @dataclass(slots=True, frozen=True)
 class Sampling:
-    """How the tokens of a response are drawn."""
+    """Settings by which the tokens of a response are drawn."""
 
     temperature: float
-    """0: the most probable token."""
+    """Sampling temperature; 0: the most probable token."""
     top_p: float
     stop_token_ids: tuple[int, ...]
     """Generation ends after one of them, which belongs to the response; the model's own end tokens count too."""
@@ -49,9 +49,9 @@ class Sampling:
     stop: tuple[str, ...] = ()
     """Generation ends after the token that completes one of these texts, which belongs to the response."""
     top_k: int = 0
-    """So many of the most probable tokens are drawn from; 0: all."""
+    """Number of most probable tokens that are drawn from; 0: all."""
     min_p: float = 0.0
-    """Those that are at least this share as probable as the most probable one are drawn from."""
+    """Share of the most probable token's probability that a token must have to be drawn from."""
     is_trained: bool = True
     """Somebody learns from the log-probabilities. Else an engine may give those of before top_k, top_p and min_p."""
 
@@ -74,11 +74,11 @@ class Generation:
     `logprobs` is 0 too, as of what a tool or a user says between turns."""
     finish_reason: Ended
     extras: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """What else the engine knows of each token: name -> [tokens, ...]. One that its class, or `relax_hpc.fields`,
+    """Further values of each token by the engine: name -> [tokens, ...]. One that its class, or `relax_hpc.fields`,
     declares is put into the queue under its name; others are left out."""
     before: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """What the engine knows of the tokens that it was asked with: name -> [those tokens, ...];
-    without it, a field's `pad`."""
+    """Values of the tokens that the engine was asked with: name -> [those tokens, ...]; without them, a field's
+    `pad`."""
 
     def going_on(self, between: Sequence[int], answer: Generation) -> Generation:
         """One response of several turns: itself, what others said then, ``between``, and the ``answer`` to all that.
@@ -115,7 +115,8 @@ class Episode:
     """One attempt at a prompt that takes several rows: its history was compacted, or it has branches."""
 
     rows: Sequence[EpisodeRow]
-    """At least one, in their order. One whose only row has the ticket's prompt is as well a `Generation`."""
+    """Rows of the episode, at least one, in their order. An episode whose only row has the ticket's prompt is as well a
+    `Generation`."""
 
     @property
     def finish_reason(self) -> str:
@@ -126,13 +127,13 @@ class Episode:
 
 @dataclass(slots=True)
 class Draft:
-    """What there is of a response while an engine adds to it; any thread may look."""
+    """Response so far, while an engine adds to it; any thread may look."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     token_versions: list[int] = field(default_factory=list)
     extras: dict[str, list[np.ndarray]] = field(default_factory=dict)
-    """By name an entry a token, of an engine that gives them as it draws."""
+    """Further values by name, an entry a token, of an engine that gives them as it draws."""
     before: Mapping[str, np.ndarray] = field(default_factory=dict)
     """See `Generation.before`."""
     ended: Generation | Episode | None = None
@@ -167,7 +168,7 @@ class Draft:
         return self.ended or self.since(0)
 
     def since(self, start: int) -> Generation:
-        """Of one response, a copy of it without the first ``start`` tokens."""
+        """Copy of one response without its first ``start`` tokens."""
         if not isinstance(ended := self.ended, Generation):
             count = len(self.token_versions)
             versions = np.array(self.token_versions[start:count], np.int32)
@@ -224,7 +225,7 @@ class Engine(Protocol):
 
     name: str
     phase: str
-    """What it is at while it starts, for people."""
+    """Phase of the engine's start, for people."""
     pause_s: float
     """Seconds for which the last update kept it from generating."""
 
@@ -248,7 +249,7 @@ class Engine(Protocol):
         """Give its memory on the device back until the next `update_weights`; nothing is being generated."""
 
     async def wait_dead(self) -> str:
-        """Which of the engine's processes has ended and how, when one has; does not return where there is none."""
+        """Return which of the engine's processes has ended and how, once one has; never where there is none."""
 
     async def close(self) -> None:
         """End the engine and every process of it; safe to call twice."""

@@ -16,12 +16,12 @@ _KEY = "rollout.engine.kind"
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """Where an engine lies, as `package.module:name`."""
+    """Parts of one kind of engine, each as `package.module:name`."""
 
     engine: str
-    """Its class, see `relax_hpc.engines.make_engine`."""
+    """Class of the engine, see `relax_hpc.engines.make_engine`."""
     check: str = ""
-    """A function of the configuration that gives its findings, one line each; empty: there is nothing to find."""
+    """Function of the configuration that gives its findings, one line each; empty: there is nothing to find."""
 
 
 KINDS: dict[str, EngineKind] = {
@@ -37,7 +37,7 @@ def engine_class(kind: str) -> Any:
 
 
 def findings_of(kind: str, config: Config) -> Iterable[str]:
-    """What is wrong with ``config`` for engines of this kind, one line each. ConfigError: there is no such kind."""
+    """Mistakes of ``config`` for engines of this kind, one line each. ConfigError: there is no such kind."""
     if kind not in KINDS:
         engine_class(kind)
         return ()

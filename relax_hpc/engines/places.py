@@ -15,43 +15,43 @@ from relax_hpc.engines.engine import Draft, Ended, Generation
 
 @dataclass(slots=True, eq=False)
 class Response:
-    """One that is to be drawn: all its tokens, of which those that `draft` has are drawn already."""
+    """Response that is to be drawn: all its tokens, of which those that `draft` has are drawn already."""
 
     tokens: list[int]
     ended_by: Ended
     draft: Draft
     pause_s: float
-    """Before each token."""
+    """Seconds before each token."""
     made: Generation | None = None
-    """The whole of it."""
+    """Whole response, once it is drawn."""
     due: float = -math.inf
-    """Of its next token, or since when it waits for a place."""
+    """Time at which its next token is due, or since which it waits for a place; seconds of the event loop's clock."""
     seated: bool = False
-    """It has a place."""
+    """Whether it has a place."""
     waiter: _Waiter | None = None
-    """Who waits for it; nobody, if it was given up."""
+    """Waiter for it; None: it was given up."""
 
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
-    """Waits for several."""
+    """Waiter for several responses."""
 
     missing: int
     done: asyncio.Future[None]
 
 
 class Places:
-    """Of one engine. A timer for all of them: what a token costs is a few microseconds, so that an engine that is to
-    show what others cost costs little itself."""
+    """Places of one engine, in which responses are drawn at a time. One timer for all of them: a token costs a few
+    microseconds, so that an engine that is to show what others cost costs little itself."""
 
     def __init__(self, count: int, sample: Callable[[Response], Generation | None]) -> None:
         """``sample`` draws the next token of a response; the whole of it, if that was the last."""
         self._sample = sample
         self._free = [0.0] * count
-        """Since when each of the places that are free is, a heap; of the event loop's clock."""
+        """Times since which the free places are free, a heap; seconds of the event loop's clock."""
         self._line: deque[Response] = deque()
         self._drawn: list[tuple[float, int, Response]] = []
-        """Those that have a place, a heap: the next to get a token first."""
+        """Responses that have a place, a heap: the next to get a token first."""
         self._numbers = itertools.count()
         self._timer: asyncio.TimerHandle | None = None
 

@@ -19,9 +19,9 @@ class Entry:
     """An engine that may serve."""
 
     number: int
-    """Among those of the group."""
+    """Number among the engines of the group."""
     place: int
-    """Among those of its node, by which it finds its GPUs."""
+    """Number among the engines of its node, by which it finds its GPUs."""
 
 
 def entries(replicas: int, rank: int, ranks: int, local_rank: int = 0) -> list[Entry]:
@@ -42,7 +42,7 @@ def entries(replicas: int, rank: int, ranks: int, local_rank: int = 0) -> list[E
 
 
 class Member(Protocol):
-    """What serves an entry."""
+    """Member of a pool, which serves one entry."""
 
     async def serve(self) -> None:
         """Return when the run is finished, or once it is asked to leave and has handed on what it has."""
@@ -60,7 +60,7 @@ class Pool(Generic[M]):
     def __init__(self, make: Callable[[Entry], M]) -> None:
         self._make = make
         self.members: dict[int, M] = {}
-        """By number, those that serve."""
+        """Members that serve, by number."""
         self._tasks: asyncio.TaskGroup | None = None
 
     async def serve(self, first: list[Entry]) -> None:

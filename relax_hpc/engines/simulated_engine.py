@@ -34,7 +34,7 @@ from relax_hpc.engines.stops import Stops
 from relax_hpc.versions import Version
 
 _PACE = -1
-"""In the place of a token's position, keys the draw of how long a response takes."""
+"""Key of the draw of a response's time, in the place of a token's position."""
 
 
 class SimulatedEngine:
@@ -84,7 +84,7 @@ class SimulatedEngine:
             self._version = version
 
     async def release(self) -> None:
-        """There is nothing to give back."""
+        """Nothing to give back."""
 
     async def wait_dead(self) -> str:
         """Never returns: there is no process but this one."""
@@ -140,7 +140,7 @@ class SimulatedEngine:
         return found, "length"
 
     def seconds(self, request: GenerateRequest) -> float:
-        """What a response of the whole budget takes: lognormal, its median and sigma from the configuration."""
+        """Seconds that a response of the whole budget takes: lognormal, its median and sigma from the configuration."""
         if not self._settings.sigma:
             return self._settings.response_s
         uniform = keyed_uniform(request.sampling.seed, request.prompt_id, request.sample, _PACE)

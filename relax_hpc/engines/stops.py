@@ -1,4 +1,4 @@
-"""Where a response ends that is drawn token by token."""
+"""Ends of a response that is drawn token by token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from relax_hpc.engines.engine import Sampling
 
 
 class Decoder(Protocol):
-    """As `relax_hpc.data.prompts.Tokenizer`."""
+    """Decoder of token ids, such as `relax_hpc.data.prompts.Tokenizer`."""
 
     def decode(self, ids: list[int]) -> str: ...
 
@@ -25,7 +25,7 @@ class Stops:
 
     @classmethod
     def of(cls, sampling: Sampling, ends: Collection[int], tokenizer: Decoder) -> Stops:
-        """Those that were asked for, and the model's own ``ends``."""
+        """Stops of a request: those that were asked for, and the model's own ``ends``."""
         return cls(frozenset({*sampling.stop_token_ids, *ends}), sampling.stop, tokenizer)
 
     def met(self, token_ids: Sequence[int]) -> bool:

@@ -1,4 +1,4 @@
-"""What an engine may have beside `Engine`: several responses in one call."""
+"""Interface that an engine may have beside `Engine`: several responses in one call."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ class DrawsTogether(Protocol):
     than all else that is done for a short one."""
 
     async def generate_all(self, requests: Sequence[GenerateRequest]) -> list[Generation | BadAnswer]:
-        """As `generate` of each: the response, or why it is none. EngineFault: not all have an answer; what there is of
-        the others is in their drafts."""
+        """Generate each of ``requests``: the response, or why it is none. EngineFault: not all have an answer; tokens
+        of the others so far are in their drafts."""

@@ -31,7 +31,7 @@ from relax_hpc.versions import Version
 
 _IMPORTING = threading.Lock()
 _GIVE_UP_S = 1.0
-"""For a thread to end whose response nobody waits for."""
+"""Seconds for a thread to end whose response nobody waits for."""
 
 
 class TransformersEngine:
@@ -54,7 +54,7 @@ class TransformersEngine:
         """Held while the weights are looked at or changed: for a token."""
         self._gate = UpdateGate()
         self._turn = asyncio.Lock()
-        """Of the sample that is drawn: the others wait, in the order in which they came."""
+        """Lock of the sample that is drawn: the others wait, in the order in which they came."""
 
     async def start(self) -> None:
         """See `Engine.start`. Sets this process's torch to one thread: sums then have one order."""
@@ -154,7 +154,7 @@ class _Drawing:
         self._thread: asyncio.Future[Generation] | None = None
 
     async def by(self, draw: Callable[[_Drawing], Generation]) -> Generation:
-        """What ``draw`` makes of it, in a thread; one that nobody waits for any more ends with its next token."""
+        """Return ``draw``'s generation, made in a thread; if nobody waits any more, it ends with its next token."""
         self._thread = asyncio.ensure_future(asyncio.to_thread(draw, self))
         try:
             return await asyncio.shield(self._thread)

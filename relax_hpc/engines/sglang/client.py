@@ -28,7 +28,7 @@ from relax_hpc.weights.slab import is_slab
 _HEALTH = "/health"
 _HEALTH_TIMEOUT_S = 5.0
 _GIVE_UP_S = 1.0
-"""For a server to end requests that nobody waits for any more."""
+"""Seconds for a server to end requests that nobody waits for any more."""
 _TOGETHER = 64
 """Requests of one HTTP request, unless the configuration says otherwise."""
 _PAUSES: dict[PartialRollout, str] = {"keep": "in_place", "recompute": "retract"}
@@ -65,7 +65,7 @@ class SglangClient:
         self._reading: set[asyncio.Task[None]] = set()
         self.gate = UpdateGate()
         self.pause_s = 0.0
-        """How long the last update kept requests from going on, or new ones from beginning."""
+        """Seconds for which the last update kept requests from going on, or new ones from beginning."""
 
     async def healthy(self) -> bool:
         """Whether the server answers and serves; a paused one does not. It answers anybody, and gets no key."""
@@ -203,7 +203,8 @@ class SglangClient:
         await self._session.close()
 
     async def _freeze_gc(self) -> None:
-        """Once, after the first batch: without it every tenth batch on a CPU takes 0.4 s more (measured)."""
+        """Freeze the server's garbage collector once, after the first batch: without it every tenth batch on a CPU
+        takes 0.4 s more (measured)."""
         if not self._froze_gc:
             self._froze_gc = True
             with contextlib.suppress(EngineFault):
@@ -251,12 +252,12 @@ class SglangClient:
 
 
 _ALL = -1
-"""As top_k, to SGLang."""
+"""SGLang's top_k that leaves all tokens."""
 
 
 def _load_format(directory: Path, flags: Mapping[str, Any]) -> dict[str, str]:
-    """Which of SGLang's loaders is for ``directory``; it would use the last one's again. One that changes the weights
-    on their way is the user's choice, and stays."""
+    """SGLang's loader for ``directory``; without it, SGLang would use the last one again. A loader that changes the
+    weights on their way is the user's choice, and stays."""
     if "load_format" in flags or "quantization" in flags:
         return {}
     return {"load_format": slab_loader.FORMAT if is_slab(directory) else "auto"}

@@ -1,4 +1,5 @@
-"""What SGLang needs in order to run without a GPU, installed before it is imported. Nothing is done beside a GPU.
+"""Stand-ins that SGLang needs in order to run without a GPU, installed before it is imported. Nothing is done beside a
+GPU.
 
 Written for SGLang 0.5.21 with the `torch_native` attention and `pytorch` sampling backends. Packages that are
 installed for real always win over the stand-ins here.

@@ -35,14 +35,14 @@ _POLL_S = 0.1
 _EXIT_GRACE_S = 1.0
 _HOST = "127.0.0.1"
 _BACKLOG = 2048
-"""As uvicorn's."""
+"""Connections that may wait to be accepted, as uvicorn's default."""
 _START_FLOOR_S = 300.0
-"""Imports and compilation, before and after weights are read."""
+"""Seconds for imports and compilation, before and after weights are read."""
 _TOLD_TOKENS = 64
-"""Of a response between two pieces that the server tells of."""
+"""Tokens of a response between two pieces that the server sends."""
 _HEARD_TOKENS = 256
-"""Where nobody needs what is unfinished: a piece is a sign of life then, and 120 s of silence is far below what any
-engine draws."""
+"""Tokens of a response between two pieces where nobody needs unfinished ones: a piece is a sign of life then, and 120 s
+of silence is far below what any engine draws."""
 _CPU_ARGUMENTS = {
     "device": "cpu",
     "attention_backend": "torch_native",
@@ -250,7 +250,7 @@ def _numa() -> dict[str, list[int]]:
 
 
 def server_environment(threads: int, scratch: Path) -> dict[str, str]:
-    """This process's environment without what a launcher said about its ranks: the server is not one of them.
+    """Environment of this process without what a launcher said about its ranks: the server is not one of them.
 
     ``scratch`` gets its temporary files, among them sockets on which it unpickles what comes. What it compiles others
     of this user find again.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _MANAGERS = "sglang.srt.managers."
 _pools: list[Any] = []
-"""Where the places of each request's tokens are written down, in a process that schedules."""
+"""Pools that hold the places of each request's tokens, in a process that schedules."""
 
 
 def install(as_drawn: bool) -> None:

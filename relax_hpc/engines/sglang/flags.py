@@ -32,12 +32,12 @@ ROUTES_FLAG = "enable_return_routed_experts"
 MOST_CUT = 4096
 """Tokens of a distribution that SGLang tells, by default."""
 _FIELDS = "srt/arg_groups/fields"
-"""Where SGLang 0.5.21 declares them, one class a file."""
+"""Folder in which SGLang 0.5.21 declares its server arguments, one class a file."""
 
 
 def server_flags() -> frozenset[str]:
-    """All of them, read from SGLang's source: importing it takes seconds, and needs what nodes have. None if there is
-    no SGLang here, or if it keeps them elsewhere."""
+    """Server arguments of SGLang, read from its source: importing it takes seconds, and needs what nodes have. None if
+    there is no SGLang here, or if it keeps them elsewhere."""
     spec = find_spec("sglang")
     folders = [Path(folder) / _FIELDS for folder in spec.submodule_search_locations or ()] if spec else []
     classes = (
@@ -59,7 +59,7 @@ def refuse_own(flags: dict[str, object]) -> None:
 
 
 def check(config: Config) -> Iterator[str]:
-    """What is wrong with the settings of an SGLang engine, one line each."""
+    """Mistakes in the settings of an SGLang engine, one line each."""
     yield from _flags(config)
     if config.rollout.partial_rollout == "recompute" and not config.rollout.engine.flags.get(
         "disable_radix_cache", True
@@ -111,7 +111,7 @@ def _flags(config: Config) -> Iterator[str]:
 
 
 def _instead(name: str) -> str:
-    """What to do instead of setting ``name``, a key of OWN_FLAGS."""
+    """Advice instead of setting ``name``, a key of OWN_FLAGS."""
     return f"set {OWN_FLAGS[name]} instead" if OWN_FLAGS[name] else "it cannot be changed"
 
 

@@ -1,4 +1,4 @@
-"""What an SGLang server that starts is at, by what it logs (0.5.21): a start takes minutes."""
+"""Phases of the start of an SGLang server, found in its log (0.5.21): a start takes minutes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PHASES = (
     (re.compile(rb"Uvicorn running|fired up and ready"), "SGLang is about to serve"),
 )
 STARTING = "SGLang is starting"
-"""Until it logs anything that is known here: its imports alone take a while."""
+"""Phase until the server logs a known line: its imports alone take a while."""
 _MOST_BYTES = 1 << 20
 
 

@@ -115,7 +115,7 @@ def _leave_no_semaphore() -> None:
 
 
 def _prepare() -> tuple[dict[str, Any], str]:
-    """What must be in place in the server and its children before they import SGLang."""
+    """Prepare the server and its children before they import SGLang; settings, and the key of the API."""
     settings = json.loads(Path(sys.argv[1]).read_bytes())
     die_with_parent()
     stay_private()

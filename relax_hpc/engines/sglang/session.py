@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 _PART = "sglang::"
-"""How the titles of SGLang's processes begin that it cannot do without; compilers and the like come and go."""
+"""Beginning of the titles of processes that SGLang cannot do without; compilers and the like come and go."""
 _LEFT_BEHIND = ("/dev/shm/sglang_", "/dev/shm/sgl_", "/dev/shm/psm_", "/dev/shm/nccl-")
 """Shared memory that nobody removes when its maker is killed."""
 
@@ -24,7 +24,7 @@ class Session:
         self._pidfds: list[int] = []
         self._memory: set[Path] = set()
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """What has ended, and how; by then all the rest has been killed."""
+        """Sentence that says what has ended, and how; by then all the rest has been killed."""
         self._waiting = asyncio.create_task(self._wait_for_leader())
 
     async def _wait_for_leader(self) -> None:
@@ -32,7 +32,7 @@ class Session:
         self._end(f"the server ended with code {code}")
 
     def watch_parts(self) -> None:
-        """From now on the end of any of its parts is the end of all: a server whose detokenizer has died takes
+        """Make the end of any of its parts the end of all from now on: a server whose detokenizer has died takes
         requests, and never answers."""
         for process in self.members():
             with contextlib.suppress(psutil.Error, OSError):
@@ -74,7 +74,7 @@ class Session:
         await asyncio.to_thread(psutil.wait_procs, others, timeout=grace_s)
 
     def members(self) -> list[psutil.Process]:
-        """Those that live."""
+        """Living processes of the session."""
 
         def belongs(process: psutil.Process) -> bool:
             # It has ended, or is of somebody of whom a security module (SELinux) says nothing.

@@ -87,9 +87,10 @@ class Response:
         """Tokens of it that the draft has."""
         self._routes = Routes(routes) if routes else None
         self.name = ""
-        """Of the request, to the server; empty: it was not asked."""
+        """Name of the request, to the server; empty: it was not asked."""
         self.answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        """It has an exception where there is none: BadAnswer, or EngineFault if the exchange broke."""
+        """Answer to the request, with an exception where there is none: BadAnswer, or EngineFault if the exchange
+        broke."""
         if self.missing <= 0:
             extras = self._known.extras, self._known.before
             self._end(Generation(*self._whole(np.empty(0, np.int32)), "length", *extras))
@@ -106,7 +107,7 @@ class Response:
         return self.request.budget - len(self._known.token_ids)
 
     def add(self, piece: dict[str, Any]) -> None:
-        """What the server has sent of it; a piece that is not as it should be ends it."""
+        """Add a piece of the response that the server has sent; a malformed piece ends it."""
         if self.answer.done():
             return
         try:
@@ -135,7 +136,7 @@ class Response:
         return [float("nan") if value is None else value for value in told]
 
     def fail(self, fault: EngineFault) -> None:
-        """There will be no answer, unless there is one."""
+        """End with ``fault`` instead of an answer, unless there is one already."""
         if not self.answer.done():
             self.answer.set_exception(fault)
             # Looked at, so that nobody complains where nobody waits.
