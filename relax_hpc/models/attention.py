@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class CausalAttention(torch.nn.Module):
-    """On GPUs one kernel for all rows, of half precision only; else torch's scaled_dot_product_attention for each.
+    """Causal attention within rows: on GPUs one kernel for all rows, of half precision only; else torch's
+    scaled_dot_product_attention for each.
 
     Row by row is what costs least on CPUs for many short rows and for few long ones; rows padded to each other, or to
     those of about their length, took 0.85 to 14 times as long.
@@ -76,8 +77,8 @@ class CausalAttention(torch.nn.Module):
 
 
 class GatherFirst(torch.autograd.Function):
-    """What all ranks of a group have, one after the other along the first axis; every rank's gradient goes back to who
-    gave the values, as a sum."""
+    """Gather of the values of all ranks of a group along the first axis; in the backward pass gradients are summed over
+    ranks and return to the rank that gave the values."""
 
     @staticmethod
     def forward(ctx: Any, mine: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,4 +1,4 @@
-"""What is known of each family of models: the table by which `check`, the trainer and `convert` read a config.json.
+"""Families of models: the table by which `check`, the trainer and `convert` read a config.json.
 
 A key of config.json is understood (its value is checked, and used), harmless (nothing that is trained depends on it),
 or refused by name: a key that nobody here knows may change the arithmetic, and then the trained model is silently
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from relax_hpc.config.schema import ModelConfig
 
 FAMILIES: dict[str, type[ModelSpec]] = {family.model_type: family for family in (Qwen3, Qwen3Moe, Llama)}
-"""By `model_type`. A new one is a class in a file of its own, and its name here."""
+"""Families by `model_type`. A new one is a class in a file of its own, and its name here."""
 _OVERRULES: dict[Use, str] = {"train": "model.ignore_keys", "convert": "--ignore-keys"}
 
 _HARMLESS = {
@@ -46,7 +46,7 @@ _HARMLESS = {
         forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
         begin_suppress_tokens prefix""",
 }
-"""Why nothing that is trained depends on them -> keys."""
+"""Reason why nothing that is trained depends on keys -> those keys."""
 HARMLESS = frozenset(key for keys in _HARMLESS.values() for key in keys.split())
 """Keys that any config.json may have, whatever their values, unless a family has a rule for one."""
 
@@ -74,7 +74,7 @@ def routes_of(directory: Path, model: ModelConfig) -> RouteShape | None:
 
 
 def problems(hf_config: Mapping[str, Any], ignore_keys: Collection[str] = (), use: Use = "train") -> Iterator[str]:
-    """What is missing, not supported or unknown in the content of config.json, one line a key."""
+    """Mistakes in the content of config.json: keys that are missing, not supported or unknown, one line each."""
     known = _without(hf_config, ignore_keys)
     allowed = [name for name, family in FAMILIES.items() if use in family.uses]
     kind = known.get("model_type")
@@ -100,7 +100,8 @@ def problems(hf_config: Mapping[str, Any], ignore_keys: Collection[str] = (), us
 
 
 def _null_rope_theta(whole: Mapping[str, Any]) -> str:
-    """Which key keeps transformers from taking its default; a null that another value stands beside does not count."""
+    """Key whose null keeps transformers from taking its default, or empty; a null with another value beside it does not
+    count."""
     found = next((name for name in reversed(ROPE) if whole.get(name)), "")
     inside = whole[found] if found and isinstance(whole[found], dict) else {}
     place, holder = (f"{found}.rope_theta", inside) if "rope_theta" in inside else ("rope_theta", whole)

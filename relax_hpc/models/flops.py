@@ -29,7 +29,7 @@ sparse). The first that fits counts."""
 
 
 def forward_flops(spec: ModelSpec, lengths: Iterable[int]) -> float:
-    """Of one forward pass over rows of so many tokens, each by itself.
+    """Floating-point operations of one forward pass over rows of so many tokens, each by itself.
 
     A multiplication by a matrix is 2 for each of its elements. Attention is 2 for each pair of a token and one that it
     sees, each of `heads * head_dim` channels, and both of its products.
@@ -40,12 +40,13 @@ def forward_flops(spec: ModelSpec, lengths: Iterable[int]) -> float:
 
 
 def training_flops(spec: ModelSpec, lengths: Iterable[int]) -> float:
-    """Of one forward and backward pass: the gradient is of the inputs and of the weights, twice the forward pass."""
+    """Floating-point operations of one forward and backward pass: gradients of inputs and of weights are twice the
+    forward pass."""
     return 3 * forward_flops(spec, lengths)
 
 
 def peak_flops(device: str) -> float | None:
-    """Of a device by the name that torch gives it, in bfloat16, a second; None: not known here.
+    """Peak floating-point operations a second, in bfloat16, of a device by torch's name; None: not known here.
 
     >>> peak_flops("NVIDIA H100 80GB HBM3"), peak_flops("Quadro P400")
     (989000000000000.0, None)

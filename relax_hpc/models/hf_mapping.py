@@ -30,7 +30,7 @@ _TE_NAMES = {
     "mlp_norm": "mlp.linear_fc1.layer_norm_weight",
 }
 NAMES = {"local": _LOCAL_NAMES, "te": _TE_NAMES}
-"""Where the two layer specs put the norms; all other names are the same."""
+"""Names of the norms' weights in the two layer specs; all other names are the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,8 @@ class Blocks:
     first: int
 
     def bounds(self, size: int, tensor: int, rank: int) -> tuple[int, int]:
-        """Which of a piece's `size` rows `rank` has where several ranks share a block, each the same number of rows."""
+        """Range (start, stop) of a piece's `size` rows that `rank` has where several ranks share a block, each an equal
+        part."""
         sharing, mine = tensor // self.groups, size // self.groups
         group, part = divmod(rank, sharing)
         rows = self.rows // sharing
@@ -58,7 +59,7 @@ class Piece:
     shape: tuple[int, ...]
     axis: int | None = None
     blocks: Blocks | None = None
-    """Of the parameter that it is interleaved in."""
+    """Blocks of the parameter that it is interleaved in."""
 
     def bounds(self, tensor: int, rank: int) -> tuple[int, int, int]:
         """(start, stop, length) along `axis` of the slice of `rank`; length - (stop - start) rows of zeros follow."""
@@ -86,7 +87,7 @@ class Entry:
     pieces: tuple[Piece, ...]
     fuse: Literal["none", "qkv", "rows"] = "none"
     expert: int | None = None
-    """Which of its layer's experts it belongs to, if to one."""
+    """Number of the expert of its layer that it belongs to, if to one."""
 
 
 def all_pieces(spec: ModelSpec) -> dict[str, Piece]:
@@ -96,8 +97,8 @@ def all_pieces(spec: ModelSpec) -> dict[str, Piece]:
 
 
 def stored_forms(spec: ModelSpec) -> dict[str, StoredForm]:
-    """By name, everything that a file of this model may hold: each piece by itself, a tied embedding's copy, and what
-    the family packs."""
+    """Tensors that a file of this model may hold, by name: each piece by itself, a tied embedding's copy, and those
+    that the family packs."""
     pieces = all_pieces(spec)
     forms = {name: StoredForm(piece.shape, (piece,)) for name, piece in pieces.items()}
     if spec.tied:
@@ -125,7 +126,7 @@ def stage_entries(
 
 
 def of_experts(entries: Iterable[Entry], experts: range) -> list[Entry]:
-    """Those of ``entries`` that a rank has to which ``experts`` were dealt: it numbers them from 0."""
+    """Entries, out of ``entries``, of a rank to which ``experts`` were dealt: it numbers them from 0."""
     found = []
     for entry in entries:
         if entry.expert is None:

@@ -1,4 +1,4 @@
-"""What layers are made of, by the name that `actor.kernels` has: never by what happens to be installed."""
+"""Implementations of layers by the name that `actor.kernels` has: never by what happens to be installed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def interprets() -> bool:
 
 
 def transformer_settings(kernels: Kernels, experts: bool) -> dict[str, Any]:
-    """What of megatron-core's transformer configuration they decide. ``experts``: of the layers, whose activation is
-    weighted by token, which that of "fused" is not."""
+    """Settings of megatron-core's transformer configuration that ``kernels`` decide. ``experts``: whether layers have
+    experts, whose activation is weighted by token, as "fused" cannot do."""
     fused = kernels == "fused"
     return {"apply_rope_fusion": fused, "bias_activation_fusion": fused and not experts}

@@ -1,4 +1,4 @@
-"""Which modules a transformer layer is made of: plain torch, Triton kernels, or Transformer Engine's."""
+"""Modules that a transformer layer is made of: plain torch, Triton kernels, or Transformer Engine's."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _SCALING["original_max_position_embeddings"] = one_of(8192)
 
 @dataclass(frozen=True, kw_only=True)
 class Llama(ModelSpec):
-    """What num_key_value_heads and head_dim do not say follows from the heads."""
+    """Llama. A missing num_key_value_heads or head_dim follows from the heads."""
 
     model_type = "llama"
     architecture = "LlamaForCausalLM"
@@ -28,7 +28,7 @@ class Llama(ModelSpec):
     }
 
     rope_factor: float = 1.0
-    """By which slow positions are rotated less; 1: none is."""
+    """Factor by which slow positions are rotated less; 1: none is."""
 
     @classmethod
     def sizes(cls, known: Mapping[str, Any]) -> dict[str, Any]:

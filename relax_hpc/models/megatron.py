@@ -1,4 +1,4 @@
-"""From what is known of a model to megatron-core's transformer configuration and model."""
+"""Construction of megatron-core's transformer configuration and model from a `ModelSpec`."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ def check_split(spec: ModelSpec, parallel: ParallelConfig) -> None:
 
 
 def training_settings(actor: TrainerConfig, experts: bool) -> dict[str, Any]:
-    """What of megatron-core's transformer configuration a model has that is trained. ConfigError: what may not be set.
+    """Settings of megatron-core's transformer configuration for a model that is trained. ConfigError: one may not be
+    set.
 
-    ``experts``: of its layers.
+    ``experts``: whether its layers have experts.
     """
     if wrong := list(megatron_settings.findings(actor)):
         raise ConfigError(*wrong)

@@ -1,4 +1,4 @@
-"""Which settings of megatron-core `actor.megatron` may have: its own declarations, without those decided elsewhere.
+"""Settings of megatron-core that `actor.megatron` may have: those that it declares, but for those decided elsewhere.
 
 They are read from megatron-core's source: importing it takes seconds, and torch, which a login node may lack.
 """
@@ -76,7 +76,7 @@ _DECIDED = {
         fp8 fp8_param fp8_param_gather num_distributed_optimizer_instances outer_dp_sharding_strategy
         reuse_grad_buf_for_mxfp8_param_ag use_custom_fsdp use_megatron_fsdp""",
 }
-"""Why a setting is not one's own -> settings."""
+"""Reason why settings are not the user's to decide -> those settings."""
 DECIDED = {name: why for why, names in _DECIDED.items() for name in names.split()}
 _PLAIN = {"bool": bool, "int": int, "float": float, "str": str, "list": list, "List": list, "Tuple": list}
 
@@ -99,7 +99,7 @@ def declared() -> Mapping[str, tuple[Owner, ast.expr]]:
 
 
 def findings(settings: TrainerConfig, is_here: bool = True, section: str = "actor") -> Iterator[str]:
-    """What is wrong with `megatron` of a trainer's ``section``, one line each. ``is_here``: the megatron-core of this
+    """Mistakes in `megatron` of a trainer's ``section``, one line each. ``is_here``: the megatron-core of this
     environment is the one that the run will have; else only what is decided elsewhere is known."""
     known = declared() if is_here else {}
     for name, value in settings.megatron.items():
@@ -118,7 +118,7 @@ def findings(settings: TrainerConfig, is_here: bool = True, section: str = "acto
 
 
 def of_owner(settings: TrainerConfig, owner: Owner) -> dict[str, Any]:
-    """Those of `settings.megatron` that are ``owner``'s."""
+    """Settings out of `settings.megatron` that are ``owner``'s."""
     known = declared()
     return {name: value for name, value in settings.megatron.items() if name in known and known[name][0] == owner}
 

@@ -1,4 +1,4 @@
-"""How rows lie in a pack: one after the other in a single sequence, and cut over context-parallel ranks.
+"""Layout of rows in a pack: one after the other in a single sequence, and cut over context-parallel ranks.
 
 Each of `context` ranks has two pieces of every row, one from its front and the mirrored one from its end, so that all
 have the same work under a causal mask (zigzag; arXiv 2407.21783, section 3.3.2):
@@ -27,24 +27,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PackSplit:
-    """Over how many ranks of a replica a pack is spread."""
+    """Split of a pack over the ranks of a replica."""
 
     sequence: int = 1
     """Tensor-parallel ranks under sequence parallelism, each with as many tokens."""
     context: int = 1
     """Context-parallel ranks."""
     rank: int = 0
-    """This one's number among these."""
+    """Number of this rank among the context-parallel ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where the tokens of every row are; what is left over at the end is a row of padding by itself."""
+    """Places of the tokens of every row; padding at the end of the pack is a row by itself."""
 
     widths: np.ndarray
     """Tokens of each row with its padding, the row of padding last if there is one."""
     starts: np.ndarray
-    """First place of each."""
+    """First place of each row."""
     context: int
 
     @classmethod
@@ -79,7 +79,7 @@ class Places:
         return firsts.reshape(-1), np.repeat(size, 2)
 
     def rows(self, rank: int, device: str | torch.device) -> PackedRows:
-        """What attention needs to know in a rank."""
+        """Rows of a rank as attention takes them."""
         firsts, sizes = self._pieces(rank)
         positions = self.positions()[self.of_rank(rank)]
         if self.context == 1:
@@ -118,7 +118,7 @@ class PackedRows:
     keys: list[int]
     """Keys that each piece looks at."""
     query_ends: Tensor
-    """[pieces + 1] int32: 0, and where each piece ends."""
+    """[pieces + 1] int32: 0, and the end of each piece of queries."""
     key_ends: Tensor
     order: Tensor | None
     """[keys] int64: which of the keys of all context ranks, one rank's after the other's; None: this rank has all."""
@@ -137,7 +137,7 @@ class PackedRows:
         order: np.ndarray | None,
         device: str | torch.device,
     ) -> PackedRows:
-        """On `device`; what is not a tensor is on the host, so that nobody waits for it."""
+        """Build on `device`; fields that are no tensors stay on the host, so that nobody waits for them."""
         ends = [np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32) for sizes in (queries, keys)]
         return cls(
             positions=upload(positions, device),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3Moe(ModelSpec):
-    """Without num_key_value_heads transformers takes 4, whatever the other sizes are."""
+    """Qwen3 with experts. Without num_key_value_heads transformers takes 4, whatever the other sizes are."""
 
     model_type = "qwen3_moe"
     architecture = "Qwen3MoeForCausalLM"

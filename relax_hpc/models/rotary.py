@@ -25,7 +25,7 @@ class PackRotary(torch.nn.Module):
         self.frequencies = plain.inv_freq.to(device)
 
     def get_rotary_seq_len(self, *about: Any) -> Tensor:
-        """What `forward` gets: not a length, but the positions [t]. Called with the pack as last argument."""
+        """Argument of `forward`: not a length, but the positions [t]. Called with the pack as last argument."""
         rows: PackedRows = about[-1]
         return rows.positions
 

@@ -1,4 +1,4 @@
-"""Which values of a key of config.json are understood."""
+"""Rules for the values of keys of config.json that are understood."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FLAG = Rule("true or false", lambda found: isinstance(found, bool))
 MAPPING = Rule("a mapping", lambda found: isinstance(found, dict))
 
 ROPE = ("rope_parameters", "rope_scaling")
-"""Where transformers 5, and releases before it, keep the rotary embedding; a set `rope_scaling` wins in all of them."""
+"""Keys under which transformers 5, and releases before it, keep the rotary embedding; a set `rope_scaling` wins."""
 
 
 def rope(known: Mapping[str, Any]) -> Mapping[str, Any]:

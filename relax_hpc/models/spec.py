@@ -1,4 +1,4 @@
-"""What is known of a model: a family is a class of its own, and what its config.json says an instance of it.
+"""Specification of a model: a family is a class of its own, and the content of one config.json an instance of it.
 
 What all of them share is here: decoders with grouped-query attention, a rotary embedding, RMS norms and gated
 feed-forward layers. A family changes what differs.
@@ -30,9 +30,9 @@ class ModelSpec:
     """One model. Two are equal if the same arithmetic is done with their weights."""
 
     model_type: ClassVar[str]
-    """Of config.json: by this the family is found."""
+    """Value of config.json's `model_type`, by which the family is found."""
     architecture: ClassVar[str]
-    """The only one of `architectures` that is understood."""
+    """Value of config.json's `architectures` that is understood, the only one."""
     uses: ClassVar[tuple[Use, ...]] = ("train", "convert")
     needed: ClassVar[tuple[str, ...]] = (
         "vocab_size",
@@ -42,9 +42,9 @@ class ModelSpec:
         "num_attention_heads",
         "rms_norm_eps",
     )
-    """Keys without which nothing can be said."""
+    """Keys that config.json must have."""
     own_rules: ClassVar[Mapping[str, Rule]] = {}
-    """Of keys that other families do not have, or understand otherwise; the rest is in `rules.DECODER`."""
+    """Rules for keys that other families do not have, or understand otherwise; the rest is in `rules.DECODER`."""
     qk_norm: ClassVar[bool] = False
     """Whether queries and keys are normalised by head."""
     row_fields: ClassVar[tuple[str, ...]] = ()
@@ -66,18 +66,18 @@ class ModelSpec:
     eps: float = 1e-6
     rope_base: float = 10000.0
     experts: int = 0
-    """Of every layer; 0: it has none."""
+    """Experts of every layer; 0: it has none."""
     chosen: int = 0
     """Experts of a layer that a token goes to."""
     positions: int = field(default=0, compare=False)
-    """0: the model does not say."""
+    """Most positions of a sequence; 0: the model does not say."""
     init_std: float = field(default=0.02, compare=False)
 
     # -- config.json -------------------------------------------------------------------------------------------
 
     @classmethod
     def of(cls, known: Mapping[str, Any]) -> Self:
-        """From what is `understood` of config.json."""
+        """Build from the `understood` content of config.json."""
         return cls(**cls.sizes(known))
 
     @classmethod
@@ -101,12 +101,12 @@ class ModelSpec:
 
     @classmethod
     def rules(cls) -> dict[str, Rule]:
-        """By key, which values are understood."""
+        """Rules for the values that are understood, by key."""
         return {**DECODER, "architectures": one_of([cls.architecture]), **cls.own_rules}
 
     @classmethod
     def contradictions(cls, known: Mapping[str, Any]) -> Iterator[str]:
-        """What of keys that are each in order does not go together, one line each."""
+        """Contradictions between keys that are each in order, one line each."""
         heads, groups, dim = (known.get(key) for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
         if SIZE.fits(heads) and SIZE.fits(groups) and heads % groups:
             yield f"num_key_value_heads is {groups}, supported is a divisor of {heads} heads"
@@ -137,7 +137,7 @@ class ModelSpec:
         }
 
     def misfits(self, parallel: ParallelConfig) -> Iterator[str]:
-        """Why ranks cannot split the model so, one line each, beginning with the field."""
+        """Reasons why ranks cannot split the model so, one line each, beginning with the field."""
         for key, size in self.widths(parallel).items():
             if size % parallel.tensor:
                 yield f"tensor: found {parallel.tensor}, allowed: a divisor of the model's {key}, {size}"
@@ -153,7 +153,7 @@ class ModelSpec:
 
     @property
     def group_rows(self) -> int:
-        """Of the matrix that gives queries, keys and values: those of a key-value head and of its queries."""
+        """Rows of the matrix for queries, keys and values that one key-value head and its queries have."""
         return (self.heads // self.groups + 2) * self.head_dim
 
     def padded_vocab(self, tensor: int) -> int:
@@ -166,7 +166,7 @@ class ModelSpec:
         return self.layers * (attention + self.mlp_multiplied()) + self.hidden * self.vocab
 
     def mlp_multiplied(self) -> int:
-        """As `multiplied`, of a layer's feed-forward part."""
+        """Elements of the matrices of a layer's feed-forward part that a token is multiplied by."""
         return 3 * self.hidden * self.inner
 
     # -- names of weights --------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ class ModelSpec:
         return [*self.attention_entries(ours, theirs, norms), *self.mlp_entries(ours, theirs, norms)]
 
     def attention_entries(self, ours: str, theirs: str, norms: Mapping[str, str]) -> Iterator[Entry]:
-        """Of a layer; see `layer_entries`."""
+        """Parameters of a layer's attention; see `layer_entries`."""
         query, value, place = self.heads * self.head_dim, self.groups * self.head_dim, f"{theirs}self_attn."
         qkv, first = [], 0
         for letter, rows in (("q", query), ("k", value), ("v", value)):
@@ -195,7 +195,7 @@ class ModelSpec:
         yield Entry(f"{ours}self_attention.linear_proj.weight", (out,))
 
     def mlp_entries(self, ours: str, theirs: str, norms: Mapping[str, str]) -> Iterator[Entry]:
-        """Of a layer; see `layer_entries`."""
+        """Parameters of a layer's feed-forward part; see `layer_entries`."""
         norm = Piece(f"{theirs}post_attention_layernorm.weight", (self.hidden,))
         yield Entry(ours + norms["mlp_norm"], (norm,))
         yield from self.gated(f"{ours}mlp.", f"{theirs}mlp.", self.inner)
@@ -208,13 +208,13 @@ class ModelSpec:
         yield Entry(f"{ours}linear_fc2.weight", (down,), expert=expert)
 
     def packed_forms(self, pieces: Mapping[str, Piece]) -> dict[str, StoredForm]:
-        """By name, tensors of which files may hold several ``pieces`` in one."""
+        """Tensors that hold several ``pieces`` in one in some files, by name."""
         return {}
 
     # -- megatron-core's model ---------------------------------------------------------------------------------
 
     def transformer(self, parallel: ParallelConfig) -> dict[str, Any]:
-        """What of megatron-core's transformer configuration is the family's own."""
+        """Settings of megatron-core's transformer configuration that are the family's own."""
         return {
             "ffn_hidden_size": self.inner,
             "qk_layernorm": self.qk_norm,
@@ -225,7 +225,7 @@ class ModelSpec:
         }
 
     def rotary(self) -> dict[str, Any]:
-        """How megatron-core's model rotates positions."""
+        """Settings by which megatron-core's model rotates positions."""
         return {"position_embedding_type": "rope", "rotary_base": self.rope_base}
 
     def build(
@@ -237,7 +237,7 @@ class ModelSpec:
         return build(self, config, device, first, last, kernels)
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
-        """What the forward pass is given for a micro-batch, by the names of its arguments."""
+        """Arguments of the forward pass for a micro-batch, by name."""
         return {
             "input_ids": batch.tokens,
             "position_ids": batch.packed.positions[None],

@@ -1,4 +1,4 @@
-"""Which layers a pipeline stage holds: those with the embedding and with the output layer may have fewer than others.
+"""Layers of pipeline stages: those with the embedding and with the output layer may have fewer than others.
 
 As megatron-core divides them by `num_layers_in_first_pipeline_stage` and `num_layers_in_last_pipeline_stage`.
 """
@@ -24,7 +24,7 @@ def stage_layers(layers: int, parallel: ParallelConfig) -> list[range]:
 
 
 def stage_misfits(layers: int, parallel: ParallelConfig) -> Iterator[str]:
-    """Why stages cannot share ``layers`` so, a line that begins with the field.
+    """Reason why stages cannot share ``layers`` so, a line that begins with the field.
 
     >>> next(stage_misfits(28, ParallelConfig(pipeline=4, last_stage_layers=5)))
     'last_stage_layers: found 5, which leaves 23 of 28 layers to 3 stages, allowed: what leaves a multiple of 3'

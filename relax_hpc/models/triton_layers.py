@@ -55,7 +55,7 @@ def swiglu(x: Tensor, bias: None = None, *_: Any) -> Tensor:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """With r = (mean x^2 + eps)^-1/2 and n = r x: y = w n, dx = r (w dy - n mean(w dy n)), dw = sum of dy n."""
+    """RMS norm: r = (mean x^2 + eps)^-1/2, n = r x, y = w n, dx = r (w dy - n mean(w dy n)), dw = sum of dy n."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -160,7 +160,7 @@ def _turn(
 
 
 class _SwiGLU(torch.autograd.Function):
-    """With q the logistic function of a: y = a q b, da = dy b q (1 + a (1 - q)), db = dy a q."""
+    """SwiGLU, q being the logistic function of a: y = a q b, da = dy b q (1 + a (1 - q)), db = dy a q."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

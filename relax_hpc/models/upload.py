@@ -1,4 +1,4 @@
-"""From the host to a device without waiting for what the device is at."""
+"""Copies from the host to a device that do not wait for the work that the device has."""
 
 from __future__ import annotations
 
