@@ -9,11 +9,11 @@ from contextlib import ExitStack, contextmanager
 from relax_hpc.metrics.spans import Spans
 
 _TICKETS = ("actor", "tickets")
-"""What an engine waits for that nobody told anything else: versions and room in the queue come from there."""
+"""Cause of an engine's wait where no other is told: versions and room in the queue come from there."""
 
 
 class Activity:
-    """What an engine is at: several requests at once count once, and only an engine without any work waits.
+    """Activity of an engine, as spans: several requests at once count once, and only an engine without any work waits.
 
     Make it when the engine has started. ``lane``: its own among those of the process.
     """
@@ -25,7 +25,7 @@ class Activity:
         self._begin("wait", None)
 
     def because(self, waited: Iterable[Sequence]) -> None:
-        """If it waits, then until now for these, see `OpenSpan.because`."""
+        """Name ``waited`` as the causes of the wait so far, if it waits; see `OpenSpan.because`."""
         if "wait" in self._open:
             self._waiting.because(waited)
 

@@ -36,12 +36,12 @@ class Attempt:
         self.ticket, self.number, self.prompt = ticket, number, prompt
         self.drafts = [Draft.of(made[k]) if made and k in made else Draft() for k in range(episodes)]
         self._logged = [(len(draft.token_versions), draft.ended is not None) for draft in self.drafts]
-        """Of each episode, how many tokens of its first row the log has, and whether it has its end."""
+        """Tokens of each episode's first row that the log has, and whether it has the episode's end."""
         self._refused = False
 
     @property
     def tokens(self) -> int:
-        """Of all episodes so far, those that were sampled."""
+        """Tokens of all episodes so far that were sampled."""
         made = [draft.so_far() for draft in self.drafts if draft.ended or draft.token_versions]
         rows = [row.made for one in made if isinstance(one, Episode) for row in one.rows]
         rows += [one for one in made if isinstance(one, Generation)]
@@ -53,8 +53,8 @@ class Attempt:
         return all(draft.ended for draft in self.drafts)
 
     def request(self, k: int, sampling: Sampling, budget: int) -> GenerateRequest | None:
-        """What is to be drawn of an episode; None if it is whole. An engine that has failed may still add to the draft
-        that it was given before."""
+        """Request for the rest of episode ``k``; None if it is whole. An engine that has failed may still add to the
+        draft that it was given before."""
         draft = self.drafts[k]
         if draft.ended:
             return None
@@ -63,7 +63,7 @@ class Attempt:
         return GenerateRequest(self.prompt.token_ids, key, k, sampling, budget, draft=draft)
 
     def requests(self, sampling: Sampling, budget: int, but: Container[int] = ()) -> list[GenerateRequest]:
-        """The same of all episodes that are not whole, ``but`` for some."""
+        """Requests for the rest of all episodes that are not whole, ``but`` for some."""
         asked = (self.request(k, sampling, budget) for k in range(len(self.drafts)) if k not in but)
         return [request for request in asked if request]
 
@@ -98,7 +98,7 @@ class Attempt:
 
 
 def answer_of(rows: Sequence[Row], prompt: Prompt) -> Made | None:
-    """What the log of an episode has; None if it is not of this ``prompt``: its file has changed since."""
+    """Answer that the log of an episode has; None if it is not of this ``prompt``: its file has changed since."""
     found = [EpisodeRow(row["token_ids"][: row["prompt_len"]].tolist(), _generation(row)) for row in rows]
     if rows[0]["prompt_id"] != prompt.prompt_id or tuple(found[0].prompt) != tuple(prompt.token_ids):
         return None

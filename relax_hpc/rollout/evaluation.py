@@ -1,4 +1,4 @@
-"""What an evaluation of a set comes to: the mean reward, and pass@k."""
+"""Results of the evaluation of a set: the mean reward, and pass@k."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Evaluated = tuple[Prompt, Generation | EngineFault, Score | RewardError]
 
 
 class Tally:
-    """Of one set. What has no reward, whatever the reason, counts for nothing, and not as 0."""
+    """Tally of one set. A response without a reward, whatever the reason, is left out; it does not count as 0."""
 
     def __init__(self, settings: EvalConfig) -> None:
         self._settings = settings
@@ -26,7 +26,7 @@ class Tally:
         """Responses without a reward, by reason."""
 
     def add(self, scores: Sequence[Score | RewardError]) -> None:
-        """Those of all responses to one prompt."""
+        """Add the scores of all responses to one prompt."""
         found = [score.total for score in scores if isinstance(score, Score)]
         self.failed.update(score.reason for score in scores if isinstance(score, RewardError))
         self._rewards += found

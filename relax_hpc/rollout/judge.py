@@ -31,7 +31,7 @@ _OTHER = re.compile(r"[^A-Za-z0-9_.-]")
 
 
 class Judge:
-    """Of one rollout process, for its event loop."""
+    """Judge of one rollout process: computes rewards in its event loop, and makes rows of prompt groups."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Judge:
     async def rows(
         self, prompt: Prompt, ticket: int, answers: Sequence[Generation | Episode | EngineFault]
     ) -> list[Row] | Failure:
-        """Of a prompt group its rows, rewards included, or why it came to nothing."""
+        """Rows of a prompt group, rewards included, or the failure that it came to."""
         if failure := refused(answers):
             return failure
         scores = await self.rewards.of(await self._inputs([prompt] * len(answers), answers))
@@ -88,7 +88,7 @@ class Judge:
         return rows
 
     def about(self, rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
-        """By row id what is known of ``rows`` beside them, for people, once."""
+        """Answers and reward components of ``rows`` by row id, for people; each is given once."""
         names = [row["row_id"] for row in rows]
         return {name: self._about.pop(name) for name in names if name in self._about}
 

@@ -17,11 +17,12 @@ from relax_hpc.transfer_queue.row_schema import Row
 
 Put = Callable[[list[Row]], Awaitable[dict[int, str]]]
 GATHER_S = 0.003
-"""How long the first of several waits for the others, seconds."""
+"""Seconds that the first of several hand-overs waits for the others."""
 _MOST_TOKENS = 1 << 22
-"""Of one put, unless a single hand-over has more: some 100 MB of rows, which are copied in well under a second."""
+"""Most tokens of one put, unless a single hand-over has more: some 100 MB of rows, which are copied in well under a
+second."""
 _LAST_S = 3.0
-"""For what is left when the role ends."""
+"""Seconds to put what is left when the role ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class _Parcel:
 
 
 class Outbox:
-    """Of one process, for one event loop.
+    """Outbox of one process, for one event loop: puts rows of several prompt groups together.
 
     >>> refused = await outbox.put(rows)                                         # doctest: +SKIP
     """

@@ -1,4 +1,4 @@
-"""What becomes of prompt groups that were generated, and when it is no use to go on."""
+"""Outcomes of prompt groups that were generated, and the end of a role too many of whose groups are bad."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ _TICKETS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a prompt group came to nothing: `reason` is counted, `detail` is for whoever reads the error."""
+    """Reason why a prompt group came to nothing: `reason` is counted, `detail` is for whoever reads the error."""
 
     reason: str
     detail: str
     rewards: tuple[float, ...] = ()
-    """Of all episodes, where there are any: of a group that the filter dropped."""
+    """Rewards of all episodes, where there are any: of a group that the filter dropped."""
 
 
 def generated(groups: Iterable[list[Row] | Failure]) -> dict[str, float]:
-    """How many episodes with a reward there are in ``groups``, those included that are not kept, and their sum."""
+    """Number of episodes with a reward in ``groups``, those included that are not kept, and the sum of their
+    rewards."""
     rewards = [
         reward
         for group in groups
@@ -48,7 +49,7 @@ class Outcomes:
         self._worked: deque[bool] = deque(maxlen=_FAILURE_WINDOW)
         self._passed: deque[bool] = deque(maxlen=_FILTER_WINDOW)
         self._failures: dict[int, int] = {}
-        """Of the last tickets that failed, how often."""
+        """Failures by ticket, of the last tickets that failed."""
 
     def count(self, group: object) -> None:
         """Rows, or a `Failure`."""
@@ -69,7 +70,7 @@ class Outcomes:
             self.check_share(Failure(reason, reason))
 
     def note_failures(self, ticket: int, failures: int) -> None:
-        """So many of ``ticket`` are counted by now."""
+        """Note that so many ``failures`` of ``ticket`` are counted by now."""
         self._failures.pop(ticket, None)
         self._failures[ticket] = failures
         if len(self._failures) > _TICKETS:
@@ -93,5 +94,5 @@ class Outcomes:
 
 
 def _share(good: deque[bool]) -> float:
-    """Of the bad ones; 0 before there are enough to tell."""
+    """Share of the bad ones; 0 before there are enough to tell."""
     return 1.0 - sum(good) / len(good) if len(good) == good.maxlen else 0.0

@@ -1,4 +1,4 @@
-"""What a rollout rank keeps for people of what its engines write: rows that it has put, and evaluations."""
+"""Samples that a rollout rank keeps for people: of rows that it has put, and of evaluations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from relax_hpc.transfer_queue.row_schema import Row
 from relax_hpc.versions import Version
 
 _SHOWN_CHARS = 1500
-"""Of a prompt or a response in TensorBoard."""
+"""Characters of a prompt or a response in TensorBoard."""
 
 
 class SampleKeeper:

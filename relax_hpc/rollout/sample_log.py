@@ -1,4 +1,4 @@
-"""What the model writes, kept for people to read: some episodes of every step, all of an evaluation.
+"""Samples of the model's responses, kept for people to read: some episodes of every step, all of an evaluation.
 
 Each rollout rank appends to a file of its own incarnation, `samples/rollout-inc-000001-rank-0.jsonl.gz`, one gzip
 member at a time, so that a killed writer costs the last one alone. Whether an episode was accepted only the journal
@@ -25,13 +25,13 @@ from relax_hpc.disk import Lines
 
 SUFFIX = ".jsonl.gz"
 CUT = "\n[... {} characters left out ...]\n"
-"""In the middle of a text that is longer than `samples.max_text_chars`."""
+"""Mark in the middle of a text that is longer than `samples.max_text_chars`."""
 _HEAD_START = 0.02
 """Share of `samples.max_bytes` that steps may use ahead of their even share."""
 _LOOK_S = 10.0
-"""Between two looks at what the other ranks have written."""
+"""Seconds between two looks at how much the other ranks have written."""
 _LEVEL = 6
-"""Of compression: 9, the module's own choice, takes nine times as long for a twentieth less."""
+"""Level of compression: 9, the module's own choice, takes nine times as long for a twentieth less."""
 _MAGIC = b"\x1f\x8b\x08"
 _CHUNK_BYTES = 1 << 16
 
@@ -89,7 +89,8 @@ class SampleLog:
         return lines.dropped == before
 
     def _has_room(self, size: int, step: int | None) -> bool:
-        """Within the part of the bound that ``step`` may use. Of a run's last step that is all of it."""
+        """Whether ``size`` bytes fit into the part of the bound that ``step`` may use, which is all of it for a run's
+        last step."""
         if time.monotonic() >= self._looked_at + _LOOK_S:
             self._looked_at = time.monotonic()
             with contextlib.suppress(OSError):

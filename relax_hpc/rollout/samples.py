@@ -1,4 +1,4 @@
-"""From prompts to engine requests, and from an engine's answers to the rows of the queue."""
+"""Engine requests of prompts, and queue rows of an engine's answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MOST_FETCHED = 4096
 
 
 class PromptSource:
-    """Which training prompt a ticket gets: that depends on the seed, the ticket and the attempt alone."""
+    """Source of training prompts: a ticket's depends on the seed, the ticket and the attempt alone."""
 
     def __init__(self, prompts: Sequence[Prompt], config: Config) -> None:
         self.prompts, self._config = prompts, config
@@ -48,8 +48,8 @@ class PromptSource:
 
 
 def draw_key(ticket: int, prompt: Prompt) -> str:
-    """What keys the draws of a prompt beside the seed and the sample. The ticket is part of it, so that a prompt's next
-    visit samples anew."""
+    """Key of a prompt's draws, beside the seed and the sample. The ticket is part of it, so that a prompt's next visit
+    samples anew."""
     return f"{ticket}/{prompt.prompt_id}"
 
 
@@ -60,7 +60,7 @@ def requests_for(prompt: Prompt, ticket: int, samples: int, sampling: Sampling, 
 
 
 def reward_input(prompt: Prompt, answer: Generation | Episode, tokenizer: Tokenizer) -> RewardInput:
-    """What a reward sees of one episode."""
+    """Input of a reward for one episode."""
     generation, rows = last_response(answer), []
     if isinstance(answer, Episode) and len(answer.rows) > 1:
         rows = [[tokenizer.decode(list(row.prompt)), response_text(row.made, tokenizer)] for row in answer.rows]
@@ -69,19 +69,20 @@ def reward_input(prompt: Prompt, answer: Generation | Episode, tokenizer: Tokeni
 
 
 def response_text(made: Generation, tokenizer: Tokenizer) -> str:
-    """Without special tokens."""
+    """Text of a response, without special tokens."""
     # One that a text has ended has no end token.
     ended = made.finish_reason == "stop" and made.token_ids[-1] in tokenizer.eos_ids
     return tokenizer.decode(made.token_ids[:-1] if ended else made.token_ids)
 
 
 def last_response(answer: Generation | Episode) -> Generation:
-    """Of an episode of several rows that of the last one."""
+    """Response in the last row of an episode, or the only one."""
     return answer.rows[-1].made if isinstance(answer, Episode) else answer
 
 
 def refused(answers: Sequence[Generation | Episode | EngineFault]) -> Failure | None:
-    """Why there is no prompt group of these, if one of them is no response: groups enter the queue whole."""
+    """Failure of a prompt group one of whose ``answers`` is no response, since groups enter the queue whole; else
+    None."""
     for answer in answers:
         if isinstance(answer, EngineFault):
             return Failure(answer.reason, str(answer))
@@ -124,7 +125,7 @@ def group_rows(
 
 
 def bad_routes(shape: RouteShape, rows: Sequence[Row]) -> Failure | None:
-    """Why a prompt group is none whose rows must have routes of ``shape``; it names the first that has not."""
+    """Failure of a prompt group a row of which lacks routes of ``shape``: it names the first; else None."""
     found = ((row, fault) for row in rows if (fault := shape.fault(row)))
     return next((Failure(BAD_ROUTES, f"{BAD_ROUTES}: {row['row_id']}: {fault}") for row, fault in found), None)
 
@@ -183,7 +184,7 @@ def _turns(prompt: Prompt, answer: Generation | Episode) -> Sequence[EpisodeRow]
 
 
 def _extras(turn: EpisodeRow) -> Row:
-    """What the engine gave beside the tokens, of that which is declared."""
+    """Declared fields that the engine gave beside the tokens."""
     found, known = {}, len(turn.prompt)
     for name, values in turn.made.extras.items():
         if name in FIELDS:

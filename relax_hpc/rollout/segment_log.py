@@ -16,11 +16,11 @@ from relax_hpc.transfer_queue.client.segments import append, read
 from relax_hpc.transfer_queue.storage.shard import ShardError
 
 _LAST_S = 3.0
-"""For the queue to take what is unfinished when the role is asked to stop."""
+"""Seconds for the queue to take unfinished attempts when the role is asked to stop."""
 _HANDED_ON_S = 60.0
-"""For the queue to take what others are to go on with; past it, they draw it anew."""
+"""Seconds for the queue to take attempts that others are to go on with; past it, they draw them anew."""
 _SPARE_S = 10.0
-"""For the queue to take spare attempts, which are no loss."""
+"""Seconds for the queue to take spare attempts, which are no loss."""
 
 
 class SegmentLog:
@@ -29,12 +29,12 @@ class SegmentLog:
     def __init__(self, client: QueueClient, shape: RolloutConfig) -> None:
         self._client, self._shape = client, shape
         self._attempts: dict[int, Attempt] = {}
-        """By ticket, those under way."""
+        """Attempts under way, by ticket."""
         self._busy = asyncio.Lock()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """For as long as the body takes; if it does not come to its end, what there is then is appended too."""
+        """Append now and then while the body runs, and once more if it does not come to its end."""
         saver = asyncio.create_task(self._now_and_then())
         try:
             yield
@@ -69,7 +69,7 @@ class SegmentLog:
         await asyncio.to_thread(self._append, [attempt], True, _SPARE_S)
 
     async def read(self, place: LogPlace, prompt: Prompt) -> dict[int, Made]:
-        """By episode what a log has; nothing if it cannot be used."""
+        """Answers that a log has, by episode; empty if it cannot be used."""
         try:
             episodes = await asyncio.to_thread(read, self._client, place)
         except (ShardError, KeyError) as error:
