@@ -59,10 +59,10 @@ class CodeSettings:
 
 @dataclass(kw_only=True, slots=True)
 class ServiceSettings:
-    """How a service is asked over HTTP."""
+    """Settings of a service that is asked over HTTP."""
 
     url: str = ""
-    """Address to which is posted."""
+    """Address to which requests are posted."""
     timeout_s: float = bounded(20.0, 0.1)
     """Seconds for one request."""
     retries: int = bounded(3, 0)
@@ -90,17 +90,17 @@ class JudgeSettings(ServiceSettings):
     url: str = ""
     """Address of chat completions, such as `http://node:30000/v1/chat/completions` of `sglang.launch_server`."""
     model: str = "default"
-    """Name that it is asked for by."""
+    """Name of the model in requests."""
     question: str = (
         "Question:\n{prompt}\n\nReference answer:\n{answer}\n\nResponse to be judged:\n{response}\n\n"
         "Is the response right? Give a last line `Score: 1` if it is, or `Score: 0`."
     )
-    """What it is asked, with `{prompt}`, `{answer}` and `{response}` filled in."""
+    """Question to the judge, with `{prompt}`, `{answer}` and `{response}` filled in."""
     score: str = r"(?i)score\s*:\s*\**\s*(-?\d+(?:\.\d+)?)"
     """Regular expression whose first group is the score; the last place in the judge's answer counts. An answer without
     one is the judge's failure, and not the response's: the prompt group is drawn again."""
     scale: float = 1.0
-    """The reward is the score times this."""
+    """Factor by which a score becomes the reward."""
     max_new_tokens: int = bounded(1024, 1)
     """Tokens of the judge's answer."""
     temperature: float = bounded(0.0, 0.0)
@@ -120,7 +120,7 @@ class RewardSettings:
 
 
 def rebuilt(kind: type[T], tree: Mapping[str, Any]) -> T:
-    """What `dataclasses.asdict` has made ``tree`` of.
+    """Rebuild the dataclass ``kind`` that `dataclasses.asdict` has made ``tree`` of.
 
     >>> rebuilt(RewardSettings, dataclasses.asdict(RewardSettings())) == RewardSettings()
     True

@@ -1,4 +1,5 @@
-"""Which experts of each layer chose a token, as rows carry it from the engine to the trainer, a byte a choice.
+"""Routes: the experts of each layer that a token goes to, as rows carry it from the engine to the trainer, a byte a
+choice.
 
 A token's route is that of the forward pass that first read it: of a sampled token the step that was fed with it, of a
 prompt's the first prefill. Nothing is fed with the last token of a sequence, which has none.
@@ -58,7 +59,7 @@ class RouteShape:
         return np.full((tokens, *self.of_token), NONE, np.uint8)
 
     def fault(self, row: Mapping[str, Any]) -> str:
-        """What is wrong with the routes of a row; empty: each of its tokens but the last has one of this shape."""
+        """Fault of the routes of a row, in words; empty: each of its tokens but the last has one of this shape."""
         routes, tokens = row.get(NAME), len(row["token_ids"])
         if routes is None:
             return f"{NAME}: missing; the engine gave none"

@@ -83,5 +83,5 @@ def program_of(text: str) -> str:
 
 
 def _lines(text: str) -> list[str]:
-    """Without blanks at the ends of lines, and lines at the end that have nothing else."""
+    """Lines of ``text`` without blanks at their ends, and without blank lines at the end."""
     return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -39,7 +39,7 @@ class Weighted:
         await asyncio.gather(*(part.close() for _, part in self._parts.values()))
 
     def _sum(self, scores: Sequence[Score]) -> dict[str, float]:
-        """Of one sample, by its parts' scores."""
+        """Weighted sum of one sample's ``scores`` by the parts, which are its components."""
         values = {
             TOTAL: sum(weight * score.total for (weight, _), score in zip(self._parts.values(), scores, strict=True))
         }
@@ -70,8 +70,8 @@ class ByRow:
 
 
 def parts_of(name: str, settings: RewardSettings, inside: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
-    """What a reward called ``name`` is made of: key of the configuration and name of each that is not composed, or key
-    and empty where there is nothing, or where it would be a part of itself."""
+    """Parts of the reward called ``name``: configuration key and name of each that is not composed, or key and empty
+    where there is nothing, or where it would be a part of itself."""
     if name in inside:
         yield f"reward.{name}", ""
         return

@@ -31,22 +31,22 @@ _MOST_OUTPUT = 16 << 20
 _SHOWN = 500
 _PROBE, _PROBED = "import sys; print(sys.stdin.read()[::-1])", "well"
 _PROBE_S = 60.0
-"""For the interpreter to be read from a shared filesystem, the first time."""
+"""Seconds for the interpreter to be read from a shared filesystem, the first time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What became of a program."""
+    """Result of a program."""
 
     code: int
-    """Its exit code; 128 and a signal's number if that ended it."""
+    """Exit code; 128 and a signal's number if that ended it."""
     output: str
-    """What it printed, up to 16 MiB."""
+    """Output that it printed, up to 16 MiB."""
     in_time: bool
 
 
 class Jail:
-    """For one program after the other."""
+    """Jail that runs one program after the other."""
 
     def __init__(self, settings: CodeSettings) -> None:
         """ConfigError: there is none on this machine."""

@@ -104,7 +104,7 @@ def _enter_namespaces() -> None:
 
 
 def _become_nobody(asked: dict) -> None:
-    """Of root: somebody whom nothing belongs to, and whose processes are counted by themselves."""
+    """Become, if root, a user whom nothing belongs to, and whose processes are counted by themselves."""
     if os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)

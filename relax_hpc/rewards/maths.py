@@ -48,7 +48,7 @@ def math_answer(sample: RewardInput) -> float:
 
 
 def math_answer_strict(sample: RewardInput) -> float:
-    r"""As `math_answer`, of a response that marks its answer by `\boxed{...}` or `####`; 0 without such a mark.
+    r"""Return `math_answer` for a response that marks its answer by `\boxed{...}` or `####`; 0 without such a mark.
 
     >>> from relax_hpc.rewards import RewardInput
     >>> [math_answer_strict(RewardInput("?", "7", text, "stop")) for text in ("#### 7", "It is 7")]

@@ -21,7 +21,8 @@ class Remote:
         self.service = Service(settings.remote, "reward.remote")
 
     async def __call__(self, samples: list[RewardInput]) -> list[Any]:
-        """What the service gives for a prompt group. NoAnswer. ValueError: it refuses, or gives something else."""
+        """Ask the service for the scores of a prompt group. NoAnswer. ValueError: it refuses, or gives something
+        else."""
         found = await self.service.ask({"samples": [dataclasses.asdict(sample) for sample in samples]})
         if not isinstance(found, dict) or not isinstance(found.get("scores"), list):
             raise ValueError(f'the service answers {str(found)[:SHOWN]!r}, expected {{"scores": [...]}}')

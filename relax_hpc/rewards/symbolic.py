@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from relax_hpc.rewards import RewardInput
 
 LIMIT_S = 5
-"""For one expression to be read, or two to be compared."""
+"""Seconds for one expression to be read, or two to be compared."""
 # It warns of every response that it cannot read.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
@@ -41,7 +41,7 @@ def math(samples: list[RewardInput]) -> list[float]:
 
 
 def math_boxed(samples: list[RewardInput]) -> list[float]:
-    r"""As `math`, of what the last `\boxed{...}` of a response holds; 0 for one without it."""
+    r"""Return `math` for the content of the last `\boxed{...}` of each response; 0 for one without it."""
     return _compared(samples, lambda text: f"\\boxed{{{boxed(text)}}}" if "\\boxed" in text else "")
 
 

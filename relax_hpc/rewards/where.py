@@ -70,8 +70,8 @@ ALONE = ("remote", "judge")
 
 
 def make_rewards(name: str, workers: int, limit_s: float, settings: RewardSettings | None = None) -> Rewards:
-    """Those that ``name`` gives, as `get_reward`, each part of a composed one by itself; one's own in up to ``workers``
-    processes, or, with 0, in this one.
+    """Make the rewards that ``name`` gives, as `get_reward`, each part of a composed one by itself; one's own in up to
+    ``workers`` processes, or, with 0, in this one.
 
     ConfigError: there is none that is built in, or that could be imported here.
     """
