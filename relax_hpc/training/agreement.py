@@ -1,4 +1,4 @@
-"""How far the routes that rows came with are those that the trainer would have taken, stretch by stretch of each row.
+"""Agreement of the routes that rows came with and those that the trainer would have taken, by stretches of each row.
 
 Lengths do not show that routes are shifted by a token or are another row's; that the routers choose others does. Of
 whole rows the share would hide what is wrong with the end of a long one.

@@ -26,7 +26,7 @@ def initialize(timeout: timedelta) -> None:
 
 
 def wrong_collectives(device: str = "cpu") -> list[str]:
-    """Those whose values are not what they were given; none takes longer than a few microseconds."""
+    """Names of the collectives whose results are not what they were given; each takes a few microseconds."""
     given = torch.arange(1.0, 5.0, device=device)
     calls: dict[str, Any] = {
         "all_reduce": lambda out: dist.all_reduce(out.copy_(given)),

@@ -1,4 +1,4 @@
-"""What a trainer has on its device, in host memory for a while: the device is somebody else's meanwhile."""
+"""Move of a trainer's state from its device to host memory and back: others have the device meanwhile."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class StateAway:
         self.is_away = False
 
     def _memory(self, tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
-        """What ``tensors`` lie in on the device, several of them in one, by where it is."""
+        """Storages of ``tensors`` on the device by address; several tensors may share one."""
         found = (one.detach().untyped_storage() for one in tensors if one.device.type == self.device.type)
         return {one.data_ptr(): one for one in found if one.nbytes()}
 
     @property
     def bytes(self) -> int:
-        """What the device gets back."""
+        """Bytes that the device gets back."""
         return sum(self._sizes) + sum(self._gradient_sizes)
 
     @torch.no_grad()

@@ -29,11 +29,11 @@ class Scored:
     """The n tokens whose log-probabilities this rank makes, in the order of its pack: int64 [n] each."""
 
     tokens: Tensor
-    """Their ids."""
+    """Token ids."""
     states: Tensor
-    """Which of this rank's hidden states [t] predicts each: that of the token before it."""
+    """Numbers of this rank's hidden states [t] that predict the tokens: each that of the token before it."""
     places: Tensor
-    """Where its value stands among [b, s], by number."""
+    """Numbers of the tokens' places among [b, s]."""
 
     def placed(self, values: Tensor, shape: torch.Size) -> Tensor:
         """``values`` [n] where they belong in `shape` [b, s], and 0 elsewhere; differentiable."""
@@ -47,7 +47,7 @@ class Batch:
     tokens: Tensor
     """[1, t] int64."""
     packed: PackedRows
-    """Where the rows are in it."""
+    """Places of the rows in the pack."""
     mask: Tensor
     """[b, s] float32, 1 where the token was chosen by the policy and is trained on."""
     lengths: list[int]
@@ -60,11 +60,11 @@ class Batch:
     """Tokens that are trained, and all of a row that says of none whether it is; the first of a row is predicted by
     nothing. Found on the host: a device would have to be waited for."""
     fields: dict[str, Tensor] = field(default_factory=dict)
-    """By name, [b, s, *tail] of the declared type: what the loss takes, as far as every row has it."""
+    """Fields that the loss takes, as far as every row has them: by name, [b, s, *tail] of the declared type."""
     inputs: dict[str, Tensor] = field(default_factory=dict)
-    """By name, [1, t, *tail] of the declared type: token fields that the model's forward pass was said to need."""
+    """Token fields that the model's forward pass takes: by name, [1, t, *tail] of the declared type."""
     routes: Routes | None = None
-    """Routes that its last forward pass was given, with what came of them."""
+    """Routes that the last forward pass was given, with the results of their comparison."""
 
 
 def collate(
@@ -191,7 +191,7 @@ def _scored(
 
 
 def episode_tokens(rows: Sequence[Row]) -> list[int]:
-    """Of each of `rows`, the trained tokens of its whole episode, all rows of which are among them."""
+    """Trained tokens of the whole episode of each of `rows`, which have all rows of an episode."""
     episodes = [place_of(row["row_id"])[:2] for row in rows]
     found: Counter[tuple[int, int]] = Counter()
     for episode, row in zip(episodes, rows, strict=True):

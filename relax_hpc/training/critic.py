@@ -31,10 +31,10 @@ class ValueHead(torch.nn.Module):
 
 
 class CriticModel(PolicyModel):
-    """This rank's part of a critic. It loads a policy's weights, but for the output layer."""
+    """Part of a critic that this rank has. It loads a policy's weights, but for the output layer."""
 
     def __init__(self, hf_config: dict[str, Any], model: ModelConfig, *settings: Any, **named: Any) -> None:
-        """As of `PolicyModel`. Its experts are its own, and take no routes of the policy's."""
+        """Arguments as of `PolicyModel`. Its experts are its own, and take no routes of the policy's."""
         super().__init__(hf_config, dataclasses.replace(model, routing_replay="off"), *settings, **named)
 
     def _build(self, first: bool, last: bool) -> Any:
@@ -63,7 +63,8 @@ class CriticModel(PolicyModel):
         return self._whole(batch.scored.placed(values, batch.mask.shape))
 
     def forward_values(self, micro_batches: Sequence[Batch]) -> list[np.ndarray] | None:
-        """As `forward_logprobs`, of values."""
+        """Values before each row's scored tokens, in order, [its length] float32, on the replica's leader; None on
+        other ranks. Collective as `forward_logprobs`."""
         return self.rows_of(micro_batches, self.batch_scores(micro_batches, self.token_values))
 
 
@@ -73,11 +74,11 @@ class CriticTrainer(Trainer):
     model: CriticModel
 
     def __init__(self, model: CriticModel, algorithm: Algorithm, *settings: Any, **named: Any) -> None:
-        """As of `Trainer`. Whatever the policy's loss is a mean over, this one's are tokens."""
+        """Arguments as of `Trainer`. Whatever the policy's loss is a mean over, the value loss is one over tokens."""
         super().__init__(model, dataclasses.replace(algorithm, reduction="token_mean"), *settings, **named)
 
     def tails(self, tokens: float) -> dict[str, float]:
-        """Nothing: values have no ratios."""
+        """Empty: values have no ratios."""
         return {}
 
     def loss_of(self, batch: Batch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""What every rank says, in all of them."""
+"""Texts of all ranks, gathered in each of them."""
 
 from __future__ import annotations
 

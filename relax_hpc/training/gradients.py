@@ -1,4 +1,4 @@
-"""Where gradients lie, and the norm of a step's.
+"""Buffers of gradients, and the norm of a step's gradient.
 
 megatron-core's own takes one kernel and one wait for the device for each parameter where neither Transformer Engine nor
 Apex is installed, and others where one is: nothing here depends on what happens to be importable.
@@ -30,7 +30,8 @@ def gradient_norm(optimizer: Any, device: torch.device) -> float:
 
 
 def _squares(part: Any, device: torch.device) -> torch.Tensor:
-    """Their sum over the ranks that share ``part``: experts are shared by others than the rest."""
+    """Sum of the squares of ``part``'s gradients over the ranks that share it: experts are shared by others than the
+    rest."""
     norm = torch.nn.utils.get_total_norm(part.get_main_grads_for_grad_norm())
     square = norm.to(device, torch.float64).square()
     dist.all_reduce(square, group=part.get_grad_stats_parallel_group())
@@ -38,5 +39,5 @@ def _squares(part: Any, device: torch.device) -> torch.Tensor:
 
 
 def clip_factor(norm: float, limit: float) -> float:
-    """By which gradients of ``norm`` are multiplied so that theirs is at most ``limit``; 0: it is not limited."""
+    """Factor by which gradients of ``norm`` are multiplied to have a norm of ``limit`` at most; 0: no limit."""
     return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0

@@ -19,13 +19,14 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 SMALLEST_CHUNK, LARGEST_CHUNK = 2**22, 2**28
-"""Logits of a chunk. Between these an eighth of all of them: at most 12 bytes of each are alive at once (`PlainKernels`
-under bfloat16, with the gradient of an entropy), in sum less than bfloat16 logits of all tokens would take."""
+"""Logits of the smallest and the largest chunk. Between these an eighth of all of them: at most 12 bytes of each are
+alive at once (`PlainKernels` under bfloat16, with the gradient of an entropy), in sum less than bfloat16 logits of all
+tokens would take."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What some tokens are scored by."""
+    """Logits and targets by which some tokens are scored."""
 
     logits: Tensor
     """[n, v], this rank's columns; kernels may overwrite them."""
@@ -36,7 +37,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Upstream:
-    """What the backward pass begins with, each [n] float32 (float64 of such)."""
+    """Values that the backward pass begins with, each [n] float32 (float64 of such)."""
 
     log_total: Tensor
     """log sum exp z over all columns, where z = logits / temperature."""
@@ -44,10 +45,10 @@ class Upstream:
     d_logprobs: Tensor
     """Gradient of the loss by each log-probability."""
     d_entropies: Tensor | None
-    """By each entropy; None: the loss has none."""
+    """Gradient of the loss by each entropy; None: the loss has none."""
 
     def of(self, part: slice) -> Upstream:
-        """That of a chunk."""
+        """Values of a chunk, the tokens ``part``."""
         d_entropies = None if self.d_entropies is None else self.d_entropies[part]
         return Upstream(self.log_total[part], self.entropies[part], self.d_logprobs[part], d_entropies)
 
@@ -59,8 +60,8 @@ class ChunkKernels(Protocol):
     """The two passes over the logits of a chunk. Values are float32 (float64 of such)."""
 
     def terms(self, chunk: Chunk, entropy: bool) -> Terms:
-        """Of z = logits / temperature, each [n]: its maximum m, sum exp(z - m), sum exp(z - m) (z - m) if ``entropy``
-        or else 0, and z of the target or 0."""
+        """Terms of z = logits / temperature, each [n]: its maximum m, sum exp(z - m), sum exp(z - m) (z - m) if
+        ``entropy`` or else 0, and z of the target or 0."""
 
     def slopes(self, chunk: Chunk, given: Upstream) -> Tensor:
         """Gradient [n, v] of the loss by the logits, in their type.
@@ -101,8 +102,8 @@ PLAIN = PlainKernels()
 
 
 def scored_states(hidden: Tensor, numbers: Tensor, config: TransformerConfig, group: dist.ProcessGroup) -> Tensor:
-    """Those of ``numbers`` [n] among the hidden states of all tensor ranks, of which `hidden` [s, 1, h] are this one's:
-    [n, h]. In the backward pass the ranks' gradients are summed."""
+    """Hidden states ``numbers`` [n] of all tensor ranks' together, of which `hidden` [s, 1, h] are this rank's: [n, h].
+    In the backward pass the ranks' gradients are summed."""
     from megatron.core.tensor_parallel import mappings
 
     if config.sequence_parallel:
@@ -194,7 +195,7 @@ class _OutputLogprobs(torch.autograd.Function):
 
 
 def _chunks(tokens: int, columns: int) -> Iterator[slice]:
-    """Of about equal size."""
+    """Chunks of about equal size, as slices of ``tokens``."""
     if not tokens or not columns:
         return
     logits = min(max(tokens * columns // 8, SMALLEST_CHUNK), LARGEST_CHUNK)
@@ -219,7 +220,8 @@ def _over_ranks(terms: Tensor, group: Any) -> Tensor:
 
 
 def _weight_gradient(weight: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Where to sum up the gradient of ``weight``, and what autograd gets in its place if that is megatron-core's."""
+    """Tensor in which to sum up the gradient of ``weight``, and the one that autograd gets instead if that is
+    megatron-core's."""
     total = getattr(weight, "main_grad", None)
     if total is None:
         return torch.zeros_like(weight, dtype=_wide_type(weight.dtype)), None

@@ -1,4 +1,4 @@
-"""Where torch's ranks of a group leave word for each other: what torch calls a store.
+"""Store by which torch's ranks of a group leave word for each other.
 
 On one node it is a file in memory. Over several, or where each rank is in a container of its own, it is rank 0's
 memory, reached by connections whose ends prove that they hold the run's token: torch's own TCPStore asks nobody, and
@@ -27,9 +27,9 @@ from relax_hpc.transport.wire import BadMessage, pack, unpack
 
 _PAUSE_S = 0.1
 _PATIENCE_S = 3600.0
-"""Of rank 0 between two messages, of which nothing depends on it."""
+"""Seconds that rank 0 waits for a message before it waits again; nothing depends on it."""
 _SLACK_S = 30.0
-"""For an answer that depends on nobody else."""
+"""Seconds for an answer that depends on nobody else."""
 
 
 def store_of(world: World, token: bytes, timeout_s: float) -> dist.Store | None:
@@ -71,7 +71,8 @@ class Table:
         self.values[key] = self.values.get(key, b"") + value
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """What is there afterwards: ``desired`` if ``expected`` was, or nothing was and nothing is expected."""
+        """Put ``desired`` in the place of ``expected``, or of nothing if that is empty; the value that is there
+        afterwards."""
         if key not in self.values and expected:
             return expected
         if self.values.get(key, b"") == expected:
@@ -120,10 +121,10 @@ class Host:
         self.table = Table()
         self._listener = listener
         self._waiting: dict[str, list[_Asked]] = {}
-        """By one key that each lacks."""
+        """Requests that wait, by one key that each lacks."""
 
     def serve(self) -> None:
-        """As long as this process lives."""
+        """Answer requests as long as this process lives."""
         # Should it end by a mistake of ours, all hear of it.
         with closing(self._listener):
             while True:

@@ -45,7 +45,7 @@ PUBLISHED_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 
 class PolicyModel:
-    """This rank's part of a model.
+    """Part of a model that this rank has.
 
     `relax_hpc.training.parallel.initialize` comes first. Weights are loaded before a `Trainer` takes the model: the
     optimizer keeps copies of its own. ConfigError: a model or a split that is not supported.
@@ -86,7 +86,7 @@ class PolicyModel:
             self.compared_s = parity.check(of, self.kernels, self._chunk_kernels)
         sequence = parallel.tensor if self.config.sequence_parallel else 1
         self.pack_split = PackSplit(sequence, parallel.context, self.layout.context_rank)
-        """How this rank takes part in a pack: what `collate` makes of rows for it."""
+        """Split of packs over ranks, and this rank's place, by which `collate` makes its batches."""
         first, last = self.layout.first_stage, self.layout.last_stage
         self.module = self._build(first, last)
         layers = stage_layers(self.spec.layers, parallel)[self.layout.pipeline_rank]
@@ -105,11 +105,11 @@ class PolicyModel:
         self._context_group = parallel_state.get_context_parallel_group()
 
     def _build(self, first: bool, last: bool) -> Any:
-        """This rank's pipeline stage, with random weights."""
+        """Build this rank's pipeline stage, with random weights."""
         return self.spec.build(self.config, str(self.device), first, last, self.kernels)
 
     def _mapped(self, entries: list[Entry]) -> list[Entry]:
-        """Those of ``entries`` that this model has."""
+        """Entries, out of ``entries``, that this model has."""
         return entries
 
     def load_hf(self, directory: Path) -> None:
@@ -127,7 +127,7 @@ class PolicyModel:
         self._transfers.copy(self._live_pairs(source))
 
     def _live_pairs(self, source: Mapping[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
-        """This rank's slice of each tensor of ``source``, not read yet, and where in the live parameters it belongs."""
+        """Pairs of this rank's slice of a tensor of ``source``, not read yet, and its view in the live parameters."""
         for entry in self._entries:
             for piece in entry.pieces:
                 view = self._view(entry, piece)
@@ -146,7 +146,7 @@ class PolicyModel:
         }
 
     def slices(self) -> list[Slice]:
-        """What this rank publishes: the ranks' slices together are the whole model, each element once.
+        """Slices that this rank publishes: the ranks' slices together are the whole model, each element once.
 
         Ranks with the same weights share the work. The views are of the live parameters.
         """
@@ -163,7 +163,8 @@ class PolicyModel:
         return self.layout.dense if entry.expert is None else self.layout.experts
 
     def _bounds(self, entry: Entry, piece: Piece) -> tuple[int, int]:
-        """Of this rank's slice, along the piece's axis, or the first where nothing is split."""
+        """Bounds (start, stop) of this rank's slice along the piece's axis, or the first axis where nothing is
+        split."""
         held = self._holding(entry)
         return piece.bounds(held.tensor_size, held.tensor_rank)[:2] if piece.axis is not None else (0, piece.shape[0])
 
@@ -244,7 +245,8 @@ class PolicyModel:
     def token_logprobs(
         self, hidden: Tensor, batch: Batch, temperature: float, entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Of `batch.scored`, by the last stage's hidden states: [b, s] float32, 0 elsewhere. See `logprobs`."""
+        """Log-probabilities of `batch.scored`, and entropies if asked, by the last stage's hidden states: [b, s]
+        float32, 0 elsewhere. See `logprobs`."""
         scored, weight, shape = batch.scored, self.module.output_weight, batch.mask.shape
         states = scored_states(hidden, scored.states, self.config, self._tensor_group)
         values, entropies = token_logprobs(
@@ -284,7 +286,7 @@ class PolicyModel:
         return self.rows_of(micro_batches, self.batch_logprobs(micro_batches, temperature))
 
     def rows_of(self, micro_batches: Sequence[Batch], found: Sequence[Tensor]) -> list[np.ndarray] | None:
-        """What was ``found`` of micro-batches [b, s], row by row, on the replica's leader; None on other ranks."""
+        """Values ``found`` of micro-batches, [b, s] each, row by row on the replica's leader; None on other ranks."""
         if not self.layout.leader:
             return None
         scored = [(values.cpu().numpy(), batch.lengths) for values, batch in zip(found, micro_batches, strict=True)]
@@ -309,7 +311,8 @@ class PolicyModel:
     def batch_scores(
         self, micro_batches: Sequence[Batch], score: Callable[[Tensor, Batch], Tensor], routed: bool = True
     ) -> list[Tensor]:
-        """As `batch_logprobs`, of what ``score`` makes [b, s] of the last stage's hidden states."""
+        """Scores of each micro-batch, as `batch_logprobs`, that ``score`` makes [b, s] of the last stage's hidden
+        states."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         def forward(batches: Iterator[Batch], module: torch.nn.Module) -> tuple[Tensor, Any]:

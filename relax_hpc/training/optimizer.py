@@ -19,8 +19,9 @@ TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """Of step 0 .. steps - 1: up to `lr` over `warmup_steps`, then by its schedule to `lr * final_lr_share` at the last
-    step; `cosine` as I. Loshchilov and F. Hutter, arXiv 1608.03983, equation 5, without restarts.
+    """Learning rate of step 0 .. steps - 1: up to `lr` over `warmup_steps`, then by its schedule to `lr *
+    final_lr_share` at the last step; `cosine` as I. Loshchilov and F. Hutter, arXiv 1608.03983, equation 5, without
+    restarts.
 
     >>> config = OptimizerConfig(lr=1.0, final_lr_share=0.5, warmup_steps=2)
     >>> [learning_rate(config, step, 5) for step in range(5)]

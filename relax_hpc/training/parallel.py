@@ -23,7 +23,7 @@ _stores: list[dist.Store | None] = []
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Which part of some matrices a rank has, and which of the ranks that have the same part it is."""
+    """Part of some matrices that a rank has, and its number among the ranks that have the same part."""
 
     tensor_size: int
     tensor_rank: int
@@ -33,7 +33,7 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """Where this rank stands; every size is at least 1."""
+    """Place of this rank in the parallel layout; every size is at least 1."""
 
     tensor_rank: int
     tensor_size: int
@@ -47,19 +47,20 @@ class RankLayout:
 
     @property
     def dense(self) -> Holding:
-        """Of all but the experts: context ranks of all data-parallel replicas have the same."""
+        """Holding of all weights but the experts': context ranks of all data-parallel replicas have the same."""
         copies, copy_rank = self.data_size * self.context_size, self.data_rank * self.context_size + self.context_rank
         return Holding(self.tensor_size, self.tensor_rank, copies, copy_rank)
 
     @property
     def experts(self) -> Holding:
-        """Of each expert that this rank has: all of it where they are dealt out, else its tensor-parallel part."""
+        """Holding of each expert that this rank has: all of it where they are dealt out, else its tensor-parallel
+        part."""
         if self.expert_size == 1:
             return self.dense
         return Holding(1, 0, self._stage_size // self.expert_size, self._stage_rank // self.expert_size)
 
     def experts_of(self, count: int) -> range:
-        """Which of the ``count`` experts of a layer this rank has."""
+        """Experts, out of the ``count`` of a layer, that this rank has."""
         each = count // self.expert_size
         first = self._stage_rank % self.expert_size * each
         return range(first, first + each)
@@ -70,7 +71,7 @@ class RankLayout:
 
     @property
     def _stage_rank(self) -> int:
-        """In megatron-core's order: neighbours share experts."""
+        """Number of this rank in its stage, in megatron-core's order: neighbours share experts."""
         return self.dense.copy_rank * self.tensor_size + self.tensor_rank
 
     @property
@@ -165,7 +166,7 @@ def _split(parallel: ParallelConfig, seed: int, timeout_s: float) -> None:
 
 
 def layout() -> RankLayout:
-    """This rank's place; needs `initialize`."""
+    """Layout with this rank's place; needs `initialize`."""
     from megatron.core import parallel_state as state
 
     return RankLayout(

@@ -29,12 +29,12 @@ from relax_hpc.training.logprobs import PLAIN, ChunkKernels, scored_states, toke
 LENGTHS = (61, 33, 2, 31)
 """Tokens of the rows of a pack."""
 COLUMNS = 1000
-"""Of the vocabulary, for each tensor rank."""
+"""Columns of the vocabulary, for each tensor rank."""
 FACTOR = 2.0
-"""How much further from float32 than those of plain layers values may be: both are norms over many elements, which
-chance moves little."""
+"""Factor by which values may be further from float32 than those of plain layers: both distances are norms over many
+elements, which chance moves little."""
 _FLOOR = 1e-5
-"""That float32 in another order is from float32."""
+"""Distance of float32 sums in another order from float32."""
 _RELEASES = {"fused": "triton", "te": "transformer-engine"}
 _NUMBER = re.compile(r"\d+")
 
@@ -47,17 +47,17 @@ class Slice:
     model: ModelConfig
     parallel: ParallelConfig
     further: Mapping[str, Any]
-    """Of megatron-core's transformer configuration, whatever the kernels are."""
+    """Settings of megatron-core's transformer configuration, whatever the kernels are."""
 
     @classmethod
     def of(cls, spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig, further: Mapping[str, Any]) -> Slice:
-        """Of the model that these describe, in each of its pipeline stages."""
+        """Build the slice of the model that these describe, the same in each of its pipeline stages."""
         cut = replace(spec, layers=1, vocab=min(spec.vocab, COLUMNS * parallel.tensor))
         undivided = replace(parallel, pipeline=1, first_stage_layers=0, last_stage_layers=0)
         return cls(cut, model, undivided, further)
 
     def build(self, kernels: Kernels, dtype: str) -> megatron.HiddenStateModel:
-        """With random weights. Plain layers compute expert after expert, whatever the others do."""
+        """Build it with random weights. Plain layers compute expert after expert, whatever the others do."""
         settings = {**self.further, **transformer_settings(kernels, bool(self.spec.experts))}
         if kernels == "plain":
             settings["moe_grouped_gemm"] = False
@@ -65,7 +65,7 @@ class Slice:
         return self.spec.build(config, self.model.device, True, True, kernels)
 
     def names(self, kernels: Kernels) -> dict[str, str]:
-        """Of parameters of plain layers: what they are called in those of ``kernels``."""
+        """Names of the parameters in layers of ``kernels``, by their names in plain layers."""
         mine = ranks.layout().experts_of(self.spec.experts)
         plain, theirs = (
             of_experts(stage_entries(self.spec, range(1), True, True, modules), mine)
@@ -76,15 +76,15 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """How far values are from those in float32, as a share of their norm."""
+    """Distances of values from those in float32, as shares of their norm."""
 
     kernels: float
     plain: float
-    """Of plain layers in the run's type."""
+    """Distance of plain layers in the run's type."""
 
     @property
     def ratio(self) -> float:
-        """How much further the kernels' are than chance allows for."""
+        """Ratio of the kernels' distance to that of plain layers, which chance has at least."""
         return self.kernels / (self.plain + _FLOOR)
 
 
@@ -109,7 +109,7 @@ def check(of: Slice, kernels: Kernels, chunk_kernels: ChunkKernels) -> float:
 
 
 def distances(of: Slice, kernels: Kernels, chunk_kernels: ChunkKernels) -> dict[str, Distance]:
-    """By kind of value, whose parameter's gradient it is among them."""
+    """Distances by kind of value: log-probabilities with entropies, and the gradient of each kind of parameter."""
     devices = [torch.cuda.current_device()] if of.model.device == "cuda" else []
     with torch.random.fork_rng(devices):
         exact, batch = _exact(of), _batch(of)
@@ -130,7 +130,7 @@ def _release(kernels: Kernels) -> str:
 
 @torch.no_grad()
 def _exact(of: Slice) -> megatron.HiddenStateModel:
-    """In float32, with weights that the run's type has too."""
+    """Build the slice in float32, with weights that the run's type can hold."""
     module = of.build("plain", "float32")
     for value in module.parameters():
         # Ones of norms would hide a scale that is not applied.
@@ -142,7 +142,7 @@ def _exact(of: Slice) -> megatron.HiddenStateModel:
 def _as(
     of: Slice, weights: Mapping[str, Tensor], batch: Batch, kernels: Kernels, chunk_kernels: ChunkKernels
 ) -> dict[str, Tensor]:
-    """What ``kernels`` make of ``weights`` in the run's type."""
+    """Values and gradients, as `_learnt`, that ``kernels`` make of ``weights`` in the run's type."""
     module = of.build(kernels, of.model.dtype)
     parameters = dict(module.named_parameters())
     with torch.no_grad():
@@ -159,7 +159,7 @@ def _batch(of: Slice) -> Batch:
 
 
 def _learnt(of: Slice, module: Any, batch: Batch, kernels: ChunkKernels) -> dict[str, Tensor]:
-    """What the model says of its rows, and gradients of a smooth loss of that by the parameters' names."""
+    """Log-probabilities and entropies of the batch, and gradients of a smooth loss of them by the parameters' names."""
     scored, group = batch.scored, module.pg_collection.tp
     states = scored_states(module(**of.spec.inputs(batch)), scored.states, module.config, group)
     given = states, module.output_weight, scored.tokens, of.spec.vocab, 1.0, group, True, kernels
@@ -174,8 +174,8 @@ def _learnt(of: Slice, module: Any, batch: Batch, kernels: ChunkKernels) -> dict
 
 
 def _distances(found: Mapping[str, Tensor], right: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, float]:
-    """Of each kind of value, as a share of its norm; the same of all experts is one kind: a token that goes to another
-    one for a rounding changes much of two of them."""
+    """Distance of each kind of value, as a share of its norm; a parameter of all experts is one kind: a token that goes
+    to another one for a rounding changes much of two of them."""
     off, norm = defaultdict[str, float](float), defaultdict[str, float](float)
     for name, value in right.items():
         kind = f"gradient of {_NUMBER.sub('*', name)}" if name in names else name

@@ -1,4 +1,4 @@
-"""How far the old policy's probabilities and the engine's are apart at the tokens where they are farthest."""
+"""Ratios of the old policy's probabilities to the engine's at the tokens where they are farthest apart."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Reduction:
-    """After the last backward pass of a step, all at once."""
+    """Sum of gradients after the last backward pass of a step, all at once."""
 
     def __init__(self, module: Any) -> None:
         """``module``: megatron-core's DistributedDataParallel."""
@@ -17,7 +17,7 @@ class Reduction:
 
     @contextmanager
     def passes(self, last: bool) -> Iterator[None]:
-        """Around forward and backward passes; ``last``: no others follow in the step. RuntimeError: some do."""
+        """Context around forward and backward passes; ``last``: no others follow in the step. RuntimeError: some do."""
         yield
 
     def finish(self) -> None:
@@ -31,7 +31,7 @@ class Reduction:
 
 
 class OverlappedReduction(Reduction):
-    """Of each bucket as soon as the last backward pass is done with its parameters, while it goes on with others.
+    """Sum of each bucket's gradients as soon as the last backward pass is done with its parameters, while it goes on.
 
     megatron-core begins with whichever bucket is ready, and takes the last pass of a call for the last of the step.
     Here buckets begin in one order, the same in all ranks, whatever a rank is done with first: two that began
@@ -93,10 +93,10 @@ class OverlappedReduction(Reduction):
 
     def _forget(self) -> None:
         self._begun = 0
-        """How many buckets' sums have begun, in their order."""
+        """Number of buckets whose sums have begun, in their order."""
         self._ready: set[int] = set()
 
 
 def reduction_of(module: Any) -> Reduction:
-    """As its configuration says."""
+    """Make the reduction of ``module`` that its configuration says."""
     return OverlappedReduction(module) if module.ddp_config.overlap_grad_reduce else Reduction(module)

@@ -16,7 +16,7 @@ MIXERS = (15, 0x2C1B3C6D), (12, 0x297A2D39)
 
 
 def step_salt(step: int) -> int:
-    """What the ``step`` adds to the bits of a value before they are mixed, as int32: steps far apart in it.
+    """Number, int32, that the ``step`` adds to the bits of a value before they are mixed: far apart for near steps.
 
     >>> step_salt(1), step_salt(2)
     (-1640531527, 1013904242)

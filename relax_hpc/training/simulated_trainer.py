@@ -29,5 +29,5 @@ class SimulatedTrainer(Trainer):
 
 
 def _episodes(batch: Batch) -> float:
-    """How many there are in ``batch``; of one that has rows elsewhere, its share of the tokens that are trained."""
+    """Episodes in ``batch``; one that has rows elsewhere counts by its share of the trained tokens."""
     return float((batch.mask.sum(1, keepdim=True) / batch.episode_tokens.clamp(min=1.0)).sum())

@@ -52,7 +52,8 @@ class SwappedWeights:
             self._exchange(self._copies[name])
 
     def _exchange(self, copies: list[torch.Tensor]) -> None:
-        """Not through a second copy in host memory: one parameter at a time is in memory twice."""
+        """Exchange parameters and ``copies`` one by one: one parameter at a time is on the device twice, none in host
+        memory."""
         for copy, parameter in zip(copies, self._parameters, strict=True):
             # A detached alias is taken anew each time: the optimizer may have moved parameters into its buffers.
             live = parameter.detach()

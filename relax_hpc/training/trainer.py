@@ -78,12 +78,12 @@ class Trainer:
         by_token = loss is not None or algorithm.reduction == "token_mean"
         self._experts = ExpertLoad(model, algorithm.balance_coefficient, by_token)
         self._names: list[str] = []
-        """Of the metrics that any rank has ever seen, the same in all of them."""
+        """Names of the metrics that any rank has ever seen, the same in all ranks."""
         self._zero()
 
     @classmethod
     def of(cls, model: PolicyModel, algorithm: Algorithm, settings: TrainerConfig, temperature: float) -> Self:
-        """As the ``settings`` of the role say, its section of a run's configuration."""
+        """Make the trainer that ``settings``, the role's section of a run's configuration, ask for."""
         gradients = megatron_settings.of_owner(settings, "gradients")
         return cls(model, algorithm, settings.optimizer, temperature, gradients=gradients)
 
@@ -161,7 +161,7 @@ class Trainer:
         self._zero()
 
     def _gradient_norm(self, weight: float) -> float:
-        """Of the mean over ``weight``; the sums themselves, reduced over ranks, are left as they are."""
+        """Norm of the mean gradient over ``weight``; the sums themselves, reduced over ranks, are left as they are."""
         self._reduction.finish()
         self.optimizer.prepare_grads()
         return gradient_norm(self.optimizer, self.model.device) / (weight or 1.0)
@@ -216,8 +216,8 @@ def _combine(name: str, left: Tensor, right: Tensor) -> Tensor:
 
 
 def token_batch(batch: Batch, logprobs: Tensor, entropy: Tensor | None) -> TokenBatch:
-    """What the loss gets. Rows without old log-probabilities were not trained on yet: their ratio is 1. Rows without
-    the engine's were sampled by nobody else."""
+    """Input of the loss. Rows without old log-probabilities were not trained on yet: their ratio is 1. Rows without the
+    engine's were sampled by nobody else."""
     known = {name: value for name, value in batch.fields.items() if FIELDS[name].loss}
     old = known.setdefault("old_logprobs", logprobs.detach())
     known.setdefault("rollout_logprobs", old)

@@ -16,7 +16,7 @@ _LOWEST = tl.constexpr(-1e30)
 
 
 class TritonKernels:
-    """See the module."""
+    """Triton's `ChunkKernels`, see the module."""
 
     def terms(self, chunk: Chunk, entropy: bool) -> Terms:
         """See `ChunkKernels`."""
