@@ -88,7 +88,8 @@ ROUTES = FieldSpec(
     pad=255,
     optional=True,
 )
-"""In the table of runs whose configuration asks for it, see `declare`: others neither make nor look for it."""
+"""Field of the routes, in the table of runs whose configuration asks for it, see `declare`: others neither make nor
+look for it."""
 
 FIELDS: dict[str, FieldSpec] = {spec.name: spec for spec in _TABLE}
 """Fields by name, in the order of the table."""

@@ -197,7 +197,8 @@ def _load_state(directory: Path, trainer: Trainer) -> None:
 
 
 def _steps(saved: Any) -> Tensor:
-    """That the optimizer has taken, wherever ``saved`` says so: all parameters have as many. None are not stored."""
+    """Steps that the optimizer has taken, wherever ``saved`` says so: all parameters have as many. None are not
+    stored."""
     inner = list(saved.values()) if isinstance(saved, dict) else saved if isinstance(saved, list) else []
     here = [saved[key] for key in ("common_step", "step") if key in saved] if isinstance(saved, dict) else []
     return max((torch.as_tensor(one, dtype=torch.float32) for one in (*here, *map(_steps, inner))), default=_NEW)

@@ -56,7 +56,7 @@ def find_model(config: ModelConfig, field_name: str = "path") -> Model:
 
 
 def _of_a_run(path: Path) -> str:
-    """What to name in the place of a run, or of a checkpoint of one; empty: it is neither."""
+    """Error that says what to name in the place of a run, or of a checkpoint of one; empty: it is neither."""
     run = path.parent.parent
     if path.parent.name == "checkpoints" and (run / "config.yaml").is_file():
         made = run / f"{path.name}-hf"

@@ -1,4 +1,4 @@
-"""What is wrong with the rewards that a configuration names, one line each."""
+"""Checks of the rewards that a configuration names, a line for each mistake."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SETTLED_HERE = ("format", "remote", "judge")
 
 
 def check_rewards(config: Config) -> Iterator[str]:
-    """Of rollout.reward and eval.reward, of what they are made of, and of rollout.filter."""
+    """Check rollout.reward and eval.reward, the rewards that they are made of, and rollout.filter."""
     leaves = set[str]()
     # A task's own is there with the task.
     for key, name in (("rollout.reward", config.rollout.reward), ("eval.reward", config.eval.reward)):

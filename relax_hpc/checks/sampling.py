@@ -1,4 +1,4 @@
-"""What is wrong with how responses are drawn, for training and for evaluations, one line each."""
+"""Checks of how responses are drawn, for training and for evaluations, a line for each mistake."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ WHY = "tokens would be learned from with weights that are not those of how they 
 
 
 def check_sampling(config: Config) -> Iterator[str]:
-    """Of `rollout` and `eval`."""
+    """Check the sampling of `rollout` and `eval`."""
     shape = config.rollout
     for key, least in (("temperature", 0), ("top_p", 0), ("top_k", 1), ("min_p", 1)):
         if (found := getattr(shape, key)) == least:

@@ -249,7 +249,7 @@ def _resume_arguments(parser: ArgumentParser) -> None:
 
 
 def _resume(given: dict[str, Any]) -> int:
-    """As the run was started: on this machine, or by Slurm."""
+    """Resume a run as it was started: on this machine, or by Slurm."""
     folder = given["run_dir"] = given.pop("run")
     _check_run_dir(RunDir(Path(folder)), resume=True)
     was = load_resolved(Path(folder))

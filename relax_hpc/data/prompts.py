@@ -59,7 +59,7 @@ class Tokenizer:
         return all(mine.get(token) == number for token, number in other._backend.get_vocab().items())
 
     def at_most(self, text: str) -> int | None:
-        """How many tokens ``text`` has at most, and at least one, which is seen without making them; None: it is not.
+        """Bound on the tokens of ``text``, at least 1, found without making them; None: there is none.
 
         Merging makes fewer tokens of characters, never more.
         """

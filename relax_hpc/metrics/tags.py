@@ -36,7 +36,7 @@ PARTS = (
     Part("queue", "Prompt groups and samples on their way"),
     Part("trainer", "What roles that train beside the actor report of their last step"),
 )
-"""In the order in which people look for them."""
+"""Parts of the tags, in the order in which people look for them."""
 
 TAGS = {
     "reward/mean": "mean reward of the episodes that were trained on",
@@ -132,7 +132,8 @@ def in_tensorboard(tag: str) -> str:
 
 
 _SECONDS, _TIME = "perf/<role>_<kind>_s", "time"
-"""These are many, and would hide what a run's speed is: in TensorBoard they have a part of their own, before idle."""
+"""Tag of the seconds of each kind of work, and its part in TensorBoard, before idle: among other tags these many would
+hide what a run's speed is."""
 _NAMES = [part.name for part in PARTS]
 _NAMES.insert(_NAMES.index("idle"), _TIME)
 _PLACES = {name: place for place, name in enumerate(_NAMES, start=1)}

@@ -37,7 +37,7 @@ class Values(Beside):
         self.settings = context.config.critic
         self.placeholders = placeholders_of(context.model)
         self.asked: Future[Claim | None] | None = None
-        """Of the leader: the next rows without values."""
+        """Claim of the next rows without values, in the leader."""
 
     def due(self, step: int) -> Future | None:
         """See `Aside`. At staleness 0 rows of a later step wait until the weights are that step's."""

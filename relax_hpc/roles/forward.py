@@ -76,7 +76,7 @@ def score_rows(
     pack_tokens: int,
     score: Callable[[list[Batch]], list[np.ndarray] | None],
 ) -> list[np.ndarray]:
-    """What ``score`` gives of micro-batches, [tokens] of each row; complete in the leader."""
+    """Scores of rows by ``score``, which takes micro-batches: [tokens] of each row; complete in the leader."""
     parts = ranks.parts(rows, pack_tokens)
     batches = collate_parts(rows, parts, model.device, model.pack_split, model.row_fields)
     mine = [number for part in parts for number in part]

@@ -27,7 +27,7 @@ class Window:
     claim: Claim
     rows: list[Row]
     last: bool = False
-    """Of its mini-batch; not known before it is taken."""
+    """Whether it is the last window of its mini-batch; not known before it is taken."""
 
 
 class Prefetch:

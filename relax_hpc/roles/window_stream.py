@@ -164,7 +164,8 @@ class WindowStream:
             self.aside.do(told["aside"])
 
     def _next(self, asked: Future, step: int, may_end: bool) -> dict[str, Any]:
-        """What the leader tells the ranks: why the role has to end; what is done aside; or that the window is there."""
+        """Message of the leader to the ranks: why the role has to end, what is done aside, or that the window is
+        there."""
         other = self.aside.due(step)
         reason = self._wait(asked, may_end, other=other)
         goes_aside = not reason and not asked.done()
