@@ -49,7 +49,7 @@ class Unavailable(Algorithm):
     uses_old: ClassVar[bool] = False
 
     def loss_needs(self, stale: bool = False) -> tuple[str, ...]:
-        """Nobody knows; a run that exists has the groups that it needs."""
+        """Empty: the fields are not known, and a run that exists has the groups that it needs."""
         return ()
 
     def findings(self) -> Iterator[str]:
@@ -57,7 +57,7 @@ class Unavailable(Algorithm):
         yield f"name: {self.why}"
 
     def token_advantages(self, *_: object) -> list:
-        """ConfigError."""
+        """ConfigError: the class cannot be imported."""
         raise ConfigError(f"algorithm.name: {self.why}")
 
     loss = token_advantages

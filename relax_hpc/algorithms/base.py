@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from relax_hpc.algorithms.losses import TokenLosses
 
 VARIANCE_EPS = 1e-8
-"""Added to a variance before its root is divided by."""
+"""Addend to a variance before its root is divided by."""
 Reduction = Literal["token_mean", "sequence_mean", "constant"]
 """Kinds of mean that a loss is, see `Algorithm.reduction`."""
 Row = Mapping[str, Any]
@@ -53,9 +53,10 @@ class CorrectionConfig:
     """Weights of tokens that other weights, or another implementation, sampled than are trained: by old / rollout."""
 
     kind: Literal["truncate", "mask", "off"] = "truncate"
-    """`truncate`: the ratio, up to `high`; `mask`: the ratio within [`low`, `high`], else 0; `off`: 1."""
+    """Weight of a token. `truncate`: the ratio, up to `high`; `mask`: the ratio within [`low`, `high`], else 0; `off`:
+    1."""
     level: Literal["token", "sequence"] = "token"
-    """The ratio is each token's, or the product over its row."""
+    """Ratio that is meant: each token's, or the product over its row."""
     low: float = bounded(0.5, 0.0, 1.0)
     """Smallest ratio that is not masked; `truncate` has no lower edge."""
     high: float = bounded(2.0, 1.0)
@@ -101,7 +102,7 @@ class Algorithm:
     """Whether the loss looks at the log-probabilities by the policy before the step."""
 
     name: str = ""
-    """grpo, dr_grpo, rloo, gspo, cispo, sapo, m2po, reinforce_pp, reinforce_pp_baseline, dual_clip, ppo,
+    """Algorithm: grpo, dr_grpo, rloo, gspo, cispo, sapo, m2po, reinforce_pp, reinforce_pp_baseline, dual_clip, ppo,
     distill, or `package.module:Class` of your own."""
     passes: int = bounded(1, 1)
     """Times a training batch is gone through."""

@@ -30,7 +30,7 @@ class TokenLosses:
     loss: Tensor
     """Loss of each token, with gradient."""
     ratio: Tensor
-    """Policy / old, as the algorithm takes it."""
+    """Ratio policy / old, as the algorithm takes it."""
     clipped: Tensor
     """True where the clip decides."""
     metrics: dict[str, Tensor] = field(default_factory=dict)

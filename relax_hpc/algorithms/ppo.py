@@ -31,10 +31,10 @@ class Ppo(Grpo):
 
     name: str = "ppo"
     gamma: float = bounded(1.0, 0.0, 1.0)
-    """Discount a token."""
+    """Discount factor of each token."""
     gae_lambda: float = bounded(1.0, 0.0, 1.0)
-    """1: an advantage is the return less the value, unbiased; less: more of it is what the critic thinks, and it varies
-    less."""
+    """Weight of later tokens in generalized advantage estimation. 1: an advantage is the return less the value,
+    unbiased; less: more of it is what the critic thinks, and it varies less."""
     clip_high: float = bounded(0.2, 0.0)
     """Upper edge of the ratio is 1 + clip_high."""
     value_clip: float = bounded(0.2, 0.0)

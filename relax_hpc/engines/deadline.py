@@ -30,7 +30,7 @@ class Silence:
         return Limited(self)
 
     def heard(self) -> None:
-        """The engine has said something."""
+        """Note that the engine has said something."""
         self._heard = asyncio.get_running_loop().time()
 
     @contextmanager
@@ -45,12 +45,12 @@ class Silence:
             self._arm()
 
     def begin(self, limit: Limited) -> None:
-        """A request begins that ``limit`` would end."""
+        """Note that a request begins, which ``limit`` would end."""
         self._begun[limit] = asyncio.get_running_loop().time()
         self._arm()
 
     def end(self, limit: Limited) -> None:
-        """The request of ``limit`` has ended."""
+        """Note that the request of ``limit`` has ended."""
         self._begun.pop(limit, None)
         if not self._begun and self._timer:
             self._timer.cancel()
@@ -81,7 +81,7 @@ class Limited:
         self._silence, self._ended = silence, False
         self._task: asyncio.Task[Any]
         self._before = 0
-        """Requests to cancel the task that are another's."""
+        """Requests to cancel the task that were made by others before."""
 
     def __enter__(self) -> None:
         task = asyncio.current_task()

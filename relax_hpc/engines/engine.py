@@ -43,17 +43,17 @@ class Sampling:
     """Sampling temperature; 0: the most probable token."""
     top_p: float
     stop_token_ids: tuple[int, ...]
-    """Generation ends after one of them, which belongs to the response; the model's own end tokens count too."""
+    """Tokens after which generation ends, and which belong to the response; the model's own end tokens count too."""
     seed: int
-    """Used by engines that can reproduce a sample; SGLang's CPU backends cannot."""
+    """Seed of the draws, for engines that can reproduce a sample; SGLang's CPU backends cannot."""
     stop: tuple[str, ...] = ()
-    """Generation ends after the token that completes one of these texts, which belongs to the response."""
+    """Texts that end a response: generation stops after the token that completes one, which belongs to the response."""
     top_k: int = 0
     """Number of most probable tokens that are drawn from; 0: all."""
     min_p: float = 0.0
     """Share of the most probable token's probability that a token must have to be drawn from."""
     is_trained: bool = True
-    """Somebody learns from the log-probabilities. Else an engine may give those of before top_k, top_p and min_p."""
+    """Whether log-probabilities are learned from. Else an engine may give those of before top_k, top_p and min_p."""
 
     @property
     def is_cut(self) -> bool:
@@ -67,8 +67,8 @@ class Generation:
 
     token_ids: list[int]
     logprobs: list[float]
-    """Nats, of what the token was drawn from: at the sampling temperature (at 1 if that is 0), and, where a part of the
-    vocabulary was left out, of the rest alone."""
+    """Log-probabilities, nats, of what the token was drawn from: at the sampling temperature (at 1 if that is 0), and,
+    where a part of the vocabulary was left out, of the rest alone."""
     token_versions: np.ndarray
     """int32 [tokens]: `Version.encode()` of the weights that sampled each token; 0: nobody did, and its entry in
     `logprobs` is 0 too, as of what a tool or a user says between turns."""
@@ -155,7 +155,8 @@ class Draft:
         versions: Sequence[int],
         extras: Mapping[str, Sequence[np.ndarray]] = NOTHING_BESIDE,
     ) -> None:
-        """Tokens after which it goes on, and what the engine knows of them beside, if it ever does before the end."""
+        """Add tokens after which it goes on, and what the engine knows of them beside, if it ever does before the
+        end."""
         for name, values in extras.items():
             self.extras.setdefault(name, []).extend(values)
         self.token_ids += token_ids
@@ -194,9 +195,10 @@ class GenerateRequest:
     media: tuple[str, ...] = ()
     """Ids of the media whose places are in the prompt, in their order."""
     session: str = ""
-    """Requests of one session go on where the others ended: an engine may keep their keys and values. Empty: none."""
+    """Session of the request, whose keys and values an engine may keep: its requests go on where others ended. Empty:
+    none."""
     draft: Draft | None = field(default=None, compare=False)
-    """The engine goes on with what is in it, adds what it is sure of, and at last the whole response."""
+    """Response so far: the engine goes on from it, adds what it is sure of, and at last the whole response."""
 
     @property
     def so_far(self) -> tuple[int, ...]:
@@ -205,8 +207,8 @@ class GenerateRequest:
 
 
 class EngineFault(Exception):
-    """An engine failed to answer, so that all that was asked of it is in doubt; trying again may help. `reason` is what
-    callers count."""
+    """Error of an engine that failed to answer, so that all that was asked of it is in doubt; trying again may help.
+    `reason` is what callers count."""
 
     def __init__(self, reason: FaultReason, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
@@ -214,7 +216,7 @@ class EngineFault(Exception):
 
 
 class BadAnswer(EngineFault):
-    """One response is none, of an engine that is well otherwise."""
+    """Error of one response that is none, of an engine that is well otherwise."""
 
 
 class Engine(Protocol):

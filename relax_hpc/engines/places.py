@@ -111,7 +111,7 @@ class Places:
 
     @staticmethod
     def _arrived(waiter: _Waiter | None) -> None:
-        """One of those that somebody waits for is made."""
+        """Count one of the responses that ``waiter`` waits for as made."""
         if waiter:
             waiter.missing -= 1
             if not waiter.missing and not waiter.done.done():

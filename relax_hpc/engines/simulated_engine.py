@@ -112,7 +112,7 @@ class SimulatedEngine:
             return bad
 
     def _sample(self, response: Response) -> Generation | None:
-        """A token of it is due: the whole response, if it was the last one."""
+        """Draw the next token of a response; return the whole response if it was the last one."""
         self._silence.heard()
         draft, version, logprob = response.draft, self._version.encode(), self._logprob
         count = len(draft.token_versions) + 1
@@ -126,11 +126,11 @@ class SimulatedEngine:
         return draft.ended
 
     def tokens(self, request: GenerateRequest) -> list[int]:
-        """The whole response."""
+        """Tokens of the whole response to a request."""
         return self._response(request)[0]
 
     def _response(self, request: GenerateRequest) -> tuple[list[int], Ended]:
-        """The same, and what ends it."""
+        """Tokens of the whole response to a request, and the reason why it ends."""
         stops = Stops.of(request.sampling, self._tokenizer.eos_ids, self._tokenizer)
         size, found = self._tokenizer.vocab_size, list[int]()
         for position in range(request.budget):

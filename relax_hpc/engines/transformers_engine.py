@@ -51,7 +51,7 @@ class TransformersEngine:
         self._model_dir, self._version = model_dir, version
         self._partial = config.rollout.partial_rollout
         self._lock = threading.Lock()
-        """Held while the weights are looked at or changed: for a token."""
+        """Lock that is held while the weights are looked at or changed: for a token."""
         self._gate = UpdateGate()
         self._turn = asyncio.Lock()
         """Lock of the sample that is drawn: the others wait, in the order in which they came."""
@@ -141,7 +141,7 @@ class TransformersEngine:
 
 
 class _GivenUp(Exception):
-    """Nobody waits for the response any more."""
+    """Signal that nobody waits for the response any more."""
 
 
 class _Drawing:
@@ -169,7 +169,7 @@ class _Drawing:
             await asyncio.wait([self._thread], timeout=_GIVE_UP_S)
 
     def go_on(self) -> None:
-        """Called for every token. _GivenUp: there need be no more."""
+        """Note a token; called for each. _GivenUp: there need be no more."""
         self._loop.call_soon_threadsafe(self._silence.heard)
         if self._given_up.is_set():
             raise _GivenUp

@@ -11,7 +11,8 @@ from relax_hpc.models.spec import ModelSpec
 
 _SCALING = {"factor": NUMBER, "low_freq_factor": one_of(1.0), "high_freq_factor": one_of(4.0)}
 _SCALING["original_max_position_embeddings"] = one_of(8192)
-"""megatron-core has these values, which are those of all published models, built in."""
+"""Rules for the scaling of the rotary embedding: megatron-core has these values, those of all published models, built
+in."""
 
 
 @dataclass(frozen=True, kw_only=True)

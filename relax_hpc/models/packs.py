@@ -63,11 +63,11 @@ class Places:
         return int(self.widths.sum())
 
     def positions(self) -> np.ndarray:
-        """[total]: of each place, the position in its row."""
+        """Position of each place in its row: [total]."""
         return np.arange(self.total) - np.repeat(self.starts, self.widths)
 
     def of_rank(self, rank: int) -> np.ndarray:
-        """[total / context]: the places that a rank has, in its order."""
+        """Places that a rank has, in its order: [total / context]."""
         return _spans(*self._pieces(rank))
 
     def _pieces(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
@@ -90,7 +90,7 @@ class Places:
         return PackedRows.of(positions, sizes, seen, self.gathered()[_spans(starts, seen)], device)
 
     def gathered(self) -> np.ndarray:
-        """[total]: of each place, where it is when what all ranks have lies one after the other."""
+        """Index of each place, [total], in the parts of all ranks one after the other."""
         return np.argsort(np.concatenate([self.of_rank(rank) for rank in range(self.context)]))
 
 
@@ -112,7 +112,7 @@ class PackedRows:
     """
 
     positions: Tensor
-    """[t] int64: of each token of this rank, in its row."""
+    """Positions of this rank's tokens in their rows: [t] int64."""
     queries: list[int]
     """Tokens of each piece."""
     keys: list[int]
@@ -125,7 +125,7 @@ class PackedRows:
     routes: Routes | None = None
     """Experts that compute its tokens; None: those that the routers choose."""
     qkv_format: str = "rows"
-    """None of megatron-core's: it leaves [t, 1, heads, dim] as they are."""
+    """Format name that is none of megatron-core's, so that [t, 1, heads, dim] stay as they are."""
     cp_group: Any = None
 
     @classmethod

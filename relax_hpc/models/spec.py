@@ -82,7 +82,7 @@ class ModelSpec:
 
     @classmethod
     def sizes(cls, known: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields of the class."""
+        """Values of the class's fields, by name."""
         heads = known["num_attention_heads"]
         return {
             "hidden": known["hidden_size"],
@@ -123,7 +123,7 @@ class ModelSpec:
 
     @property
     def route_shape(self) -> RouteShape | None:
-        """Shape of the routes of its tokens; None: there is nothing to choose."""
+        """Shape of the routes of its tokens; None: it has no experts to choose."""
         return None
 
     # -- ranks -------------------------------------------------------------------------------------------------

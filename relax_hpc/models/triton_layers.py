@@ -23,7 +23,7 @@ _PROGRAMS_PER_PROCESSOR = 4
 
 
 def install() -> None:
-    """Put them where megatron-core calls those of Apex and Transformer Engine, under `apply_rope_fusion` and
+    """Put these kernels where megatron-core calls those of Apex and Transformer Engine, under `apply_rope_fusion` and
     `bias_activation_fusion` only."""
     rope_utils.fused_apply_rotary_pos_emb = rotary
     mlp.bias_swiglu_impl = swiglu

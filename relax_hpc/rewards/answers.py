@@ -22,5 +22,5 @@ def answer_partial(sample: RewardInput) -> float:
 
 
 def answer_exact(sample: RewardInput) -> float:
-    """1 for exactly the answer, ended by the policy itself; else 0."""
+    """Return 1 for exactly the answer, ended by the policy itself; else 0."""
     return float(sample.finish_reason == "stop" and sample.response_text == sample.answer)

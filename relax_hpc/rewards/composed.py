@@ -20,7 +20,7 @@ WEIGHTED, BY_ROW = "weighted", "by_row"
 
 
 class Weighted:
-    """The sum of rewards times their weights; `components` has each by its name, and theirs as `name.theirs`."""
+    """Sum of rewards times their weights; `components` has each by its name, and theirs as `name.theirs`."""
 
     def __init__(self, parts: Mapping[str, tuple[float, Rewards]]) -> None:
         self._parts = parts

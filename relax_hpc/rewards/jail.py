@@ -49,7 +49,7 @@ class Jail:
     """Jail that runs one program after the other."""
 
     def __init__(self, settings: CodeSettings) -> None:
-        """ConfigError: there is none on this machine."""
+        """ConfigError: programs cannot be kept apart on this machine."""
         self._settings = settings
         if settings.image and not shutil.which(settings.apptainer):
             raise ConfigError(f"reward.code.apptainer: found {settings.apptainer!r}, which is no program on this node")
@@ -71,7 +71,7 @@ class Jail:
         return Ran(code or 0, output, code is not None)
 
     def _run(self, folder: str, question: Any, answer: Any, timeout_s: float) -> int | None:
-        """Exit code; None: it was not done in time."""
+        """Run it in ``folder``; its exit code, None if it was not done in time."""
         told, telling = os.pipe()
         with os.fdopen(told) as told_file:
             try:

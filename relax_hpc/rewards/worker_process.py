@@ -126,7 +126,7 @@ def _scores(answer: dict[str, Any]) -> Scores:
 
 
 async def _message(reader: asyncio.StreamReader) -> Any:
-    """EOFError: there is none any more. ValueError: it is none of ours."""
+    """Next message of a worker. EOFError: there is none any more. ValueError: it is none of ours."""
     try:
         return json.loads(await reader.readexactly(frames.size(await reader.readexactly(frames.HEAD.size))))
     except asyncio.IncompleteReadError:

@@ -1,4 +1,4 @@
-"""Rows whose routes are not about those that the trainer would take are never trained on."""
+"""Watch over routes: rows whose routes are not about those that the trainer would take are never trained on."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class Attempt:
         return [row | {START: start} for row in rows_of(prompt, self.ticket, {k: made})]
 
     def appended(self, segments: Sequence[Row], refused: bool) -> None:
-        """The log has these now, unless the queue ``refused``: it wants no more then."""
+        """Note that the log has ``segments`` now, unless the queue ``refused``: it wants no more then."""
         self._refused = refused
         for one in segments if not refused else ():
             tokens = one[START] + len(one["token_ids"]) - one["prompt_len"]

@@ -22,7 +22,7 @@ Answer = Generation | BadAnswer
 
 
 class Repeat(Exception):
-    """An engine failed to answer, which is counted; it is to be asked again."""
+    """Signal that an engine failed to answer, which is counted; it is to be asked again."""
 
 
 class OwnTime:
@@ -46,7 +46,7 @@ class OwnTime:
 
     @contextlib.contextmanager
     def stands(self) -> Iterator[None]:
-        """Several blocks may overlap, of requests that are asked side by side."""
+        """Stop the clock inside of the block; blocks of requests that are asked side by side may overlap."""
         if not self._asked:
             self._left -= _now() - self._since
             self._timeout.reschedule(None)

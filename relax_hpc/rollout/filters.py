@@ -11,8 +11,8 @@ Filter = Callable[[Sequence[float]], bool]
 
 
 def rewards_differ(rewards: Sequence[float]) -> bool:
-    """Groups of equal rewards have no advantages, and so no gradient: dynamic sampling, DAPO, arXiv 2503.14476,
-    section 3.2.
+    """Whether rewards differ: groups of equal ones have no advantages, and so no gradient. Dynamic sampling, DAPO,
+    arXiv 2503.14476, section 3.2.
 
     >>> rewards_differ([0.0, 1.0]), rewards_differ([1.0, 1.0])
     (True, False)

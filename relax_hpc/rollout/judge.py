@@ -22,7 +22,8 @@ from relax_hpc.tasks import eval_reward, train_reward
 from relax_hpc.transfer_queue.row_schema import Row
 
 _AT_ONCE_TOKENS = 4096
-"""Decoded in the event loop, in some milliseconds: for fewer a thread costs more than it saves."""
+"""Tokens up to which responses are decoded in the event loop, in some milliseconds: a thread would cost more than it
+saves."""
 _MOST_COMPONENTS = 64
 """Names of components that one process reports; others are in samples alone."""
 _MOST_KEPT = 4096
@@ -60,7 +61,7 @@ class Judge:
             await rewards.start()
 
     async def close(self) -> None:
-        """End what computes them."""
+        """End the processes that compute rewards."""
         for rewards in {self.rewards, self.eval_rewards}:
             await rewards.close()
 

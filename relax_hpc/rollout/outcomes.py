@@ -52,14 +52,15 @@ class Outcomes:
         """Failures by ticket, of the last tickets that failed."""
 
     def count(self, group: object) -> None:
-        """Rows, or a `Failure`."""
+        """Count a group: rows, or a `Failure`."""
         reason = group.reason if isinstance(group, Failure) else ""
         self._worked.append(reason in ("", FILTERED))
         if reason in ("", FILTERED):
             self._passed.append(not reason)
 
     def count_lost(self, ticket: int, failures: int, reason: str) -> None:
-        """``ticket`` is given out again after so many ``failures``: those that were good here were found bad later."""
+        """Count failures of ``ticket``, which is given out again after so many ``failures``: those that were good here
+        were found bad later."""
         later = failures - self._failures.get(ticket, 0)
         self.note_failures(ticket, failures)
         for _ in range(later):

@@ -69,7 +69,7 @@ class SampleLog:
                 self._skipped += len(samples)
 
     def _try_to_append(self, member: bytes) -> bool:
-        """False: not to such a folder, or file, or disk. A sample is not worth a run."""
+        """Append if possible; False: not to such a folder, or file, or disk. A sample is not worth a run."""
         try:
             return self._append(member)
         except OSError as error:
@@ -80,7 +80,7 @@ class SampleLog:
             return False
 
     def _append(self, member: bytes) -> bool:
-        """False: on a disk that has been full for so long that no more is kept for it in memory."""
+        """Append; False: the disk has been full for so long that no more is kept for it in memory."""
         lines = self._lines = self._lines or Lines(self.path)
         before = lines.dropped
         lines.write(member)
@@ -99,7 +99,7 @@ class SampleLog:
         return self._used + size <= share * self.limits.max_bytes
 
     def _short(self, sample: Mapping[str, Any]) -> Sample:
-        """Texts as long as they may be."""
+        """Sample whose texts are cut to the length that they may have."""
         most = self.limits.max_text_chars
         return {name: _cut(value, most) if isinstance(value, str) else value for name, value in sample.items()}
 

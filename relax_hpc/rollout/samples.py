@@ -31,7 +31,7 @@ class PromptSource:
         self._fetched: dict[int, Prompt] = {}
 
     def prompt(self, ticket: int, attempt: int) -> Prompt:
-        """Read it, unless it was fetched. Errors as of `PromptFile`."""
+        """Prompt of an attempt at a ticket, read unless it was fetched. Errors as of `PromptFile`."""
         place = self._place(ticket, attempt)
         return self._fetched.pop(place, None) or self.prompts[place]
 

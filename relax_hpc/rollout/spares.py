@@ -18,7 +18,7 @@ class Spare:
 
     attempt: Attempt
     drawing: asyncio.Task[bool]
-    """Fills it; its result: whether the engine gave a good answer to all."""
+    """Task that fills the attempt; its result: whether the engine gave a good answer to all."""
 
     async def abort(self) -> None:
         """Have the engine give up what it has not finished of it."""

@@ -26,13 +26,13 @@ class Piece:
     """Number of steps before this one."""
     gradient: Tensor
     states: tuple[Tensor, ...]
-    """The two moments, and the parameter itself, in float32."""
+    """States: the two moments, and the parameter itself, in float32."""
     copy: Tensor | None = None
-    """The model's own of the parameter, of another type, if it is to be written too."""
+    """Copy of the parameter in the model, of another type, if it is to be written too."""
 
 
 Update = Callable[[Piece, Sequence[Tensor]], None]
-"""Makes a step of a piece, whose states are given apart: they may be copies at another place."""
+"""Function that makes a step of a piece, whose states are given apart: they may be copies at another place."""
 
 
 def update_plainly(piece: Piece, states: Sequence[Tensor]) -> None:
@@ -103,5 +103,5 @@ class PiecewiseAdamW(torch.optim.AdamW):
                 state["step"] += 1
 
     def beside(self, parameter: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        """The gradient of a parameter, and the model's copy of it if it is to be written."""
+        """Gradient of a parameter, and the model's copy of it if it is to be written."""
         return parameter.grad, ()

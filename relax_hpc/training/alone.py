@@ -54,7 +54,8 @@ def _newer(name: str, older: str) -> Any:
 
 
 def keep_groups_alike() -> None:
-    """megatron-core asks for gloo groups beside the others, to send from the host; here one kind serves all."""
+    """Make all of megatron-core's groups of one kind: it asks for gloo groups beside the others, to send from the
+    host."""
     from megatron.core import parallel_state
 
     create = parallel_state.create_group

@@ -69,7 +69,7 @@ class StateAway:
 
     @torch.no_grad()
     def come_back(self) -> None:
-        """Take it again. RelaxError: the device has no room, as its engines have not made any."""
+        """Take the device's memory again. RelaxError: the device has no room, as its engines have not made any."""
         if not self.is_away:
             return
         try:

@@ -21,7 +21,7 @@ from relax_hpc.transfer_queue.samplers import micro_batches
 PAD = 0
 """Token id where no row is; nothing that is used depends on it."""
 WHOLE = PackSplit()
-"""A pack that one rank has all of."""
+"""Split of a pack that one rank has all of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +45,20 @@ class Batch:
     """A micro-batch of b rows of at most s tokens, of whose pack this rank has t."""
 
     tokens: Tensor
-    """[1, t] int64."""
+    """Token ids of the pack, [1, t] int64."""
     packed: PackedRows
     """Places of the rows in the pack."""
     mask: Tensor
-    """[b, s] float32, 1 where the token was chosen by the policy and is trained on."""
+    """Loss mask, [b, s] float32, 1 where the token was chosen by the policy and is trained on."""
     lengths: list[int]
     """Tokens of each row; none of an `idle` one."""
     episode_tokens: Tensor
-    """[b, 1] float32: trained tokens of all rows of the row's episode, some of which other batches may have."""
+    """Trained tokens of all rows of the row's episode, [b, 1] float32; other batches may have some of them."""
     shares: Tensor
-    """[1, t] float32: of each trained token, its share of its episode; 0 of others, and -1 where no row is."""
+    """Share of each trained token in its episode, [1, t] float32; 0 for others, and -1 where no row is."""
     scored: Scored
-    """Tokens that are trained, and all of a row that says of none whether it is; the first of a row is predicted by
-    nothing. Found on the host: a device would have to be waited for."""
+    """Tokens that are scored: those that are trained, and all of a row that says of none whether it is; the first of a
+    row is predicted by nothing. Found on the host: a device would have to be waited for."""
     fields: dict[str, Tensor] = field(default_factory=dict)
     """Fields that the loss takes, as far as every row has them: by name, [b, s, *tail] of the declared type."""
     inputs: dict[str, Tensor] = field(default_factory=dict)
@@ -148,7 +148,7 @@ def idle(row: Row, device: str | torch.device, split: PackSplit = WHOLE, also: S
 
 
 def _padded(rows: Sequence[Row], name: str, pad: float, dtype: type | str) -> np.ndarray:
-    """[b, s, *tail]"""
+    """Field ``name`` of rows, padded: [b, s, *tail]."""
     size, tail = max(len(row["token_ids"]) for row in rows), np.shape(rows[0].get(name))[1:]
     out = np.full((len(rows), size, *tail), pad, dtype)
     for line, row in zip(out, rows, strict=True):
@@ -158,7 +158,7 @@ def _padded(rows: Sequence[Row], name: str, pad: float, dtype: type | str) -> np
 
 
 def _packed(rows: Sequence[Row], name: str, pad: float, dtype: type | str, places: Places) -> np.ndarray:
-    """[tokens of the whole pack, *tail]"""
+    """Field ``name`` of rows as they lie in the pack: [tokens of the whole pack, *tail]."""
     out = np.full((places.total, *np.shape(rows[0][name])[1:]), pad, dtype)
     for start, row in zip(places.starts, rows, strict=False):
         out[start : start + len(row["token_ids"])] = row[name]
@@ -166,7 +166,8 @@ def _packed(rows: Sequence[Row], name: str, pad: float, dtype: type | str, place
 
 
 def _shares(rows: Sequence[Row], mask: np.ndarray, counts: np.ndarray, places: Places) -> np.ndarray:
-    """[tokens of the whole pack], see `Batch`; ``mask`` [b, s], ``counts`` [b] are of episodes."""
+    """Shares of trained tokens, [tokens of the whole pack], see `Batch`; ``mask`` [b, s], ``counts`` [b] are of
+    episodes."""
     out = np.full(places.total, -1.0, np.float32)
     for start, row, trained, count in zip(places.starts, rows, mask, counts, strict=False):
         length = len(row["token_ids"])

@@ -19,7 +19,8 @@ from relax_hpc.training.trainer import Trainer
 
 
 class ValueHead(torch.nn.Module):
-    """One number of each hidden state. Every tensor-parallel rank has all of it; a critic begins by saying 0."""
+    """Head that makes one number of each hidden state. Every tensor-parallel rank has all of it; a critic begins by
+    saying 0."""
 
     def __init__(self, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()

@@ -50,7 +50,7 @@ def store_of(world: World, token: bytes, timeout_s: float) -> dist.Store | None:
 
 
 class Table:
-    """Values by key. Who asks for one that is not there waits."""
+    """Table of values by key. A rank that asks for one that is not there waits."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -62,7 +62,7 @@ class Table:
         return self.values[key]
 
     def add(self, key: str, amount: int) -> int:
-        """The sum so far."""
+        """Add ``amount`` to the number at ``key``; the sum so far."""
         total = int(self.values.get(key, b"0")) + amount
         self.values[key] = b"%d" % total
         return total
@@ -80,14 +80,14 @@ class Table:
         return self.values[key]
 
     def missing(self, keys: Sequence[str]) -> str | None:
-        """The first of ``keys`` that nothing is left at."""
+        """First of ``keys`` that nothing is left at."""
         return next((key for key in keys if key not in self.values), None)
 
     def wait(self, keys: Sequence[str]) -> None:
-        """Answered when something is left at all of them."""
+        """Wait until something is left at all of ``keys``: answered then."""
 
     def delete(self, key: str) -> bool:
-        """Whether it was there."""
+        """Delete ``key``; whether it was there."""
         return self.values.pop(key, None) is not None
 
     def count(self) -> int:
@@ -176,11 +176,11 @@ class Remote:
         return lambda *arguments: self._ask(self._taken(), name, arguments)
 
     def get(self, key: str, timeout_s: float) -> bytes:
-        """TimeoutError: nobody has left anything there."""
+        """Get the value at ``key``. TimeoutError: nobody has left anything there."""
         return self._await([key], timeout_s, "get", key)
 
     def wait(self, keys: Sequence[str], timeout_s: float) -> None:
-        """TimeoutError: nobody has left anything at one of them."""
+        """Wait for values at all of ``keys``. TimeoutError: nobody has left anything at one of them."""
         self._await(keys, timeout_s, "wait", list(keys))
 
     def _await(self, keys: Sequence[str], timeout_s: float, name: str, argument: Any) -> Any:
@@ -243,7 +243,7 @@ class MeetingStore(dist.Store):
         super().__init__()
         self._table, self._timeout_s = table, timeout_s
         self._clones: list[MeetingStore] = []
-        """torch keeps their C++ halves alone, which are of no use once these are gone."""
+        """Clones of this store: torch keeps their C++ halves alone, which are of no use once these are gone."""
 
     def set(self, key: str, value: str | bytes) -> None:
         self._table.set(key, _bytes(value))

@@ -1,4 +1,4 @@
-"""The states of megatron-core's optimizers go to host memory, before there was room for them on the GPU."""
+"""Move of the states of megatron-core's optimizers to host memory, before there was room for them on the GPU."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from relax_hpc.training.offloaded_adam import OffloadedAdamW
 
 @contextmanager
 def without_gradients(module: Any) -> Iterator[None]:
-    """The memory of the gradients of `module`, a megatron-core DistributedDataParallel, is free inside of the block;
-    they are zero after it."""
+    """Free the memory of the gradients of `module`, a megatron-core DistributedDataParallel, inside of the block; they
+    are zero after it."""
     storages = [buffer.grad_data.untyped_storage() for buffer in gradient_buffers(module)]
     sizes = [one.nbytes() for one in storages]
     for one in storages:

@@ -91,7 +91,7 @@ def _rounding_kernel() -> Update:
 
 
 def _choose_kernels(fused: bool, adam: torch.optim.Optimizer) -> None:
-    """Steps are counted on the device by one kernel, and on the host otherwise.
+    """Count steps on the device by one kernel, and on the host otherwise.
 
     Torch's own choice where it is not one: all parameters at a time on GPUs, one on CPUs. False instead of None would
     have it take one at a time everywhere.

@@ -18,7 +18,7 @@ from relax_hpc.imports import many_imports, without
 from relax_hpc.training import alone
 
 _stores: list[dist.Store | None] = []
-"""torch keeps the C++ half of a store, which is of no use once the Python half is gone."""
+"""Stores of the groups: torch keeps only the C++ half of one, which is of no use once the Python half is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +76,18 @@ class RankLayout:
 
     @property
     def first_stage(self) -> bool:
-        """Holds the embedding."""
+        """Whether it holds the embedding."""
         return self.pipeline_rank == 0
 
     @property
     def last_stage(self) -> bool:
-        """Holds the output layer, so has log-probabilities."""
+        """Whether it holds the output layer, so has log-probabilities."""
         return self.pipeline_rank == self.pipeline_size - 1
 
     @property
     def leader(self) -> bool:
-        """The one rank of its data-parallel replica that receives results: of the last stage, the first by tensor and
-        context."""
+        """Whether it is the one rank of its data-parallel replica that receives results: of the last stage, the first
+        by tensor and context."""
         return self.last_stage and self.tensor_rank == self.context_rank == 0
 
 

@@ -84,13 +84,13 @@ class Distance:
 
     @property
     def ratio(self) -> float:
-        """Ratio of the kernels' distance to that of plain layers, which chance has at least."""
+        """Ratio of the kernels' distance to that of plain layers plus `_FLOOR`, which chance alone makes."""
         return self.kernels / (self.plain + _FLOOR)
 
 
 def check(of: Slice, kernels: Kernels, chunk_kernels: ChunkKernels) -> float:
-    """Seconds that it took. ConfigError: a slice of ``kernels`` is further from float32 than one of plain layers is, in
-    its log-probabilities or in its gradients. Collective over the ranks of a stage."""
+    """Compare, and return the seconds that it took. ConfigError: a slice of ``kernels`` is further from float32 than
+    one of plain layers is, in its log-probabilities or in its gradients. Collective over the ranks of a stage."""
     started = time.monotonic()
     found = distances(of, kernels, chunk_kernels)
     if of.model.device == "cuda":

@@ -21,7 +21,7 @@ class Reduction:
         yield
 
     def finish(self) -> None:
-        """Have main gradients that are sums over all ranks. Collective over these."""
+        """Make main gradients the sums over all ranks. Collective over these."""
         from megatron.core.distributed import finalize_model_grads
 
         finalize_model_grads([self.module])

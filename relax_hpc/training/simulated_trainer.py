@@ -24,7 +24,7 @@ class SimulatedTrainer(Trainer):
         time.sleep(self._episode_s * sum(_episodes(batch) for batch in micro_batches))
 
     def step(self, lr: float) -> dict[str, float]:
-        """No change, and nothing to tell."""
+        """Change nothing; metrics that tell nothing."""
         return {"grad_norm": 0.0, "skipped": 0.0}
 
 

@@ -41,7 +41,7 @@ class SwappedWeights:
 
     @contextmanager
     def in_place(self, name: str) -> Iterator[None]:
-        """The model has weights `name` inside of the block, and its own again, bit for bit, after it.
+        """Give the model weights `name` inside of the block, and its own again, bit for bit, after it.
 
         KeyError: none were kept under that name.
         """

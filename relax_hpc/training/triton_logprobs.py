@@ -12,7 +12,7 @@ from relax_hpc.training.logprobs import Chunk, Terms, Upstream
 
 _BLOCK = 4096
 _LOWEST = tl.constexpr(-1e30)
-"""Stands for minus infinity, whose difference to itself is not a number."""
+"""Number in place of minus infinity, whose difference to itself is not a number."""
 
 
 class TritonKernels:

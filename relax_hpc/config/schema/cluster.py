@@ -37,7 +37,8 @@ class GroupConfig:
     interface: str = ""
     """Network interface that its sockets and libraries use; empty: site.interface."""
     on_failure: Literal["restart", "resubmit", "stop_run"] = "restart"
-    """`restart`: in its allocation, or in a replacement job if that lost nodes; `resubmit`: always a new job."""
+    """Reaction to the group's failure. `restart`: in its allocation, or in a replacement job if that lost nodes;
+    `resubmit`: always a new job."""
     spares: int = bounded(0, 0)
     """Held spare jobs, submitted up front, for sites whose compute nodes may not call sbatch."""
     resources: ResourcesConfig = field(default_factory=ResourcesConfig)
@@ -64,7 +65,7 @@ class MpiConfig:
     launcher: Literal["pmix", "pmi2", "mpiexec"] = "pmi2"
     """`srun --mpi` plugin; `mpiexec`: none, where every group has one rank. The local layout needs none either."""
     library: str = "wheel"
-    """`wheel`: the mpich wheel beside mpi4py (pairs with pmi2); else the path of a libmpi.so."""
+    """MPI library. `wheel`: the mpich wheel beside mpi4py (pairs with pmi2); else the path of a libmpi.so."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -76,7 +77,7 @@ class ContainerConfig:
     """Program that starts a container with runtime `apptainer`: a name on PATH, such as `singularity`, or a path."""
     image: str = ""
     mounts: list[str] = field(default_factory=list)
-    """`/path` or `/path:/inside`; the run directory is always mounted."""
+    """Folders to mount: `/path` or `/path:/inside`; the run directory is always mounted."""
     python: str = "python3"
     """Interpreter inside the container."""
 
@@ -101,7 +102,8 @@ class SiteConfig:
     """Memory of one GPU in GiB, as torch finds it: 79 of an H100 or A100 of 80 GB, 39 of one of 40 GB, 139 of an H200.
     What cannot fit by calculation is refused, see `relax-hpc plan`; 0: nothing is."""
     memory_request: Literal["mem", "none"] = "mem"
-    """`none`: memory follows from the CPUs, and the site takes no option for it; groups' `memory` is not asked for."""
+    """Option by which jobs ask for memory. `none`: memory follows from the CPUs, and the site takes no option for it;
+    groups' `memory` is not asked for."""
     options: dict[str, str] = field(default_factory=dict)
     """Further sbatch options of every job by their long names, such as `reservation` or `mail-user`."""
     srun_options: dict[str, str] = field(default_factory=dict)
@@ -122,7 +124,8 @@ class SiteConfig:
     mpi: MpiConfig = field(default_factory=MpiConfig)
     container: ContainerConfig = field(default_factory=ContainerConfig)
     sbatch_on_nodes: bool = True
-    """Compute nodes may call sbatch; false: replacements are held spare jobs, successors are queued up front."""
+    """Whether compute nodes may call sbatch; false: replacements are held spare jobs, successors are queued up
+    front."""
     local_dir: str = ""
     """Folder on each node's own disk for caches and staging; empty: $TMPDIR or /tmp."""
     stage: list[Literal["model", "environment"]] = field(default_factory=list)

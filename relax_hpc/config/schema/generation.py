@@ -25,9 +25,9 @@ class EngineConfig:
     """The inference engine of a rollout replica."""
 
     kind: str = "sglang"
-    """`sglang`, `transformers`, `simulated`, or one's own as `package.module:Class`. `transformers` is a small seeded
-    engine for tests: slow, reproducible bit for bit. `simulated` has no model and draws tokens evenly: for trying a
-    cluster, and for measuring and breaking what is around engines."""
+    """Kind of engine: `sglang`, `transformers`, `simulated`, or one's own as `package.module:Class`. `transformers` is
+    a small seeded engine for tests: slow, reproducible bit for bit. `simulated` has no model and draws tokens evenly:
+    for trying a cluster, and for measuring and breaking what is around engines."""
     simulated: SimulatedConfig = field(default_factory=SimulatedConfig)
     dtype: Literal["", "float32", "bfloat16"] = ""
     """Type in which the engine computes; empty: `model.dtype`, as the trainer does."""
@@ -53,7 +53,7 @@ PartialRollout = Literal["off", "keep", "recompute"]
 
 @dataclass(kw_only=True, slots=True)
 class RolloutConfig:
-    """Generation."""
+    """Rollout: generation of responses by engines, and their rewards."""
 
     replicas: int = bounded(1, 1)
     """Engine processes."""
@@ -82,9 +82,9 @@ class RolloutConfig:
     min_p: float = bounded(0.0, 0.0, 1.0)
     """Draw from tokens that are at least this share as probable as the most probable one."""
     reward: str = ""
-    """Name in `relax_hpc.rewards`, or `package.module:function`, of one sample or of a prompt group; `weighted` and
-    `by_row` are made of others, see the section `reward`. Empty: the task's own, of built-in tasks and of files
-    `answer_partial`."""
+    """Reward that is learned from: name in `relax_hpc.rewards`, or `package.module:function`, of one sample or of a
+    prompt group; `weighted` and `by_row` are made of others, see the section `reward`. Empty: the task's own, of
+    built-in tasks and of files `answer_partial`."""
     reward_timeout_s: float = bounded(60.0, 0.1)
     """Deadline of the rewards of a prompt group; past it, the group fails as `reward_timeout`, and the process that was
     at them is replaced."""

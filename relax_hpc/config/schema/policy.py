@@ -64,7 +64,7 @@ class DataConfig:
     `relax_hpc.data.prompts`. A file must stay as it is while a run uses it."""
 
     task: str = ""
-    """`sort_digits`, a built-in verifiable task whose files are made in the run directory, or one's own as
+    """Task: `sort_digits`, a built-in verifiable task whose files are made in the run directory, or one's own as
     `package.module:Class`, see `relax_hpc.tasks`. Empty: `train` and `eval` name files."""
     digits: int = bounded(4, 1, 6)
     """Digits a prompt of `sort_digits` has."""
@@ -83,9 +83,9 @@ class DataConfig:
     system: str = ""
     """Message that goes before those of each prompt that begin with none of the system's; empty: none."""
     enable_thinking: bool = True
-    """Given to the template, of which some have the model answer at once if it is false."""
+    """Switch given to the chat template: some have the model answer at once if it is false."""
     max_prompt_tokens: int = bounded(1024, 1)
-    """Longer prompts are quarantined, counted and skipped, or truncated."""
+    """Most tokens of a prompt. Longer ones are quarantined, counted and skipped, or truncated."""
     truncate: Literal["", "left"] = ""
     """Treatment of prompts that are too long. `left`: their last tokens are taken. Empty: they are skipped."""
     max_bad_share: float = bounded(0.05, 0.0, 1.0)
@@ -97,7 +97,7 @@ class WarmStartConfig:
     """Supervised steps on demonstrations before RL, so that sampled rewards carry a signal."""
 
     steps: int = bounded(0, 0)
-    """0: none. Needs data.task."""
+    """Steps of the warm start; 0: none. Needs data.task."""
     batch_size: int = bounded(64, 1)
     lr: float = bounded(2e-3, 0.0)
     noise: float = bounded(0.7, 0.0, 1.0)

@@ -44,7 +44,8 @@ class Config:
     run_dir: str = ""
     """The run directory, on a filesystem that every node sees. Empty: runs/<name>."""
     layout: Literal["local", "het", "jobs"] = "local"
-    """`local`: process trees on this machine; `het`: one heterogeneous Slurm job; `jobs`: one Slurm job a group."""
+    """Place of the run's processes. `local`: process trees on this machine; `het`: one heterogeneous Slurm job; `jobs`:
+    one Slurm job a group."""
     seed: int = bounded(0, 0)
     steps: int = bounded(100, 1)
     prompts_per_step: int = bounded(32, 1)
@@ -52,7 +53,8 @@ class Config:
     samples_per_prompt: int = bounded(8, 2)
     """Episodes of each prompt: attempts at it, whose rewards are compared."""
     max_staleness: int = bounded(0, 0, 64)
-    """0: on-policy, the synchronous run; 1: near-on-policy; more: fully asynchronous."""
+    """Most versions by which the weights that drew a sample are behind those that train on it. 0: on-policy, the
+    synchronous run; 1: near-on-policy; more: fully asynchronous."""
     colocate: bool = False
     """The actor and the engines share devices, in one group, and take turns: engines give their memory back once a step
     is generated, and the actor begins then; while they have it, its weights and optimizer are in host memory. For

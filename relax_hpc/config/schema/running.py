@@ -127,7 +127,7 @@ class EvalConfig:
     """Values k for which eval/<set>/pass@k is reported: the probability that one at least of k responses is right,
     estimated without bias by all `responses` (M. Chen et al., arXiv 2107.03374, section 2.1)."""
     pass_reward: float = 1.0
-    """A response is right whose reward is at least this."""
+    """Reward from which on a response is right."""
 
     @property
     def metric(self) -> str:
@@ -158,11 +158,11 @@ class LivenessConfig:
 
     beat_s: float = bounded(0.5, 0.05)
     lease_s: float = bounded(30.0, 1.0)
-    """A group without beats for so long is dead."""
+    """Seconds without beats after which a group is dead."""
     start_timeout_s: float = bounded(600.0, 1.0)
     """Seconds between the start of a role and its first beat. Its ranks must have met after three quarters of it."""
     hang_s: float = bounded(1800.0, 1.0)
-    """A role that is at one piece of work for so long, waiting not counted, is dead although it beats."""
+    """Seconds at one piece of work, waiting not counted, after which a role is dead although it beats."""
     start_ahead_s: float = bounded(60.0, 0.0)
     """Seconds after which processes of the next incarnation are started beside a group that computes a model (actor,
     actor_fwd, reference). They import their libraries, at low priority, and wait, so that the group is at work again

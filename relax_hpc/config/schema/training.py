@@ -66,15 +66,15 @@ class OptimizerConfig:
     distributed: bool = False
     """Shard optimizer state over data-parallel ranks."""
     overlap_gradients: bool = False
-    """Data-parallel and context ranks sum their gradients while the last backward pass of a step goes on, a bucket of
+    """Sum gradients over data-parallel and context ranks while the last backward pass of a step goes on, a bucket of
     parameters after the other (`actor.megatron.bucket_size` of them, at least 40 million unless it is set), instead of
     after it. The same sums; of one rank there are none. Not measured on GPUs."""
     states: Literal["float32", "bfloat16"] = "float32"
     """Type of Adam's two moments. `bfloat16`: 4 bytes a parameter less; a step is computed in float32, and what it
     leaves is rounded up or down by chance: right in the mean, and each to a hundredth."""
     offload: bool = False
-    """Adam's moments, and float32 main parameters under bfloat16, lie in pinned host memory and pass through the GPU in
-    each step: up to 12 bytes a parameter less on it."""
+    """Keep Adam's moments, and float32 main parameters under bfloat16, in pinned host memory; they pass through the GPU
+    in each step: up to 12 bytes a parameter less on it."""
 
 
 Kernels = Literal["plain", "fused", "te"]

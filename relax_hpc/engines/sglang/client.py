@@ -122,7 +122,7 @@ class SglangClient:
                 response.fail(fault)
 
     async def _give_up(self, response: Response) -> None:
-        """The server would go on with it for 2 s after nobody waits for it, and have no room to update."""
+        """Abort a request that nobody waits for: the server would go on with it for 2 s, and have no room to update."""
         ended = response.answer
         if not response.name:
             response.fail(EngineFault("timeout", "given up before it was asked"))

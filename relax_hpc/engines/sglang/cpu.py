@@ -65,7 +65,7 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _Triton(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """A stand-in has no code."""
+        """Run nothing: a stand-in has no code."""
 
 
 class _StubClass:
@@ -76,7 +76,7 @@ class _StubClass:
 
 
 class _Constexpr:
-    """`tl.constexpr(4)` at module level must keep its value."""
+    """Stand-in of `tl.constexpr`, which keeps its value at module level."""
 
     def __init__(self, value: Any = None) -> None:
         self.value = value
