@@ -1,4 +1,4 @@
-"""What the processes of one role take of memory."""
+"""Memory that the processes of one role take."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from dataclasses import dataclass, field
 
 GIB = 1 << 30
 Parts = Mapping[str, float]
-"""What for -> bytes."""
+"""Bytes by purpose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """Of one role on one GPU, the one with the most, and on one node."""
+    """Footprint of one role: memory on one GPU, the one with the most, and on one node."""
 
     role: str
     group: str
     split: str
-    """How the model is cut, for people."""
+    """Split of the model over ranks, for people."""
     gpus: int
-    """Of all its processes."""
+    """GPUs of all its processes."""
     resident: Parts
-    """On a GPU, always."""
+    """Bytes that are on a GPU always."""
     moments: Mapping[str, Parts] = field(default_factory=dict)
-    """On a GPU beside it, by what is being done; one at a time."""
+    """Bytes on a GPU beside these, by what is being done; one at a time."""
     pinned: Parts = field(default_factory=dict)
-    """In host memory, page-locked or shared, of all its processes on a node."""
+    """Bytes of page-locked or shared host memory of all its processes on a node."""
     host: Parts = field(default_factory=dict)
-    """Other host memory of all its processes on a node."""
+    """Bytes of other host memory of all its processes on a node."""
     note: str = ""
-    """What the memory is good for."""
+    """Use of the memory, for people."""
     lack: str = ""
-    """Why it would do nothing with it though it fits; empty: it would."""
+    """Reason why the role could not work though it fits; empty: it could."""
 
     @property
     def worst(self) -> str:

@@ -16,7 +16,7 @@ from relax_hpc.models.stages import stage_layers
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 MAIN_BYTES = 4
-"""Of an element of gradients, of the optimizer's main parameters and of each of its two moments: float32."""
+"""Bytes of an element of gradients, of the optimizer's main parameters and of each of its two moments: float32."""
 BUSIEST = 1.5
 """Tokens that come to the experts of the busiest rank, over the mean of those who share a layer's. An assumption."""
 ROUTER_ELEMENTS = 6
@@ -26,7 +26,7 @@ CHUNKS = 2**22, 2**28
 
 
 def parameters(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> int:
-    """Of the rank of pipeline ``stage`` with the most."""
+    """Parameters of the rank of pipeline ``stage`` with the most."""
     return sum(_counts(spec, parallel, stage))
 
 
@@ -143,7 +143,7 @@ def _of_experts(spec: ModelSpec, parallel: ParallelConfig) -> tuple[int, int]:
 def logits_bytes(
     spec: ModelSpec, parallel: ParallelConfig, tokens: int, item: int, kernels: Kernels, entropy: bool
 ) -> int:
-    """Of the output layer, on a rank of the last stage: of a chunk of logits of ``item`` bytes."""
+    """Bytes that the output layer takes on a rank of the last stage: those of a chunk of logits of ``item`` bytes."""
     smallest, largest = CHUNKS
     all_of_them = tokens * (spec.padded_vocab(parallel.tensor) // parallel.tensor)
     at_once = min(all_of_them, max(all_of_them // 8, smallest), largest)

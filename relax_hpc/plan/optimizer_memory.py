@@ -14,7 +14,7 @@ MOMENTS = 2
 
 @dataclass(frozen=True, slots=True)
 class OptimizerBytes:
-    """What the optimizer of one rank takes."""
+    """Memory that the optimizer of one rank takes."""
 
     states: float
     """Bytes of moments, and of main parameters of a model in bfloat16."""

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 RESULTS = Path(__file__).parents[2] / "tools/bench/results"
-"""Of a checkout of this code; an installation has none."""
+"""Folder of the results in a checkout of this code; an installation has none."""
 
 
 def basis(folder: Path = RESULTS) -> str:
-    """What a plan rests on, in a sentence."""
+    """Basis of a plan, in a sentence."""
     about = "not measured: worked out by the formulas of docs/reference/memory.md; "
     found = "; ".join(_peaks(folder))
     return about + (f"peaks of GPU runs: {found}" if found else "no peak of a GPU run of this code is stored")

@@ -19,7 +19,7 @@ from relax_hpc.plan.footprint import GIB, Footprint
 from relax_hpc.plan.remedies import remedies
 
 USABLE = 0.97
-"""Of a GPU's memory; the rest is left to fragmentation. An assumption."""
+"""Share of a GPU's memory that is used; the rest is left to fragmentation. An assumption."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,14 +29,14 @@ class Place:
     groups: tuple[str, ...]
     footprints: tuple[Footprint, ...]
     bytes: float
-    """On a GPU at the worst time."""
+    """Bytes on a GPU at the worst time."""
     limit: float
     remedies: tuple[str, ...] = ()
     """Settings with which it would fit, all of them together; none where it does, or where none was found."""
 
     @property
     def lacks(self) -> list[str]:
-        """Why its roles cannot work, one line each; empty: they can."""
+        """Reasons why its roles cannot work, one line each; empty: they can."""
         found = [f"{one.role}: {one.lack}" for one in self.footprints if one.lack]
         if self.bytes > self.limit:
             names = " and ".join(one.role for one in self.footprints)

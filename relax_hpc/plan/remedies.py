@@ -12,7 +12,7 @@ from relax_hpc.models.spec import ModelSpec
 from relax_hpc.plan.roles import ENGINE_SHARE, engine_flag, longest_row
 
 Change = dict[str, Any]
-"""Dotted keys -> values."""
+"""Change of a configuration: dotted keys -> values."""
 MAX_TENSOR = 8
 """Ranks that share a matrix: more than a node has GPUs is slow."""
 
@@ -46,7 +46,7 @@ def _needed(config: Config, made: Sequence[Change], fits: Callable[[Config], boo
 
 
 def _changes(config: Config, spec: ModelSpec, roles: Sequence[str]) -> Iterator[Change]:
-    """What may be tried, looking at ``config`` as the changes so far have left it."""
+    """Changes that may be tried, looking at ``config`` as the changes so far have left it."""
     if config.model.dtype == "float32":
         yield {"model.dtype": "bfloat16"}
     if "actor" in roles:

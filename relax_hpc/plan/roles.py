@@ -24,13 +24,13 @@ from relax_hpc.plan.model_memory import (
 from relax_hpc.plan.optimizer_memory import gathered, optimizer_bytes
 
 CONTEXT_BYTES = 1.5 * GIB
-"""Of a process on a GPU before it has anything: CUDA's context, kernels, workspaces, NCCL's buffers. An assumption."""
+"""Bytes of a process on a GPU before it has anything: CUDA's context, kernels, workspaces, NCCL. An assumption."""
 PROCESS_BYTES = 2 * GIB
-"""Of a process in host memory, with torch and CUDA, before it has anything. An assumption."""
+"""Bytes of a process in host memory, with torch and CUDA, before it has anything. An assumption."""
 AHEAD_BYTES = 1 * GIB
-"""Host memory of a process that waits to be needed: its libraries, without a CUDA context. An assumption."""
+"""Bytes of host memory of a process that waits to be needed: its libraries, without a CUDA context. An assumption."""
 ENGINE_SHARE = 0.85
-"""Of a GPU, which SGLang takes for weights and keys and values where `mem_fraction_static` does not say; about."""
+"""Share of a GPU that SGLang takes for weights, keys and values where `mem_fraction_static` does not say; about."""
 
 
 def longest_row(config: Config) -> int:
@@ -39,7 +39,7 @@ def longest_row(config: Config) -> int:
 
 
 def actor(config: Config, spec: ModelSpec, group: str, per_node: int) -> Footprint:
-    """Of the pipeline stage with the most; ``per_node``: its ranks on a node."""
+    """Footprint of the actor's pipeline stage with the most; ``per_node``: its ranks on a node."""
     stages = [_actor_stage(config, spec, group, per_node, stage) for stage in range(config.actor.parallel.pipeline)]
     return max(stages, key=lambda stage: stage.peak)
 
@@ -114,7 +114,7 @@ def _ahead(config: Config) -> float:
 
 
 def _of_all(sizes: Mapping[str, float], per_node: int) -> dict[str, float]:
-    """What ``per_node`` ranks take, by what one takes, without what there is nothing of."""
+    """Bytes by purpose of ``per_node`` ranks from those of one, without purposes that take none."""
     return {name: size * per_node for name, size in sizes.items() if size}
 
 
@@ -133,7 +133,7 @@ def _inner_copies(config: Config) -> int:
 
 
 def forward(config: Config, spec: ModelSpec, role: str, group: str, per_node: int) -> Footprint:
-    """Of actor_fwd or the reference, ``role``; of the pipeline stage with the most."""
+    """Footprint of a forward role: of its pipeline stage with the most."""
     settings = getattr(config, role)
     parallel, item = settings.parallel, ITEM_BYTES[config.model.dtype]
     tokens = max(settings.max_tokens_per_micro_batch, -(-longest_row(config) // parallel.context))
@@ -158,7 +158,8 @@ def forward(config: Config, spec: ModelSpec, role: str, group: str, per_node: in
 
 
 def engine(config: Config, spec: ModelSpec, group: str, per_node: int, gpu_bytes: float) -> Footprint:
-    """Of SGLang: the share of the GPU that it takes at once, of which weights leave the rest to keys and values.
+    """Footprint of SGLang: the share of the GPU that it takes at once, of which weights leave the rest to keys and
+    values.
 
     ``per_node``: engines on a node.
     """
@@ -191,7 +192,7 @@ def engine(config: Config, spec: ModelSpec, group: str, per_node: int, gpu_bytes
 
 
 def _misplaced(config: Config, spec: ModelSpec, group: str, tensor: int, pipeline: int) -> str:
-    """Why engines cannot be cut so, or have not as many GPUs; empty: they can."""
+    """Reason why engines cannot be cut so, or have too few GPUs; empty: they can."""
     if spec.heads % tensor:
         return f"rollout.engine.flags.tp_size: found {tensor}, allowed: divisors of the {spec.heads} attention heads"
     resources, replicas = config.groups[group].resources, config.rollout.replicas
@@ -203,7 +204,7 @@ def _misplaced(config: Config, spec: ModelSpec, group: str, tensor: int, pipelin
 
 
 def engine_flag(flags: Mapping[str, Any], name: str) -> float:
-    """0 where it is not set, or is nothing that SGLang would take."""
+    """Value of an SGLang flag; 0 where it is not set, or is nothing that SGLang would take."""
     found = flags.get(name)
     return found if type(found) in (int, float) and found >= (1 if name.endswith("_size") else 0) else 0
 
