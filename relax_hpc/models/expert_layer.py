@@ -19,7 +19,7 @@ from relax_hpc.models.replay import RoutedLayer, Routes
 
 
 class ExpertLayer(MoELayer):
-    """megatron-core's, without shared experts. Its `padding_mask` is no mask: see `Router`."""
+    """Layer of experts: megatron-core's, without shared experts. Its `padding_mask` is no mask: see `Router`."""
 
     replay: RoutedLayer | None = None
     """Holder of the routes of the present micro-batch, if it has some; see `relax_hpc.models.replay`."""
@@ -35,7 +35,7 @@ class ExpertLayer(MoELayer):
         return compute(hidden_states, shares), None
 
     def _own(self, shares: Tensor, hidden_states: Tensor) -> Tensor:
-        """Those of this rank's tokens; under sequence parallelism only the first pipeline stage has them cut."""
+        """Shares of this rank's tokens; under sequence parallelism only the first pipeline stage has them cut."""
         size = hidden_states.shape[0]
         return shares if len(shares) == size else shares.narrow(0, self.tp_group.rank() * size, size)
 
@@ -50,7 +50,7 @@ class ExpertLayer(MoELayer):
 
 
 class Router(TopKRouter):
-    """megatron-core's, with a balance loss for gradients that are summed and divided once.
+    """Router of tokens to experts: megatron-core's, with a balance loss for gradients that are summed and divided once.
 
     Of a micro-batch with T tokens, of which f_i T k chose expert i, whose probabilities have the mean P_i, it is
     coefficient * w * E * sum_i f_i P_i (Fedus et al., arXiv 2101.03961, equation 4), w being the micro-batch's weight
@@ -61,7 +61,8 @@ class Router(TopKRouter):
     by_token = True
     """Whether a trained token weighs 1 in the loss, and not its share of its episode."""
     counted: Tensor | None = None
-    """float64 [E + 1]: since it was last taken, this rank's tokens that chose each expert, and its part of the loss."""
+    """Tokens of this rank that chose each expert, and its part of the loss, float64 [E + 1], since they were last
+    taken."""
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """``padding_mask`` [t]: `Batch.shares`; None: nothing is counted, as where nothing is learned."""
@@ -79,7 +80,7 @@ class Router(TopKRouter):
         return probs, chosen
 
     def _balance_loss(self, logits: Tensor, real: Tensor, counts: Tensor, weight: Tensor) -> Tensor:
-        """This rank's part; ``logits`` [t, E]."""
+        """Balance loss of this rank's tokens, its part of the sum; ``logits`` [t, E]."""
         whole = torch.cat([counts.float(), real.sum().float()[None], weight.float()[None]])
         if self.tp_cp_group.size() > 1:
             dist.all_reduce(whole, group=self.tp_cp_group)
@@ -93,13 +94,13 @@ class Router(TopKRouter):
         self.counted = found if self.counted is None else self.counted + found
 
     def take(self) -> Tensor | None:
-        """What was counted; it begins anew."""
+        """Take what was `counted`, which begins anew."""
         found, self.counted = self.counted, None
         return found
 
 
 def routers(module: torch.nn.Module) -> list[Router]:
-    """Of all layers of this stage."""
+    """Routers of all layers of this stage."""
     return [one for one in module.modules() if isinstance(one, Router)]
 
 

@@ -1,4 +1,4 @@
-"""How evenly the tokens of a step chose experts, and the loss that keeps that even."""
+"""Load of the experts in a step: how evenly tokens chose them, and the loss that keeps that even."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from relax_hpc.training.model import PolicyModel
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Of a step, over all ranks; nothing of a model without experts."""
+    """Load of the experts in a step, over all ranks; empty for a model without experts."""
 
     sums: dict[str, float] = field(default_factory=dict)
-    """`loss/balance`, as the loss's own metrics."""
+    """Sum `loss/balance`, as the loss's own metrics."""
     values: dict[str, float] = field(default_factory=dict)
-    """`experts/*`."""
+    """Metrics `experts/*`."""
 
 
 class ExpertLoad:
-    """Of the layers of a model that is trained, see `expert_layer.Router`."""
+    """Counter of the load of experts in all layers of a model that is trained, see `expert_layer.Router`."""
 
     def __init__(self, model: PolicyModel, coefficient: float, by_token: bool) -> None:
-        """``coefficient``: of the balance loss, in which tokens weigh as in the loss."""
+        """``coefficient``: weight of the balance loss, in which tokens weigh as in the loss."""
         self._spec, self._device = model.spec, model.device
         self._coefficient = coefficient
         if not self._spec.experts:
@@ -39,7 +39,7 @@ class ExpertLoad:
             router.coefficient, router.by_token = coefficient, by_token
 
     def take(self) -> Load:
-        """What was counted since the last time; it begins anew. Collective over all ranks."""
+        """Take the load since the last time, which begins anew. Collective over all ranks."""
         if not self._spec.experts:
             return Load()
         table = torch.zeros(self._spec.layers, self._spec.experts + 1, dtype=torch.float64, device=self._device)
@@ -53,13 +53,13 @@ class ExpertLoad:
         return Load(sums, _evenness(found[:, :-1]))
 
     def forget(self) -> None:
-        """What was counted, in this rank."""
+        """Forget the load since it was last taken, in this rank."""
         for router in self._routers:
             router.take()
 
 
 def _evenness(counts: Tensor) -> dict[str, float]:
-    """Of ``counts`` [layers, experts].
+    """Measures of how even ``counts`` [layers, experts] are, by metric.
 
     >>> _evenness(torch.tensor([[1.0, 1.0], [2.0, 0.0]]))
     {'experts/load_max': 2.0, 'experts/load_entropy': 0.5}
