@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,12 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "env" / "README.md"])
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _LINES = 130
+_RIDDLE = re.compile(
+    r"(after|as|at|before|beside|between|by|for|from|how|if|in|it|its|of|on|once|see(?! `)|since|that|their|these|they|"
+    r"this|those|to|under|until|what|where|which|who|why|with|within|without)\b(?!-)",
+    re.IGNORECASE,
+)
+"""Beginning of a docstring that does not say what it is about to somebody whom an editor shows it alone."""
 
 
 def anchors(page: Path) -> set[str]:
@@ -77,3 +84,20 @@ def parts_of_name(name: str) -> set[str]:
     ['desk', 'turns']
     """
     return {part.lower() for part in re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])", name)}
+
+
+def docstrings(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of everything that documents a module, class, function, constant or field."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, node.value.value.strip()
+
+
+def test_docstrings_say_what_they_are_about() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
+        for path in sorted((ROOT / "relax_hpc").rglob("*.py"))
+        for line, text in docstrings(path.read_text())
+        if _RIDDLE.match(text)
+    ]
+    assert not found, "begin with a noun, a unit or a verb:\n" + "\n".join(found)
