@@ -57,8 +57,7 @@ class QueueConfig:
 
 @dataclass(kw_only=True, slots=True)
 class WeightsConfig:
-    """Transfer of new weights from the actor to the roles that generate and score with them: by `queue.planes`, else
-    files."""
+    """Transfer of new weights from the actor to roles that generate and score: by `queue.planes`, else files."""
 
     publish_every: int = bounded(1, 1)
     """Versions from one that is published to the next, at most `max_staleness` + 1. The last is always published."""
