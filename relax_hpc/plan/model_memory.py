@@ -18,9 +18,10 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 MAIN_BYTES = 4
 """Bytes of an element of gradients, of the optimizer's main parameters and of each of its two moments: float32."""
 BUSIEST = 1.5
-"""Tokens that come to the experts of the busiest rank, over the mean of those who share a layer's. An assumption."""
+"""Ratio of the tokens that come to the experts of the busiest rank to the mean of those who share a layer's. An
+assumption."""
 ROUTER_ELEMENTS = 6
-"""Of an expert and a token: three of float32, in elements of 2 bytes."""
+"""Elements that a router keeps of an expert and a token: three of float32, in elements of 2 bytes."""
 CHUNKS = 2**22, 2**28
 """Logits that `training.logprobs` has at once, at least and at most; between these an eighth of all."""
 
@@ -52,7 +53,7 @@ def _counts(spec: ModelSpec, parallel: ParallelConfig, stage: int) -> tuple[int,
 
 
 def _counted(spec: ModelSpec, parallel: ParallelConfig, entries: list[Entry]) -> tuple[int, int]:
-    """What `_counts` says, of ``entries``."""
+    """Parameters of a rank out of ``entries``: those outside of experts, and those of its experts."""
     found = [0, 0]
     for entry in of_experts(entries, range(spec.experts // parallel.expert)):
         one_expert = entry.expert is not None
@@ -102,15 +103,15 @@ class _Widths(NamedTuple):
     """Elements a token."""
 
     stream: int
-    """Of the residual stream."""
+    """Elements of the residual stream."""
     attention: int
-    """Kept inside of attention."""
+    """Elements kept inside of attention."""
     inner: int
-    """Kept inside of the feed-forward block."""
+    """Elements kept inside of the feed-forward block."""
     product: int
-    """Between its two matrices."""
+    """Elements between the two matrices of the feed-forward block."""
     copies: int
-    """Of tokens as experts take them and give them back."""
+    """Elements of tokens as experts take them and give them back."""
 
 
 def _widths(spec: ModelSpec, parallel: ParallelConfig, kernels: Kernels) -> _Widths:
