@@ -60,8 +60,11 @@ class ModelConfig:
 
 @dataclass(kw_only=True, slots=True)
 class DataConfig:
-    """Prompts. A row of a jsonl or parquet file is {"id", "prompt", "messages" or "token_ids", "answer", ...}; see
-    `relax_hpc.data.prompts`. A file must stay as it is while a run uses it."""
+    """Prompts, of files or of a task; see `relax_hpc.data.prompts`.
+
+    A row of a jsonl or parquet file is {"id", "prompt", "messages" or "token_ids", "answer", ...}. A file must stay
+    as it is while a run uses it.
+    """
 
     task: str = ""
     """Task: `sort_digits`, a built-in verifiable task whose files are made in the run directory, or one's own as

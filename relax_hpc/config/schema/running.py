@@ -13,8 +13,7 @@ Mode = Literal["auto", "required", "off"]
 
 @dataclass(kw_only=True, slots=True)
 class PlanesConfig:
-    """Ways in which rows pass between processes in memory, before they are on disk. The first of these that two
-    processes have is taken, the file of the shard else.
+    """Ways in which rows pass between processes in memory: the first that both have, else the file of the shard.
 
     `auto`: where it works; `required`: a run without it does not begin; `off`: never.
     """
