@@ -572,6 +572,24 @@ def test_a_server_has_told_what_it_was_at_while_it_started(sglang: Served) -> No
     assert log.index("Load weight begin") < log.index("Load weight end")
 
 
+def test_a_judge_is_asked_as_the_server_wants_it(sglang: Served) -> None:
+    """A model of random weights is no judge, but what it says is found, and is a score if any text is one."""
+    url = str(sglang.engine._client._session._base_url).rstrip("/") + "/v1/chat/completions"
+    about = {"url": url, "token_file": str(sglang.engine._key_file), "retries": 0, "max_new_tokens": 8}
+    judges = [JudgeSettings(**about, question="{response}", score=score) for score in ("(?s).*()1?", "score: (1)")]
+
+    async def asked(settings: JudgeSettings) -> Scores:
+        judge = get_reward("judge", RewardSettings(judge=settings))
+        try:
+            return await scores_soon(judge, [RewardInput("?", "4", "12", "stop")] * 2)
+        finally:
+            await judge.service.close()
+
+    empty, silent = (sglang.runner.run(asked(settings)) for settings in judges)
+    assert "could not convert string to float: ''" in empty.detail, "the server has said something"
+    assert "ValueError: the judge gives no score: '" in silent.detail
+
+
 def test_what_the_server_keeps_is_its_users_alone(sglang: Served) -> None:
     """Whoever can write to its sockets, on which it unpickles, runs code as that user."""
     scratch = sglang.engine._scratch.path
@@ -609,21 +627,3 @@ def test_every_process_of_the_server_ends_with_it_and_nothing_is_left(
     assert not scratch.exists() and not [path for path in memory if path.exists()]
     names = [path.name for path in Path("/dev/shm").iterdir()]
     assert not [name for name in names if any(f"-{member.pid}-" in name for member in members)]
-
-
-def test_a_judge_is_asked_as_the_server_wants_it(sglang: Served) -> None:
-    """A model of random weights is no judge, but what it says is found, and is a score if any text is one."""
-    url = str(sglang.engine._client._session._base_url).rstrip("/") + "/v1/chat/completions"
-    about = {"url": url, "token_file": str(sglang.engine._key_file), "retries": 0, "max_new_tokens": 8}
-    judges = [JudgeSettings(**about, question="{response}", score=score) for score in ("(?s).*()1?", "score: (1)")]
-
-    async def asked(settings: JudgeSettings) -> Scores:
-        judge = get_reward("judge", RewardSettings(judge=settings))
-        try:
-            return await scores_soon(judge, [RewardInput("?", "4", "12", "stop")] * 2)
-        finally:
-            await judge.service.close()
-
-    empty, silent = (sglang.runner.run(asked(settings)) for settings in judges)
-    assert "could not convert string to float: ''" in empty.detail, "the server has said something"
-    assert "ValueError: the judge gives no score: '" in silent.detail

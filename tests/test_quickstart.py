@@ -98,7 +98,12 @@ def assert_metrics_are_whole(live: Running) -> None:
     assert [line["step"] for line in steps] == list(range(STEPS))
     assert all(line["time"] <= after["time"] for line, after in pairwise(steps))
     tags = {tag for line in lines for tag in line if "/" in tag}
-    assert {tag.partition("/")[0] for tag in tags} == {part.name for part in PARTS} - {"algorithm", "trainer"}
+    assert {tag.partition("/")[0] for tag in tags} == {part.name for part in PARTS} - {
+        "algorithm",
+        "experts",
+        "r3",
+        "trainer",
+    }
     assert not {tag for tag in tags if not declared(tag)}, "docs/metrics.md is made of metrics/tags.py"
     for role in ("rollout", "actor", "actor_fwd", "advantages"):
         assert all(0 <= line.get(f"idle/{role}", 0.0) <= 1 for line in steps)
