@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import psutil
 import pytest
 
 from relax_hpc.rendezvous.process import END_SIGNAL, STOP_SIGNALS
+from relax_hpc.rundir import RunDir
 
 PROGRAM = """
 import os, signal, sys, time
@@ -164,3 +166,35 @@ def test_who_is_led_ends_by_its_parents_word_alone() -> None:
             assert says(END_SIGNAL) == "asked to stop"
         finally:
             process.kill()
+
+
+CUT_SHORT = """
+import os, signal, sys, threading
+from relax_hpc.config.schema import Config
+from relax_hpc.roles import __main__ as roles
+
+def serve(args, config, run, stop):
+    condition = threading.Condition()
+    with condition:
+        condition.release()  # As a wait has done until its end.
+        os.kill(os.getpid(), signal.SIGUSR2)
+        if "bug" in sys.argv:
+            raise KeyError("unasked")
+
+roles.serve, roles.load_resolved = serve, lambda *_: Config()
+if "bug" in sys.argv:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+words = ["--run_dir", sys.argv[1], "--group", "reference", "--role", "reference", "--incarnation", "1"]
+sys.exit(roles.work(roles.parse(words)))
+"""
+
+
+@pytest.mark.parametrize(("more", "status"), [([], "stopped"), (["bug"], "failed")])
+def test_a_stop_at_the_end_of_a_wait_is_no_failure(more: list[str], status: str, tmp_path: Path) -> None:
+    """The wait has no lock then, so that leaving it raises a RuntimeError."""
+    mark = RunDir(tmp_path).exit_mark("reference", 1, "reference")
+    mark.parent.mkdir(parents=True)
+    done = subprocess.run([sys.executable, "-c", CUT_SHORT, str(tmp_path), *more], stderr=subprocess.PIPE, text=True)
+    found = json.loads(mark.read_text())
+    assert done.returncode == 75 and found["status"] == status, done.stderr
+    assert (found["reason"] == "asked to stop") == (status == "stopped")

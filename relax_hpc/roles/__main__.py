@@ -166,14 +166,26 @@ def work(args: argparse.Namespace) -> int:
     except RelaxError as error:
         code, reason, stopped = error.exit_code, str(error), stop.is_set() or isinstance(error, StoppedError)
     except Exception as error:
-        traceback.print_exc()
         code, reason = EXIT_RETRY, f"{type(error).__name__}: {error}"
+        if stop.is_set() and (asked := asked_to_stop(error)):
+            reason, stopped = str(asked), True
+        else:
+            traceback.print_exc()
     if reason:
         print(f"{args.role}: {reason}", file=sys.stderr, flush=True)
     # Where there are ranks, their leader has said that all are done (Ranks.close).
     if code != EXIT_DONE or args.role not in WITH_RANKS:
         leave_mark(run.exit_mark(args.group, args.incarnation, args.role), code, reason, stopped)
     return code
+
+
+def asked_to_stop(error: BaseException) -> RelaxError | None:
+    """Error behind ``error`` that a stop signal raised; None: there is none. Raised while a lock is taken again at the end
+    of a wait, it is followed by a RuntimeError of the `with` that lets go of the lock."""
+    cause = error.__context__
+    while cause and not isinstance(cause, RelaxError):
+        cause = cause.__context__
+    return cause
 
 
 def main(
