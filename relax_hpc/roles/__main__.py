@@ -180,8 +180,8 @@ def work(args: argparse.Namespace) -> int:
 
 
 def asked_to_stop(error: BaseException) -> RelaxError | None:
-    """Error behind ``error`` that a stop signal raised; None: there is none. Raised while a lock is taken again at the end
-    of a wait, it is followed by a RuntimeError of the `with` that lets go of the lock."""
+    """Error behind ``error`` that a stop signal raised; None: there is none. Raised while a lock is taken again at the
+    end of a wait, it is followed by a RuntimeError of the `with` that lets go of the lock."""
     cause = error.__context__
     while cause and not isinstance(cause, RelaxError):
         cause = cause.__context__
