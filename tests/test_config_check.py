@@ -14,6 +14,7 @@ import pytest
 from relax_hpc.checks import files
 from relax_hpc.checks.settings import check, check_request
 from relax_hpc.config import load
+from relax_hpc.engines.sglang import flags
 from relax_hpc.fields import FIELDS, FieldSpec
 from tests.model_files import model_directory
 from tests.run_helpers import QUICKSTART
@@ -448,3 +449,12 @@ def test_every_family_is_sound_or_says_how_its_ranks_may_split_it(tmp_path: Path
     assert model_findings(mixed, **{"actor.parallel.expert": 2}) == [
         "actor.parallel.expert: found 2, allowed: a divisor of tensor * context * data, 1"
     ]
+
+
+def test_routes_of_another_sglang_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its scheduler would tell of later routes, or not begin."""
+    monkeypatch.setattr(flags, "version", lambda _: "0.5.22")
+    (finding,) = flags.check(load([QUICKSTART], EXPERTS))
+    assert finding.startswith("model.routing_replay: found SGLang 0.5.22, allowed: 0.5.21")
+    monkeypatch.setattr(flags, "version", lambda _: "0.5.21+cu130")
+    assert not list(flags.check(load([QUICKSTART], EXPERTS)))

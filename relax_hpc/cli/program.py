@@ -363,7 +363,7 @@ def _files_of(run: RunDir) -> list[str]:
 
 def _check_run_dir(run: RunDir, resume: bool) -> None:
     if resume and not run.config.is_file():
-        raise ConfigError(f"run_dir: found no run in {run.root} (no config.yaml), leave out --resume to start one")
+        raise ConfigError(f"run_dir: found no run in {run.root} (no config.yaml); start one with relax-hpc run")
     if not resume and run.config.exists():
         raise ConfigError(f"run_dir: {run.root} already holds a run, --resume it or name another --run_dir")
 

@@ -27,7 +27,7 @@ def stage_misfits(layers: int, parallel: ParallelConfig) -> Iterator[str]:
     """Reason why stages cannot share ``layers`` so, a line that begins with the field.
 
     >>> next(stage_misfits(28, ParallelConfig(pipeline=4, last_stage_layers=5)))
-    'last_stage_layers: found 5, which leaves 23 of 28 layers to 3 stages, allowed: what leaves a multiple of 3'
+    'last_stage_layers: found 5, which leaves 23 of 28 layers to 3 stages, allowed: what leaves each as many, 1 or more'
     """
     told = [name for name in ("first_stage_layers", "last_stage_layers") if getattr(parallel, name)]
     others, left = _left(layers, parallel)
@@ -38,7 +38,7 @@ def stage_misfits(layers: int, parallel: ParallelConfig) -> Iterator[str]:
         yield f"{told[0]}: found {getattr(parallel, told[0])} without a pipeline, allowed: 0"
     elif left < others or left % max(others, 1) or (left and not others):
         leaves = f"which leaves {left} of {layers} layers to {others} stages"
-        allowed = f"what leaves a multiple of {others}" if others else "what leaves none"
+        allowed = "what leaves each as many, 1 or more" if others else "what leaves none"
         yield f"{told[-1]}: found {getattr(parallel, told[-1])}, {leaves}, allowed: {allowed}"
 
 

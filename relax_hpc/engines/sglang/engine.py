@@ -19,7 +19,7 @@ from typing import Any
 from relax_hpc.config.schema import Config
 from relax_hpc.engines.engine import EngineFault, GenerateRequest, Generation, require_model
 from relax_hpc.engines.sglang.client import SglangClient
-from relax_hpc.engines.sglang.flags import ROUTES_FLAG, refuse_own
+from relax_hpc.engines.sglang.flags import ROUTES_FLAG, refuse_own, routes_misfit
 from relax_hpc.engines.sglang.phases import Phases
 from relax_hpc.engines.sglang.session import Session
 from relax_hpc.errors import EXIT_CONFIG, ConfigError
@@ -91,6 +91,8 @@ class SglangEngine:
         """See `Engine.start`."""
         require_model(self._model_dir)
         self._routes = routes_of(self._model_dir, self._config.model)
+        if self._routes and (misfit := routes_misfit()):
+            raise ConfigError(misfit)
         try:
             self._listening = self._open.enter_context(listen(self._arguments["port"]))
             self._arguments["port"] = port = self._listening.getsockname()[1]

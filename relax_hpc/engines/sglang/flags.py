@@ -6,6 +6,7 @@ import ast
 import errno
 import socket
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -29,6 +30,8 @@ OWN_FLAGS = {
 }
 """Arguments that the engine sets itself -> our key for them, empty if there is none."""
 ROUTES_FLAG = "enable_return_routed_experts"
+ROUTES_RELEASE = "0.5.21"
+"""Release of SGLang whose scheduler `first_routes` changes."""
 MOST_CUT = 4096
 """Tokens of a distribution that SGLang tells, by default."""
 _FIELDS = "srt/arg_groups/fields"
@@ -51,6 +54,17 @@ def server_flags() -> frozenset[str]:
     return frozenset(target.id for target in declared if isinstance(target, ast.Name))
 
 
+def routes_misfit() -> str:
+    """Reason why the SGLang that is installed cannot tell of first routes; empty: it can, or there is none here."""
+    try:
+        found = version("sglang")
+    except PackageNotFoundError:
+        return ""
+    if found.partition("+")[0] == ROUTES_RELEASE:
+        return ""
+    return f"model.routing_replay: found SGLang {found}, allowed: {ROUTES_RELEASE}, whose scheduler it changes, or off"
+
+
 def refuse_own(flags: dict[str, object]) -> None:
     """ConfigError if one of ``flags`` is what the engine itself must set."""
     for name in flags:
@@ -69,6 +83,8 @@ def check(config: Config) -> Iterator[str]:
             "rollout.partial_rollout: found recompute with rollout.engine.flags.disable_radix_cache false, allowed: "
             "keep or off; or leave out the flag"
         )
+    if config.model.routing_replay != "off" and _is_here(config) and (misfit := routes_misfit()):
+        yield misfit
     if (replay := config.model.routing_replay) != "off" and not config.rollout.engine.flags.get(ROUTES_FLAG, True):
         yield (
             f"rollout.engine.flags.{ROUTES_FLAG}: found false with model.routing_replay {replay}, for which engines "
@@ -98,8 +114,7 @@ def _cut(config: Config) -> Iterator[str]:
 
 def _flags(config: Config) -> Iterator[str]:
     flags = config.rollout.engine.flags
-    is_here = not config.site.python and config.site.container.runtime == "none"
-    known = server_flags() if is_here else frozenset()
+    known = server_flags() if _is_here(config) else frozenset()
     for flag, value in flags.items():
         name, key = flag.lstrip("-").replace("-", "_"), f"rollout.engine.flags.{flag}"
         if name in OWN_FLAGS:
@@ -108,6 +123,11 @@ def _flags(config: Config) -> Iterator[str]:
             yield f"{key}: found a flag with dashes, allowed: underscores ({name})"
         elif known and name not in known:
             yield f"{key}: SGLang has no such server argument{near(name, sorted(known))}"
+
+
+def _is_here(config: Config) -> bool:
+    """Whether roles have the packages that are installed here."""
+    return not config.site.python and config.site.container.runtime == "none"
 
 
 def _instead(name: str) -> str:
