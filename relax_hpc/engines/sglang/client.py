@@ -29,6 +29,8 @@ _HEALTH = "/health"
 _HEALTH_TIMEOUT_S = 5.0
 _GIVE_UP_S = 1.0
 """Seconds for a server to end requests that nobody waits for any more."""
+_ABORT_AGAIN_S = 0.05
+"""Seconds for an aborted request to end, before the server is told again."""
 _TOGETHER = 64
 """Requests of one HTTP request, unless the configuration says otherwise."""
 _PAUSES: dict[PartialRollout, str] = {"keep": "in_place", "recompute": "retract"}
@@ -128,10 +130,17 @@ class SglangClient:
             response.fail(EngineFault("timeout", "given up before it was asked"))
         elif not ended.done():
             # By itself: in a task that is cancelled, asyncio.timeout of Python 3.11.2 ends nothing.
-            aborting = asyncio.create_task(self._call("/abort_request", {"rid": response.name}, _GIVE_UP_S))
-            await asyncio.wait([ended], timeout=_GIVE_UP_S)
+            aborting = asyncio.create_task(self._abort(response))
+            await asyncio.wait([aborting], timeout=_GIVE_UP_S)
+            aborting.cancel()
             await asyncio.gather(aborting, return_exceptions=True)
         response.fail(EngineFault("timeout", "given up"))
+
+    async def _abort(self, response: Response) -> None:
+        """Have the server end a request; again and again, as it does nothing about one that has not reached it yet."""
+        while not response.answer.done():
+            await self._call("/abort_request", {"rid": response.name}, _GIVE_UP_S)
+            await asyncio.wait([response.answer], timeout=_ABORT_AGAIN_S)
 
     async def _is_idle(self, patience_s: float) -> bool:
         """Whether the server is at nothing any more, after some time if need be; its cache is empty then.
