@@ -22,12 +22,14 @@ from aiohttp import web
 
 GOOD, SPANS, STATUS_500, HANG, MISSING, NOT_JSON, FEW_LOGPROBS, TOO_MANY, EMPTY, NULL, POSITIVE = range(11)
 NO_VERSION, BAD_VERSION, GAP, MALFORMED, EXIT, ABORTED, NO_INDEX, ERROR, NUMBER, SLOW = range(11, 21)
-FEW_ROUTES, FAR_ROUTES, OTHER_ROUTES, NO_ROUTES, TORN_ROUTES = range(21, 26)
+FEW_ROUTES, FAR_ROUTES, OTHER_ROUTES, NO_ROUTES, TORN_ROUTES, LATE = range(21, 27)
 PAUSE_S = 0.8
 """Of a slow answer, before each of its three parts."""
 CALLS = web.AppKey("calls", list[str])
 HANGING = web.AppKey("hanging", asyncio.Event)
 """Set once a request hangs."""
+ABORTS = web.AppKey("aborts", asyncio.Queue[None])
+"""Aborts: a request of kind LATE, which hangs, has not arrived yet when the first comes, and ends by the second."""
 
 
 def answer(kind: int, tokens: int) -> dict[str, Any]:
@@ -105,6 +107,11 @@ async def generate(request: web.Request) -> web.StreamResponse:
         if HANG in kinds and part == sent[-1]:
             request.app[HANGING].set()
             await asyncio.Event().wait()
+        if LATE in kinds and part == sent[-1]:
+            request.app[HANGING].set()
+            for _ in range(2):
+                await request.app[ABORTS].get()
+            request.app[HANGING].clear()
         if SLOW in kinds:
             await asyncio.sleep(PAUSE_S)
         # Networks cut anywhere.
@@ -158,11 +165,15 @@ def application(token: str) -> web.Application:
     async def flush(request: web.Request) -> web.Response:
         return web.Response(status=400 if request.app[HANGING].is_set() else 200)
 
+    async def abort(request: web.Request) -> web.Response:
+        request.app[ABORTS].put_nowait(None)
+        return web.Response()
+
     app = web.Application(middlewares=[guard])
     app[CALLS] = []
-    app[HANGING] = asyncio.Event()
+    app[HANGING], app[ABORTS] = asyncio.Event(), asyncio.Queue()
     app.add_routes([web.post("/generate", generate), web.post("/update_weights_from_disk", update)])
-    app.add_routes([web.post("/flush_cache", flush)])
+    app.add_routes([web.post("/flush_cache", flush), web.post("/abort_request", abort)])
     app.add_routes([web.post(f"/{what}_memory_occupation", occupation) for what in ("release", "resume")])
     app.add_routes([web.get("/model_info", model_info), web.get("/health", health)])
     app.add_routes([web.get("/environment", environment), web.route("*", "/{other}", health)])

@@ -221,6 +221,19 @@ def test_a_server_that_does_not_give_requests_up_is_not_asked_to_flush_or_releas
     assert asyncio.run(updates()) == ["/pause_generation", "i000001-v000006", "/continue_generation"]
 
 
+def test_an_abort_that_came_before_its_request_is_told_again() -> None:
+    async def gives_up() -> bool:
+        async with client_and_server() as (client, server):
+            late = asyncio.create_task(client.generate(request(fake.LATE)))
+            async with asyncio.timeout(10):
+                await server.app[fake.HANGING].wait()
+            late.cancel()
+            await asyncio.wait([late])
+            return late.cancelled() and not server.app[fake.HANGING].is_set()
+
+    assert asyncio.run(gives_up()), "the server is at it still"
+
+
 def test_all_of_its_memory_is_asked_for_and_is_back_before_an_update() -> None:
     """Without tags SGLang's memory saver gives back keys and values, weights and CUDA graphs."""
 
