@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 def claim(
     state: QueueState, task: str, owner: Owner, key: str, number: int, tickets: list[int], assignment: Assignment
 ) -> None:
-    queue, groups = state.tasks[task], state.groups
-    shards = {shard for ticket in tickets for shard in state.shards_with(groups[ticket], queue.needs)}
-    lease = Lease(task, owner, key, tuple(tickets), tuple(sorted(shards)), assignment)
+    queue = state.tasks[task]
+    shards = tuple(sorted(state.by_shard(tickets, queue.needs)))
+    lease = Lease(task, owner, key, tuple(tickets), shards, assignment)
     state.shards.hold(lease.shards)
     state.leases.add(number, lease)
     queue.take(lease.tickets)

@@ -82,10 +82,7 @@ def _described(state: QueueState, number: int) -> dict[str, Any]:
     tickets, queue = held.tickets, state.tasks[held.task]
     groups = [(ticket, state.groups[ticket]) for ticket in tickets]
     seen = groups if queue.whole_step else ()
-    shards: dict[int, list[int]] = {}
-    for ticket, group in groups:
-        for shard in state.shards_with(group, queue.needs):
-            shards.setdefault(shard, []).append(ticket)
+    shards = state.by_shard(tickets, queue.needs)
     step = state.step_of(tickets[0]) if tickets else 0
     places = [group.place for _, group in groups if group.place != NO_STEP]
     return {

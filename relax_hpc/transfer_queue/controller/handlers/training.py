@@ -28,16 +28,20 @@ def settled(service: QueueService, request: Request, leases: list[int]) -> Any:
     state = service.state
     held = [state.leases.get(lease) for lease in leases]
     mine = [found for found in held if found and found.owner == request.owner]
-    tickets = {ticket for found in mine for ticket in found.tickets if _is_as_claimed(state, found, ticket)}
+    tickets = {ticket for found in mine for ticket in _as_claimed(state, found)}
     if state.shards.waits_for_disk(tickets):
         raise NotYet(DISK, "rows are not saved yet")
     return {"tickets": sorted(tickets)}
 
 
-def _is_as_claimed(state: QueueState, lease: Lease, ticket: int) -> bool:
-    """Whether none of the fields that the task needs was lost since, also if it was given again."""
-    group, needs = state.groups[ticket], state.tasks[lease.task].needs
-    return group.has(needs) and set(state.shards_with(group, needs)).issubset(lease.shards)
+def _as_claimed(state: QueueState, lease: Lease) -> set[int]:
+    """Tickets of ``lease`` none of whose fields that the task needs was lost since, also if it was given again."""
+    needs = state.tasks[lease.task].needs
+    sound = {ticket for ticket in lease.tickets if state.groups[ticket].has(needs)}
+    for number, tickets in state.by_shard(lease.tickets, needs).items():
+        if number not in lease.shards:
+            sound.difference_update(tickets)
+    return sound
 
 
 @handles("trained")

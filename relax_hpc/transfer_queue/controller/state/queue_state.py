@@ -31,7 +31,7 @@ from relax_hpc.transfer_queue.controller.state.task_queues import DONE, HELD, Ta
 from relax_hpc.transfer_queue.controller.state.tickets import Tickets
 from relax_hpc.transfer_queue.controller.state.weights import Weights
 from relax_hpc.transfer_queue.plan import Plan
-from relax_hpc.transfer_queue.records import NO_STEP, FieldBits, PromptGroup
+from relax_hpc.transfer_queue.records import NO_STEP, FieldBits
 
 Record = dict[str, Any]
 _SAVED = ("members", "lineage", "weights", "progress", "tickets", "order", "leases", "shards", "tasks")
@@ -75,11 +75,17 @@ class QueueState:
 
     # -- what follows from several parts -----------------------------------------------------------------------
 
-    def shards_with(self, group: PromptGroup, bits: int) -> list[int]:
-        """Numbers of the shards where any of these fields of ``group`` lie, each once."""
-        of = self.bits.of
-        found = [number for number, fields in group.parts if of(fields) & bits]
-        return found if len(found) == 1 else list(dict.fromkeys(found))
+    def by_shard(self, tickets: Iterable[int], bits: int) -> dict[int, list[int]]:
+        """Tickets by the number of each shard in which any of these fields of them lie."""
+        groups, of = self.groups, self.bits.of
+        found: dict[int, list[int]] = {}
+        for ticket in tickets:
+            for number, fields in groups[ticket].parts:
+                if of(fields) & bits:
+                    there = found.setdefault(number, [])
+                    if not there or there[-1] != ticket:
+                        there.append(ticket)
+        return found
 
     def tell_rows(self, what: str, tickets: Sequence[int], version: str = "", step: int = NO_STEP) -> None:
         """Add the same event for all rows of ``tickets``."""
