@@ -25,6 +25,7 @@ _LEVEL = 3
 """Level of compression: the next ones take twice the time for a tenth less."""
 _BLOCK = 1 << 20
 _LOOK_S = 10.0
+_PACKING = threading.Lock()
 _PART = re.compile(r"\.(\d{6})(\.gz)?")
 
 
@@ -114,7 +115,8 @@ def cut_own(path: Path, kept: int) -> None:
 
 
 def _pack_parts(path: Path, kept: int) -> None:
-    with contextlib.suppress(OSError):
+    # One thread at a time: of two, one would find a part gone that the other has just compressed, and leave the rest.
+    with _PACKING, contextlib.suppress(OSError):
         for part in parts_of(path):
             if part.suffix != ".gz":
                 compress(part)

@@ -74,7 +74,8 @@ GROUPS = {
     "actor": ("actor",),
     "actor_fwd": ("actor_fwd",),
 }
-START_S = 60.0
+START_S = 180.0
+"""Patience of a wait that takes seconds, as a busy machine may stand still for a minute."""
 PACE_S = 0.6
 """A response of the simulated engine: so slow that a run which is only watched leaves the processors to who starts."""
 ENDLESS = 2000
@@ -259,7 +260,8 @@ class SlurmRun:
         """The ends of all logs but their lines of progress, for a failure's message."""
         logs = sorted(path for path in (self.run.root / "logs").rglob("*.log") if path.stat().st_size)
         texts = [f"--- {path.relative_to(self.run.root)}\n{told(path)}" for path in logs]
-        return "\n".join([f"{self.run.root}, queue:\n{self.queued()}", *texts])
+        alive = [described(process) for process in self.processes()]
+        return "\n".join([f"{self.run.root}, queue:\n{self.queued()}", "processes:", *alive, *texts])
 
     # -- breaking ----------------------------------------------------------------------------------------------
 
@@ -400,6 +402,15 @@ def environment(process: psutil.Process) -> dict[str, str]:
         return process.environ()
     except (psutil.Error, OSError):
         return {}
+
+
+def described(process: psutil.Process) -> str:
+    """What a process is and whether it gets on: state, seconds of a processor, seconds since it began."""
+    try:
+        used, age = sum(process.cpu_times()[:2]), time.time() - process.create_time()
+        return f"{process.pid} {process.status()}, {used:.1f} of {age:.1f} s, {' '.join(process.cmdline())[:200]}"
+    except psutil.Error as error:
+        return str(error)
 
 
 def command(process: psutil.Process) -> list[str]:

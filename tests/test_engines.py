@@ -414,9 +414,13 @@ def test_generation_goes_on_through_updates_and_each_token_has_the_version_that_
     served = request.getfixturevalue(engine)
     served.update()
     monkeypatch.setattr(getattr(served.engine, "_client", served.engine), "_partial", partial)
-    draft = Draft()
-    answer = through_updates(served, draft)
-    assert len(set(answer.token_versions)) > 1
+    # A busy machine may let an engine draw all of a response before the first version comes.
+    for _ in range(10):
+        draft = Draft()
+        answer = through_updates(served, draft)
+        if several := len(set(answer.token_versions)) > 1:
+            break
+    assert several, "no version came while a response was drawn"
     drawn_by = [served.models[Version.decode(code).number % 2] for code in answer.token_versions.tolist()]
     reference = {"keep": reference_logprobs_in_place, "recompute": reference_logprobs_recomputed}[partial]
     expected = reference(drawn_by, PROMPTS[0], answer.token_ids)

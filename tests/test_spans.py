@@ -20,7 +20,7 @@ from relax_hpc.metrics.read_spans import (
     union_length,
 )
 from relax_hpc.metrics.spans import Spans, process_began
-from relax_hpc.parts import parts_of
+from relax_hpc.parts import cut_own, lines_of, parts_of
 
 INTERVALS = st.lists(st.tuples(st.integers(-20, 20), st.integers(-20, 20)), max_size=12)
 
@@ -180,3 +180,14 @@ def test_what_cannot_be_cut_grows(tmp_path, monkeypatch):
     assert parts_of(tmp_path / "spans-rollout-0.jsonl") == []
     lines = (tmp_path / "spans-rollout-0.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines if '"generate"' in line] == list(range(20))
+
+
+def test_parts_that_are_cut_at_once_are_all_compressed(tmp_path):
+    path = tmp_path / "spans.jsonl"
+    for step in range(50):
+        path.write_text(f"{step}\n" * 1000)
+        cut_own(path, kept=100)
+    for thread in [one for one in threading.enumerate() if one.name == "parts"]:
+        thread.join(60)
+    assert len(parts_of(path)) == 50 and all(part.suffix == ".gz" for part in parts_of(path))
+    assert list(lines_of(path))[::1000] == [f"{step}\n".encode() for step in range(50)]

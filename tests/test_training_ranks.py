@@ -146,10 +146,10 @@ def test_a_split_that_does_not_fit_the_model_is_refused():
     }
     leaves = "which leaves {} of 3 layers to {} stages, allowed: what leaves {}"
     uneven = {
-        "first_stage_layers: found 3, " + leaves.format(0, 1, "a multiple of 1"): (2, 3, 0),
-        "first_stage_layers: found 4, " + leaves.format(-1, 1, "a multiple of 1"): (2, 4, 0),
+        "first_stage_layers: found 3, " + leaves.format(0, 1, "each as many, 1 or more"): (2, 3, 0),
+        "first_stage_layers: found 4, " + leaves.format(-1, 1, "each as many, 1 or more"): (2, 4, 0),
         "last_stage_layers: found 1, " + leaves.format(1, 0, "none"): (2, 1, 1),
-        "last_stage_layers: found 2, " + leaves.format(1, 2, "a multiple of 2"): (3, 0, 2),
+        "last_stage_layers: found 2, " + leaves.format(1, 2, "each as many, 1 or more"): (3, 0, 2),
         "first_stage_layers: found 3 without a pipeline, allowed: 0": (1, 3, 0),
         "first_stage_layers: found 2 without a pipeline, allowed: 0": (1, 2, 1),
     }
