@@ -20,7 +20,7 @@ from relax_hpc.rendezvous.exit_mark import leave_mark
 from relax_hpc.rendezvous.process import STOP_SIGNALS
 from relax_hpc.rendezvous.roster import claim_incarnation
 from relax_hpc.rundir import RunDir
-from relax_hpc.supervise import supervisor
+from relax_hpc.supervise import starts, supervisor
 from relax_hpc.supervise.command import Command
 from relax_hpc.supervise.console import Terminal
 from relax_hpc.supervise.group import Incarnation, Member
@@ -84,7 +84,7 @@ class Tiny(Processes):
         self.world = world
 
     def ask_to_end(self) -> None:
-        others = {name for name, group in self.world.supervisor.groups.items() if group.members and group.alive()}
+        others = {name for name, group in self.world.supervisor.roll.here.items() if group.members and group.alive()}
         self.world.asked.append((self.name, others - {self.name}))
         super().ask_to_end()
 
@@ -199,11 +199,11 @@ class World:
     def end_the_actor(self) -> None:
         """It has done its work."""
         leave_mark(self.run.exit_mark("actor", 1, "actor"))
-        self.supervisor.groups["actor"].members[0].process.kill()
+        self.supervisor.roll.here["actor"].members[0].process.kill()
 
     def go_on_in_a_job(self) -> None:
         """What happens to rollout once it was handed over: its job starts it, and it comes to its good end."""
-        if self.supervisor.elsewhere and not self.supervisor.groups.keys() & {"rollout"}:
+        if self.supervisor.roll.elsewhere and not self.supervisor.roll.here.keys() & {"rollout"}:
             incarnation = claim_incarnation(self.run, "rollout")
             self.run.logs("rollout", incarnation).mkdir(parents=True)
             leave_mark(self.run.exit_mark("rollout", incarnation, "rollout"))
@@ -243,7 +243,7 @@ class World:
 @pytest.fixture(name="world")
 def world_fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.setattr(supervisor, "QueueClient", Hub)
-    monkeypatch.setattr(supervisor, "_AGAIN_S", 0.05)
+    monkeypatch.setattr(starts, "_AGAIN_S", 0.05)
     former = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield World(tmp_path)
     for number, handler in former.items():

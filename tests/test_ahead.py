@@ -45,7 +45,7 @@ def watch(world: World, *actions: Callable[[], bool]) -> Callable[[], None]:
         supervisor = world.supervisor
         supervisor.liveness.beats = {
             f"{name}/{name}": {"group": name, "incarnation": group.incarnation, "loads": False, "busy_s": 0.0}
-            for name, group in supervisor.groups.items()
+            for name, group in supervisor.roll.here.items()
         }
         supervisor.liveness.look = lambda *_: []
         if left and left[0]():
@@ -55,7 +55,7 @@ def watch(world: World, *actions: Callable[[], bool]) -> Callable[[], None]:
 
 
 def waits(world: World, name: str = "actor") -> subprocess.Popen | None:
-    group = world.supervisor.ahead.waiting.get(name)
+    group = world.supervisor.starts.ahead.waiting.get(name)
     return group.members[0].process if group else None
 
 
@@ -65,7 +65,7 @@ def kills(world: World, name: str = "actor") -> Callable[[], bool]:
     def kill() -> bool:
         if not waits(world, name):
             return False
-        world.supervisor.groups[name].members[0].process.kill()
+        world.supervisor.roll.here[name].members[0].process.kill()
         return True
 
     return kill
@@ -92,7 +92,7 @@ def test_a_group_that_ends_goes_on_in_what_was_started_ahead(at_work: World) -> 
         return bool(seen)
 
     def same() -> bool:
-        group = at_work.supervisor.groups.get("actor")
+        group = at_work.supervisor.roll.here.get("actor")
         if group is None or group.incarnation != 2:
             return False
         assert group.members[0].process.pid == seen[0]
@@ -102,7 +102,7 @@ def test_a_group_that_ends_goes_on_in_what_was_started_ahead(at_work: World) -> 
     said = at_work.said()
     assert [start for start in at_work.started if start[0] == "actor"] == [("actor", 1), ("actor", 2)]
     assert "actor: started incarnation 2 (actor), which waited" in said and "rollout: incarnation" not in said
-    assert not at_work.supervisor.ahead.waiting
+    assert not at_work.supervisor.starts.ahead.waiting
     mark = json.loads(at_work.run.exit_mark("actor", 2, "actor").read_text())
     assert mark["status"] == "stopped", "it took the place of the first, and was asked to end"
 
@@ -112,7 +112,7 @@ def test_what_was_started_ahead_by_other_settings_or_code_is_not_used(at_work: W
         if not (process := waits(at_work)):
             return False
         at_work.env = at_work.env | {"PYTHONPATH": "/another/code"}
-        at_work.supervisor.groups["actor"].members[0].process.kill()
+        at_work.supervisor.roll.here["actor"].members[0].process.kill()
         at_work.former = process
         return True
 
@@ -132,10 +132,10 @@ def test_what_was_started_ahead_may_be_killed(at_work: World) -> None:
         return bool(process)
 
     def gone() -> bool:
-        return not at_work.supervisor.ahead.waiting
+        return not at_work.supervisor.starts.ahead.waiting
 
     def kill_the_actor() -> bool:
-        at_work.supervisor.groups["actor"].members[0].process.kill()
+        at_work.supervisor.roll.here["actor"].members[0].process.kill()
         return True
 
     at_work.supervise("actor", then=watch(at_work, kill, gone, kill_the_actor, ends(at_work, 2)))
@@ -156,7 +156,7 @@ def test_a_command_about_the_group_finds_nothing_that_began_before(at_work: Worl
             os.kill(os.getpid(), signal.SIGTERM)
         else:
             at_work.supervisor._serve(Request(1, what, "actor"))
-            assert "actor" not in at_work.supervisor.ahead.waiting
+            assert "actor" not in at_work.supervisor.starts.ahead.waiting
         return True
 
     def stop() -> bool:

@@ -17,6 +17,7 @@ from relax_hpc.slurm.commands import SlurmError
 from relax_hpc.slurm.jobs import GroupJob
 from relax_hpc.slurm.submissions import Entry, Ledger
 from relax_hpc.supervise.requests import asked_to_stop
+from relax_hpc.supervise.roll import Roll
 from relax_hpc.supervise.supervisor import RELEASED
 
 
@@ -53,14 +54,14 @@ def submitting(monkeypatch: pytest.MonkeyPatch, answer: str | SlurmError) -> Non
 def ticked(job: GroupJob) -> SimpleNamespace:
     """The job's supervisor after its next round."""
     terminal = SimpleNamespace(say=lambda _: None)
-    supervisor = SimpleNamespace(names=["actor"], released=set(), interrupted=0, terminal=terminal)
+    supervisor = SimpleNamespace(roll=Roll(job.run, job.config, ["actor"]), interrupted=0, terminal=terminal)
     job.tick(supervisor)
     return supervisor
 
 
 def released(job: GroupJob) -> set[str]:
     """Groups that the job's supervisor gives away at its next round."""
-    return ticked(job).released
+    return ticked(job).roll.released
 
 
 def test_another_job_takes_the_group_and_this_one_ends(job: GroupJob, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +130,7 @@ def test_a_job_that_gives_way_saves_first_and_does_not_come_back(job: GroupJob, 
     else:
         job.bereft = SimpleNamespace(look=lambda _: True)
     supervisor = ticked(job)
-    assert supervisor.interrupted == 1 and not supervisor.released, "a group that is released would be killed"
+    assert supervisor.interrupted == 1 and not supervisor.roll.released, "a group that is released would be killed"
     assert job.ledger.gave_way("7")
     job.end(EXIT_RETRY)
     assert job.slurm.requeued == []

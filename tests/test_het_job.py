@@ -18,6 +18,7 @@ from relax_hpc.slurm.jobs import HetJob
 from relax_hpc.slurm.submissions import Entry, Ledger
 from relax_hpc.supervise.launch_records import UNKNOWN, Launch, record
 from relax_hpc.supervise.requests import ask_to_stop
+from relax_hpc.supervise.roll import Roll
 from tests.fake_slurm import FakeSlurm
 
 ALL = {"7": {"state": "RUNNING", "het": "7+0", "nodes": 2}, "8": {"state": "RUNNING", "het": "7+1"}}
@@ -97,7 +98,7 @@ def test_what_slurm_leaves_of_the_job_is_given_back_before_the_head_is_killed(
 ) -> None:
     clock = SimpleNamespace(monotonic=lambda: 1000.0, time=lambda: 0.0, sleep=lambda _: None)
     monkeypatch.setattr(jobs, "time", clock)
-    job.begin(SimpleNamespace(names=[], elsewhere={}))
+    job.begin(SimpleNamespace(roll=Roll(job.run, job.config, [])))
     job.interrupted()
     clock.monotonic = lambda: 2000.0
     job.waiting()
@@ -168,13 +169,13 @@ def moved(job: HetJob, slurm: FakeSlurm) -> HetJob:
 
 def begun(job: HetJob) -> SimpleNamespace:
     """What a supervisor is told that begins in the job."""
-    supervisor = SimpleNamespace(names=["actor"], elsewhere={}, unfit={})
+    supervisor = SimpleNamespace(roll=Roll(job.run, job.config, ["actor"]))
     job.moved_groups.find(supervisor)
     return supervisor
 
 
 def test_the_job_of_a_group_is_given_back_with_that_of_the_run(moved: HetJob, slurm: FakeSlurm) -> None:
-    assert begun(moved).elsewhere == {"actor": "22"}
+    assert begun(moved).roll.elsewhere == {"actor": "22"}
     assert not moved.moved_groups.take_along("rollout"), "it lives here"
     assert not moved.moved_groups.take_along("rollout-2"), "no successor has a component for it"
     assert moved.moved_groups.take_along("actor") and not cancelled(slurm), "its supervisor has it save"
@@ -182,7 +183,7 @@ def test_the_job_of_a_group_is_given_back_with_that_of_the_run(moved: HetJob, sl
     moved.end(EXIT_RETRY)
     assert cancelled(slurm) == ["22"]
     found = begun(moved)
-    assert (found.elsewhere, found.unfit) == ({}, {}), "the successor has it in its own component"
+    assert (found.roll.elsewhere, found.roll.unfit) == ({}, {}), "the successor has it in its own component"
 
 
 def test_what_a_head_that_is_killed_soon_has_to_give_back_is_all_of_it(moved: HetJob, slurm: FakeSlurm) -> None:
@@ -205,13 +206,13 @@ def test_a_group_with_another_size_gets_a_job_of_its_own_again(
         (changes / "000001-actor.yaml").write_text("groups: {actor: {resources: {nodes: 4}}}\n")
     assert moved.moved_groups.take_along("actor") == along
     found = begun(moved)
-    assert bool(found.elsewhere) != along and bool(found.unfit) == (resized and along)
+    assert bool(found.roll.elsewhere) != along and bool(found.roll.unfit) == (resized and along)
 
 
 def test_a_component_that_was_given_back_is_not_used_again(moved: HetJob) -> None:
     for given_back in ("9", "22"):
         moved.ledger.give_way(given_back)
-    assert "given back" in begun(moved).unfit["actor"]
+    assert "given back" in begun(moved).roll.unfit["actor"]
 
 
 def test_a_job_that_gave_way_to_nobody_hands_its_group_to_this_one(
@@ -220,10 +221,11 @@ def test_a_job_that_gave_way_to_nobody_hands_its_group_to_this_one(
     """Its supervisor had found the predecessor's job gone, and not yet this one there."""
     record(moved.run, "actor", claim_incarnation(moved.run, "actor"), Launch(1, UNKNOWN, job="22"))
     back: list[str] = []
-    supervisor = SimpleNamespace(elsewhere={"actor": "22"}, unfit={}, bring_back=lambda name, _: back.append(name))
+    supervisor = begun(moved)
+    supervisor.bring_back = lambda name, _: back.append(name)
     moved.ledger.give_way("22")
     moved.moved_groups._look(supervisor)
     assert not back, "it still saves"
     slurm.set(jobs=ALL)
     moved.moved_groups._look(supervisor)
-    assert back == ["actor"] and not supervisor.elsewhere and not supervisor.unfit
+    assert back == ["actor"] and not supervisor.roll.elsewhere and not supervisor.roll.unfit

@@ -31,7 +31,9 @@ class World:
     """So many cancellations get no answer."""
     asked: int = 0
     told: list[tuple[str, ...]] = field(default_factory=list)
-    elsewhere: dict[str, str] = field(default_factory=dict)
+    failures: World | None = None
+    """This one: how failures are judged is told like all else."""
+    roll: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(elsewhere={}))
     terminal: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(say=print))
     disk: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(hinders=lambda: False))
     now: float = 0.0
@@ -99,6 +101,7 @@ def world(run_dir: Path) -> World:
     Ledger(run).add(Entry("7", "group", "rollout"))
     world = World(run, Config())
     world.config.liveness.lease_s = LEASE_S
+    world.failures = world
     world.silence = Silence(run, world.config, world, world.submit)
     world.beat()
     return world
@@ -114,11 +117,11 @@ def test_on_a_full_disk_a_supervisor_that_stands_still_says_nothing(world: World
 
 
 def test_it_goes_to_another_job_once(world: World) -> None:
-    world.elsewhere["rollout"] = "7"
+    world.roll.elsewhere["rollout"] = "7"
     world.sleep(LEASE_S - 1.0)
     assert not world.told
     world.sleep(60.0)
-    assert world.told == REPLACED and world.elsewhere == {"rollout": "8"}
+    assert world.told == REPLACED and world.roll.elsewhere == {"rollout": "8"}
 
 
 def test_a_supervisor_that_beats_is_left_to_it(world: World) -> None:

@@ -10,7 +10,7 @@ import pytest
 from relax_hpc.config.schema import GroupConfig
 from relax_hpc.errors import EXIT_DONE, EXIT_RETRY, ConfigError, NoProgressError, RelaxError
 from relax_hpc.rendezvous.exit_mark import leave_mark
-from relax_hpc.supervise import requests, supervisor
+from relax_hpc.supervise import failures, requests, starts
 from relax_hpc.supervise.disk_watch import NoRoom
 from relax_hpc.supervise.group import Unavailable
 from relax_hpc.supervise.launch_records import read_mark
@@ -89,7 +89,7 @@ def test_one_role_of_several_takes_its_group_along(world: World) -> None:
     world.plans = {"both": ["lives", "done:0"]}
 
     def kill_first() -> None:
-        group = world.supervisor.groups["both"]
+        group = world.supervisor.roll.here["both"]
         if group.incarnation == 1:
             group.members[0].process.kill()
 
@@ -123,7 +123,7 @@ def test_a_group_goes_to_a_job_of_its_own(world: World, policy: str, whole: bool
     world.plans = {"rollout": ["crashes"]}
     world.answers |= {"whole": whole, "hand_over": "77"}
     assert world.supervise("rollout", then=world.go_on_in_a_job) is Outcome.FINISHED
-    assert world.started == [("rollout", 1)] and world.supervisor.elsewhere == {"rollout": "77"}
+    assert world.started == [("rollout", 1)] and world.supervisor.roll.elsewhere == {"rollout": "77"}
     assert [name for name, _ in world.handed] == ["rollout"]
 
 
@@ -142,7 +142,7 @@ def test_where_no_job_can_be_had_and_nothing_is_left_the_job_makes_way(world: Wo
 
 
 def end_when_rollout_is_back(world: World) -> None:
-    if ("rollout", 2) in world.started and "actor" in world.supervisor.groups:
+    if ("rollout", 2) in world.started and "actor" in world.supervisor.roll.here:
         world.end_the_actor()
 
 
@@ -155,11 +155,11 @@ def test_an_outage_ends_nothing_but_is_waited_for(world: World, error: Exception
     assert world.said().count("rollout: cannot be brought back yet") == 2
 
 
-@pytest.mark.parametrize("what", ["requests.pending", "requests.asked_to_stop", "fruitless"])
+@pytest.mark.parametrize("what", ["requests.pending", "requests.asked_to_stop", "failures.fruitless"])
 def test_a_read_that_fails_is_tried_again(world: World, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """As of a shared file system one of whose servers is away; a group that ended meanwhile comes back."""
-    room, _, name = what.rpartition(".")
-    where = getattr(supervisor, room) if room else supervisor
+    room, _, name = what.partition(".")
+    where = {"requests": requests, "failures": failures}[room]
     real, ill = getattr(where, name), [OSError(5, "Input/output error")] * 3
 
     def read(*words: Any, **named: Any) -> Any:
@@ -176,11 +176,11 @@ def test_a_read_that_fails_is_tried_again(world: World, monkeypatch: pytest.Monk
 
 def test_no_job_is_asked_for_while_nothing_can_be_written(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """It could not even be written down that there is one: another would be asked for at the next try."""
-    monkeypatch.setattr(supervisor, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(starts, "_AGAIN_S", 0.0)
     world.plans, world.answers["whole"], full = {"actor": ["killed"]}, False, [True, True]
 
     def room() -> None:
-        if "actor" in world.supervisor.groups or not full:
+        if "actor" in world.supervisor.roll.here or not full:
             return
         full.pop()
         assert not world.handed

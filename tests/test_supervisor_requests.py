@@ -30,7 +30,7 @@ def test_asked_to_stop_the_actor_ends_first_and_the_hub_last(world: World) -> No
         ["actor", "reference", "rollout", "hub"],
     )
     assert world.asked[0][1] == {"hub", "rollout", "reference"} and world.asked[-1][1] == set()
-    assert not world.supervisor.groups
+    assert not world.supervisor.roll.here
     marks = [read_mark(world.run, name, 1, role) for name in names for role in roles_of(world.config, name)]
     assert [mark["status"] for mark in marks] == ["stopped"] * 4
 
@@ -111,7 +111,7 @@ def test_a_fenced_supervisor_touches_nothing_that_its_successor_has(world: World
         world.supervise("rollout", "actor", "reference", then=world.once(successor))
     assert (mine.fate, lost.fate) == ("left", "killed"), "an older incarnation than the newest is nobody's"
     assert world.told("down") == [] and world.asked == []
-    assert not world.supervisor.groups["reference"].members, "its own children go with it"
+    assert not world.supervisor.roll.here["reference"].members, "its own children go with it"
 
 
 def test_a_supervisor_that_fails_leaves_what_another_can_take_over(world: World) -> None:
@@ -122,7 +122,7 @@ def test_a_supervisor_that_fails_leaves_what_another_can_take_over(world: World)
 
     with pytest.raises(ValueError, match="a bug"):
         world.supervise("rollout", "actor", then=world.once(bug))
-    assert mine.fate == "left" and not world.supervisor.groups["actor"].members
+    assert mine.fate == "left" and not world.supervisor.roll.here["actor"].members
 
 
 def test_a_fenced_supervisor_that_is_told_to_stop_stops_nothing(world: World) -> None:
@@ -153,7 +153,7 @@ def test_members_of_a_local_run_are_started_restarted_and_released(world: World)
     assert world.supervise("rollout", "actor", then=asks(world, *wanted)) is Outcome.STOPPED
     assert world.started == [("rollout", 1), ("actor", 1), ("rollout-2", 1), ("rollout", 2)]
     assert [name for name, _ in world.asked[:2]] == ["rollout", "rollout-2"], "in good order"
-    assert "rollout-2" not in world.supervisor.names and not requests.pending(world.run, lambda _: True)
+    assert "rollout-2" not in world.supervisor.roll.names and not requests.pending(world.run, lambda _: True)
 
 
 def test_a_start_that_is_asked_for_twice_starts_once(world: World) -> None:
@@ -186,7 +186,7 @@ def test_a_group_that_is_released_goes_on_in_a_job_that_somebody_else_submits(wo
     world.config.layout = "het"
     then = world.once(lambda: requests.ask(world.run, "release", "rollout"), lambda: None, world.end_the_actor)
     assert world.supervise("rollout", "actor", then=lambda: (then(), world.go_on_in_a_job())) is Outcome.FINISHED
-    assert world.handed == [("rollout", RELEASED)] and world.supervisor.elsewhere == {"rollout": ""}
+    assert world.handed == [("rollout", RELEASED)] and world.supervisor.roll.elsewhere == {"rollout": ""}
     assert world.started == [("rollout", 1), ("actor", 1)]
 
 

@@ -68,14 +68,15 @@ class _Job:
 
     def check(self, supervisor: Supervisor) -> None:
         """Look at the nodes of all groups, unless something runs there already."""
-        steps = [name for name in supervisor.names if name not in {"hub", *supervisor.elsewhere, *supervisor.unfit}]
+        roll = supervisor.roll
+        steps = [name for name in roll.names if name not in {"hub", *roll.elsewhere, *roll.unfit}]
         fresh = [name for name in steps if not self._has_begun(name)]
         if fresh and self.config.layout != "local":
             launcher = supervisor.launcher(fresh[0])
             assert isinstance(launcher, StepLauncher)
             # If Slurm does not answer, the nodes are taken as they are.
             with contextlib.suppress(SlurmError):
-                supervisor.unfit |= check_nodes(launcher, fresh)
+                roll.unfit |= check_nodes(launcher, fresh)
 
     def submit_group(self, name: str, avoid: str = "") -> str:
         """A job of its own for a group: a held spare, or a new one, not on node ``avoid``; empty if none can be had."""
@@ -160,13 +161,13 @@ class GroupJob(_Job):
             return
         if time.monotonic() - self._looked >= _ASK_SLURM_S:
             self._looked = time.monotonic()
-            self.moved |= any(self.ledger.superseded(self.allocation.job, name) for name in supervisor.names)
+            self.moved |= any(self.ledger.superseded(self.allocation.job, name) for name in supervisor.roll.names)
         if self.moved:
-            supervisor.released.update(supervisor.names)
+            supervisor.roll.released.update(supervisor.roll.names)
         if self.standby:
             self.standby.tick()
-        if "hub" in supervisor.names:
-            self.silence.tick(supervisor, set(members_of(self.run, self.config)) - set(supervisor.names))
+        if "hub" in supervisor.roll.names:
+            self.silence.tick(supervisor, set(members_of(self.run, self.config)) - set(supervisor.roll.names))
 
     def watch(self, supervisor: Supervisor) -> bool:
         """Let the group save and end if its job is to give way: somebody says so, or nobody is left to."""
@@ -329,7 +330,7 @@ class HetJob(_Job):
         """Keep a standby on the hub's other node, and an eye on groups that run elsewhere."""
         self._see_to_successor()
         self.standby.tick()
-        self.silence.tick(supervisor, set(members_of(self.run, self.config)) - supervisor.groups.keys())
+        self.silence.tick(supervisor, set(members_of(self.run, self.config)) - supervisor.roll.here.keys())
         self.moved_groups.tick(supervisor)
 
     def end(self, code: int) -> None:

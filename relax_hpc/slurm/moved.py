@@ -37,13 +37,13 @@ class Moved:
 
     def find(self, supervisor: Supervisor) -> None:
         """Tell a supervisor that begins which of its groups live elsewhere, and which cannot be in their component."""
-        for name in supervisor.names:
+        for name in supervisor.roll.names:
             if all_done(self.run, self.config, name):
                 continue
             if entry := self.ledger.newest(name):
-                supervisor.elsewhere[name] = entry.job
+                supervisor.roll.elsewhere[name] = entry.job
             elif why := self._unfit(name):
-                supervisor.unfit[name] = why
+                supervisor.roll.unfit[name] = why
 
     def _unfit(self, name: str) -> str:
         place = self.allocation.places[name]
@@ -61,8 +61,8 @@ class Moved:
     def tick(self, supervisor: Supervisor) -> None:
         """Look for groups whose job is gone: they get another one, or are taken back. To be called once a beat."""
         waited_s = time.monotonic() - self._asked
-        soon = waited_s >= _SOON_S and any(self._has_ended(name) for name in supervisor.elsewhere)
-        if supervisor.elsewhere and (soon or waited_s >= _ASK_S):
+        soon = waited_s >= _SOON_S and any(self._has_ended(name) for name in supervisor.roll.elsewhere)
+        if supervisor.roll.elsewhere and (soon or waited_s >= _ASK_S):
             self._asked = time.monotonic()
             with contextlib.suppress(SlurmError, OSError):
                 self._look(supervisor)
@@ -75,29 +75,29 @@ class Moved:
 
     def _look(self, supervisor: Supervisor) -> None:
         """A job that is gone before its group is done is replaced, as often as a group may be started."""
-        last = {name: entry for name in supervisor.elsewhere if (entry := self.ledger.last(name))}
+        last = {name: entry for name in supervisor.roll.elsewhere if (entry := self.ledger.last(name))}
         jobs = self.slurm.jobs(*(entry.job for entry in last.values()))
         for name, entry in last.items():
             state = jobs[entry.job].state if entry.job in jobs else GONE
             if all_done(self.run, self.config, name):
                 continue
             if self.ledger.gave_way(entry.job):
-                if supervisor.elsewhere[name] and (state == GONE or all_ended(self.run, self.config, name)):
+                if supervisor.roll.elsewhere[name] and (state == GONE or all_ended(self.run, self.config, name)):
                     self._take_back(supervisor, name)
                 continue
-            supervisor.elsewhere[name] = entry.job
+            supervisor.roll.elsewhere[name] = entry.job
             dead = verdict(Evidence(job=state), self.config.liveness).fate is Fate.DEAD
             # One asked for just now may take a moment to show.
             # What is asked for on a full disk could not even be written down.
             if dead and time.time() - entry.time > _ASK_S and not supervisor.disk.hinders():
                 self._check_jobs(supervisor, name)
-                supervisor.replace_elsewhere(name, f"job {entry.job} is gone")
+                supervisor.starts.replace_elsewhere(name, f"job {entry.job} is gone")
 
     def _take_back(self, supervisor: Supervisor, name: str) -> None:
         """Take a group back whose job gave way before it saw this one, because the predecessor's was gone."""
-        del supervisor.elsewhere[name]
+        del supervisor.roll.elsewhere[name]
         if why := self._unfit(name):
-            supervisor.unfit[name] = why
+            supervisor.roll.unfit[name] = why
         supervisor.bring_back(name, why or "its job gave way")
 
     def _check_jobs(self, supervisor: Supervisor, name: str) -> None:
@@ -111,7 +111,7 @@ class Moved:
         vain = jobs[jobs.index(last) + 1 :] if last in jobs else jobs
         if len(vain) > limit:
             text = f"{len(vain)} jobs ended before the group began (the last: {vain[-1]})"
-            supervisor.give_up(name, f"{text}, allowed liveness.max_restarts={limit}", EXIT_NO_PROGRESS)
+            supervisor.failures.give_up(name, f"{text}, allowed liveness.max_restarts={limit}", EXIT_NO_PROGRESS)
 
     # -- at its end ----------------------------------------------------------------------------------------------
 

@@ -100,10 +100,10 @@ class Silence:
         if said.fate is not Fate.DEAD:
             # Slurm has missed it by now, and may have brought it back already.
             return
-        supervisor.judge(name, f"job {job} {said.reason}")
+        supervisor.failures.judge(name, f"job {job} {said.reason}")
         batch_node = self.slurm.hostnames(found.node_list)[0]
         if new := self.submit(name, batch_node):
             supervisor.terminal.say(f"{name}: no sign of its supervisor on {batch_node} either: goes on in job {new}")
-            if name in supervisor.elsewhere:
-                supervisor.elsewhere[name] = new
+            if name in supervisor.roll.elsewhere:
+                supervisor.roll.elsewhere[name] = new
             self._left.add(job)
