@@ -25,7 +25,7 @@ from relax_hpc.weights.subscriber import NOTHING, Subscriber
 from relax_hpc.weights.version_files import TENSORS
 from tests.queue_helpers import small
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 class Node:

@@ -82,7 +82,7 @@ def in_thread(
     finally:
         stop.set()
         wake(controller.endpoint, 10.0)
-        thread.join(timeout=10)
+        thread.join(timeout=60)
         controller.close()
 
 
@@ -112,7 +112,7 @@ class HubProcess:
         """Without a chance to tidy up."""
         if self.process.poll() is None:
             os.kill(self.process.pid, signal.SIGKILL)
-        self.process.wait(timeout=10)
+        self.process.wait(timeout=60)
 
     def __enter__(self) -> HubProcess:
         return self

@@ -30,7 +30,7 @@ from relax_hpc.supervise.supervisor import Outcome, Supervisor
 from relax_hpc.transfer_queue.client.status import Status
 from tests.queue_helpers import make_run
 
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 ROLE = """
 import json, os, signal, sys
 what, mark = sys.argv[1:]

@@ -132,7 +132,7 @@ def waiting(deadline: float | None = None, client: Queue | None = None) -> Any:
 
 def later(actor: Any, act: Callable[[], None]) -> threading.Thread:
     """Do something once the actor waits for rows."""
-    thread = threading.Thread(target=lambda: (actor.context.client.asked.wait(10), act()))
+    thread = threading.Thread(target=lambda: (actor.context.client.asked.wait(60), act()))
     thread.start()
     return thread
 

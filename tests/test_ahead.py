@@ -27,7 +27,7 @@ from relax_hpc.supervise.requests import Request
 from tests.queue_helpers import make_run
 from tests.supervisor_helpers import World, world_fixture  # noqa: F401
 
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ from relax_hpc.supervise.launch_records import Launch, record
 from relax_hpc.supervise.requests import Request
 from tests.fake_slurm import FakeSlurm
 
-DEADLINE_S = 10.0
+DEADLINE_S = 120.0
 GROUPS = ("hub", "rollout", "actor", "actor_fwd")
 LIMITS = {"beat_s": 0.1, "lease_s": 4.0, "stop_timeout_s": 0.1}
 

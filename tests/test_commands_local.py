@@ -118,7 +118,7 @@ def test_commands_on_a_living_run(tmp_path: Path) -> None:
         answers = [path.read_text() for path in sorted((live.run.root / "requests").glob("*.answer.json"))]
         assert all("no request" in text for text in answers[:no_requests]) and len(answers) == no_requests + 3
         assert "is saved in" in call(live, "stop")
-        assert live.wait(10) == 130
+        assert live.wait(60) == 130
         assert_over(live, "stopped", 130)
     steps = max(row["step"] for row in read_metrics(live.run.root))
     with running(tmp_path, HOTTER, None, "--resume", "--steps", str(steps + 5)) as live:
@@ -128,7 +128,7 @@ def test_commands_on_a_living_run(tmp_path: Path) -> None:
     with running(tmp_path, HOTTER, None, "--resume", "--steps", "100000") as live:
         live.wait_until(lambda: live.processes("rollout"), "rollout has begun", 60)
         call(live, "stop", "--now")
-        assert live.wait(10) == 130 and "stopped" in live.output.read_text().splitlines()[-2]
+        assert live.wait(60) == 130 and "stopped" in live.output.read_text().splitlines()[-2]
         assert_over(live, "stopped", 130)
     aside = merged(HOTTER, {"rollout": {"without": ["rollout/0"]}})
     with running(tmp_path, aside, None, "--resume", "--steps", "100000") as live:
@@ -139,5 +139,5 @@ def test_commands_on_a_living_run(tmp_path: Path) -> None:
         call(live, "scale", "--without", "")
         live.wait_until(lambda: {"rollout/0", "rollout/1"} <= served().keys(), "the other is back", 60)
         live.process.kill()
-        live.process.wait(10)
+        live.process.wait(60)
         assert_over(live, "ended", 75)

@@ -320,7 +320,7 @@ def test_media_and_marks_wait_for_room(tmp_path: Path, monkeypatch, number: int)
     thread = threading.Thread(target=lambda: ids.append(MediaStore(tmp_path / "media").put(b"blob")))
     with failing.while_failing():
         thread.start()
-    thread.join(10)
+    thread.join(60)
     assert bytes(MediaStore(tmp_path / "media").read(ids[0])) == b"blob"
     full = [1, 1]
 

@@ -39,7 +39,7 @@ def settled(log: EventLog) -> None:
         assert time.monotonic() < deadline
         log.flush()
         if log._packing:
-            log._packing.join(10)
+            log._packing.join(60)
 
 
 def lines(path: Path) -> bytes:
@@ -181,7 +181,7 @@ def test_a_controller_killed_between_part_and_file_leaves_no_line_twice(tmp_path
     monkeypatch.setattr(EventLog, "_cut", lambda self: None)
     log.write(told(0, 30))
     log.flush()
-    log._packing.join(10)
+    log._packing.join(60)
     log.flush()
     assert len(parts_of(path)) == 1 and lines(path) == told(0, 30)
     extent = log.extent
@@ -205,7 +205,7 @@ def test_where_there_is_no_room_for_a_part_the_file_grows(tmp_path, monkeypatch)
     for number in range(40):
         log.write(told(number, number + 1))
         log.flush()
-    log._packing and log._packing.join(10)
+    log._packing and log._packing.join(60)
     log.flush()
     assert parts_of(path) == [] and path.read_bytes() == told(0, 40)
     monkeypatch.setattr(gzip.GzipFile, "write", real)

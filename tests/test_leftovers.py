@@ -96,7 +96,7 @@ def test_nobody_else_is_ended(run: RunDir) -> None:
         for process in living:
             process.stdout.readline()
         end_leftovers(run, "rollout", 2)
-        assert living[0].wait(10) == -signal.SIGKILL
+        assert living[0].wait(60) == -signal.SIGKILL
         assert [process.poll() for process in living[1:]] == [None] * len(others)
     finally:
         for process in living:

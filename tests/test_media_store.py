@@ -65,7 +65,7 @@ def kill_in(store: MediaStore, what: str) -> None:
     with subprocess.Popen(words, stdout=subprocess.PIPE, cwd=Path(__file__).parent.parent) as process:
         assert process.stdout.readline() == b"here\n"
         process.kill()
-        assert process.wait(timeout=10) == -signal.SIGKILL
+        assert process.wait(timeout=60) == -signal.SIGKILL
 
 
 def row_with(spans: Iterable[tuple[str, int, int]], length: int = 40) -> dict:

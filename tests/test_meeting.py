@@ -98,7 +98,7 @@ def test_who_waits_is_woken_and_nobody_waits_for_ever(served: tuple[str, int]) -
     waiting = threading.Thread(target=lambda: found.append(store.get("late")))
     waiting.start()
     store.set("late", "here")
-    waiting.join(10.0)
+    waiting.join(60)
     assert found == [b"here"]
     with pytest.raises(Exception, match=r"no rank has left 'never' here within 0\.05 s"):
         store.wait(["late", "never"], timedelta(seconds=0.05))

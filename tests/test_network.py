@@ -268,7 +268,7 @@ def two_ranks(run: RunDir, output: Path) -> Iterator[subprocess.Popen]:
         yield ranks
     finally:
         kill(family(ranks.pid))
-        ranks.wait(10)
+        ranks.wait(60)
 
 
 def ready(ranks: subprocess.Popen, roles: Roles) -> None:

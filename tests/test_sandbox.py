@@ -26,7 +26,7 @@ from tests.slurm_sandbox import left_behind, private_sandbox, requires_sandbox
 
 pytestmark = pytest.mark.slurm
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 BEATS = """\
 import os, pathlib, sys, time
 folder = pathlib.Path(sys.argv[1])

@@ -179,7 +179,7 @@ def test_it_waits_for_a_living_call_and_takes_over_from_a_dead_one(tmp_path: Pat
     assert waited.returncode == 1 and f"{host}:{os.getpid()}" in waited.stderr and "still holds" in waited.stderr
     lock.unlink()
     gone = subprocess.Popen(["/bin/true"])
-    gone.wait(timeout=10)
+    gone.wait(timeout=60)
     lock.symlink_to(f"{host}:{gone.pid}")
     assert "no Python 3.11 or 3.12" in setup(**env).stderr
 

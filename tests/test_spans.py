@@ -155,7 +155,7 @@ def test_a_long_file_is_cut_into_parts_and_read_as_one(tmp_path, monkeypatch):
             pass
     spans.close()
     for thread in [one for one in threading.enumerate() if one.name == "parts"]:
-        thread.join(10)
+        thread.join(60)
     assert len(parts_of(path)) > 3 and all(part.suffix == ".gz" for part in parts_of(path))
     assert path.stat().st_size < 4000
     (process,) = read_processes(tmp_path)

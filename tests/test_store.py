@@ -27,7 +27,7 @@ from tests.queue_helpers import make_run, rows_of
 
 TOKEN = b"t" * 32
 ORIGIN = {"group": "rollout", "incarnation": 1}
-WAIT_S = 20.0
+WAIT_S = 120.0
 
 
 class Saved:

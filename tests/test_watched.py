@@ -77,7 +77,7 @@ def works(process: subprocess.Popen) -> int:
 def test_a_child_that_ends_is_told_with_its_code(start: Start, what: str, code: int) -> None:
     process = start(what)
     works(process)
-    assert process.stdout.read() == f"ended {code}\n" and process.wait(10) == 7
+    assert process.stdout.read() == f"ended {code}\n" and process.wait(60) == 7
     assert ("ValueError: a bug" in process.stderr.read()) == (what == "raises")
 
 
@@ -88,7 +88,7 @@ def test_a_child_that_is_killed_is_told_with_the_signal_and_works_again(start: S
         assert process.stdout.readline() == "ready\n"
         os.kill(child, signal.SIGKILL)
         assert process.stdout.readline() == "ended -9\n"
-    assert process.wait(10) == 7
+    assert process.wait(60) == 7
 
 
 def test_stop_signals_reach_the_child_of_every_life(start: Start) -> None:

@@ -16,7 +16,7 @@ from relax_hpc.weights.ring import Slice
 from relax_hpc.weights.tensors import Tensor
 
 TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 class Source:
