@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from relax_hpc.config.schema import ActorConfig, Kernels, OptimizerConfig, TinyModelConfig
 from relax_hpc.data.tiny_model import make_tiny_model
 from relax_hpc.errors import ConfigError
-from relax_hpc.training.trainer import Trainer, supervised_loss
+from relax_hpc.training.trainer import Trainer
 from relax_hpc.transfer_queue.row_schema import Row
 from tests.requirements import DEVICE, requires
 from tests.test_training_logprobs import OneRank, inputs
@@ -145,7 +145,7 @@ def test_a_step_is_that_of_plain_layers(tiny: Path):
 def gradients(directory: Path, dtype: str, kernels: Kernels, packs: list[list[Row]]) -> dict[str, torch.Tensor]:
     """Of a supervised loss, by parameter: it is smooth, so that no token's ratio crosses a bound for a rounding."""
     model = policy(directory, dtype=dtype, actor=ActorConfig(kernels=kernels))
-    ours = Trainer(model, ALGORITHM, OptimizerConfig(), 1.0, loss=supervised_loss)
+    ours = Trainer(model, Sft(), OptimizerConfig(), 1.0)
     ours.accumulate([batch(pack) for pack in packs])
     return {name: one.main_grad.detach().float().cpu() for name, one in model.module.named_parameters()}
 

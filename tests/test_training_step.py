@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from relax_hpc.algorithms import ALGORITHMS, Grpo
+from relax_hpc.algorithms import ALGORITHMS, Grpo, Sft
 from relax_hpc.algorithms.base import CorrectionConfig
 from relax_hpc.config.schema import OptimizerConfig, ParallelConfig
 from relax_hpc.errors import ConfigError
@@ -27,7 +27,7 @@ from relax_hpc.models.spec import ModelSpec
 from relax_hpc.plan.model_memory import CHUNKS, kept_elements
 from relax_hpc.training import logprobs
 from relax_hpc.training.batches import collate_parts
-from relax_hpc.training.trainer import Trainer, supervised_loss
+from relax_hpc.training.trainer import Trainer
 from relax_hpc.transfer_queue.row_schema import Row
 from tests.convert_helpers import LLAMA, MIXED, model
 from tests.own_algorithm import Opo
@@ -395,9 +395,9 @@ def test_entropy_is_computed_where_it_is_asked_for(tiny: Path):
 
 
 def test_supervised_loss_falls(tiny: Path):
-    ours = Trainer(policy(tiny), ALGORITHM, OptimizerConfig(lr=1e-2), 1.0, loss=supervised_loss)
+    ours = Trainer(policy(tiny), Sft(), OptimizerConfig(lr=1e-2), 1.0)
     losses = []
     for _ in range(15):
         ours.accumulate([batch(rows(4))])
-        losses.append(ours.step(1e-2)["loss/supervised"])
+        losses.append(ours.step(1e-2)["loss/policy"])
     assert losses[-1] < 0.5 * losses[0]

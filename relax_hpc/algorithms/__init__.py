@@ -13,6 +13,7 @@ from typing import ClassVar
 from relax_hpc.algorithms.base import Algorithm
 from relax_hpc.algorithms.cispo import Cispo
 from relax_hpc.algorithms.distill import Distill
+from relax_hpc.algorithms.dpo import Dpo
 from relax_hpc.algorithms.dr_grpo import DrGrpo
 from relax_hpc.algorithms.dual_clip import DualClip
 from relax_hpc.algorithms.grpo import Grpo
@@ -22,6 +23,7 @@ from relax_hpc.algorithms.ppo import Ppo
 from relax_hpc.algorithms.reinforce_pp import ReinforcePP, ReinforcePPBaseline
 from relax_hpc.algorithms.rloo import Rloo
 from relax_hpc.algorithms.sapo import Sapo
+from relax_hpc.algorithms.sft import Sft
 from relax_hpc.errors import ConfigError
 from relax_hpc.named import named
 
@@ -38,6 +40,8 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "dual_clip": DualClip,
     "ppo": Ppo,
     "distill": Distill,
+    "sft": Sft,
+    "dpo": Dpo,
 }
 
 

@@ -100,10 +100,13 @@ class Algorithm:
     """Fields of rows that `given` makes."""
     uses_old: ClassVar[bool] = True
     """Whether the loss looks at the log-probabilities by the policy before the step."""
+    sequences: ClassVar[int] = 0
+    """Sequences in each row of the files that are learned from as they are: 1, or 2 that are compared. 0: files have
+    prompts, and engines draw what is learned from."""
 
     name: str = ""
     """Algorithm: grpo, dr_grpo, rloo, gspo, cispo, sapo, m2po, reinforce_pp, reinforce_pp_baseline, dual_clip, ppo,
-    distill, or `package.module:Class` of your own."""
+    distill, or `package.module:Class` of your own; sft and dpo learn from files."""
     passes: int = bounded(1, 1)
     """Times a training batch is gone through."""
     mini_batches: int = bounded(1, 1)
@@ -149,6 +152,11 @@ class Algorithm:
         """
         old = ("old_logprobs",) if self.uses_old and (self.updates > 1 or stale) else ()
         return (*self.gives, *old, *(("ref_logprobs",) if self.kl.coefficient else ()))
+
+    @property
+    def from_file(self) -> bool:
+        """Whether it learns from the rows of files: nothing is drawn."""
+        return self.sequences > 0
 
     @property
     def updates(self) -> int:

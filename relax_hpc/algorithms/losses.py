@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 MAX_SUFFIX = "_max"
 """Metrics with this suffix are maxima and combine by max; all others are sums."""
+PER_WEIGHT = ("loss/", "preference/")
+"""Beginnings of the names of sums whose means are over what the loss is a mean over; of others, over tokens."""
 OWN = "algorithm/"
 """Beginning of the names of metrics that one algorithm alone has."""
 
@@ -52,6 +54,19 @@ def clipped_surrogate(
     return free.maximum(clipped), clipped > free
 
 
+def token_shares(batch: TokenBatch, algorithm: Algorithm) -> tuple[Tensor, dict[str, Tensor]]:
+    """Weight of each token [b, s] in a loss that is summed as `algorithm.reduction` says, see `policy_loss`; and the
+    counts `tokens`, `episodes` and `weight`, by which the sum over an optimizer step is divided."""
+    share = (batch.mask > 0).to(batch.logprobs.dtype)
+    tokens, episodes = share.sum(), (batch.row_tokens() / batch.of_episode()).sum()
+    if algorithm.reduction == "sequence_mean":
+        share = share / batch.of_episode()
+    elif algorithm.reduction == "constant":
+        share = share / algorithm.constant_tokens
+    weight = tokens if algorithm.reduction == "token_mean" else episodes
+    return share, {"weight": weight, "tokens": tokens, "episodes": episodes}
+
+
 def policy_loss(batch: TokenBatch, algorithm: Algorithm) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of ``algorithm`` *summed* over ``batch`` (a scalar with gradient), and detached scalar sums to log.
 
@@ -74,11 +89,7 @@ def policy_loss(batch: TokenBatch, algorithm: Algorithm) -> tuple[Tensor, dict[s
     """
     keep = batch.mask > 0
     x = _checked(batch, algorithm)
-    share = keep.to(x.logprobs.dtype)
-    if algorithm.reduction == "sequence_mean":
-        share = share / x.of_episode()
-    elif algorithm.reduction == "constant":
-        share = share / algorithm.constant_tokens
+    share, counts = token_shares(x, algorithm)
     found = algorithm.token_losses(x)
     corrected = correction(x.old_logprobs, x.rollout_logprobs, algorithm.correction)
     terms = {"loss/policy": (share * corrected.weight * found.loss).sum()}
@@ -87,8 +98,6 @@ def policy_loss(batch: TokenBatch, algorithm: Algorithm) -> tuple[Tensor, dict[s
     terms["loss/entropy"] = _scaled(-algorithm.entropy_coefficient, share, x.entropy)
     loss = terms["loss/policy"] + terms["loss/kl"] + terms["loss/entropy"]
 
-    tokens = keep.sum().to(share.dtype)
-    episodes = (x.row_tokens() / x.of_episode()).sum().to(share.dtype)
     difference = (x.old_logprobs - x.rollout_logprobs).abs()
     per_token = {
         "ratio": found.ratio,
@@ -102,8 +111,7 @@ def policy_loss(batch: TokenBatch, algorithm: Algorithm) -> tuple[Tensor, dict[s
         "correction_cut": corrected.cut,
         "train_rollout_logprob_abs_diff": difference,
     } | {OWN + name: values for name, values in found.metrics.items()}
-    weight = tokens if algorithm.reduction == "token_mean" else episodes
-    metrics = {"weight": weight, "tokens": tokens, "episodes": episodes} | terms
+    metrics = counts | terms
     metrics |= {name: (keep * value).sum() for name, value in per_token.items() if value is not None}
     maxima = {
         "train_rollout_logprob": difference,
@@ -115,7 +123,7 @@ def policy_loss(batch: TokenBatch, algorithm: Algorithm) -> tuple[Tensor, dict[s
 
 
 def mean_metrics(totals: dict[str, float]) -> dict[str, float]:
-    """Means of combined `policy_loss` metrics: `loss/*` per weight, other sums per token; counts and maxima stay.
+    """Means of combined metrics of a loss: `PER_WEIGHT` per weight, other sums per token; counts and maxima stay.
 
     >>> mean_metrics({"weight": 2.0, "tokens": 4.0, "episodes": 2.0, "loss/policy": 3.0, "ratio": 5.0})
     {'weight': 2.0, 'tokens': 4.0, 'episodes': 2.0, 'loss/policy': 1.5, 'ratio': 1.25}
@@ -125,7 +133,7 @@ def mean_metrics(totals: dict[str, float]) -> dict[str, float]:
         if name in ("weight", "tokens", "episodes") or name.endswith(MAX_SUFFIX):
             result[name] = value
         else:
-            result[name] = value / max(totals["weight" if name.startswith("loss/") else "tokens"], 1.0)
+            result[name] = value / max(totals["weight" if name.startswith(PER_WEIGHT) else "tokens"], 1.0)
     return result
 
 

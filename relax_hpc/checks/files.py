@@ -14,6 +14,7 @@ from pathlib import Path
 from relax_hpc.checks.model_files import Model, find_model, stamp, unread
 from relax_hpc.config.roles import RANKED
 from relax_hpc.config.schema import Config, DataConfig, ParallelConfig
+from relax_hpc.data.examples import rules_of
 from relax_hpc.data.prompts import Prompt, PromptRules, Tally, Tokenizer, prompts_of
 from relax_hpc.data.rows import count_rows, read_rows
 from relax_hpc.errors import ConfigError
@@ -45,7 +46,7 @@ def check_files(config: Config) -> Iterator[str]:
         if not Path(path).is_file():
             yield f"{key}: found {path!r}, which is not a file; name a jsonl or parquet file"
         else:
-            yield from _prompts(key, path, policy.tokenizer, config.data)
+            yield from _prompts(key, path, policy.tokenizer, config)
 
 
 def _teacher(config: Config, policy: Model) -> Iterator[str]:
@@ -70,9 +71,9 @@ def _prompt_files(config: Config) -> dict[str, str]:
     return train | {f"data.eval.{name}": path for name, path in config.data.eval.items()}
 
 
-def _prompts(key: str, path: str, tokenizer: Tokenizer | None, data: DataConfig) -> Iterator[str]:
+def _prompts(key: str, path: str, tokenizer: Tokenizer | None, config: Config) -> Iterator[str]:
     try:
-        problem = read_prompts(path, tokenizer, data).problem(data)
+        problem = read_prompts(path, tokenizer, config).problem(config.data)
     except ConfigError as error:
         yield f"{key}: {error}"
         return
@@ -89,7 +90,7 @@ def notes(config: Config) -> Iterator[str]:
         # What cannot be read is a mistake, and was said.
         with suppress(ConfigError):
             if Path(path).is_file():
-                yield from _prompt_notes(key, read_prompts(path, tokenizer, config.data), config.data)
+                yield from _prompt_notes(key, read_prompts(path, tokenizer, config), config.data)
 
 
 def _prompt_notes(key: str, found: Reading, data: DataConfig) -> Iterator[str]:
@@ -127,10 +128,10 @@ class Reading:
         return self.tally.problem(data.max_bad_share, self.total)
 
 
-def read_prompts(path: str, tokenizer: Tokenizer | None, data: DataConfig) -> Reading:
+def read_prompts(path: str, tokenizer: Tokenizer | None, config: Config) -> Reading:
     """All rows of a file, or those of the first READ_S seconds; once, as long as it does not change. ConfigError: it
     cannot be read."""
-    return _read(path, stamp(Path(path)), tokenizer, PromptRules.of(data, tokenizer), READ_S)
+    return _read(path, stamp(Path(path)), tokenizer, rules_of(config, tokenizer), READ_S)
 
 
 @functools.lru_cache(maxsize=16)
@@ -153,6 +154,13 @@ def _read(path: str, _: tuple[int, ...], tokenizer: Tokenizer | None, how: Promp
 
 def _lengths(config: Config, model: Model) -> Iterator[str]:
     prompt, positions = config.data.max_prompt_tokens, model.spec.positions if model.spec else 0
+    if config.algorithm.from_file:
+        if positions and (found := config.data.max_row_tokens) > positions:
+            yield (
+                f"data.max_row_tokens: found {found}, allowed: max_position_embeddings of the model, {positions}; "
+                "lower it"
+            )
+        return
     for key, response in (("rollout", config.rollout.max_new_tokens), ("eval", config.eval.max_new_tokens)):
         if positions and response and prompt + response > positions:
             yield (

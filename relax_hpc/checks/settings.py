@@ -5,6 +5,7 @@ Every finding is one line: key, what was found, what is allowed or how to mend i
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections import Counter, defaultdict
@@ -21,10 +22,13 @@ from relax_hpc.models import megatron_settings
 from relax_hpc.protocol import misfit
 from relax_hpc.tasks import get_task, misfits
 
-ALWAYS_NEEDED = ("rollout", "actor", "advantages")
-"""Roles that every run has; `reference` is needed when its KL is in the loss, `actor_fwd` when a step has more than
-one update."""
 Findings = Iterator[str]
+
+
+def always_needed(config: Config) -> tuple[str, ...]:
+    """Roles that such a run always has; `reference` is needed when the loss looks at it, `actor_fwd` when a step has
+    more than one update."""
+    return ("data", "actor") if config.algorithm.from_file else ("rollout", "actor", "advantages")
 
 
 def check(config: Config) -> list[str]:
@@ -37,6 +41,7 @@ def check(config: Config) -> list[str]:
         _code,
         _colocate,
         _algorithm,
+        _from_file,
         _megatron,
         _kernels,
         _rollout,
@@ -154,10 +159,18 @@ def _groups(config: Config) -> Findings:
         if count > 1:
             groups = [name for name, group in config.groups.items() if role in group.roles]
             yield f"groups: found role {role} {count} times (in {', '.join(groups)}), allowed: once; remove the others"
-    for needed in ALWAYS_NEEDED:
+    for needed in always_needed(config):
         if needed not in places:
             yield f"groups: found role {needed} in no group; every run needs it, add it to the roles of one"
-    if (found := config.algorithm.kl.coefficient) and "reference" not in {*places, *config.actor.forward}:
+    if "data" in places and not config.algorithm.from_file:
+        yield f"groups: found role data with algorithm {config.algorithm.name}, which learns from no file; remove it"
+    has_reference = "reference" in {*places, *config.actor.forward}
+    if config.algorithm.from_file and "ref_logprobs" in config.algorithm.loss_needs() and not has_reference:
+        yield (
+            f"algorithm.name: found {config.algorithm.name}, but role reference is in no group; it compares with the "
+            "reference: add it to the roles of a group, or to actor.forward"
+        )
+    if (found := config.algorithm.kl.coefficient) and not has_reference:
         yield (
             f"algorithm.kl.coefficient: found {found}, but role reference is in no group; "
             "set it to 0, or add reference to the roles of a group, or to actor.forward"
@@ -224,7 +237,8 @@ def _algorithm(config: Config) -> Findings:
             f"{config.rollout.max_new_tokens}; nothing becomes that long"
         )
     groups, parts = config.prompts_per_step, config.algorithm.mini_batches
-    rows = groups // parts * config.samples_per_prompt
+    # Episodes that are compared are on one rank.
+    rows = groups // parts * (1 if config.algorithm.sequences > 1 else config.samples_per_prompt)
     if groups % parts:
         yield f"algorithm.mini_batches: found {parts}, allowed: a divisor of prompts_per_step, {groups}"
         return
@@ -235,6 +249,25 @@ def _algorithm(config: Config) -> Findings:
             f"{section}.parallel.data: found {data}, allowed: at most {rows} (prompts_per_step {groups} / "
             f"algorithm.mini_batches {parts} * samples_per_prompt), else a rank gets no sample"
         )
+
+
+def _from_file(config: Config) -> Findings:
+    """Whether rows are those of files, and what has no use then; or are drawn, for which it takes others."""
+    name, sequences, found = config.algorithm.name, config.algorithm.sequences, config.samples_per_prompt
+    if not sequences:
+        if found < 2:
+            yield f"samples_per_prompt: found {found}, allowed with {name}: at least 2; their rewards are compared"
+        return
+    nothing = f"{name} learns from files, and nothing is drawn"
+    usual, why = Config(), {"colocate": nothing, "max_staleness": nothing}
+    why |= {f"rollout.{key}": nothing for key in ("reward", "filter", "temperature", "over_sampling", "without")}
+    why |= {"model.routing_replay": nothing, "data.truncate": "a sequence that is cut would be another"}
+    for key, reason in why.items():
+        value, allowed = (functools.reduce(getattr, key.split("."), one) for one in (config, usual))
+        if value != allowed:
+            yield f"{key}: found {value!r}, allowed with {name}: {allowed!r}; {reason}"
+    if found != sequences:
+        yield f"samples_per_prompt: found {found}, allowed with {name}: {sequences}, which is set by itself"
 
 
 def _megatron(config: Config) -> Findings:
@@ -267,7 +300,7 @@ def _fields(config: Config) -> Findings:
     algorithm, usual = config.algorithm, {"old_logprobs", "ref_logprobs"}
     if "critic" in trainers_of(config.groups) and "returns" not in algorithm.gives:
         yield f"groups: found role critic with algorithm {algorithm.name}, which has none; remove it, or name ppo"
-    groups = {role for group in config.groups.values() for role in group.roles}.union(ALWAYS_NEEDED)
+    groups = {role for group in config.groups.values() for role in group.roles}.union(always_needed(config))
     late = [(name, groups.union(config.actor.forward), "") for name in {*algorithm.loss_needs()} - usual]
     early = [(name, groups, "; inside of the actor it would come too late") for name in algorithm.needs]
     for name, places, why in (*early, *late):

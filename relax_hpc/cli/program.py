@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -214,6 +215,18 @@ def _run(given: dict[str, Any]) -> int:
     return local.run(config, resume)
 
 
+def _from_files(algorithm: str, given: dict[str, Any]) -> int:
+    """Start a run whose rows are those of files, by ``algorithm`` unless it says so itself."""
+    if (named := _nested(given, "algorithm", "name")) not in (None, algorithm):
+        raise ConfigError(f"{COMMAND_LINE}: algorithm.name: found {named!r} with relax-hpc {algorithm}; use run")
+    return _run(given | {"algorithm.name": algorithm})
+
+
+def _nested(given: dict[str, Any], section: str, key: str) -> Any:
+    """Value of an option, however it was given."""
+    return given.get(f"{section}.{key}", (given.get(section) or {}).get(key))
+
+
 def _submit_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="Go on with the run that lies in run_dir")
     parser.add_argument("--dry-run", action="store_true", help="Write every file, contact nothing")
@@ -374,6 +387,22 @@ COMMANDS: dict[str, Command | Verbs] = {
         f"[--resume] [--run_dir D] {CONFIG_USAGE}",
         _run_arguments,
         _run,
+        takes_config=True,
+        is_whole=True,
+    ),
+    "sft": Command(
+        "Learn from demonstrations: run with algorithm sft, data.train with rows {id, prompt or messages, answer}.",
+        f"[--run_dir D] {CONFIG_USAGE}",
+        config_arguments,
+        partial(_from_files, "sft"),
+        takes_config=True,
+        is_whole=True,
+    ),
+    "dpo": Command(
+        "Learn from preferences: run with algorithm dpo, data.train with rows {id, prompt, chosen, rejected}.",
+        f"[--run_dir D] {CONFIG_USAGE}",
+        config_arguments,
+        partial(_from_files, "dpo"),
         takes_config=True,
         is_whole=True,
     ),

@@ -18,6 +18,7 @@ from typing import Any, cast, get_args, get_origin, get_type_hints
 from relax_hpc.algorithms import Algorithm
 from relax_hpc.config.clean import COMMAND_LINE, DROPPED, Cleaner, Mistake, near
 from relax_hpc.config.read import Source, dump_yaml, key_lines, read_yaml
+from relax_hpc.config.roles import OF_DRAWN_ROWS
 from relax_hpc.config.schema import Config, default_groups, optional_groups
 from relax_hpc.config.variants import FAMILIES, chosen, own_fields
 from relax_hpc.errors import ConfigError
@@ -145,6 +146,8 @@ def gather(files: Sequence[Path | str], overrides: Mapping[str, Any] | None = No
     _lay(found, _nest(overrides or {}), Source(COMMAND_LINE))
     needed = {name: {} for name in _needed_groups(found.tree) if f"groups.{name}" not in found.sources}
     found.tree = _with_optional(found.tree, needed)
+    if sequences := chosen(Algorithm, found.tree["algorithm"]).sequences:
+        found.tree = _of_files(found, sequences)
     return found
 
 
@@ -223,6 +226,21 @@ def _needed_groups(tree: Mapping[str, Any]) -> list[str]:
     placed = [*(group.get("roles", ()) for group in tree["groups"].values()), tree["actor"]["forward"]]
     missing = roles_for((*algorithm.needs, *algorithm.loss_needs(tree["max_staleness"] > 0))).difference(*placed)
     return [name for name, group in optional_groups().items() if missing.intersection(group.roles)]
+
+
+def _of_files(found: Layers, sequences: int) -> dict[str, Any]:
+    """The tree of a run whose rows are those of files, ``sequences`` in each: without the roles that draw, whatever
+    layers say of their groups, as those of a cluster do, and with role `data`, in the hub unless one says otherwise."""
+    tree, usual = found.tree, {"samples_per_prompt": sequences, "weights.file_every": 0}
+    groups = {
+        name: group | {"roles": [role for role in group["roles"] if role not in OF_DRAWN_ROWS]}
+        for name, group in tree["groups"].items()
+    }
+    if "hub" in groups and not any("data" in group["roles"] for group in groups.values()):
+        groups["hub"]["roles"].append("data")
+    left = {name: group for name, group in groups.items() if group["roles"] or name == "hub"}
+    said = _nest({key: value for key, value in usual.items() if key not in found.sources})
+    return merge(Config, tree | {"groups": left}, said)
 
 
 def _check_removals(groups: Mapping[str, Any], known: Collection[str], cleaner: Cleaner) -> None:

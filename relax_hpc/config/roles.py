@@ -28,6 +28,7 @@ class Role:
 
 ROLES = {
     "rollout": Role("relax_hpc.roles.rollout", sections=("rollout", "reward")),
+    "data": Role("relax_hpc.roles.data"),
     "actor": Role(
         "relax_hpc.roles.actor",
         ranked=True,
@@ -65,6 +66,10 @@ ROLES = {
     ),
     "advantages": Role("relax_hpc.roles.advantages", needs=("reward",)),
 }
+MAKERS = ("rollout", "data")
+"""Roles that make rows, of which a run has one: engines draw them, or files have them."""
+OF_DRAWN_ROWS = ("rollout", "actor_fwd", "advantages")
+"""Roles without work in a run whose rows are those of files."""
 POLICY = "actor"
 """The role that trains what engines generate with: versions and their lineage are of its incarnations."""
 RANKED = tuple(name for name, role in ROLES.items() if role.ranked)

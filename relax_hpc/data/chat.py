@@ -52,12 +52,13 @@ class ChatTemplate:
         """Key that is the same for templates that make the same text."""
         return hashlib.sha256(json.dumps([self._first, self._system], sort_keys=True).encode()).hexdigest()
 
-    def render(self, messages: list[dict[str, Any]]) -> str:
-        """The prompt of these messages, up to where the model answers. TemplateError: there is none."""
+    def render(self, messages: list[dict[str, Any]], whole: bool = False) -> str:
+        """The prompt of these messages, up to where the model answers; ``whole``: it has answered. TemplateError: there
+        is none."""
         if self._system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self._system}, *messages]
         with self._turn:
-            answer = self._ask({"messages": messages})
+            answer = self._ask({"messages": messages, "add_generation_prompt": not whole})
         if "error" in answer:
             raise TemplateError(answer["error"])
         return answer["text"]
@@ -129,7 +130,7 @@ def template_of(
     chosen: str, model_dir: Path, system: str, enable_thinking: bool, names: tuple[tuple[str, str], ...]
 ) -> ChatTemplate:
     """One template for all who ask, so that it has one child process. ``names``: of the tokenizer's special tokens."""
-    variables = {**dict(names), "add_generation_prompt": True, "enable_thinking": enable_thinking, "tools": None}
+    variables = {**dict(names), "enable_thinking": enable_thinking, "tools": None}
     return ChatTemplate(find_template(chosen, model_dir), variables, system)
 
 
@@ -168,7 +169,7 @@ def main() -> None:
             if template is None:
                 template, variables = _compiled(question["template"]), question["variables"]
             else:
-                answer["text"] = "".join(_limited(template.generate(messages=question["messages"], **variables)))
+                answer["text"] = "".join(_limited(template.generate(**question, **variables)))
         except (Exception, RecursionError, MemoryError) as error:
             answer = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
         signal.alarm(0)

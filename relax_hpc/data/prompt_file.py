@@ -20,7 +20,7 @@ from typing import Any, overload
 import numpy as np
 import xxhash
 
-from relax_hpc.data.prompts import Prompt, PromptRules, Tally, Tokenizer, prompt_of
+from relax_hpc.data.prompts import Prompt, PromptRules, Tally, Tokenizer
 from relax_hpc.data.rows import BadLine, Line, Record, is_parquet, opened, read_lines, read_parquet, row_of
 from relax_hpc.disk import patiently
 from relax_hpc.errors import ConfigError, RelaxError
@@ -114,7 +114,7 @@ class PromptFile(Sequence[Prompt]):
         if len(data) != size or zlib.crc32(data) != check:
             raise changed(self.index.stamp, self._where, f"line {number} is another")
         record = row_of(Line(number, start, data))
-        made = record if isinstance(record, BadLine) else prompt_of(number, record[1], self._tokenizer, self._how)
+        made = record if isinstance(record, BadLine) else self._how.read(number, record[1], self._tokenizer)
         if isinstance(made, BadLine):
             raise RelaxError(
                 f"{self._lines}: line {number} was a prompt when it was indexed: {made.reason}: {made.detail}"
@@ -159,8 +159,7 @@ def changed(stamp: Stamp, where: Path, what: str) -> ConfigError:
 
 def rules_key(tokenizer: Tokenizer, how: PromptRules) -> str:
     """Key of all that decides which lines are prompts."""
-    template = how.template.key if how.template else ""
-    about = [FORMAT, how.max_tokens, *how.special_tokens, template, how.keeps_end, tokenizer.key]
+    about = [FORMAT, *how.about(), tokenizer.key]
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()
 
 
@@ -198,7 +197,7 @@ class _Scan:
 
     def add(self, line: Line, row: Row) -> None:
         """Take ``row``, which stands in ``line``."""
-        found = row if isinstance(row, BadLine) else prompt_of(*row, self._tokenizer, self._how, tokens=False)
+        found = row if isinstance(row, BadLine) else self._how.read(*row, self._tokenizer, tokens=False)
         self._tally.add(found)
         if isinstance(found, BadLine):
             if len(self._bad) < KEPT_BAD:

@@ -84,6 +84,10 @@ class Tokenizer:
         """A second backend: the choice is a state of the whole object, which threads share."""
         return type(self._backend).from_str(self._backend.to_str())
 
+    def name_of(self, number: int) -> str:
+        """What token ``number`` looks like."""
+        return self._backend.id_to_token(number)
+
     def decode(self, ids: list[int]) -> str:
         """Text of `ids` without special tokens."""
         return self._backend.decode(ids, skip_special_tokens=True)
@@ -170,6 +174,15 @@ class PromptRules:
             template = template_of(data.chat_template, *about)
         return cls(data.max_prompt_tokens, tuple(data.special_tokens), template, data.truncate == "left")
 
+    def about(self) -> list[Any]:
+        """All that decides what rows become, but for the tokenizer."""
+        template = self.template.key if self.template else ""
+        return [self.max_tokens, *self.special_tokens, template, self.keeps_end]
+
+    def read(self, number: int, record: Record, tokenizer: Tokenizer | None, tokens: bool = True) -> Any:
+        """The prompt of the row in line ``number``, or why it has none, a `BadLine`; see `prompts_of`."""
+        return prompt_of(number, record, tokenizer, self, tokens)
+
     @contextmanager
     def rendering(self) -> Iterator[None]:
         """Context in which rows are read; the template's process ends with it."""
@@ -191,8 +204,8 @@ def prompts_of(
     """
     seen: set[str] = set()
     for row in rows:
-        found = row if isinstance(row, BadLine) else prompt_of(*row, tokenizer, how, tokens)
-        if isinstance(found, Prompt):
+        found = row if isinstance(row, BadLine) else how.read(*row, tokenizer, tokens)
+        if not isinstance(found, BadLine):
             if found.prompt_id in seen:
                 found = BadLine(row[0], "duplicate_id", f"id {found.prompt_id}")
             else:
@@ -206,7 +219,7 @@ def prompt_of(
     """The prompt of the row in line ``number``, or why it has none; see `prompts_of`."""
     try:
         return _prompt(record, tokenizer, how, tokens)
-    except _Bad as bad:
+    except BadRecord as bad:
         return BadLine(number, *bad.args)
 
 
@@ -247,59 +260,74 @@ class Tally:
             f"{count} {reason} (first line {self._first[reason].line}: {self._first[reason].detail})"
             for reason, count in self.counts.most_common()
         )
-        cure = "raise data.max_prompt_tokens, or " if "over_long" in self.counts else ""
+        cure = "raise that limit, or " if "over_long" in self.counts else ""
         return (
             f"{self.bad} of {total} lines are bad: {reasons}; allowed share {max_bad_share}; {cure}mend the file, or "
             "raise data.max_bad_share"
         )
 
 
-class _Bad(Exception):
-    """Reason and detail of a row that is no prompt."""
+class BadRecord(Exception):
+    """Reason and detail of a row that is of no use."""
 
 
 def _prompt(record: Record, tokenizer: Tokenizer | None, how: PromptRules, tokens: bool) -> Prompt:
     source = next((name for name in ("token_ids", "messages") if name in record), "prompt")
     if missing := [name for name in ("id", source, "answer") if name not in record]:
-        raise _Bad("missing_field", f"no {', no '.join(missing)}")
+        raise BadRecord("missing_field", f"no {', no '.join(missing)}")
     rest = dict(record)
-    prompt_id, answer, given = rest.pop("id"), rest.pop("answer"), rest.pop(source)
-    for name, value, kinds in (("id", prompt_id, str | int), ("answer", answer, str | int | float)):
-        if not isinstance(value, kinds):
-            raise _Bad("wrong_type", f"{name} is {_kind(value)}")
+    prompt_id = id_of(rest)
+    answer, given = rest.pop("answer"), rest.pop(source)
+    if not isinstance(answer, str | int | float):
+        raise BadRecord("wrong_type", f"answer is {_kind(answer)}")
+    del rest["id"]
     if source != "token_ids":
         text, ids = _encoded(given, source, tokenizer, how, tokens)
     else:
-        _check_ids(given, tokenizer.vocab_size if tokenizer else None)
+        check_ids(given, tokenizer.vocab_size if tokenizer else None)
         text = str(rest.pop("prompt", "") or (tokenizer.decode(given) if tokenizer else ""))
         ids = given
     if not (text.strip() if ids is None else ids):
-        raise _Bad("empty_prompt", f"{source} is empty")
+        raise BadRecord("empty_prompt", f"{source} is empty")
     if len(ids or ()) > how.max_tokens:
         if not how.keeps_end:
-            raise _Bad("over_long", f"{len(ids)} tokens, data.max_prompt_tokens is {how.max_tokens}")
+            raise BadRecord("over_long", f"{len(ids)} tokens, data.max_prompt_tokens is {how.max_tokens}")
         ids = ids[-how.max_tokens :]
-    return Prompt(str(prompt_id), tuple(ids or ()), text, str(answer), rest)
+    return Prompt(prompt_id, tuple(ids or ()), text, str(answer), rest)
+
+
+def id_of(record: Record) -> str:
+    """Id of a row. BadRecord: it has none."""
+    if "id" not in record:
+        raise BadRecord("missing_field", "no id")
+    if not isinstance(record["id"], str | int):
+        raise BadRecord("wrong_type", f"id is {_kind(record['id'])}")
+    return str(record["id"])
+
+
+def is_chat(given: Any) -> bool:
+    """Whether ``given`` is a list of chat messages."""
+    return isinstance(given, list) and bool(given) and all(isinstance(one, dict) and "role" in one for one in given)
 
 
 def _encoded(
     given: Any, source: str, tokenizer: Tokenizer | None, how: PromptRules, tokens: bool
 ) -> tuple[str, list[int] | None]:
     """The text of a prompt, by a template or as it is, and its tokens; None: they were not looked at."""
-    is_chat = isinstance(given, list) and given and all(isinstance(one, dict) and "role" in one for one in given)
-    if not (is_chat or (isinstance(given, str) and source == "prompt")):
-        raise _Bad("wrong_type", f"{source} is {_kind(given)}")
+    chat = is_chat(given)
+    if not (chat or (isinstance(given, str) and source == "prompt")):
+        raise BadRecord("wrong_type", f"{source} is {_kind(given)}")
     if not tokenizer:
         return (given if isinstance(given, str) else json.dumps(given)), None
     as_tokens = "prompt" in how.special_tokens
-    if is_chat and not how.template:
-        raise _Bad("wrong_type", f"{source} is a list of chat messages; set data.chat_template: model")
+    if chat and not how.template:
+        raise BadRecord("wrong_type", f"{source} is a list of chat messages; set data.chat_template: model")
     if isinstance(given, str) and not given.strip():
         return given, []
     text = given
     if how.template:
-        messages = given if is_chat else [{"role": "user", "content": given}]
-        text = _rendered(messages, tokenizer, how.template, as_tokens)
+        messages = given if chat else [{"role": "user", "content": given}]
+        text = rendered(messages, tokenizer, how.template, as_tokens)
     if not tokens and text.strip() and (most := tokenizer.at_most(text)) and (how.keeps_end or most <= how.max_tokens):
         return text, None
     if how.template:
@@ -307,24 +335,26 @@ def _encoded(
     return text, tokenizer.encode(text, special_tokens=as_tokens)
 
 
-def _rendered(messages: list[Any], tokenizer: Tokenizer, template: ChatTemplate, as_tokens: bool) -> str:
-    """Text that the template makes of messages. In it the names of special tokens mean these; in the messages, unless
-    ``as_tokens``, they must not stand: one could end a turn by them."""
+def rendered(
+    messages: list[Any], tokenizer: Tokenizer, template: ChatTemplate, as_tokens: bool = False, whole: bool = False
+) -> str:
+    """Text that the template makes of messages, up to where the model answers, or ``whole``. In it the names of special
+    tokens mean these; in the messages, unless ``as_tokens``, they must not stand: one could end a turn by them."""
     if not as_tokens and (
         found := [name for name in tokenizer.special_names if name in json.dumps(messages, ensure_ascii=False)]
     ):
-        raise _Bad("special_token", f"a message has {found[0]} in it, which would be a token")
+        raise BadRecord("special_token", f"a message has {found[0]} in it, which would be a token")
     try:
-        return template.render(messages)
+        return template.render(messages, whole)
     except TemplateError as error:
-        raise _Bad("chat_template", str(error)) from None
+        raise BadRecord("chat_template", str(error)) from None
 
 
-def _check_ids(given: Any, vocab: int | None) -> None:
+def check_ids(given: Any, vocab: int | None) -> None:
     if not isinstance(given, list) or not all(type(one) is int for one in given):
-        raise _Bad("wrong_type", "token_ids is no list of integers")
+        raise BadRecord("wrong_type", "token_ids is no list of integers")
     if vocab and (wrong := [one for one in given if not 0 <= one < vocab]):
-        raise _Bad("wrong_type", f"token_ids has {wrong[0]}, the tokenizer {vocab} tokens")
+        raise BadRecord("wrong_type", f"token_ids has {wrong[0]}, the tokenizer {vocab} tokens")
 
 
 def _kind(value: Any) -> str:

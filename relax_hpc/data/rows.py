@@ -37,7 +37,8 @@ class BadLine:
     line: int
     """Number of the line, counted from 1."""
     reason: str
-    """broken_json | missing_field | wrong_type | duplicate_id | empty_prompt | over_long"""
+    """broken_json | missing_field | wrong_type | duplicate_id | empty_prompt | over_long | special_token |
+    chat_template; of examples also empty_answer | no_preference"""
     detail: str = field(default="", compare=False)
 
 

@@ -19,8 +19,8 @@ from relax_hpc.metrics.writer import METRICS_FILE
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-REWARD, HELD_OUT = "reward/mean", "eval/*"
-_TITLES = {REWARD: "Training reward", HELD_OUT: "Held-out evaluation"}
+REWARD, LOSS, HELD_OUT = "reward/mean", "loss/policy", "eval/*"
+_TITLES = {REWARD: "Training reward", LOSS: "Training loss", HELD_OUT: "Held-out evaluation"}
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's palette, which readers with any colour vision tell apart (https://jfly.uni-koeln.de/color/)."""
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2)))
@@ -68,7 +68,7 @@ def main(runs: list[str], output: str, tags: list[str]) -> int:
 
 
 def plot_runs(runs: Sequence[Path], output: Path, tags: Sequence[str] = ()) -> Path:
-    """Draw one panel for training reward, one for held-out scores and one for each of `tags`, under one another.
+    """Draw one panel for training reward, or for the loss where there are no rewards, one for held-out scores and one for each of `tags`, under one another.
 
     Args:
         runs: run directories, each with a metrics.jsonl.
@@ -82,7 +82,9 @@ def plot_runs(runs: Sequence[Path], output: Path, tags: Sequence[str] = ()) -> P
     loaded = [_load(path, label) for path, label in zip(runs, run_labels(runs), strict=True)]
     if not loaded:
         raise ConfigError("plot: no run directory given; name one or several")
-    patterns = list(dict.fromkeys((REWARD, HELD_OUT, *tags)))
+    known = {tag for run in loaded for tag in tags_of(run.metrics.rows)}
+    learned = LOSS if LOSS in known and REWARD not in known else REWARD
+    patterns = list(dict.fromkeys((learned, HELD_OUT, *tags)))
     panels = {
         pattern: [c for number, run in enumerate(loaded) for c in _curves(number, run, pattern)] for pattern in patterns
     }

@@ -16,7 +16,7 @@ from relax_hpc.metrics.shares import is_by_peer
 WIDTH = 79
 """Columns of a line, one less than a terminal's usual 80: a wider one would wrap, and not be overwritten."""
 _WINDOW = 20
-_SPEED = "perf/rollout_tokens_per_s"
+_SPEED, _TRAINED, _LOSS = "perf/rollout_tokens_per_s", "perf/train_tokens_per_s", "loss/policy"
 _TO_LINE_END = "\x1b[K"
 
 
@@ -28,8 +28,9 @@ def progress_line(
     Args:
         step: the step just finished, from 0, as in metrics.jsonl.
         steps: steps of the whole run.
-        values: reward/mean, staleness/mean, perf/rollout_tokens_per_s, eval/<set>/<reward> where an evaluation has
-            just come in, and idle/<role> (share of time, 0 to 1); other tags are left alone.
+        values: reward/mean, staleness/mean, perf/rollout_tokens_per_s, or, where nothing is drawn, loss/policy and
+            perf/train_tokens_per_s; eval/<set>/<reward> where an evaluation has just come in, and idle/<role> (share
+            of time, 0 to 1); other tags are left alone.
         eta_s: seconds to the end of the run, if known.
         width: what comes last and does not fit is left out: of idle roles, of evaluations, and so on.
 
@@ -39,9 +40,7 @@ def progress_line(
     parts = [
         f"eta {_duration(eta_s):>6}",
         f"step {step:{len(str(steps))}d}/{steps}",
-        f"reward {_number(values.get('reward/mean'), '.3f'):>5}",
-        f"stale {_number(values.get('staleness/mean'), '.1f'):>3}",
-        f"{_thousands(values.get(_SPEED)):>5} tok/s",
+        *_learned(values),
     ]
     parts += [f"{tag.split('/')[1]} {_number(values[tag], '.3f')}" for tag in sorted(values) if _is_score(tag)]
     line = "  ".join(_fitting(parts, "  ", width))
@@ -49,6 +48,17 @@ def progress_line(
     idle = [f"{tag[5:]} {_percent(values[tag]):>3}" for tag in tags]
     shown = _fitting(idle, " ", width - len(f"{line}  idle "))
     return f"{line}  idle {' '.join(shown)}" if shown else line
+
+
+def _learned(values: Mapping[str, float]) -> list[str]:
+    """What the policy gets for what it draws, or, where nothing is drawn, its loss."""
+    if _LOSS in values and "reward/mean" not in values:
+        return [f"loss {_number(values[_LOSS], '.4f')}", f"{_thousands(values.get(_TRAINED)):>5} tok/s"]
+    return [
+        f"reward {_number(values.get('reward/mean'), '.3f'):>5}",
+        f"stale {_number(values.get('staleness/mean'), '.1f'):>3}",
+        f"{_thousands(values.get(_SPEED)):>5} tok/s",
+    ]
 
 
 def _fitting(parts: Sequence[str], between: str, width: int) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,11 @@ class Metrics:
     """(incarnation, step) of each return to an earlier step, in the order of the file."""
     torn: int = 0
     """Lines left out because they are not whole (their writer was killed)."""
+
+
+def is_step(row: Mapping[str, Any]) -> bool:
+    """Whether a row, or a line, has what a training step reports; others are of evaluations alone."""
+    return "reward/mean" in row or "loss/policy" in row
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

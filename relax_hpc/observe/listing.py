@@ -11,7 +11,7 @@ from typing import Any
 
 from relax_hpc.config import load_resolved
 from relax_hpc.errors import ConfigError
-from relax_hpc.metrics.read import read_metrics
+from relax_hpc.metrics.read import is_step, read_metrics
 from relax_hpc.observe.states import exit_code, gravest, state_of
 from relax_hpc.observe.status import SLURM_S
 from relax_hpc.observe.status_view import duration
@@ -72,7 +72,7 @@ def _row(run: RunDir, root: Path, jobs: dict[str, Job] | None) -> dict[str, Any]
         return about | {"state": "unreadable", "exit_code": exit_code("unreadable", {}), "error": str(error)}
     submitted = {entry.job for entry in Ledger(run).entries()}
     own = submitted & (jobs or {}).keys()
-    steps = [row["step"] + 1 for row in read_metrics(run.root) if "reward/mean" in row]
+    steps = [row["step"] + 1 for row in read_metrics(run.root) if is_step(row)]
     living = [name for name in members_of(run, config) if not all_ended(run, config, name)]
     beat_s = min((last_beat_s(run, name) for name in living), default=float("inf"))
     about |= {"trained_steps": max(steps, default=0), "steps": config.steps, "layout": config.layout}

@@ -12,7 +12,7 @@ from relax_hpc.config import Config, load_resolved
 from relax_hpc.config.roles import ROLES
 from relax_hpc.errors import ConfigError
 from relax_hpc.metrics.accounting import Interval, Label, added, even_split
-from relax_hpc.metrics.read import load_metrics
+from relax_hpc.metrics.read import is_step, load_metrics
 from relax_hpc.metrics.read_spans import union_length
 from relax_hpc.metrics.timeline import Pace, Worker, pace, step_ends
 from relax_hpc.observe.hours import hours
@@ -164,7 +164,7 @@ def _goodput(run: RunDir, config: Config, part: _Part, wall_s: float) -> dict[st
     first, last = part.first, part.last
     if first is None or last is None or not wall_s:
         return None
-    rows = [row for row in metrics.rows if first <= row["step"] <= last and "reward/mean" in row]
+    rows = [row for row in metrics.rows if first <= row["step"] <= last and is_step(row)]
     drawn = sum(line.get("perf/rollout_tokens", 0.0) for line in metrics.lines if first <= line["step"] <= last)
     samples = config.prompts_per_step * config.samples_per_prompt
     learned = sum(row.get("reward/response_tokens", math.nan) * samples for row in rows)
@@ -181,7 +181,7 @@ def _goodput(run: RunDir, config: Config, part: _Part, wall_s: float) -> dict[st
 
 def _dropped(run: RunDir, rows: Sequence[dict[str, Any]], first: int, last: int) -> dict[str, int]:
     """Dropped rows by reason, from the end of the step before ``first`` to that of ``last``; all of a finished run."""
-    counted = [row for row in rows if "reward/mean" in row]
+    counted = [row for row in rows if is_step(row)]
     before = [row for row in counted if row["step"] < first]
     until = [row for row in counted if row["step"] <= last]
     ended = bool(until) and until[-1] is counted[-1] and run.finished.exists()

@@ -11,7 +11,7 @@ from relax_hpc.config import Config, load_resolved
 from relax_hpc.config.groups import trainers_of
 from relax_hpc.config.roles import POLICY
 from relax_hpc.errors import ConfigError, RelaxError
-from relax_hpc.metrics.read import read_metrics
+from relax_hpc.metrics.read import is_step, read_metrics
 from relax_hpc.metrics.shares import shares_of_time
 from relax_hpc.observe.states import exit_code, state_of
 from relax_hpc.observe.status_groups import ALIVE, all_names, group_status
@@ -100,7 +100,7 @@ def _state(about: dict[str, Any]) -> str:
 
 def _training(run: RunDir, config: Config, found: dict[str, Any]) -> dict[str, Any]:
     """Steps, pace and throughput; the metrics file knows them while the hub does not answer."""
-    rows = [row for row in read_metrics(run.root) if "reward/mean" in row]
+    rows = [row for row in read_metrics(run.root) if is_step(row)]
     trained = found.get("trained_steps", rows[-1]["step"] + 1 if rows else 0)
     # What lies between two lives of the hub says nothing of the pace.
     last = [row for row in rows[-_PACE:] if row["incarnation"] == rows[-1]["incarnation"]]

@@ -34,7 +34,10 @@ ENGINE_SHARE = 0.85
 
 
 def longest_row(config: Config) -> int:
-    """Tokens of the longest prompt and response; a micro-batch takes a row whole, however few it is to have."""
+    """Tokens of the longest prompt and response, or of all sequences of a file's row that are compared; a micro-batch
+    takes them whole, however few it is to have."""
+    if config.algorithm.from_file:
+        return config.data.max_row_tokens * config.algorithm.sequences
     return config.data.max_prompt_tokens + config.rollout.max_new_tokens
 
 

@@ -10,6 +10,7 @@ from relax_hpc.config.schema import Config
 from relax_hpc.models.flops import peak_flops
 from relax_hpc.models.hf_files import read_config
 from relax_hpc.roles.context import Context
+from relax_hpc.roles.held_out import HeldOut
 from relax_hpc.roles.inner import InnerRoles
 from relax_hpc.roles.ranks import Ranks
 from relax_hpc.roles.step_report import StepResult, mfu_report, policy_values, staleness_report
@@ -37,6 +38,8 @@ class Policy(Beside):
         self.context, self.config, self.ranks = context, context.config, ranks
         self.spec, self.peak = model.spec, peak_of(model, self.config)
         self.inner = InnerRoles(model, self.config, context.model)
+        self.held_out = HeldOut(context, ranks, model) if self.config.algorithm.from_file else None
+        """Evaluation of a run in which no engine evaluates."""
         self.trainer = trainer_of(model, self.config)
         self.away: StateAway | None = None
         """Host copy of weights and optimizer while engines have the devices; with `colocate`, from `resumed` on."""
@@ -56,8 +59,10 @@ class Policy(Beside):
 
     def publish(self, number: int, due: bool = False) -> None:
         """Make the present weights version ``number`` of this incarnation, if such a one is published, or ``due``."""
-        last = number == self.config.steps
-        if due or last or number % self.config.weights.publish_every == 0:
+        last, weights = number == self.config.steps, self.config.weights
+        # Where nobody reads versions, those alone whose files are kept.
+        every = weights.keep_every if self.config.algorithm.from_file else weights.publish_every
+        if due or last or (every and number % every == 0):
             with self.context.spans("publish", step=number):
                 self.publisher.publish(Version(self.context.incarnation, number), last)
 
@@ -67,7 +72,7 @@ class Policy(Beside):
             # Not before a checkpoint is loaded, which brings other tensors.
             self.away = StateAway(self.trainer)
         self.publish(step, due=True)
-        self.end_step()
+        self.end_step(step)
 
     def take_turn(self, step: int, windows: WindowStream) -> None:
         """Wait until engines that share the devices have made room."""
@@ -106,8 +111,10 @@ class Policy(Beside):
         """See `Beside`."""
         self.publish(step + 1)
 
-    def end_step(self) -> None:
-        """Make room for engines on the same devices."""
+    def end_step(self, steps: int) -> None:
+        """Evaluate, where no engine does; make room for engines on the same devices."""
+        if self.held_out:
+            self.held_out.evaluate(steps)
         if self.away:
             self.publisher.await_copy()
             with self.context.spans("wait", cause=_MOVE):
@@ -125,7 +132,7 @@ class Policy(Beside):
 
     def values(self, result: StepResult, answer: StepTrained) -> dict[str, float]:
         """See `Beside`."""
-        values = policy_values(result) | staleness_report(answer)
+        values = result.values() if self.held_out else policy_values(result) | staleness_report(answer)
         values |= mfu_report(result, self.spec, self.config.algorithm.passes, self.peak)
         if self.config.weights.anchor_every:
             values["weights/delta_share"] = self.publisher.delta_share()

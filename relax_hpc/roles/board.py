@@ -11,7 +11,7 @@ from typing import Any
 from relax_hpc.config.roles import POLICY
 from relax_hpc.config.schema import Config
 from relax_hpc.metrics.progress import Progress
-from relax_hpc.metrics.read import read_metrics
+from relax_hpc.metrics.read import is_step, read_metrics
 from relax_hpc.metrics.shares import tags_of_time
 from relax_hpc.metrics.writer import (
     COMPONENT_COUNT,
@@ -36,7 +36,7 @@ class Board:
 
     def __init__(self, run_dir: Path, incarnation: int, steps: int, state: QueueState) -> None:
         rows = read_metrics(run_dir)
-        self._next = 1 + max((row["step"] for row in rows if "reward/mean" in row), default=-1)
+        self._next = 1 + max((row["step"] for row in rows if is_step(row)), default=-1)
         self.writer = MetricsWriter(run_dir, incarnation)
         self.progress = Progress(steps)
         self.state = state
@@ -69,8 +69,9 @@ class Board:
 
     def configured(self, config: Config) -> None:
         """Tell TensorBoard how the run is configured, and what to judge that by."""
-        scores = [f"eval/{name}/{config.eval.metric}" for name in config.data.eval]
-        self.writer.configured(settings_of(config), ["reward/mean", *scores])
+        from_file = config.algorithm.from_file
+        scores = [f"eval/{name}/{'loss' if from_file else config.eval.metric}" for name in config.data.eval]
+        self.writer.configured(settings_of(config), ["loss/policy" if from_file else "reward/mean", *scores])
 
     def _write(self, step: int) -> None:
         values = dict(self._values) | self._shares() | self._queue()

@@ -76,5 +76,5 @@ def check_same(reference: dict[str, Any], policy: dict[str, Any], ignore_keys: S
     if spec_of(reference, ignore_keys) != spec_of(policy, ignore_keys):
         raise ConfigError(
             "model.reference_path: found another architecture than the policy's, allowed with reference in "
-            "actor.forward: the same; give it a group"
+            "actor.forward, or with held-out pairs (eval.every): the same; give it a group, or set eval.every: 0"
         )

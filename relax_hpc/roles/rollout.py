@@ -20,6 +20,7 @@ from relax_hpc.roles.context import Context
 from relax_hpc.roles.membership import Membership
 from relax_hpc.roles.replica import FOR_TURN, Replica
 from relax_hpc.rollout.attempt import Attempt
+from relax_hpc.rollout.bad_lines import note_bad_lines
 from relax_hpc.rollout.judge import Judge
 from relax_hpc.rollout.outbox import Outbox
 from relax_hpc.rollout.outcomes import Failure, Outcomes
@@ -67,7 +68,7 @@ class Rollout:
         # The hub may be away for long.
         context.says("")
         if context.world.leader:
-            self._note_bad_lines()
+            note_bad_lines(self.client, self.train_prompts)
 
     def tell(self, number: int, phase: str) -> None:
         """Have beats say what an engine is at: of several the first that is at anything but a wait."""
@@ -77,13 +78,6 @@ class Rollout:
         found = [phase for _, phase in sorted(self.phases.items()) if phase]
         doing = min(found, key=FOR_TURN.__eq__, default="")
         self.client.beat.at_work(doing, waits=doing == FOR_TURN)
-
-    def _note_bad_lines(self) -> None:
-        """Count them, once a run: an earlier incarnation of the group may have done so."""
-        noted = self.client.status.get().result().noted
-        if not any(name.startswith("bad_prompt/") for name in noted):
-            for line in self.train_prompts.bad:
-                self.client.status.note("bad_prompt", f"line {line.line}", line.reason)
 
     async def serve(self) -> None:
         """Run the engines until the run is finished; the first failure ends the others."""

@@ -58,8 +58,8 @@ class Beside(Aside):
     def trained(self, step: int) -> None:
         """Called when all updates of ``step`` are made."""
 
-    def end_step(self) -> None:
-        """Called when the step is done, and its checkpoint begun if one is due."""
+    def end_step(self, steps: int) -> None:
+        """Called when so many ``steps`` are done, and the checkpoint of the last is begun if one is due."""
 
     def come_back(self) -> None:
         """Weights and optimizer are to be saved: have them where they belong."""
@@ -110,7 +110,7 @@ class TrainerRole:
                 started = time.monotonic()
                 if self.train(step):
                     saved = step + 1
-                self.beside.end_step()
+                self.beside.end_step(step + 1)
                 self.clock.took(time.monotonic() - started, self.checkpoints.saver.seconds)
                 step += 1
             self.settle()

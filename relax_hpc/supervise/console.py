@@ -11,6 +11,7 @@ from typing import Any
 
 from relax_hpc.config.schema import Config
 from relax_hpc.metrics.progress import Progress
+from relax_hpc.metrics.read import is_step
 from relax_hpc.parts import cut_log
 from relax_hpc.rundir import RunDir
 from relax_hpc.supervise.unsaved import in_words as unsaved_in_words
@@ -75,11 +76,11 @@ class Terminal:
         if line.get("event") == "rolled_back":
             self.say(f"training goes on at step {line['step']}; what was trained beyond it does not count")
         values = {tag: value for tag, value in line.items() if "/" in tag and value is not None}
-        if any(tag.startswith("eval/") for tag in values) and "reward/mean" not in values:
+        if any(tag.startswith("eval/") for tag in values) and not is_step(values):
             self._scores = values
             scores = "  ".join(f"{tag.removeprefix('eval/')} {value:.3f}" for tag, value in sorted(values.items()))
             self.say(f"version {line['step']}: {scores}")
-        elif "reward/mean" in values:
+        elif is_step(values):
             self.progress.update(line["step"], values, line["time"])
 
     def summary(self) -> None:

@@ -15,12 +15,12 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.named import named
 from relax_hpc.rewards import REWARDS
 from relax_hpc.tasks.base import Ask, Task
-from relax_hpc.tasks.sort_digits import SortDigits
+from relax_hpc.tasks.sort_digits import SortDigitPairs, SortDigits
 
 if TYPE_CHECKING:
     from relax_hpc.config.schema import Config
 
-TASKS: dict[str, type[Task]] = {"sort_digits": SortDigits}
+TASKS: dict[str, type[Task]] = {"sort_digits": SortDigits, "sort_digit_pairs": SortDigitPairs}
 _NEAR = 0.85
 """Similarity of two names of which one is probably the other, misspelled: `rewards`, but not `reward_of`."""
 __all__ = ["TASKS", "Ask", "Task", "eval_reward", "get_task", "misfits", "train_reward"]

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from relax_hpc.config.schema import Config
+from relax_hpc.data.examples import rules_of
 from relax_hpc.data.prompt_file import PromptFile, index_of, open_prompts
-from relax_hpc.data.prompts import PromptRules, Tokenizer
+from relax_hpc.data.prompts import Tokenizer
 from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.rundir import RunDir
 from relax_hpc.tasks import Task, get_task
@@ -59,7 +60,7 @@ def check_unchanged(run: RunDir, config: Config) -> None:
 
 
 def _opened(config: Config, tokenizer: Tokenizer, path: Path, index: Path) -> PromptFile:
-    return open_prompts(path, index, tokenizer, PromptRules.of(config.data, tokenizer), config.data.max_bad_share)
+    return open_prompts(path, index, tokenizer, rules_of(config, tokenizer), config.data.max_bad_share)
 
 
 def _train_index(run: RunDir) -> Path:

@@ -59,6 +59,18 @@ class SortDigits(Task):
             yield _demonstration(tokenizer, train, noise, rng)
 
 
+class SortDigitPairs(SortDigits):
+    """Pairs for dpo: the sorted digits are preferred to those of another prompt of the set, sorted too."""
+
+    def rows(self, split: str, data: DataConfig) -> Iterator[dict[str, str]]:
+        texts = sets_of(data.digits)[split]
+        answers = [sort_answer(text) for text in texts]
+        for number, (text, answer) in enumerate(zip(texts, answers, strict=True)):
+            others = (answers[(number + step) % len(answers)] for step in range(1, len(answers)))
+            wrong = next((other for other in others if other != answer), "")
+            yield {"id": text, "prompt": f"{text}?", "answer": answer, "chosen": answer, "rejected": wrong}
+
+
 def _demonstration(tokenizer: Tokenizer, train: list[str], noise: float, rng: random.Random) -> dict[str, object]:
     text = rng.choice(train)
     answered = rng.choice(train) if rng.random() < noise else text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Self
@@ -28,15 +28,7 @@ from relax_hpc.training.optimizer import build_optimizer, set_rates
 from relax_hpc.training.ratio_tail import RatioTail
 from relax_hpc.training.reduction import reduction_of
 
-LossFunction = Callable[[TokenBatch], tuple[Tensor, dict[str, Tensor]]]
-"""The loss summed over a batch, and metric sums with `weight` and `tokens` among them."""
 _NONE: Mapping[str, Any] = MappingProxyType({})
-
-
-def supervised_loss(batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Cross entropy summed over the masked tokens, in nats; for the warm start."""
-    loss, tokens = -(batch.logprobs * batch.mask).sum(), batch.mask.sum()
-    return loss, {"loss/supervised": loss.detach(), "tokens": tokens, "weight": tokens}
 
 
 class Trainer:
@@ -51,19 +43,16 @@ class Trainer:
         algorithm: Algorithm,
         optimizer: OptimizerConfig,
         temperature: float,
-        loss: LossFunction | None = None,
         gradients: Mapping[str, Any] = _NONE,
     ) -> None:
-        """Take `model`, whose weights are loaded. `loss` replaces that of `algorithm`; `gradients`: further settings
-        of megatron-core's DistributedDataParallelConfig."""
+        """Take `model`, whose weights are loaded. `gradients`: further settings of megatron-core's
+        DistributedDataParallelConfig."""
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
         self.model = model
         self.temperature = temperature
         self.settings = optimizer
         self.algorithm = algorithm
-        self._loss = loss or algorithm.loss
-        self._needs_entropy = loss is None and algorithm.needs_entropy
         copies = max(model.layout.dense.copies, model.layout.experts.copies)
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
@@ -75,8 +64,7 @@ class Trainer:
         self.module = DistributedDataParallel(model.config, settings, model.module)
         self._reduction = reduction_of(self.module)
         self.optimizer = build_optimizer(optimizer, self.module, model.dtype, model.kernels == "fused")
-        by_token = loss is not None or algorithm.reduction == "token_mean"
-        self._experts = ExpertLoad(model, algorithm.balance_coefficient, by_token)
+        self._experts = ExpertLoad(model, algorithm.balance_coefficient, algorithm.reduction == "token_mean")
         self._names: list[str] = []
         """Names of the metrics that any rank has ever seen, the same in all ranks."""
         self._zero()
@@ -126,10 +114,10 @@ class Trainer:
 
     def loss_of(self, batch: Batch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss summed over a micro-batch, and sums to log, by the last stage's ``hidden`` states."""
-        logprobs, entropy = self.model.token_logprobs(hidden, batch, self.temperature, self._needs_entropy)
+        logprobs, entropy = self.model.token_logprobs(hidden, batch, self.temperature, self.algorithm.needs_entropy)
         given = token_batch(batch, logprobs, entropy)
         self._ratios.add(given)
-        return self._loss(given)
+        return self.algorithm.loss(given)
 
     @names_lost_ranks
     def step(self, lr: float) -> dict[str, float]:

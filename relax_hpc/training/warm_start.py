@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from relax_hpc.algorithms import Sft
 from relax_hpc.config import load_resolved
 from relax_hpc.config.schema import Config, OptimizerConfig, ParallelConfig
 from relax_hpc.errors import ConfigError, RelaxError
@@ -62,19 +63,19 @@ def _train(config: Config, steps: int, rows: list[Row], source: Path, target: Pa
     from relax_hpc.models.hf_files import read_config
     from relax_hpc.training.batches import collate, split_rows
     from relax_hpc.training.model import PolicyModel
-    from relax_hpc.training.trainer import Trainer, supervised_loss
+    from relax_hpc.training.trainer import Trainer
 
     settings = config.warm_start
     model = PolicyModel(read_config(source), config.model, ParallelConfig())
     model.load_hf(source)
     optimizer = OptimizerConfig(lr=settings.lr)
-    trainer = Trainer(model, config.algorithm, optimizer, temperature=1.0, loss=supervised_loss)
+    trainer = Trainer(model, Sft(balance_coefficient=config.algorithm.balance_coefficient), optimizer, temperature=1.0)
     pad = model.hf_config.get("pad_token_id") or 0
     loss = float("nan")
     for batch in _draw(rows, settings.batch_size, steps, config.seed):
         parts = split_rows(batch, config.actor.max_tokens_per_micro_batch)
         trainer.accumulate([collate(part, pad, model.device) for part in parts])
-        loss = trainer.step(settings.lr)["loss/supervised"]
+        loss = trainer.step(settings.lr)["loss/policy"]
     model.save_hf(target, source)
     return loss
 

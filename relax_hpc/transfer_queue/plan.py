@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from relax_hpc.config.groups import base_name, trainers_of
-from relax_hpc.config.roles import POLICY, ROLES
+from relax_hpc.config.roles import MAKERS, POLICY, ROLES
 from relax_hpc.config.schema import Config
 from relax_hpc.fields import fields_by
 
@@ -16,6 +16,8 @@ UNSCORED = tuple(name for name in GENERATED if name != "reward")
 """Fields that segments have: rewards come when a prompt group is whole."""
 NEEDED = tuple(field for field in GENERATED if any(field in role.needs for role in ROLES.values()))
 """Generated fields that roles cannot work without."""
+_STEPS_AHEAD = 3
+"""Steps whose rows are read from files before they are trained on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,10 @@ class Plan:
     """Engines of the rollout group, as configured."""
     refresh_every: int = 0
     """Interval of versions that are kept for the reference: the newest that is a multiple of it; 0: none."""
+    maker: str = "rollout"
+    """Role that makes the rows."""
+    compares: bool = False
+    """Whether the loss compares the episodes of a prompt group, all of which are then in one micro-batch."""
 
     @classmethod
     def of(cls, config: Config) -> Plan:
@@ -68,7 +74,7 @@ class Plan:
         tasks = {
             name: Task(role.needs, fields_by(name), in_order)
             for name, role in ROLES.items()
-            if name != "rollout" and not role.trains and fields_by(name)
+            if name not in MAKERS and not role.trains and fields_by(name)
         }
         active = {role for group in config.groups.values() for role in group.roles}
         scores = {ROLES[name].scores: name for name in active if ROLES[name].scores}
@@ -82,7 +88,7 @@ class Plan:
         trainers, in_sets = {POLICY: POLICY} | trainers_of(config.groups), not (in_order or whole)
         for name in trainers:
             tasks[name] = Task((*ROLES[name].needs, *learned), (), not in_sets, in_sets=in_sets)
-        return cls(
+        made = cls(
             steps=config.steps,
             prompts_per_step=config.prompts_per_step,
             samples_per_prompt=config.samples_per_prompt,
@@ -99,6 +105,14 @@ class Plan:
             engines=config.rollout.replicas,
             refresh_every=algorithm.kl.refresh_every,
         )
+        return made._of_files(algorithm.sequences) if algorithm.from_file else made
+
+    def _of_files(self, sequences: int) -> Plan:
+        """The plan where rows are those of files, ``sequences`` each: they have no age, are made a few steps ahead, and
+        the actor itself evaluates."""
+        rows = min(self.max_rows, _STEPS_AHEAD * self.prompts_per_step * sequences)
+        ageless = {"max_staleness": self.steps, "publish_lag": self.steps}
+        return replace(self, maker="data", compares=sequences > 1, eval_every=0, max_rows=rows, **ageless)
 
     @property
     def undeclared(self) -> bytes:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from figures import Figure, print_figures
 
-from relax_hpc.algorithms import Grpo
+from relax_hpc.algorithms import Sft
 from relax_hpc.config.schema import ActorConfig, ModelConfig, ParallelConfig, TinyModelConfig
 from relax_hpc.data.tiny_model import make_tiny_model
 from relax_hpc.models.hf_files import read_config
@@ -29,7 +29,7 @@ from relax_hpc.rendezvous.process import clean_environment
 from relax_hpc.training import parallel
 from relax_hpc.training.batches import PAD, Batch, collate, idle, split_rows
 from relax_hpc.training.model import PolicyModel
-from relax_hpc.training.trainer import Trainer, supervised_loss
+from relax_hpc.training.trainer import Trainer
 from relax_hpc.transfer_queue.row_schema import Row
 
 ATTENTION = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
@@ -125,7 +125,7 @@ def run_rank(options: argparse.Namespace) -> None:
     settings = ModelConfig(device=options.device, dtype=options.dtype)
     model = PolicyModel(read_config(options.model), settings, layout, actor)
     model.load_hf(options.model)
-    trainer = Trainer(model, Grpo(), actor.optimizer, 1.0, loss=supervised_loss)
+    trainer = Trainer(model, Sft(), actor.optimizer, 1.0)
     batches = micro_batches(rows_of(options), options, model)
     for _ in sys.stdin:
         begun = time.perf_counter()

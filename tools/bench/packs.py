@@ -19,14 +19,14 @@ from pathlib import Path
 import torch
 from figures import Figure, print_figures
 
-from relax_hpc.algorithms import Grpo
+from relax_hpc.algorithms import Sft
 from relax_hpc.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, TinyModelConfig
 from relax_hpc.data.tiny_model import make_tiny_model
 from relax_hpc.models.hf_files import read_config
 from relax_hpc.training import parallel
 from relax_hpc.training.batches import PAD, Batch, collate, split_rows
 from relax_hpc.training.model import PolicyModel
-from relax_hpc.training.trainer import Trainer, supervised_loss
+from relax_hpc.training.trainer import Trainer
 from relax_hpc.transfer_queue.row_schema import Row
 
 SHAPE = TinyModelConfig(hidden_size=128, num_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
@@ -107,7 +107,7 @@ def main() -> None:
             read_config(path), ModelConfig(device=options.device, dtype=options.dtype), ParallelConfig()
         )
         model.load_hf(path)
-        trainer = Trainer(model, Grpo(), OptimizerConfig(), 1.0, loss=supervised_loss)
+        trainer = Trainer(model, Sft(), OptimizerConfig(), 1.0)
         about = {name: str(value) for name, value in vars(options).items() if name != "json"}
         print_figures(compare(trainer, options), about, options.json)
     parallel.destroy()

@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).parents[1] / "bench"))
 
 from packs import compare
 
-from relax_hpc.algorithms import Grpo
+from relax_hpc.algorithms import Sft
 from relax_hpc.config.schema import OptimizerConfig
 
 
@@ -23,9 +23,9 @@ def measure(
 ) -> dict[str, float]:
     """Rows of ``median`` tokens and ``longest`` at most, in micro-batches of ``budget``."""
     model = policy(shape, settings_of(actor, device), device)
-    from relax_hpc.training.trainer import Trainer, supervised_loss
+    from relax_hpc.training.trainer import Trainer
 
-    trainer = Trainer(model, Grpo(), OptimizerConfig(), 1.0, loss=supervised_loss)
+    trainer = Trainer(model, Sft(), OptimizerConfig(), 1.0)
     about = Namespace(rows=rows, median=median, sigma=1.0, longest=longest, budget=budget, rounds=rounds)
     found = {figure.name: figure.value for figure in compare(trainer, about)}
     return {

@@ -63,12 +63,13 @@ class DataConfig:
     """Prompts, of files or of a task; see `relax_hpc.data.prompts`.
 
     A row of a jsonl or parquet file is {"id", "prompt", "messages" or "token_ids", "answer", ...}. A file must stay
-    as it is while a run uses it.
+    as it is while a run uses it. What rows of sft and dpo are: `relax_hpc.data.examples`.
     """
 
     task: str = ""
-    """Task: `sort_digits`, a built-in verifiable task whose files are made in the run directory, or one's own as
-    `package.module:Class`, see `relax_hpc.tasks`. Empty: `train` and `eval` name files."""
+    """Task: `sort_digits`, a built-in verifiable task whose files are made in the run directory, `sort_digit_pairs`,
+    the same for dpo, or one's own as `package.module:Class`, see `relax_hpc.tasks`. Empty: `train` and `eval` name
+    files."""
     digits: int = bounded(4, 1, 6)
     """Digits a prompt of `sort_digits` has."""
     train: str = ""
@@ -91,6 +92,9 @@ class DataConfig:
     """Most tokens of a prompt. Longer ones are quarantined, counted and skipped, or truncated."""
     truncate: Literal["", "left"] = ""
     """Treatment of prompts that are too long. `left`: their last tokens are taken. Empty: they are skipped."""
+    max_row_tokens: int = bounded(4096, 1)
+    """Most tokens of a sequence that is learned from as it is (`algorithm.name` sft or dpo), prompt and response. Rows
+    with longer ones are quarantined, counted and skipped."""
     max_bad_share: float = bounded(0.05, 0.0, 1.0)
     """Stop at start if a larger share of the lines is broken, empty or over-long."""
 

@@ -50,8 +50,9 @@ class Config:
     steps: int = bounded(100, 1)
     prompts_per_step: int = bounded(32, 1)
     """Prompt groups a training step takes."""
-    samples_per_prompt: int = bounded(8, 2)
-    """Episodes of each prompt: attempts at it, whose rewards are compared."""
+    samples_per_prompt: int = bounded(8, 1)
+    """Episodes of each prompt: attempts at it, whose rewards are compared, at least 2. Of rows of a file those that
+    each has: 1 of sft, 2 of dpo, which is set by itself."""
     max_staleness: int = bounded(0, 0, 64)
     """Most versions by which the weights that drew a sample are behind those that train on it. 0: on-policy, the
     synchronous run; 1: near-on-policy; more: fully asynchronous."""

@@ -59,14 +59,16 @@ class WeightsConfig:
     """Transfer of new weights from the actor to roles that generate and score: by `queue.planes`, else files."""
 
     publish_every: int = bounded(1, 1)
-    """Versions from one that is published to the next, at most `max_staleness` + 1. The last is always published."""
+    """Versions from one that is published to the next, at most `max_staleness` + 1. The last is always published. Where
+    rows come from files nobody reads versions, and `keep_every` says which are published beside the first and last."""
     publish_lag: int = bounded(64, 0)
     """An engine that serves a version so much older than the newest gets no new prompts before it has a newer one. It
     delays prompts; how stale samples may be is `max_staleness` alone."""
     file_every: int = bounded(1, 0)
     """Versions whose number is a multiple of it are written to disk too, beside training, as Hugging Face directories
     in `weights/`, not synced; those that are superseded by then are passed over. Others are in the actor's memory
-    alone, and gone with it. 0: the last version only, which is always written, and synced."""
+    alone, and gone with it. 0: the last version only, which is always written, and synced; so, unless it is set, where
+    rows come from files."""
     keep_every: int = bounded(0, 0)
     """Versions whose number is a multiple of this are written in any case, synced, and never deleted. 0: none."""
     anchor_every: int = bounded(0, 0)
@@ -102,12 +104,12 @@ class CheckpointConfig:
 
 @dataclass(kw_only=True, slots=True)
 class EvalConfig:
-    """Evaluation by the rollout engines."""
+    """Evaluation by the rollout engines; of sft and dpo by the actor, which scores held-out rows."""
 
     every: int = bounded(20, 0)
     """Versions between evaluations, version 0 and the last included; 0: never."""
     samples: int = bounded(200, 1)
-    """Prompts of each set."""
+    """Prompts, or rows, of each set."""
     reward: str = "answer_exact"
     """Reward of evaluation, as rollout.reward; its mean over a set is reported as eval/<set>/<name of the function>.
     Empty: the one that is learned from."""

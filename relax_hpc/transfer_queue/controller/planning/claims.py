@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from relax_hpc.transfer_queue.controller.planning import step_sets, windows
 from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
@@ -41,6 +42,13 @@ def awaited(state: QueueState, task: str, budget: int, boundary: int) -> tuple[s
 
 
 def assignment(state: QueueState, tickets: Sequence[int], ranks: int, max_tokens: int, batch: int) -> Assignment:
-    """The rows of window number ``batch`` dealt to data ranks, in micro-batches of ``max_tokens``."""
-    lengths = [tokens for ticket in tickets for tokens in state.groups[ticket].row_tokens]
-    return schedule(dict(enumerate(lengths)), ranks, max_tokens, batch)
+    """The rows of window number ``batch`` dealt to data ranks, in micro-batches of ``max_tokens``; by whole prompt
+    groups, whose rows stay in their order, where the loss compares these."""
+    groups = [state.groups[ticket].row_tokens for ticket in tickets]
+    if not state.plan.compares:
+        lengths = [tokens for rows in groups for tokens in rows]
+        return schedule(dict(enumerate(lengths)), ranks, max_tokens, batch)
+    ends = list(accumulate(map(len, groups)))
+    rows = [range(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    dealt = schedule({number: sum(group) for number, group in enumerate(groups)}, ranks, max_tokens, batch)
+    return [[[row for number in batch for row in rows[number]] for batch in rank] for rank in dealt]

@@ -83,12 +83,12 @@ def whole_step(state: QueueState, task: str, boundary: int) -> tuple[int, ...]:
 
 
 def awaited(state: QueueState, task: str, ticket: int) -> str:
-    """The role whose output ``ticket``, which ``task`` cannot take yet, lacks: rollout before all others."""
+    """The role whose output ``ticket``, which ``task`` cannot take yet, lacks: who makes rows before all others."""
     queue, group = state.tasks[task], state.groups.get(ticket)
     if group is None or not group.present & state.generated:
-        return "rollout"
+        return state.plan.maker
     lacks = queue.needs & ~group.present
-    return next((name for name, other in state.tasks.items() if other.gives & lacks), "rollout")
+    return next((name for name, other in state.tasks.items() if other.gives & lacks), state.plan.maker)
 
 
 def fitting(state: QueueState, window: tuple[int, ...], budget: int) -> tuple[int, ...]:

@@ -1,0 +1,72 @@
+"""Evaluation of a run that learns from files: the actor scores held-out rows itself, at the edges of steps."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from relax_hpc.data.prompts import load_tokenizer
+from relax_hpc.models.hf_files import read_config
+from relax_hpc.roles.context import Context
+from relax_hpc.roles.data import rows_of
+from relax_hpc.roles.forward import score_rows
+from relax_hpc.roles.inner import check_same
+from relax_hpc.roles.ranks import Ranks
+from relax_hpc.tasks.files import open_evals
+from relax_hpc.training.model import PolicyModel
+from relax_hpc.transfer_queue.row_schema import Row
+from relax_hpc.weights.subscriber import NOTHING
+
+
+class HeldOut:
+    """Evaluation sets of one rank; every rank makes and calls it alike."""
+
+    def __init__(self, context: Context, ranks: Ranks, model: PolicyModel) -> None:
+        """``model`` has the weights of the policy before its first step, and keeps them. ConfigError: the reference is
+        of another architecture."""
+        self.context, self.config, self.ranks, self.model = context, context.config, ranks, model
+        files = open_evals(context.run, self.config, load_tokenizer(context.model)) if self.config.eval.every else {}
+        self.sets: dict[str, list[Row]] = {
+            name: [
+                row
+                for number, example in enumerate(islice(examples, self.config.eval.samples))
+                for row in rows_of(example, number, NOTHING)
+            ]
+            for name, examples in files.items()
+        }
+        if self.sets and "ref_logprobs" in self.config.algorithm.loss_needs():
+            self._refer()
+
+    def _refer(self) -> None:
+        """Give the rows the reference's log-probabilities: its weights are there now, or come for a moment."""
+        path, policy = self.config.model.reference_path, self.context.model
+        if path:
+            check_same(read_config(Path(path)), self.model.hf_config, self.config.model.ignore_keys)
+            self.model.load_hf(Path(path))
+        for rows in self.sets.values():
+            for row, scores in zip(rows, self._scores(rows), strict=True):
+                row["ref_logprobs"] = scores
+        if path:
+            self.model.load_hf(policy)
+
+    def evaluate(self, version: int) -> None:
+        """Report what the present weights, ``version``, make of the rows, if that is due."""
+        every = self.config.eval.every
+        if not self.sets or (version % every and version != self.config.steps):
+            return
+        values: dict[str, float] = {}
+        with self.context.spans("eval", step=version):
+            for name, rows in self.sets.items():
+                scores = self._scores(rows)
+                if self.ranks.leader:
+                    found = self.config.algorithm.held_out(rows, scores)
+                    values |= {f"eval/{name}/{metric}": value for metric, value in found.items()}
+        self.ranks.ask(lambda client: client.status.report("eval", version, values))
+
+    def _scores(self, rows: list[Row]) -> list[np.ndarray]:
+        """Log-probabilities of the rows' trained tokens, [tokens] each; complete in the leader."""
+        score = partial(self.model.forward_logprobs, temperature=self.config.rollout.temperature)
+        return score_rows(rows, self.ranks, self.model, self.config.actor.pack_tokens, score)
