@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
+from relax_hpc.algorithms import Sft
 from relax_hpc.config.schema import ActorConfig, Kernels, OptimizerConfig, TinyModelConfig
 from relax_hpc.data.tiny_model import make_tiny_model
 from relax_hpc.errors import ConfigError

@@ -20,11 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Dpo(FromFile):
-    """DPO, arXiv 2305.18290, equation 7: -log sigmoid(h), h = beta (log policy/reference of chosen - of rejected).
+    """DPO, arXiv 2305.18290, equation 7: -log sigmoid(h), where h is the implicit reward of the chosen response, beta
+    log policy/reference, less that of the rejected one. The mean is over pairs.
 
     With `label_smoothing` e the loss is -(1 - e) log sigmoid(h) - e log sigmoid(-h), for labels that are wrong with
-    probability e (E. Mitchell, "A note on DPO with noisy preferences & relationship to IPO", 2023). `ipo`: (h / beta
-    - 1 / (2 beta))^2, arXiv 2310.12036, equation 17. The mean is over pairs.
+    probability e (E. Mitchell, "A note on DPO with noisy preferences & relationship to IPO", 2023).
+    `ipo`: (h / beta - 1 / (2 beta))^2, arXiv 2310.12036, equation 17, with rewards that are means over a response's
+    tokens, as TRL has it: of sums a long response would have to be as near to the reference as a short one.
     """
 
     sequences: ClassVar[int] = 2
@@ -50,6 +52,8 @@ class Dpo(FromFile):
         if x.ref_logprobs is None:
             raise ValueError("dpo: the batch has no ref_logprobs")
         rewards = self.beta * (x.logprobs - x.ref_logprobs).sum(1)
+        if self.preference == "ipo":
+            rewards = rewards / x.row_tokens()[:, 0].clamp(min=1.0)
         chosen, rejected = rewards[: len(rewards) // 2 * 2].view(-1, 2).unbind(1)
         margin = chosen - rejected
         loss = self._of_margin(margin).sum()
@@ -67,10 +71,11 @@ class Dpo(FromFile):
         """Mean `loss` and `margin` of pairs, and the share of them whose margin is above 0, `accuracy`."""
         import torch
 
-        rewards = [
-            self.beta * (found - row["ref_logprobs"])[row["loss_mask"] > 0].sum(dtype=np.float64)
-            for row, found in zip(rows, logprobs, strict=True)
+        gained = [
+            (found - row["ref_logprobs"])[row["loss_mask"] > 0] for row, found in zip(rows, logprobs, strict=True)
         ]
+        reduce = np.mean if self.preference == "ipo" else np.sum
+        rewards = [self.beta * reduce(one, dtype=np.float64) for one in gained]
         margin = torch.tensor(rewards[::2]) - torch.tensor(rewards[1::2])
         values = {"loss": self._of_margin(margin), "accuracy": (margin > 0).double(), "margin": margin}
         return {name: float(value.mean()) for name, value in values.items()}

@@ -355,7 +355,7 @@ def _devices(config: Config) -> Findings:
             yield "model.device: found cuda, but this machine has no NVIDIA device (/dev/nvidia0); set cpu"
         return
     for name, group in config.groups.items():
-        if {*group.roles} - {"advantages"} and not group.resources.gpus_per_node:
+        if {*group.roles} - {"advantages", "data"} and not group.resources.gpus_per_node:
             yield (
                 f"groups.{name}.resources.gpus_per_node: found 0 with model.device cuda; ask for GPUs, or add its "
                 "roles to a group that has some"

@@ -72,10 +72,7 @@ def rules_of(config: Config, tokenizer: Tokenizer | None) -> PromptRules:
 
 
 def _sequences(record: Record, tokenizer: Tokenizer, how: ExampleRules) -> tuple[Learned, ...]:
-    if how.sequences == 1:
-        found = [_demonstration(record, tokenizer, how)]
-    else:
-        found = _pair(record, tokenizer, how)
+    found = [_demonstration(record, tokenizer, how)] if how.sequences == 1 else _pair(record, tokenizer, how)
     for one in found:
         if not any(one.loss_mask):
             raise BadRecord("empty_answer", "nothing in it is learned")

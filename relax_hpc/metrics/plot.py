@@ -68,7 +68,8 @@ def main(runs: list[str], output: str, tags: list[str]) -> int:
 
 
 def plot_runs(runs: Sequence[Path], output: Path, tags: Sequence[str] = ()) -> Path:
-    """Draw one panel for training reward, or for the loss where there are no rewards, one for held-out scores and one for each of `tags`, under one another.
+    """Draw one panel for training reward, or for the loss where there is none, one for held-out scores and one for each
+    of `tags`, under one another.
 
     Args:
         runs: run directories, each with a metrics.jsonl.
