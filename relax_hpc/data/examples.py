@@ -89,11 +89,12 @@ def _demonstration(record: Record, tokenizer: Tokenizer, how: ExampleRules) -> L
             raise BadRecord("wrong_type", f"prompt_len is {known!r}, of {len(ids)} tokens")
         return Learned(tuple(ids), (0,) * known + (1,) * (len(ids) - known))
     asked = _asked(record)
-    if is_chat(asked) and asked[-1]["role"] == _ASSISTANT and "answer" not in record:
-        return _of_chat(asked, 0, tokenizer, how)
-    (answer,) = _named(record, "answer")
+    whole = is_chat(asked) and asked[-1]["role"] == _ASSISTANT and "answer" not in record
+    (answer,) = [[]] if whole else _named(record, "answer")
     if not how.template:
         return _of_texts(asked, answer, tokenizer, how)
+    if whole:
+        return _of_chat(asked, 0, tokenizer, how)
     messages = _messages(asked, "user")
     return _of_chat([*messages, *_messages(answer, _ASSISTANT)], len(messages), tokenizer, how)
 
