@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from relax_hpc.checkpoint import store
 from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.training.critic import CriticTrainer
-from tests.training_helpers import LR, batch, critic, launch, rows, trainer, valued
+from tests.training_helpers import LR, batch, critic, launch, learned_from_files, rows, trainer, valued
 
 Layouts = dict[str, dict[str, Any]]
 """`actor` sections by name."""
@@ -91,6 +91,14 @@ def check_critic_agrees(layout: dict[str, Any], directory: Path, out: Path) -> N
     again = critic(directory, **sharded_as(layout))
     store.load(out / "critic-i000001-step-000001", again, Channel(60.0))
     assert two_steps(again, first=1) == [pytest.approx(metrics[1], rel=1e-4, abs=1e-5)]
+
+
+def check_learned_from_files_agrees(layout: dict[str, Any], directory: Path, out: Path) -> None:
+    """Metrics of a step of sft and of one of dpo."""
+    expected = learned_from_files(trainer(directory, **sharded_as(layout)))
+    assert json.loads((out / "from-files.json").read_text()) == [
+        pytest.approx(one, rel=1e-4, abs=1e-5) for one in expected
+    ]
 
 
 def two_steps(ours: CriticTrainer, first: int = 0) -> list[dict[str, float]]:

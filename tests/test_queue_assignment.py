@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from relax_hpc.config.schema import GroupConfig
 from relax_hpc.transfer_queue.controller.handlers import claims
+from relax_hpc.transfer_queue.controller.planning.claims import assignment
 from relax_hpc.transfer_queue.controller.state.queue_state import QueueState
 from relax_hpc.transfer_queue.lengths import is_packed, packed, unpacked
 from relax_hpc.transfer_queue.plan import GENERATED, Plan
@@ -52,6 +54,22 @@ def test_lengths_come_back_as_they_were_packed(sizes):
     assert unpacked(data, len(sizes)) == tuple(sizes)
     assert len(data) == (2 if max(sizes) < 65536 else 4) * len(sizes)
     assert is_packed(data, len(sizes)) and not is_packed(data + b"x", len(sizes))
+
+
+@given(
+    lengths=st.lists(st.lists(st.integers(1, 90), min_size=2, max_size=2), min_size=2, max_size=9),
+    ranks=st.integers(1, 3),
+)
+def test_what_is_compared_is_in_one_micro_batch_in_its_order(lengths, ranks):
+    groups = {ticket: SimpleNamespace(row_tokens=rows) for ticket, rows in enumerate(lengths)}
+    state = SimpleNamespace(groups=groups, plan=SimpleNamespace(compares=True))
+    dealt = assignment(state, range(len(lengths)), ranks, 64, batch=1)
+    rows = [row for rank in dealt for part in rank for row in part]
+    assert sorted(rows) == list(range(2 * len(lengths)))
+    for part in (part for rank in dealt for part in rank):
+        assert [row % 2 for row in part] == [0, 1] * (len(part) // 2) and part[::2] == [row - 1 for row in part[1::2]]
+        assert sum(lengths[row // 2][row % 2] for row in part) <= 64 or len(part) == 2
+    assert len({len(rank) for rank in dealt}) == 1
 
 
 @pytest.mark.parametrize("arrival", [[0, 1, 2, 3], [3, 1, 0, 2]])

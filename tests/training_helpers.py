@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from relax_hpc.algorithms import Grpo, Ppo
+from relax_hpc.algorithms import Dpo, Grpo, Ppo, Sft
 from relax_hpc.algorithms.base import KlConfig
 from relax_hpc.checkpoint import store
 from relax_hpc.checkpoint.saver import Saver
@@ -38,7 +38,7 @@ from relax_hpc.models.packs import PackSplit
 from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.roles.inner import InnerRoles
 from relax_hpc.training import parallel
-from relax_hpc.training.batches import WHOLE, Batch, collate
+from relax_hpc.training.batches import WHOLE, Batch, collate, idle
 from relax_hpc.training.critic import CriticModel, CriticTrainer
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.trainer import Trainer
@@ -184,6 +184,18 @@ def critic(directory: Path, **settings: Any) -> CriticTrainer:
 def valued(samples: list[Row]) -> list[Row]:
     """``samples`` with values, some of which are near to what a critic begins with, and returns."""
     return [row | {"values": row["ref_logprobs"] * 0.04, "returns": row["advantages"] + 0.5} for row in samples]
+
+
+def learned_from_files(ours: Trainer) -> list[dict[str, float]]:
+    """Metrics of a step of sft and of one of dpo, on three pairs: with two data ranks one has a micro-batch less."""
+    layout, split, samples, metrics = ours.model.layout, ours.model.pack_split, rows(6, seed=11), []
+    mine = [samples[first : first + 2] for first in range(0, 6, 2)][layout.data_rank :: layout.data_size]
+    for ours.algorithm in (Sft(), Dpo()):
+        parts = [batch(pair, split) for pair in mine]
+        parts += [idle(samples[0], DEVICE, split)] * (-(-3 // layout.data_size) - len(parts))
+        ours.accumulate(parts)
+        metrics.append(ours.step(LR))
+    return metrics
 
 
 def inner_roles(model: PolicyModel, **settings: Any) -> InnerRoles:

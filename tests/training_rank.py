@@ -75,6 +75,9 @@ def one_case(world: int, rank: int, meeting: dist.Store, layout: str, model: str
             if world == 2 and split.expert == 1:
                 check_overlap(Path(model), unsharded(settings), Path(out))
         check_critic(helpers.critic(Path(model), **settings), Path(out))
+        learned = helpers.learned_from_files(helpers.trainer(Path(model), **settings))
+        if rank == 0:
+            (Path(out) / "from-files.json").write_text(json.dumps(learned))
     parallel.destroy()
 
 
