@@ -251,11 +251,12 @@ def test_losses_equal_verls_formulas(algorithm, reduction, rows, columns, seed):
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "constant"])
 def test_it_makes_no_difference_which_rank_or_micro_batch_has_a_row(name, reduction):
-    """Loss and metrics of all rows are the sums of those of each."""
+    """Loss and metrics of all rows are the sums of those of each, or of each pair."""
     algorithm = ALGORITHMS[name](reduction=reduction, constant_tokens=9)
     batch = random_batch(5, 6, seed=4)
     values = {name: value for name in NAMES if (value := getattr(batch, name)) is not None}
-    rows = [TokenBatch(**{name: value[i : i + 1] for name, value in values.items()}) for i in range(5)]
+    size = max(algorithm.sequences, 1)
+    rows = [TokenBatch(**{name: value[i : i + size] for name, value in values.items()}) for i in range(0, 5, size)]
     loss, metrics = algorithm.loss(batch)
     parts = [algorithm.loss(row) for row in rows]
     assert sum(part for part, _ in parts).item() == pytest.approx(loss.item())

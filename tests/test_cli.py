@@ -28,7 +28,7 @@ WRONG = [
         ["runn"],
         [
             "runn: unknown command",
-            "run, resume, submit, check, doctor, plan, status, report, logs, resubmit, scale, stop, list, sandbox",
+            "run, sft, dpo, resume, submit, check, doctor, plan, status, report, logs, resubmit, scale, stop, list, sandbox",
             "did you mean run?",
         ],
     ),

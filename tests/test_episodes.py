@@ -31,7 +31,7 @@ from relax_hpc.versions import Version
 from tests.queue_helpers import BUDGET, Roles, in_thread, make_run, rows_of, small
 from tests.requirements import requires
 
-PER_TOKEN = [name for name in ALGORITHMS if name not in ("gspo", "m2po")]
+PER_TOKEN = [name for name, kind in ALGORITHMS.items() if name not in ("gspo", "m2po") and not kind.sequences]
 
 
 def row_of(name: str, seed: int, length: int = 12) -> Row:

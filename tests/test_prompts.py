@@ -103,7 +103,7 @@ def test_every_reason_is_told_with_its_first_line(tmp_path, tokenizer):
         "4 of 4 lines are bad: 2 missing_field (first line 2: no answer)",
         "1 wrong_type (first line 1: prompt is a list of chat messages; set data.chat_template: model",
         "1 over_long (first line 4: 9 tokens, data.max_prompt_tokens is 8)",
-        "raise data.max_prompt_tokens, or mend the file",
+        "raise that limit, or mend the file",
     ):
         assert part in str(caught.value)
 

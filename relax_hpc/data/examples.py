@@ -166,7 +166,7 @@ def _of_chat(chat: Messages, first: int, tokenizer: Tokenizer, how: ExampleRules
 
 
 def _turns(text: str, chat: Messages, first: int, tokenizer: Tokenizer, how: ExampleRules) -> Iterator[tuple[int, int]]:
-    """Where each of the assistant's turns begins and ends in ``text``: from where the template asks for it to the token
+    """Begin and end, in ``text``, of each of the assistant's turns: from where the template asks for it to the token
     that ends it, which is what the policy itself would be asked, and draw."""
     for number in range(first, len(chat)):
         if chat[number]["role"] != _ASSISTANT:

@@ -85,7 +85,7 @@ class Tokenizer:
         return type(self._backend).from_str(self._backend.to_str())
 
     def name_of(self, number: int) -> str:
-        """What token ``number`` looks like."""
+        """Text of token ``number``, as `<|im_end|>`."""
         return self._backend.id_to_token(number)
 
     def decode(self, ids: list[int]) -> str:

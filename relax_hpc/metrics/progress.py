@@ -51,7 +51,7 @@ def progress_line(
 
 
 def _learned(values: Mapping[str, float]) -> list[str]:
-    """What the policy gets for what it draws, or, where nothing is drawn, its loss."""
+    """Reward of the policy for what it draws, and the speed; or, where nothing is drawn, its loss."""
     if _LOSS in values and "reward/mean" not in values:
         return [f"loss {_number(values[_LOSS], '.4f')}", f"{_thousands(values.get(_TRAINED)):>5} tok/s"]
     return [
