@@ -28,7 +28,7 @@ WRONG = [
         ["runn"],
         [
             "runn: unknown command",
-            "run, sft, dpo, resume, submit, check, doctor, plan, status, report, logs, resubmit, scale, stop, list, sandbox",
+            "run, sft, dpo, resume, submit, check, doctor, plan, status, report, logs, resubmit, scale, stop, list,",
             "did you mean run?",
         ],
     ),

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tests import expert_rank
 from tests.convert_helpers import MIXED, model
 from tests.effort import effort
-from tests.rank_layouts import Layouts, check_agrees, launched
+from tests.rank_layouts import Layouts, check_agrees, check_learned_from_files_agrees, launched
 from tests.training_helpers import ends, one_rank_fixture  # noqa: F401
 
 pytestmark = [pytest.mark.run, pytest.mark.usefixtures("one_rank")]
@@ -98,6 +98,7 @@ def runs(one_rank: None, mixed: Path, tmp_path_factory: pytest.TempPathFactory) 
 @pytest.mark.parametrize("name", WHOLE)
 def test_experts_of_several_ranks_are_published_scored_and_saved(runs, mixed: Path, name: str):
     check_agrees((OF_TWO | OF_FOUR)[name], mixed, runs[name])
+    check_learned_from_files_agrees((OF_TWO | OF_FOUR)[name], mixed, runs[name])
 
 
 def test_a_rank_that_goes_missing_ends_the_others_with_what_is_the_matter(mixed: Path, tmp_path: Path) -> None:

@@ -22,12 +22,12 @@ class Part:
 PARTS = (
     Part("reward", "What the policy gets for what it writes"),
     Part("eval", "Held-out prompts"),
-    Part("preference", "What dpo has made of its pairs"),
     Part("loss", "What the optimizer sees"),
     Part("perf", "Throughput and seconds"),
     Part("kl", "How far policies are from each other, nats a token"),
     Part("experts", "How the tokens of a step were spread over experts"),
     Part("algorithm", "What else an algorithm says of its loss"),
+    Part("preference", "What dpo has made of its pairs"),
     Part("staleness", "How old the weights were that drew the tokens, versions"),
     Part("correction", "What off-policy correction does"),
     Part("parity", "How far engine and trainer differ in the same log-probability, nats"),
@@ -132,7 +132,7 @@ def in_tensorboard(tag: str) -> str:
     """``tag`` with the place of its part before it, so that sorting by name shows the first part first.
 
     >>> in_tensorboard("reward/mean"), in_tensorboard("perf/actor_train_s"), in_tensorboard("mine/score")
-    ('01_reward/mean', '10_time/actor_train_s', 'mine/score')
+    ('01_reward/mean', '13_time/actor_train_s', 'mine/score')
     """
     part, _, name = tag.partition("/")
     shown = _TIME if declared(tag) == _SECONDS else part
