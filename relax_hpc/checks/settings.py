@@ -5,7 +5,6 @@ Every finding is one line: key, what was found, what is allowed or how to mend i
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 from collections import Counter, defaultdict
@@ -162,15 +161,7 @@ def _groups(config: Config) -> Findings:
     for needed in always_needed(config):
         if needed not in places:
             yield f"groups: found role {needed} in no group; every run needs it, add it to the roles of one"
-    if "data" in places and not config.algorithm.from_file:
-        yield f"groups: found role data with algorithm {config.algorithm.name}, which learns from no file; remove it"
-    has_reference = "reference" in {*places, *config.actor.forward}
-    if config.algorithm.from_file and "ref_logprobs" in config.algorithm.loss_needs() and not has_reference:
-        yield (
-            f"algorithm.name: found {config.algorithm.name}, but role reference is in no group; it compares with the "
-            "reference: add it to the roles of a group, or to actor.forward"
-        )
-    if (found := config.algorithm.kl.coefficient) and not has_reference:
+    if (found := config.algorithm.kl.coefficient) and "reference" not in {*places, *config.actor.forward}:
         yield (
             f"algorithm.kl.coefficient: found {found}, but role reference is in no group; "
             "set it to 0, or add reference to the roles of a group, or to actor.forward"
@@ -252,22 +243,9 @@ def _algorithm(config: Config) -> Findings:
 
 
 def _from_file(config: Config) -> Findings:
-    """Whether rows are those of files, and what has no use then; or are drawn, for which it takes others."""
-    name, sequences, found = config.algorithm.name, config.algorithm.sequences, config.samples_per_prompt
-    if not sequences:
-        if found < 2:
-            yield f"samples_per_prompt: found {found}, allowed with {name}: at least 2; their rewards are compared"
-        return
-    nothing = f"{name} learns from files, and nothing is drawn"
-    usual, why = Config(), {"colocate": nothing, "max_staleness": nothing}
-    why |= {f"rollout.{key}": nothing for key in ("reward", "filter", "temperature", "over_sampling", "without")}
-    why |= {"model.routing_replay": nothing, "data.truncate": "a sequence that is cut would be another"}
-    for key, reason in why.items():
-        value, allowed = (functools.reduce(getattr, key.split("."), one) for one in (config, usual))
-        if value != allowed:
-            yield f"{key}: found {value!r}, allowed with {name}: {allowed!r}; {reason}"
-    if found != sequences:
-        yield f"samples_per_prompt: found {found}, allowed with {name}: {sequences}, which is set by itself"
+    from relax_hpc.checks.from_file import check_from_file
+
+    return check_from_file(config)
 
 
 def _megatron(config: Config) -> Findings:

@@ -216,15 +216,10 @@ def _run(given: dict[str, Any]) -> int:
 
 
 def _from_files(algorithm: str, given: dict[str, Any]) -> int:
-    """Start a run whose rows are those of files, by ``algorithm`` unless it says so itself."""
-    if (named := _nested(given, "algorithm", "name")) not in (None, algorithm):
+    """Start a run whose rows are those of files, by ``algorithm``. ConfigError: the command line names another."""
+    if (named := given.get("algorithm", {}).get("name", algorithm)) != algorithm:
         raise ConfigError(f"{COMMAND_LINE}: algorithm.name: found {named!r} with relax-hpc {algorithm}; use run")
     return _run(given | {"algorithm.name": algorithm})
-
-
-def _nested(given: dict[str, Any], section: str, key: str) -> Any:
-    """Value of an option, however it was given."""
-    return given.get(f"{section}.{key}", (given.get(section) or {}).get(key))
 
 
 def _submit_arguments(parser: ArgumentParser) -> None:

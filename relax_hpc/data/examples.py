@@ -173,8 +173,9 @@ def _turns(text: str, chat: Messages, first: int, tokenizer: Tokenizer, how: Exa
             continue
         asked = rendered(chat[:number], tokenizer, how.template) if number else ""
         if not asked or not text.startswith(asked):
-            raise BadRecord("chat_template", f"it does not begin message {number} as it asks for it")
-        ends = [text.find(name, len(asked)) + len(name) for name in _end_names(tokenizer) if name in text[len(asked) :]]
+            why = f"it does not begin message {number} as it asks for it; give its last turn alone, as `answer`"
+            raise BadRecord("chat_template", why)
+        ends = [at + len(name) for name in _end_names(tokenizer) if (at := text.find(name, len(asked))) >= 0]
         if not ends:
             raise BadRecord("chat_template", f"no token ends message {number}, allowed: {_end_names(tokenizer)}")
         yield len(asked), min(ends)
