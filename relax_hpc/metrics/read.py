@@ -28,7 +28,7 @@ class Metrics:
 
 def is_step(row: Mapping[str, Any]) -> bool:
     """Whether a row, or a line, has what a training step reports; others are of evaluations alone."""
-    return "reward/mean" in row or "loss/policy" in row
+    return "reward/mean" in row or "perf/step_s" in row
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ since a version is what the queue tells lineages apart by.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from relax_hpc.data.examples import Example
 from relax_hpc.data.prompts import load_tokenizer
-from relax_hpc.roles.context import END, HUB, Context
+from relax_hpc.roles.context import END, HUB, NEWS, Context
 from relax_hpc.rollout.bad_lines import note_bad_lines
 from relax_hpc.rollout.samples import PromptSource
 from relax_hpc.tasks.files import open_train
@@ -30,6 +31,7 @@ FIELDS = tuple(name for name in GENERATED if name != "rollout_logprobs")
 _AT_ONCE = 256
 """Tickets that are asked for together."""
 _LONG_S = 30 * 86400.0
+_FOR_NEWS = [(*NEWS, math.inf)]
 
 
 def run(context: Context) -> None:
@@ -56,26 +58,23 @@ class Feeder:
         """Put rows until there are no more tickets."""
         while True:
             with self.context.spans("wait", cause=HUB) as waiting:
-                wait((self.news, self.asked), return_when=FIRST_COMPLETED)
-                admitted = self.asked.result() if self.asked.done() else None
-                waiting.because(admitted.waited if admitted else END)
-            if self.asked.done() and admitted is None:
+                done, _ = wait((self.news, self.asked), return_when=FIRST_COMPLETED)
+                answers = [future.result() for future in done]
+                admitted = self.asked.result() if self.asked in done else None
+                waiting.because(admitted.waited if admitted else END if None in answers else _FOR_NEWS)
+            if None in answers:
                 return
-            if self.news.done() and not self._follow():
-                return
+            if self.news in done:
+                self._follow()
             if admitted:
                 self._put(admitted)
                 self.asked = self.client.tickets.admit(self.reader, _AT_ONCE)
 
-    def _follow(self) -> bool:
-        """Note the version that was announced; whether there are more to come."""
-        announced = self.news.result()
-        if announced is None:
-            return False
-        self.newest = Version.parse(announced.version)
+    def _follow(self) -> None:
+        """Note the version that was announced."""
+        self.newest = Version.parse(self.news.result().version)
         self.client.weights.serve(self.reader, self.newest).result()
         self.news = self._next()
-        return True
 
     def _next(self) -> Future[News | None]:
         """The version after the newest. It may be long in coming: the actor publishes few that nobody reads."""
