@@ -18,13 +18,16 @@ from relax_hpc.algorithms.losses import mean_metrics
 from relax_hpc.checks.settings import check
 from relax_hpc.cli.program import main
 from relax_hpc.config import load
+from relax_hpc.config.schema import DataConfig, TinyModelConfig
 from relax_hpc.data.prompts import load_tokenizer
+from relax_hpc.data.tiny_model import make_tiny_model
 from relax_hpc.metrics.read import read_metrics
 from relax_hpc.models.hf_files import read_config
 from relax_hpc.roles.data import rows_of
 from relax_hpc.rollout.samples import PromptSource
 from relax_hpc.rundir import RunDir
 from relax_hpc.tasks.files import open_train
+from relax_hpc.tasks.sort_digits import SortDigitPairs
 from relax_hpc.training import parallel
 from relax_hpc.training.batches import PAD, collate
 from relax_hpc.training.model import PolicyModel
@@ -231,13 +234,20 @@ def plain_loop(live: Running) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 @pytest.mark.run
 def test_a_run_of_pairs_comes_to_prefer_what_is_chosen(tmp_path: Path) -> None:
-    data = {"task": "sort_digit_pairs", "digits": 3, "max_row_tokens": 16}
-    over = BASE | {"algorithm": {"name": "dpo", "beta": 0.5}, "data": data}
+    """Of files of one's own, a line of which is of no use."""
+    make_tiny_model(tmp_path / "model", TinyModelConfig(**SMALL["model"]["tiny"]), seed=3)
+    files = {split: tmp_path / f"{split}.jsonl" for split in ("train", "heldout_prompts")}
+    for split, path in files.items():
+        rows = [*SortDigitPairs().rows(split, DataConfig(digits=3)), {"id": "none", "prompt": "1?", "chosen": "1"}]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    evaluated = {"heldout_prompts": str(files["heldout_prompts"])}
+    over = BASE | {"algorithm": {"name": "dpo", "beta": 0.5}, "model": {"path": str(tmp_path / "model")}}
+    over["data"] = {"train": str(files["train"]), "eval": evaluated, "max_row_tokens": 16}
     with running(tmp_path, over, {}) as live:
         live.finish(RUN_S)
     accuracy, rows = evaluations(live.run, "accuracy"), read_metrics(live.run.root)
     assert accuracy[0] == 0.0 and accuracy[12] > 0.65, "every margin is 0 before the first step"
     assert rows[0]["loss/policy"] == pytest.approx(np.log(2)) and rows[11]["loss/policy"] < 0.6
+    assert rows[11]["queue/bad_prompt_missing_field"] == 1
     assert not audit(live.run).problems
-    lines = [json.loads(text) for text in live.run.metrics.read_text().splitlines()]
-    assert not any(tag.startswith(("reward/", "staleness/")) for line in lines for tag in line)
+    assert not any(tag.startswith(("reward/", "staleness/")) for row in rows for tag in row)
