@@ -101,6 +101,7 @@ def assert_metrics_are_whole(live: Running) -> None:
     assert {tag.partition("/")[0] for tag in tags} == {part.name for part in PARTS} - {
         "algorithm",
         "experts",
+        "preference",
         "r3",
         "trainer",
     }
