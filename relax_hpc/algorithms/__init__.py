@@ -93,8 +93,7 @@ def _checked(name: str, found: object) -> type[Algorithm]:
         )
     if bare := [each.name for each in fields(found) if each.default is MISSING is each.default_factory]:
         raise ConfigError(f"algorithm: {name!r}: found no default of its setting {bare[0]}; give it one")
-    # What learns from files makes nothing of rewards.
-    for part in _PARTS[found.sequences > 0 :]:
+    for part in _PARTS:
         if all(getattr(found, method) is getattr(Algorithm, method) for method in part):
             raise ConfigError(f"algorithm: {name!r}: found no {' or '.join(part)} of its own; define one of them")
     return found

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from relax_hpc.algorithms.base import Algorithm, Row
+from relax_hpc.algorithms.base import Algorithm, Prompt, Row
 
 _OF_DRAWN_ROWS = (
     "entropy_coefficient",
@@ -44,6 +44,9 @@ class FromFile(Algorithm):
         for name in self.leaves_out:
             for key, found, allowed in _differing(name, getattr(self, name), getattr(usual, name)):
                 yield f"{key}: found {found}, allowed with {self.name}: {allowed}; it has no use for another"
+
+    def given(self, prompts: Sequence[Prompt]) -> list[dict[str, np.ndarray]]:
+        return [{} for prompt in prompts for episode in prompt for _ in episode]
 
     def held_out(self, rows: Sequence[Row], logprobs: Sequence[np.ndarray]) -> dict[str, float]:
         """Metrics of held-out rows by the policy's ``logprobs`` of their trained tokens, [tokens] each, in nats."""

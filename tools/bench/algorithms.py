@@ -95,9 +95,7 @@ def shares(directory: Path, options: argparse.Namespace) -> Iterator[Figure]:
     trainer = Trainer.of(policy(PolicyModel, directory, options), Grpo(), ActorConfig(), 1.0)
     rows, device = step_rows(options), trainer.model.device
     packs = split_rows(rows, options.pack)
-    algorithms = {name: make() for name, make in ALGORITHMS.items() if not make.sequences} | {
-        "grpo, all settings": Grpo(**SETTINGS)
-    }
+    algorithms = {name: make() for name, make in ALGORITHMS.items()} | {"grpo, all settings": Grpo(**SETTINGS)}
     spent: dict[str, list[tuple[float, float, float]]] = {name: [] for name in algorithms}
     usual = micro_batches(packs, Grpo(), device)
     for number in range(options.rounds + 1):
