@@ -69,6 +69,27 @@ _TABLE = (
     FieldSpec("old_logprob_version", "row", "int32", "encoded version of the weights that scored", by="actor_fwd"),
     FieldSpec("ref_logprobs", "token", "float32", "by the reference", "nats", by="reference", loss=True),
     FieldSpec("teacher_logprobs", "token", "float32", "by the teacher", "nats", by="teacher", loss=True),
+    FieldSpec(
+        "teacher_top_ids",
+        "token",
+        "int32",
+        "the teacher's likeliest tokens, of runs with `algorithm.teacher_top_k`",
+        by="teacher",
+        tail=(None,),
+        loss=True,
+        optional=True,
+    ),
+    FieldSpec(
+        "teacher_top_logprobs",
+        "token",
+        "float32",
+        "of these, by the teacher",
+        "nats",
+        by="teacher",
+        tail=(None,),
+        loss=True,
+        optional=True,
+    ),
     FieldSpec("reward", "row", "float32", "task reward of the episode", by="rollout"),
     FieldSpec("advantages", "token", "float32", "0 where loss_mask is 0", by="advantages", loss=True),
     FieldSpec("values", "token", "float32", "by the critic, of what is before the token", by="critic", loss=True),
@@ -121,8 +142,8 @@ def fields_by(role: str, optional: bool = False) -> tuple[str, ...]:
 def loss_fields() -> tuple[str, ...]:
     """Names of the fields that the loss gets of a row, beside its mask and the log-probabilities of the trained policy.
 
-    >>> loss_fields()
-    ('rollout_logprobs', 'old_logprobs', 'ref_logprobs', 'teacher_logprobs', 'advantages', 'values', 'returns')
+    >>> loss_fields()[:4]
+    ('rollout_logprobs', 'old_logprobs', 'ref_logprobs', 'teacher_logprobs')
     """
     return tuple(name for name, spec in FIELDS.items() if spec.loss)
 

@@ -16,7 +16,19 @@ from safetensors.torch import load_file
 from relax_hpc.checkpoint import store
 from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.training.critic import CriticTrainer
-from tests.training_helpers import LR, batch, critic, launch, learned_from_files, rows, trainer, valued
+from tests.training_helpers import (
+    LR,
+    TOP_K,
+    batch,
+    critic,
+    distiller,
+    launch,
+    learned_from_files,
+    rows,
+    taught,
+    trainer,
+    valued,
+)
 
 Layouts = dict[str, dict[str, Any]]
 """`actor` sections by name."""
@@ -99,6 +111,18 @@ def check_learned_from_files_agrees(layout: dict[str, Any], directory: Path, out
     assert json.loads((out / "from-files.json").read_text()) == [
         pytest.approx(one, rel=1e-4, abs=1e-5) for one in expected
     ]
+
+
+def check_distillation_agrees(layout: dict[str, Any], directory: Path, out: Path) -> None:
+    """What a model says as a teacher, and metrics of two steps by a teacher's likeliest tokens."""
+    ours, samples = distiller(directory, **sharded_as(layout)), taught(rows(8))
+    said, replicas = ours.model.forward_likeliest([batch(samples)], 0.9, TOP_K, 64), layout["parallel"].get("data", 1)
+    for replica in range(replicas):
+        found = load_file(out / f"likeliest-{replica}.safetensors")["said"].numpy()
+        np.testing.assert_allclose(found, np.concatenate(said[replica::replicas]), atol=1e-4)
+    for found in json.loads((out / "distill.json").read_text()):
+        ours.accumulate([batch(samples)])
+        assert found == pytest.approx(ours.step(LR), rel=1e-4, abs=1e-5)
 
 
 def two_steps(ours: CriticTrainer, first: int = 0) -> list[dict[str, float]]:

@@ -107,20 +107,23 @@ def test_gated_activation(shape: tuple[int, ...]):
     agree(triton_layers.swiglu, plain, random(*shape) * 3)
 
 
-@pytest.mark.parametrize(("vocab", "temperature", "entropy"), [(37, 0.7, True), (5000, 1.0, True), (37, 1.3, False)])
-def test_logprobs_of_a_chunk(vocab: int, temperature: float, entropy: bool):
+@pytest.mark.parametrize(
+    ("vocab", "temperature", "entropy", "more"), [(37, 0.7, True, 0), (5000, 1.0, True, 2), (37, 1.3, False, 3)]
+)
+def test_logprobs_of_a_chunk(vocab: int, temperature: float, entropy: bool, more: int):
     from relax_hpc.training.logprobs import PLAIN, token_logprobs
     from relax_hpc.training.triton_logprobs import TritonKernels
 
     states, weight, targets = inputs(9, 8, columns=vocab + 3, vocab=vocab, dtype=torch.float32)
-    targets = targets.to(DEVICE)
+    # Beside the token the next ones, and it again.
+    targets = torch.stack([targets, *((targets + n) % vocab for n in range(more))], 1).to(DEVICE)
 
     def by(kernels: Any) -> Callable[..., torch.Tensor]:
         def values(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             logprobs, entropies = token_logprobs(
                 states, weight, targets, vocab, temperature, OneRank(), entropy, kernels
             )
-            return torch.stack([logprobs, entropies]) if entropy else logprobs
+            return torch.cat([logprobs, entropies[:, None]], 1) if entropy else logprobs
 
         return values
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from relax_hpc.training import logprobs
-from relax_hpc.training.logprobs import token_logprobs
+from relax_hpc.training.logprobs import likeliest, token_logprobs
 from tests.training_helpers import Peak
 
 
@@ -84,6 +84,30 @@ def test_an_entropy_that_is_only_looked_at_costs_no_gradient():
         passes.append((states.grad, weight.grad, sorted(event.name for event in seen.events())))
     assert torch.equal(passes[0][0], passes[1][0]) and torch.equal(passes[0][1], passes[1][1])
     assert passes[0][2] == passes[1][2]
+
+
+@pytest.mark.usefixtures("chunk")
+def test_of_several_targets_each_is_as_if_it_were_alone():
+    """Values, and gradients that add up, also of a target that is there twice; the entropy's beside them."""
+    states, weight, targets = inputs(20, 6, columns=13, vocab=11, dtype=torch.float64)
+    several = torch.stack([targets, (targets + 3) % 11, targets], 1)
+    factors = torch.randn(20, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    exact = [values.detach().requires_grad_() for values in (states, weight)]
+    found, entropy = token_logprobs(states, weight, several, 11, 0.7, OneRank(), entropy=True)
+    (factors * torch.cat([found, entropy[:, None]], 1)).sum().backward()
+    expected = torch.stack([reference(*exact, column, 11, 0.7)[0] for column in several.t()], 1)
+    (factors * torch.cat([expected, reference(*exact, targets, 11, 0.7)[1][:, None]], 1)).sum().backward()
+    for ours, theirs in ((found, expected), (states.grad, exact[0].grad), (weight.grad, exact[1].grad)):
+        torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.usefixtures("chunk")
+def test_the_likeliest_tokens_are_those_of_all_logits():
+    """And none of the padded ones, nor of those that another model has beyond this vocabulary."""
+    states, weight, _ = inputs(20, 6, columns=13, vocab=11, dtype=torch.float64)
+    for vocab, count in ((11, 3), (7, 7)):
+        found = likeliest(states, weight, vocab, count, OneRank())
+        assert torch.equal(found, (states @ weight[:vocab].t()).topk(count).indices)
 
 
 def test_entropy_of_uniform_and_certain_distributions():

@@ -16,7 +16,14 @@ from relax_hpc.models.hf_files import read_config
 from relax_hpc.training import parallel
 from relax_hpc.training.trainer import Trainer
 from tests.convert_helpers import to
-from tests.rank_layouts import Layouts, check_agrees, check_critic_agrees, check_learned_from_files_agrees, launched
+from tests.rank_layouts import (
+    Layouts,
+    check_agrees,
+    check_critic_agrees,
+    check_distillation_agrees,
+    check_learned_from_files_agrees,
+    launched,
+)
 from tests.training_helpers import LR, batch, one_rank_fixture, rows, save, tiny_model, trainer  # noqa: F401
 
 pytestmark = [pytest.mark.run, pytest.mark.usefixtures("one_rank")]
@@ -99,6 +106,11 @@ def test_a_critic_of_several_ranks_agrees_with_one(several, name: str):
 @pytest.mark.parametrize("name", LAYOUTS | OF_FOUR)
 def test_several_ranks_learn_from_files_as_one(several, name: str):
     check_learned_from_files_agrees((LAYOUTS | OF_FOUR)[name], several[0][model_of(name)], several[1][name])
+
+
+@pytest.mark.parametrize("name", LAYOUTS | OF_FOUR)
+def test_teacher_and_student_of_several_ranks_agree_with_one(several, name: str):
+    check_distillation_agrees((LAYOUTS | OF_FOUR)[name], several[0][model_of(name)], several[1][name])
 
 
 def test_a_checkpoint_of_one_rank_goes_on_in_four(several):

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from relax_hpc.algorithms import Dpo, Grpo, Ppo, Sft
+from relax_hpc.algorithms import Algorithm, Distill, Dpo, Grpo, Ppo, Sft
 from relax_hpc.algorithms.base import KlConfig
 from relax_hpc.checkpoint import store
 from relax_hpc.checkpoint.saver import Saver
@@ -57,6 +57,8 @@ EPS = 1e-6
 LR = 1e-3
 CLOSE = 1e-5 if DEVICE == "cpu" else 1e-4
 """Two optimizer steps in float32 whose sums were made in other orders."""
+TOP_K = 5
+"""Tokens that a teacher gives."""
 ARRIVAL = (2, 0, 3, 1)
 """Of four prompt groups."""
 
@@ -196,6 +198,25 @@ def learned_from_files(ours: Trainer) -> list[dict[str, float]]:
         ours.accumulate(parts)
         metrics.append(ours.step(LR))
     return metrics
+
+
+def distiller(directory: Path, algorithm: Algorithm | None = None, **settings: Any) -> Trainer:
+    """As `trainer`, of a policy that learns from a teacher's likeliest tokens; see `taught`."""
+    actor = actor_settings(**settings)
+    learnt = algorithm or Distill(divergence="jsd", teacher_top_k=TOP_K)
+    return Trainer.of(policy(directory, actor.parallel, actor=actor), learnt, actor, temperature=0.9)
+
+
+def taught(samples: list[Row], seed: int = 0) -> list[Row]:
+    """``samples`` with the likeliest tokens of a teacher who thinks otherwise than any model."""
+    rng = np.random.default_rng(seed)
+    sizes = [(len(row["token_ids"]), TOP_K) for row in samples]
+    ids = [rng.permuted(np.tile(np.arange(64, dtype=np.int32), (size[0], 1)), axis=1)[:, :TOP_K] for size in sizes]
+    scores = [np.log(rng.dirichlet(np.ones(TOP_K + 1), size[0])[:, :TOP_K]).astype(np.float32) for size in sizes]
+    return [
+        row | {"teacher_top_ids": which, "teacher_top_logprobs": score}
+        for row, which, score in zip(samples, ids, scores, strict=True)
+    ]
 
 
 def inner_roles(model: PolicyModel, **settings: Any) -> InnerRoles:

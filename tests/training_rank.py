@@ -78,6 +78,7 @@ def one_case(world: int, rank: int, meeting: dist.Store, layout: str, model: str
         learned = helpers.learned_from_files(helpers.trainer(Path(model), **settings))
         if rank == 0:
             (Path(out) / "from-files.json").write_text(json.dumps(learned))
+        check_distillation(helpers.distiller(Path(model), **settings), Path(out))
     parallel.destroy()
 
 
@@ -108,6 +109,22 @@ def check_critic(trainer: CriticTrainer, out: Path) -> None:
         save_file({"values": torch.tensor(np.concatenate(values))}, out / f"values-{layout.data_rank}.safetensors")
     if dist.get_rank() == 0:
         (out / "critic.json").write_text(json.dumps(metrics))
+
+
+def check_distillation(trainer: Trainer, out: Path) -> None:
+    """What the model says as a teacher, and two steps by what another one has said."""
+    layout, split = trainer.model.layout, trainer.model.pack_split
+    mine = helpers.taught(helpers.rows(8))[layout.data_rank :: layout.data_size]
+    micro = [helpers.batch(part, split) for part in (mine[:3], mine[3:])]
+    said = trainer.model.forward_likeliest(micro, 0.9, helpers.TOP_K, 64)
+    if layout.leader:
+        save_file({"said": torch.tensor(np.concatenate(said))}, out / f"likeliest-{layout.data_rank}.safetensors")
+    metrics = []
+    for _ in range(2):
+        trainer.accumulate(micro)
+        metrics.append(trainer.step(helpers.LR))
+    if dist.get_rank() == 0:
+        (out / "distill.json").write_text(json.dumps(metrics))
 
 
 def check_metrics_that_few_ranks_have(trainer: Trainer) -> None:

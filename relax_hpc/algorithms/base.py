@@ -103,6 +103,9 @@ class Algorithm:
     sequences: ClassVar[int] = 0
     """Sequences in each row of the files that are learned from as they are: 1, or 2 that are compared. 0: files have
     prompts, and engines draw what is learned from."""
+    teacher_top_k: ClassVar[int] = 0
+    """Tokens, the teacher's likeliest, that rows bring for each of theirs, and whose log-probabilities by the policy
+    the loss gets as `TokenBatch.likeliest`; 0: none."""
 
     name: str = ""
     """Algorithm: grpo, dr_grpo, rloo, gspo, cispo, sapo, m2po, reinforce_pp, reinforce_pp_baseline, dual_clip, ppo,

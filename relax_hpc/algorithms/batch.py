@@ -23,7 +23,7 @@ class TokenBatch:
     (torch.Size([1, 2]), None)
     """
 
-    __slots__ = ("entropy", "episode_tokens", "fields", "logprobs", "mask")
+    __slots__ = ("entropy", "episode_tokens", "fields", "likeliest", "logprobs", "mask")
 
     def __init__(
         self,
@@ -31,6 +31,7 @@ class TokenBatch:
         logprobs: Tensor,
         mask: Tensor,
         entropy: Tensor | None = None,
+        likeliest: Tensor | None = None,
         episode_tokens: Tensor | None = None,
         **fields: Tensor | None,
     ) -> None:
@@ -43,6 +44,8 @@ class TokenBatch:
         """1 where the policy chose the token and is trained on it, else 0."""
         self.entropy = entropy
         """Entropy of the policy's distribution at each token, with gradient if it enters the loss; nats."""
+        self.likeliest = likeliest
+        """Log-probabilities of `teacher_top_ids` by the policy, [b, s, k] with gradient; nats."""
         self.episode_tokens = episode_tokens
         """[b, 1]: trained tokens of all rows of the row's episode, wherever those are; None: each row is an episode."""
         self.fields = fields
@@ -72,7 +75,8 @@ class TokenBatch:
         import torch
 
         keep, found = self.mask > 0, {}
-        for name, value in {"logprobs": self.logprobs, "entropy": self.entropy, **self.fields}.items():
+        own = {"logprobs": self.logprobs, "entropy": self.entropy, "likeliest": self.likeliest}
+        for name, value in (own | self.fields).items():
             if value is None:
                 continue
             if value.shape[:2] != keep.shape:

@@ -59,6 +59,8 @@ def _teacher(config: Config, policy: Model) -> Iterator[str]:
         return
     teacher = find_model(config.model, "teacher_path")
     yield from teacher.problems
+    if policy.spec and (found := config.algorithm.teacher_top_k) > policy.spec.vocab:
+        yield f"algorithm.teacher_top_k: found {found}, allowed: at most {policy.spec.vocab}, the policy's vocabulary"
     if teacher.tokenizer and policy.tokenizer and not teacher.tokenizer.has_ids_of(policy.tokenizer):
         yield (
             f"model.teacher_path: found {path!r}, whose tokenizer gives other ids than the policy's; allowed: a model "

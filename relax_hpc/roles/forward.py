@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from relax_hpc.fields import fields_by
-from relax_hpc.models.families import routes_of
+from relax_hpc.models.families import routes_of, spec_of
 from relax_hpc.models.hf_files import read_config
 from relax_hpc.roles.context import END, HUB, NEWS, Context
 from relax_hpc.roles.ranks import Ranks
@@ -46,17 +46,24 @@ class Scorer:
         self.forward = getattr(config, context.role)
         self.ranks = ranks
         self.temperature = config.rollout.temperature
+        self.top_k = config.algorithm.teacher_top_k if context.role == "teacher" else 0
+        """Likeliest tokens that are given with each; 0: none."""
         self.placeholders = placeholders_of(directory)
         # Routes are those of the policy's engine.
         settings = config.model if context.role == "actor_fwd" else replace(config.model, routing_replay="off")
         self.routes = routes_of(directory, settings)
         self.model = PolicyModel(read_config(directory), settings, self.forward.parallel, kernels=config.actor.kernels)
         self.model.load_hf(directory)
+        self._vocab = spec_of(read_config(context.model), config.model.ignore_keys).vocab
 
     def score(self, rows: Sequence[Row]) -> list[np.ndarray]:
-        """Log-probabilities [tokens] of each row; complete in the leader."""
-        score = partial(self.model.forward_logprobs, temperature=self.temperature)
-        return score_rows(rows, self.ranks, self.model, self.forward.pack_tokens, score)
+        """Log-probabilities [tokens] of each row, or what `PolicyModel.likeliest` says of it; complete in the
+        leader."""
+        score, tail = partial(self.model.forward_logprobs, temperature=self.temperature), ()
+        if self.top_k:
+            about = {"temperature": self.temperature, "count": self.top_k, "vocab": self._vocab}
+            score, tail = partial(self.model.forward_likeliest, **about), (1 + 2 * self.top_k,)
+        return score_rows(rows, self.ranks, self.model, self.forward.pack_tokens, score, tail)
 
     def load(self, staged: Staged) -> None:
         """Load the weights of a folder in memory, which is released."""
@@ -75,12 +82,13 @@ def score_rows(
     model: PolicyModel,
     pack_tokens: int,
     score: Callable[[list[Batch]], list[np.ndarray] | None],
+    tail: tuple[int, ...] = (),
 ) -> list[np.ndarray]:
-    """Scores of rows by ``score``, which takes micro-batches: [tokens] of each row; complete in the leader."""
+    """Scores of rows by ``score``, which takes micro-batches: [tokens, *tail] of each row; complete in the leader."""
     parts = ranks.parts(rows, pack_tokens)
     batches = collate_parts(rows, parts, model.device, model.pack_split, model.row_fields)
     mine = [number for part in parts for number in part]
-    return ranks.collect(rows, mine, score(batches))
+    return ranks.collect(rows, mine, score(batches), tail)
 
 
 def run(context: Context) -> None:
@@ -187,9 +195,18 @@ def _put(
     version: Version | None,
 ) -> None:
     """Put the scores by actor_fwd's ``version``, or by a role whose weights are frozen."""
-    field, extra = fields_by(role)[0], {VERSION_FIELD: version.encode()} if version else {}
-    made = [{"row_id": row["row_id"], field: score, **extra} for row, score in zip(rows, scores, strict=True)]
-    client.put(made, (field, *extra), claim)
+    extra = {VERSION_FIELD: version.encode()} if version else {}
+    fields = [_fields_of(fields_by(role)[0], score) | extra for score in scores]
+    made = [{"row_id": row["row_id"], **about} for row, about in zip(rows, fields, strict=True)]
+    client.put(made, tuple(fields[0]), claim)
+
+
+def _fields_of(name: str, score: np.ndarray) -> dict[str, Any]:
+    """Fields that a score [tokens] comes to, the log-probabilities ``name``; or what `PolicyModel.likeliest` has said."""
+    if score.ndim == 1:
+        return {name: score}
+    logprobs, top, ids = np.split(score, (1, (score.shape[1] + 1) // 2), axis=1)
+    return {name: logprobs[:, 0], "teacher_top_logprobs": top, "teacher_top_ids": ids.astype(np.int32)}
 
 
 class _Weights:

@@ -107,16 +107,16 @@ class Ranks:
         return schedule(lengths, self.layout.data_size, max_tokens)[self.layout.data_rank]
 
     def collect(
-        self, rows: Sequence[Row], mine: Sequence[int], values: Sequence[np.ndarray] | None
+        self, rows: Sequence[Row], mine: Sequence[int], values: Sequence[np.ndarray] | None, tail: tuple[int, ...] = ()
     ) -> list[np.ndarray]:
-        """Values of all rows in order, in the leader; data-parallel leaders have ``values``, per token, for
-        ``mine``."""
+        """Values of all rows in order, [tokens, *tail] float32 each, in the leader; data-parallel leaders have
+        ``values`` for ``mine``."""
         if self.size == 1:
             assert values is not None
             return [value for _, value in sorted(zip(mine, values, strict=True), key=itemgetter(0))]
         lengths = [len(row["token_ids"]) for row in rows]
         starts = np.concatenate([[0], np.cumsum(lengths)])
-        flat = torch.zeros(int(starts[-1]), dtype=torch.float32)
+        flat = torch.zeros((int(starts[-1]), *tail), dtype=torch.float32)
         for index, value in zip(mine, values if self.layout.leader and values is not None else [], strict=False):
             flat[starts[index] : starts[index + 1]] = torch.from_numpy(np.ascontiguousarray(value))
         self.control.reduce_sum(flat)

@@ -36,8 +36,9 @@ class Scored:
     """Numbers of the tokens' places among [b, s]."""
 
     def placed(self, values: Tensor, shape: torch.Size) -> Tensor:
-        """``values`` [n] where they belong in `shape` [b, s], and 0 elsewhere; differentiable."""
-        return values.new_zeros(shape.numel()).index_copy(0, self.places, values).view(shape)
+        """``values`` [n, *tail] where they belong in `shape` [b, s], and 0 elsewhere: [b, s, *tail]; differentiable."""
+        tail = values.shape[1:]
+        return values.new_zeros((shape.numel(), *tail)).index_copy(0, self.places, values).view(*shape, *tail)
 
 
 @dataclass(slots=True)

@@ -31,19 +31,19 @@ class Chunk:
     logits: Tensor
     """[n, v], this rank's columns; kernels may overwrite them."""
     targets: Tensor
-    """int64 [n]: columns of it, -1 where another rank has the target."""
+    """int64 [n, m]: columns of it, -1 where another rank has the target. A token may have the same one twice."""
     temperature: float
 
 
 @dataclass(frozen=True, slots=True)
 class Upstream:
-    """Values that the backward pass begins with, each [n] float32 (float64 of such)."""
+    """Values that the backward pass begins with, each [n] if nothing else is said, float32 (float64 of such)."""
 
     log_total: Tensor
     """log sum exp z over all columns, where z = logits / temperature."""
     entropies: Tensor
     d_logprobs: Tensor
-    """Gradient of the loss by each log-probability."""
+    """Gradient of the loss by each log-probability, [n, m]."""
     d_entropies: Tensor | None
     """Gradient of the loss by each entropy; None: the loss has none."""
 
@@ -60,13 +60,14 @@ class ChunkKernels(Protocol):
     """The two passes over the logits of a chunk. Values are float32 (float64 of such)."""
 
     def terms(self, chunk: Chunk, entropy: bool) -> Terms:
-        """Terms of z = logits / temperature, each [n]: its maximum m, sum exp(z - m), sum exp(z - m) (z - m) if
-        ``entropy`` or else 0, and z of the target or 0."""
+        """Terms of z = logits / temperature, each [n]: its maximum top, sum exp(z - top), sum exp(z - top) (z - top) if
+        ``entropy`` or else 0; and [n, m] z of the targets or 0."""
 
     def slopes(self, chunk: Chunk, given: Upstream) -> Tensor:
         """Gradient [n, v] of the loss by the logits, in their type.
 
-        With p = exp(z - log_total): d log p[t] / dz_k = 1[k = t] - p_k and dH / dz_k = -p_k (log p_k + H).
+        With p = exp(z - log_total): d log p[t] / dz_k = 1[k = t] - p_k and dH / dz_k = -p_k (log p_k + H). The
+        gradients by a token's log-probabilities add up.
         """
 
 
@@ -76,7 +77,7 @@ class PlainKernels:
     def terms(self, chunk: Chunk, entropy: bool) -> Terms:
         """See `ChunkKernels`."""
         z, targets = _wide(chunk.logits).div_(chunk.temperature), chunk.targets
-        chosen = z.gather(-1, targets.clamp(min=0)[:, None])[:, 0].masked_fill_(targets < 0, 0.0)
+        chosen = z.gather(-1, targets.clamp(min=0)).masked_fill_(targets < 0, 0.0)
         top = z.amax(-1)
         z -= top[:, None]
         if not entropy:
@@ -88,13 +89,13 @@ class PlainKernels:
     def slopes(self, chunk: Chunk, given: Upstream) -> Tensor:
         """See `ChunkKernels`."""
         z = _wide(chunk.logits).div_(chunk.temperature).sub_(given.log_total[:, None])
-        targets, d_logprobs = chunk.targets[:, None], given.d_logprobs[:, None]
+        targets, total = chunk.targets, given.d_logprobs.sum(-1, keepdim=True)
         if given.d_entropies is None:
-            slope = z.exp_().mul_(-d_logprobs)
+            slope = z.exp_().mul_(-total)
         else:
             p = z.exp()
-            slope = z.add_(given.entropies[:, None]).mul_(given.d_entropies[:, None]).add_(d_logprobs).mul_(p).neg_()
-        slope.scatter_add_(-1, targets.clamp(min=0), d_logprobs.masked_fill(targets < 0, 0.0))
+            slope = z.add_(given.entropies[:, None]).mul_(given.d_entropies[:, None]).add_(total).mul_(p).neg_()
+        slope.scatter_add_(-1, targets.clamp(min=0), given.d_logprobs.masked_fill(targets < 0, 0.0))
         return slope.div_(chunk.temperature).to(chunk.logits.dtype)
 
 
@@ -124,15 +125,43 @@ def token_logprobs(
     entropy: bool = False,
     kernels: ChunkKernels = PLAIN,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of each target, and the entropy of its distribution if asked for: [n] float32, nats.
+    """Log-probability of each target, in their shape, and the entropy of each distribution if asked for, [n]: float32,
+    nats.
 
-    `states` [n, h]: the hidden state that predicts it. `weight` [v, h]: this rank's rows of the output layer, whose
-    padded ones, from `vocab` on over all ranks, get no probability. `targets` [n] int64. Differentiable by `states`,
-    of which each rank gets its own columns' part, and by `weight`, whose gradient is summed over chunks in float32: in
-    its `main_grad` if it has one, as under megatron-core's DistributedDataParallel.
+    `states` [n, h]: the hidden states that predict them. `weight` [v, h]: this rank's rows of the output layer, whose
+    padded ones, from `vocab` on over all ranks, get no probability. `targets` int64 [n], or [n, m] of m a state.
+    Differentiable by `states`, of which each rank gets its own columns' part, and by `weight`, whose gradient is summed
+    over chunks in float32: in its `main_grad` if it has one, as under megatron-core's DistributedDataParallel.
     """
-    logprobs, entropies = _OutputLogprobs.apply(states, weight, targets, vocab, temperature, group, entropy, kernels)
-    return logprobs, entropies if entropy else None
+    asked = targets if targets.dim() > 1 else targets[:, None]
+    logprobs, entropies = _OutputLogprobs.apply(states, weight, asked, vocab, temperature, group, entropy, kernels)
+    return logprobs.reshape(targets.shape), entropies if entropy else None
+
+
+@torch.no_grad()
+def likeliest(states: Tensor, weight: Tensor, vocab: int, count: int, group: dist.ProcessGroup) -> Tensor:
+    """Ids of the `count` tokens below `vocab` that each state finds most probable, the first the most: int64 [n, count].
+
+    Arguments as of `token_logprobs`; `count` is at most `vocab`. Each rank sends its own `count`, not its logits.
+    """
+    first = group.rank() * weight.shape[0]
+    rows = weight[: max(vocab - first, 0)]
+    most = min(count, len(rows))
+    logits = states.new_full((len(states), count), torch.finfo(states.dtype).min)
+    ids = torch.zeros_like(logits, dtype=torch.int64)
+    for part in _chunks(len(states), len(rows)):
+        logits[part, :most], ids[part, :most] = (states[part] @ rows.t()).topk(most)
+    if group.size() == 1:
+        return ids
+    logits, ids = _gathered(logits, group), _gathered(ids + first, group)
+    return ids.gather(1, logits.topk(count).indices)
+
+
+def _gathered(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """``mine`` [n, k] of all ranks beside each other, [n, ranks * k]."""
+    parts = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(parts, mine.contiguous(), group=group)
+    return torch.cat(parts, 1)
 
 
 class _OutputLogprobs(torch.autograd.Function):
@@ -155,15 +184,17 @@ class _OutputLogprobs(torch.autograd.Function):
         rows = weight[: max(vocab - first, 0)]
         local = targets - first
         local = local.masked_fill((local < 0) | (local >= len(rows)), -1)
-        terms = states.new_zeros((4, len(states)), dtype=_wide_type(states.dtype))
+        # Three terms of each state, and of each target its own.
+        terms = states.new_zeros((3 + targets.shape[1], len(states)), dtype=_wide_type(states.dtype))
         # A rank that has nothing but padding.
         terms[0] = torch.finfo(terms.dtype).min
         for part in _chunks(len(states), len(rows)):
             chunk = Chunk(states[part] @ rows.t(), local[part], temperature)
-            terms[:, part] = torch.stack(kernels.terms(chunk, entropy))
+            *three, chosen = kernels.terms(chunk, entropy)
+            terms[:3, part], terms[3:, part] = torch.stack(three), chosen.t()
             # Not beside the next one's.
             del chunk
-        top, total, expectation, chosen = _over_ranks(terms, group)
+        top, total, expectation, *_ = terms = _over_ranks(terms, group)
         log_total = total.log()
         entropies = log_total - expectation / total
         log_total = log_total + top
@@ -171,7 +202,7 @@ class _OutputLogprobs(torch.autograd.Function):
         ctx.rows, ctx.temperature, ctx.kernels = len(rows), temperature, kernels
         # An entropy that is only looked at has no gradient: zeros in its place would cost as much as a real one.
         ctx.set_materialize_grads(False)
-        return chosen - log_total, entropies
+        return (terms[3:] - log_total).t(), entropies
 
     @staticmethod
     @once_differentiable
@@ -179,7 +210,7 @@ class _OutputLogprobs(torch.autograd.Function):
         states, weight, local, log_total, entropies = ctx.saved_tensors
         rows = weight[: ctx.rows]
         given = Upstream(
-            log_total, entropies, torch.zeros_like(log_total) if d_logprobs is None else d_logprobs, d_entropies
+            log_total, entropies, log_total.new_zeros(local.shape) if d_logprobs is None else d_logprobs, d_entropies
         )
         d_states = torch.zeros_like(states)
         total, d_weight = _weight_gradient(weight) if ctx.needs_input_grad[1] else (None, None)
@@ -204,7 +235,7 @@ def _chunks(tokens: int, columns: int) -> Iterator[slice]:
 
 
 def _over_ranks(terms: Tensor, group: Any) -> Tensor:
-    """`ChunkKernels.terms` of all columns from those of each rank's, [4, n]."""
+    """`ChunkKernels.terms` of all columns from those of each rank's, [3 + m, n]."""
     if group.size() == 1:
         return terms
     top = terms[0].clone()

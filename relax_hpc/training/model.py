@@ -35,7 +35,7 @@ from relax_hpc.models.stages import stage_layers
 from relax_hpc.training import parallel as ranks
 from relax_hpc.training.batches import Batch
 from relax_hpc.training.gathered import gathered_texts
-from relax_hpc.training.logprobs import PLAIN, ChunkKernels, scored_states, token_logprobs
+from relax_hpc.training.logprobs import PLAIN, ChunkKernels, likeliest, scored_states, token_logprobs
 from relax_hpc.training.lost_ranks import names_lost_ranks
 from relax_hpc.weights.ring import Slice
 from relax_hpc.weights.tensors import Tensor as WholeTensor
@@ -243,16 +243,20 @@ class PolicyModel:
         return slice(first, first + share)
 
     def token_logprobs(
-        self, hidden: Tensor, batch: Batch, temperature: float, entropy: bool = False
+        self, hidden: Tensor, batch: Batch, temperature: float, entropy: bool = False, also: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities of `batch.scored`, and entropies if asked, by the last stage's hidden states: [b, s]
-        float32, 0 elsewhere. See `logprobs`."""
+        float32, 0 elsewhere. See `logprobs`.
+
+        With ``also``, ids [n, k] of other tokens that could stand in the place of each, the log-probabilities are those
+        of the token and of these, [b, s, 1 + k].
+        """
         scored, weight, shape = batch.scored, self.module.output_weight, batch.mask.shape
         states = scored_states(hidden, scored.states, self.config, self._tensor_group)
         values, entropies = token_logprobs(
             states,
             weight,
-            scored.tokens,
+            scored.tokens if also is None else torch.cat([scored.tokens[:, None], also], 1),
             self.spec.vocab,
             temperature,
             self._tensor_group,
@@ -262,8 +266,17 @@ class PolicyModel:
         whole = self._whole(scored.placed(values, shape))
         return whole, None if entropies is None else self._whole(scored.placed(entropies, shape))
 
+    def likeliest(self, hidden: Tensor, batch: Batch, temperature: float, count: int, vocab: int) -> Tensor:
+        """Log-probabilities of `batch.scored` and of the ``count`` likeliest tokens below ``vocab`` in the place of
+        each, and the ids of these: [b, s, 1 + 2 * count] float32, 0 elsewhere. Without a gradient."""
+        states = scored_states(hidden, batch.scored.states, self.config, self._tensor_group)
+        ids = likeliest(states, self.module.output_weight, min(vocab, self.spec.vocab), count, self._tensor_group)
+        logprobs, _ = self.token_logprobs(hidden, batch, temperature, also=ids)
+        # Exact up to 2^24, which no vocabulary has.
+        return torch.cat([logprobs, self._whole(batch.scored.placed(ids.float(), batch.mask.shape))], -1)
+
     def _whole(self, values: Tensor) -> Tensor:
-        """``values`` [b, s] of this rank's tokens with those of the other context ranks: all have the same loss then,
+        """``values`` [b, s, *tail] of this rank's tokens with those of the other context ranks: all have the same loss then,
         and its gradient goes to each of them as it is."""
         from megatron.core.tensor_parallel import mappings
 
@@ -286,12 +299,23 @@ class PolicyModel:
         return self.rows_of(micro_batches, self.batch_logprobs(micro_batches, temperature))
 
     def rows_of(self, micro_batches: Sequence[Batch], found: Sequence[Tensor]) -> list[np.ndarray] | None:
-        """Values ``found`` of micro-batches, [b, s] each, row by row on the replica's leader; None on other ranks."""
+        """Values ``found`` of micro-batches, [b, s, *tail] each, row by row on the replica's leader; None on other
+        ranks."""
         if not self.layout.leader:
             return None
         scored = [(values.cpu().numpy(), batch.lengths) for values, batch in zip(found, micro_batches, strict=True)]
         # An idle one has a line that is no row's.
         return [line[:length] for values, lengths in scored for line, length in zip(values, lengths, strict=False)]
+
+    def forward_likeliest(
+        self, micro_batches: Sequence[Batch], temperature: float, count: int, vocab: int
+    ) -> list[np.ndarray] | None:
+        """`likeliest` of each row, [its length, 1 + 2 * count]; as `forward_logprobs`."""
+
+        def score(hidden: Tensor, batch: Batch) -> Tensor:
+            return self.likeliest(hidden, batch, temperature, count, vocab)
+
+        return self.rows_of(micro_batches, self.batch_scores(micro_batches, score))
 
     @names_lost_ranks
     @torch.no_grad()
@@ -311,8 +335,8 @@ class PolicyModel:
     def batch_scores(
         self, micro_batches: Sequence[Batch], score: Callable[[Tensor, Batch], Tensor], routed: bool = True
     ) -> list[Tensor]:
-        """Scores of each micro-batch, as `batch_logprobs`, that ``score`` makes [b, s] of the last stage's hidden
-        states."""
+        """Scores of each micro-batch, as `batch_logprobs`, that ``score`` makes [b, s, *tail] of the last stage's
+        hidden states."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         def forward(batches: Iterator[Batch], module: torch.nn.Module) -> tuple[Tensor, Any]:

@@ -114,8 +114,9 @@ class Trainer:
 
     def loss_of(self, batch: Batch, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss summed over a micro-batch, and sums to log, by the last stage's ``hidden`` states."""
-        logprobs, entropy = self.model.token_logprobs(hidden, batch, self.temperature, self.algorithm.needs_entropy)
-        given = token_batch(batch, logprobs, entropy)
+        also, entropy = _likeliest_of(batch), self.algorithm.needs_entropy
+        logprobs, entropies = self.model.token_logprobs(hidden, batch, self.temperature, entropy, also)
+        given = token_batch(batch, logprobs, entropies)
         self._ratios.add(given)
         return self.algorithm.loss(given)
 
@@ -203,10 +204,19 @@ def _combine(name: str, left: Tensor, right: Tensor) -> Tensor:
     return torch.maximum(left, right) if name.endswith(MAX_SUFFIX) else left + right
 
 
+def _likeliest_of(batch: Batch) -> Tensor | None:
+    """The teacher's likeliest tokens in the place of each scored one, [n, k] int64, if rows bring them."""
+    ids = batch.fields.get("teacher_top_ids")
+    return None if ids is None else ids.flatten(0, 1).index_select(0, batch.scored.places).long()
+
+
 def token_batch(batch: Batch, logprobs: Tensor, entropy: Tensor | None) -> TokenBatch:
     """Input of the loss. Rows without old log-probabilities were not trained on yet: their ratio is 1. Rows without the
-    engine's were sampled by nobody else."""
+    engine's were sampled by nobody else. ``logprobs`` as `PolicyModel.token_logprobs` gives them."""
+    own: dict[str, Tensor | None] = {"entropy": entropy, "mask": batch.mask, "episode_tokens": batch.episode_tokens}
+    if logprobs.dim() > 2:
+        logprobs, own["likeliest"] = logprobs[..., 0], logprobs[..., 1:]
     known = {name: value for name, value in batch.fields.items() if FIELDS[name].loss}
     old = known.setdefault("old_logprobs", logprobs.detach())
     known.setdefault("rollout_logprobs", old)
-    return TokenBatch(logprobs=logprobs, entropy=entropy, mask=batch.mask, episode_tokens=batch.episode_tokens, **known)
+    return TokenBatch(logprobs=logprobs, **own, **known)

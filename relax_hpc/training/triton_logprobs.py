@@ -20,11 +20,12 @@ class TritonKernels:
 
     def terms(self, chunk: Chunk, entropy: bool) -> Terms:
         """See `ChunkKernels`."""
-        tokens, columns = chunk.logits.shape
-        top, total, mean, chosen = torch.empty((4, tokens), dtype=torch.float32, device=chunk.logits.device)
+        (tokens, columns), targets = chunk.logits.shape, chunk.targets.shape[1]
+        top, total, mean = torch.empty((3, tokens), dtype=torch.float32, device=chunk.logits.device)
+        chosen = torch.empty((tokens, targets), dtype=torch.float32, device=chunk.logits.device)
         _terms[(tokens,)](
             chunk.logits,
-            chunk.targets,
+            chunk.targets.contiguous(),
             top,
             total,
             mean,
@@ -32,6 +33,7 @@ class TritonKernels:
             chunk.logits.stride(0),
             columns,
             1.0 / chunk.temperature,
+            TARGETS=targets,
             ENTROPY=entropy,
             **_block(columns),
         )
@@ -43,14 +45,16 @@ class TritonKernels:
         entropy = given.d_entropies is not None
         _slopes[(tokens,)](
             chunk.logits,
-            chunk.targets,
+            chunk.targets.contiguous(),
             given.log_total,
             given.d_logprobs.contiguous(),
+            given.d_logprobs.sum(-1),
             given.entropies,
             given.d_entropies.contiguous() if entropy else given.entropies,
             chunk.logits.stride(0),
             columns,
             1.0 / chunk.temperature,
+            TARGETS=chunk.targets.shape[1],
             ENTROPY=entropy,
             **_block(columns),
         )
@@ -62,7 +66,20 @@ def _block(columns: int) -> dict[str, int]:
 
 
 @triton.jit
-def _terms(X, T, TOP, TOTAL, MEAN, CHOSEN, stride, columns, inverse, ENTROPY: tl.constexpr, BLOCK: tl.constexpr):
+def _terms(
+    X,
+    T,
+    TOP,
+    TOTAL,
+    MEAN,
+    CHOSEN,
+    stride,
+    columns,
+    inverse,
+    TARGETS: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     x, lane = X + row * stride, tl.arange(0, BLOCK)
     # Each lane keeps its own running maximum m and, relative to it, sum exp(z - m) and sum exp(z - m) (z - m).
@@ -82,20 +99,40 @@ def _terms(X, T, TOP, TOTAL, MEAN, CHOSEN, stride, columns, inverse, ENTROPY: tl
     tl.store(TOP + row, best)
     tl.store(TOTAL + row, tl.sum(total * scale, 0))
     tl.store(MEAN + row, tl.sum((mean + (top - best) * total) * scale, 0))
-    target = tl.load(T + row)
-    tl.store(CHOSEN + row, tl.load(x + target, mask=target >= 0, other=0.0).to(tl.float32) * inverse)
+    for number in range(row * TARGETS, row * TARGETS + TARGETS):
+        target = tl.load(T + number)
+        tl.store(CHOSEN + number, tl.load(x + target, mask=target >= 0, other=0.0).to(tl.float32) * inverse)
 
 
 @triton.jit
-def _slopes(X, T, LSE, G, H, GH, stride, columns, inverse, ENTROPY: tl.constexpr, BLOCK: tl.constexpr):
+def _slopes(
+    X,
+    T,
+    LSE,
+    G,
+    SUM,
+    H,
+    GH,
+    stride,
+    columns,
+    inverse,
+    TARGETS: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     x, lane = X + row * stride, tl.arange(0, BLOCK)
-    log_total, slope, target = tl.load(LSE + row), tl.load(G + row), tl.load(T + row)
+    log_total, slope = tl.load(LSE + row), tl.load(SUM + row)
     for start in range(0, columns, BLOCK):
         at = start + lane
         logp = tl.load(x + at, mask=at < columns, other=0.0).to(tl.float32) * inverse - log_total
         p = tl.exp(logp)
-        d_z = tl.where(at == target, slope, 0.0) - slope * p
+        d_z = -slope * p
+        for number in range(row * TARGETS, row * TARGETS + TARGETS):
+            target = tl.load(T + number)
+            # Most blocks have none of the targets.
+            if (target >= start) & (target < start + BLOCK):
+                d_z += tl.where(at == target, tl.load(G + number), 0.0)
         if ENTROPY:
             d_z -= tl.load(GH + row) * p * (logp + tl.load(H + row))
         tl.store(x + at, (d_z * inverse).to(X.dtype.element_ty), mask=at < columns)
