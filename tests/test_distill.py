@@ -106,7 +106,7 @@ def test_divergences_over_the_likeliest_tokens_and_the_rest(divergence: str, bet
 
 
 def test_of_all_tokens_gradients_are_the_known_ones_and_a_correction_weighs_nothing() -> None:
-    """By the logits: policy - teacher of the forward divergence, policy * (log(policy / teacher) - KL) of the reverse."""
+    """By the logits: policy - teacher of the forward one, policy * (log(policy / teacher) - KL) of the reverse."""
     logits = torch.tensor([[[0.1, 0.9, -0.3, 0.4]]], dtype=torch.float64, requires_grad=True)
     teacher = torch.tensor([[[0.1, 0.2, 0.3, 0.4]]], dtype=torch.float64)
     policy, one = logits.softmax(-1).detach(), torch.ones(1, 1, dtype=torch.float64)

@@ -35,11 +35,11 @@ class TokenLosses:
     """Ratio policy / old, as the algorithm takes it."""
     clipped: Tensor
     """True where the clip decides."""
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+    """Further metrics, as means over trained tokens: name -> values. They appear as algorithm/<name>."""
     divergence: Tensor | None = None
     """Further loss of each token, with gradient, by the whole distribution that it was drawn from: whoever drew it, no
     correction weighs it."""
-    metrics: dict[str, Tensor] = field(default_factory=dict)
-    """Further metrics, as means over trained tokens: name -> values. They appear as algorithm/<name>."""
 
 
 def ratio_to_old(batch: TokenBatch) -> Tensor:
@@ -74,17 +74,17 @@ def policy_loss(batch: TokenBatch, algorithm: Algorithm) -> tuple[Tensor, dict[s
     """The loss of ``algorithm`` *summed* over ``batch`` (a scalar with gradient), and detached scalar sums to log.
 
     A token's loss is w * algorithm.token_losses + its divergence, if it has one, + kl.coefficient * KL -
-    entropy_coefficient * H with w from `correction`. `token_mean` adds up tokens (DAPO, arXiv 2503.14476, section 3.3; every token weighs the same, which
-    Dr. GRPO, arXiv 2503.20783, section 3, asks for too); `sequence_mean` first divides an episode's sum by its masked
-    tokens (GRPO, arXiv 2402.03300, equation 3), those of all its rows together, of which some may be in other batches;
-    `constant` divides it by `constant_tokens` (Dr. GRPO, section 3.2: no episode's tokens weigh less for being many).
-    The mean over an optimizer step is sum(loss) / sum(metrics["weight"]).
+    entropy_coefficient * H with w from `correction`. `token_mean` adds up tokens (DAPO, arXiv 2503.14476, section 3.3;
+    every token weighs the same, which Dr. GRPO, arXiv 2503.20783, section 3, asks for too); `sequence_mean` first
+    divides an episode's sum by its masked tokens (GRPO, arXiv 2402.03300, equation 3), those of all its rows together,
+    of which some may be in other batches; `constant` divides it by `constant_tokens` (Dr. GRPO, section 3.2: no
+    episode's tokens weigh less for being many). The mean over an optimizer step is sum(loss) / sum(metrics["weight"]).
 
     Metrics: `weight` (masked tokens, or episodes having some: a row is as much of one as it has of its tokens),
-    `tokens`, `episodes`; `loss/policy`, `loss/kl`,
-    `loss/entropy` and `loss/divergence`, whose sum is the loss; over masked tokens `ratio`, `clip_fraction`, `kl/old`, `rollout_kl` (KL of
-    the engine's policy to the old one), `correction_weight`, `correction_square` (of the weight), `correction_cut`,
-    `train_rollout_logprob_abs_diff`, `kl/reference` if there are ref_logprobs, `entropy` if there is entropy and
+    `tokens`, `episodes`; `loss/policy`, `loss/kl`, `loss/entropy` and `loss/divergence`, whose sum is the loss; over
+    masked tokens `ratio`, `clip_fraction`, `kl/old`, `rollout_kl` (KL of the engine's policy to the old one),
+    `correction_weight`, `correction_square` (of the weight), `correction_cut`, `train_rollout_logprob_abs_diff`,
+    `kl/reference` if there are ref_logprobs, `entropy` if there is entropy and
     algorithm/* of the algorithm's own; and the maxima `train_rollout_logprob_max`, `rollout_ratio_max` and
     `rollout_inverse_ratio_max`, the least ratio being its inverse. `mean_metrics` turns their totals into means.
 

@@ -86,7 +86,7 @@ TAGS = {
     "experts/load_entropy": "entropy of the choice of an expert as a share of its largest, mean over layers; 1: even",
     "algorithm/dual_clip_fraction": "share of the tokens whose loss ended at clip_cap",
     "algorithm/teacher_kl": "policy to teacher by k1, nats a token",
-    "algorithm/teacher_divergence": "of the distributions over the teacher's likeliest tokens and the rest, nats a token",
+    "algorithm/teacher_divergence": "from the teacher over its likeliest tokens and the rest, nats a token",
     "algorithm/teacher_rest": "probability that the teacher gives to all but its likeliest tokens, mean over tokens",
     "algorithm/second_moment": "of m2po: log(policy / rollout)^2 of tokens that a clip can hold, over all tokens",
     "algorithm/<name>": "what else an algorithm says of its loss",

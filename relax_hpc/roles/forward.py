@@ -202,7 +202,7 @@ def _put(
 
 
 def _fields_of(name: str, score: np.ndarray) -> dict[str, Any]:
-    """Fields that a score [tokens] comes to, the log-probabilities ``name``; or what `PolicyModel.likeliest` has said."""
+    """Fields that a score comes to: the log-probabilities ``name``, or all that `PolicyModel.likeliest` has said."""
     if score.ndim == 1:
         return {name: score}
     logprobs, top, ids = np.split(score, (1, (score.shape[1] + 1) // 2), axis=1)

@@ -140,7 +140,7 @@ def token_logprobs(
 
 @torch.no_grad()
 def likeliest(states: Tensor, weight: Tensor, vocab: int, count: int, group: dist.ProcessGroup) -> Tensor:
-    """Ids of the `count` tokens below `vocab` that each state finds most probable, the first the most: int64 [n, count].
+    """Ids of the `count` tokens below `vocab` that each state finds most probable, in falling order: int64 [n, count].
 
     Arguments as of `token_logprobs`; `count` is at most `vocab`. Each rank sends its own `count`, not its logits.
     """

@@ -276,8 +276,8 @@ class PolicyModel:
         return torch.cat([logprobs, self._whole(batch.scored.placed(ids.float(), batch.mask.shape))], -1)
 
     def _whole(self, values: Tensor) -> Tensor:
-        """``values`` [b, s, *tail] of this rank's tokens with those of the other context ranks: all have the same loss then,
-        and its gradient goes to each of them as it is."""
+        """``values`` [b, s, *tail] of this rank's tokens with those of the other context ranks: all have the same loss
+        then, and its gradient goes to each of them as it is."""
         from megatron.core.tensor_parallel import mappings
 
         return mappings.reduce_from_tensor_model_parallel_region(values, group=self._context_group)

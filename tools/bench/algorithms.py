@@ -1,9 +1,11 @@
-"""What each algorithm's advantages and loss take of a training step, and what a critic adds to one.
+"""What each algorithm's advantages and loss take of a training step, and what a critic and a teacher's likeliest tokens
+add to one.
 
 A step here is the forward and backward pass of a small model over all rows and the optimizer's step, on one device; of
 a larger model the share is smaller. Advantages are made in the hub, beside it: their time counts as if it were not. A
-critic scores the rows and trains on them; its yardstick is a policy of the same size that does that. Rounds alternate;
-on a CPU seconds are those of the processor, which a busy machine does not change.
+critic scores the rows and trains on them; its yardstick is a policy of the same size that does that. A teacher's and a
+student's are themselves by the drawn tokens alone. Rounds alternate; on a CPU seconds are those of the processor, which
+a busy machine does not change.
 
     python tools/bench/algorithms.py --json
 """
@@ -22,8 +24,8 @@ import numpy as np
 import torch
 from figures import Figure, print_figures
 
-from relax_hpc.algorithms import ALGORITHMS, Algorithm, Grpo, Ppo
-from relax_hpc.config.schema import ActorConfig, ModelConfig, ParallelConfig, TinyModelConfig
+from relax_hpc.algorithms import ALGORITHMS, Algorithm, Distill, Grpo, Ppo
+from relax_hpc.config.schema import ActorConfig, ModelConfig, OptimizerConfig, ParallelConfig, TinyModelConfig
 from relax_hpc.data.tiny_model import make_tiny_model
 from relax_hpc.models.hf_files import read_config
 from relax_hpc.roles.advantages import advantages_of
@@ -40,6 +42,9 @@ SHAPE = TinyModelConfig(
 )
 START_TIMEOUT_S = 60.0
 SHARE, CRITIC = 2.0, 1.0
+TOP_K = 16
+"""Likeliest tokens of a teacher."""
+LIKELIEST = Distill(divergence="jsd", teacher_top_k=TOP_K)
 SETTINGS = {"reduction": "constant", "constant_tokens": 1024, "whiten": True, "kl_in_reward": 0.01}
 """Of a further line: what all algorithms may have and is computed beside them."""
 
@@ -62,6 +67,8 @@ def step_rows(options: argparse.Namespace) -> list[Row]:
                     "loss_mask": mask.astype(np.uint8),
                     "token_versions": mask.astype(np.int32),
                     "reward": float(draw.integers(0, 3)),
+                    "teacher_top_ids": np.tile(np.arange(TOP_K, dtype=np.int32), (options.tokens, 1)),
+                    "teacher_top_logprobs": np.full((options.tokens, TOP_K), -np.log(2 * TOP_K), np.float32),
                     **near,
                 }
             )
@@ -81,7 +88,10 @@ def taken(work: Callable[[], object], device: str) -> float:
 def losses(algorithm: Algorithm, batches: list[Batch]) -> None:
     """Forward and backward of the loss alone, from log-probabilities to their gradient."""
     for batch in batches:
-        logprobs = batch.fields["old_logprobs"].clone().requires_grad_()
+        logprobs = batch.fields["old_logprobs"].clone()
+        if k := algorithm.teacher_top_k:
+            logprobs = torch.cat([logprobs[..., None], batch.fields["teacher_top_logprobs"][..., :k] - 0.1], -1)
+        logprobs.requires_grad_()
         algorithm.loss(token_batch(batch, logprobs, None))[0].backward()
 
 
@@ -95,7 +105,8 @@ def shares(directory: Path, options: argparse.Namespace) -> Iterator[Figure]:
     trainer = Trainer.of(policy(PolicyModel, directory, options), Grpo(), ActorConfig(), 1.0)
     rows, device = step_rows(options), trainer.model.device
     packs = split_rows(rows, options.pack)
-    algorithms = {name: make() for name, make in ALGORITHMS.items()} | {"grpo, all settings": Grpo(**SETTINGS)}
+    algorithms = {name: make() for name, make in ALGORITHMS.items()}
+    algorithms |= {"grpo, all settings": Grpo(**SETTINGS), f"distill, {TOP_K} likeliest": LIKELIEST}
     spent: dict[str, list[tuple[float, float, float]]] = {name: [] for name in algorithms}
     usual = micro_batches(packs, Grpo(), device)
     for number in range(options.rounds + 1):
@@ -118,7 +129,24 @@ def micro_batches(packs: list[list[Row]], algorithm: Algorithm, device: torch.de
     """Of rows with what the algorithm gives them."""
     rows = sorted((row for pack in packs for row in pack), key=itemgetter("row_id"))
     made = {one["row_id"]: one for one in advantages_of(rows, algorithm, 0)}
-    return [collate([row | made[row["row_id"]] for row in pack], PAD, device) for pack in packs]
+    packs = [[row | made[row["row_id"]] for row in pack] for pack in packs]
+    unseen = [] if algorithm.teacher_top_k else ["teacher_top_ids", "teacher_top_logprobs"]
+    return [collate([without(row, unseen) for row in pack], PAD, device) for pack in packs]
+
+
+def without(row: Row, fields: list[str]) -> Row:
+    return {name: value for name, value in row.items() if name not in fields}
+
+
+def alternated(ways: dict[str, Callable[[], object]], options: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds of each round, but for a first one."""
+    spent: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(options.rounds + 1):
+        for name, work in ways.items():
+            seconds = taken(work, options.device)
+            if number:
+                spent[name].append(seconds)
+    return spent
 
 
 def of_critic(directory: Path, options: argparse.Namespace) -> Iterator[Figure]:
@@ -134,18 +162,39 @@ def of_critic(directory: Path, options: argparse.Namespace) -> Iterator[Figure]:
         "critic: values": lambda: critic.model.forward_values(batches),
         "critic: forward, backward, step": lambda: train(critic, batches),
     }
-    spent: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(options.rounds + 1):
-        for name, work in ways.items():
-            seconds = taken(work, options.device)
-            if number:
-                spent[name].append(seconds)
+    spent = alternated(ways, options)
     for name, rounds in spent.items():
         yield Figure(name, statistics.median(rounds), "s", rounds=rounds)
     forward, trained, values, learned = spent.values()
     ratios = [(c + d) / (a + b) for a, b, c, d in zip(forward, trained, values, learned, strict=True)]
     ratio = statistics.median(ratios)
     yield Figure("critic against a policy's", ratio, "x", f"<= {CRITIC:g}", ratio <= CRITIC, ratios)
+
+
+def of_likeliest(directory: Path, options: argparse.Namespace) -> Iterator[Figure]:
+    """What the likeliest tokens add to a teacher's forward pass, and to a student's step."""
+    teacher = policy(PolicyModel, directory, options)
+    trainers = {
+        algorithm.teacher_top_k: Trainer.of(
+            policy(PolicyModel, directory, options), algorithm, ActorConfig(optimizer=OptimizerConfig(lr=0.0)), 1.0
+        )
+        for algorithm in (Distill(), LIKELIEST)
+    }
+    packs, device = split_rows(step_rows(options), options.pack), teacher.device
+    batches = {k: micro_batches(packs, trainer.algorithm, device) for k, trainer in trainers.items()}
+    ways: dict[str, Callable[[], object]] = {
+        "teacher: the drawn tokens": lambda: teacher.forward_logprobs(batches[0], 1.0),
+        f"teacher: and the {TOP_K} likeliest": lambda: teacher.forward_likeliest(batches[0], 1.0, TOP_K, 60),
+        "student: by the drawn tokens": lambda: train(trainers[0], batches[0]),
+        f"student: by the {TOP_K} likeliest": lambda: train(trainers[TOP_K], batches[TOP_K]),
+    }
+    spent = alternated(ways, options)
+    for name, rounds in spent.items():
+        yield Figure(name, statistics.median(rounds), "s", rounds=rounds)
+    bare, told, drawn, likeliest = spent.values()
+    for who, with_them, alone in (("teacher", told, bare), ("student", likeliest, drawn)):
+        ratios = [a / b for a, b in zip(with_them, alone, strict=True)]
+        yield Figure(f"{who} with the likeliest against without", statistics.median(ratios), "x", rounds=ratios)
 
 
 def policy(kind: type[PolicyModel], directory: Path, options: argparse.Namespace) -> PolicyModel:
@@ -172,7 +221,7 @@ def main() -> None:
         directory = options.model or Path(folder) / "model"
         if not options.model:
             make_tiny_model(directory, SHAPE, seed=0)
-        figures = (figure for part in (shares, of_critic) for figure in part(directory, options))
+        figures = (figure for part in (shares, of_critic, of_likeliest) for figure in part(directory, options))
         print_figures(figures, {"device": options.device, "rounds": options.rounds}, options.json)
     parallel.destroy()
 
