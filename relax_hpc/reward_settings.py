@@ -88,7 +88,14 @@ class JudgeSettings(ServiceSettings):
     """Reward `judge`: a model that says how good a response is, behind an address as OpenAI's."""
 
     url: str = ""
-    """Address of chat completions, such as `http://node:30000/v1/chat/completions` of `sglang.launch_server`."""
+    """Address of chat completions, such as `http://node:30000/v1/chat/completions` of `sglang.launch_server`. Empty:
+    the servers of a group with role genrm are asked."""
+    endpoints: str = ""
+    """Folder in which servers of a role genrm say where they are: `rendezvous/genrm` of another run, whose judge is
+    asked then. Empty: that of the run's own group."""
+    away_s: float = bounded(1800.0, 0.0)
+    """Seconds for which a prompt group waits for servers of a role genrm that are not there; no other clock counts
+    them. Then it fails as `reward_away`."""
     model: str = "default"
     """Name of the model in requests."""
     question: str = (

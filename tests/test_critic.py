@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from relax_hpc.config.schema import TinyModelConfig
+from relax_hpc.data.tiny_model import make_tiny_model
 from relax_hpc.transfer_queue.inspect.audit import journal_records
 from tests.audit import audit
 from tests.engine_helpers import reference_model
@@ -57,8 +59,10 @@ def test_a_critic_learns_what_it_is_told(one_rank: None, tiny: Path) -> None:
 
 
 def test_a_run_with_a_critic_comes_back_from_its_death(tmp_path: Path) -> None:
-    """Rows have values before they have advantages; while the critic warms up, the policy's weights stay."""
-    with running(tmp_path, OVER) as live:
+    """Rows have values before they have advantages; while the critic, of another size here, warms up, the policy's
+    weights stay."""
+    make_tiny_model(tmp_path / "critic", TinyModelConfig(hidden_size=48, num_layers=1, head_dim=16), seed=5)
+    with running(tmp_path, merged(OVER, {"model": {"critic_path": str(tmp_path / "critic")}})) as live:
         live.wait_until(lambda: len(trained_steps(live.run)) >= 3, "steps are trained", WAIT_S)
         live.kill("critic")
         live.finish(WAIT_S)

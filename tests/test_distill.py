@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from relax_hpc.algorithms import Distill, Grpo
 from relax_hpc.algorithms.base import CorrectionConfig
 from relax_hpc.algorithms.batch import TokenBatch
+from relax_hpc.checks.model_files import spec_at
 from relax_hpc.checks.settings import check
 from relax_hpc.config import load
 from relax_hpc.config.schema import TinyModelConfig
 from relax_hpc.data.tiny_model import make_tiny_model
-from relax_hpc.plan.plan import teacher_of
+from relax_hpc.plan.plan import own_spec
 from relax_hpc.transfer_queue.plan import Plan
 from tests.audit import audit
 from tests.requirements import requires
@@ -186,7 +187,7 @@ def test_a_teacher_is_needed_and_has_to_read_what_the_policy_writes(tmp_path: Pa
     config = load([], run | {"model.teacher_path": str(teacher)})
     assert check(config) == [] and config.groups["teacher"].roles == ["teacher"]
     assert Plan.of(config).tasks["advantages"].needs == ("reward", "rollout_logprobs", "teacher_logprobs")
-    assert teacher_of(config).hidden == 48
+    assert own_spec(config, "teacher", spec_at(config.model)).hidden == 48
     (finding,) = check(load([], run))
     assert finding.startswith("model.teacher_path: found a role teacher and no directory")
     (finding,) = check(load([], run | {"model.teacher_path": str(teacher), "algorithm.name": "grpo"}))

@@ -453,8 +453,8 @@ def test_the_key_guards_every_endpoint_and_is_shown_nowhere(sglang: Served) -> N
 
     for path in ("/generate", "/pause_generation", "/update_weights_from_disk", "/freeze_gc", "/v1/completions"):
         assert "401" in str(sglang.runner.run(refused(path)))
-    key = sglang.engine._key_file.read_text()
-    for process in session_of(sglang.engine._session.leader.pid):
+    key = sglang.engine.server.key_file.read_text()
+    for process in session_of(sglang.engine.server.session.leader.pid):
         assert key not in " ".join(process.cmdline()) + str(process.environ())
     logs = "".join(path.read_text() for path in sglang.logs.iterdir())
     assert key not in logs
@@ -462,7 +462,7 @@ def test_the_key_guards_every_endpoint_and_is_shown_nowhere(sglang: Served) -> N
 
 
 def test_the_server_listens_on_the_loopback_interface_alone(sglang: Served) -> None:
-    session = session_of(sglang.engine._session.leader.pid)
+    session = session_of(sglang.engine.server.session.leader.pid)
     sockets = [socket for process in session for socket in process.net_connections("inet")]
     listening = {socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN}
     assert listening == {"127.0.0.1"}
@@ -548,7 +548,7 @@ def test_a_server_has_told_what_it_was_at_while_it_started(sglang: Served) -> No
 def test_a_judge_is_asked_as_the_server_wants_it(sglang: Served) -> None:
     """A model of random weights is no judge, but what it says is found, and is a score if any text is one."""
     url = str(sglang.engine._client._session._base_url).rstrip("/") + "/v1/chat/completions"
-    about = {"url": url, "token_file": str(sglang.engine._key_file), "retries": 0, "max_new_tokens": 8}
+    about = {"url": url, "token_file": str(sglang.engine.server.key_file), "retries": 0, "max_new_tokens": 8}
     judges = [JudgeSettings(**about, question="{response}", score=score) for score in ("(?s).*()1?", "score: (1)")]
 
     async def asked(settings: JudgeSettings) -> Scores:
@@ -565,9 +565,9 @@ def test_a_judge_is_asked_as_the_server_wants_it(sglang: Served) -> None:
 
 def test_what_the_server_keeps_is_its_users_alone(sglang: Served) -> None:
     """Whoever can write to its sockets, on which it unpickles, runs code as that user."""
-    scratch = sglang.engine._scratch.path
+    scratch = sglang.engine.server.scratch.path
     sockets = [path for path in scratch.rglob("*") if path.is_socket()]
-    memory = sglang.engine._session.shared_memory()
+    memory = sglang.engine.server.session.shared_memory()
     assert len(sockets) >= 3 and memory and {path.parent for path in memory} == {Path("/dev/shm")}
     # SGLang gives some locks to everybody by name; nobody else gets into the folder.
     assert not [path for path in (scratch, *sockets, *memory) if path.stat().st_mode & 0o077]
@@ -584,7 +584,7 @@ def test_every_process_of_the_server_ends_with_it_and_nothing_is_left(
 ) -> None:
     """Last in this file: it ends the servers that the tests above share."""
     served = request.getfixturevalue(fixture)
-    session, scratch = served.engine._session, served.engine._scratch.path
+    session, scratch = served.engine.server.session, served.engine.server.scratch.path
     members, memory = session_of(session.leader.pid), session.shared_memory()
     assert len(members) >= 3 and memory and scratch.exists()
     if ends == "detokenizer":

@@ -165,8 +165,8 @@ def test_an_engine_that_has_to_wait_for_the_devices_says_so() -> None:
     replica.config = SimpleNamespace(colocate=True)
     asyncio.run(replica.begin())
     assert told == [(FOR_TURN, True), ("take_turn", False), ("loading weights", False), ("", False)]
-    rollout.tell(0, FOR_TURN)
-    rollout.tell(1, "loading weights")
+    rollout.tell("engine 0", FOR_TURN)
+    rollout.tell("engine 1", "loading weights")
     assert told[-1] == ("loading weights", False)
 
 

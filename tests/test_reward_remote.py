@@ -242,7 +242,7 @@ def test_a_judge_that_gives_no_score_has_failed_and_not_the_response(said: Any) 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({}, "reward.judge.url: found ''"),
+        ({}, "reward.judge.url: found nothing"),
         ({"score": "("}, r"reward.judge.score: found '\('"),
         ({"score": "Score"}, "reward.judge.score: found 'Score', allowed: an expression with a group"),
         ({"question": "Well?"}, "reward.judge.question: found no {response}"),

@@ -19,7 +19,7 @@ from relax_hpc.metrics.writer import COMPONENT_COUNT, COMPONENT_SUM
 from relax_hpc.rendezvous.exit_mark import leave_mark
 from relax_hpc.roles.advantages import advantages_of
 from relax_hpc.roles.board import Board
-from relax_hpc.roles.rollout import first_error
+from relax_hpc.roles.event_loop import first_error
 from relax_hpc.rollout.activity import Activity
 from relax_hpc.rollout.outcomes import Failure, generated
 from relax_hpc.supervise.processes import environment

@@ -67,7 +67,7 @@ def test_a_dead_server_is_told_from_a_broken_connection_and_leaves_no_children(p
     async def die() -> tuple[EngineFault, str, int]:
         engine = make_engine(place)
         await engine.start()
-        leader = engine._session.leader.pid
+        leader = engine.server.session.leader.pid
         assert len(session_of(leader)) == 3
         with pytest.raises(EngineFault) as caught:
             await engine.generate(request(fake.EXIT))
@@ -90,7 +90,7 @@ def test_who_waits_for_a_dying_server_can_be_cancelled_at_that_moment(place: Pat
         engine = make_engine(place)
         await engine.start()
         asked = asyncio.create_task(engine.generate(request(fake.HANG)))
-        engine._session.leader.kill()
+        engine.server.session.leader.kill()
         await engine.wait_dead()
         in_time = asked.cancel()
         await asyncio.wait([asked], timeout=10)
@@ -112,7 +112,7 @@ def test_the_server_is_nobodys_rank_and_does_not_see_its_key(
         engine = make_engine(place)
         await engine.start()
         try:
-            return engine._key_file.read_text(), await engine._client._call("/environment", None, 5.0)
+            return engine.server.key_file.read_text(), await engine._client._call("/environment", None, 5.0)
         finally:
             await engine.close()
 
@@ -141,7 +141,7 @@ def test_a_part_that_dies_is_the_end_of_the_server(place: Path, faked: None) -> 
     async def scene() -> tuple[str, str]:
         engine = make_engine(place)
         await engine.start()
-        parts = {process.cmdline()[0]: process for process in session_of(engine._session.leader.pid)}
+        parts = {process.cmdline()[0]: process for process in session_of(engine.server.session.leader.pid)}
         helper = os.pidfd_open(parts["helper"].pid)
         parts["helper"].kill()
         assert select.select([helper], [], [], 5.0)[0]
@@ -154,7 +154,7 @@ def test_a_part_that_dies_is_the_end_of_the_server(place: Path, faked: None) -> 
             with pytest.raises(EngineFault) as caught:
                 await asked
         await engine.close()
-        assert caught.value.reason == "dead" and not session_of(engine._session.leader.pid)
+        assert caught.value.reason == "dead" and not session_of(engine.server.session.leader.pid)
         return said, str(caught.value)
 
     said, fault = asyncio.run(scene())
@@ -201,7 +201,7 @@ def test_nobody_can_take_the_port_of_a_server_that_starts(place: Path, faked: No
         engine = make_engine(place)
         starting = asyncio.create_task(engine.start())
         writer = await asyncio.to_thread(os.open, place / "model" / "hold", os.O_WRONLY)
-        words = ["/usr/bin/python3", "-c", SQUATTER, str(engine._arguments["port"])]
+        words = ["/usr/bin/python3", "-c", SQUATTER, str(engine.server.arguments["port"])]
         tried = await asyncio.to_thread(subprocess.run, words, **who, capture_output=True, text=True, timeout=30)
         assert not starting.done()
         os.close(writer)
@@ -220,10 +220,10 @@ def test_nothing_is_asked_of_a_dead_servers_port(place: Path, faked: None) -> No
     async def scene() -> str:
         engine = make_engine(place)
         await engine.start()
-        engine._session.leader.kill()
+        engine.server.session.leader.kill()
         await engine.wait_dead()
         accepted: list[object] = []
-        address = ("127.0.0.1", engine._arguments["port"])
+        address = ("127.0.0.1", engine.server.arguments["port"])
         async with await asyncio.start_server(lambda *both: accepted.append(both), *address):
             with pytest.raises(EngineFault) as caught:
                 await engine.generate(request(fake.GOOD))
@@ -343,4 +343,4 @@ def test_a_server_that_never_gets_healthy_is_dead_and_gone(place: Path, faked: N
     with pytest.raises(EngineFault, match=r"start_timeout_s = 0\.01") as caught:
         start(engine)
     assert caught.value.reason == "dead"
-    assert not session_of(engine._session.leader.pid)
+    assert not session_of(engine.server.session.leader.pid)

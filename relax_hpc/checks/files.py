@@ -12,8 +12,10 @@ from itertools import islice
 from pathlib import Path
 
 from relax_hpc.checks.model_files import Model, find_model, stamp, unread
+from relax_hpc.config.groups import group_with
 from relax_hpc.config.roles import RANKED
 from relax_hpc.config.schema import Config, DataConfig, ParallelConfig
+from relax_hpc.data.chat import find_template
 from relax_hpc.data.examples import rules_of
 from relax_hpc.data.prompts import Prompt, PromptRules, Tally, Tokenizer, prompts_of
 from relax_hpc.data.rows import count_rows, read_rows
@@ -38,10 +40,13 @@ def check_files(config: Config) -> Iterator[str]:
             yield from _replay(config, policy)
             yield from _tied(config, policy)
             for group, parallel in _parallels(config):
-                yield from _split(group, parallel, policy if group != "teacher" else find_model(model, "teacher_path"))
+                own = f"{group}_path"
+                yield from _split(group, parallel, find_model(model, own) if getattr(model, own, "") else policy)
     if model.reference_path:
         yield from find_model(model, "reference_path").problems
     yield from _teacher(config, policy)
+    yield from _critic(config, policy)
+    yield from _judge(config)
     for key, path in _prompt_files(config).items():
         if not Path(path).is_file():
             yield f"{key}: found {path!r}, which is not a file; name a jsonl or parquet file"
@@ -55,17 +60,52 @@ def _teacher(config: Config, policy: Model) -> Iterator[str]:
     if role != bool(path):
         found = "a role teacher and no directory; name one" if role else f"{path!r}, and no algorithm that needs it"
         yield f"model.teacher_path: found {found}"
-    if not path:
-        return
-    teacher = find_model(config.model, "teacher_path")
-    yield from teacher.problems
+    yield from _other("teacher_path", config, policy)
     if policy.spec and (found := config.algorithm.teacher_top_k) > policy.spec.vocab:
         yield f"algorithm.teacher_top_k: found {found}, allowed: at most {policy.spec.vocab}, the policy's vocabulary"
-    if teacher.tokenizer and policy.tokenizer and not teacher.tokenizer.has_ids_of(policy.tokenizer):
+
+
+def _critic(config: Config, policy: Model) -> Iterator[str]:
+    """Whether a critic of its own is wanted, and reads what the policy writes."""
+    if (path := config.model.critic_path) and not group_with(config, "critic"):
+        yield f"model.critic_path: found {path!r}, and no algorithm that has a critic; name ppo, or leave it out"
+    yield from _other("critic_path", config, policy)
+
+
+def _other(key: str, config: Config, policy: Model) -> Iterator[str]:
+    """Mistakes in a model, if there is one, that reads what the policy writes."""
+    if not (path := getattr(config.model, key)):
+        return
+    found = find_model(config.model, key)
+    yield from found.problems
+    if found.tokenizer and policy.tokenizer and not found.tokenizer.has_ids_of(policy.tokenizer):
         yield (
-            f"model.teacher_path: found {path!r}, whose tokenizer gives other ids than the policy's; allowed: a model "
-            "with the policy's tokenizer, as it is asked of the policy's tokens"
+            f"model.{key}: found {path!r}, whose tokenizer gives other ids than the policy's; allowed: a model with "
+            "the policy's tokenizer, as it is asked of the policy's tokens"
         )
+
+
+def _judge(config: Config) -> Iterator[str]:
+    """Whether a generative reward model is where a role genrm looks for it: SGLang says more when it reads it."""
+    path, group = config.genrm.path, group_with(config, "genrm")
+    if path and not group:
+        yield f"genrm.path: found {path!r}, and no group with role genrm; add groups: {{genrm: {{}}}}, or leave it out"
+    elif group and not path:
+        yield f"genrm.path: found nothing with role genrm in group {group}; name the directory of its model"
+    elif path and (lacking := [name for name in _JUDGES if not any(Path(path).glob(name))]):
+        yield f"genrm.path: found no {' and no '.join(lacking)} in {path}; name a Hugging Face directory"
+    elif path and "chat_template" not in config.genrm.flags and not _has_template(path):
+        yield f"genrm.path: found no chat template in {path}; name a model for chats, or set genrm.flags.chat_template"
+
+
+_JUDGES = ("config.json", "tokenizer*", "*.safetensors")
+"""Files of a model that SGLang serves."""
+
+
+def _has_template(path: str) -> bool:
+    with suppress(ConfigError):
+        return bool(find_template("model", Path(path)))
+    return False
 
 
 def _prompt_files(config: Config) -> dict[str, str]:

@@ -33,6 +33,7 @@ def check_memory(config: Config) -> Iterator[str]:
 def misfits(config: Config, spec: ModelSpec) -> Iterator[str]:
     """Findings on roles of the run that cut the model as it cannot be cut, one line each."""
     placed = {role for group in config.groups.values() for role in group.roles}
-    # A teacher is of another size, and was looked at where its files were.
-    for role in placed.intersection(RANKED).difference(["teacher"]):
+    # What is of another size was looked at where its files were.
+    others = {role for role in RANKED if getattr(config.model, f"{role}_path", "")}
+    for role in placed.intersection(RANKED) - others:
         yield from (f"{role}.parallel.{misfit}" for misfit in spec.misfits(getattr(config, role).parallel))

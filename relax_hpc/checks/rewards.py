@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from relax_hpc.config.groups import group_with
 from relax_hpc.config.schema import Config
+from relax_hpc.engines.sglang.flags import check_flags
 from relax_hpc.errors import ConfigError
 from relax_hpc.rewards import find_reward, get_reward
 from relax_hpc.rewards.composed import parts_of
 from relax_hpc.rollout.filters import get_filter
+from relax_hpc.rollout.judge import reward_settings
 
 SETTLED_HERE = ("format", "remote", "judge")
 """Rewards whose settings are looked at by making one."""
@@ -25,11 +28,27 @@ def check_rewards(config: Config) -> Iterator[str]:
             elif leaf not in leaves:
                 leaves.add(leaf)
                 yield from _of(inner or key, leaf, config)
+    yield from _servers(config, "judge" in leaves)
     if config.rollout.filter:
         try:
             get_filter(config.rollout.filter)
         except ConfigError as error:
             yield f"rollout.filter: {str(error).partition(': ')[2]}"
+
+
+def _servers(config: Config, asked: bool) -> Iterator[str]:
+    """Whether a judge of the run's own is ``asked``, and may be started so."""
+    if not (group := group_with(config, "genrm")):
+        return
+    yield from check_flags(config, "genrm.flags", config.genrm.flags)
+    if not asked:
+        yield (
+            f"groups.{group}.roles: found genrm, and judge neither in rollout.reward nor in eval.reward; name it, or "
+            "remove the role"
+        )
+    for key in ("url", "endpoints"):
+        if found := getattr(config.reward.judge, key):
+            yield f"reward.judge.{key}: found {found!r} beside role genrm in group {group}, allowed: one of both"
 
 
 def runs_code(config: Config) -> bool:
@@ -50,7 +69,7 @@ def _of(key: str, name: str, config: Config) -> Iterator[str]:
     here = config.layout == "local" and not config.site.name
     if name in SETTLED_HERE or (name == "code" and here):
         try:
-            get_reward(name, config.reward)
+            get_reward(name, reward_settings(config))
         except ConfigError as error:
             yield str(error)
 

@@ -63,7 +63,12 @@ def ranks_of(config: Config, name: str, role: str) -> int:
     """Processes that ``role`` has in group ``name``."""
     if role in RANKED:
         return getattr(config, role).parallel.ranks
-    if role != "rollout":
+    if role == CONTROLLER or not ROLES[role].serves:
         return 1
     nodes = 1 if config.layout == "local" else group_of(config, name).resources.nodes
-    return nodes * config.rollout.processes
+    return nodes * (config.rollout.processes if role == "rollout" else 1)
+
+
+def group_with(config: Config, role: str) -> str:
+    """Name of the group that has ``role``; empty: none has."""
+    return next((name for name, group in config.groups.items() if role in group.roles), "")

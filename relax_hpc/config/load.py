@@ -26,7 +26,15 @@ from relax_hpc.fields import ROUTES, declare, roles_for
 from relax_hpc.named import named
 from relax_hpc.rundir import RunDir, write_atomic
 
-_PATHS = (("run_dir",), ("model", "path"), ("model", "reference_path"), ("model", "teacher_path"), ("data", "train"))
+_PATHS = (
+    ("run_dir",),
+    ("model", "path"),
+    ("model", "reference_path"),
+    ("model", "teacher_path"),
+    ("model", "critic_path"),
+    ("genrm", "path"),
+    ("data", "train"),
+)
 
 
 @dataclasses.dataclass(slots=True)

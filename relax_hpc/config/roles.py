@@ -24,10 +24,13 @@ class Role:
     """Whether it learns from rows, and checkpoints: a step is trained when all such roles of a run have trained it."""
     scores: str = ""
     """Task of the queue under which a role that trains gives fields too, before it trains; empty: it gives none."""
+    serves: bool = False
+    """Whether it starts servers, in processes on each of its nodes that know nothing of each other."""
 
 
 ROLES = {
-    "rollout": Role("relax_hpc.roles.rollout", sections=("rollout", "reward")),
+    "rollout": Role("relax_hpc.roles.rollout", sections=("rollout", "reward"), serves=True),
+    "genrm": Role("relax_hpc.roles.genrm", sections=("genrm",), serves=True),
     "data": Role("relax_hpc.roles.data"),
     "actor": Role(
         "relax_hpc.roles.actor",

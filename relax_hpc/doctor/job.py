@@ -130,6 +130,8 @@ def _paths(config: Config) -> dict[str, str]:
         "model.path": config.model.path,
         "model.reference_path": config.model.reference_path,
         "model.teacher_path": config.model.teacher_path,
+        "model.critic_path": config.model.critic_path,
+        "genrm.path": config.genrm.path,
         "data.train": config.data.train,
         "site.container.image": site.container.image if site.container.image.startswith("/") and not inside else "",
         "site.mpi.library": "" if site.mpi.library == "wheel" else site.mpi.library,

@@ -257,10 +257,10 @@ class Engine(Protocol):
         """End the engine and every process of it; safe to call twice."""
 
 
-def require_model(model_dir: Path) -> None:
+def require_model(model_dir: Path, key: str = "model.path") -> None:
     """ConfigError unless `model_dir` looks like a Hugging Face model."""
     if not (model_dir / "config.json").is_file():
-        raise ConfigError(f"model.path: {model_dir} has no config.json; give a Hugging Face model directory")
+        raise ConfigError(f"{key}: {model_dir} has no config.json; give a Hugging Face model directory")
 
 
 def refuse_media(request: GenerateRequest) -> None:

@@ -89,20 +89,25 @@ def _footprints(config: Config, spec: ModelSpec, group: str, limit: float) -> It
         if role == "actor":
             yield roles.actor(config, spec, group, per_node)
         elif role == "critic":
-            yield roles.critic(config, spec, group, per_node)
+            yield roles.critic(config, own_spec(config, role, spec), group, per_node)
         elif role in RANKED:
-            yield roles.forward(config, spec if role != "teacher" else teacher_of(config), role, group, per_node)
+            yield roles.forward(config, own_spec(config, role, spec), role, group, per_node)
+        elif role == "genrm":
+            yield roles.judge(config, group, -(-config.genrm.replicas // nodes), limit)
         elif role == "rollout" and config.rollout.engine.kind == "sglang":
             yield roles.engine(config, spec, group, -(-config.rollout.replicas // nodes), limit)
 
 
-def teacher_of(config: Config) -> ModelSpec:
-    """Spec of the teacher. ConfigError: there is none, or it is not in order."""
-    path = Path(config.model.teacher_path) / "config.json"
+def own_spec(config: Config, role: str, policy: ModelSpec) -> ModelSpec:
+    """Spec of the model that ``role`` has, the policy's if no other is named. ConfigError: it is not in order."""
+    key = f"{role}_path"
+    if not (directory := getattr(config.model, key, "")):
+        return policy
+    path = Path(directory) / "config.json"
     try:
         return spec_of(json.loads(path.read_text()), config.model.ignore_keys)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.teacher_path: {path}: {error}") from error
+        raise ConfigError(f"model.{key}: {path}: {error}") from error
 
 
 def _together(config: Config, found: list[Footprint]) -> float:

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from relax_hpc.config.schema import ActorConfig, Config, ParallelConfig
+from relax_hpc.models.sizes import weights_bytes
 from relax_hpc.models.spec import ModelSpec
 from relax_hpc.models.stages import stage_layers
 from relax_hpc.plan.footprint import GIB, Footprint
@@ -194,16 +195,43 @@ def engine(config: Config, spec: ModelSpec, group: str, per_node: int, gpu_bytes
     )
 
 
+def judge(config: Config, group: str, per_node: int, gpu_bytes: float) -> Footprint:
+    """Footprint of the servers of a generative reward model, ``per_node`` on a node: the share of the GPU that SGLang
+    takes, of which the weights, as large as their files, leave the rest to keys and values."""
+    settings = config.genrm
+    tensor, pipeline = (int(engine_flag(settings.flags, name) or 1) for name in ("tp_size", "pp_size"))
+    share = engine_flag(settings.flags, "mem_fraction_static") or ENGINE_SHARE
+    weights = weights_bytes(settings.path) / (tensor * pipeline) if settings.path else 0.0
+    room, gpus = share * gpu_bytes - weights, settings.replicas * tensor * pipeline
+    small = f"weights of {weights / GIB:.1f} GiB a GPU leave nothing to keys and values; a larger genrm.flags.tp_size"
+    return Footprint(
+        role="genrm",
+        group=group,
+        split=f"{settings.replicas} servers, tensor {tensor}, pipeline {pipeline}",
+        gpus=gpus,
+        resident={"weights": weights, "keys and values": max(0.0, room), "CUDA, NCCL, graphs": CONTEXT_BYTES},
+        host={"processes": per_node * (1 + tensor * pipeline) * PROCESS_BYTES},
+        lack=_too_many(config, group, "genrm.replicas", settings.replicas, tensor, pipeline)
+        or (small if room <= 0 else ""),
+    )
+
+
 def _misplaced(config: Config, spec: ModelSpec, group: str, tensor: int, pipeline: int) -> str:
     """Reason why engines cannot be cut so, or have too few GPUs; empty: they can."""
     if spec.heads % tensor:
         return f"rollout.engine.flags.tp_size: found {tensor}, allowed: divisors of the {spec.heads} attention heads"
-    resources, replicas = config.groups[group].resources, config.rollout.replicas
+    return _too_many(config, group, "rollout.replicas", config.rollout.replicas, tensor, pipeline)
+
+
+def _too_many(config: Config, group: str, key: str, replicas: int, tensor: int, pipeline: int) -> str:
+    """Reason why the GPUs of a group are too few for ``replicas`` engines, of configuration ``key``; empty: there are
+    as many."""
+    resources = config.groups[group].resources
     there, taken = resources.nodes * resources.gpus_per_node, replicas * tensor * pipeline
-    if there and taken > there:
-        cut = f"{replicas} engines of tp_size {tensor}" + (f" and pp_size {pipeline}" if pipeline > 1 else "")
-        return f"{cut} take {taken} GPUs, and group {group} has {there}; fewer rollout.replicas, or more nodes"
-    return ""
+    if not there or taken <= there:
+        return ""
+    cut = f"{replicas} engines of tp_size {tensor}" + (f" and pp_size {pipeline}" if pipeline > 1 else "")
+    return f"{cut} take {taken} GPUs, and group {group} has {there}; fewer {key}, or more nodes"
 
 
 def engine_flag(flags: Mapping[str, Any], name: str) -> float:

@@ -99,10 +99,19 @@ def ranks_on_a_node(config: Config, group: str, domains: Sequence[int]) -> list[
                 own = number if config.model.device == "cuda" else number * len(domains) // count
                 found.append(Rank(role, number, domain=domains[min(own, len(domains) - 1)]))
             else:
-                engines = -(-config.rollout.replicas // ranks) if role == "rollout" else 1
-                devices = config.rollout.engine.flags.get("tp_size", 1)
-                found.append(Rank(role, number, weight=engines * (devices if isinstance(devices, int) else 1)))
+                found.append(Rank(role, number, weight=_engines(config, role, ranks)))
     return found
+
+
+def _engines(config: Config, role: str, ranks: int) -> int:
+    """Processes that draw tokens, which a rank of a role has; 1 for a role that has none."""
+    served = {"rollout": (config.rollout.replicas, config.rollout.engine.flags)}
+    served["genrm"] = (config.genrm.replicas, config.genrm.flags)
+    if role not in served:
+        return 1
+    replicas, flags = served[role]
+    devices = flags.get("tp_size", 1)
+    return -(-replicas // ranks) * (devices if isinstance(devices, int) else 1)
 
 
 def domains_of_gpus(config: Config, group: str, cores: Sequence[Core]) -> list[int]:

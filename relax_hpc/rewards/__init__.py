@@ -60,7 +60,8 @@ class RewardError:
      reward_not_finite
      reward_wrong_count
      reward_timeout
-     reward_died."""
+     reward_died
+     reward_away."""
     detail: str
 
 

@@ -10,6 +10,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from relax_hpc.rewards import Reward, RewardError, RewardInput, Score, Scores
+from relax_hpc.rewards.service import Away
 
 FLOAT32_MAX = 3.4028234663852886e38
 TOTAL = "total"
@@ -114,7 +115,8 @@ def _raised(error: BaseException) -> RewardError:
         text = str(error)
     except Exception:  # its class is a user's, too
         text = "it cannot say what it is"
-    return RewardError("reward_exception", f"{type(error).__name__}: {text}"[:_DETAIL_CHARS])
+    reason = error.reason if isinstance(error, Away) else "reward_exception"
+    return RewardError(reason, f"{type(error).__name__}: {text}"[:_DETAIL_CHARS])
 
 
 def _score(value: Any) -> Score | RewardError:

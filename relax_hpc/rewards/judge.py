@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from relax_hpc.errors import ConfigError
+from relax_hpc.rewards.group_service import GroupService
 from relax_hpc.rewards.service import SHOWN, Service
 
 if TYPE_CHECKING:
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
     from relax_hpc.rewards import RewardInput
 
 _PLACE = re.compile(r"\{(prompt|answer|response)\}")
+_ADDRESS = "/v1/chat/completions"
+"""Address of chat completions at a server."""
 _GROUP = 8
 """Requests of a prompt group, about: so many times fewer groups are taken on at a time."""
 
@@ -24,7 +28,14 @@ class Judge:
     def __init__(self, settings: RewardSettings) -> None:
         """ConfigError: see `Service`; or what is asked for holds no score."""
         self._settings = asked = settings.judge
-        self.service = Service(asked, "reward.judge")
+        if not (asked.url or asked.endpoints):
+            raise ConfigError(
+                "reward.judge.url: found nothing, allowed: http://... or https://..., or a group with role genrm that "
+                "serves a judge (groups: {genrm: {}})"
+            )
+        self.service = (
+            GroupService(asked, Path(asked.endpoints), _ADDRESS) if asked.endpoints else Service(asked, "reward.judge")
+        )
         self.at_once = max(1, asked.in_flight // _GROUP)
         self._turns = asyncio.Semaphore(asked.in_flight)
         try:
@@ -37,7 +48,7 @@ class Judge:
             raise ConfigError("reward.judge.question: found no {response} in it, which is to be judged")
 
     async def __call__(self, sample: RewardInput) -> float:
-        """The score that the judge gives. NoAnswer. ValueError: it refuses, or gives none."""
+        """The score that the judge gives. NoAnswer, Away. ValueError: it refuses, or gives none."""
         settings = self._settings
         values = {"prompt": sample.prompt, "answer": sample.answer, "response": sample.response_text}
         question = _PLACE.sub(lambda place: values[place[1]], settings.question)

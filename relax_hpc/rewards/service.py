@@ -25,15 +25,19 @@ class NoAnswer(Exception):
     """Error of a service that has not answered, however often it was asked."""
 
 
+class Away(NoAnswer):
+    """Error of a service of a group that is not there: its supervisor starts it again."""
+
+    reason = "reward_away"
+
+
 class Service:
     """Any number of requests at a time, for one event loop."""
 
     def __init__(self, settings: ServiceSettings, key: str) -> None:
         """``key``: of the settings. ConfigError: there is no address, or no token where the settings say."""
         self._settings = settings
-        if not settings.url.startswith(("http://", "https://")):
-            raise ConfigError(f"{key}.url: found {settings.url!r}, allowed: http://... or https://...")
-        self._headers = _authorization(settings.token_file, key)
+        self._headers = self._prepare(key)
         self._session: aiohttp.ClientSession | None = None
 
     async def ask(self, body: dict[str, Any]) -> Any:
@@ -53,24 +57,37 @@ class Service:
         if self._session:
             await self._session.close()
 
+    def _prepare(self, key: str) -> dict[str, str]:
+        """Headers of all requests; ConfigError as of `__init__`."""
+        if not self._settings.url.startswith(("http://", "https://")):
+            raise ConfigError(f"{key}.url: found {self._settings.url!r}, allowed: http://... or https://...")
+        return _authorization(self._settings.token_file, key)
+
     async def _post(self, body: dict[str, Any]) -> tuple[int, Any]:
         """Status and answer, of JSON if the status is 200; 0 and why there is none."""
+        import aiohttp
+
+        try:
+            return await self._exchange(self._settings.url, body, self._headers)
+        except aiohttp.ClientError as error:
+            return 0, f"{type(error).__name__}: {error}"
+
+    async def _exchange(self, url: str, body: dict[str, Any], headers: dict[str, str]) -> tuple[int, Any]:
+        """The same of a POST to ``url``. aiohttp.ClientError: there is no connection, or not until the end."""
         import aiohttp
 
         if self._session is None:
             limit = aiohttp.ClientTimeout(total=self._settings.timeout_s)
             # Its own limit of connections would be another one beside ours.
             connector = aiohttp.TCPConnector(limit=0)
-            self._session = aiohttp.ClientSession(timeout=limit, headers=self._headers, connector=connector)
+            self._session = aiohttp.ClientSession(timeout=limit, connector=connector)
         try:
-            async with self._session.post(self._settings.url, json=body, allow_redirects=False) as reply:
+            async with self._session.post(url, json=body, headers=headers, allow_redirects=False) as reply:
                 if reply.status == 200:
                     return 200, await reply.json(content_type=None)
                 return reply.status, await reply.text(errors="replace")
         except TimeoutError:
             return 0, f"no answer within {self._settings.timeout_s:g} s"
-        except aiohttp.ClientError as error:
-            return 0, f"{type(error).__name__}: {error}"
 
 
 def _authorization(token_file: str, key: str) -> dict[str, str]:

@@ -4,8 +4,9 @@ a thread."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Protocol
 
 from relax_hpc.reward_settings import RewardSettings
@@ -13,6 +14,7 @@ from relax_hpc.rewards import REWARDS, Reward, RewardError, RewardInput, Scores,
 from relax_hpc.rewards.ask import scores
 from relax_hpc.rewards.composed import BY_ROW, WEIGHTED, ByRow, Weighted
 from relax_hpc.rewards.pool import Pool
+from relax_hpc.rewards.while_away import WhileAway
 
 
 class Rewards(Protocol):
@@ -69,16 +71,22 @@ ALONE = ("remote", "judge")
 """Rewards of which one worker has as many under way as it may: with more the limit would not be one."""
 
 
-def make_rewards(name: str, workers: int, limit_s: float, settings: RewardSettings | None = None) -> Rewards:
+def make_rewards(
+    name: str,
+    workers: int,
+    limit_s: float,
+    settings: RewardSettings | None = None,
+    waits: Callable[[int], None] = lambda _: None,
+) -> Rewards:
     """Make the rewards that ``name`` gives, as `get_reward`, each part of a composed one by itself; one's own in up to
-    ``workers`` processes, or, with 0, in this one.
+    ``workers`` processes, or, with 0, in this one. ``waits``: see `WhileAway`.
 
     ConfigError: there is none that is built in, or that could be imported here.
     """
     settings = settings or RewardSettings()
 
     def made(part: str) -> Rewards:
-        return make_rewards(part, workers, limit_s, settings)
+        return make_rewards(part, workers, limit_s, settings, waits)
 
     if name == WEIGHTED:
         return Weighted({part: (weight, made(part)) for part, weight in settings.weighted.items()})
@@ -88,5 +96,8 @@ def make_rewards(name: str, workers: int, limit_s: float, settings: RewardSettin
     if callable(known := REWARDS.get(name)):
         return AtOnce(known)
     if known or (":" in name and workers):
-        return Pool(name, 1 if name in ALONE else max(1, workers), limit_s, settings)
+        pool = Pool(name, 1 if name in ALONE else max(1, workers), limit_s, settings)
+        judge = settings.judge
+        served = name == "judge" and judge.endpoints
+        return WhileAway(pool, Path(judge.endpoints), judge.away_s, waits) if served else pool
     return InThread(get_reward(name), limit_s)

@@ -81,7 +81,7 @@ def serve(args: argparse.Namespace, config: Config, run: RunDir, stop: Flag) -> 
         wait_to_begin(run, args, partial(import_role, args.role, config, None), world.leader, stop)
         began = time.monotonic()
     kept_short = Keeper(own_log())
-    talks = world.leader or args.role == "rollout"
+    talks = world.leader or ROLES[args.role].serves
     member = args.role if world.leader else f"{args.role}-{world.rank}"
     client = QueueClient(run, config, args.group, args.incarnation, member) if talks else None
     if world.leader and args.group != "hub":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -87,8 +88,9 @@ def run(context: Context) -> None:
     context.says("meeting its ranks")
     ranks = Ranks(context, config.critic.parallel)
     context.says("loading the model")
-    model = CriticModel(read_config(context.model), config.model, config.critic.parallel, config.critic)
-    model.load_hf(context.model)
+    directory = Path(config.model.critic_path) if config.model.critic_path else context.model
+    model = CriticModel(read_config(directory), config.model, config.critic.parallel, config.critic)
+    model.load_hf(directory)
     values = Values(context, ranks, model)
     trainer = CriticTrainer.of(model, config.algorithm, config.critic, config.rollout.temperature)
     TrainerRole(context, ranks, config.critic, trainer, values, values.placeholders).run()

@@ -126,7 +126,7 @@ class Replica:
     async def begin(self) -> None:
         """Start the engine, when it is its turn."""
         if self.config.colocate:
-            self.rollout.tell(self.number, FOR_TURN)
+            self.rollout.tell(f"engine {self.number}", FOR_TURN)
             await self.take_turn()
         await self.start()
 
@@ -237,11 +237,11 @@ class Replica:
             await self.engine.start()
         finally:
             telling.cancel()
-            self.rollout.tell(self.number, "")
+            self.rollout.tell(f"engine {self.number}", "")
 
     async def tell(self) -> None:
         while True:
-            self.rollout.tell(self.number, self.engine.phase)
+            self.rollout.tell(f"engine {self.number}", self.engine.phase)
             await asyncio.sleep(_TELL_S)
 
     def new_engine(self) -> Engine:

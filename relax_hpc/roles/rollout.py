@@ -13,10 +13,10 @@ from typing import Any
 from relax_hpc.data.prompts import load_tokenizer
 from relax_hpc.engines.engine import BadAnswer, Episode, Generation, Sampling
 from relax_hpc.engines.pool import Pool, entries
-from relax_hpc.errors import StoppedError
 from relax_hpc.metrics.writer import SKIPPED
 from relax_hpc.models.families import routes_of
 from relax_hpc.roles.context import Context
+from relax_hpc.roles.event_loop import run_until_stopped
 from relax_hpc.roles.membership import Membership
 from relax_hpc.roles.replica import FOR_TURN, Replica
 from relax_hpc.rollout.attempt import Attempt
@@ -30,6 +30,10 @@ from relax_hpc.rollout.samples import PromptSource
 from relax_hpc.tasks import get_task
 from relax_hpc.tasks.files import open_evals, open_train
 from relax_hpc.transfer_queue.row_schema import Row
+
+FOR_JUDGE = "waiting for the servers of role genrm"
+WAITS = (FOR_TURN, FOR_JUDGE)
+"""Words for waits, which are no part of a start."""
 
 
 class Rollout:
@@ -58,26 +62,36 @@ class Rollout:
         self.samples = SampleKeeper(SampleLog(path, config.samples, config.steps), config, self.tokenizer)
         self.outbox = Outbox(self.put, context.report)
         routes = routes_of(context.model, config.model)
-        self.judging = Judge(config, self.tokenizer, self.outbox.report, self.samples.keeps, routes)
+        self.judging = Judge(
+            config, self.tokenizer, self.outbox.report, self.samples.keeps, routes, self.note_waiting_for_judge
+        )
+        self.waiting_for_judge = 0
+        """Prompt groups that wait for servers of role genrm."""
         world = context.world
         self.pool: Pool[Replica] = Pool(lambda entry: Replica(self, entry))
         configured = entries(shape.replicas, world.rank, world.size, world.local_rank)
         self.membership = Membership(context, configured, self.pool)
-        self.phases: dict[int, str] = {}
-        """Words for what each engine that starts is doing, by number."""
+        self.phases: dict[str, str] = {}
+        """Words for what each engine that starts is doing, or what else is waited for, by name."""
         # The hub may be away for long.
         context.says("")
         if context.world.leader:
             note_bad_lines(self.client, self.train_prompts)
 
-    def tell(self, number: int, phase: str) -> None:
-        """Have beats say what an engine is at: of several the first that is at anything but a wait."""
-        if phase and phase != self.phases.get(number):
-            print(f"engine {number}: {phase}", flush=True)
-        self.phases[number] = phase
+    def tell(self, name: str, phase: str) -> None:
+        """Have beats say what an engine, or another part, is at: of several the first that is at anything but a
+        wait."""
+        if phase and phase != self.phases.get(name):
+            print(f"{name}: {phase}", flush=True)
+        self.phases[name] = phase
         found = [phase for _, phase in sorted(self.phases.items()) if phase]
-        doing = min(found, key=FOR_TURN.__eq__, default="")
-        self.client.beat.at_work(doing, waits=doing == FOR_TURN)
+        doing = min(found, key=WAITS.__contains__, default="")
+        self.client.beat.at_work(doing, waits=doing in WAITS)
+
+    def note_waiting_for_judge(self, change: int) -> None:
+        """Have beats say that prompt groups wait for a judge, which is no work that could hang."""
+        self.waiting_for_judge += change
+        self.tell("rewards", FOR_JUDGE if self.waiting_for_judge else "")
 
     async def serve(self) -> None:
         """Run the engines until the run is finished; the first failure ends the others."""
@@ -131,24 +145,7 @@ class Rollout:
 def run(context: Context) -> None:
     """Generate until the run is finished."""
 
-    async def main() -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        for number in context.stop.signals:
-            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    async def serve() -> None:
         await Rollout(context).serve()
 
-    try:
-        asyncio.run(main())
-    except BaseExceptionGroup as group:
-        raise first_error(group) from group
-    except asyncio.CancelledError:
-        raise StoppedError("asked to stop") from None
-
-
-def first_error(group: BaseExceptionGroup) -> BaseException:
-    """The error that a user should read of a task group's: a configuration or progress error before all others."""
-    errors: list[BaseException] = []
-    for error in group.exceptions:
-        errors.append(first_error(error) if isinstance(error, BaseExceptionGroup) else error)
-    return max(errors, key=lambda error: getattr(error, "exit_code", 0))
+    run_until_stopped(serve, context.stop)

@@ -6,18 +6,23 @@ import asyncio
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from relax_hpc.config.groups import group_with
 from relax_hpc.config.schema import Config
 from relax_hpc.data.prompts import Prompt, Tokenizer
 from relax_hpc.engines.engine import EngineFault, Episode, Generation
 from relax_hpc.metrics.writer import COMPONENT_COUNT, COMPONENT_SUM
+from relax_hpc.reward_settings import RewardSettings
 from relax_hpc.rewards import RewardError, RewardInput, Score
 from relax_hpc.rewards.where import Rewards, make_rewards
 from relax_hpc.rollout.filters import get_filter
 from relax_hpc.rollout.outcomes import Failure
 from relax_hpc.rollout.samples import bad_routes, group_rows, last_response, refused, reward_input
 from relax_hpc.routes import RouteShape
+from relax_hpc.rundir import RunDir
 from relax_hpc.tasks import eval_reward, train_reward
 from relax_hpc.transfer_queue.row_schema import Row
 
@@ -31,6 +36,15 @@ _MOST_KEPT = 4096
 _OTHER = re.compile(r"[^A-Za-z0-9_.-]")
 
 
+def reward_settings(config: Config) -> RewardSettings:
+    """Settings of a run's rewards, its own servers of role genrm being those that the judge asks, if it has some."""
+    judge, group = config.reward.judge, group_with(config, "genrm")
+    if not group or judge.url or judge.endpoints:
+        return config.reward
+    folder = RunDir(Path(config.run_dir)).rendezvous(group)
+    return replace(config.reward, judge=replace(judge, endpoints=str(folder)))
+
+
 class Judge:
     """Judge of one rollout process: computes rewards in its event loop, and makes rows of prompt groups."""
 
@@ -41,13 +55,15 @@ class Judge:
         report: Callable[[int, Mapping[str, float]], None],
         keeps: Callable[[int], bool] = lambda ticket: False,
         routes: RouteShape | None = None,
+        waits: Callable[[int], None] = lambda change: None,
     ) -> None:
         """``report(step, values)`` takes sums, which add up; ``keeps(ticket)``: people may look at its samples;
-        ``routes``: those that rows must have."""
+        ``routes``: those that rows must have; ``waits(change)`` is told how many more wait for servers that are
+        away."""
         self.config, self.tokenizer, self._report, self._keeps = config, tokenizer, report, keeps
         self._routes = routes
         shape, reward = config.rollout, train_reward(config)
-        about = shape.reward_workers, shape.reward_timeout_s, config.reward
+        about = shape.reward_workers, shape.reward_timeout_s, reward_settings(config), waits
         self.rewards: Rewards = make_rewards(reward, *about)
         evaluations = eval_reward(config)
         self.eval_rewards = self.rewards if evaluations == reward else make_rewards(evaluations, *about)

@@ -71,7 +71,8 @@ def mounts(config: Config, run_dir: Path) -> list[str]:
     ConfigError for a path that no container runtime can be told of: `:` and `,` part the lists they read.
     """
     data = [Path(path).parent for path in (config.data.train, *config.data.eval.values()) if path]
-    named = config.model.path, config.model.reference_path, config.model.teacher_path
+    model = config.model
+    named = model.path, model.reference_path, model.teacher_path, model.critic_path, config.genrm.path
     models = [Path(path) for path in named if path]
     named = [str(path.absolute()) for path in (run_dir, *models, *data, Path(_local_dir(config)))]
     mistakes = Mistakes()

@@ -88,6 +88,11 @@ def tasks_per_node(config: Config, group: str) -> int:
         ranks = ranks_of(config, group, role)
         if role in RANKED and ranks % resources.nodes:
             mistakes.add(_uneven(config, group, role))
+        if role == "genrm" and config.genrm.replicas % ranks:
+            mistakes.add(
+                f"genrm.replicas: found {config.genrm.replicas}, allowed: a multiple of "
+                f"groups.{group}.resources.nodes, {ranks} (each node has as many servers)"
+            )
         if role == "rollout" and config.rollout.replicas % ranks:
             mistakes.add(
                 f"rollout.replicas: found {config.rollout.replicas}, allowed: a multiple of "

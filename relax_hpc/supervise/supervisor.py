@@ -130,7 +130,10 @@ class Supervisor:
     def supervise(self) -> Outcome:
         """Start or take over all groups, and watch them to the end."""
         self.client = QueueClient(self.run, self.config, self.name, self.incarnation)
-        read_s = _CHECKPOINT_SIZE * read_seconds(self.run.model)
+        model = self.config.model
+        others = model.reference_path, model.teacher_path, model.critic_path, self.config.genrm.path
+        read = map(read_seconds, filter(None, others))
+        read_s = max([_CHECKPOINT_SIZE * read_seconds(self.run.model), *read])
         self.liveness = Liveness(self.client, self.config.liveness, self.wakeups.wake, self._hub_incarnation, read_s)
         for name in self.roll.names:
             self.check_fenced()

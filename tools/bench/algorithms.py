@@ -3,9 +3,9 @@ add to one.
 
 A step here is the forward and backward pass of a small model over all rows and the optimizer's step, on one device; of
 a larger model the share is smaller. Advantages are made in the hub, beside it: their time counts as if it were not. A
-critic scores the rows and trains on them; its yardstick is a policy of the same size that does that. A teacher's and a
-student's are themselves by the drawn tokens alone. Rounds alternate; on a CPU seconds are those of the processor, which
-a busy machine does not change.
+critic scores the rows and trains on them; its yardstick is a policy of the same size that does that. Of a teacher and
+its student it is the output layer alone, with a vocabulary as of Qwen3. Rounds alternate; on a CPU seconds are those of
+the processor, which a busy machine does not change.
 
     python tools/bench/algorithms.py --json
 """
@@ -13,6 +13,7 @@ a busy machine does not change.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import tempfile
 import time
@@ -25,11 +26,11 @@ import torch
 from figures import Figure, print_figures
 
 from relax_hpc.algorithms import ALGORITHMS, Algorithm, Distill, Grpo, Ppo
-from relax_hpc.config.schema import ActorConfig, ModelConfig, OptimizerConfig, ParallelConfig, TinyModelConfig
+from relax_hpc.config.schema import ActorConfig, ModelConfig, ParallelConfig, TinyModelConfig
 from relax_hpc.data.tiny_model import make_tiny_model
 from relax_hpc.models.hf_files import read_config
 from relax_hpc.roles.advantages import advantages_of
-from relax_hpc.training import parallel
+from relax_hpc.training import logprobs, parallel
 from relax_hpc.training.batches import PAD, Batch, collate, split_rows
 from relax_hpc.training.critic import CriticModel, CriticTrainer
 from relax_hpc.training.model import PolicyModel
@@ -44,6 +45,7 @@ START_TIMEOUT_S = 60.0
 SHARE, CRITIC = 2.0, 1.0
 TOP_K = 16
 """Likeliest tokens of a teacher."""
+OUTPUT_TOKENS, OUTPUT_VOCAB = 512, 151_936
 LIKELIEST = Distill(divergence="jsd", teacher_top_k=TOP_K)
 SETTINGS = {"reduction": "constant", "constant_tokens": 1024, "whiten": True, "kl_in_reward": 0.01}
 """Of a further line: what all algorithms may have and is computed beside them."""
@@ -88,11 +90,11 @@ def taken(work: Callable[[], object], device: str) -> float:
 def losses(algorithm: Algorithm, batches: list[Batch]) -> None:
     """Forward and backward of the loss alone, from log-probabilities to their gradient."""
     for batch in batches:
-        logprobs = batch.fields["old_logprobs"].clone()
+        scores = batch.fields["old_logprobs"].clone()
         if k := algorithm.teacher_top_k:
-            logprobs = torch.cat([logprobs[..., None], batch.fields["teacher_top_logprobs"][..., :k] - 0.1], -1)
-        logprobs.requires_grad_()
-        algorithm.loss(token_batch(batch, logprobs, None))[0].backward()
+            scores = torch.cat([scores[..., None], batch.fields["teacher_top_logprobs"][..., :k] - 0.1], -1)
+        scores.requires_grad_()
+        algorithm.loss(token_batch(batch, scores, None))[0].backward()
 
 
 def train(trainer: Trainer, batches: list[Batch]) -> None:
@@ -171,30 +173,37 @@ def of_critic(directory: Path, options: argparse.Namespace) -> Iterator[Figure]:
     yield Figure("critic against a policy's", ratio, "x", f"<= {CRITIC:g}", ratio <= CRITIC, ratios)
 
 
-def of_likeliest(directory: Path, options: argparse.Namespace) -> Iterator[Figure]:
-    """What the likeliest tokens add to a teacher's forward pass, and to a student's step."""
-    teacher = policy(PolicyModel, directory, options)
-    trainers = {
-        algorithm.teacher_top_k: Trainer.of(
-            policy(PolicyModel, directory, options), algorithm, ActorConfig(optimizer=OptimizerConfig(lr=0.0)), 1.0
-        )
-        for algorithm in (Distill(), LIKELIEST)
-    }
-    packs, device = split_rows(step_rows(options), options.pack), teacher.device
-    batches = {k: micro_batches(packs, trainer.algorithm, device) for k, trainer in trainers.items()}
+def of_likeliest(options: argparse.Namespace) -> Iterator[Figure]:
+    """What the likeliest tokens add to the output layer of a teacher, and of a student, whose layers below it have
+    nothing to do with them."""
+    draw = torch.Generator().manual_seed(0)
+    states = torch.randn(OUTPUT_TOKENS, SHAPE.hidden_size, generator=draw).to(options.device).requires_grad_()
+    weight = torch.randn(OUTPUT_VOCAB, SHAPE.hidden_size, generator=draw).to(options.device).requires_grad_()
+    drawn = torch.randint(0, OUTPUT_VOCAB, (OUTPUT_TOKENS,), generator=draw).to(options.device)
+    group = torch.distributed.group.WORLD
+    likeliest = logprobs.likeliest(states, weight, OUTPUT_VOCAB, TOP_K, group)
+    several = torch.cat([drawn[:, None], likeliest], 1)
+
+    def scored(targets: torch.Tensor) -> torch.Tensor:
+        return logprobs.token_logprobs(states, weight, targets, OUTPUT_VOCAB, 1.0, group)[0]
+
+    def told() -> None:
+        logprobs.likeliest(states, weight, OUTPUT_VOCAB, TOP_K, group)
+        scored(several)
+
     ways: dict[str, Callable[[], object]] = {
-        "teacher: the drawn tokens": lambda: teacher.forward_logprobs(batches[0], 1.0),
-        f"teacher: and the {TOP_K} likeliest": lambda: teacher.forward_likeliest(batches[0], 1.0, TOP_K, 60),
-        "student: by the drawn tokens": lambda: train(trainers[0], batches[0]),
-        f"student: by the {TOP_K} likeliest": lambda: train(trainers[TOP_K], batches[TOP_K]),
+        "teacher's output layer: the drawn tokens": lambda: scored(drawn),
+        f"teacher's output layer: and the {TOP_K} likeliest": told,
+        "student's output layer: the drawn tokens": lambda: scored(drawn).sum().backward(),
+        f"student's output layer: and the {TOP_K} likeliest": lambda: scored(several).sum().backward(),
     }
     spent = alternated(ways, options)
     for name, rounds in spent.items():
         yield Figure(name, statistics.median(rounds), "s", rounds=rounds)
-    bare, told, drawn, likeliest = spent.values()
-    for who, with_them, alone in (("teacher", told, bare), ("student", likeliest, drawn)):
-        ratios = [a / b for a, b in zip(with_them, alone, strict=True)]
-        yield Figure(f"{who} with the likeliest against without", statistics.median(ratios), "x", rounds=ratios)
+    bare, whole, alone, both = spent.values()
+    for who, more, less in (("teacher", whole, bare), ("student", both, alone)):
+        ratios = [a / b for a, b in zip(more, less, strict=True)]
+        yield Figure(f"{who}'s with the likeliest against without", statistics.median(ratios), "x", rounds=ratios)
 
 
 def policy(kind: type[PolicyModel], directory: Path, options: argparse.Namespace) -> PolicyModel:
@@ -221,7 +230,7 @@ def main() -> None:
         directory = options.model or Path(folder) / "model"
         if not options.model:
             make_tiny_model(directory, SHAPE, seed=0)
-        figures = (figure for part in (shares, of_critic, of_likeliest) for figure in part(directory, options))
+        figures = itertools.chain(shares(directory, options), of_critic(directory, options), of_likeliest(options))
         print_figures(figures, {"device": options.device, "rounds": options.rounds}, options.json)
     parallel.destroy()
 

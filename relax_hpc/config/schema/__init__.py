@@ -11,7 +11,13 @@ from relax_hpc.config.schema.cluster import (
     SiteConfig,
     SlurmConfig,
 )
-from relax_hpc.config.schema.generation import EngineConfig, PartialRollout, RolloutConfig, SimulatedConfig
+from relax_hpc.config.schema.generation import (
+    EngineConfig,
+    GenrmConfig,
+    PartialRollout,
+    RolloutConfig,
+    SimulatedConfig,
+)
 from relax_hpc.config.schema.policy import DataConfig, ModelConfig, RoutingReplay, TinyModelConfig, WarmStartConfig
 from relax_hpc.config.schema.run import Config, default_groups, optional_groups
 from relax_hpc.config.schema.running import (
@@ -44,6 +50,7 @@ __all__ = [
     "EngineConfig",
     "EvalConfig",
     "ForwardConfig",
+    "GenrmConfig",
     "GroupConfig",
     "Kernels",
     "LivenessConfig",

@@ -48,6 +48,24 @@ class EngineConfig:
     """Consecutive failures after which the engine is restarted (with its group)."""
 
 
+@dataclass(kw_only=True, slots=True)
+class GenrmConfig:
+    """The generative reward model of a group with role genrm: SGLang servers that reward `judge` asks, whose weights
+    stay as they are."""
+
+    path: str = ""
+    """Hugging Face directory of the model, of any family that SGLang serves."""
+    dtype: Literal["", "float32", "bfloat16"] = ""
+    """Type in which it computes; empty: `model.dtype`."""
+    replicas: int = bounded(1, 1)
+    """Servers, as many on each node of the group; each question goes to the one that has the fewest."""
+    flags: dict[str, Any] = field(default_factory=dict)
+    """SGLang server arguments by name (`tp_size: 8`), passed through as they are."""
+    start_timeout_s: float = bounded(0.0, 0.0)
+    """Seconds between a server's start and its first answer. 0: five minutes, and a second for every 100 MB of the
+    model's weights."""
+
+
 PartialRollout = Literal["off", "keep", "recompute"]
 
 

@@ -41,6 +41,9 @@ class ModelConfig:
     """Hugging Face directory of the reference; empty: the policy before its first step."""
     teacher_path: str = ""
     """Hugging Face directory of the teacher, of any size, with the policy's tokenizer; of an algorithm that has one."""
+    critic_path: str = ""
+    """Hugging Face directory from whose weights a critic begins, of any size, with the policy's tokenizer; empty: the
+    policy's first weights."""
     tiny: TinyModelConfig = field(default_factory=TinyModelConfig)
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Parameter type of training and inference."""

@@ -7,7 +7,7 @@ from typing import Literal
 
 from relax_hpc.algorithms import Algorithm, Grpo
 from relax_hpc.config.schema.cluster import GroupConfig, SiteConfig, SlurmConfig
-from relax_hpc.config.schema.generation import RolloutConfig
+from relax_hpc.config.schema.generation import GenrmConfig, RolloutConfig
 from relax_hpc.config.schema.policy import DataConfig, ModelConfig, WarmStartConfig
 from relax_hpc.config.schema.running import (
     CheckpointConfig,
@@ -31,9 +31,12 @@ def default_groups() -> dict[str, GroupConfig]:
     }
 
 
+_OPTIONAL = ("actor_fwd", "reference", "teacher", "critic", "genrm")
+
+
 def optional_groups() -> dict[str, GroupConfig]:
     """Groups that a run has if a layer speaks of them, or if its algorithm needs what they give."""
-    return {name: GroupConfig(roles=[name]) for name in ("actor_fwd", "reference", "teacher", "critic")}
+    return {name: GroupConfig(roles=[name]) for name in _OPTIONAL}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -68,6 +71,7 @@ class Config:
     algorithm: Algorithm = field(default_factory=Grpo)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardSettings = field(default_factory=RewardSettings)
+    genrm: GenrmConfig = field(default_factory=GenrmConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
     actor_fwd: ForwardConfig = field(default_factory=ForwardConfig)
     reference: ForwardConfig = field(default_factory=ForwardConfig)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import errno
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -65,16 +65,16 @@ def routes_misfit() -> str:
     return f"model.routing_replay: found SGLang {found}, allowed: {ROUTES_RELEASE}, whose scheduler it changes, or off"
 
 
-def refuse_own(flags: dict[str, object]) -> None:
-    """ConfigError if one of ``flags`` is what the engine itself must set."""
+def refuse_own(flags: dict[str, object], key: str = "rollout.engine.flags") -> None:
+    """ConfigError if one of ``flags``, the section ``key``, is what the server's owner must set."""
     for name in flags:
         if name in OWN_FLAGS:
-            raise ConfigError(f"rollout.engine.flags.{name}: not allowed; {_instead(name)}")
+            raise ConfigError(f"{key}.{name}: not allowed; {_instead(name)}")
 
 
 def check(config: Config) -> Iterator[str]:
     """Mistakes in the settings of an SGLang engine, one line each."""
-    yield from _flags(config)
+    yield from check_flags(config, "rollout.engine.flags", config.rollout.engine.flags)
     if config.rollout.partial_rollout == "recompute" and not config.rollout.engine.flags.get(
         "disable_radix_cache", True
     ):
@@ -112,13 +112,13 @@ def _cut(config: Config) -> Iterator[str]:
         )
 
 
-def _flags(config: Config) -> Iterator[str]:
-    flags = config.rollout.engine.flags
+def check_flags(config: Config, section: str, flags: Mapping[str, object]) -> Iterator[str]:
+    """Mistakes in ``flags``, server arguments that a user gives in a ``section``, one line each."""
     known = server_flags() if _is_here(config) else frozenset()
     for flag, value in flags.items():
-        name, key = flag.lstrip("-").replace("-", "_"), f"rollout.engine.flags.{flag}"
+        name, key = flag.lstrip("-").replace("-", "_"), f"{section}.{flag}"
         if name in OWN_FLAGS:
-            yield f"{key}: found {value!r}, but this argument is set by the rollout role; {_instead(name)}"
+            yield f"{key}: found {value!r}, but this argument is set by the role; {_instead(name)}"
         elif name != flag:
             yield f"{key}: found a flag with dashes, allowed: underscores ({name})"
         elif known and name not in known:

@@ -1,7 +1,7 @@
 """`python -m relax_hpc.engines.sglang.server ARGS.json`: an SGLang server that suits a run.
 
 ARGS.json: {"server": {ServerArgs field: value}, "key_file": path, "socket": number of a descriptor, "routes_as_drawn":
-see `first_routes`}. The key is read
+see `first_routes`, "flags": key of the configuration}. The key is read
 here, so that it is in no command line, environment or log. The socket listens already, and is inherited. SGLang's child
 interpreters import this module again before anything else (multiprocessing's spawn), which is how they get the CPU
 hooks, the loader of weights, the redaction and the tie to their parent as well.
@@ -33,7 +33,7 @@ def main(settings: dict[str, Any], key: str) -> None:
     """Serve until interrupted. Exits 78 with one line on stderr if a flag is unknown."""
     from sglang.srt.server_args import ServerArgs
 
-    _check_flags(settings["server"], list(inspect.signature(ServerArgs).parameters))
+    _check_flags(settings["flags"], settings["server"], list(inspect.signature(ServerArgs).parameters))
     _stay_private(settings["server"])
     from sglang.launch_server import run_server
     from sglang.srt.utils import kill_process_tree
@@ -71,11 +71,11 @@ def _fork_children() -> None:
     os.register_at_fork(after_in_child=die_with_parent)
 
 
-def _check_flags(flags: dict[str, Any], known: list[str]) -> None:
+def _check_flags(key: str, flags: dict[str, Any], known: list[str]) -> None:
     for name in flags:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1) or difflib.get_close_matches(name, known, n=1, cutoff=0)
-            _refuse(f"rollout.engine.flags.{name}: SGLang has no such server argument; the nearest is {near[0]}")
+            _refuse(f"{key}.{name}: SGLang has no such server argument; the nearest is {near[0]}")
 
 
 def _refuse(line: str) -> NoReturn:

@@ -19,6 +19,10 @@ class Status:
         """Progress of the run, and what each member is doing."""
         return then(self._submit("status", timeout), QueueStatus.of)
 
+    def over(self) -> Future[None]:
+        """Answered once the run is finished."""
+        return then(self._submit("over"), nothing)
+
     def note(self, what: str, name: str, reason: str) -> Future[None]:
         """Count something that went wrong outside of a ticket: an engine's fault, a broken line of a prompt file."""
         return then(self._submit("note", what=what, name=name, reason=reason), nothing)

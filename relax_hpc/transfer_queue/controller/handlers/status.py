@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from relax_hpc.config.roles import POLICY
 from relax_hpc.transfer_queue.controller.messages import Request
 from relax_hpc.transfer_queue.controller.registry import handles
+from relax_hpc.transfer_queue.controller.topics import NEWS
+from relax_hpc.transfer_queue.controller.waiting import NotYet
 
 if TYPE_CHECKING:
     from relax_hpc.transfer_queue.controller.service import QueueService
@@ -34,6 +36,14 @@ def show(service: QueueService, request: Request, step: int, texts: list[str]) -
     """Show texts for people, such as what was generated for ``step``."""
     service.on_show(step, texts)
     return {}
+
+
+@handles("over")
+def over(service: QueueService, request: Request) -> Any:
+    """Answer once the run is finished."""
+    if service.state.progress.finished():
+        return {}
+    raise NotYet(NEWS)
 
 
 @handles("status")

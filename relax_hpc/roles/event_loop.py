@@ -1,0 +1,35 @@
+"""Roles that work in an event loop: their run, its end by a signal, and the error that it comes to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from relax_hpc.errors import StoppedError
+from relax_hpc.rendezvous.process import Flag
+
+
+def run_until_stopped(serve: Callable[[], Awaitable[None]], stop: Flag) -> None:
+    """Run ``serve`` to its end. StoppedError: it was asked to stop, and has been cancelled."""
+
+    async def main() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        for number in stop.signals:
+            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+        await serve()
+
+    try:
+        asyncio.run(main())
+    except BaseExceptionGroup as group:
+        raise first_error(group) from group
+    except asyncio.CancelledError:
+        raise StoppedError("asked to stop") from None
+
+
+def first_error(group: BaseExceptionGroup) -> BaseException:
+    """The error that a user should read of a task group's: a configuration or progress error before all others."""
+    errors: list[BaseException] = []
+    for error in group.exceptions:
+        errors.append(first_error(error) if isinstance(error, BaseExceptionGroup) else error)
+    return max(errors, key=lambda error: getattr(error, "exit_code", 0))

@@ -1,0 +1,229 @@
+"""A generative reward model of the run's own: where it is found, what its absence costs, its death in a real run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from aiohttp import web
+
+from relax_hpc.checks.model_files import spec_at
+from relax_hpc.checks.settings import check
+from relax_hpc.config import load
+from relax_hpc.config.schema import TinyModelConfig
+from relax_hpc.data.tiny_model import make_tiny_model
+from relax_hpc.errors import ConfigError
+from relax_hpc.plan.plan import plan
+from relax_hpc.rendezvous.endpoints import Endpoint, endpoints_of, publish_endpoints
+from relax_hpc.reward_settings import JudgeSettings, RewardSettings
+from relax_hpc.rewards import RewardError, RewardInput, Score, Scores, get_reward, while_away
+from relax_hpc.rewards.ask import scores_soon
+from relax_hpc.rewards.while_away import WhileAway
+from relax_hpc.slurm.layout import components
+from tests.audit import audit
+from tests.requirements import requires
+from tests.run_helpers import LIGHT, QUICKSTART, merged, queue_rows, running, trained_steps
+
+requires("mpi", "torch", "megatron", "sglang")
+
+WAIT_S = 240.0
+OTHERS = ("rollout", "actor", "controller")
+GROUP = [RewardInput("2+2?", "4", text, "stop") for text in ("4", "5")]
+
+
+@contextlib.asynccontextmanager
+async def judging(key: str, score: str) -> AsyncIterator[Endpoint]:
+    """A server that gives everybody with the key this score."""
+
+    async def answer(request: web.Request) -> web.Response:
+        if request.headers.get("Authorization") != f"Bearer {key}":
+            return web.Response(status=401)
+        return web.json_response({"choices": [{"message": {"content": f"Score: {score}"}}]})
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", answer)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield Endpoint(f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}", key)
+    finally:
+        await runner.cleanup()
+
+
+def made_judge(directory: Path) -> Path:
+    """A model of random weights that takes part in chats."""
+    make_tiny_model(directory, TinyModelConfig(), seed=1)
+    (directory / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    return directory
+
+
+class InThisProcess:
+    """Rewards of a judge whose servers say in a folder where they are."""
+
+    def __init__(self, folder: Path) -> None:
+        self.judge = get_reward("judge", RewardSettings(judge=JudgeSettings(endpoints=str(folder), retries=0)))
+
+    async def start(self) -> None: ...
+
+    async def of(self, samples: list[RewardInput]) -> Scores:
+        return await scores_soon(self.judge, samples)
+
+    async def close(self) -> None:
+        await self.judge.service.close()
+
+
+@pytest.fixture(name="quick")
+def quick_fixture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(while_away, "_LOOK_S", 0.01)
+
+
+@pytest.mark.usefixtures("quick")
+def test_who_is_away_is_waited_for_and_found_where_he_is_then(tmp_path: Path) -> None:
+    """Not there yet; gone, with a stranger at the address; back elsewhere, with another key."""
+    told = list[int]()
+
+    async def main() -> None:
+        rewards = WhileAway(InThisProcess(tmp_path), tmp_path, 60.0, told.append)
+        asking = asyncio.create_task(rewards.of(GROUP))
+        while not told:
+            await asyncio.sleep(0)
+        async with judging("first", "1") as server:
+            publish_endpoints(tmp_path, 1, 0, [server])
+            assert await asking == [Score(1.0), Score(1.0)]
+            assert await rewards.of(GROUP) == [Score(1.0), Score(1.0)] and told == [1, -1]
+            publish_endpoints(tmp_path, 2, 0, [Endpoint(server.url, "of the one who was there before")])
+            rewards._rewards.judge.service._known = []
+            again = asyncio.create_task(rewards.of(GROUP))
+            while len(told) < 3:
+                await asyncio.sleep(0)
+            async with judging("third", "3") as third:
+                publish_endpoints(tmp_path, 3, 0, [third])
+                assert await again == [Score(3.0), Score(3.0)] and sum(told) == 0
+        await rewards.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_prompt_group_does_not_wait_for_ever_and_is_no_zero(tmp_path: Path) -> None:
+    (tmp_path / "inc-000001-servers-0.json").write_text('{"endpoints": [{"url": 7}, {"url": "http://127.0.0.1:9"')
+
+    async def main() -> Scores:
+        rewards = WhileAway(InThisProcess(tmp_path), tmp_path, 0.05, lambda change: None)
+        return await rewards.of(GROUP)
+
+    found = asyncio.run(main())
+    assert isinstance(found, RewardError) and found.reason == "reward_away"
+    assert found.detail.startswith("away for 0.05 s, reward.judge.away_s: Away: no server has said in")
+
+
+def test_endpoints_are_those_of_the_newest_incarnation_for_this_user_alone(tmp_path: Path) -> None:
+    for incarnation, rank in ((1, 0), (9, 0), (10, 1), (10, 0)):
+        publish_endpoints(tmp_path, incarnation, rank, [Endpoint(f"http://{incarnation}", str(rank))])
+    assert endpoints_of(tmp_path) == [Endpoint("http://10", "0"), Endpoint("http://10", "1")]
+    assert endpoints_of(tmp_path / "none") == []
+
+
+@pytest.fixture(name="base")
+def base_fixture(tmp_path: Path) -> dict[str, Any]:
+    """Settings of a run with a judge of its own."""
+    made_judge(tmp_path / "judge")
+    run = {"run_dir": str(tmp_path / "run"), "data.task": "sort_digits", "data.max_prompt_tokens": 32}
+    judge = {"rollout.reward": "judge", "groups.genrm": {}, "genrm.path": str(tmp_path / "judge")}
+    return run | judge | {"rollout.max_new_tokens": 5}
+
+
+def test_what_is_wrong_with_a_judge_of_the_runs_own_is_found_before_it_starts(
+    base: dict[str, Any], tmp_path: Path
+) -> None:
+    config = load([], base)
+    assert check(config) == [] and config.groups["genrm"].roles == ["genrm"]
+    for over, said in (
+        ({"genrm.path": ""}, "genrm.path: found nothing with role genrm in group genrm"),
+        ({"genrm.path": str(tmp_path)}, "genrm.path: found no config.json and no tokenizer* and no *.safetensors in"),
+        ({"groups.genrm": None}, "genrm.path: found"),
+        (
+            {"groups.genrm": None},
+            "reward.judge.url: found nothing, allowed: http://... or https://..., or a group",
+        ),
+        ({"rollout.reward": "f1"}, "groups.genrm.roles: found genrm, and judge neither in"),
+        ({"reward.judge.url": "http://host"}, "reward.judge.url: found 'http://host' beside role genrm"),
+        ({"genrm.flags": {"port": 1}}, "genrm.flags.port: found 1, but this argument is set by the role"),
+        ({"genrm.flags": {"tpsize": 1}}, "genrm.flags.tpsize: SGLang has no such server argument"),
+    ):
+        found = check(load([], base | over))
+        assert any(finding.startswith(said) for finding in found), (said, found)
+    (tmp_path / "judge/chat_template.jinja").unlink()
+    (finding,) = check(config)
+    assert finding.startswith("genrm.path: found no chat template in")
+
+
+def test_its_servers_have_nodes_of_their_own(base: dict[str, Any]) -> None:
+    gpus = {"model.device": "cuda", "genrm.replicas": 4, "genrm.flags.tp_size": 2}
+    gpus |= {f"groups.{name}.resources.gpus_per_node": 4 for name in ("genrm", "actor", "rollout")}
+    config = load([], base | gpus | {"groups.genrm.resources.nodes": 2, "slurm.one_node_hub": True})
+    for layout in ("het", "jobs"):
+        config.layout = layout
+        (part,) = [part for part in components(config) if part.name == "genrm"]
+        assert (part.nodes, part.tasks_per_node, part.gpus_per_node) == (2, 1, 4)
+    for replicas, lacks in (
+        (4, []),
+        (6, ["genrm: 6 engines of tp_size 2 take 12 GPUs, and group genrm has 8; fewer genrm.replicas, or more nodes"]),
+    ):
+        config.genrm.replicas = replicas
+        (place,) = [place for place in plan(config, spec_at(config.model)) if place.groups == ("genrm",)]
+        assert place.footprints[0].gpus == 2 * replicas and place.lacks == lacks
+    config.genrm.replicas = 3
+    with pytest.raises(ConfigError, match=r"genrm\.replicas: found 3, allowed: a multiple of"):
+        components(config)
+
+
+@pytest.mark.run
+def test_a_judge_that_is_killed_is_waited_for_and_the_others_go_on(tmp_path: Path) -> None:
+    """Real SGLang, of a model of random weights: a score is the last digit that it writes, if it writes one."""
+    made_judge(tmp_path / "judge")
+    flags = yaml.safe_load(QUICKSTART.read_text())["rollout"]["engine"]["flags"]
+    judge = {"question": "{response}", "score": r"(\d)", "max_new_tokens": 48, "temperature": 1.0, "timeout_s": 60.0}
+    over = {
+        "steps": 6,
+        "rollout": {"reward": "judge"},
+        "reward": {"judge": judge},
+        "genrm": {"path": str(tmp_path / "judge"), "flags": flags},
+        "groups": {"genrm": {}},
+        "liveness": {"start_ahead_s": 0.0},
+    }
+    with running(tmp_path, merged(LIGHT, over)) as live:
+        live.wait_for_step(1, WAIT_S)
+        others = [process.pid for role in OTHERS for process in live.processes(role)]
+        (endpoint,) = endpoints_of(live.run.rendezvous("genrm"))
+        words = [word for process in psutil.process_iter() for word in command_of(process)]
+        assert not [word for word in words if endpoint.key in word]
+        live.kill("genrm")
+        live.wait_for_step(3, WAIT_S)
+        assert others == [
+            process.pid for role in ("rollout", "actor", "controller") for process in live.processes(role)
+        ]
+        live.finish(WAIT_S)
+    assert [row["step"] for row in trained_steps(live.run)] == list(range(6)) and live.incarnations("genrm") == 2
+    result = audit(live.run)
+    # Who writes no digit has failed as a judge: drawn again, and no zero.
+    assert result.problems == [] and set(result.dropped) <= {"reward_exception"}
+    assert {row["reward"] for row in queue_rows(live.run).values()} <= {float(digit) for digit in range(10)}
+    texts = "".join(path.read_text(errors="replace") for path in (live.run.root / "logs").rglob("*") if path.is_file())
+    assert endpoint.key not in texts and "rewards: waiting for the servers of role genrm" in texts
+    modes = {path.stat().st_mode & 0o777 for path in live.run.rendezvous("genrm").glob("*-servers-*.json")}
+    assert modes == {0o600}
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    with contextlib.suppress(psutil.Error):
+        return process.cmdline()
+    return []
