@@ -10,8 +10,10 @@ import torch
 
 from relax_hpc.config.schema import TinyModelConfig
 from relax_hpc.data.tiny_model import make_tiny_model
+from relax_hpc.errors import ConfigError
 from relax_hpc.transfer_queue.inspect.audit import journal_records
 from tests.audit import audit
+from tests.convert_helpers import to
 from tests.engine_helpers import reference_model
 from tests.requirements import requires
 from tests.run_helpers import LIGHT, merged, running, trained_steps
@@ -74,4 +76,7 @@ def test_a_run_with_a_critic_comes_back_from_its_death(tmp_path: Path) -> None:
     assert [row["loss/lr"] > 0 for row in steps] == [False] * 2 + [True] * (STEPS - 2)
     claims = [record for record in journal_records(live.run) if record["op"] == "claim"]
     assert {"critic_values", "critic", "actor", "advantages"} <= {record["task"] for record in claims}
-    assert dict(live.run.saved("critic")).keys() & {STEPS - 2, STEPS}
+    saved = dict(live.run.saved("critic"))
+    assert saved.keys() & {STEPS - 2, STEPS}
+    with pytest.raises(ConfigError, match="found a critic, which says a value of a text and is no language model"):
+        to(max(saved.items())[1], tmp_path / "hf", model=tmp_path / "critic")

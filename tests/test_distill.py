@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -178,6 +179,10 @@ def test_rewards_are_added_by_their_weight_and_far_tokens_are_bounded() -> None:
     assert finding.startswith("shuffle_rewards: found true with reward_weight 0")
 
 
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def test_a_teacher_is_needed_and_has_to_read_what_the_policy_writes(tmp_path: Path) -> None:
     policy, teacher = tmp_path / "policy", tmp_path / "teacher"
     for directory in (policy, teacher):
@@ -206,13 +211,20 @@ def test_a_teacher_is_needed_and_has_to_read_what_the_policy_writes(tmp_path: Pa
 @pytest.mark.parametrize("form", [{}, {"divergence": "forward", "teacher_top_k": 3}], ids=["drawn", "likeliest"])
 def test_a_run_learns_from_a_teacher_of_another_size(form: dict, tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "teacher", TINY, seed=1)
-    over = {"steps": 3, "model": {"teacher_path": str(tmp_path / "teacher")}, "algorithm": {"name": "distill"} | form}
+    over = {"steps": 4, "model": {"teacher_path": str(tmp_path / "teacher")}, "algorithm": {"name": "distill"} | form}
     with running(tmp_path, merged(LIGHT, over | {"actor": {"forward": []}})) as live:
+        if form:
+            live.wait_for_step(0, WAIT_S)
+            live.kill("teacher")
         live.finish(WAIT_S)
     steps = trained_steps(live.run)
-    assert [row["step"] for row in steps] == [0, 1, 2] and all(row["algorithm/teacher_kl"] for row in steps)
+    assert [row["step"] for row in steps] == [0, 1, 2, 3] and all(row["algorithm/teacher_kl"] for row in steps)
     assert audit(live.run).problems == []
     if form:
+        assert live.incarnations("teacher") == 2
+        # Who waited for scores says for whom.
+        causes = {line.get("peer") for path in live.run.logs("actor", 1).glob("spans-*.jsonl") for line in lines(path)}
+        assert "teacher" in causes
         # Of 64 tokens the best three of a model of random weights have little.
         assert all(0.5 < row["algorithm/teacher_rest"] < 1 and row["loss/divergence"] > 0 for row in steps)
         row = next(iter(queue_rows(live.run).values()))

@@ -113,7 +113,9 @@ def _to_hf(request: Request, progress: Callable[[str], None]) -> dict[str, Any]:
     model, headers = _model_of(request)
     hf_config = read_config(model)
     spec = spec_of(hf_config, request.ignore_keys, "convert")
-    source = MegatronTensors(StoredState(request.source), spec)
+    state = StoredState(request.source)
+    _refuse_critic(state)
+    source = MegatronTensors(state, spec)
     check_types(source)
     job = ToHf(source, spec, hf_config, model, headers, _dtype(request), request.shard_bytes or DEFAULT_SHARD_BYTES)
     job.files()
@@ -131,6 +133,15 @@ def _to_hf(request: Request, progress: Callable[[str], None]) -> dict[str, Any]:
 def _check_ended(directory: Path) -> None:
     if _OF_A_RUN.fullmatch(directory.name) and not (directory / MARKER).exists():
         raise ConfigError(f"{directory / MARKER}: missing, so saving did not come to its end; take an older checkpoint")
+
+
+def _refuse_critic(state: StoredState) -> None:
+    head = state.tensors.get("output_layer.weight")
+    if head and len(head.size) == 1:
+        raise ConfigError(
+            f"{state.directory}: found a critic, which says a value of a text and is no language model; allowed: the "
+            "policy's part of the checkpoint, the folder whose name begins with i"
+        )
 
 
 def _model_of(request: Request) -> tuple[Path, dict[str, str] | None]:
