@@ -76,6 +76,31 @@ def test_the_largest_model_that_a_cluster_file_names_fits(cluster: str) -> None:
     assert parallel.sequence_parallel == (parallel.tensor > 1)
 
 
+@pytest.mark.parametrize(
+    ("group", "policy", "more"),
+    [
+        ("critic", "Qwen3-8B", {}),
+        ("teacher", "Qwen3-8B", {"model.teacher_path": str(MODELS / "Qwen3-32B")}),
+        ("genrm", "Qwen3-8B", {"genrm.path": str(MODELS / "Qwen3-32B")}),
+    ],
+)
+def test_a_file_that_adds_a_group_gives_it_a_node_in_which_it_fits(group: str, policy: str, more: dict) -> None:
+    """Beside the others, of which it changes nothing; also as jobs of their own."""
+    base = sized("8-nodes", policy)
+    given = {"model.path": base.model.path, "data.max_prompt_tokens": 2048, "rollout.max_new_tokens": 6144, **more}
+    config = load([CLUSTERS["8-nodes"], ROOT / f"configs/groups/{group}.yaml"], given)
+    assert set(config.groups) - set(base.groups) == {group}
+    places = plan(config, spec_at(config.model))
+    (own,) = [place for place in places if place.groups == (group,)]
+    assert [place.lacks for place in places] == [[]] * len(places) and own.footprints[0].gpus == 8
+    assert own.footprints[0].resident["weights"] > (3 if group == "critic" else 15) * 2**30
+    for layout in ("het", "jobs"):
+        config.layout = layout
+        more_gpus = sum(part.nodes * part.gpus_per_node for part in components(config))
+        base.layout = layout
+        assert more_gpus - sum(part.nodes * part.gpus_per_node for part in components(base)) == 8
+
+
 def test_what_is_said_to_make_it_fit_does() -> None:
     """Each setting, and no other: without any of them it would not."""
     base = {"model.dtype": "float32", "actor.optimizer.distributed": False, "actor.recompute": "none"}

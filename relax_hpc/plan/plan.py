@@ -10,12 +10,14 @@ from pathlib import Path
 
 from relax_hpc.config.groups import ranks_of
 from relax_hpc.config.roles import RANKED
-from relax_hpc.config.schema import Config
+from relax_hpc.config.schema import Config, ParallelConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.families import spec_of
+from relax_hpc.models.sizes import weights_bytes
 from relax_hpc.models.spec import ModelSpec
 from relax_hpc.plan import roles
 from relax_hpc.plan.footprint import GIB, Footprint
+from relax_hpc.plan.model_memory import ITEM_BYTES, parameters
 from relax_hpc.plan.remedies import remedies
 
 USABLE = 0.97
@@ -93,7 +95,7 @@ def _footprints(config: Config, spec: ModelSpec, group: str, limit: float) -> It
         elif role in RANKED:
             yield roles.forward(config, own_spec(config, role, spec), role, group, per_node)
         elif role == "genrm":
-            yield roles.judge(config, group, -(-config.genrm.replicas // nodes), limit)
+            yield roles.judge(config, _judge_bytes(config), group, -(-config.genrm.replicas // nodes), limit)
         elif role == "rollout" and config.rollout.engine.kind == "sglang":
             yield roles.engine(config, spec, group, -(-config.rollout.replicas // nodes), limit)
 
@@ -101,13 +103,29 @@ def _footprints(config: Config, spec: ModelSpec, group: str, limit: float) -> It
 def own_spec(config: Config, role: str, policy: ModelSpec) -> ModelSpec:
     """Spec of the model that ``role`` has, the policy's if no other is named. ConfigError: it is not in order."""
     key = f"{role}_path"
-    if not (directory := getattr(config.model, key, "")):
-        return policy
+    directory = getattr(config.model, key, "")
+    return _spec_in(directory, f"model.{key}", config.model.ignore_keys) if directory else policy
+
+
+def _judge_bytes(config: Config) -> float:
+    """Bytes of the weights of a generative reward model: of its files or, where there is its config.json alone, as many
+    as that says, if the model is of a family that can be trained too; else 0."""
+    if found := config.genrm.path and weights_bytes(config.genrm.path):
+        return found
+    try:
+        spec = _spec_in(config.genrm.path, "genrm.path", config.model.ignore_keys)
+    except ConfigError:
+        return 0.0
+    return parameters(spec, ParallelConfig(), 0) * ITEM_BYTES[config.genrm.dtype or config.model.dtype]
+
+
+def _spec_in(directory: str, key: str, ignore_keys: list[str]) -> ModelSpec:
+    """Spec of the model in ``directory``, which ``key`` names. ConfigError: it is not in order."""
     path = Path(directory) / "config.json"
     try:
-        return spec_of(json.loads(path.read_text()), config.model.ignore_keys)
+        return spec_of(json.loads(path.read_text()), ignore_keys)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.{key}: {path}: {error}") from error
+        raise ConfigError(f"{key}: {path}: {error}") from error
 
 
 def _together(config: Config, found: list[Footprint]) -> float:

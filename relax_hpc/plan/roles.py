@@ -7,7 +7,6 @@ from dataclasses import fields, replace
 from typing import Any
 
 from relax_hpc.config.schema import ActorConfig, Config, ParallelConfig
-from relax_hpc.models.sizes import weights_bytes
 from relax_hpc.models.spec import ModelSpec
 from relax_hpc.models.stages import stage_layers
 from relax_hpc.plan.footprint import GIB, Footprint
@@ -195,13 +194,13 @@ def engine(config: Config, spec: ModelSpec, group: str, per_node: int, gpu_bytes
     )
 
 
-def judge(config: Config, group: str, per_node: int, gpu_bytes: float) -> Footprint:
+def judge(config: Config, whole: float, group: str, per_node: int, gpu_bytes: float) -> Footprint:
     """Footprint of the servers of a generative reward model, ``per_node`` on a node: the share of the GPU that SGLang
-    takes, of which the weights, as large as their files, leave the rest to keys and values."""
+    takes, of which the weights, ``whole`` bytes of all, leave the rest to keys and values."""
     settings = config.genrm
     tensor, pipeline = (int(engine_flag(settings.flags, name) or 1) for name in ("tp_size", "pp_size"))
     share = engine_flag(settings.flags, "mem_fraction_static") or ENGINE_SHARE
-    weights = weights_bytes(settings.path) / (tensor * pipeline) if settings.path else 0.0
+    weights = whole / (tensor * pipeline)
     room, gpus = share * gpu_bytes - weights, settings.replicas * tensor * pipeline
     small = f"weights of {weights / GIB:.1f} GiB a GPU leave nothing to keys and values; a larger genrm.flags.tp_size"
     return Footprint(
