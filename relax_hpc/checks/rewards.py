@@ -10,8 +10,8 @@ from relax_hpc.engines.sglang.flags import check_flags
 from relax_hpc.errors import ConfigError
 from relax_hpc.rewards import find_reward, get_reward
 from relax_hpc.rewards.composed import parts_of
+from relax_hpc.rewards.of_run import reward_settings
 from relax_hpc.rollout.filters import get_filter
-from relax_hpc.rollout.judge import reward_settings
 
 SETTLED_HERE = ("format", "remote", "judge")
 """Rewards whose settings are looked at by making one."""

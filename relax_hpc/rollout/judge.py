@@ -6,23 +6,19 @@ import asyncio
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from relax_hpc.config.groups import group_with
 from relax_hpc.config.schema import Config
 from relax_hpc.data.prompts import Prompt, Tokenizer
 from relax_hpc.engines.engine import EngineFault, Episode, Generation
 from relax_hpc.metrics.writer import COMPONENT_COUNT, COMPONENT_SUM
-from relax_hpc.reward_settings import RewardSettings
 from relax_hpc.rewards import RewardError, RewardInput, Score
+from relax_hpc.rewards.of_run import reward_settings
 from relax_hpc.rewards.where import Rewards, make_rewards
 from relax_hpc.rollout.filters import get_filter
 from relax_hpc.rollout.outcomes import Failure
 from relax_hpc.rollout.samples import bad_routes, group_rows, last_response, refused, reward_input
 from relax_hpc.routes import RouteShape
-from relax_hpc.rundir import RunDir
 from relax_hpc.tasks import eval_reward, train_reward
 from relax_hpc.transfer_queue.row_schema import Row
 
@@ -34,15 +30,6 @@ _MOST_COMPONENTS = 64
 _MOST_KEPT = 4096
 """Samples of whose components is known until they are put; those of groups that are not are forgotten in the end."""
 _OTHER = re.compile(r"[^A-Za-z0-9_.-]")
-
-
-def reward_settings(config: Config) -> RewardSettings:
-    """Settings of a run's rewards, its own servers of role genrm being those that the judge asks, if it has some."""
-    judge, group = config.reward.judge, group_with(config, "genrm")
-    if not group or judge.url or judge.endpoints:
-        return config.reward
-    folder = RunDir(Path(config.run_dir)).rendezvous(group)
-    return replace(config.reward, judge=replace(judge, endpoints=str(folder)))
 
 
 class Judge:

@@ -34,7 +34,7 @@ START_FLOOR_S = 300.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What a server is started with."""
+    """Settings that a server is started with."""
 
     arguments: dict[str, Any]
     """Server arguments by name, `host` and `port` among them (0: a free one), without the key."""
