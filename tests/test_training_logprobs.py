@@ -104,10 +104,12 @@ def test_of_several_targets_each_is_as_if_it_were_alone():
 @pytest.mark.usefixtures("chunk")
 def test_the_likeliest_tokens_are_those_of_all_logits():
     """And none of the padded ones, nor of those that another model has beyond this vocabulary."""
-    states, weight, _ = inputs(20, 6, columns=13, vocab=11, dtype=torch.float64)
-    for vocab, count in ((11, 3), (7, 7)):
-        found = likeliest(states, weight, vocab, count, OneRank())
-        assert torch.equal(found, (states @ weight[:vocab].t()).topk(count).indices)
+    states, weight, targets = inputs(20, 6, columns=13, vocab=11, dtype=torch.float64)
+    for below, count in ((11, 3), (7, 7)):
+        ids, logprobs = likeliest(states, weight, targets, 11, below, count, 0.7, OneRank())
+        assert torch.equal(ids, (states @ weight[:below].t()).topk(count).indices)
+        expected = [reference(states, weight, column, 11, 0.7)[0] for column in (targets, *ids.t())]
+        torch.testing.assert_close(logprobs, torch.stack(expected, 1), atol=1e-12, rtol=1e-12)
 
 
 def test_entropy_of_uniform_and_certain_distributions():

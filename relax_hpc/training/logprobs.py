@@ -6,7 +6,7 @@ the chunk, however long the rows are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -139,22 +139,40 @@ def token_logprobs(
 
 
 @torch.no_grad()
-def likeliest(states: Tensor, weight: Tensor, vocab: int, count: int, group: dist.ProcessGroup) -> Tensor:
-    """Ids of the `count` tokens below `vocab` that each state finds most probable, in falling order: int64 [n, count].
+def likeliest(
+    states: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocab: int,
+    below: int,
+    count: int,
+    temperature: float,
+    group: dist.ProcessGroup,
+    kernels: ChunkKernels = PLAIN,
+) -> tuple[Tensor, Tensor]:
+    """Ids of the `count` tokens below `below` that each state finds most probable, in falling order, int64 [n, count];
+    and the log-probabilities of the target and of these, [n, 1 + count].
 
-    Arguments as of `token_logprobs`; `count` is at most `vocab`. Each rank sends its own `count`, not its logits.
+    Arguments as of `token_logprobs`, `targets` [n]; `count` is at most `below`, and that at most `vocab`. Each rank
+    sends its own `count`, not its logits.
     """
-    first = group.rank() * weight.shape[0]
-    rows = weight[: max(vocab - first, 0)]
-    most = min(count, len(rows))
-    logits = states.new_full((len(states), count), torch.finfo(states.dtype).min)
-    ids = torch.zeros_like(logits, dtype=torch.int64)
-    for part in _chunks(len(states), len(rows)):
-        logits[part, :most], ids[part, :most] = (states[part] @ rows.t()).topk(most)
-    if group.size() == 1:
-        return ids
-    logits, ids = _gathered(logits, group), _gathered(ids + first, group)
-    return ids.gather(1, logits.topk(count).indices)
+    first, rows, local = _own_columns(weight, targets[:, None], vocab, group)
+    columns = max(min(below - first, len(rows)), 0)
+    most = min(count, columns)
+    best = states.new_full((len(states), count), torch.finfo(states.dtype).min)
+    ids = torch.zeros_like(best, dtype=torch.int64)
+
+    def look(part: slice, logits: Tensor) -> None:
+        best[part, :most], ids[part, :most] = logits[:, :columns].topk(most)
+
+    top, total, _, chosen = _over_ranks(_terms_of(states, rows, local, temperature, False, kernels, look), group)
+    ids += first
+    if group.size() > 1:
+        best, ids = _gathered(best, group), _gathered(ids, group)
+        best, places = best.topk(count)
+        ids = ids.gather(1, places)
+    scores = torch.cat([chosen[:, None], _wide(best) / temperature], 1)
+    return ids, scores - (total.log() + top)[:, None]
 
 
 def _gathered(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -180,20 +198,8 @@ class _OutputLogprobs(torch.autograd.Function):
         entropy: bool,
         kernels: ChunkKernels,
     ) -> tuple[Tensor, Tensor]:
-        first = group.rank() * weight.shape[0]
-        rows = weight[: max(vocab - first, 0)]
-        local = targets - first
-        local = local.masked_fill((local < 0) | (local >= len(rows)), -1)
-        # Three terms of each state, and of each target its own.
-        terms = states.new_zeros((3 + targets.shape[1], len(states)), dtype=_wide_type(states.dtype))
-        # A rank that has nothing but padding.
-        terms[0] = torch.finfo(terms.dtype).min
-        for part in _chunks(len(states), len(rows)):
-            chunk = Chunk(states[part] @ rows.t(), local[part], temperature)
-            *three, chosen = kernels.terms(chunk, entropy)
-            terms[:3, part], terms[3:, part] = torch.stack(three), chosen.t()
-            # Not beside the next one's.
-            del chunk
+        _, rows, local = _own_columns(weight, targets, vocab, group)
+        terms = _terms_of(states, rows, local, temperature, entropy, kernels)
         top, total, expectation, *_ = terms = _over_ranks(terms, group)
         log_total = total.log()
         entropies = log_total - expectation / total
@@ -223,6 +229,39 @@ class _OutputLogprobs(torch.autograd.Function):
             del chunk, slope
         d_weight = total.to(weight.dtype) if d_weight is None and total is not None else d_weight
         return d_states, d_weight, *[None] * 6
+
+
+def _own_columns(weight: Tensor, targets: Tensor, vocab: int, group: Any) -> tuple[int, Tensor, Tensor]:
+    """Number of this rank's first column, its rows of the output layer without padding, and the targets' columns among
+    them, -1 where another rank has one."""
+    first = group.rank() * weight.shape[0]
+    rows = weight[: max(vocab - first, 0)]
+    local = targets - first
+    return first, rows, local.masked_fill((local < 0) | (local >= len(rows)), -1)
+
+
+def _terms_of(
+    states: Tensor,
+    rows: Tensor,
+    local: Tensor,
+    temperature: float,
+    entropy: bool,
+    kernels: ChunkKernels,
+    look: Callable[[slice, Tensor], None] = lambda part, logits: None,
+) -> Tensor:
+    """`ChunkKernels.terms` of this rank's columns, [3 + m, n]: three of each state, and its m targets'. ``look`` sees
+    the logits of each chunk first."""
+    terms = states.new_zeros((3 + local.shape[1], len(states)), dtype=_wide_type(states.dtype))
+    # A rank that has nothing but padding.
+    terms[0] = torch.finfo(terms.dtype).min
+    for part in _chunks(len(states), len(rows)):
+        chunk = Chunk(states[part] @ rows.t(), local[part], temperature)
+        look(part, chunk.logits)
+        *three, chosen = kernels.terms(chunk, entropy)
+        terms[:3, part], terms[3:, part] = torch.stack(three), chosen.t()
+        # Not beside the next one's.
+        del chunk
+    return terms
 
 
 def _chunks(tokens: int, columns: int) -> Iterator[slice]:

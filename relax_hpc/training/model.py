@@ -269,11 +269,13 @@ class PolicyModel:
     def likeliest(self, hidden: Tensor, batch: Batch, temperature: float, count: int, vocab: int) -> Tensor:
         """Log-probabilities of `batch.scored` and of the ``count`` likeliest tokens below ``vocab`` in the place of
         each, and the ids of these: [b, s, 1 + 2 * count] float32, 0 elsewhere. Without a gradient."""
-        states = scored_states(hidden, batch.scored.states, self.config, self._tensor_group)
-        ids = likeliest(states, self.module.output_weight, min(vocab, self.spec.vocab), count, self._tensor_group)
-        logprobs, _ = self.token_logprobs(hidden, batch, temperature, also=ids)
-        # Exact up to 2^24, which no vocabulary has.
-        return torch.cat([logprobs, self._whole(batch.scored.placed(ids.float(), batch.mask.shape))], -1)
+        scored, group = batch.scored, self._tensor_group
+        states = scored_states(hidden, scored.states, self.config, group)
+        layer = states, self.module.output_weight, scored.tokens, self.spec.vocab
+        below = min(vocab, self.spec.vocab)
+        ids, logprobs = likeliest(*layer, below, count, temperature, group, self._chunk_kernels)
+        # As numbers they are exact up to 2^24, which no vocabulary has.
+        return self._whole(scored.placed(torch.cat([logprobs, ids.to(logprobs)], 1), batch.mask.shape))
 
     def _whole(self, values: Tensor) -> Tensor:
         """``values`` [b, s, *tail] of this rank's tokens with those of the other context ranks: all have the same loss

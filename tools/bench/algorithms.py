@@ -181,19 +181,17 @@ def of_likeliest(options: argparse.Namespace) -> Iterator[Figure]:
     weight = torch.randn(OUTPUT_VOCAB, SHAPE.hidden_size, generator=draw).to(options.device).requires_grad_()
     drawn = torch.randint(0, OUTPUT_VOCAB, (OUTPUT_TOKENS,), generator=draw).to(options.device)
     group = torch.distributed.group.WORLD
-    likeliest = logprobs.likeliest(states, weight, OUTPUT_VOCAB, TOP_K, group)
-    several = torch.cat([drawn[:, None], likeliest], 1)
+    layer = states, weight, drawn, OUTPUT_VOCAB
+    several = torch.cat([drawn[:, None], drawn[:, None] // torch.arange(2, TOP_K + 2, device=options.device)], 1)
 
     def scored(targets: torch.Tensor) -> torch.Tensor:
         return logprobs.token_logprobs(states, weight, targets, OUTPUT_VOCAB, 1.0, group)[0]
 
-    def told() -> None:
-        logprobs.likeliest(states, weight, OUTPUT_VOCAB, TOP_K, group)
-        scored(several)
-
     ways: dict[str, Callable[[], object]] = {
         "teacher's output layer: the drawn tokens": lambda: scored(drawn),
-        f"teacher's output layer: and the {TOP_K} likeliest": told,
+        f"teacher's output layer: and the {TOP_K} likeliest": lambda: logprobs.likeliest(
+            *layer, OUTPUT_VOCAB, TOP_K, 1.0, group
+        ),
         "student's output layer: the drawn tokens": lambda: scored(drawn).sum().backward(),
         f"student's output layer: and the {TOP_K} likeliest": lambda: scored(several).sum().backward(),
     }
