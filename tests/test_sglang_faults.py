@@ -22,7 +22,7 @@ import psutil  # noqa: E402
 
 import tests.engine_fake_server as fake  # noqa: E402
 from relax_hpc.engines.engine import EngineFault  # noqa: E402
-from relax_hpc.engines.sglang import engine as sglang_engine  # noqa: E402
+from relax_hpc.engines.sglang import process as sglang_process  # noqa: E402
 from relax_hpc.engines.sglang import server as sglang_server  # noqa: E402
 from relax_hpc.engines.sglang.engine import SglangEngine, server_arguments  # noqa: E402
 from relax_hpc.engines.sglang.session import Session  # noqa: E402
@@ -44,7 +44,7 @@ def place(tmp_path: Path) -> Path:
 @pytest.fixture
 def faked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launch the fake server instead of SGLang's."""
-    monkeypatch.setattr(sglang_engine, "_SERVER", "tests.engine_fake_server")
+    monkeypatch.setattr(sglang_process, "_SERVER", "tests.engine_fake_server")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
 
 
@@ -290,9 +290,9 @@ def test_flags_that_are_the_engines_are_refused(place: Path) -> None:
 
 
 def test_flags_override_what_the_device_sets(place: Path) -> None:
-    assert make_engine(place)._arguments["disable_radix_cache"]
+    assert make_engine(place).server.arguments["disable_radix_cache"]
     flags = {"max_total_tokens": 99, "disable_radix_cache": False}
-    arguments = make_engine(place, flags=flags, port=4000)._arguments
+    arguments = make_engine(place, flags=flags, port=4000).server.arguments
     assert (arguments["max_total_tokens"], arguments["disable_radix_cache"], arguments["port"]) == (99, False, 4002)
 
 
@@ -331,7 +331,7 @@ def test_an_unknown_flag_is_refused_with_the_nearest(place: Path) -> None:
 
 
 def test_a_server_that_cannot_start_is_dead_and_its_log_named(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang_engine, "_SERVER", "tests.no_such_module")
+    monkeypatch.setattr(sglang_process, "_SERVER", "tests.no_such_module")
     with pytest.raises(EngineFault, match=r"ended with code 1 while starting; see .*engine-2\.log") as caught:
         start(make_engine(place))
     assert caught.value.reason == "dead"
