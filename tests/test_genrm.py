@@ -22,7 +22,7 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.plan.plan import plan
 from relax_hpc.rendezvous.endpoints import Endpoint, endpoints_of, publish_endpoints
 from relax_hpc.reward_settings import JudgeSettings, RewardSettings
-from relax_hpc.rewards import RewardError, RewardInput, Score, Scores, get_reward, while_away
+from relax_hpc.rewards import RewardError, RewardInput, Score, Scores, get_reward, group_service, while_away
 from relax_hpc.rewards.ask import scores_soon
 from relax_hpc.rewards.while_away import WhileAway
 from relax_hpc.slurm.layout import components
@@ -83,6 +83,7 @@ class InThisProcess:
 @pytest.fixture(name="quick")
 def quick_fixture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(while_away, "_LOOK_S", 0.01)
+    monkeypatch.setattr(group_service, "_LOOK_S", 0.0)
 
 
 @pytest.mark.usefixtures("quick")
@@ -100,7 +101,6 @@ def test_who_is_away_is_waited_for_and_found_where_he_is_then(tmp_path: Path) ->
             assert await asking == [Score(1.0), Score(1.0)]
             assert await rewards.of(GROUP) == [Score(1.0), Score(1.0)] and told == [1, -1]
             publish_endpoints(tmp_path, 2, 0, [Endpoint(server.url, "of the one who was there before")])
-            rewards._rewards.judge.service._known = []
             again = asyncio.create_task(rewards.of(GROUP))
             while len(told) < 3:
                 await asyncio.sleep(0)

@@ -49,7 +49,7 @@ class Distill(Grpo):
     """Largest advantage of a token by the teacher, nats, of either sign. 0: none, and one token may be the step."""
 
     @property
-    def uses_old(self) -> bool:  # type: ignore[override]
+    def uses_old(self) -> bool:
         """Whether there are advantages: of a divergence, no ratio is taken."""
         return not self.teacher_top_k or self.reward_weight > 0
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from relax_hpc.rendezvous.endpoints import Endpoint, endpoints_of
 from relax_hpc.rewards.service import Away, Service
+
+if TYPE_CHECKING:
+    from relax_hpc.reward_settings import ServiceSettings
 
 _LOOK_S = 5.0
 """Seconds after which others than those that are known may be there."""
@@ -19,7 +22,7 @@ _OF_ANOTHER = 401
 class GroupService(Service):
     """Asks the servers of the group, each time the one with the fewest questions; `Away` as soon as one is gone."""
 
-    def __init__(self, settings: Any, folder: Path, path: str) -> None:
+    def __init__(self, settings: ServiceSettings, folder: Path, path: str) -> None:
         """``folder`` has the endpoints; ``path``: of the address, behind that of a server."""
         super().__init__(settings, "")
         self._folder, self._path = folder, path

@@ -55,6 +55,7 @@ class Scorer:
         self.model = PolicyModel(read_config(directory), settings, self.forward.parallel, kernels=config.actor.kernels)
         self.model.load_hf(directory)
         self._vocab = spec_of(read_config(context.model), config.model.ignore_keys).vocab
+        """Tokens that the policy has."""
 
     def score(self, rows: Sequence[Row]) -> list[np.ndarray]:
         """Log-probabilities [tokens] of each row, or what `PolicyModel.likeliest` says of it; complete in the

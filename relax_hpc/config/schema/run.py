@@ -32,6 +32,7 @@ def default_groups() -> dict[str, GroupConfig]:
 
 
 _OPTIONAL = ("actor_fwd", "reference", "teacher", "critic", "genrm")
+"""Roles of which a run may have none, each with a group of its name."""
 
 
 def optional_groups() -> dict[str, GroupConfig]:
