@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -16,16 +19,19 @@ from aiohttp import web
 from relax_hpc.checks.model_files import spec_at
 from relax_hpc.checks.settings import check
 from relax_hpc.config import load
+from relax_hpc.config.load import resolve
 from relax_hpc.config.schema import TinyModelConfig
 from relax_hpc.data.tiny_model import make_tiny_model
-from relax_hpc.errors import ConfigError
+from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.plan.plan import plan
 from relax_hpc.rendezvous.endpoints import Endpoint, endpoints_of, publish_endpoints
 from relax_hpc.reward_settings import JudgeSettings, RewardSettings
 from relax_hpc.rewards import RewardError, RewardInput, Score, Scores, get_reward, group_service, while_away
 from relax_hpc.rewards.ask import scores_soon
 from relax_hpc.rewards.while_away import WhileAway
+from relax_hpc.roles import genrm
 from relax_hpc.slurm.layout import components
+from relax_hpc.slurm.render import render
 from tests.audit import audit
 from tests.requirements import requires
 from tests.run_helpers import LIGHT, QUICKSTART, merged, queue_rows, running, trained_steps
@@ -68,8 +74,9 @@ def made_judge(directory: Path) -> Path:
 class InThisProcess:
     """Rewards of a judge whose servers say in a folder where they are."""
 
-    def __init__(self, folder: Path) -> None:
-        self.judge = get_reward("judge", RewardSettings(judge=JudgeSettings(endpoints=str(folder), retries=0)))
+    def __init__(self, folder: Path, timeout_s: float = 20.0) -> None:
+        settings = JudgeSettings(endpoints=str(folder), retries=0, timeout_s=timeout_s)
+        self.judge = get_reward("judge", RewardSettings(judge=settings))
 
     async def start(self) -> None: ...
 
@@ -125,6 +132,41 @@ def test_a_prompt_group_does_not_wait_for_ever_and_is_no_zero(tmp_path: Path) ->
     assert found.detail.startswith("away for 0.05 s, reward.judge.away_s: Away: no server has said in")
 
 
+def test_who_is_there_and_slow_is_not_away(tmp_path: Path) -> None:
+    """It is asked as any service is, within its own limits."""
+
+    async def main() -> Scores:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            publish_endpoints(tmp_path, 1, 0, [Endpoint(f"http://127.0.0.1:{silent.getsockname()[1]}", "key")])
+            rewards = WhileAway(InThisProcess(tmp_path, timeout_s=0.2), tmp_path, 60.0, lambda change: None)
+            try:
+                return await rewards.of(GROUP)
+            finally:
+                await rewards.close()
+
+    found = asyncio.run(main())
+    assert isinstance(found, RewardError) and found.reason == "reward_exception"
+    assert found.detail.startswith("NoAnswer: asked 1 times, the last time:  no answer within 0.2 s")
+
+
+@pytest.mark.parametrize("first", ["run", "server"])
+def test_servers_serve_to_the_end_of_the_run_and_none_dies_alone(first: str) -> None:
+    async def main() -> None:
+        over, ended = Future[None](), asyncio.get_running_loop().create_future()
+        client = SimpleNamespace(status=SimpleNamespace(over=lambda: over))
+        server = SimpleNamespace(session=SimpleNamespace(ended=ended), log="judge-0.log")
+        serving = asyncio.create_task(genrm._over(SimpleNamespace(client=client), [server]))
+        await asyncio.sleep(0)
+        (over if first == "run" else ended).set_result("sglang::scheduler (process 7) ended")
+        await serving
+
+    if first == "run":
+        asyncio.run(main())
+    else:
+        with pytest.raises(RelaxError, match=r"sglang::scheduler \(process 7\) ended; see judge-0\.log"):
+            asyncio.run(main())
+
+
 def test_endpoints_are_those_of_the_newest_incarnation_for_this_user_alone(tmp_path: Path) -> None:
     for incarnation, rank in ((1, 0), (9, 0), (10, 1), (10, 0)):
         publish_endpoints(tmp_path, incarnation, rank, [Endpoint(f"http://{incarnation}", str(rank))])
@@ -174,6 +216,7 @@ def test_its_servers_have_nodes_of_their_own(base: dict[str, Any]) -> None:
         config.layout = layout
         (part,) = [part for part in components(config) if part.name == "genrm"]
         assert (part.nodes, part.tasks_per_node, part.gpus_per_node) == (2, 1, 4)
+        assert any("genrm" in text for text in render(resolve(config)).values())
     for replicas, lacks in (
         (4, []),
         (6, ["genrm: 6 engines of tp_size 2 take 12 GPUs, and group genrm has 8; fewer genrm.replicas, or more nodes"]),
