@@ -308,7 +308,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtu
 
 def use_reward(monkeypatch: pytest.MonkeyPatch, reward: Reward) -> None:
     """Have the role compute it, in its threads."""
-    monkeypatch.setattr(judge, "make_rewards", lambda name, workers, limit_s, settings: InThread(reward, limit_s))
+    monkeypatch.setattr(judge, "make_rewards", lambda name, workers, limit_s, *about: InThread(reward, limit_s))
 
 
 def train_the_step(actor: QueueClient, run: RunDir) -> None:
