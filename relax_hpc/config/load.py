@@ -33,6 +33,7 @@ _PATHS = (
     ("model", "teacher_path"),
     ("model", "critic_path"),
     ("genrm", "path"),
+    ("reward", "judge", "endpoints"),
     ("data", "train"),
 )
 
