@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
+import sys
 import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import psutil
 import pytest
@@ -39,6 +43,7 @@ MARK = "RELAX_TEST_SESSION"
 GRACE_S = 5.0
 """How long processes that were told to end have, after the last test, to be gone."""
 LEAKS = pytest.StashKey[list[str]]()
+BENCH = Path(__file__).parents[1] / "tools" / "bench"
 
 
 @pytest.fixture
@@ -47,6 +52,15 @@ def run_dir(tmp_path: Path) -> Path:
     path = tmp_path / "run"
     path.mkdir(mode=0o700)
     return path
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    """Imports a module of tools/bench, which is no package, as its scripts do."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    yield importlib.import_module
+    for name in [name for name, one in sys.modules.items() if str(getattr(one, "__file__", "")).startswith(str(BENCH))]:
+        del sys.modules[name]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import os
 import sys
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import yaml
@@ -21,27 +19,6 @@ from relax_hpc.transport.proof import MAX_UNPROVEN
 from tests.queue_helpers import in_thread, make_run, small
 
 pytestmark = pytest.mark.run
-
-BENCH = Path(__file__).parents[1] / "tools/bench"
-
-
-@pytest.fixture
-def bench(monkeypatch):
-    """Import a module of tools/bench, which is no package, as its scripts do."""
-    monkeypatch.syspath_prepend(str(BENCH))
-    yield importlib.import_module
-    for name in (
-        "figures",
-        "turns",
-        "quickstart",
-        "overlap",
-        "convergence",
-        "modes",
-        "strangers",
-        "startup",
-        "before_after",
-    ):
-        sys.modules.pop(name, None)
 
 
 def step_spans(first: float) -> list[Span]:
@@ -142,15 +119,6 @@ def test_a_schedule_in_which_nothing_else_takes_time(bench, staleness, streaming
     steps = [later - earlier for earlier, later in pairwise(found)]
     assert found[0] == pytest.approx(0.5 + 3.0 if streaming else 5.0)
     assert steps == pytest.approx([step_s] * 5)
-
-
-def test_an_interval_of_a_difference_holds_it(bench):
-    """Against the textbook's formula: equal sizes and spreads make Welch's t that of 2 n - 2 degrees of freedom."""
-    convergence = bench("convergence")
-    found, low, high = convergence.difference([0.5, 0.6, 0.7], [0.4, 0.5, 0.6])
-    half = 2.776445 * math.sqrt(2 * 0.01 / 3)
-    assert (found, low, high) == pytest.approx((0.1, 0.1 - half, 0.1 + half), rel=1e-5)
-    assert convergence.words_of("4-uncorrected") == ["--max_staleness", "4", "--algorithm.correction.kind", "off"]
 
 
 @pytest.mark.parametrize(("mode", "ideal"), [("colocate", 0.7), ("0", 0.7), ("1", 0.5), ("4", 0.5)])

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from relax_hpc.rendezvous.roster import claim_incarnation
 from relax_hpc.rundir import RunDir
-
-BENCH = Path(__file__).parents[1] / "tools/bench"
-MODULES = ("recovery", "recovery_run", "recovery_figures")
-
-
-@pytest.fixture
-def bench(monkeypatch):
-    """Import a module of tools/bench, which is no package, as its scripts do."""
-    monkeypatch.syspath_prepend(str(BENCH))
-    yield importlib.import_module
-    for name in MODULES:
-        sys.modules.pop(name, None)
 
 
 @pytest.fixture

@@ -1,157 +1,215 @@
-"""Does learning suffer from staleness? The quickstart in each mode, several seeds each, by steps and by wall time.
+"""Does every algorithm learn, and does staleness cost anything? The quickstart in many ways, several seeds each.
 
-One run after the other. A mode's difference to staleness 0 is of the final held-out scores after equal steps, with the
-95 % interval of Welch's t; it should lie within 0.1. Runs that are there already, as after an interruption, are not
-made again.
+    python tools/bench/convergence.py --keep runs/convergence --seeds 0 1 2 3 4
+    python tools/bench/convergence.py --keep runs/convergence --seeds 0 --algorithms
+    python tools/bench/convergence.py --keep runs/convergence --seeds 0 1 2 3 4 --report
 
-    python tools/bench/convergence.py --modes 0 1 4 colocate 4-uncorrected --seeds 0 1 2 3 4 --keep runs/convergence
+One run after the other; those that are there already are not made again, one that was cut off goes on, and `--report`
+makes none. Modes are compared with staleness 0 seed by seed, as a seed fixes prompts, first weights and much of the
+luck, by the area between the held-out curves: a final score sits near its ceiling and is one draw of 400 answers. The
+interval is Student's, of 95 %; the power is that of finding a true loss of `--loss`. A comparison that could not fail
+says nothing, so the last mode is one that must lose: samples 16 versions old, of which the loss knows nothing.
+
+An algorithm has to end higher than both controls by `--margin`: GRPO with permuted rewards, which shows what is learned
+of anything but the rewards, though it may end lower than it began; and its own first weights, which is what a learning
+rate of 0 would leave, whatever else is broken.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
+import math
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean, median, stdev
 
 import numpy as np
-from scipy import stats
+from curves import area, area_between, paired, steps_to
+from quickstart_runs import BASE, directory_of, finished, rewards, run, scores, staleness, taught_by
 
-from relax_hpc.metrics.read import read_metrics
+from relax_hpc.algorithms import ALGORITHMS
 
-CONFIG = Path(__file__).parents[2] / "configs" / "runs" / "quickstart.yaml"
-BASE = "0"
-COLOCATE = '{"rollout": null, "actor": {"roles": ["rollout", "actor"]}}'
-WITHIN = 0.1
-_RUN_S = 1800.0
+CONTROL = "shuffled"
+MUST_LOSE = "true-16-uncorrected"
+MODES = (BASE, "1", "true-4", "colocate", MUST_LOSE)
+DEFAULT = "grpo"
+"""Algorithm of the quickstart: mode `0` is its run."""
+EVALUATE_EVERY = 9
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 
-
-def words_of(mode: str) -> list[str]:
-    """Options of a mode: `colocate`, or max_staleness, perhaps without the off-policy correction."""
-    if mode == "colocate":
-        return ["--colocate", "true", "--groups", COLOCATE]
-    staleness, _, uncorrected = mode.partition("-")
-    return ["--max_staleness", staleness, *(["--algorithm.correction.kind", "off"] if uncorrected else [])]
+Runs = dict[str, dict[int, Path]]
+"""Run directories by mode and seed."""
 
 
-def run(directory: Path, mode: str, seed: int, steps: int, *over: str) -> Path:
-    """The quickstart in a mode, with options ``over`` it; its run directory. One that was begun before goes on."""
-    words = ["--run_dir", str(directory)]
-    if (directory / "config.yaml").exists():
-        words += ["--resume"]
-    else:
-        size = ["--seed", str(seed), "--steps", str(steps), "--checkpoint.every", str(steps)]
-        words += ["--config", str(CONFIG), *size, "--eval.every", str(steps), *words_of(mode), *over]
-    if not finished(directory, steps):
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        with (directory.parent / f"{directory.name}.txt").open("a") as output:
-            command = [sys.executable, "-m", "relax_hpc", "run", *words]
-            subprocess.run(command, stdout=output, stderr=output, check=True, timeout=_RUN_S)
-    return directory
+def main() -> int:
+    """Make the runs that are not there, and print what all have reached."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--modes", nargs="+", default=MODES, help="see tools/bench/quickstart_runs.py")
+    names = sorted(set(ALGORITHMS) - {DEFAULT})
+    parser.add_argument("--algorithms", nargs="*", choices=names, help="compare these, or all, with the controls")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--loss", type=float, default=0.05, help="of area, that should be found in 80 %% of cases")
+    parser.add_argument("--margin", type=float, default=0.1, help="by which an algorithm ends above its controls")
+    parser.add_argument("--level", type=float, default=0.8, help="held-out score to which steps are counted")
+    parser.add_argument("--keep", type=Path, required=True, help="folder of the run directories and the picture")
+    parser.add_argument("--report", action="store_true", help="make no runs")
+    parser.add_argument("--json", action="store_true", help="end with the table as one line of JSON")
+    args = parser.parse_args()
+    load_before = round(os.getloadavg()[0], 1)
+    by_algorithm = args.algorithms is not None
+    modes = [BASE, CONTROL, *(args.algorithms or names)] if by_algorithm else list(args.modes)
+    found = gathered(args, modes)
+    columns, rows, ok = (algorithm_table if by_algorithm else mode_table)(found, args)
+    print_table(columns, rows)
+    print(plot(found, args.keep / ("algorithms.png" if by_algorithm else "convergence.png")))
+    if args.json:
+        settings = {"steps": args.steps, "seeds": args.seeds, "load_before": load_before}
+        print(json.dumps({"columns": columns, "rows": rows, "settings": settings}))
+    return 0 if ok else 1
 
 
-def finished(directory: Path, steps: int) -> bool:
-    """Whether its last version was evaluated."""
-    return directory.exists() and steps in scores(directory)
+def gathered(args: argparse.Namespace, modes: Sequence[str]) -> Runs:
+    """Finished runs, made where they are not there. Seed by seed: what slows the machine then slows all modes."""
+    found: Runs = {mode: {} for mode in modes}
+    for seed in args.seeds:
+        for mode in modes:
+            directory = directory_of(args.keep, mode, seed, args.steps)
+            if not args.report:
+                over = taught_by(args.keep, seed, args.steps) if mode == "distill" else []
+                run(directory, mode, seed, args.steps, *over, evaluate_every=EVALUATE_EVERY)
+            if finished(directory, args.steps):
+                found[mode][seed] = directory
+            else:
+                print(f"not finished: {mode}, seed {seed}")
+    return {mode: by_seed for mode, by_seed in found.items() if by_seed}
 
 
-def scores(directory: Path) -> dict[int, float]:
-    """Held-out score by version, the mean over the sets."""
-    found = {}
-    for row in read_metrics(directory):
-        values = [value for tag, value in row.items() if tag.startswith("eval/")]
-        if values:
-            found[row["step"]] = mean(values)
-    return found
+Table = tuple[list[str], list[list[str]], bool]
+"""Names of columns, rows, and whether all that was to be shown was shown."""
 
 
-def rewards(directory: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds since the first step, and rewards, of each step."""
-    rows = [row for row in read_metrics(directory) if "reward/mean" in row]
-    # The line of a step is as old as the last that was added to it, an evaluation perhaps.
-    times = np.minimum.accumulate(np.array([row["time"] for row in rows])[::-1])[::-1]
-    return times - times[0], np.array([row["reward/mean"] for row in rows])
+def mode_table(found: Runs, args: argparse.Namespace) -> Table:
+    """Modes against staleness 0, seed by seed."""
+    columns = ["mode", "staleness, mean and most", "seeds", "held-out", f"steps to {args.level:g}", "area"]
+    columns += ["area to staleness 0, paired, 95 %", "spread", f"power for {args.loss:g}", "seeds for 80 %", "verdict"]
+    rows, verdicts = [], []
+    for mode, by_seed in found.items():
+        old = [staleness(directory) for directory in by_seed.values()]
+        about = f"{mean(middle for middle, _ in old):.1f}, {max(most for _, most in old):.0f}"
+        cells = [mode, about, *reached(by_seed, args.steps, args.level)]
+        compared, ok = against_base(mode, found, args.loss) if mode != BASE else ([""] * 5, True)
+        rows.append([*cells, *compared])
+        verdicts.append(ok)
+    return columns, rows, all(verdicts)
 
 
-def difference(one: Sequence[float], base: Sequence[float]) -> tuple[float, float, float]:
-    """Of the means, and its 95 % interval."""
-    if len(one) < 2 or len(base) < 2:
-        return mean(one) - mean(base), float("nan"), float("nan")
-    interval = stats.ttest_ind(one, base, equal_var=False).confidence_interval(0.95)
-    return mean(one) - mean(base), float(interval.low), float(interval.high)
+def against_base(mode: str, found: Runs, loss: float) -> tuple[list[str], bool]:
+    """Cells of a mode's paired difference to staleness 0, and whether it is as it should be, and power suffices."""
+    shared = sorted(set(found[mode]) & set(found.get(BASE, {})))
+    if not shared:
+        return ["no seed of both", "", "", "", ""], False
+    pairs = [area_between(scores(found[mode][seed]), scores(found[BASE][seed])) for seed in shared]
+    seen = paired(pairs)
+    cells = [f"{seen.mean:+.3f} ({seen.low:+.3f} to {seen.high:+.3f})", f"{seen.spread:.3f}"]
+    cells += [f"{seen.power(loss):.2f}", f"{seen.needed(loss)} (surely {seen.surely_needed(loss)})"]
+    if mode == MUST_LOSE:
+        return [*cells, "loss found, as it must be" if seen.lost else "NOT FOUND to lose"], seen.lost
+    if seen.lost:
+        return [*cells, "LOSES"], False
+    enough = seen.spread == 0 or seen.power(loss) >= 0.8
+    return [*cells, "no loss found" if enough else "no loss found; TOO FEW SEEDS"], enough
 
 
-def plot(runs: dict[str, list[Path]], path: Path) -> Path:
-    """Mean and spread of the reward against steps, and each run's against wall time."""
+def algorithm_table(found: Runs, args: argparse.Namespace) -> Table:
+    """Algorithms against permuted rewards and against the weights that they began with."""
+    columns = ["algorithm", "seeds", "held-out", f"steps to {args.level:g}", "area", "first weights", "verdict"]
+    rows, verdicts = [], []
+    for mode, by_seed in found.items():
+        gained = min(gains(mode, found, args.steps))
+        ok = (gained >= args.margin) is (mode != CONTROL)
+        verdict = (
+            f"over both by {gained:.3f} or more" if mode != CONTROL else f"control, over its first by {gained:.3f}"
+        )
+        name = {BASE: DEFAULT, CONTROL: f"{DEFAULT}, rewards permuted"}.get(mode, mode)
+        cells = reached(by_seed, args.steps, args.level)
+        firsts = _spread([scores(directory)[0] for directory in by_seed.values()])
+        rows.append([name, *cells, firsts, verdict if ok else f"MISSED: {verdict}"])
+        verdicts.append(ok)
+    return columns, rows, all(verdicts) and CONTROL in found
+
+
+def gains(mode: str, found: Runs, steps: int) -> Iterator[float]:
+    """Last score of each seed, above the higher one of its first and that of the control, which has the first alone; a
+    seed without a control has the best of the others'."""
+    ends = {one: scores(directory)[steps] for one, directory in found.get(CONTROL, {}).items()}
+    for seed, directory in found[mode].items():
+        curve = scores(directory)
+        permuted = ends.get(seed, max(ends.values(), default=math.inf))
+        yield curve[steps] - (curve[0] if mode == CONTROL else max(curve[0], permuted))
+
+
+def reached(by_seed: dict[int, Path], steps: int, level: float) -> list[str]:
+    """Cells: seeds, last score, steps to a level, area."""
+    curves = [scores(directory) for directory in by_seed.values()]
+    to = [steps_to(curve, level) for curve in curves]
+    there = [one for one in to if math.isfinite(one)]
+    words = f"{median(there):.0f}" if there else "never"
+    words += f" ({len(there)} of {len(to)})" if len(there) < len(to) and there else ""
+    return [
+        str(len(curves)),
+        _spread([curve[steps] for curve in curves]),
+        words,
+        _spread([area(one) for one in curves]),
+    ]
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{mean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Columns as wide as what is in them."""
+    lines = [columns, *rows]
+    widths = [max(len(line[place]) for line in lines) for place in range(len(columns))]
+    for line in lines:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def plot(found: Runs, path: Path) -> Path:
+    """Held-out scores by version, mean and range over seeds, and rewards by minute of each seed."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (by_step, by_time) = plt.subplots(1, 2, figsize=(11, 4), sharey=True, layout="constrained")
-    for (mode, directories), colour in zip(runs.items(), _COLOURS, strict=False):
-        curves = [rewards(directory) for directory in directories]
-        size = min(len(values) for _, values in curves)
-        values = np.array([_smooth(values[:size]) for _, values in curves])
-        by_step.plot(values.mean(0), color=colour, label=_label(mode))
-        by_step.fill_between(range(size), values.min(0), values.max(0), color=colour, alpha=0.15, linewidth=0)
-        for number, (seconds, found) in enumerate(curves):
-            by_time.plot(seconds / 60, _smooth(found), color=colour, alpha=0.7, label=None if number else _label(mode))
-    by_step.set(xlabel="step", ylabel="reward", title="Mean over seeds; shaded: lowest and highest")
-    by_time.set(xlabel="minutes since the first step", title="Each seed")
-    by_step.legend(frameon=False)
+    figure, (by_version, by_time) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    for number, (mode, by_seed) in enumerate(found.items()):
+        colour, dash = _COLOURS[number % len(_COLOURS)], "-" if number < len(_COLOURS) else "--"
+        curves = [scores(directory) for directory in by_seed.values()]
+        versions = sorted(set.intersection(*map(set, curves)))
+        values = np.array([[curve[version] for version in versions] for curve in curves])
+        by_version.plot(versions, values.mean(0), dash, color=colour, label=mode)
+        by_version.fill_between(versions, values.min(0), values.max(0), color=colour, alpha=0.15, linewidth=0)
+        for seconds, reward in map(rewards, by_seed.values()):
+            by_time.plot(seconds / 60, _smooth(reward), dash, color=colour, alpha=0.7)
+    by_version.set(xlabel="version", ylabel="held-out score", title="Mean over seeds; shaded: lowest and highest")
+    by_time.set(xlabel="minutes since the first step", ylabel="reward", title="Each seed")
+    by_version.legend(frameon=False, fontsize="small")
     figure.savefig(path, dpi=150)
+    plt.close(figure)
     return path
 
 
-def _label(mode: str) -> str:
-    return mode if mode == "colocate" else "staleness " + mode.replace("-uncorrected", ", not corrected")
-
-
 def _smooth(values: np.ndarray, width: int = 5) -> np.ndarray:
+    """Means of each value and those before it, ``width`` of them or as many as there are."""
     sums = np.cumsum(np.insert(values, 0, 0.0))
-    starts = np.maximum(0, np.arange(1, len(values) + 1) - width)
     ends = np.arange(1, len(values) + 1)
+    starts = np.maximum(0, ends - width)
     return (sums[ends] - sums[starts]) / (ends - starts)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--modes", nargs="+", default=["0", "1", "4", "colocate", "4-uncorrected"])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--keep", type=Path, required=True, help="folder for the run directories and the picture")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    args = parser.parse_args()
-    # Seed by seed, so that whatever slows the machine slows all modes.
-    runs: dict[str, list[Path]] = {mode: [] for mode in args.modes}
-    for seed in args.seeds:
-        for mode in args.modes:
-            runs[mode].append(run((args.keep / f"{mode}-seed-{seed}").absolute(), mode, seed, args.steps))
-    finals = {mode: [scores(directory)[args.steps] for directory in found] for mode, found in runs.items()}
-    minutes = {mode: [rewards(directory)[0][-1] / 60 for directory in found] for mode, found in runs.items()}
-    table = []
-    for mode in args.modes:
-        spread = stdev(finals[mode]) if len(finals[mode]) > 1 else float("nan")
-        about = {"mode": mode, "held_out": mean(finals[mode]), "spread": spread, "minutes": mean(minutes[mode])}
-        if mode != BASE and BASE in finals:
-            about |= dict(zip(("difference", "low", "high"), difference(finals[mode], finals[BASE]), strict=True))
-        table.append(about)
-    picture = plot(runs, args.keep / "convergence.png")
-    if args.json:
-        print(json.dumps({"steps": args.steps, "seeds": args.seeds, "modes": table, "picture": str(picture)}, indent=2))
-    else:
-        print(f"{'mode':16s} held-out  spread  minutes  to staleness 0 (95 %)")
-        for row in table:
-            compared = f"{row['difference']:+.3f} ({row['low']:+.3f}, {row['high']:+.3f})" if "low" in row else ""
-            print(f"{row['mode']:16s} {row['held_out']:8.3f} {row['spread']:7.3f} {row['minutes']:8.2f}  {compared}")
-        print(picture)
-    close = [row for row in table if "low" in row and "uncorrected" not in row["mode"]]
-    return 0 if all(row["low"] >= -WITHIN and row["high"] <= WITHIN for row in close) else 1
 
 
 if __name__ == "__main__":

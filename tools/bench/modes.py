@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from convergence import run
+from quickstart_runs import run
 
 from relax_hpc.observe.report import report
 from relax_hpc.rundir import RunDir

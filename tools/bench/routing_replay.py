@@ -25,8 +25,9 @@ from statistics import mean, median
 from typing import Any
 
 import numpy as np
-from convergence import difference, finished, scores
+from curves import difference
 from figures import Figure, print_figures
+from quickstart_runs import finished, scores
 
 from relax_hpc.config.schema import ActorConfig, Config, ModelConfig, TinyModelConfig
 from relax_hpc.data.tiny_model import VOCAB_SIZE, make_tiny_model

@@ -18,8 +18,8 @@ from shapes import hf_config
 
 sys.path.append(str(Path(__file__).parents[1] / "bench"))
 
-from convergence import run
 from modes import measured
+from quickstart_runs import run
 
 from relax_hpc.data.tiny_model import BOS_ID, EOS_ID, PAD_ID, write_tokenizer
 from relax_hpc.observe.report import report
