@@ -26,7 +26,7 @@ class Cispo(Grpo):
     clip_low: float = bounded(1.0, 0.0, 1.0)
     """Smallest weight is 1 - clip_low. 1: there is no lower edge, as in the paper."""
     clip_high: float = bounded(4.0, 0.0)
-    """Largest weight is 1 + clip_high. The paper tunes it and says no number; weights up to 5 are usual."""
+    """Largest weight is 1 + clip_high. The paper tunes it and says no number; 5 is that of arXiv 2510.13786."""
 
     def token_losses(self, batch: TokenBatch) -> TokenLosses:
         from relax_hpc.algorithms.losses import TokenLosses, ratio_to_old

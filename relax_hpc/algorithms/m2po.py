@@ -27,7 +27,8 @@ class M2po(Grpo):
     1 - clip_low and 1 + clip_high if those are further out. What keeps within the budget is not clipped at all.
 
     The paper takes the mean over a batch, which nobody has before its first gradient where rows are trained as they
-    come; here it is over a row, so that micro-batches and ranks make no difference.
+    come; here it is over a row, so that micro-batches and ranks make no difference. Its algorithm 1 takes tokens out
+    until the mean of the others is within the budget; that they are cut, and count, is as in the authors' code.
     """
 
     uses_old: ClassVar[bool] = False

@@ -23,7 +23,7 @@ def comparisons() -> Iterator[Comparison]:
     yield Comparison("dual_clip", "loss", our_loss(DualClip(**PARTS)), their_loss(**clipped, eps_clip_c=3.0))
     yield Comparison("cispo", "loss", our_loss(Cispo(**PARTS)), their_cispo)
     gspo = Gspo(**PARTS, reduction="token_mean")
-    yield Comparison("gspo", "value of the loss", first(our_loss(gspo)), first(their_gspo))
+    yield Comparison("gspo", "loss, mean over tokens", our_loss(gspo), their_gspo)
     kl = KlConfig(coefficient=0.1, cap=0.0)
     with_kl = Grpo(**PARTS, kl=kl)
     yield Comparison("grpo", "loss with KL k3", our_loss(with_kl), their_loss(**clipped, kl="k3"), SINGLE, "float32")
@@ -31,11 +31,6 @@ def comparisons() -> Iterator[Comparison]:
     yield Comparison("reinforce_pp", "advantages, KL in the reward", ours, their_returns, SINGLE, "float32")
     ours = our_advantages(ReinforcePPBaseline())
     yield Comparison("reinforce_pp_baseline", "advantages", ours, their_baseline, SINGLE, "float32")
-
-
-def first(answer: Answer) -> Answer:
-    """The value alone: slime's ratio of a sequence has its gradient in all tokens of it, ours is that of GSPO-token."""
-    return lambda case: answer(case)[:1]
 
 
 def mean_over_tokens(function: Callable[[Tensor], Tensor], case: Case) -> Tensor:
