@@ -136,11 +136,11 @@ def loaded(words: list[str]) -> Config:
 
 
 def write_run(directory: Path, curve: dict[int, float], steps: int, old: float = 0.0) -> None:
-    """What a run leaves of a learning curve, its two sets apart by 0.1."""
+    """What a run leaves of a learning curve, its two sets apart by 0.1, with rewards of older versions of the same."""
     lines = [{"step": v, "eval/a/x": score - 0.05, "eval/b/x": score + 0.05} for v, score in curve.items()]
-    lines += [
-        {"step": step, "reward/mean": 0.5, "staleness/mean": old, "staleness/max": 2 * old} for step in range(steps)
-    ]
+    drawn = np.interp(np.arange(steps) - old, list(curve), list(curve.values()))
+    about = {"staleness/mean": old, "staleness/max": 2 * old}
+    lines += [{"step": step, "reward/mean": float(reward)} | about for step, reward in enumerate(drawn)]
     directory.mkdir(parents=True)
     texts = (json.dumps({"time": float(line["step"]), "incarnation": 1} | line) for line in lines)
     (directory / METRICS_FILE).write_text("\n".join(texts) + "\n")
@@ -162,7 +162,7 @@ def report(bench, monkeypatch, capsys, keep: Path, *words: str) -> tuple[int, di
     return code, {row[0]: dict(zip(table["columns"], row, strict=True)) for row in table["rows"]}
 
 
-AREA, VERDICT = "area to staleness 0, paired, 95 %", "verdict"
+AREA, VERDICT = "reward area to staleness 0, paired, 95 %", "verdict"
 
 
 def test_modes_are_compared_seed_by_seed(bench, monkeypatch, capsys, tmp_path) -> None:
@@ -182,7 +182,7 @@ def test_modes_are_compared_seed_by_seed(bench, monkeypatch, capsys, tmp_path) -
     code, rows = report(bench, monkeypatch, capsys, tmp_path, *seeds)
     assert code == 0 and rows["colocate"][AREA] == "+0.000 (+0.000 to +0.000)"
     assert rows["true-4"][VERDICT] == "no loss found" and rows["true-4"]["power for 0.05"] == "1.00"
-    assert rows["true-16-uncorrected"][VERDICT] == "loss found, as it must be"
+    assert rows["true-16-uncorrected"][VERDICT] == "loses, as it must"
     assert rows["true-16-uncorrected"]["staleness, mean and most"] == "16.0, 32"
     # A comparison that cannot see what must be seen fails, also if nothing else is wrong.
     (tmp_path / "20-steps" / "true-16-uncorrected-seed-5" / METRICS_FILE).unlink()

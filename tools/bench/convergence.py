@@ -5,10 +5,12 @@
     python tools/bench/convergence.py --keep runs/convergence --seeds 0 1 2 3 4 --report
 
 One run after the other; those that are there already are not made again, one that was cut off goes on, and `--report`
-makes none. Modes are compared with staleness 0 seed by seed, as a seed fixes prompts, first weights and much of the
-luck, by the area between the held-out curves: a final score sits near its ceiling and is one draw of 400 answers. The
-interval is Student's, of 95 %; the power is that of finding a true loss of `--loss`. A comparison that could not fail
-says nothing, so the last mode is one that must lose: samples 16 versions old, of which the loss knows nothing.
+makes none. Modes are compared with staleness 0 seed by seed, as a seed fixes prompts, first weights and some of the
+luck, by the area between two curves: a final score sits near its ceiling and is one draw of 400 answers. The curve that
+decides is of rewards, by the version that drew the samples, for it is of 256 samples a step; greedy held-out answers,
+which turn all at once, spread by twice as much, and are printed beside it. The interval is Student's, of 95 %; the
+power is that of finding a true loss of `--loss`. A comparison that could not fail says nothing, so the last mode is one
+that must lose: samples 16 versions old, of which the loss knows nothing.
 
 An algorithm has to end higher than both controls by `--margin`: GRPO with permuted rewards, which shows what is learned
 of anything but the rewards, though it may end lower than it began; and its own first weights, which is what a learning
@@ -27,8 +29,18 @@ from pathlib import Path
 from statistics import mean, median, stdev
 
 import numpy as np
-from curves import area, area_between, paired, steps_to
-from quickstart_runs import BASE, directory_of, finished, rewards, run, scores, staleness, taught_by
+from curves import POWER, Paired, area, area_between, paired, steps_to
+from quickstart_runs import (
+    BASE,
+    directory_of,
+    finished,
+    rewards,
+    rewards_by_version,
+    run,
+    scores,
+    staleness,
+    taught_by,
+)
 
 from relax_hpc.algorithms import ALGORITHMS
 
@@ -94,15 +106,19 @@ Table = tuple[list[str], list[list[str]], bool]
 
 def mode_table(found: Runs, args: argparse.Namespace) -> Table:
     """Modes against staleness 0, seed by seed."""
-    columns = ["mode", "staleness, mean and most", "seeds", "held-out", f"steps to {args.level:g}", "area"]
-    columns += ["area to staleness 0, paired, 95 %", "spread", f"power for {args.loss:g}", "seeds for 80 %", "verdict"]
+    columns = [
+        "mode",
+        "staleness, mean and most",
+        *reached_columns(args.level),
+        "reward area to staleness 0, paired, 95 %",
+    ]
+    columns += ["spread", f"power for {args.loss:g}", "seeds for 80 %", "held-out area to staleness 0", "verdict"]
     rows, verdicts = [], []
     for mode, by_seed in found.items():
         old = [staleness(directory) for directory in by_seed.values()]
         about = f"{mean(middle for middle, _ in old):.1f}, {max(most for _, most in old):.0f}"
-        cells = [mode, about, *reached(by_seed, args.steps, args.level)]
-        compared, ok = against_base(mode, found, args.loss) if mode != BASE else ([""] * 5, True)
-        rows.append([*cells, *compared])
+        compared, ok = against_base(mode, found, args.loss) if mode != BASE else ([""] * 6, True)
+        rows.append([mode, about, *reached(by_seed, args.steps, args.level), *compared])
         verdicts.append(ok)
     return columns, rows, all(verdicts)
 
@@ -110,23 +126,28 @@ def mode_table(found: Runs, args: argparse.Namespace) -> Table:
 def against_base(mode: str, found: Runs, loss: float) -> tuple[list[str], bool]:
     """Cells of a mode's paired difference to staleness 0, and whether it is as it should be, and power suffices."""
     shared = sorted(set(found[mode]) & set(found.get(BASE, {})))
-    if not shared:
-        return ["no seed of both", "", "", "", ""], False
-    pairs = [area_between(scores(found[mode][seed]), scores(found[BASE][seed])) for seed in shared]
-    seen = paired(pairs)
-    cells = [f"{seen.mean:+.3f} ({seen.low:+.3f} to {seen.high:+.3f})", f"{seen.spread:.3f}"]
-    cells += [f"{seen.power(loss):.2f}", f"{seen.needed(loss)} (surely {seen.surely_needed(loss)})"]
+    pairs = [(found[mode][seed], found[BASE][seed]) for seed in shared]
+    if len(pairs) < 2:
+        return ["", "", "", "", "", "fewer than two seeds of both say nothing"], False
+    seen = paired([area_between(rewards_by_version(one), rewards_by_version(base)) for one, base in pairs])
+    held_out = paired([area_between(scores(one), scores(base)) for one, base in pairs])
+    cells = [_interval(seen), f"{seen.spread:.3f}", f"{seen.power(loss):.2f}"]
+    cells += [f"{seen.needed(loss)} (surely {seen.surely_needed(loss)})", _interval(held_out)]
     if mode == MUST_LOSE:
-        return [*cells, "loss found, as it must be" if seen.lost else "NOT FOUND to lose"], seen.lost
+        return [*cells, "loses, as it must" if seen.lost else "NOT FOUND to lose"], seen.lost
     if seen.lost:
         return [*cells, "LOSES"], False
-    enough = seen.spread == 0 or seen.power(loss) >= 0.8
+    enough = seen.power(loss) >= POWER
     return [*cells, "no loss found" if enough else "no loss found; TOO FEW SEEDS"], enough
+
+
+def _interval(seen: Paired) -> str:
+    return f"{seen.mean:+.3f} ({seen.low:+.3f} to {seen.high:+.3f})"
 
 
 def algorithm_table(found: Runs, args: argparse.Namespace) -> Table:
     """Algorithms against permuted rewards and against the weights that they began with."""
-    columns = ["algorithm", "seeds", "held-out", f"steps to {args.level:g}", "area", "first weights", "verdict"]
+    columns = ["algorithm", *reached_columns(args.level), "held-out of the first weights", "verdict"]
     rows, verdicts = [], []
     for mode, by_seed in found.items():
         gained = min(gains(mode, found, args.steps))
@@ -152,19 +173,20 @@ def gains(mode: str, found: Runs, steps: int) -> Iterator[float]:
         yield curve[steps] - (curve[0] if mode == CONTROL else max(curve[0], permuted))
 
 
+def reached_columns(level: float) -> list[str]:
+    """Names of the cells of `reached`."""
+    return ["seeds", "held-out", f"steps to {level:g}", "held-out area", "reward area"]
+
+
 def reached(by_seed: dict[int, Path], steps: int, level: float) -> list[str]:
-    """Cells: seeds, last score, steps to a level, area."""
+    """Cells of what the runs of a mode have come to."""
     curves = [scores(directory) for directory in by_seed.values()]
     to = [steps_to(curve, level) for curve in curves]
     there = [one for one in to if math.isfinite(one)]
     words = f"{median(there):.0f}" if there else "never"
-    words += f" ({len(there)} of {len(to)})" if len(there) < len(to) and there else ""
-    return [
-        str(len(curves)),
-        _spread([curve[steps] for curve in curves]),
-        words,
-        _spread([area(one) for one in curves]),
-    ]
+    words += f" ({len(there)} of {len(to)})" if 0 < len(there) < len(to) else ""
+    areas = [[area(one) for one in each] for each in (curves, map(rewards_by_version, by_seed.values()))]
+    return [str(len(curves)), _spread([curve[steps] for curve in curves]), words, *map(_spread, areas)]
 
 
 def _spread(values: Sequence[float]) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from scipy import stats
 
 Curve = Mapping[int, float]
-"""Held-out score by version; at least two."""
+"""Score by version, held-out or of training; at least two."""
 CONFIDENCE = 0.95
 POWER = 0.8
 PILOT = 0.8

@@ -106,6 +106,18 @@ def rewards(directory: Path) -> tuple[np.ndarray, np.ndarray]:
     return times - times[0], np.array([row["reward/mean"] for row in rows])
 
 
+def rewards_by_version(directory: Path) -> dict[int, float]:
+    """Mean reward of what each version of the weights drew, to the nearest version where a step has samples of several.
+
+    By step, a mode with older samples would seem to learn later than it does.
+    """
+    found: dict[int, list[float]] = {}
+    for row in read_metrics(directory):
+        if "reward/mean" in row:
+            found.setdefault(row["step"] - round(row["staleness/mean"]), []).append(row["reward/mean"])
+    return {version: mean(values) for version, values in found.items()}
+
+
 def staleness(directory: Path) -> tuple[float, float]:
     """Mean over the steps, and the most, of how many versions older the weights were that drew the samples."""
     rows = [row for row in read_metrics(directory) if "staleness/mean" in row]
