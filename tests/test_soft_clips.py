@@ -99,6 +99,21 @@ def test_losses_equal_formulas_by_hand(algorithm, budget, rows, columns, seed) -
     assert algorithm.loss(batch)[0].item() == pytest.approx(by_hand(algorithm, batch), rel=1e-6, abs=1e-6)
 
 
+@settings(max_examples=effort(40, 200), deadline=None)
+@given(st.lists(st.floats(0.01, 3.0), min_size=1, max_size=20), st.sampled_from([0.01, 0.04, 0.5]))
+def test_m2po_leaves_no_token_that_the_paper_takes_out(log_ratios, budget) -> None:
+    """Algorithm 1 of arXiv 2510.01161, literally: the farthest token goes until the mean of the others is within the
+    budget. Here those that are cut still count, so the edge is nearer, or the same."""
+    left = sorted(log_ratios)
+    while left and sum(one * one for one in left) > budget * len(left):
+        left.pop()
+    old = [-4.0] * len(log_ratios)
+    batch = one_row(1.0, [before + one for before, one in zip(old, log_ratios, strict=True)], old)
+    _, gradient, _ = loss_and_gradient(M2po(budget=budget, clip_low=0.0, clip_high=0.0), batch)
+    kept = [one for one, slope in zip(log_ratios, gradient, strict=True) if slope]
+    assert len(kept) <= len(left) and all(one <= max(left) for one in kept)
+
+
 def test_m2po_asks_for_no_other_correction() -> None:
     assert list(M2po().findings()) == [] and "old_logprobs" not in M2po(passes=2).loss_needs(stale=True)
     wrong = M2po(correction=CorrectionConfig(), kl=KlConfig(importance=True))
