@@ -32,6 +32,7 @@ import numpy as np
 from curves import POWER, Paired, area, area_between, paired, steps_to
 from quickstart_runs import (
     BASE,
+    FITTING,
     directory_of,
     finished,
     rewards,
@@ -41,8 +42,6 @@ from quickstart_runs import (
     staleness,
     taught_by,
 )
-
-from relax_hpc.algorithms import ALGORITHMS
 
 CONTROL = "shuffled"
 MUST_LOSE = "true-16-uncorrected"
@@ -60,7 +59,7 @@ def main() -> int:
     """Make the runs that are not there, and print what all have reached."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--modes", nargs="+", default=MODES, help="see tools/bench/quickstart_runs.py")
-    names = sorted(set(ALGORITHMS) - {DEFAULT})
+    names = [name for name in FITTING if name != DEFAULT]
     parser.add_argument("--algorithms", nargs="*", choices=names, help="compare these, or all, with the controls")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--steps", type=int, default=100)

@@ -29,6 +29,8 @@ BASE = "0"
 """Synchronous, by the default algorithm: what all others are compared with."""
 COLOCATE = '{"rollout": null, "actor": {"roles": ["rollout", "actor"]}}'
 UNCORRECTED = ["--algorithm.correction.kind", "off", "--actor.forward", "[actor_fwd]"]
+FITTING = sorted(name for name, kind in ALGORITHMS.items() if kind.gives)
+"""Algorithms for this task: those that learn from what is drawn, and not from a file."""
 FURTHER = {"ppo": ["--critic.optimizer.lr", "1e-3"]}
 """Options of an algorithm beside its name: a critic begins without anything learned, and has as many steps to learn."""
 _RUN_S = 3600.0
