@@ -109,7 +109,9 @@ def test_an_interval_of_samples_that_are_not_paired(curves) -> None:
 # -- modes ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["0", "1", "true-4", "colocate", "true-16-uncorrected", "shuffled", "m2po", "ppo"])
+@pytest.mark.parametrize(
+    "mode", ["0", "true-4", "true-4-newest", "colocate", "true-16-uncorrected", "shuffled", "m2po", "ppo"]
+)
 def test_every_mode_is_a_good_configuration(runs, mode, tmp_path) -> None:
     words = ["--config", str(runs.CONFIG), "--run_dir", str(tmp_path / "run"), *runs.words_of(mode)]
     assert check(loaded(words)) == []

@@ -5,9 +5,9 @@ A mode is a word:
 - `4`: max_staleness. How old samples really are depends on how fast either side is.
 - `true-4`: samples are 4 versions old in the mean, whatever is fast: of 2 * 4 + 1 versions one is published, and a step
   may be as many versions after it, so that staleness goes from 0 to 8 and begins anew.
-- with `-uncorrected` behind it: the loss knows nothing of staleness. There is no weight by old / rollout, and old
-  log-probabilities are of the newest policy: a group actor_fwd has published weights, by which the clip would hold what
-  the policy has moved since.
+- with `-newest` behind it: old log-probabilities are of the newest policy. A group actor_fwd has published weights: the
+  clip holds all that the policy has moved since, and old / rollout weighs nothing.
+- with `-uncorrected` behind it: the same without a weight by old / rollout: the loss knows nothing of staleness.
 - `shuffled`: rewards are permuted over the step's responses.
 - the name of an algorithm, at staleness 0; `distill` is taught by what mode `0` of the same seed has become.
 """
@@ -28,7 +28,9 @@ CONFIG = Path(__file__).parents[2] / "configs" / "runs" / "quickstart.yaml"
 BASE = "0"
 """Synchronous, by the default algorithm: what all others are compared with."""
 COLOCATE = '{"rollout": null, "actor": {"roles": ["rollout", "actor"]}}'
-UNCORRECTED = ["--algorithm.correction.kind", "off", "--actor.forward", "[actor_fwd]"]
+NEWEST = ["--actor.forward", "[actor_fwd]"]
+LOSSES = {"": [], "newest": NEWEST, "uncorrected": ["--algorithm.correction.kind", "off", *NEWEST]}
+"""Options by what is behind a mode's staleness."""
 FITTING = sorted(name for name, kind in ALGORITHMS.items() if kind.gives)
 """Algorithms for this task: those that learn from what is drawn, and not from a file."""
 FURTHER = {"ppo": ["--critic.optimizer.lr", "1e-3"]}
@@ -44,10 +46,10 @@ def words_of(mode: str) -> list[str]:
         return ["--algorithm.shuffle_rewards", "true"]
     if mode in ALGORITHMS:
         return ["--algorithm.name", mode, *FURTHER.get(mode, [])]
-    staleness, _, uncorrected = mode.removeprefix("true-").partition("-")
+    staleness, _, loss = mode.removeprefix("true-").partition("-")
     most = 2 * int(staleness) if mode.startswith("true-") else int(staleness)
     every = ["--weights.publish_every", str(most + 1)] if mode.startswith("true-") else []
-    return ["--max_staleness", str(most), *every, *(UNCORRECTED if uncorrected else [])]
+    return ["--max_staleness", str(most), *every, *LOSSES[loss]]
 
 
 def directory_of(keep: Path, mode: str, seed: int, steps: int) -> Path:
