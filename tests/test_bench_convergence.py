@@ -183,7 +183,7 @@ def test_modes_are_compared_seed_by_seed(bench, monkeypatch, capsys, tmp_path) -
     seeds = ["--seeds", *map(str, luck)]
     code, rows = report(bench, monkeypatch, capsys, tmp_path, *seeds)
     assert code == 0 and rows["colocate"][AREA] == "+0.000 (+0.000 to +0.000)"
-    assert rows["true-4"][VERDICT] == "no loss found" and rows["true-4"]["power for 0.05"] == "1.00"
+    assert rows["true-4"][VERDICT] == "a loss of 0.05 is ruled out" and rows["true-4"]["power for 0.05"] == "1.00"
     assert rows["true-16-uncorrected"][VERDICT] == "loses, as it must"
     assert rows["true-16-uncorrected"]["staleness, mean and most"] == "16.0, 32"
     # A comparison that cannot see what must be seen fails, also if nothing else is wrong.
@@ -193,6 +193,20 @@ def test_modes_are_compared_seed_by_seed(bench, monkeypatch, capsys, tmp_path) -
     code, rows = report(bench, monkeypatch, capsys, tmp_path, "--seeds", "0", "9", "5")
     assert code == 1 and rows["true-16-uncorrected"][VERDICT] == "NOT FOUND to lose"
     assert rows["true-16-uncorrected"]["seeds"] == "2", "one is not finished"
+
+
+@pytest.mark.parametrize(
+    ("differences", "verdict", "ok"),
+    [
+        ([-0.016, -0.013, -0.012], "loses less than 0.05", True),
+        ([0.002, -0.003, 0.001], "a loss of 0.05 is ruled out", True),
+        ([-0.06, -0.07, -0.065], "LOSES", False),
+        ([-0.05, 0.02, -0.03], "no loss found; TOO FEW SEEDS", False),
+        ([-0.083, 0.043, -0.056, 0.016, -0.074, 0.034, -0.047, 0.007, -0.038, -0.002], "no loss found", True),
+    ],
+)
+def test_a_loss_is_found_ruled_out_or_not_known(bench, differences, verdict, ok) -> None:
+    assert bench("convergence").judged(bench("curves").paired(differences), 0.05) == (verdict, ok)
 
 
 def test_few_seeds_are_no_proof(bench, monkeypatch, capsys, tmp_path) -> None:

@@ -132,12 +132,20 @@ def against_base(mode: str, found: Runs, loss: float) -> tuple[list[str], bool]:
     held_out = paired([area_between(scores(one), scores(base)) for one, base in pairs])
     cells = [_interval(seen), f"{seen.spread:.3f}", f"{seen.power(loss):.2f}"]
     cells += [f"{seen.needed(loss)} (surely {seen.surely_needed(loss)})", _interval(held_out)]
+    verdict, ok = judged(seen, loss)
     if mode == MUST_LOSE:
         return [*cells, "loses, as it must" if seen.lost else "NOT FOUND to lose"], seen.lost
+    return [*cells, verdict], ok
+
+
+def judged(seen: Paired, loss: float) -> tuple[str, bool]:
+    """What a difference says of a true ``loss``, in words, and whether there is none, with power enough to say so."""
+    if seen.low > -loss:
+        return f"loses less than {loss:g}" if seen.lost else f"a loss of {loss:g} is ruled out", True
     if seen.lost:
-        return [*cells, "LOSES"], False
+        return "LOSES", False
     enough = seen.power(loss) >= POWER
-    return [*cells, "no loss found" if enough else "no loss found; TOO FEW SEEDS"], enough
+    return "no loss found" if enough else "no loss found; TOO FEW SEEDS", enough
 
 
 def _interval(seen: Paired) -> str:
