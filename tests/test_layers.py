@@ -26,8 +26,9 @@ LINES = (
     ("transport", "metrics"),
     ("tasks",),
     ("rewards",),
-    ("rendezvous",),
     ("data",),
+    ("multimodal",),
+    ("rendezvous",),
     ("config",),
     ("algorithms",),
 )

@@ -1,0 +1,50 @@
+"""Reasons why a medium cannot be used: one a sample, by which it is counted and quarantined."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Reason(StrEnum):
+    """Reason under which a bad medium is counted."""
+
+    MISSING = "missing_file"
+    EMPTY = "empty_file"
+    LARGE = "large_file"
+    """More bytes than `max_bytes`."""
+    URI = "bad_uri"
+    """No path, file URI or data URI, or a data URI whose content cannot be decoded."""
+    MISLABELLED = "mislabelled"
+    """Content of another kind than the prompt says: a sound where an image should be, a page of HTML."""
+    EXTENSION = "wrong_extension"
+    """Content of the right kind in a file that is named as one of another kind."""
+    CORRUPTED = "corrupted"
+    TRUNCATED = "truncated"
+    """Shorter than the file itself says, found by a decoder or, where that is silent, by comparing."""
+    NO_STREAM = "no_stream"
+    """A container without a video, or without sound."""
+    PIXELS = "too_many_pixels"
+    SECONDS = "too_long"
+    SHORT = "too_short"
+    FRAMES = "too_many_frames"
+    RATE = "bad_sample_rate"
+    NOT_FINITE = "not_finite"
+    """NaN or infinity among the samples of a sound."""
+    HUNG = "decoder_hung"
+    """Past the time limit of a file; its worker was killed."""
+    MEMORY = "decoder_memory"
+    """Past the memory limit of a worker."""
+    DIED = "decoder_died"
+    """The worker that decoded it ended."""
+    BLOB = "damaged_blob"
+    """Stored bytes that are no medium."""
+    SPANS = "media_mismatch"
+    """Spans that do not fit their media."""
+
+
+class BadMedium(Exception):
+    """A medium that cannot be used."""
+
+    def __init__(self, reason: Reason, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason, self.detail = reason, detail

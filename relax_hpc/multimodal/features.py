@@ -1,0 +1,88 @@
+"""A stored medium -> what a tower takes, as the Hugging Face processors of its family give it."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+
+from relax_hpc.multimodal.medium import Kind, Medium
+from relax_hpc.multimodal.rules import Rules
+
+_MEL_FLOOR, _MEL_RANGE = 1e-10, 8.0
+"""Least power, and decades below the loudest that are kept (Whisper, arXiv 2212.04356, section 2.2)."""
+_FULL_SCALE = np.float32(32768)
+
+
+def patches(medium: Medium, rules: Rules) -> np.ndarray:
+    """Patches of an image or video, float32 [product of the grid, channels * temporal * patch * patch].
+
+    Rows go by time, then by squares that become a token, then by the patches of a square.
+    """
+    frames = medium.data[None] if medium.kind is Kind.IMAGE else medium.data
+    time, height, width = medium.grid
+    patch, merge, channels = rules.patch, rules.merge, frames.shape[-1]
+    # An image is normalised once, and copied to all frames of its only patch in time.
+    depth = 1 if medium.kind is Kind.IMAGE else rules.temporal
+    frames = _filled(frames, time * depth)
+    split = frames.reshape(time, depth, height // merge, merge, patch, width // merge, merge, patch, channels)
+    ordered = split.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7).reshape(-1, channels, depth, patch, patch)
+    values = _normalised(ordered, rules)
+    return values.repeat(rules.temporal // depth, axis=2).reshape(math.prod(medium.grid), -1)
+
+
+def _filled(frames: np.ndarray, count: int) -> np.ndarray:
+    """``frames`` and the last one again, ``count`` together."""
+    if missing := count - len(frames):
+        return np.concatenate([frames, frames[-1:].repeat(missing, axis=0)])
+    return frames
+
+
+def _normalised(values: np.ndarray, rules: Rules) -> np.ndarray:
+    """uint8 [n, channels, ...] as float32 of about mean 0, deviation 1 a channel."""
+    mean, std = (np.array(each, np.float32).reshape(-1, 1, 1, 1) for each in (rules.mean, rules.std))
+    found = values.astype(np.float32)
+    found -= mean * np.float32(255)
+    found /= std * np.float32(255)
+    return found
+
+
+def waveform(medium: Medium) -> np.ndarray:
+    """Samples of a sound, float32 [samples] in [-1, 1)."""
+    return medium.data.astype(np.float32) / _FULL_SCALE
+
+
+def mel(medium: Medium, rules: Rules) -> np.ndarray:
+    """Log-mel spectrogram of a sound, float32 [bins, frames], as Whisper's of this sound alone.
+
+    In a padded batch the processor lets zeros follow a shorter sound instead of its reflection, so that two frames at
+    its end depend on the batch; here they never do.
+    """
+    padded = np.pad(waveform(medium), rules.window // 2, mode="reflect")
+    frames = np.lib.stride_tricks.sliding_window_view(padded, rules.window)[:: rules.hop][: medium.grid[2]]
+    logarithms = np.log10(np.maximum(_filters(rules) @ _power(frames).T, np.float32(_MEL_FLOOR)))
+    return (np.maximum(logarithms, logarithms.max() - np.float32(_MEL_RANGE)) + np.float32(4)) / np.float32(4)
+
+
+def _power(frames: np.ndarray) -> np.ndarray:
+    """Power spectra, float32 [frames, window // 2 + 1]."""
+    # numpy's transform would compute in float64.
+    from scipy.fft import rfft
+
+    length = frames.shape[1]
+    hann = (0.5 - 0.5 * np.cos(2 * np.pi * np.arange(length) / length)).astype(np.float32)
+    found = rfft(frames * hann, axis=-1)
+    return found.real**2 + found.imag**2
+
+
+def _filters(rules: Rules) -> np.ndarray:
+    return mel_filters(rules.rate, rules.window, rules.mel_bins)
+
+
+@functools.lru_cache(maxsize=8)
+def mel_filters(rate: int, window: int, bins: int) -> np.ndarray:
+    """Slaney's mel filters up to 8 kHz, float32 [bins, window // 2 + 1]."""
+    from librosa.filters import mel as slaney
+
+    return slaney(sr=rate, n_fft=window, n_mels=bins, fmin=0.0, fmax=8000.0, norm="slaney", htk=False, dtype=np.float32)
