@@ -28,6 +28,7 @@ LINES = (
     ("rewards",),
     ("data",),
     ("multimodal",),
+    ("workers",),
     ("rendezvous",),
     ("config",),
     ("algorithms",),

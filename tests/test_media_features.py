@@ -19,6 +19,7 @@ from relax_hpc.engines.transformers_hook import install_transformers_hook
 from relax_hpc.multimodal import features, image
 from relax_hpc.multimodal.bad import BadMedium
 from relax_hpc.multimodal.medium import Header, Kind, Medium
+from relax_hpc.multimodal.placeholders import runs_with_sound
 from relax_hpc.multimodal.positions import positions
 from relax_hpc.multimodal.rules import IMAGE as IMAGE_BUDGET
 from relax_hpc.multimodal.rules import Rules, sound_tokens
@@ -242,6 +243,23 @@ def test_positions_of_all_kinds_are_those_of_qwen3_omni(tmp_path: Path) -> None:
     ids = [TEXT, *speech, TEXT, *picture_ids, VISION_START, *[VIDEO] * 18, VISION_END, TEXT, *beep, TEXT]
     spans = spans_of(ids, {"image": ["picture"], "video": ["clip"], "audio": ["speech", "beep"]})
     assert np.array_equal(positions(len(ids), spans, media, rules), omni_positions(ids, 1.0, False))
+
+
+def test_a_video_with_its_sound_is_laid_out_as_by_qwen3_omni(tmp_path: Path) -> None:
+    rules = Rules.of(model_files(tmp_path, "qwen3_omni_moe"))
+    for apart in (1.0, 2.0):
+        media = {
+            "picture": Header(Kind.IMAGE, (1, 6, 8)),
+            "video": Header(Kind.VIDEO, (3, 4, 6), tuple(apart * number for number in range(3))),
+            "audio": Header(Kind.AUDIO, (1, 1, 250)),
+        }
+        ids = [TEXT, VISION_START, *[IMAGE] * 12, VISION_END, TEXT, VISION_START, AUDIO_START]
+        spans = spans_of(ids, {"image": ["picture"]})
+        for kind, count in runs_with_sound(media["video"], media["audio"], rules):
+            spans.append({"kind": kind, "start": len(ids), "length": count, "media_id": str(kind)})
+            ids += [VIDEO if kind is Kind.VIDEO else AUDIO] * count
+        ids += [AUDIO_END, VISION_END, TEXT]
+        assert np.array_equal(positions(len(ids), spans, media, rules), omni_positions(ids, apart, True))
 
 
 def test_a_medium_that_is_not_there_or_has_other_tokens_is_refused() -> None:

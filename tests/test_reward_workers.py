@@ -18,9 +18,9 @@ import pytest
 
 from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.rewards import RewardError, RewardInput, Score, Scores
-from relax_hpc.rewards import pool as pool_module
 from relax_hpc.rewards.pool import Pool
 from relax_hpc.rewards.where import InThread
+from relax_hpc.workers import pool as pool_module
 
 LIMIT_S = 60.0
 REWARDS = '''

@@ -10,6 +10,7 @@ class Reason(StrEnum):
 
     MISSING = "missing_file"
     EMPTY = "empty_file"
+    """No bytes, or a header and no samples."""
     LARGE = "large_file"
     """More bytes than `max_bytes`."""
     URI = "bad_uri"

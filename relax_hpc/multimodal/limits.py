@@ -1,4 +1,5 @@
-"""Limits of a file of media: what is beyond them is refused by its header, before anything is decoded."""
+"""Limits of a file of media. What is beyond them by its header is refused before anything is decoded; time and memory
+are those of the worker that has it."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Most that a file may have."""
+    """Most that a file may have and take."""
 
     bytes: int = 1 << 31
     pixels: int = 1 << 26
@@ -18,3 +19,7 @@ class Limits:
     """Seconds of a video or sound."""
     rate: int = 768000
     """Samples of a second of sound."""
+    time_s: float = 60.0
+    """Seconds that a worker may be at a file."""
+    memory_mb: int = 4096
+    """Megabytes that a worker may take."""

@@ -74,6 +74,12 @@ class Rules:
         videos = _read(config.with_name("video_preprocessor_config.json")) | together.get("video_processor", {})
         return FAMILIES[kind](model.get("thinker_config", model), pictures, videos)
 
+    @classmethod
+    def rebuilt(cls, tree: Mapping[str, Any]) -> Rules:
+        """The rules that `dataclasses.asdict`, and then JSON, has made ``tree`` of."""
+        budgets = {name: tree[name] and Budget(**tree[name]) for name in ("image", "frame", "clip")}
+        return cls(**{**tree, **budgets, "mean": tuple(tree["mean"]), "std": tuple(tree["std"])})
+
     def tokens(self, medium: Header | Medium) -> int:
         """Tokens of a medium in a prompt, time stamps not counted."""
         if medium.kind is Kind.AUDIO:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import mimetypes
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,6 +46,7 @@ _HEADS = (
     (0, b"version https://git-lfs", "a pointer of Git LFS, whose file was not fetched", frozenset()),
 )
 """Offset, bytes there, what they say the content is, and the kinds of media that may be taken of it."""
+_OF_FFMPEG = {"M4A", "AVI", "MP4", "Matroska or WebM", "FLV"}
 _HEAD_BYTES = 64
 
 
@@ -64,6 +66,24 @@ def opened(source: Source, kind: Kind, limits: Limits) -> Iterator[BinaryIO]:
         raise BadMedium(Reason.MISSING, f"{name_of(source)}: {error.strerror}") from error
 
 
+@contextmanager
+def path_of(file: BinaryIO) -> Iterator[str]:
+    """Path by which a decoder opens ``file``: decord crashes on damaged content that it is handed in memory."""
+    if not isinstance(file, io.BytesIO):
+        yield f"/proc/self/fd/{file.fileno()}"
+        return
+    with os.fdopen(os.memfd_create("medium"), "wb") as copy:
+        copy.write(file.getbuffer())
+        copy.flush()
+        yield f"/proc/self/fd/{copy.fileno()}"
+
+
+def is_container(file: BinaryIO) -> bool:
+    """Whether ``file`` is of a form that FFmpeg opens, and libsndfile does not."""
+    file.seek(0)
+    return _found(file.read(_HEAD_BYTES))[0] in _OF_FFMPEG
+
+
 def name_of(source: Source) -> str:
     """Name of ``source`` in messages."""
     return f"{len(source)} bytes" if isinstance(source, bytes) else str(source)
@@ -77,8 +97,7 @@ def _check_size(size: int, limits: Limits) -> None:
 
 
 def _check_kind(source: Source, head: bytes, kind: Kind) -> None:
-    known = ((what, kinds) for at, magic, what, kinds in _HEADS if head[at : at + len(magic)] == magic)
-    what, kinds = next(known, ("", frozenset(Kind)))
+    what, kinds = _found(head)
     if kind not in kinds:
         raise BadMedium(Reason.MISLABELLED, f"{kind} expected, found {what}")
     if not what or isinstance(source, bytes):
@@ -86,6 +105,12 @@ def _check_kind(source: Source, head: bytes, kind: Kind) -> None:
     named = (mimetypes.guess_type(source.name)[0] or "").partition("/")[0]
     if named in set(Kind) and named not in kinds:
         raise BadMedium(Reason.EXTENSION, f"named as {named}, found {what}")
+
+
+def _found(head: bytes) -> tuple[str, frozenset[Kind]]:
+    """What a content is that begins with ``head``, and the kinds of media that may be taken of it."""
+    known = ((what, kinds) for at, magic, what, kinds in _HEADS if head[at : at + len(magic)] == magic)
+    return next(known, ("", frozenset(Kind)))
 
 
 def _check_length(file: BinaryIO, size: int) -> None:

@@ -7,38 +7,18 @@ A plain function is called in the main thread, one prompt group after the other,
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import os
-import sys
-import traceback
-from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO
 
 from relax_hpc.errors import ConfigError
-from relax_hpc.rendezvous.process import die_with_parent
 from relax_hpc.reward_settings import RewardSettings, rebuilt
-from relax_hpc.rewards import Reward, RewardError, RewardInput, Scores, frames, get_reward
+from relax_hpc.rewards import Reward, RewardError, RewardInput, Scores, get_reward
 from relax_hpc.rewards.ask import is_async, scores, scores_soon
+from relax_hpc.workers import frames
+from relax_hpc.workers.serving import serve, write
 
 AT_ONCE = 64
 """Prompt groups that a worker has at a time, of a reward that is `async def`, unless its `at_once` says another."""
-_OOM_SCORE = 500
-"""OOM score by which this process ends where memory runs out, and not the role, or an engine."""
-
-
-def main() -> None:
-    """Answer the messages of standard input on standard output until there are no more."""
-    die_with_parent()
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE))
-    asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    # Neither what a user's code prints nor what it reads is a message.
-    os.dup2(2, 1)
-    with open(os.devnull) as nothing:  # noqa: PTH123
-        os.dup2(nothing.fileno(), 0)
-    with contextlib.suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
-        _serve(asked, answers)
 
 
 def _serve(asked: BinaryIO, answers: BinaryIO) -> None:
@@ -46,15 +26,15 @@ def _serve(asked: BinaryIO, answers: BinaryIO) -> None:
     try:
         reward = get_reward(first["reward"], rebuilt(RewardSettings, first["settings"]))
     except ConfigError as error:
-        _write(answers, {"error": str(error)})
+        write(answers, {"error": str(error)})
         return
     many = is_async(reward)
-    _write(answers, {"at_once": getattr(reward, "at_once", AT_ONCE) if many else 0})
+    write(answers, {"at_once": getattr(reward, "at_once", AT_ONCE) if many else 0})
     if many:
         asyncio.run(_serve_many(reward, first["limit_s"], asked, answers))
     while not many:
         message = frames.read(asked)
-        _write(answers, _answer(message, scores(reward, _samples(message))))
+        write(answers, _answer(message, scores(reward, _samples(message))))
 
 
 async def _serve_many(reward: Reward, limit_s: float, asked: BinaryIO, answers: BinaryIO) -> None:
@@ -70,7 +50,7 @@ async def _serve_many(reward: Reward, limit_s: float, asked: BinaryIO, answers: 
                 found = await scores_soon(reward, _samples(message))
         except TimeoutError:
             found = RewardError("reward_timeout", "")
-        _write(answers, _answer(message, found))
+        write(answers, _answer(message, found))
 
     while True:
         try:
@@ -93,23 +73,5 @@ def _answer(message: dict[str, Any], found: Scores) -> dict[str, Any]:
     return {"id": message["id"], "scores": [[score.total, score.components] for score in found]}
 
 
-def _write(file: BinaryIO, message: Any) -> None:
-    file.write(frames.pack(message))
-    file.flush()
-
-
-def _end(code: int) -> NoReturn:
-    """End at once: threads of a user's libraries must not keep this process alive."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
 if __name__ == "__main__":
-    try:
-        main()
-    except BaseException:  # a user's function may raise what no `except Exception` catches
-        traceback.print_exc()
-        # While the pipe is open: the role kills who has closed it, and would say that it was killed.
-        _end(1)
-    _end(0)
+    serve(_serve)

@@ -23,12 +23,12 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
+from relax_hpc.content_id import flat, id_of
 from relax_hpc.disk import patiently
 from relax_hpc.rundir import sync_directory, write_atomic
 from relax_hpc.transfer_queue.row_ids import ticket_of
@@ -83,7 +83,7 @@ class MediaStore:
         ``media_id``: what `id_of` has said, if it was asked; the bytes are not hashed again. The row that names the id
         must be accepted within ``grace_s``, or its media put again.
         """
-        blob = _flat(data)
+        blob = flat(data)
         if not 0 < blob.nbytes <= self.max_bytes:
             raise MediaError(f"media of {blob.nbytes} bytes, allowed 1 to {self.max_bytes}; shrink it before the run")
         media_id = check_id(media_id) if media_id else id_of(blob)
@@ -288,16 +288,6 @@ def _spans(row: Row, tokens: int) -> Iterator[tuple[str, int, int, str]]:
 
 def _bad(row: Row, message: str, reason: str = "media_mismatch") -> BadMedia:
     return BadMedia(reason, f"{row.get('row_id', 'row')}: {message}")
-
-
-def id_of(data: bytes | memoryview | np.ndarray) -> str:
-    """The id under which `MediaStore.put` stores ``data``: the hash of its bytes, at about 1 GB/s."""
-    return blake2b(_flat(data), digest_size=32).hexdigest()
-
-
-def _flat(data: bytes | memoryview | np.ndarray) -> memoryview:
-    view = memoryview(data)
-    return (view if view.c_contiguous else memoryview(view.tobytes())).cast("B")
 
 
 def _checksum(blob: memoryview) -> bytes:

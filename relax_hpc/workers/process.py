@@ -1,24 +1,24 @@
-"""A reward worker as the role sees it: its process, and what is asked of it."""
+"""A worker as its parent sees it: its process, and what is asked of it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from relax_hpc.errors import ConfigError
 from relax_hpc.rendezvous.process import PARENT, clean_environment
-from relax_hpc.reward_settings import RewardSettings
-from relax_hpc.rewards import RewardError, RewardInput, Score, Scores, frames
+from relax_hpc.workers import frames
 
 START_S = 300.0
-"""Seconds for a worker to import a reward and all that this imports, from a shared filesystem too."""
+"""Seconds for a worker to import what its work needs, from a shared filesystem too."""
+
+Message = dict[str, Any]
 
 
 class WorkerEnded(Exception):
@@ -31,24 +31,28 @@ class WorkerEnded(Exception):
 
 
 class Worker:
-    """Worker process of a reward, made by `start`; for one event loop."""
+    """Worker process, made by `start`; for one event loop."""
 
-    def __init__(self, process: asyncio.subprocess.Process, places: int) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, places: int, read: Callable[[Message], Any]) -> None:
         self.places = places
-        """Prompt groups that it may have at a time."""
+        """Requests that it may have at a time."""
         self.busy = 0
         """Places that are taken."""
         self.has_ended = False
         """Whether nothing can be asked of it any more."""
-        self._process = process
-        self._asked: dict[int, asyncio.Future[Scores]] = {}
+        self._process, self._as_answer = process, read
+        self._asked: dict[int, asyncio.Future[Any]] = {}
         self._reading = asyncio.create_task(self._read())
 
     @classmethod
-    async def start(cls, reward: str, limit_s: float, settings: RewardSettings) -> Worker:
-        """Start one for ``reward``. ConfigError: it says that there is none. WorkerEnded: it did not come to that."""
+    async def start(cls, module: str, about: Message, read: Callable[[Message], Any]) -> Worker:
+        """Start ``python -m module``, whose first message is ``about``; ``read`` makes an answer of a message, before
+        the worker gets another.
+
+        ConfigError: it says that it cannot do this. WorkerEnded: it did not come to that.
+        """
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "relax_hpc.rewards.worker"),
+            *(sys.executable, "-m", module),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             # Of its own, so that what it starts can be killed with it.
@@ -58,7 +62,6 @@ class Worker:
         assert process.stdin and process.stdout
         try:
             async with asyncio.timeout(START_S):
-                about = {"reward": reward, "limit_s": limit_s, "settings": dataclasses.asdict(settings)}
                 process.stdin.write(frames.pack(about))
                 first = await _message(process.stdout)
         except (TimeoutError, OSError, EOFError, ValueError) as error:
@@ -69,11 +72,11 @@ class Worker:
         if "error" in first:
             await _end(process)
             raise ConfigError(first["error"])
-        return cls(process, first["at_once"] or 1)
+        return cls(process, first["at_once"] or 1, read)
 
-    async def ask(self, number: int, samples: Sequence[RewardInput]) -> Scores:
-        """The scores of ``samples``. WorkerEnded: see there. TypeError, ValueError: JSON has no such samples."""
-        message = frames.pack({"id": number, "samples": [_fields(sample) for sample in samples]})
+    async def ask(self, number: int, request: Mapping[str, Any]) -> Any:
+        """The answer to ``request``. WorkerEnded: see there. TypeError, ValueError: JSON has no such request."""
+        message = frames.pack({"id": number, **request})
         if self.has_ended:
             raise WorkerEnded("had ended", False)
         answer = self._asked[number] = asyncio.get_running_loop().create_future()
@@ -92,7 +95,7 @@ class Worker:
         self.has_ended = True
         self._reading.cancel()
         _kill(self._process)
-        self._give_up("was ended because of another prompt", False)
+        self._give_up("was ended because of another request", False)
 
     async def end(self) -> None:
         """Kill it, and wait until it is gone."""
@@ -105,7 +108,7 @@ class Worker:
             while True:
                 message = await _message(self._process.stdout)
                 if (answer := self._asked.get(message["id"])) and not answer.done():
-                    answer.set_result(_scores(message))
+                    answer.set_result(self._as_answer(message))
         self.has_ended = True
         self._give_up(await _end(self._process), True)
 
@@ -113,16 +116,6 @@ class Worker:
         for answer in self._asked.values():
             if not answer.done():
                 answer.set_exception(WorkerEnded(how, by_itself))
-
-
-def _fields(sample: RewardInput) -> list[Any]:
-    return [getattr(sample, field.name) for field in dataclasses.fields(RewardInput)]
-
-
-def _scores(answer: dict[str, Any]) -> Scores:
-    if "error" in answer:
-        return RewardError(*answer["error"])
-    return [Score(total, components) for total, components in answer["scores"]]
 
 
 async def _message(reader: asyncio.StreamReader) -> Any:

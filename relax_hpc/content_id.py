@@ -1,0 +1,18 @@
+"""Names of contents: whoever has the same bytes has the same name for them."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import numpy as np
+
+
+def id_of(data: bytes | memoryview | np.ndarray) -> str:
+    """Hash of the bytes of ``data``, 64 hex digits, at about 1 GB/s."""
+    return blake2b(flat(data), digest_size=32).hexdigest()
+
+
+def flat(data: bytes | memoryview | np.ndarray) -> memoryview:
+    """The bytes of ``data``, copied only if they do not lie side by side."""
+    view = memoryview(data)
+    return (view if view.c_contiguous else memoryview(view.tobytes())).cast("B")

@@ -1,0 +1,81 @@
+"""`python -m relax_hpc.multimodal.worker`: a process that decodes the media of one model, one file at a time."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from relax_hpc.content_id import id_of
+from relax_hpc.multimodal.bad import BadMedium, Reason
+from relax_hpc.multimodal.limits import Limits
+from relax_hpc.multimodal.loading import header, load
+from relax_hpc.multimodal.medium import Header, Kind, Medium
+from relax_hpc.multimodal.rules import Rules
+from relax_hpc.multimodal.source import Source
+from relax_hpc.workers import frames
+from relax_hpc.workers.serving import serve, write
+
+
+class Decoder:
+    """The work of this process."""
+
+    def __init__(self, first: dict[str, Any]) -> None:
+        self._rules, self._limits = Rules.rebuilt(first["rules"]), Limits(**first["limits"])
+        self._blob = os.memfd_create("blob")
+        _bound_memory(self._limits.memory_mb)
+
+    def answer(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Answer to a request."""
+        try:
+            return {"id": message["id"], **self._found(message)}
+        except BadMedium as bad:
+            error = [bad.reason, bad.detail]
+        except MemoryError:
+            error = [Reason.MEMORY, f"more than {self._limits.memory_mb} MB"]
+        except Exception as other:  # decoders may raise anything
+            error = [Reason.CORRUPTED, f"{type(other).__name__}: {other}"]
+        return {"id": message["id"], "error": error}
+
+    def _found(self, message: dict[str, Any]) -> dict[str, Any]:
+        kind, source = Kind(message["kind"]), _source(message)
+        if not message["content"]:
+            return _shown(header(kind, source, self._rules, self._limits))
+        medium = load(kind, source, self._rules, self._limits)
+        return _shown(medium.header) | self._handed_over(medium)
+
+    def _handed_over(self, medium: Medium) -> dict[str, Any]:
+        """Memory in which the blob is, until the next request: the reader has it open by then."""
+        os.close(self._blob)
+        self._blob, blob = os.memfd_create("blob"), medium.to_bytes()
+        with os.fdopen(self._blob, "wb", closefd=False) as file:
+            file.write(blob)
+        return {"blob": f"/proc/{os.getpid()}/fd/{self._blob}", "media_id": id_of(blob)}
+
+
+def _source(message: dict[str, Any]) -> Source:
+    return Path(message["path"]) if "path" in message else bytes.fromhex(message["bytes"])
+
+
+def _shown(about: Header) -> dict[str, Any]:
+    return {"kind": about.kind, "grid": about.grid, "seconds": about.seconds}
+
+
+def _bound_memory(most_mb: int) -> None:
+    """Let this process have so much more memory of its own than it has."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    now_kb = next(int(line.split()[1]) for line in lines if line.startswith("VmData:"))
+    most = (now_kb << 10) + (most_mb << 20)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+
+
+def _serve(asked: BinaryIO, answers: BinaryIO) -> None:
+    decoder = Decoder(frames.read(asked))
+    write(answers, {"at_once": 1})
+    while True:
+        write(answers, decoder.answer(frames.read(asked)))
+
+
+if __name__ == "__main__":
+    serve(_serve)

@@ -1,0 +1,175 @@
+"""A pool of workers of one kind of work, each started when there is something to do and no place for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections import deque
+from typing import Generic, Protocol, TypeVar
+
+from relax_hpc.errors import RelaxError
+from relax_hpc.workers.process import Message, Worker, WorkerEnded
+
+Q = TypeVar("Q", contravariant=True)
+A = TypeVar("A")
+
+MOST_STARTS = 3
+"""Starts in a row that may come to nothing."""
+_GRACE_S = 2.0
+"""Seconds beyond the limit for a worker that keeps it by itself."""
+
+
+class Work(Protocol[Q, A]):
+    """Work of a pool: a module that does it in a worker, what passes between, and the answers to what went wrong."""
+
+    name: str
+    """Name in messages, such as `reward maths`."""
+    module: str
+    """Module that a worker runs."""
+    limit_s: float
+    """Seconds for a request."""
+
+    @property
+    def about(self) -> Message:
+        """The first message to a worker."""
+
+    def request(self, asked: Q) -> Message:
+        """Message by which a worker is asked. TypeError, ValueError, RecursionError: there is none."""
+
+    def answer(self, message: Message) -> A:
+        """Answer that a worker's ``message`` is."""
+
+    def unsendable(self, error: Exception) -> A:
+        """Answer where there is no such request."""
+
+    def late(self, took_s: float) -> A:
+        """Answer after a worker was killed for want of one."""
+
+    def died(self, how: str) -> A:
+        """Answer where a worker ended over a request."""
+
+    def is_late(self, answer: A) -> bool:
+        """Whether a worker of many requests has given this one up by itself."""
+
+
+class Pool(Generic[Q, A]):
+    """Pool of up to ``count`` workers; for one event loop."""
+
+    def __init__(self, work: Work[Q, A], count: int) -> None:
+        self.work, self.count = work, count
+        self.workers: list[Worker] = []
+        self._starting = self._failed = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._numbers = itertools.count()
+        self._suspects = asyncio.Lock()
+        self._for_suspects: Worker | None = None
+
+    async def start(self) -> None:
+        """Start one worker. ConfigError: it cannot do this work."""
+        self._leave(await self._place())
+
+    async def of(self, asked: Q) -> A:
+        """The answer to what is asked, or how a worker failed at it. RelaxError: no worker can be started."""
+        worker = await self._place()
+        try:
+            return await self._asked(worker, asked, alone=worker.places == 1)
+        except WorkerEnded:
+            pass
+        finally:
+            self._leave(worker)
+        # Whose fault it was shows when each of those that it had is asked for by itself.
+        async with self._suspects:
+            while True:
+                if self._for_suspects is None or self._for_suspects.has_ended:
+                    self._for_suspects = await self._started()
+                with contextlib.suppress(WorkerEnded):
+                    return await self._asked(self._for_suspects, asked, alone=True)
+
+    async def close(self) -> None:
+        """End all workers."""
+        workers = [*self.workers, *([self._for_suspects] if self._for_suspects else [])]
+        await asyncio.gather(*(worker.end() for worker in workers))
+
+    async def _asked(self, worker: Worker, asked: Q, alone: bool) -> A:
+        """Answer of a worker, or how it failed at this. WorkerEnded: that may be the fault of others."""
+        begun = time.monotonic()
+        try:
+            async with asyncio.timeout(self.work.limit_s + (_GRACE_S if worker.places > 1 else 0.0)):
+                found = await worker.ask(next(self._numbers), self.work.request(asked))
+        except TimeoutError:
+            await worker.end()
+            if not alone:
+                raise WorkerEnded("did not answer", False) from None
+            return self.work.late(time.monotonic() - begun)
+        except WorkerEnded as ended:
+            if not (alone and ended.by_itself):
+                raise
+            return self.work.died(str(ended))
+        except asyncio.CancelledError:
+            if alone:
+                # It is at what nobody waits for any more.
+                worker.kill()
+            raise
+        except (TypeError, ValueError, RecursionError) as error:
+            return self.work.unsendable(error)
+        return self.work.late(time.monotonic() - begun) if self.work.is_late(found) else found
+
+    async def _place(self) -> Worker:
+        """Worker with a free place, which is taken."""
+        while not (worker := self._free()):
+            if len(self.workers) + self._starting < self.count:
+                self._starting += 1
+                try:
+                    worker = await self._started()
+                    self.workers.append(worker)
+                finally:
+                    self._starting -= 1
+                    self._wake()
+            else:
+                await self._turn()
+        worker.busy += 1
+        return worker
+
+    def _leave(self, worker: Worker) -> None:
+        worker.busy -= 1
+        self._wake()
+
+    def _free(self) -> Worker | None:
+        self.workers[:] = [worker for worker in self.workers if not worker.has_ended]
+        free = [worker for worker in self.workers if worker.busy < worker.places]
+        return min(free, key=lambda worker: worker.busy, default=None)
+
+    async def _turn(self) -> None:
+        """Wait until a place may be free."""
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._wake()
+            raise
+
+    def _wake(self) -> None:
+        """Wake as many as there are places, and one more, to start a worker where one has ended."""
+        places = 1 + sum(max(0, worker.places - worker.busy) for worker in self.workers if not worker.has_ended)
+        while places and self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                places -= 1
+
+    async def _started(self) -> Worker:
+        while True:
+            try:
+                worker = await Worker.start(self.work.module, self.work.about, self.work.answer)
+            except WorkerEnded as ended:
+                self._failed += 1
+                if self._failed >= MOST_STARTS:
+                    text = f"a worker for {self.work.name} {ended} while it started, {self._failed} times in a row"
+                    raise RelaxError(f"{text}; what it printed is in the log of this role") from ended
+            else:
+                self._failed = 0
+                return worker

@@ -1,0 +1,54 @@
+"""A worker's own side: requests come by its standard input, answers go by its standard output."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+from relax_hpc.rendezvous.process import die_with_parent
+from relax_hpc.workers import frames
+
+_OOM_SCORE = 500
+"""OOM score by which this process ends where memory runs out, and not its parent, or an engine."""
+
+
+def serve(work: Callable[[BinaryIO, BinaryIO], None]) -> NoReturn:
+    """Do ``work``, which reads requests and writes answers, until there are no more, and end."""
+    try:
+        with contextlib.suppress(EOFError, BrokenPipeError, KeyboardInterrupt):
+            work(*_pipes())
+    except BaseException:  # a user's function may raise what no `except Exception` catches
+        traceback.print_exc()
+        # While the pipe is open: the parent kills who has closed it, and would say that it was killed.
+        _end(1)
+    _end(0)
+
+
+def write(file: BinaryIO, message: Any) -> None:
+    """Write an answer at once."""
+    file.write(frames.pack(message))
+    file.flush()
+
+
+def _pipes() -> tuple[BinaryIO, BinaryIO]:
+    """Files of requests and answers. What the work prints goes to the log of the parent, and it has nothing to read."""
+    die_with_parent()
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE))
+    asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    with open(os.devnull) as nothing:  # noqa: PTH123
+        os.dup2(nothing.fileno(), 0)
+    return asked, answers
+
+
+def _end(code: int) -> NoReturn:
+    """End at once: threads of libraries must not keep this process alive."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

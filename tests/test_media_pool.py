@@ -1,0 +1,84 @@
+"""Workers that decode media: what they give is what decoding here gives, and what ends them costs one file."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from relax_hpc.content_id import id_of
+from relax_hpc.multimodal.bad import BadMedium
+from relax_hpc.multimodal.limits import Limits
+from relax_hpc.multimodal.loading import load
+from relax_hpc.multimodal.medium import Kind
+from relax_hpc.multimodal.pool import MediaPool
+from relax_hpc.multimodal.rules import Rules
+from tests.media_files import avi, clip, encoded, picture
+
+RULES = Rules(rate=16000)
+PNG = encoded(picture(64, 96))
+OWN_PILLOW = """
+import os, signal, time
+from PIL import Image as pillow
+real = pillow.open
+def opened(file, *args):
+    found = real(file, *args)
+    if found.size == (33, 32):
+        time.sleep(3600)
+    if found.size == (34, 32):
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if found.size == (35, 32):
+        bytearray(1 << 30)
+    return found
+pillow.open = opened
+"""
+"""Module that every worker imports at its start: pictures of some sizes hang, crash and swell."""
+
+
+@pytest.fixture
+def with_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    (tmp_path / "sitecustomize.py").write_text(OWN_PILLOW)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+
+    def run(work: Callable[[MediaPool], Coroutine[Any, Any, Any]], **limits: float) -> Any:
+        async def whole() -> Any:
+            pool = MediaPool(RULES, Limits(**limits), 1)
+            try:
+                return await work(pool)
+            finally:
+                await pool.close()
+
+        return asyncio.run(whole())
+
+    return run
+
+
+def test_a_worker_gives_what_is_decoded_here(with_pool: Callable[..., Any], tmp_path: Path) -> None:
+    movie = avi(clip(20, 64, 96))
+    (tmp_path / "file.png").write_bytes(PNG)
+
+    async def work(pool: MediaPool) -> None:
+        for kind, source in ((Kind.IMAGE, tmp_path / "file.png"), (Kind.VIDEO, movie), (Kind.IMAGE, PNG)):
+            here, there = load(kind, source, RULES), await pool.load(kind, source)
+            assert bytes(there.blob) == here.to_bytes() and there.media_id == id_of(here.to_bytes())
+            assert there.header == here.header == await pool.header(kind, source)
+            assert np.array_equal(there.medium.data, here.data)
+        with pytest.raises(BadMedium, match=r"missing_file.*gone"):
+            await pool.load(Kind.IMAGE, tmp_path / "gone.png")
+
+    with_pool(work)
+
+
+def test_a_file_that_hangs_kills_or_swells_its_worker_is_bad_alone(with_pool: Callable[..., Any]) -> None:
+    async def work(pool: MediaPool) -> list[str]:
+        files = [encoded(picture(32, width)) for width in (33, 32, 34, 32, 35, 32)]
+        found = await asyncio.gather(*(pool.load(Kind.IMAGE, file) for file in files), return_exceptions=True)
+        return [one.reason if isinstance(one, BadMedium) else type(one).__name__ for one in found]
+
+    reasons = with_pool(work, time_s=8.0, memory_mb=512)
+    assert reasons == ["decoder_hung", "Loaded", "decoder_died", "Loaded", "decoder_memory", "Loaded"]
