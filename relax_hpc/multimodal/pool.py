@@ -27,7 +27,7 @@ class Loaded:
     media_id: str
     """Name under which a store has it, see `relax_hpc.content_id`."""
     blob: memoryview = field(repr=False)
-    """What `Medium.to_bytes` gives."""
+    """Bytes that `Medium.to_bytes` gives."""
 
     @property
     def medium(self) -> Medium:
@@ -36,7 +36,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What is asked of a worker."""
+    """Request to a worker."""
 
     kind: Kind
     source: Source

@@ -108,7 +108,7 @@ def _check_kind(source: Source, head: bytes, kind: Kind) -> None:
 
 
 def _found(head: bytes) -> tuple[str, frozenset[Kind]]:
-    """What a content is that begins with ``head``, and the kinds of media that may be taken of it."""
+    """Form of a content that begins with ``head``, and the kinds of media that may be taken of it."""
     known = ((what, kinds) for at, magic, what, kinds in _HEADS if head[at : at + len(magic)] == magic)
     return next(known, ("", frozenset(Kind)))
 
