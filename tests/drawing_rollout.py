@@ -17,7 +17,6 @@ from pathlib import Path
 from relax_hpc.config import load_resolved
 from relax_hpc.config.schema import Config, GroupConfig
 from relax_hpc.engines import transformers_engine as engine
-from relax_hpc.engines.transformers_hook import install_transformers_hook
 from relax_hpc.metrics.spans import Spans
 from relax_hpc.rendezvous.process import Flag
 from relax_hpc.rendezvous.world import World
@@ -26,6 +25,7 @@ from relax_hpc.roles import rollout
 from relax_hpc.roles.context import Context
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.client import QueueClient
+from relax_hpc.transformers_hook import install_transformers_hook
 
 install_transformers_hook()
 import_module("transformers.models.qwen3.modeling_qwen3")

@@ -50,7 +50,7 @@ def texts(path: Path, tokenizer: Tokenizer, *rows: object, share: float = 0.0, *
 
 def test_messages_are_rendered_as_transformers_renders_them(model: Path, tmp_path: Path) -> None:
     requires("transformers")
-    from relax_hpc.engines.transformers_hook import install_transformers_hook
+    from relax_hpc.transformers_hook import install_transformers_hook
 
     install_transformers_hook()
     from transformers import AutoTokenizer

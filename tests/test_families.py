@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from relax_hpc.engines.transformers_hook import install_transformers_hook
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.families import FAMILIES, problems, spec_of, understood
+from relax_hpc.transformers_hook import install_transformers_hook
 
 QWEN3_8B = {
     "architectures": ["Qwen3ForCausalLM"],

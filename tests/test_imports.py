@@ -72,7 +72,7 @@ def test_a_rank_imports_all_that_it_needs_at_once_and_nothing_else(role: str, tm
 
 ENGINE = """
 import sys
-from relax_hpc.engines.transformers_hook import install_transformers_hook
+from relax_hpc.transformers_hook import install_transformers_hook
 
 install_transformers_hook()
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM

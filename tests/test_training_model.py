@@ -29,7 +29,7 @@ def reference_logprobs(
     directory: Path, tokens: torch.Tensor, temperature: float, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
     """By transformers on the same device, [1, s - 1] in host memory."""
-    from relax_hpc.engines.transformers_hook import install_transformers_hook
+    from relax_hpc.transformers_hook import install_transformers_hook
 
     install_transformers_hook()
     from transformers import AutoModelForCausalLM

@@ -55,7 +55,7 @@ def independent_step(
     directory: Path, samples: list[Row], steps: int, loss: Callable[[torch.nn.Module, Row], Tensor] | None = None
 ) -> dict[str, Tensor]:
     """Weights after AdamW steps on GRPO's loss, written from the formulas on transformers' model, sample by sample."""
-    from relax_hpc.engines.transformers_hook import install_transformers_hook
+    from relax_hpc.transformers_hook import install_transformers_hook
 
     install_transformers_hook()
     from transformers import AutoModelForCausalLM

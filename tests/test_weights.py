@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 
 from relax_hpc.config.schema import WeightsConfig
 from relax_hpc.disk import CURES, WAITS
-from relax_hpc.engines.transformers_hook import install_transformers_hook
 from relax_hpc.errors import ConfigError, FencedError
 from relax_hpc.rundir import private_folder
 from relax_hpc.transfer_queue.client import QueueClient
+from relax_hpc.transformers_hook import install_transformers_hook
 from relax_hpc.versions import Version
 from relax_hpc.weights import publisher, slab, version_files
 from relax_hpc.weights.manifest import MANIFEST, WeightsError, read_manifest

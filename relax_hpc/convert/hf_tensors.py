@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from relax_hpc.errors import ConfigError
-from relax_hpc.models.hf_mapping import EMBEDDING, OUTPUT, StoredForm, all_pieces, stored_forms
+from relax_hpc.models.hf_mapping import StoredForm, all_pieces, stored_forms
 from relax_hpc.models.spec import ModelSpec
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -114,8 +114,8 @@ class HfTensors:
             raise ConfigError(f"{path}: unknown tensor {name}; this is not the model that config.json describes")
         if stored.shape != form.shape:
             raise ConfigError(f"{path}: tensor {name} has shape {list(stored.shape)}, expected {list(form.shape)}")
-        if spec.tied and name == OUTPUT:
-            self._place[OUTPUT] = path, stored
+        if spec.tied and name == spec.output:
+            self._place[name] = path, stored
             return
         at = stored.start
         for piece in form.pieces:
@@ -129,12 +129,12 @@ class HfTensors:
             if name not in self._place:
                 where = f"{self.directory}: tensor {name}"
                 raise ConfigError(f"{where} is missing, expected shape {list(piece.shape)}")
-        if spec.tied and OUTPUT in self._place:
-            path, stored = self._place[OUTPUT]
-            if not torch.equal(_read(path, stored), self.read(EMBEDDING)):
+        if spec.tied and spec.output in self._place:
+            path, stored = self._place[spec.output]
+            if not torch.equal(_read(path, stored), self.read(spec.embedding)):
                 raise ConfigError(
-                    f"{path}: tensor {OUTPUT} differs from {EMBEDDING}, and config.json has tie_word_embeddings true; "
-                    "one of the two is wrong"
+                    f"{path}: tensor {spec.output} differs from {spec.embedding}, and config.json has "
+                    "tie_word_embeddings true; one of the two is wrong"
                 )
 
     def dtype(self, name: str) -> torch.dtype:

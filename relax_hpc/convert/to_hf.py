@@ -20,7 +20,7 @@ from relax_hpc.convert.to_megatron import HEADERS, SMALL_FILES
 from relax_hpc.convert.torch_dist import METADATA, StoredState
 from relax_hpc.convert.workspace import Workspace, in_files
 from relax_hpc.errors import ConfigError
-from relax_hpc.models.hf_mapping import EMBEDDING, OUTPUT, StoredForm, all_pieces, split, stored_forms
+from relax_hpc.models.hf_mapping import StoredForm, all_pieces, split, stored_forms
 from relax_hpc.models.spec import ModelSpec
 from relax_hpc.weights.tensors import header_text
 from relax_hpc.weights.version_files import file_name
@@ -63,7 +63,7 @@ class MegatronTensors:
     def _check_shape(self, one: Parameter, key: str) -> None:
         found = tuple(self.state.tensors[key].size)
         expected = one.whole if key != one.own_key or not one.index else one.stack[1:] + one.shape
-        padded = one.entry.pieces[0].name in (EMBEDDING, OUTPUT) and found[0] >= expected[0]
+        padded = one.entry.pieces[0].name in (self.spec.embedding, self.spec.output) and found[0] >= expected[0]
         if found[padded:] != expected[padded:]:
             where = self.state.directory / METADATA
             raise ConfigError(f"{where}: tensor {key} has shape {list(found)}, expected {list(expected)}")

@@ -15,6 +15,8 @@ from torch import Tensor
 from relax_hpc.config.schema import ModelConfig, ParallelConfig
 from relax_hpc.convert.hf_tensors import bytes_of
 from relax_hpc.errors import ConfigError
+from relax_hpc.models.families import FAMILIES
+from relax_hpc.models.hf_files import read_config
 from relax_hpc.models.hf_mapping import all_pieces
 from relax_hpc.models.spec import ModelSpec
 from relax_hpc.training import parallel
@@ -92,14 +94,15 @@ def _tokenize(text: str, directory: Path) -> list[int]:
 @torch.no_grad()
 def hf_logits(directory: Path, ids: list[int]) -> Tensor:
     """[tokens, vocabulary] float32 of transformers' model in float32."""
-    from relax_hpc.engines.transformers_hook import install_transformers_hook
+    from relax_hpc.transformers_hook import install_transformers_hook
 
     install_transformers_hook()
-    from transformers import AutoModelForCausalLM
+    import transformers
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+    kind = getattr(transformers, FAMILIES[read_config(directory)["model_type"]].architecture)
+    model = kind.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
     model = model.to(_device()).eval()
     return model(torch.tensor([ids], device=model.device)).logits[0].cpu()
 

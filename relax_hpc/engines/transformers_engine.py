@@ -177,7 +177,7 @@ class _Drawing:
 
 def _build(directory: Path, dtype: str) -> tuple[Any, set[int]]:
     """The model of `directory` without its weights, and its end tokens."""
-    from relax_hpc.engines.transformers_hook import install_transformers_hook
+    from relax_hpc.transformers_hook import install_transformers_hook
 
     with many_imports():
         import torch

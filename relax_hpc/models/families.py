@@ -16,21 +16,23 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.models.llama import Llama
 from relax_hpc.models.qwen3 import Qwen3
 from relax_hpc.models.qwen3_moe import Qwen3Moe
-from relax_hpc.models.rules import ROPE
+from relax_hpc.models.qwen3_vl import Qwen3VL
+from relax_hpc.models.rules import ROPE, Section
 from relax_hpc.models.spec import ModelSpec, Use
 from relax_hpc.routes import RouteShape
 
 if TYPE_CHECKING:
     from relax_hpc.config.schema import ModelConfig
 
-FAMILIES: dict[str, type[ModelSpec]] = {family.model_type: family for family in (Qwen3, Qwen3Moe, Llama)}
+FAMILIES: dict[str, type[ModelSpec]] = {family.model_type: family for family in (Qwen3, Qwen3Moe, Llama, Qwen3VL)}
 """Families by `model_type`. A new one is a class in a file of its own, and its name here."""
 _OVERRULES: dict[Use, str] = {"train": "model.ignore_keys", "convert": "--ignore-keys"}
 
 _HARMLESS = {
     "about the file, and how weights are stored and run, which the run's settings decide": """
-        _name_or_path transformers_version torch_dtype dtype use_cache use_bfloat16 torchscript tokenizer_class
-        _attn_implementation _attn_implementation_autoset attn_implementation unsloth_version unsloth_fixed""",
+        model_type _name_or_path transformers_version torch_dtype dtype use_cache use_bfloat16 torchscript
+        tokenizer_class _attn_implementation _attn_implementation_autoset attn_implementation unsloth_version
+        unsloth_fixed""",
     "token ids, which the tokenizer and the engines read": """
         bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id""",
     "what a forward pass returns beside logits": """
@@ -81,21 +83,41 @@ def problems(hf_config: Mapping[str, Any], ignore_keys: Collection[str] = (), us
     if kind not in allowed:
         yield f"model_type is {_shown(kind)}, supported to {use}: {', '.join(allowed)}"
         return
-    family = FAMILIES[kind]
-    rules = family.rules()
-    for key in family.needed:
+    with_nulls = _without(hf_config, ignore_keys, nulls=True)
+    for place, section in FAMILIES[kind].sections().items():
+        if found := _at(known, place):
+            for line in (*_mistakes(section, kind, found, use), *_null_base(_at(with_nulls, place))):
+                yield f"{place}{line}"
+
+
+def _at(mapping: Mapping[str, Any], place: str) -> Mapping[str, Any]:
+    """Mapping inside of another at a ``place`` such as `text_config.`; empty: there is none."""
+    found: Any = mapping
+    for key in place.split(".")[:-1]:
+        found = found.get(key)
+        if not isinstance(found, dict):
+            return {}
+    return dict(found)
+
+
+def _mistakes(section: Section, kind: str, known: Mapping[str, Any], use: Use) -> Iterator[str]:
+    """Mistakes in one mapping of the config.json of a model of ``kind``."""
+    for key in section.needed:
         if key not in known:
             yield f"{key} is missing; is this a {kind} model?"
     for key, value in _flat(known):
-        rule = rules.get(key)
-        if key == "model_type" or (rule is None and key in HARMLESS):
+        rule = section.rules.get(key)
+        if rule is None and key in HARMLESS:
             continue
         if rule is None:
             yield f"{key} is {_shown(value)}, which is not known here; {_OVERRULES[use]} takes it for harmless"
         elif not rule.fits(value):
             yield f"{key} is {_shown(value)}, supported is {rule.allowed}"
-    yield from family.contradictions(known)
-    if place := _null_rope_theta(_without(hf_config, ignore_keys, nulls=True)):
+    yield from section.contradictions(known)
+
+
+def _null_base(whole: Mapping[str, Any]) -> Iterator[str]:
+    if place := _null_rope_theta(whole):
         yield f"{place} is null, with which no engine starts; say what it is, as the published model does"
 
 
@@ -122,10 +144,13 @@ def _without(hf_config: Mapping[str, Any], ignore_keys: Collection[str], nulls: 
 
     def kept(mapping: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         wanted = {key: one for key, one in mapping.items() if f"{prefix}{key}" not in ignore_keys}
-        return {key: one for key, one in wanted.items() if nulls or one is not None}
+        return {
+            key: kept(one, f"{prefix}{key}.") if isinstance(one, dict) else one
+            for key, one in wanted.items()
+            if nulls or one is not None
+        }
 
-    left = kept(hf_config, "")
-    return left | {key: kept(left[key], f"{key}.") for key in ROPE if isinstance(left.get(key), dict)}
+    return kept(hf_config, "")
 
 
 def _shown(value: Any) -> str:

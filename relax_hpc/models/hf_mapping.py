@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 
     from relax_hpc.models.spec import ModelSpec
 
-EMBEDDING = "model.embed_tokens.weight"
-OUTPUT = "lm_head.weight"
-
 _LOCAL_NAMES = {
     "input_norm": "input_layernorm.weight",
     "mlp_norm": "pre_mlp_layernorm.weight",
@@ -102,24 +99,26 @@ def stored_forms(spec: ModelSpec) -> dict[str, StoredForm]:
     pieces = all_pieces(spec)
     forms = {name: StoredForm(piece.shape, (piece,)) for name, piece in pieces.items()}
     if spec.tied:
-        forms[OUTPUT] = forms[EMBEDDING]
+        forms[spec.output] = forms[spec.embedding]
     return forms | spec.packed_forms(pieces)
 
 
 def stage_entries(
     spec: ModelSpec, layers: range, first: bool, last: bool, modules: Literal["local", "te"] = "local"
 ) -> list[Entry]:
-    """Parameters of the pipeline stage that holds `layers` (global), the embedding if `first` and logits if `last`."""
-    entries = []
-    embedding = Piece(EMBEDDING, (spec.vocab, spec.hidden), 0)
+    """Parameters of the pipeline stage that holds `layers` (global), towers and embedding if `first` and logits if
+    `last`."""
+    entries: list[Entry] = []
+    embedding = Piece(spec.embedding, (spec.vocab, spec.hidden), 0)
     if first:
+        entries += (entry for tower in spec.towers for entry in tower.entries())
         entries.append(Entry("embedding.word_embeddings.weight", (embedding,)))
     for local, index in enumerate(layers):
-        entries += spec.layer_entries(f"decoder.layers.{local}.", f"model.layers.{index}.", NAMES[modules])
+        entries += spec.layer_entries(f"decoder.layers.{local}.", f"{spec.decoder}layers.{index}.", NAMES[modules])
     if last:
-        entries.append(Entry("decoder.final_layernorm.weight", (Piece("model.norm.weight", (spec.hidden,)),)))
+        entries.append(Entry("decoder.final_layernorm.weight", (Piece(f"{spec.decoder}norm.weight", (spec.hidden,)),)))
     if last and not spec.tied:
-        entries.append(Entry("output_layer.weight", (Piece(OUTPUT, (spec.vocab, spec.hidden), 0),)))
+        entries.append(Entry("output_layer.weight", (Piece(spec.output, (spec.vocab, spec.hidden), 0),)))
     if last and spec.tied and not first:
         entries.append(Entry("output_layer.weight", (embedding,)))
     return entries
@@ -144,7 +143,7 @@ def check_names(spec: ModelSpec, found: dict[str, tuple[int, ...]], source: str)
     """
     expected = {name: piece.shape for name, piece in all_pieces(spec).items()}
     for name in found:
-        if name not in expected and not (spec.tied and name == OUTPUT):
+        if name not in expected and not (spec.tied and name == spec.output):
             raise ConfigError(f"{source}: unknown tensor {name}; this is not the model that config.json describes")
     for name, size in expected.items():
         if name not in found:
@@ -198,11 +197,11 @@ def split_views(entry: Entry, parameter: Tensor, spec: ModelSpec, tensor: int, r
     return list(parameter.chunk(2)) if entry.fuse == "rows" else [parameter]
 
 
-def unique_pieces(entries: Iterable[Entry]) -> list[tuple[Entry, Piece]]:
+def unique_pieces(spec: ModelSpec, entries: Iterable[Entry]) -> list[tuple[Entry, Piece]]:
     """(entry, piece) pairs in order, the output layer's copy of a tied embedding left out."""
     return [
         (entry, piece)
         for entry in entries
         for piece in entry.pieces
-        if not (entry.name == "output_layer.weight" and piece.name == EMBEDDING)
+        if not (entry.name == "output_layer.weight" and piece.name == spec.embedding)
     ]

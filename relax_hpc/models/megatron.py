@@ -16,8 +16,10 @@ from relax_hpc.config.schema import Kernels, ModelConfig, ParallelConfig, Traine
 from relax_hpc.errors import ConfigError
 from relax_hpc.models import megatron_settings
 from relax_hpc.models.layer_spec import layer_spec
+from relax_hpc.models.packs import PackedRows
 from relax_hpc.models.rotary import PackRotary
 from relax_hpc.models.spec import ModelSpec
+from relax_hpc.models.towers.front import Towers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _NONE: Mapping[str, Any] = MappingProxyType({})
@@ -124,11 +126,27 @@ class HiddenStateModel(GPTModel):
         return self.output_layer(hidden, weight=self.output_weight)[0].transpose(0, 1)
 
 
+class MediaModel(HiddenStateModel):
+    """A first stage with towers before it, whose embeddings stand in the places of media."""
+
+    def take(self, towers: Towers) -> None:
+        """Have these ``towers``, before all other modules: buckets of gradients go by the order of parameters."""
+        others = dict(self._modules)
+        self._modules.clear()
+        self.towers = towers
+        self._modules.update(others)
+        towers.feed(self.decoder.layers)
+
+    def _preprocess(self, *args: Any, packed_seq_params: PackedRows, **named: Any) -> Any:
+        embedded, *rest = super()._preprocess(*args, packed_seq_params=packed_seq_params, **named)
+        return (self.towers(embedded, packed_seq_params.media), *rest)
+
+
 def build(
     spec: ModelSpec, config: TransformerConfig, device: str, first: bool, last: bool, kernels: Kernels = "plain"
 ) -> HiddenStateModel:
     """A pipeline stage with random weights, holding the embedding if `first` and the output layer if `last`."""
-    model = HiddenStateModel(
+    model = (MediaModel if first and spec.towers else HiddenStateModel)(
         config=config,
         transformer_layer_spec=layer_spec(config, kernels),
         vocab_size=spec.padded_vocab(config.tensor_model_parallel_size),
@@ -138,5 +156,7 @@ def build(
         share_embeddings_and_output_weights=spec.tied,
         **spec.rotary(),
     )
-    model.rotary_pos_emb = PackRotary(model.rotary_pos_emb, device)
+    model.rotary_pos_emb = PackRotary(model.rotary_pos_emb, device, spec.rotary_sections)
+    if isinstance(model, MediaModel):
+        model.take(Towers(spec.towers, config))
     return model.to(device)

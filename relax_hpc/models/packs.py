@@ -23,6 +23,7 @@ from relax_hpc.models.upload import upload
 
 if TYPE_CHECKING:
     from relax_hpc.models.replay import Routes
+    from relax_hpc.models.towers.media import MediaPass
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,16 @@ class PackSplit:
     """Context-parallel ranks."""
     rank: int = 0
     """Number of this rank among the context-parallel ranks."""
+    sequence_rank: int = 0
+    """Number of this rank among those of sequence parallelism."""
+    embeds: bool = True
+    """Whether this rank's pipeline stage has the embedding, so that media come there."""
+
+    def share(self, places: Places) -> np.ndarray:
+        """Places whose embeddings this rank has, in its order: [total / context / sequence]."""
+        mine = places.of_rank(self.rank)
+        size = len(mine) // self.sequence
+        return mine[self.sequence_rank * size :][:size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +89,10 @@ class Places:
         firsts = np.stack([self.starts + rank * size, self.starts + (2 * self.context - 1 - rank) * size], 1)
         return firsts.reshape(-1), np.repeat(size, 2)
 
-    def rows(self, rank: int, device: str | torch.device) -> PackedRows:
-        """Rows of a rank as attention takes them."""
+    def rows(self, rank: int, device: str | torch.device, positions: np.ndarray | None = None) -> PackedRows:
+        """Rows of a rank as attention takes them; ``positions`` of all places, None: those in their rows."""
         firsts, sizes = self._pieces(rank)
-        positions = self.positions()[self.of_rank(rank)]
+        positions = (self.positions() if positions is None else positions)[..., self.of_rank(rank)]
         if self.context == 1:
             return PackedRows.of(positions, sizes, sizes, None, device)
         # A piece looks at its row from the start to the piece's end.
@@ -112,7 +123,7 @@ class PackedRows:
     """
 
     positions: Tensor
-    """Positions of this rank's tokens in their rows: [t] int64."""
+    """Positions of this rank's tokens in their rows: [t] int64, or of time, height and width, [3, t]."""
     queries: list[int]
     """Tokens of each piece."""
     keys: list[int]
@@ -124,6 +135,8 @@ class PackedRows:
     """[keys] int64: which of the keys of all context ranks, one rank's after the other's; None: this rank has all."""
     routes: Routes | None = None
     """Experts that compute its tokens; None: those that the routers choose."""
+    media: MediaPass | None = None
+    """Media among its tokens; None: there are none."""
     qkv_format: str = "rows"
     """Format name that is none of megatron-core's, so that [t, 1, heads, dim] stay as they are."""
     cp_group: Any = None

@@ -107,7 +107,7 @@ class Qwen3Moe(ModelSpec):
         """All experts of a layer in one tensor, as transformers 5 has them in memory ([experts, rows, columns])."""
         forms = {}
         for layer in range(self.layers):
-            prefix = f"model.layers.{layer}.mlp.experts."
+            prefix = f"{self.decoder}layers.{layer}.mlp.experts."
             for name, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
                 packed = [pieces[f"{prefix}{e}.{part}.weight"] for e in range(self.experts) for part in parts]
                 rows, columns = packed[0].shape

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,22 @@ class Rule:
     fits: Callable[[Any], bool]
 
 
+def _none(_: Mapping[str, Any]) -> Iterator[str]:
+    return iter(())
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Rules for one mapping of config.json: the whole of it, or that of a part of the model."""
+
+    rules: Mapping[str, Rule]
+    """Rules for the values that are understood, by key."""
+    needed: tuple[str, ...] = ()
+    """Keys that it must have."""
+    contradictions: Callable[[Mapping[str, Any]], Iterator[str]] = _none
+    """Contradictions between keys that are each in order, one line each."""
+
+
 def one_of(*values: Any) -> Rule:
     """Any of ``values``, true and 1 being different ones."""
 
@@ -25,6 +41,7 @@ def one_of(*values: Any) -> Rule:
 
 
 SIZE = Rule("a positive integer", lambda found: type(found) is int and found > 0)
+TOKEN = Rule("a token id, 0 or more", lambda found: type(found) is int and found >= 0)
 NUMBER = Rule("a positive number", lambda found: type(found) in (int, float) and 0 < found < 1e300)
 FLAG = Rule("true or false", lambda found: isinstance(found, bool))
 MAPPING = Rule("a mapping", lambda found: isinstance(found, dict))

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from relax_hpc.models.hf_mapping import Blocks, Entry, Piece, StoredForm
-from relax_hpc.models.rules import DECODER, NUMBER, ROPE, SIZE, Rule, one_of, rope, rope_theta
-from relax_hpc.models.stages import stage_misfits
+from relax_hpc.models.rules import DECODER, NUMBER, ROPE, SIZE, Rule, Section, one_of, rope, rope_theta
+from relax_hpc.models.stages import stage_layers, stage_misfits
+from relax_hpc.models.towers.tower import Tower
 from relax_hpc.routes import RouteShape
 
 if TYPE_CHECKING:
@@ -45,6 +46,10 @@ class ModelSpec:
     """Keys that config.json must have."""
     own_rules: ClassVar[Mapping[str, Rule]] = {}
     """Rules for keys that other families do not have, or understand otherwise; the rest is in `rules.DECODER`."""
+    decoder: ClassVar[str] = "model."
+    """Beginning of the names of the decoder's tensors in Hugging Face files."""
+    output: ClassVar[str] = "lm_head.weight"
+    """Name of the output layer's tensor there."""
     qk_norm: ClassVar[bool] = False
     """Whether queries and keys are normalised by head."""
     row_fields: ClassVar[tuple[str, ...]] = ()
@@ -69,6 +74,13 @@ class ModelSpec:
     """Experts of every layer; 0: it has none."""
     chosen: int = 0
     """Experts of a layer that a token goes to."""
+    towers: tuple[Tower, ...] = ()
+    """Encoders of media before the decoder."""
+    rotary_sections: tuple[int, ...] = ()
+    """Frequencies of the rotary embedding that turn with time, with height and with width; empty: a token has one
+    position, with which all turn."""
+    placeholders: tuple[int, ...] = ()
+    """Tokens in whose places media come, which have no probability."""
     positions: int = field(default=0, compare=False)
     """Most positions of a sequence; 0: the model does not say."""
     init_std: float = field(default=0.02, compare=False)
@@ -121,6 +133,11 @@ class ModelSpec:
         if len({*bases}) > 1:
             yield f"rope_theta is {bases[0]}, and {bases[1]} in a mapping of the rotary embedding; keep one"
 
+    @classmethod
+    def sections(cls) -> dict[str, Section]:
+        """Rules for the mappings of config.json, by the beginning of their keys, such as `text_config.`."""
+        return {"": Section(cls.rules(), cls.needed, cls.contradictions)}
+
     @property
     def route_shape(self) -> RouteShape | None:
         """Shape of the routes of its tokens; None: it has no experts to choose."""
@@ -147,9 +164,18 @@ class ModelSpec:
         elif self.groups * self.group_rows % parallel.tensor:
             allowed = f"a divisor of the {self.groups * self.group_rows} rows of its queries, keys and values"
             yield f"tensor: found {parallel.tensor}, allowed: {allowed}"
-        yield from stage_misfits(self.layers, parallel)
+        stages = list(stage_misfits(self.layers, parallel))
+        yield from stages or self._shallow_stages(parallel)
         if parallel.expert > 1 and not self.experts:
             yield f"expert: found {parallel.expert}, allowed: 1; a {self.model_type} model has no experts"
+
+    def _shallow_stages(self, parallel: ParallelConfig) -> Iterator[str]:
+        """Reason why the first of the stages, into which ``parallel`` can cut the layers, does not do."""
+        layers = len(stage_layers(self.layers, parallel)[0])
+        levels = max((tower.levels for tower in self.towers), default=0)
+        if layers < levels:
+            found = f"first_stage_layers: found {parallel.first_stage_layers}, with which the first stage has {layers}"
+            yield f"{found}, allowed: {levels} or more; to so many layers the vision tower gives something"
 
     @property
     def group_rows(self) -> int:
@@ -170,6 +196,11 @@ class ModelSpec:
         return 3 * self.hidden * self.inner
 
     # -- names of weights --------------------------------------------------------------------------------------
+
+    @property
+    def embedding(self) -> str:
+        """Name of the embedding's tensor in Hugging Face files."""
+        return f"{self.decoder}embed_tokens.weight"
 
     def layer_entries(self, ours: str, theirs: str, norms: Mapping[str, str]) -> list[Entry]:
         """The parameters of a layer: megatron-core's names begin with ``ours``, Hugging Face's with ``theirs``.

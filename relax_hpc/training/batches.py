@@ -13,6 +13,7 @@ from torch import Tensor
 from relax_hpc.fields import FIELDS, loss_fields
 from relax_hpc.models.packs import PackedRows, PackSplit, Places
 from relax_hpc.models.replay import Routes
+from relax_hpc.models.towers.media import MediaInputs, RowMedia, media_inputs
 from relax_hpc.models.upload import upload
 from relax_hpc.transfer_queue.row_ids import place_of
 from relax_hpc.transfer_queue.row_schema import Row
@@ -62,6 +63,8 @@ class Batch:
     row is predicted by nothing. Found on the host: a device would have to be waited for."""
     fields: dict[str, Tensor] = field(default_factory=dict)
     """Fields that the loss takes, as far as every row has them: by name, [b, s, *tail] of the declared type."""
+    media: MediaInputs | None = None
+    """Media among its tokens of this rank; None: there are none in any row."""
     inputs: dict[str, Tensor] = field(default_factory=dict)
     """Token fields that the model's forward pass takes: by name, [1, t, *tail] of the declared type."""
     routes: Routes | None = None
@@ -75,12 +78,13 @@ def collate(
     split: PackSplit = WHOLE,
     also: Sequence[str] = (),
     episode_tokens: Sequence[int] | None = None,
+    media: RowMedia | None = None,
 ) -> Batch:
     """One micro-batch of `rows` (at least one), as this rank of `split` has it.
 
     It has the fields that the loss takes, and of `also`, token fields that a model's forward pass needs, those that
     every row has. A row needs `token_ids`; one without `loss_mask` has no trained token, and is here to be scored.
-    `episode_tokens`: see `Batch`; None: each row is all of its episode.
+    `episode_tokens`: see `Batch`; None: each row is all of its episode. `media`: those that rows name in their `spans`.
     """
     lengths = [len(row["token_ids"]) for row in rows]
     places = Places.of(lengths, split)
@@ -98,9 +102,10 @@ def collate(
     mask = _padded(rows, "loss_mask", 0.0, np.float32)
     counts = mask.sum(1) if episode_tokens is None else np.array(episode_tokens, np.float32)
     tokens = _packed(rows, "token_ids", pad_id, np.int64, places)
+    given, positions = _media(rows, places, split, device, media)
     return Batch(
         tokens=on_device(tokens[mine][None]),
-        packed=places.rows(split.rank, device),
+        packed=places.rows(split.rank, device, positions),
         mask=on_device(mask),
         lengths=lengths,
         episode_tokens=on_device(counts[:, None]),
@@ -109,6 +114,7 @@ def collate(
         fields={
             name: on_device(_padded(rows, name, FIELDS[name].pad, FIELDS[name].dtype)) for name in known(loss_fields())
         },
+        media=given,
         inputs={name: input_of(name) for name in known(also)},
     )
 
@@ -120,6 +126,7 @@ def collate_parts(
     split: PackSplit = WHOLE,
     also: Sequence[str] = (),
     episode_tokens: Sequence[int] | None = None,
+    media: RowMedia | None = None,
 ) -> list[Batch]:
     """A micro-batch for each of `parts`, numbers of `rows`; see `collate`. One without any is `idle`."""
     return [
@@ -130,6 +137,7 @@ def collate_parts(
             split,
             also,
             None if episode_tokens is None else [episode_tokens[n] for n in part],
+            media,
         )
         if part
         else idle(rows[0], device, split, also)
@@ -142,7 +150,7 @@ def idle(row: Row, device: str | torch.device, split: PackSplit = WHOLE, also: S
     together, and adds nothing. It is made of the first token of `row`, any of the window, which is not trained."""
     tokens = {name for name, spec in FIELDS.items() if spec.kind == "token" and row.get(name) is not None}
     first = {name: value[:1] if name in tokens else value for name, value in row.items()}
-    batch = collate([first | {"loss_mask": np.zeros(1, np.uint8)}], PAD, device, split, also)
+    batch = collate([first | {"loss_mask": np.zeros(1, np.uint8), "spans": []}], PAD, device, split, also)
     batch.lengths = []
     batch.shares.fill_(-1.0)
     return batch
@@ -164,6 +172,23 @@ def _packed(rows: Sequence[Row], name: str, pad: float, dtype: type | str, place
     for start, row in zip(places.starts, rows, strict=False):
         out[start : start + len(row["token_ids"])] = row[name]
     return out
+
+
+def _media(
+    rows: Sequence[Row], places: Places, split: PackSplit, device: str | torch.device, media: RowMedia | None
+) -> tuple[MediaInputs | None, np.ndarray | None]:
+    """Media of this rank's tokens, if its stage embeds them, and positions in time, height and width of all places, [3,
+    tokens of the whole pack]; None: no row has media."""
+    if not any(row.get("spans") for row in rows):
+        return None, None
+    if media is None:
+        raise ValueError("rows name media in their spans, and came without them")
+    given = media_inputs(rows, media, places, split, device) if split.embeds else None
+    out = np.tile(places.positions(), (3, 1))
+    for start, row in zip(places.starts, rows, strict=False):
+        if row.get("spans"):
+            out[:, start : start + len(row["token_ids"])] = media.positions(row)
+    return given, out
 
 
 def _shares(rows: Sequence[Row], mask: np.ndarray, counts: np.ndarray, places: Places) -> np.ndarray:

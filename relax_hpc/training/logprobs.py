@@ -6,7 +6,7 @@ the chunk, however long the rows are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,6 +22,10 @@ SMALLEST_CHUNK, LARGEST_CHUNK = 2**22, 2**28
 """Logits of the smallest and the largest chunk. Between these an eighth of all of them: at most 12 bytes of each are
 alive at once (`PlainKernels` under bfloat16, with the gradient of an entropy), in sum less than bfloat16 logits of all
 tokens would take."""
+
+
+BANNED = -1e4
+"""Logit of a token that has no probability: finite, as 0 times infinity is not a number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +128,7 @@ def token_logprobs(
     group: dist.ProcessGroup,
     entropy: bool = False,
     kernels: ChunkKernels = PLAIN,
+    banned: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each target, in their shape, and the entropy of each distribution if asked for, [n]: float32,
     nats.
@@ -131,10 +136,14 @@ def token_logprobs(
     `states` [n, h]: the hidden states that predict them. `weight` [v, h]: this rank's rows of the output layer, whose
     padded ones, from `vocab` on over all ranks, get no probability. `targets` int64 [n], or [n, m] of m a state.
     Differentiable by `states`, of which each rank gets its own columns' part, and by `weight`, whose gradient is summed
-    over chunks in float32: in its `main_grad` if it has one, as under megatron-core's DistributedDataParallel.
+    over chunks in float32: in its `main_grad` if it has one, as under megatron-core's DistributedDataParallel. `banned`:
+    columns, over all ranks, that get no probability either.
     """
     asked = targets if targets.dim() > 1 else targets[:, None]
-    logprobs, entropies = _OutputLogprobs.apply(states, weight, asked, vocab, temperature, group, entropy, kernels)
+    mine = _own_banned(banned, weight, group)
+    logprobs, entropies = _OutputLogprobs.apply(
+        states, weight, asked, vocab, temperature, group, entropy, kernels, mine
+    )
     return logprobs.reshape(targets.shape), entropies if entropy else None
 
 
@@ -149,6 +158,7 @@ def likeliest(
     temperature: float,
     group: dist.ProcessGroup,
     kernels: ChunkKernels = PLAIN,
+    banned: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
     """Ids of the `count` tokens below `below` that each state finds most probable, in falling order, int64 [n, count];
     and the log-probabilities of the target and of these, [n, 1 + count].
@@ -165,7 +175,9 @@ def likeliest(
     def look(part: slice, logits: Tensor) -> None:
         best[part, :most], ids[part, :most] = logits[:, :columns].topk(most)
 
-    top, total, _, chosen = _over_ranks(_terms_of(states, rows, local, temperature, False, kernels, look), group)
+    mine = _own_banned(banned, weight, group)
+    terms = _terms_of(states, rows, local, temperature, False, kernels, mine, look)
+    top, total, _, chosen = _over_ranks(terms, group)
     ids += first
     if group.size() > 1:
         best, ids = _gathered(best, group), _gathered(ids, group)
@@ -197,15 +209,16 @@ class _OutputLogprobs(torch.autograd.Function):
         group: Any,
         entropy: bool,
         kernels: ChunkKernels,
+        banned: list[int],
     ) -> tuple[Tensor, Tensor]:
         _, rows, local = _own_columns(weight, targets, vocab, group)
-        terms = _terms_of(states, rows, local, temperature, entropy, kernels)
+        terms = _terms_of(states, rows, local, temperature, entropy, kernels, banned)
         top, total, expectation, *_ = terms = _over_ranks(terms, group)
         log_total = total.log()
         entropies = log_total - expectation / total
         log_total = log_total + top
         ctx.save_for_backward(states, weight, local, log_total, entropies)
-        ctx.rows, ctx.temperature, ctx.kernels = len(rows), temperature, kernels
+        ctx.rows, ctx.temperature, ctx.kernels, ctx.banned = len(rows), temperature, kernels, banned
         # An entropy that is only looked at has no gradient: zeros in its place would cost as much as a real one.
         ctx.set_materialize_grads(False)
         return (terms[3:] - log_total).t(), entropies
@@ -221,14 +234,14 @@ class _OutputLogprobs(torch.autograd.Function):
         d_states = torch.zeros_like(states)
         total, d_weight = _weight_gradient(weight) if ctx.needs_input_grad[1] else (None, None)
         for part in _chunks(len(states), ctx.rows):
-            chunk = Chunk(states[part] @ rows.t(), local[part], ctx.temperature)
+            chunk = Chunk(_logits(states[part], rows, ctx.banned), local[part], ctx.temperature)
             slope = ctx.kernels.slopes(chunk, given.of(part))
             torch.mm(slope, rows, out=d_states[part])
             if total is not None:
                 _add_product(total[: ctx.rows], slope.t(), states[part])
             del chunk, slope
         d_weight = total.to(weight.dtype) if d_weight is None and total is not None else d_weight
-        return d_states, d_weight, *[None] * 6
+        return d_states, d_weight, *[None] * 7
 
 
 def _own_columns(weight: Tensor, targets: Tensor, vocab: int, group: Any) -> tuple[int, Tensor, Tensor]:
@@ -240,6 +253,21 @@ def _own_columns(weight: Tensor, targets: Tensor, vocab: int, group: Any) -> tup
     return first, rows, local.masked_fill((local < 0) | (local >= len(rows)), -1)
 
 
+def _own_banned(banned: Sequence[int], weight: Tensor, group: Any) -> list[int]:
+    """Columns among this rank's own, out of ``banned`` ones over all ranks."""
+    first = group.rank() * weight.shape[0]
+    return [column - first for column in banned if 0 <= column - first < weight.shape[0]]
+
+
+def _logits(states: Tensor, rows: Tensor, banned: list[int]) -> Tensor:
+    """[n, v], with `BANNED` in the ``banned`` columns."""
+    logits = states @ rows.t()
+    for column in banned:
+        # By a number of the host's, so that nobody waits for the device.
+        logits[:, column] = BANNED
+    return logits
+
+
 def _terms_of(
     states: Tensor,
     rows: Tensor,
@@ -247,6 +275,7 @@ def _terms_of(
     temperature: float,
     entropy: bool,
     kernels: ChunkKernels,
+    banned: list[int],
     look: Callable[[slice, Tensor], None] = lambda part, logits: None,
 ) -> Tensor:
     """`ChunkKernels.terms` of this rank's columns, [3 + m, n]: three of each state, and its m targets'. ``look`` sees
@@ -255,7 +284,7 @@ def _terms_of(
     # A rank that has nothing but padding.
     terms[0] = torch.finfo(terms.dtype).min
     for part in _chunks(len(states), len(rows)):
-        chunk = Chunk(states[part] @ rows.t(), local[part], temperature)
+        chunk = Chunk(_logits(states[part], rows, banned), local[part], temperature)
         look(part, chunk.logits)
         *three, chosen = kernels.terms(chunk, entropy)
         terms[:3, part], terms[3:, part] = torch.stack(three), chosen.t()

@@ -32,6 +32,7 @@ from relax_hpc.models.hf_mapping import (
 from relax_hpc.models.packs import PackSplit
 from relax_hpc.models.replay import Routes
 from relax_hpc.models.stages import stage_layers
+from relax_hpc.models.towers.media import MediaPass
 from relax_hpc.training import parallel as ranks
 from relax_hpc.training.batches import Batch
 from relax_hpc.training.gathered import gathered_texts
@@ -85,10 +86,13 @@ class PolicyModel:
             of = parity.Slice.of(self.spec, model, parallel, further)
             self.compared_s = parity.check(of, self.kernels, self._chunk_kernels)
         sequence = parallel.tensor if self.config.sequence_parallel else 1
-        self.pack_split = PackSplit(sequence, parallel.context, self.layout.context_rank)
-        """Split of packs over ranks, and this rank's place, by which `collate` makes its batches."""
         first, last = self.layout.first_stage, self.layout.last_stage
+        numbers = self.layout.context_rank, self.layout.tensor_rank % sequence
+        self.pack_split = PackSplit(sequence, parallel.context, *numbers, embeds=first)
+        """Split of packs over ranks, and this rank's place, by which `collate` makes its batches."""
         self.module = self._build(first, last)
+        if first and self.spec.towers:
+            self.module.towers.freeze(model.frozen_towers)
         layers = stage_layers(self.spec.layers, parallel)[self.layout.pipeline_rank]
         entries = stage_entries(self.spec, layers, first, last, "te" if self.kernels == "te" else "local")
         self._entries = self._mapped(of_experts(entries, self.layout.experts_of(self.spec.experts)))
@@ -151,7 +155,7 @@ class PolicyModel:
         Ranks with the same weights share the work. The views are of the live parameters.
         """
         found = []
-        for number, (entry, piece) in enumerate(unique_pieces(self._entries)):
+        for number, (entry, piece) in enumerate(unique_pieces(self.spec, self._entries)):
             held = self._holding(entry)
             mine = number % held.copies == held.copy_rank
             start, stop = self._bounds(entry, piece)
@@ -227,7 +231,8 @@ class PolicyModel:
         has them and the configuration says so.
         """
         batch.routes = self._routes_of(batch) if routed else None
-        packed = replace(batch.packed, routes=batch.routes)
+        media = MediaPass(batch.media) if batch.media else None
+        packed = replace(batch.packed, routes=batch.routes, media=media)
         return (module or self.module)(**self.spec.inputs(batch) | {"packed_seq_params": packed})
 
     def _routes_of(self, batch: Batch) -> Routes | None:
@@ -262,6 +267,7 @@ class PolicyModel:
             self._tensor_group,
             entropy,
             self._chunk_kernels,
+            self.spec.placeholders,
         )
         whole = self._whole(scored.placed(values, shape))
         return whole, None if entropies is None else self._whole(scored.placed(entropies, shape))
@@ -273,7 +279,8 @@ class PolicyModel:
         states = scored_states(hidden, scored.states, self.config, group)
         layer = states, self.module.output_weight, scored.tokens, self.spec.vocab
         below = min(vocab, self.spec.vocab)
-        ids, logprobs = likeliest(*layer, below, count, temperature, group, self._chunk_kernels)
+        others = self._chunk_kernels, self.spec.placeholders
+        ids, logprobs = likeliest(*layer, below, count, temperature, group, *others)
         # As numbers they are exact up to 2^24, which no vocabulary has.
         return self._whole(scored.placed(torch.cat([logprobs, ids.to(logprobs)], 1), batch.mask.shape))
 

@@ -52,7 +52,7 @@ class Slice:
     @classmethod
     def of(cls, spec: ModelSpec, model: ModelConfig, parallel: ParallelConfig, further: Mapping[str, Any]) -> Slice:
         """Build the slice of the model that these describe, the same in each of its pipeline stages."""
-        cut = replace(spec, layers=1, vocab=min(spec.vocab, COLUMNS * parallel.tensor))
+        cut = replace(spec, layers=1, towers=(), vocab=min(spec.vocab, COLUMNS * parallel.tensor))
         undivided = replace(parallel, pipeline=1, first_stage_layers=0, last_stage_layers=0)
         return cls(cut, model, undivided, further)
 

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from relax_hpc.training.gradients import equal_over_tensor_ranks
+
 
 class Reduction:
     """Sum of gradients after the last backward pass of a step, all at once."""
@@ -25,6 +27,7 @@ class Reduction:
         from megatron.core.distributed import finalize_model_grads
 
         finalize_model_grads([self.module])
+        equal_over_tensor_ranks(self.module)
 
     def drop(self) -> None:
         """Forget the step. Collective over all ranks."""

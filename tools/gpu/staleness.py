@@ -30,7 +30,7 @@ LAST_LINES = 3
 
 def make_model(directory: Path, shape: str, device: str) -> None:
     """Random weights in bfloat16, and a tokenizer that has a token a character."""
-    from relax_hpc.engines.transformers_hook import install_transformers_hook
+    from relax_hpc.transformers_hook import install_transformers_hook
 
     install_transformers_hook()
     from transformers import AutoConfig, AutoModelForCausalLM

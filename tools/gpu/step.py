@@ -17,10 +17,10 @@ from policies import policy, settings_of, trainer
 from shapes import hf_config, rows
 
 from relax_hpc.config.schema import ActorConfig, Config
-from relax_hpc.engines.transformers_hook import install_transformers_hook
 from relax_hpc.models.families import spec_of
 from relax_hpc.models.flops import peak_flops, training_flops
 from relax_hpc.plan import roles
+from relax_hpc.transformers_hook import install_transformers_hook
 
 if TYPE_CHECKING:
     from relax_hpc.training.trainer import Trainer

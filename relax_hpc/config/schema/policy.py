@@ -56,6 +56,9 @@ class ModelConfig:
     min_equal_routes: float = bounded(0.5, 0.0, 1.0)
     """Share of the routes of some 16 tokens that must be those which the trainer itself would take. A sample with less
     is dropped as `other_routes` and made again: its routes are shifted, or of other tokens."""
+    frozen_towers: list[Literal["visual", "audio"]] = field(default_factory=list)
+    """Encoders of media, of a model that has some, whose weights stay as they are: they have no gradients and no
+    optimizer states."""
     ignore_keys: list[str] = field(default_factory=list)
     """Keys of config.json to leave out of account, such as `rope_scaling.factor`. One that is not known is refused,
     as the engine may compute something by it that the trainer does not; whoever knows better lists it here."""

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from relax_hpc.engines.sglang.after_import import change
-from relax_hpc.engines.transformers_hook import install_transformers_hook
+from relax_hpc.transformers_hook import install_transformers_hook
 
 
 def install() -> None:

@@ -1,0 +1,66 @@
+"""A tower as a model has it: its sizes, the names of its parameters, and how it is built."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from relax_hpc.models.hf_mapping import Entry, Piece
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from relax_hpc.models.towers.media import TowerMedia
+
+Shapes = Iterator[tuple[str, tuple[int, ...]]]
+"""Names of parameters and their shapes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tower(abc.ABC):
+    """Tower of one kind. Every rank of the first pipeline stage has all of it."""
+
+    name: ClassVar[str]
+    """Name of its module, and of what it takes in `MediaInputs`."""
+    place: str
+    """Beginning of the names of its tensors in Hugging Face files."""
+    out: int
+    """Width of what it gives: the decoder's."""
+
+    @property
+    def levels(self) -> int:
+        """Layers of the decoder, from the first on, that get something of it beside the embeddings (DeepStack, arXiv
+        2406.04334)."""
+        return 0
+
+    @abc.abstractmethod
+    def shapes(self) -> Shapes:
+        """Names and shapes of its parameters, as its module has them."""
+
+    @abc.abstractmethod
+    def build(self) -> torch.nn.Module:
+        """Its module, with random weights in float32."""
+
+    @abc.abstractmethod
+    def encode(self, module: torch.nn.Module, media: TowerMedia) -> Tensor:
+        """Embeddings of ``media`` and what is added to each of the first layers' results, [1 + levels, n, out]."""
+
+    def entries(self) -> Iterator[Entry]:
+        """Its parameters, which no rank cuts."""
+        for name, shape in self.shapes():
+            yield Entry(f"towers.{self.name}.{name}", (Piece(f"{self.place}{name}", shape),))
+
+
+def linear(name: str, rows: int, columns: int) -> Shapes:
+    """Parameters of a linear layer with a bias."""
+    yield f"{name}.weight", (rows, columns)
+    yield f"{name}.bias", (rows,)
+
+
+def layer_norm(name: str, width: int) -> Shapes:
+    """Parameters of a layer norm."""
+    yield f"{name}.weight", (width,)
+    yield f"{name}.bias", (width,)

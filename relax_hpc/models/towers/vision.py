@@ -1,0 +1,164 @@
+"""The vision tower of Qwen3-VL and of what came after it: one for images and videos. arXiv 2511.21631."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from relax_hpc.models.rules import NUMBER, SIZE, TOKEN, Rule, Section, one_of
+from relax_hpc.models.towers.tower import Shapes, Tower, layer_norm, linear
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from relax_hpc.models.towers.media import TowerMedia
+
+_LEVELS = Rule(
+    "a list of numbers of the tower's layers",
+    lambda found: isinstance(found, list) and all(map(TOKEN.fits, found)),
+)
+_SIZES = (
+    "depth",
+    "hidden_size",
+    "intermediate_size",
+    "num_heads",
+    "in_channels",
+    "patch_size",
+    "spatial_merge_size",
+    "temporal_patch_size",
+    "out_hidden_size",
+    "num_position_embeddings",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionTower(Tower):
+    """Vision tower, as one `vision_config` describes it."""
+
+    name = "visual"
+
+    kind: str
+    """`model_type` by which transformers finds its class."""
+    depth: int
+    width: int
+    inner: int
+    """Width of a feed-forward layer."""
+    heads: int
+    channels: int
+    patch: int
+    """Pixels of a side of a patch."""
+    merge: int
+    """Patches of a side of the square that becomes one token."""
+    temporal: int
+    """Frames of a patch."""
+    learned: int
+    """Learned positions, those of a square."""
+    deep: tuple[int, ...]
+    """Layers whose results go to layers of the decoder, the first one's to the first."""
+    activation: str
+
+    @classmethod
+    def section(cls, *kinds: str) -> Section:
+        """Rules for `vision_config`, whose `model_type` is one of ``kinds``."""
+        rules = {
+            **dict.fromkeys(_SIZES, SIZE),
+            "model_type": one_of(*kinds),
+            "deepstack_visual_indexes": _LEVELS,
+            "hidden_act": one_of("gelu_pytorch_tanh"),
+            "initializer_range": NUMBER,
+        }
+        return Section(rules, (*_SIZES, "deepstack_visual_indexes"))
+
+    @classmethod
+    def of(cls, known: Mapping[str, Any], kind: str, place: str) -> Self:
+        """Build from the content of `vision_config`; ``kind``: see the field."""
+        names = "depth", "width", "inner", "heads", "channels", "patch", "merge", "temporal", "out", "learned"
+        sizes = dict(zip(names, (known[key] for key in _SIZES), strict=True))
+        deep, activation = tuple(known["deepstack_visual_indexes"]), known.get("hidden_act", "gelu_pytorch_tanh")
+        return cls(kind=kind, place=place, deep=deep, activation=activation, **sizes)
+
+    @property
+    def levels(self) -> int:
+        """See `Tower.levels`."""
+        return len(self.deep)
+
+    def shapes(self) -> Shapes:
+        """See `Tower.shapes`."""
+        yield "patch_embed.proj.weight", (self.width, self.channels, self.temporal, self.patch, self.patch)
+        yield "patch_embed.proj.bias", (self.width,)
+        yield "pos_embed.weight", (self.learned, self.width)
+        for layer in range(self.depth):
+            yield from self._block(f"blocks.{layer}.")
+        yield from self.merger("merger.", self.width)
+        for level in range(self.levels):
+            yield from self.merger(f"deepstack_merger_list.{level}.", self.merged)
+
+    def _block(self, place: str) -> Shapes:
+        yield from layer_norm(f"{place}norm1", self.width)
+        yield from layer_norm(f"{place}norm2", self.width)
+        yield from linear(f"{place}attn.qkv", 3 * self.width, self.width)
+        yield from linear(f"{place}attn.proj", self.width, self.width)
+        yield from linear(f"{place}mlp.linear_fc1", self.inner, self.width)
+        yield from linear(f"{place}mlp.linear_fc2", self.width, self.inner)
+
+    @property
+    def merged(self) -> int:
+        """Width of the patches of a token together."""
+        return self.width * self.merge**2
+
+    def merger(self, place: str, normed: int) -> Shapes:
+        """Parameters of a layer that makes tokens of patches; ``normed``: the width of its norm."""
+        yield from layer_norm(f"{place}norm", normed)
+        yield from linear(f"{place}linear_fc1", self.merged, self.merged)
+        yield from linear(f"{place}linear_fc2", self.out, self.merged)
+
+    def build(self) -> torch.nn.Module:
+        """See `Tower.build`."""
+        from relax_hpc.transformers_hook import install_transformers_hook
+
+        install_transformers_hook()
+        from transformers import AutoConfig, AutoModel
+
+        names = {
+            "hidden_size": self.width,
+            "intermediate_size": self.inner,
+            "num_heads": self.heads,
+            "in_channels": self.channels,
+            "patch_size": self.patch,
+            "spatial_merge_size": self.merge,
+            "temporal_patch_size": self.temporal,
+            "out_hidden_size": self.out,
+            "num_position_embeddings": self.learned,
+        }
+        config = AutoConfig.for_model(
+            self.kind, depth=self.depth, deepstack_visual_indexes=list(self.deep), hidden_act=self.activation, **names
+        )
+        return AutoModel.from_config(config, attn_implementation="sdpa")
+
+    def encode(self, module: torch.nn.Module, media: TowerMedia) -> Tensor:
+        """See `Tower.encode`; the values of ``media`` are `multimodal.features.patches`, [patches, values]."""
+        import torch
+
+        found = module(media.values, grid_thw=media.grids, **self._placed(media))
+        return torch.stack([found.pooler_output, *found.deepstack_features])
+
+    def _placed(self, media: TowerMedia) -> dict[str, Tensor]:
+        """Tensors that follow from the grids alone. Worked out on the host: transformers' way would wait for a GPU in
+        every layer."""
+        from transformers import vision_utils
+
+        from relax_hpc.models.upload import upload
+
+        side, device = math.isqrt(self.learned), media.values.device
+        corners, weights = vision_utils.get_vision_bilinear_indices_and_weights(media.grids, side, self.merge)
+        positions = vision_utils.get_vision_position_ids(media.grids, self.merge)
+        return {
+            "bilinear_indices": upload(corners.numpy(), device),
+            "bilinear_weights": upload(weights.numpy(), device),
+            "position_ids": upload(positions.numpy(), device),
+            # Of which the host alone makes use.
+            "cu_seqlens": vision_utils.get_vision_cu_seqlens(media.grids),
+        }

@@ -1,0 +1,137 @@
+"""Tiny models with towers, rows with media, and what transformers makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from relax_hpc.models.hf_files import read_config
+from relax_hpc.models.towers.media import RowMedia, TowerInput
+from relax_hpc.transfer_queue.row_schema import Row
+from relax_hpc.transformers_hook import install_transformers_hook
+
+IMAGE, VIDEO, START, END = 60, 59, 58, 57
+VISION = {
+    "model_type": "qwen3_vl",
+    "depth": 3,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "in_channels": 3,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0, 2],
+    "hidden_act": "gelu_pytorch_tanh",
+}
+TEXT = {
+    "model_type": "qwen3_vl_text",
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "rope_scaling": {"mrope_interleaved": True, "mrope_section": [4, 2, 2], "rope_type": "default"},
+}
+QWEN3_VL = {
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "model_type": "qwen3_vl",
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": START,
+    "vision_end_token_id": END,
+    "tie_word_embeddings": True,
+    "text_config": TEXT,
+    "vision_config": VISION,
+}
+GRIDS = {"wide": (1, 2, 4), "high": (1, 6, 2), "moving": (2, 4, 2)}
+"""Images, and a video of two frames a patch."""
+
+
+def medium(name: str) -> TowerInput:
+    """One of `GRIDS`, with content of its own."""
+    grid, rng = GRIDS[name], np.random.default_rng(sum(map(ord, name)))
+    values = rng.normal(size=(int(np.prod(grid)), 3 * 2 * 4 * 4)).astype(np.float32)
+    return TowerInput("video" if grid[0] > 1 else "image", values, grid, int(np.prod(grid)) // 4)
+
+
+MEDIA = {name: medium(name) for name in GRIDS}
+
+
+def media_row(names: Sequence[str], seed: int, answer: int = 5) -> Row:
+    """A row of text and media by turns, of whose tokens the last ``answer`` are trained."""
+    rng = np.random.default_rng(seed)
+    ids, spans = rng.integers(1, 50, 3).tolist(), []
+    for name in names:
+        one, frames = MEDIA[name], GRIDS[name][0]
+        for _ in range(frames):
+            ids += [int(rng.integers(1, 50)), START]
+            spans.append({"kind": one.kind, "start": len(ids), "length": one.tokens // frames, "media_id": name})
+            ids += [VIDEO if one.kind == "video" else IMAGE] * (one.tokens // frames) + [END]
+    ids += rng.integers(1, 50, answer).tolist()
+    mask = (np.arange(len(ids)) >= len(ids) - answer).astype(np.uint8)
+    old = (rng.normal(size=len(ids)) * 0.3 - 4).astype(np.float32) * mask
+    advantages = rng.normal(size=len(ids)).astype(np.float32) * mask
+    return {
+        "token_ids": np.array(ids, np.int32),
+        "spans": spans,
+        "loss_mask": mask,
+        "old_logprobs": old,
+        "rollout_logprobs": old,
+        "ref_logprobs": old,
+        "advantages": advantages,
+    }
+
+
+def positions(row: Row) -> np.ndarray:
+    """Position ids of a row, [3, tokens]: an image goes on for as long as its longer side, and so does each frame."""
+    out, here, at = np.zeros((3, len(row["token_ids"])), np.int64), 0, 0
+    for span in row["spans"]:
+        out[:, at : span["start"]] = here + np.arange(span["start"] - at)
+        here, at = here + span["start"] - at, span["start"] + span["length"]
+        height, width = (side // 2 for side in GRIDS[span["media_id"]][1:])
+        out[:, span["start"] : at] = here + np.indices((1, height, width)).reshape(3, -1)
+        here += max(height, width)
+    out[:, at:] = here + np.arange(out.shape[1] - at)
+    return out
+
+
+ROW_MEDIA = RowMedia(MEDIA, positions)
+
+
+def transformers_logprobs(model: Any, row: Row) -> torch.Tensor:
+    """Log-probabilities of a row's tokens but the first, by transformers, where placeholders have none."""
+    config, ids = model.config, torch.tensor(row["token_ids"][None].astype(np.int64))
+    kinds = (ids == config.image_token_id).int() + 2 * (ids == config.video_token_id).int()
+    given: dict[str, Any] = {"mm_token_type_ids": kinds}
+    for kind, values, grids in (
+        ("image", "pixel_values", "image_grid_thw"),
+        ("video", "pixel_values_videos", "video_grid_thw"),
+    ):
+        names = list(dict.fromkeys(span["media_id"] for span in row["spans"] if span["kind"] == kind))
+        if names:
+            given[values] = torch.from_numpy(np.concatenate([MEDIA[name].values for name in names]))
+            given[grids] = torch.tensor([GRIDS[name] for name in names])
+    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **given).logits[0].float()
+    banned = torch.tensor([config.image_token_id, config.video_token_id])
+    return logits.index_fill(1, banned, -1e4).log_softmax(-1)[:-1].gather(-1, ids[0, 1:, None])[:, 0]
+
+
+def transformers_model(directory: Path) -> Any:
+    """Transformers' model of a directory, in float32."""
+    install_transformers_hook()
+    import transformers
+
+    kind = getattr(transformers, read_config(directory)["architectures"][0])
+    return kind.from_pretrained(directory, dtype=torch.float32).eval()

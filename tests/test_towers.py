@@ -1,0 +1,119 @@
+"""Towers before megatron-core's decoder against transformers, on one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from relax_hpc.config.schema import ActorConfig, ModelConfig, ParallelConfig
+from relax_hpc.errors import ConfigError
+from relax_hpc.models.hf_files import read_config
+from relax_hpc.training.batches import collate, idle
+from relax_hpc.training.model import PolicyModel
+from relax_hpc.training.trainer import Trainer, supervised_loss
+from relax_hpc.transfer_queue.row_schema import Row
+from tests.convert_helpers import model
+from tests.media_helpers import QWEN3_VL, ROW_MEDIA, media_row, transformers_logprobs, transformers_model
+from tests.requirements import DEVICE
+from tests.training_helpers import ALGORITHM, actor_settings, one_rank_fixture, policy  # noqa: F401
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_rank")]
+
+ROWS = [media_row(names, seed) for seed, names in enumerate((["wide"], ["high", "wide"], [], ["moving"], ["wide"]))]
+PACKS = ROWS[:2], ROWS[2:3], ROWS[3:]
+
+
+@pytest.fixture(scope="module", name="directory")
+def directory_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3-VL of four layers, two of which get something of the tower beside the embeddings."""
+    return model(tmp_path_factory.mktemp("model") / "hf", QWEN3_VL)
+
+
+def learnt(directory: Path, packs: tuple[list[Row], ...], frozen: tuple[str, ...] = (), **settings: object) -> Trainer:
+    """A trainer that has the gradients of a supervised loss of ``packs``."""
+    actor = actor_settings(**settings)
+    ours = PolicyModel(
+        read_config(directory), ModelConfig(device=DEVICE, frozen_towers=[*frozen]), ParallelConfig(), actor
+    )
+    ours.load_hf(directory)
+    trainer = Trainer(ours, ALGORITHM, actor.optimizer, 1.0, supervised_loss)
+    trainer.accumulate([collate(rows, 0, DEVICE, media=ROW_MEDIA) for rows in packs])
+    return trainer
+
+
+def tower_gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Gradients of the vision tower by the names of its own parameters."""
+    return {name: value.main_grad for name, value in trainer.model.module.towers.visual.named_parameters()}
+
+
+@pytest.mark.parametrize("config", [QWEN3_VL], ids=["qwen3_vl"])
+def test_logprobs_with_media_match_transformers(tmp_path: Path, config: dict):
+    """At all positions, in packs with and without media."""
+    directory = model(tmp_path / "hf", config)
+    ours, theirs = policy(directory), transformers_model(directory)
+    whole = [[{key: row[key] for key in ("token_ids", "spans")} for row in rows] for rows in PACKS]
+    found = ours.forward_logprobs([collate(rows, 0, DEVICE, media=ROW_MEDIA) for rows in whole], 1.0)
+    for row, mine in zip(ROWS, found, strict=True):
+        expected = transformers_logprobs(theirs, row).detach().numpy()
+        np.testing.assert_allclose(mine[1:], expected, atol=2e-5)
+    assert expected[-5:].std() > 0.1
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_a_tower_learns_what_transformers_learns(directory: Path, recompute: str):
+    theirs = transformers_model(directory)
+    for row in ROWS:
+        mask = torch.from_numpy(row["loss_mask"][1:]).float()
+        (-(transformers_logprobs(theirs, row) * mask).sum()).backward()
+    found = tower_gradients(learnt(directory, PACKS, recompute=recompute))
+    for name, value in theirs.model.visual.named_parameters():
+        torch.testing.assert_close(found[name].cpu(), value.grad, atol=1e-4, rtol=1e-4)
+        assert value.grad.abs().max() > 1e-3 or name.endswith("qkv.bias"), name
+
+
+def test_each_distinct_medium_is_encoded_once(directory: Path, monkeypatch: pytest.MonkeyPatch):
+    ours, seen = policy(directory), list[int]()
+    visual = ours.module.towers.visual
+    visual.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    packs = [collate(rows, 0, DEVICE, media=ROW_MEDIA) for rows in ([ROWS[0], ROWS[1], ROWS[4]], ROWS[2:3])]
+    ours.forward_logprobs(packs, 1.0)
+    assert seen == [8 + 12]
+
+
+def test_a_frozen_tower_has_no_gradients_and_stays_as_it_is(directory: Path):
+    free, frozen = learnt(directory, PACKS), learnt(directory, PACKS, ("visual",))
+    assert all(not hasattr(value, "main_grad") for value in frozen.model.module.towers.parameters())
+    sizes = [sum(buffer.numel for buffer in one.module.buffers) for one in (free, frozen)]
+    tower = sum(value.numel() for value in frozen.model.module.towers.parameters())
+    assert sizes[0] - sizes[1] >= tower
+    before = frozen.model.export_hf()
+    frozen.step(1e-2)
+    moved = {name for name, value in frozen.model.export_hf().items() if not torch.equal(value, before[name])}
+    assert moved and not any("visual" in name for name in moved) and moved | {*before} == {*before}
+
+
+def test_rows_of_text_alone_leave_a_tower_without_gradient(directory: Path):
+    """Also where sums over ranks wait for each parameter to have had one."""
+    found = tower_gradients(learnt(directory, (ROWS[2:3],)))
+    assert all(not value.any() for value in found.values())
+
+
+@pytest.mark.parametrize(
+    ("length", "says"), [(3, "a span of 3 tokens at 3: its image has 2 tokens"), (1, "leave tokens of a medium over")]
+)
+def test_spans_that_media_do_not_fit_are_refused(length: int, says: str):
+    spans = [{"kind": "image", "start": 3, "length": length, "media_id": "wide"}]
+    with pytest.raises(ValueError, match=says):
+        collate([ROWS[2] | {"spans": spans}], 0, DEVICE, media=ROW_MEDIA)
+    with pytest.raises(ValueError, match="came without them"):
+        collate([ROWS[0]], 0, DEVICE)
+    assert idle(ROWS[0], DEVICE).media is None
+
+
+def test_a_first_stage_with_too_few_layers_is_refused(directory: Path):
+    split = ParallelConfig(pipeline=2, first_stage_layers=1)
+    with pytest.raises(ConfigError, match=r"first_stage_layers: found 1, with which .* has 1, allowed: 2 or more"):
+        PolicyModel(read_config(directory), ModelConfig(), split, ActorConfig(parallel=split))
