@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from relax_hpc.convert.conversion import Request, convert
 from relax_hpc.models.families import spec_of
-from relax_hpc.models.hf_mapping import all_pieces, stored_forms
+from relax_hpc.models.hf_mapping import StoredForm, all_pieces, stored_forms
 
 M_MMAP_THRESHOLD = -3
 VOCAB = 61
@@ -86,10 +86,7 @@ def model(
     names = [name for name in forms if ("experts." in name) <= (packed == (not name.endswith(".weight")))]
     if spec.tied and not head:
         names.remove("lm_head.weight")
-    tensors = {
-        name: torch.cat([pieces[piece.name].flatten() for piece in forms[name].pieces]).view(forms[name].shape)
-        for name in names
-    }
+    tensors = {name: whole(forms[name], pieces) for name in names}
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(config | {"torch_dtype": str(dtype).removeprefix("torch.")}))
     (directory / "tokenizer_config.json").write_text("{}")
@@ -102,6 +99,14 @@ def model(
     if files > 1:
         (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
     return directory
+
+
+def whole(form: StoredForm, pieces: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The tensor of a file that holds ``pieces``."""
+    if form.turned:
+        blocks = [torch.cat([pieces[piece.name] for piece in block]).t() for block in form.blocks]
+        return torch.stack(blocks)
+    return torch.cat([pieces[piece.name].flatten() for piece in form.pieces]).view(form.shape)
 
 
 def content(directory: Path) -> dict[str, bytes]:

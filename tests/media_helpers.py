@@ -55,6 +55,22 @@ QWEN3_VL = {
     "text_config": TEXT,
     "vision_config": VISION,
 }
+QWEN3_VL_MOE = QWEN3_VL | {
+    "architectures": ["Qwen3VLMoeForConditionalGeneration"],
+    "model_type": "qwen3_vl_moe",
+    "tie_word_embeddings": False,
+    "text_config": TEXT
+    | {
+        "model_type": "qwen3_vl_moe_text",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    "vision_config": VISION | {"model_type": "qwen3_vl_moe"},
+}
 GRIDS = {"wide": (1, 2, 4), "high": (1, 6, 2), "moving": (2, 4, 2)}
 """Images, and a video of two frames a patch."""
 

@@ -21,6 +21,7 @@ from relax_hpc.models.hf_files import read_config
 from relax_hpc.training.model import PolicyModel
 from tests.convert_helpers import DENSE, LLAMA, MIXED, content, model, to
 from tests.convert_rank import CASES
+from tests.media_helpers import QWEN3_VL, QWEN3_VL_MOE
 from tests.training_helpers import batch, launch, load, one_rank_fixture, rows, save, tiny_model, trainer  # noqa: F401
 
 pytestmark = [pytest.mark.run, pytest.mark.usefixtures("one_rank")]
@@ -33,6 +34,8 @@ pytestmark = [pytest.mark.run, pytest.mark.usefixtures("one_rank")]
         (MIXED, True),
         (MIXED | {"norm_topk_prob": False}, False),
         (LLAMA, False),
+        (QWEN3_VL, False),
+        (QWEN3_VL_MOE, True),
     ],
 )
 def test_logits_are_those_of_transformers(tmp_path: Path, config: dict, packed: bool):
@@ -41,6 +44,7 @@ def test_logits_are_those_of_transformers(tmp_path: Path, config: dict, packed: 
     assert found["tokens"] == 8 and found["largest"] > 1.0 and found["largest_difference"] < 1e-4 * found["largest"]
     back = to(tmp_path / "megatron", tmp_path / "again", verify="all", prompt="5,6,7,8,9,10,11,12")["logits"]
     assert back == found
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
 
 
 def test_any_split_loads_it_and_any_split_can_be_converted(tmp_path: Path):

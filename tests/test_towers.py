@@ -16,7 +16,7 @@ from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.trainer import Trainer, supervised_loss
 from relax_hpc.transfer_queue.row_schema import Row
 from tests.convert_helpers import model
-from tests.media_helpers import QWEN3_VL, ROW_MEDIA, media_row, transformers_logprobs, transformers_model
+from tests.media_helpers import QWEN3_VL, QWEN3_VL_MOE, ROW_MEDIA, media_row, transformers_logprobs, transformers_model
 from tests.requirements import DEVICE
 from tests.training_helpers import ALGORITHM, actor_settings, one_rank_fixture, policy  # noqa: F401
 
@@ -49,10 +49,10 @@ def tower_gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: value.main_grad for name, value in trainer.model.module.towers.visual.named_parameters()}
 
 
-@pytest.mark.parametrize("config", [QWEN3_VL], ids=["qwen3_vl"])
+@pytest.mark.parametrize("config", [QWEN3_VL, QWEN3_VL_MOE], ids=["qwen3_vl", "qwen3_vl_moe"])
 def test_logprobs_with_media_match_transformers(tmp_path: Path, config: dict):
-    """At all positions, in packs with and without media."""
-    directory = model(tmp_path / "hf", config)
+    """At all positions, in packs with and without media; experts in one tensor, as they are published."""
+    directory = model(tmp_path / "hf", config, packed=True)
     ours, theirs = policy(directory), transformers_model(directory)
     whole = [[{key: row[key] for key in ("token_ids", "spans")} for row in rows] for rows in PACKS]
     found = ours.forward_logprobs([collate(rows, 0, DEVICE, media=ROW_MEDIA) for rows in whole], 1.0)

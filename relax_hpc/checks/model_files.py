@@ -15,6 +15,7 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.models.families import problems, spec_of
 from relax_hpc.models.hf_mapping import check_names
 from relax_hpc.models.spec import ModelSpec
+from relax_hpc.models.stored_pieces import by_piece
 
 if TYPE_CHECKING:
     from relax_hpc.data.prompts import Tokenizer
@@ -169,7 +170,7 @@ def _headers(path: Path, files: list[Path], spec: ModelSpec | None) -> Iterator[
             yield f"{file}: not a whole safetensors file ({error}); download it again"
     if spec and whole:
         try:
-            check_names(spec, shapes, str(path))
+            check_names(spec, by_piece(spec, shapes, shapes)[1], str(path))
         except ConfigError as error:
             yield str(error)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from relax_hpc.errors import ConfigError
-from relax_hpc.models.hf_mapping import StoredForm, all_pieces, stored_forms
+from relax_hpc.models.hf_mapping import Piece, StoredForm, all_pieces, stored_forms
 from relax_hpc.models.spec import ModelSpec
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -35,6 +35,17 @@ class Stored:
     @property
     def bytes(self) -> int:
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Place of a piece in a file."""
+
+    path: Path
+    stored: Stored
+    """The piece, or the block turned around that it is a part of."""
+    rows: slice | None = None
+    """Rows that it has of the block; None: it is no part of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +113,7 @@ class HfTensors:
         self.directory = directory
         self.headers = {path.name: read_header(path) for path in paths}
         """Header of each file, by name."""
-        self._place: dict[str, tuple[Path, Stored]] = {}
+        self._place: dict[str, Place] = {}
         forms = stored_forms(spec)
         for path in paths:
             for name, stored in self.headers[path.name].tensors.items():
@@ -115,35 +126,51 @@ class HfTensors:
         if stored.shape != form.shape:
             raise ConfigError(f"{path}: tensor {name} has shape {list(stored.shape)}, expected {list(form.shape)}")
         if spec.tied and name == spec.output:
-            self._place[name] = path, stored
+            self._place[name] = Place(path, stored)
             return
-        at = stored.start
-        for piece in form.pieces:
+        for piece, place in _places(path, stored, form):
             if piece.name in self._place:
                 raise ConfigError(f"{path}: tensor {name}: {piece.name} lies in another file or tensor too")
-            one = Stored(stored.dtype, piece.shape, at)
-            self._place[piece.name], at = (path, one), at + one.bytes
+            self._place[piece.name] = place
 
     def _check_complete(self, spec: ModelSpec) -> None:
         for name, piece in all_pieces(spec).items():
             if name not in self._place:
                 where = f"{self.directory}: tensor {name}"
                 raise ConfigError(f"{where} is missing, expected shape {list(piece.shape)}")
-        if spec.tied and spec.output in self._place:
-            path, stored = self._place[spec.output]
-            if not torch.equal(_read(path, stored), self.read(spec.embedding)):
-                raise ConfigError(
-                    f"{path}: tensor {spec.output} differs from {spec.embedding}, and config.json has "
-                    "tie_word_embeddings true; one of the two is wrong"
-                )
+        copied = spec.tied and spec.output in self._place
+        if copied and not torch.equal(self.read(spec.output), self.read(spec.embedding)):
+            raise ConfigError(
+                f"{self._place[spec.output].path}: tensor {spec.output} differs from {spec.embedding}, and config.json "
+                "has tie_word_embeddings true; one of the two is wrong"
+            )
 
     def dtype(self, name: str) -> torch.dtype:
         """Type of a piece."""
-        return DTYPES[self._place[name][1].dtype]
+        return DTYPES[self._place[name].stored.dtype]
 
     def read(self, name: str) -> Tensor:
         """Tensor of a piece."""
-        return _read(*self._place[name])
+        place = self._place[name]
+        whole = _read(place.path, place.stored)
+        return whole if place.rows is None else whole[:, place.rows].t().contiguous()
+
+
+def _places(path: Path, stored: Stored, form: StoredForm) -> Iterator[tuple[Piece, Place]]:
+    """Places of the pieces of a tensor."""
+    at = stored.start
+    if not form.turned:
+        for piece in form.pieces:
+            one = Stored(stored.dtype, piece.shape, at)
+            yield piece, Place(path, one)
+            at += one.bytes
+        return
+    for pieces in form.blocks:
+        block, first = Stored(stored.dtype, stored.shape[1:], at), 0
+        for piece in pieces:
+            yield piece, Place(path, block, slice(first, first + piece.shape[0]))
+            first += piece.shape[0]
+        at += block.bytes
 
 
 def _read(path: Path, stored: Stored) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -91,11 +91,11 @@ class MegatronTensors:
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """A safetensors file to write: its header, and the pieces whose bytes follow."""
+    """A safetensors file to write: its header, and the tensors whose bytes follow."""
 
     name: str
     header: str
-    pieces: tuple[str, ...]
+    forms: tuple[StoredForm, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +131,10 @@ class ToHf:
         order = sorted(about, key=lambda tensor: about[tensor]["data_offsets"])
         if unknown := [tensor for tensor in order if tensor not in forms]:
             raise ConfigError(f"{self.small_files}: unknown tensor {unknown[0]} in the headers of {name}")
-        pieces = tuple(piece.name for tensor in order for piece in forms[tensor].pieces)
         types = {tensor: TYPE_NAMES[self.dtype_of(forms[tensor].pieces[0].name)] for tensor in order}
         if any(about[tensor]["dtype"] != types[tensor] for tensor in order):
             text = header_text([(tensor, types[tensor], forms[tensor].shape) for tensor in order], metadata)
-        return FilePlan(name, text, pieces)
+        return FilePlan(name, text, tuple(forms[tensor] for tensor in order))
 
     def _new_files(self) -> list[FilePlan]:
         pieces, plans = all_pieces(self.spec), []
@@ -144,17 +143,24 @@ class ToHf:
         for number, names in enumerate(groups):
             about = [(name, TYPE_NAMES[self.dtype_of(name)], pieces[name].shape) for name in names]
             file = file_name(number, len(groups))
-            plans.append(FilePlan(file, header_text(about, {"format": "pt"}), tuple(names)))
+            forms = tuple(StoredForm(pieces[name].shape, (pieces[name],)) for name in names)
+            plans.append(FilePlan(file, header_text(about, {"format": "pt"}), forms))
         return plans
 
     def write(self, work: Workspace, progress: Callable[[str], None], check: Callable[[Path], None]) -> None:
         """All files, those that are finished left as they are; if it passes the ``check``, the directory appears."""
         plans = self.files()
         for number, plan in enumerate(plans, start=1):
-            tensors = (self.source.read(name).to(self.dtype_of(name)) for name in plan.pieces)
+            tensors = (tensor for form in plan.forms for tensor in self._parts(form))
             record = work.file(plan.name, partial(write_tensors, text=plan.header, tensors=tensors))
             progress(f"file {number} of {len(plans)}, {record['bytes'] / 1e6:.1f} MB: {plan.name}")
         work.finish(lambda path: self._describe(path, plans), check)
+
+    def _parts(self, form: StoredForm) -> Iterator[Tensor]:
+        """Parts of a tensor whose bytes follow each other."""
+        for block in form.blocks if form.turned else [(piece,) for piece in form.pieces]:
+            rows = [self.source.read(piece.name).to(self.dtype_of(piece.name)) for piece in block]
+            yield torch.cat(rows).t() if form.turned else rows[0]
 
     def _describe(self, path: Path, plans: list[FilePlan]) -> None:
         for pattern in SMALL_FILES:
@@ -178,7 +184,7 @@ class ToHf:
             where = {name: file for file, found in names.items() for name in found}
             pieces = all_pieces(self.spec)
             sizes = {name: math.prod(piece.shape) * self.dtype_of(name).itemsize for name, piece in pieces.items()}
-            total = sum(sizes[name] for plan in plans for name in plan.pieces)
+            total = sum(sizes[piece.name] for plan in plans for form in plan.forms for piece in form.pieces)
             about = {"metadata": {"total_size": total}, "weight_map": where}
             (path / INDEX).write_text(json.dumps(about, indent=2) + "\n")
 

@@ -7,7 +7,7 @@ rank reads only its slices.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -70,10 +70,19 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class StoredForm:
-    """A tensor as a file may hold it: the bytes of its pieces, one after the other."""
+    """A tensor as a file may hold it: the bytes of its pieces, one after the other, or those of its blocks."""
 
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
+    turned: bool = False
+    """Whether it is [blocks, columns, rows] of blocks that have each as many of the pieces, their rows one after the
+    other."""
+
+    @property
+    def blocks(self) -> list[tuple[Piece, ...]]:
+        """Pieces by block, of a tensor that has three axes."""
+        size = len(self.pieces) // self.shape[0]
+        return [self.pieces[first : first + size] for first in range(0, len(self.pieces), size)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +145,7 @@ def of_experts(entries: Iterable[Entry], experts: range) -> list[Entry]:
     return found
 
 
-def check_names(spec: ModelSpec, found: dict[str, tuple[int, ...]], source: str) -> None:
+def check_names(spec: ModelSpec, found: Mapping[str, tuple[int, ...]], source: str) -> None:
     """ConfigError naming the first tensor of `source` that is missing, unknown or of another shape.
 
     Tied checkpoints often repeat the embedding as lm_head.weight; that one is ignored.

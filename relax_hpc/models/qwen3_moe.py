@@ -43,6 +43,9 @@ class Qwen3Moe(ModelSpec):
     # Qwen3MoeForCausalLM of SGLang 0.5.21 leaves its output layer as it was allocated.
     sglang_ties = False
 
+    turned: ClassVar[bool] = False
+    """Whether tensors of files that hold all experts of a layer have each turned around."""
+
     normalised: bool
     """Whether the probabilities of the chosen ones add up to 1."""
 
@@ -104,14 +107,16 @@ class Qwen3Moe(ModelSpec):
             yield from self.gated(*names, self.inner, expert)
 
     def packed_forms(self, pieces: Mapping[str, Piece]) -> dict[str, StoredForm]:
-        """All experts of a layer in one tensor, as transformers 5 has them in memory ([experts, rows, columns])."""
+        """All experts of a layer in one tensor, as transformers 5 has them in memory, [experts, rows, columns], or
+        turned around."""
         forms = {}
         for layer in range(self.layers):
             prefix = f"{self.decoder}layers.{layer}.mlp.experts."
             for name, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
                 packed = [pieces[f"{prefix}{e}.{part}.weight"] for e in range(self.experts) for part in parts]
                 rows, columns = packed[0].shape
-                forms[prefix + name] = StoredForm((self.experts, rows * len(parts), columns), tuple(packed))
+                block = (columns, rows * len(parts)) if self.turned else (rows * len(parts), columns)
+                forms[prefix + name] = StoredForm((self.experts, *block), tuple(packed), self.turned)
         return forms
 
     def transformer(self, parallel: ParallelConfig) -> dict[str, Any]:

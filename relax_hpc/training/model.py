@@ -32,6 +32,7 @@ from relax_hpc.models.hf_mapping import (
 from relax_hpc.models.packs import PackSplit
 from relax_hpc.models.replay import Routes
 from relax_hpc.models.stages import stage_layers
+from relax_hpc.models.stored_pieces import by_piece
 from relax_hpc.models.towers.media import MediaPass
 from relax_hpc.training import parallel as ranks
 from relax_hpc.training.batches import Batch
@@ -126,7 +127,8 @@ class PolicyModel:
         self._load(tensors, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, "weights")
 
     @torch.no_grad()
-    def _load(self, source: Mapping[str, Any], shapes: dict[str, tuple[int, ...]], name: str) -> None:
+    def _load(self, source: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], name: str) -> None:
+        source, shapes = by_piece(self.spec, source, shapes)
         check_names(self.spec, shapes, name)
         self._transfers.copy(self._live_pairs(source))
 

@@ -1,0 +1,58 @@
+"""Pieces of a model out of tensors that hold several of them, as some files do; see `hf_mapping.StoredForm`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from relax_hpc.models.hf_mapping import Piece, StoredForm, all_pieces
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from relax_hpc.models.spec import ModelSpec
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPiece:
+    """One piece [rows, columns] of a tensor, read when it is sliced."""
+
+    tensor: Any
+    """The tensor [blocks, ., .], or anything that slices like it, such as a lazy safetensors slice."""
+    block: int
+    first: int
+    """First row of it in its block."""
+    rows: int
+    turned: bool
+    """Whether blocks lie turned around."""
+
+    def __getitem__(self, part: slice | tuple[slice, slice]) -> Tensor:
+        rows, columns = part if isinstance(part, tuple) else (part, slice(None))
+        start, stop, _ = rows.indices(self.rows)
+        block, own = slice(self.block, self.block + 1), slice(self.first + start, self.first + stop)
+        return self.tensor[block, columns, own][0].t() if self.turned else self.tensor[block, own, columns][0]
+
+
+def by_piece(spec: ModelSpec, source: Mapping[str, Any], shapes: Shapes) -> tuple[Mapping[str, Any], Shapes]:
+    """``source`` and the ``shapes`` of its tensors with pieces in the place of tensors that hold several."""
+    forms = spec.packed_forms(all_pieces(spec)) if spec.experts else {}
+    found = {name: form for name, form in forms.items() if shapes.get(name) == form.shape}
+    if not found:
+        return source, shapes
+    pieces: dict[str, Any] = {name: source[name] for name in source if name not in found}
+    sizes = {name: shape for name, shape in shapes.items() if name not in found}
+    for name, form in found.items():
+        for piece, place in _places(source[name], form):
+            pieces[piece.name], sizes[piece.name] = place, piece.shape
+    return pieces, sizes
+
+
+def _places(tensor: Any, form: StoredForm) -> Iterator[tuple[Piece, StoredPiece]]:
+    for number, block in enumerate(form.blocks):
+        first = 0
+        for piece in block:
+            yield piece, StoredPiece(tensor, number, first, piece.shape[0], form.turned)
+            first += piece.shape[0]
