@@ -124,6 +124,8 @@ def positions(row: Row) -> np.ndarray:
 
 
 ROW_MEDIA = RowMedia(MEDIA, positions)
+_OF_ROWS = (["wide"], ["high", "wide"], [], ["moving"], ["wide"])
+ROWS = [media_row(names, seed) for seed, names in enumerate(_OF_ROWS)]
 
 
 def transformers_logprobs(model: Any, row: Row) -> torch.Tensor:

@@ -16,13 +16,12 @@ from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.trainer import Trainer, supervised_loss
 from relax_hpc.transfer_queue.row_schema import Row
 from tests.convert_helpers import model
-from tests.media_helpers import QWEN3_VL, QWEN3_VL_MOE, ROW_MEDIA, media_row, transformers_logprobs, transformers_model
+from tests.media_helpers import QWEN3_VL, QWEN3_VL_MOE, ROW_MEDIA, ROWS, transformers_logprobs, transformers_model
 from tests.requirements import DEVICE
 from tests.training_helpers import ALGORITHM, actor_settings, one_rank_fixture, policy  # noqa: F401
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_rank")]
 
-ROWS = [media_row(names, seed) for seed, names in enumerate((["wide"], ["high", "wide"], [], ["moving"], ["wide"]))]
 PACKS = ROWS[:2], ROWS[2:3], ROWS[3:]
 
 
