@@ -21,12 +21,8 @@ SHARDED = {"distributed": True}
 DENSE: Layouts = {
     "tensor": {"parallel": {"tensor": 2}},
     "tensor and sequence": {"parallel": {"tensor": 2, "sequence_parallel": True}, "recompute": "full"},
-    # A rank without media has gradients of its towers when the other has, and their sums begin meanwhile.
-    "data": {
-        "parallel": {"data": 2},
-        "optimizer": SHARDED | {"overlap_gradients": True},
-        "megatron": {"bucket_size": 4000},
-    },
+    # In one bucket: that of the rank without media is ready too when the backward pass is through.
+    "data": {"parallel": {"data": 2}, "optimizer": SHARDED | {"overlap_gradients": True}},
     "pipeline": {"parallel": {"pipeline": 2}, "recompute": "selective"},
     "context": {"parallel": {"context": 2}},
 }
