@@ -10,7 +10,10 @@ import numpy as np
 import torch
 
 from relax_hpc.models.hf_files import read_config
-from relax_hpc.models.towers.media import RowMedia, TowerInput
+from relax_hpc.models.towers.media import RowMedia
+from relax_hpc.multimodal.features import patches
+from relax_hpc.multimodal.medium import Kind, Medium
+from relax_hpc.multimodal.rules import Rules
 from relax_hpc.transfer_queue.row_schema import Row
 from relax_hpc.transformers_hook import install_transformers_hook
 
@@ -75,14 +78,20 @@ GRIDS = {"wide": (1, 2, 4), "high": (1, 6, 2), "moving": (2, 4, 2)}
 """Images, and a video of two frames a patch."""
 
 
-def medium(name: str) -> TowerInput:
+RULES = Rules(patch=4, merge=2, temporal=2)
+
+
+def medium(name: str) -> Medium:
     """One of `GRIDS`, with content of its own."""
-    grid, rng = GRIDS[name], np.random.default_rng(sum(map(ord, name)))
-    values = rng.normal(size=(int(np.prod(grid)), 3 * 2 * 4 * 4)).astype(np.float32)
-    return TowerInput("video" if grid[0] > 1 else "image", values, grid, int(np.prod(grid)) // 4)
+    (time, height, width), rng = GRIDS[name], np.random.default_rng(sum(map(ord, name)))
+    frames = rng.integers(0, 256, (2 * time, 4 * height, 4 * width, 3), np.uint8)
+    if time > 1:
+        return Medium(Kind.VIDEO, frames, GRIDS[name], tuple(map(float, range(time))))
+    return Medium(Kind.IMAGE, frames[0], GRIDS[name])
 
 
 MEDIA = {name: medium(name) for name in GRIDS}
+ROW_MEDIA = RowMedia.of(MEDIA, RULES)
 
 
 def media_row(names: Sequence[str], seed: int, answer: int = 5) -> Row:
@@ -90,11 +99,12 @@ def media_row(names: Sequence[str], seed: int, answer: int = 5) -> Row:
     rng = np.random.default_rng(seed)
     ids, spans = rng.integers(1, 50, 3).tolist(), []
     for name in names:
-        one, frames = MEDIA[name], GRIDS[name][0]
+        frames = GRIDS[name][0]
+        length, kind = RULES.tokens(MEDIA[name]) // frames, MEDIA[name].kind
         for _ in range(frames):
             ids += [int(rng.integers(1, 50)), START]
-            spans.append({"kind": one.kind, "start": len(ids), "length": one.tokens // frames, "media_id": name})
-            ids += [VIDEO if one.kind == "video" else IMAGE] * (one.tokens // frames) + [END]
+            spans.append({"kind": kind, "start": len(ids), "length": length, "media_id": name})
+            ids += [VIDEO if kind is Kind.VIDEO else IMAGE] * length + [END]
     ids += rng.integers(1, 50, answer).tolist()
     mask = (np.arange(len(ids)) >= len(ids) - answer).astype(np.uint8)
     old = (rng.normal(size=len(ids)) * 0.3 - 4).astype(np.float32) * mask
@@ -110,20 +120,6 @@ def media_row(names: Sequence[str], seed: int, answer: int = 5) -> Row:
     }
 
 
-def positions(row: Row) -> np.ndarray:
-    """Position ids of a row, [3, tokens]: an image goes on for as long as its longer side, and so does each frame."""
-    out, here, at = np.zeros((3, len(row["token_ids"])), np.int64), 0, 0
-    for span in row["spans"]:
-        out[:, at : span["start"]] = here + np.arange(span["start"] - at)
-        here, at = here + span["start"] - at, span["start"] + span["length"]
-        height, width = (side // 2 for side in GRIDS[span["media_id"]][1:])
-        out[:, span["start"] : at] = here + np.indices((1, height, width)).reshape(3, -1)
-        here += max(height, width)
-    out[:, at:] = here + np.arange(out.shape[1] - at)
-    return out
-
-
-ROW_MEDIA = RowMedia(MEDIA, positions)
 _OF_ROWS = (["wide"], ["high", "wide"], [], ["moving"], ["wide"])
 ROWS = [media_row(names, seed) for seed, names in enumerate(_OF_ROWS)]
 
@@ -139,7 +135,7 @@ def transformers_logprobs(model: Any, row: Row) -> torch.Tensor:
     ):
         names = list(dict.fromkeys(span["media_id"] for span in row["spans"] if span["kind"] == kind))
         if names:
-            given[values] = torch.from_numpy(np.concatenate([MEDIA[name].values for name in names]))
+            given[values] = torch.from_numpy(np.concatenate([patches(MEDIA[name], RULES) for name in names]))
             given[grids] = torch.tensor([GRIDS[name] for name in names])
     logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **given).logits[0].float()
     banned = torch.tensor([config.image_token_id, config.video_token_id])

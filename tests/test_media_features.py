@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-
 from relax_hpc.engines.transformers_hook import install_transformers_hook
+
 from relax_hpc.multimodal import features, image
 from relax_hpc.multimodal.bad import BadMedium
 from relax_hpc.multimodal.medium import Header, Kind, Medium

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -12,9 +12,13 @@ from torch import Tensor
 
 from relax_hpc.models.packs import PackSplit, Places
 from relax_hpc.models.upload import upload
+from relax_hpc.multimodal.features import mel, patches
+from relax_hpc.multimodal.medium import Grid, Kind, Medium
+from relax_hpc.multimodal.positions import positions
+from relax_hpc.multimodal.rules import Rules
 
 Row = Mapping[str, Any]
-_TOWERS = {"image": "visual", "video": "visual", "audio": "audio"}
+_TOWERS = {Kind.IMAGE: "visual", Kind.VIDEO: "visual", Kind.AUDIO: "audio"}
 """Names of towers by the kinds of media."""
 
 
@@ -22,14 +26,18 @@ _TOWERS = {"image": "visual", "video": "visual", "audio": "audio"}
 class TowerInput:
     """One medium as its tower takes it."""
 
-    kind: str
-    """"image", "video" or "audio"."""
+    kind: Kind
     values: np.ndarray
     """float32: patches [patches, values], or the mel spectrogram of a sound turned around, [frames, bins]."""
-    grid: tuple[int, int, int]
-    """Patches in time, height and width; of a sound (1, 1, frames)."""
+    grid: Grid
     tokens: int
     """Tokens in whose places its embeddings come."""
+
+    @classmethod
+    def of(cls, medium: Medium, rules: Rules) -> Self:
+        """Build from a stored medium by the ``rules`` of the model's family."""
+        values = mel(medium, rules).T if medium.kind is Kind.AUDIO else patches(medium, rules)
+        return cls(medium.kind, np.ascontiguousarray(values), medium.grid, rules.tokens(medium))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +48,15 @@ class RowMedia:
     """Media by their ids."""
     positions: Callable[[Row], np.ndarray]
     """Position ids (time, height, width) of a row with media, [3, tokens]."""
+
+    @classmethod
+    def of(cls, media: Mapping[str, Medium], rules: Rules) -> Self:
+        """Build from stored media by their ids. Not in the thread that trains: values of a large image take a while."""
+
+        def of_row(row: Row) -> np.ndarray:
+            return positions(len(row["token_ids"]), row["spans"], media, rules)
+
+        return cls({name: TowerInput.of(medium, rules) for name, medium in media.items()}, of_row)
 
 
 @dataclass(frozen=True, slots=True)
