@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,13 @@ import torch
 
 from relax_hpc.models.hf_files import read_config
 from relax_hpc.models.towers.media import RowMedia
-from relax_hpc.multimodal.features import patches
+from relax_hpc.multimodal.features import mel, patches
 from relax_hpc.multimodal.medium import Kind, Medium
 from relax_hpc.multimodal.rules import Rules
 from relax_hpc.transfer_queue.row_schema import Row
 from relax_hpc.transformers_hook import install_transformers_hook
 
-IMAGE, VIDEO, START, END = 60, 59, 58, 57
+IMAGE, VIDEO, START, END, AUDIO, SOUND = 60, 59, 58, 57, 56, 55
 VISION = {
     "model_type": "qwen3_vl",
     "depth": 3,
@@ -74,37 +75,79 @@ QWEN3_VL_MOE = QWEN3_VL | {
     },
     "vision_config": VISION | {"model_type": "qwen3_vl_moe"},
 }
+_OMNI_TEXT = QWEN3_VL_MOE["text_config"] | {"model_type": "qwen3_omni_moe_text"}
+AUDIO_CONFIG = {
+    "model_type": "qwen3_omni_moe_audio_encoder",
+    "num_mel_bins": 16,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 24,
+    "d_model": 16,
+    "downsample_hidden_size": 4,
+    "output_dim": 32,
+    "n_window": 50,
+    "n_window_infer": 200,
+    "conv_chunksize": 500,
+    "max_source_positions": 100,
+}
+QWEN3_OMNI_THINKER = {
+    "architectures": ["Qwen3OmniMoeThinkerForConditionalGeneration"],
+    "model_type": "qwen3_omni_moe_thinker",
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "audio_token_id": AUDIO,
+    "vision_start_token_id": START,
+    "audio_start_token_id": SOUND,
+    "position_id_per_seconds": 13,
+    "text_config": _OMNI_TEXT,
+    "vision_config": VISION | {"model_type": "qwen3_omni_moe_vision_encoder"},
+    "audio_config": AUDIO_CONFIG,
+}
+QWEN3_OMNI = {
+    "architectures": ["Qwen3OmniMoeForConditionalGeneration"],
+    "model_type": "qwen3_omni_moe",
+    "thinker_config": {key: value for key, value in QWEN3_OMNI_THINKER.items() if key != "architectures"},
+    "talker_config": {"whatever": 1},
+}
 GRIDS = {"wide": (1, 2, 4), "high": (1, 6, 2), "moving": (2, 4, 2)}
 """Images, and a video of two frames a patch."""
-
-
+FRAMES = {"beep": 37, "speech": 230}
+"""Mel frames of sounds: less than a chunk, and more than a window."""
 RULES = Rules(patch=4, merge=2, temporal=2)
+OMNI_RULES = replace(RULES, stamped=False, positions_a_second=13.0, rate=16000, mel_bins=16)
+_PLACEHOLDERS = {Kind.IMAGE: IMAGE, Kind.VIDEO: VIDEO, Kind.AUDIO: AUDIO}
 
 
 def medium(name: str) -> Medium:
-    """One of `GRIDS`, with content of its own."""
-    (time, height, width), rng = GRIDS[name], np.random.default_rng(sum(map(ord, name)))
+    """One of `GRIDS` or `FRAMES`, with content of its own."""
+    rng = np.random.default_rng(sum(map(ord, name)))
+    if name in FRAMES:
+        samples = rng.integers(-9999, 9999, 160 * FRAMES[name]).astype(np.int16)
+        return Medium(Kind.AUDIO, samples, (1, 1, FRAMES[name]))
+    time, height, width = GRIDS[name]
     frames = rng.integers(0, 256, (2 * time, 4 * height, 4 * width, 3), np.uint8)
     if time > 1:
         return Medium(Kind.VIDEO, frames, GRIDS[name], tuple(map(float, range(time))))
     return Medium(Kind.IMAGE, frames[0], GRIDS[name])
 
 
-MEDIA = {name: medium(name) for name in GRIDS}
-ROW_MEDIA = RowMedia.of(MEDIA, RULES)
+MEDIA = {name: medium(name) for name in (*GRIDS, *FRAMES)}
+ROW_MEDIA = RowMedia.of({name: MEDIA[name] for name in GRIDS}, RULES)
+OMNI_MEDIA = RowMedia.of(MEDIA, OMNI_RULES)
 
 
-def media_row(names: Sequence[str], seed: int, answer: int = 5) -> Row:
+def media_row(names: Sequence[str], seed: int, answer: int = 5, rules: Rules = RULES) -> Row:
     """A row of text and media by turns, of whose tokens the last ``answer`` are trained."""
     rng = np.random.default_rng(seed)
     ids, spans = rng.integers(1, 50, 3).tolist(), []
     for name in names:
-        frames = GRIDS[name][0]
-        length, kind = RULES.tokens(MEDIA[name]) // frames, MEDIA[name].kind
-        for _ in range(frames):
-            ids += [int(rng.integers(1, 50)), START]
-            spans.append({"kind": kind, "start": len(ids), "length": length, "media_id": name})
-            ids += [VIDEO if kind is Kind.VIDEO else IMAGE] * length + [END]
+        one = MEDIA[name]
+        parts = one.grid[0] if rules.stamped else 1
+        length = rules.tokens(one) // parts
+        for _ in range(parts):
+            ids += [int(rng.integers(1, 50)), SOUND if one.kind is Kind.AUDIO else START]
+            spans.append({"kind": one.kind, "start": len(ids), "length": length, "media_id": name})
+            ids += [_PLACEHOLDERS[one.kind]] * length + [END]
     ids += rng.integers(1, 50, answer).tolist()
     mask = (np.arange(len(ids)) >= len(ids) - answer).astype(np.uint8)
     old = (rng.normal(size=len(ids)) * 0.3 - 4).astype(np.float32) * mask
@@ -124,22 +167,45 @@ _OF_ROWS = (["wide"], ["high", "wide"], [], ["moving"], ["wide"])
 ROWS = [media_row(names, seed) for seed, names in enumerate(_OF_ROWS)]
 
 
-def transformers_logprobs(model: Any, row: Row) -> torch.Tensor:
+OMNI_ROWS = [
+    media_row(names, seed, rules=OMNI_RULES)
+    for seed, names in enumerate((["beep"], ["high", "moving"], [], ["speech", "wide"], ["moving"]))
+]
+
+
+def transformers_logprobs(model: Any, row: Row, omni: bool = False) -> torch.Tensor:
     """Log-probabilities of a row's tokens but the first, by transformers, where placeholders have none."""
-    config, ids = model.config, torch.tensor(row["token_ids"][None].astype(np.int64))
-    kinds = (ids == config.image_token_id).int() + 2 * (ids == config.video_token_id).int()
-    given: dict[str, Any] = {"mm_token_type_ids": kinds}
+    ids = torch.tensor(row["token_ids"][None].astype(np.int64))
+    kinds = {"mm_token_type_ids": (ids == IMAGE).int() + 2 * (ids == VIDEO).int()}
+    given = _visual(row) | (_omni(row) if omni else kinds)
+    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **given).logits[0].float()
+    banned = torch.tensor([IMAGE, VIDEO, AUDIO] if omni else [IMAGE, VIDEO])
+    return logits.index_fill(1, banned, -1e4).log_softmax(-1)[:-1].gather(-1, ids[0, 1:, None])[:, 0]
+
+
+def _named(row: Row, kind: Kind) -> list[str]:
+    return list(dict.fromkeys(span["media_id"] for span in row["spans"] if span["kind"] == kind))
+
+
+def _visual(row: Row) -> dict[str, Any]:
+    given: dict[str, Any] = {}
     for kind, values, grids in (
-        ("image", "pixel_values", "image_grid_thw"),
-        ("video", "pixel_values_videos", "video_grid_thw"),
+        (Kind.IMAGE, "pixel_values", "image_grid_thw"),
+        (Kind.VIDEO, "pixel_values_videos", "video_grid_thw"),
     ):
-        names = list(dict.fromkeys(span["media_id"] for span in row["spans"] if span["kind"] == kind))
-        if names:
+        if names := _named(row, kind):
             given[values] = torch.from_numpy(np.concatenate([patches(MEDIA[name], RULES) for name in names]))
             given[grids] = torch.tensor([GRIDS[name] for name in names])
-    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **given).logits[0].float()
-    banned = torch.tensor([config.image_token_id, config.video_token_id])
-    return logits.index_fill(1, banned, -1e4).log_softmax(-1)[:-1].gather(-1, ids[0, 1:, None])[:, 0]
+    return given
+
+
+def _omni(row: Row) -> dict[str, Any]:
+    given: dict[str, Any] = {"video_second_per_grid": torch.ones(len(_named(row, Kind.VIDEO)))}
+    if names := _named(row, Kind.AUDIO):
+        sounds = [torch.from_numpy(mel(MEDIA[name], OMNI_RULES)) for name in names]
+        given["input_features"] = torch.stack(sounds)
+        given["feature_attention_mask"] = torch.ones(len(sounds), sounds[0].shape[1], dtype=torch.long)
+    return given
 
 
 def transformers_model(directory: Path) -> Any:

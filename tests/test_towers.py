@@ -16,7 +16,17 @@ from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.trainer import Trainer, supervised_loss
 from relax_hpc.transfer_queue.row_schema import Row
 from tests.convert_helpers import model
-from tests.media_helpers import QWEN3_VL, QWEN3_VL_MOE, ROW_MEDIA, ROWS, transformers_logprobs, transformers_model
+from tests.media_helpers import (
+    OMNI_MEDIA,
+    OMNI_ROWS,
+    QWEN3_OMNI_THINKER,
+    QWEN3_VL,
+    QWEN3_VL_MOE,
+    ROW_MEDIA,
+    ROWS,
+    transformers_logprobs,
+    transformers_model,
+)
 from tests.requirements import DEVICE
 from tests.training_helpers import ALGORITHM, actor_settings, one_rank_fixture, policy  # noqa: F401
 
@@ -48,15 +58,17 @@ def tower_gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: value.main_grad for name, value in trainer.model.module.towers.visual.named_parameters()}
 
 
-@pytest.mark.parametrize("config", [QWEN3_VL, QWEN3_VL_MOE], ids=["qwen3_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize("config", [QWEN3_VL, QWEN3_VL_MOE, QWEN3_OMNI_THINKER], ids=lambda one: one["model_type"])
 def test_logprobs_with_media_match_transformers(tmp_path: Path, config: dict):
-    """At all positions, in packs with and without media; experts in one tensor, as they are published."""
-    directory = model(tmp_path / "hf", config, packed=True)
+    """At all positions, in packs with and without media; experts in one tensor where they are published so."""
+    omni = "audio_config" in config
+    directory = model(tmp_path / "hf", config, packed=not omni)
     ours, theirs = policy(directory), transformers_model(directory)
-    whole = [[{key: row[key] for key in ("token_ids", "spans")} for row in rows] for rows in PACKS]
-    found = ours.forward_logprobs([collate(rows, 0, DEVICE, media=ROW_MEDIA) for rows in whole], 1.0)
-    for row, mine in zip(ROWS, found, strict=True):
-        expected = transformers_logprobs(theirs, row).detach().numpy()
+    rows, media = (OMNI_ROWS, OMNI_MEDIA) if omni else (ROWS, ROW_MEDIA)
+    whole = [{key: row[key] for key in ("token_ids", "spans")} for row in rows]
+    packs = [collate(part, 0, DEVICE, media=media) for part in (whole[:2], whole[2:3], whole[3:])]
+    for row, mine in zip(rows, ours.forward_logprobs(packs, 1.0), strict=True):
+        expected = transformers_logprobs(theirs, row, omni).detach().numpy()
         np.testing.assert_allclose(mine[1:], expected, atol=2e-5)
     assert expected[-5:].std() > 0.1
 

@@ -16,6 +16,7 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.models.llama import Llama
 from relax_hpc.models.qwen3 import Qwen3
 from relax_hpc.models.qwen3_moe import Qwen3Moe
+from relax_hpc.models.qwen3_omni_moe import Qwen3OmniMoe, Qwen3OmniMoeThinker
 from relax_hpc.models.qwen3_vl import Qwen3VL
 from relax_hpc.models.qwen3_vl_moe import Qwen3VLMoe
 from relax_hpc.models.rules import ROPE, Section
@@ -25,7 +26,15 @@ from relax_hpc.routes import RouteShape
 if TYPE_CHECKING:
     from relax_hpc.config.schema import ModelConfig
 
-_FAMILIES: tuple[type[ModelSpec], ...] = (Qwen3, Qwen3Moe, Llama, Qwen3VL, Qwen3VLMoe)
+_FAMILIES: tuple[type[ModelSpec], ...] = (
+    Qwen3,
+    Qwen3Moe,
+    Llama,
+    Qwen3VL,
+    Qwen3VLMoe,
+    Qwen3OmniMoe,
+    Qwen3OmniMoeThinker,
+)
 FAMILIES = {family.model_type: family for family in _FAMILIES}
 """Families by `model_type`. A new one is a class in a file of its own, and its name here."""
 _OVERRULES: dict[Use, str] = {"train": "model.ignore_keys", "convert": "--ignore-keys"}

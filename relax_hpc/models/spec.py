@@ -50,6 +50,8 @@ class ModelSpec:
     """Beginning of the names of the decoder's tensors in Hugging Face files."""
     output: ClassVar[str] = "lm_head.weight"
     """Name of the output layer's tensor there."""
+    passengers: ClassVar[tuple[str, ...]] = ()
+    """Beginnings of the names of tensors there that are no part of what is trained."""
     qk_norm: ClassVar[bool] = False
     """Whether queries and keys are normalised by head."""
     row_fields: ClassVar[tuple[str, ...]] = ()

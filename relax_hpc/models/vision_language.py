@@ -25,13 +25,14 @@ class VisionLanguage(ModelSpec):
     text_type: ClassVar[str]
     """Value of `text_config.model_type`."""
     vision_types: ClassVar[tuple[str, ...]]
-    """Values of `vision_config.model_type`: as transformers 5 has it, and others."""
+    """Values of `vision_config.model_type`, as transformers 5 and others write it."""
     within: ClassVar[str] = ""
     """Beginning of the keys of the mapping that holds all of this, such as `thinker_config.`."""
     placeholder_keys: ClassVar[tuple[str, ...]] = ("image_token_id", "video_token_id")
     """Keys of the tokens in whose places media come."""
     top_rules: ClassVar[Mapping[str, Rule]] = {"vision_start_token_id": TOKEN, "vision_end_token_id": TOKEN}
     """Rules for further keys beside `text_config`."""
+    vision: ClassVar[type[VisionTower]] = VisionTower
     tower_place: ClassVar[str] = "model.visual."
     """Beginning of the names of the vision tower's tensors in Hugging Face files."""
 
@@ -39,18 +40,19 @@ class VisionLanguage(ModelSpec):
     def sections(cls) -> dict[str, Section]:
         """See `ModelSpec.sections`."""
         text = {**cls.rules(), "model_type": one_of(cls.text_type)}
+        text.pop("architectures")
         text |= {f"{name}.{key}": rule for name in ROPE for key, rule in _MROPE.items()}
         top = dict.fromkeys(cls.placeholder_keys, TOKEN) | {
-            "architectures": text.pop("architectures"),
             "text_config": MAPPING,
             "vision_config": MAPPING,
             "tie_word_embeddings": FLAG,
+            "architectures": one_of([cls.architecture]),
             **cls.top_rules,
         }
         return {
             cls.within: Section(top, ("text_config", "vision_config", *cls.placeholder_keys)),
             f"{cls.within}text_config.": Section(text, cls.needed, cls.contradictions),
-            f"{cls.within}vision_config.": VisionTower.section(*cls.vision_types),
+            f"{cls.within}vision_config.": cls.vision.section(cls.vision_types),
         }
 
     @classmethod
@@ -58,7 +60,7 @@ class VisionLanguage(ModelSpec):
         """See `ModelSpec.sizes`."""
         text = known["text_config"] | {"tie_word_embeddings": known.get("tie_word_embeddings", False)}
         return super().sizes(text) | {
-            "towers": (VisionTower.of(known["vision_config"], cls.vision_types[0], cls.tower_place),),
+            "towers": (cls.vision.of(known["vision_config"], cls.tower_place),),
             "rotary_sections": tuple(rope(text).get("mrope_section", _USUAL_SECTIONS)),
             "placeholders": tuple(sorted({known[key] for key in cls.placeholder_keys})),
         }

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import abc
+import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from relax_hpc.models.hf_mapping import Entry, Piece
 
@@ -25,6 +26,8 @@ class Tower(abc.ABC):
 
     name: ClassVar[str]
     """Name of its module, and of what it takes in `MediaInputs`."""
+    built_by: ClassVar[tuple[str, str]]
+    """Model of transformers, and the name of the class there that computes it."""
     place: str
     """Beginning of the names of its tensors in Hugging Face files."""
     out: int
@@ -41,8 +44,17 @@ class Tower(abc.ABC):
         """Names and shapes of its parameters, as its module has them."""
 
     @abc.abstractmethod
+    def config(self) -> dict[str, Any]:
+        """Content of the mapping of config.json that describes it."""
+
     def build(self) -> torch.nn.Module:
         """Its module, with random weights in float32."""
+        from relax_hpc.transformers_hook import install_transformers_hook
+
+        install_transformers_hook()
+        model, name = self.built_by
+        kind = getattr(importlib.import_module(f"transformers.models.{model}.modeling_{model}"), name)
+        return kind(kind.config_class(**self.config(), attn_implementation="sdpa"))
 
     @abc.abstractmethod
     def encode(self, module: torch.nn.Module, media: TowerMedia) -> Tensor:

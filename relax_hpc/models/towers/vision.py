@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from relax_hpc.models.rules import NUMBER, SIZE, TOKEN, Rule, Section, one_of
 from relax_hpc.models.towers.tower import Shapes, Tower, layer_norm, linear
@@ -20,18 +20,19 @@ _LEVELS = Rule(
     "a list of numbers of the tower's layers",
     lambda found: isinstance(found, list) and all(map(TOKEN.fits, found)),
 )
-_SIZES = (
-    "depth",
-    "hidden_size",
-    "intermediate_size",
-    "num_heads",
-    "in_channels",
-    "patch_size",
-    "spatial_merge_size",
-    "temporal_patch_size",
-    "out_hidden_size",
-    "num_position_embeddings",
-)
+_SIZES = {
+    "depth": "depth",
+    "hidden_size": "width",
+    "intermediate_size": "inner",
+    "num_heads": "heads",
+    "in_channels": "channels",
+    "patch_size": "patch",
+    "spatial_merge_size": "merge",
+    "temporal_patch_size": "temporal",
+    "out_hidden_size": "out",
+    "num_position_embeddings": "learned",
+}
+"""Keys of `vision_config` -> fields."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +40,14 @@ class VisionTower(Tower):
     """Vision tower, as one `vision_config` describes it."""
 
     name = "visual"
+    built_by = "qwen3_vl", "Qwen3VLVisionModel"
+    own_rules: ClassVar[Mapping[str, Rule]] = {}
+    """Rules for keys that `vision_config` has beside the usual ones."""
+    mergers: ClassVar[str] = "deepstack_merger_list"
+    """Name of the layers that make tokens of patches for layers of the decoder."""
+    merger_parts: ClassVar[tuple[str, str, str]] = ("norm", "linear_fc1", "linear_fc2")
+    """Names of the parts of a layer that makes tokens of patches."""
 
-    kind: str
-    """`model_type` by which transformers finds its class."""
     depth: int
     width: int
     inner: int
@@ -61,7 +67,7 @@ class VisionTower(Tower):
     activation: str
 
     @classmethod
-    def section(cls, *kinds: str) -> Section:
+    def section(cls, kinds: Sequence[str]) -> Section:
         """Rules for `vision_config`, whose `model_type` is one of ``kinds``."""
         rules = {
             **dict.fromkeys(_SIZES, SIZE),
@@ -69,16 +75,16 @@ class VisionTower(Tower):
             "deepstack_visual_indexes": _LEVELS,
             "hidden_act": one_of("gelu_pytorch_tanh"),
             "initializer_range": NUMBER,
+            **cls.own_rules,
         }
         return Section(rules, (*_SIZES, "deepstack_visual_indexes"))
 
     @classmethod
-    def of(cls, known: Mapping[str, Any], kind: str, place: str) -> Self:
-        """Build from the content of `vision_config`; ``kind``: see the field."""
-        names = "depth", "width", "inner", "heads", "channels", "patch", "merge", "temporal", "out", "learned"
-        sizes = dict(zip(names, (known[key] for key in _SIZES), strict=True))
+    def of(cls, known: Mapping[str, Any], place: str) -> Self:
+        """Build from the content of `vision_config`."""
+        sizes = {name: known[key] for key, name in _SIZES.items()}
         deep, activation = tuple(known["deepstack_visual_indexes"]), known.get("hidden_act", "gelu_pytorch_tanh")
-        return cls(kind=kind, place=place, deep=deep, activation=activation, **sizes)
+        return cls(place=place, deep=deep, activation=activation, **sizes)
 
     @property
     def levels(self) -> int:
@@ -92,9 +98,9 @@ class VisionTower(Tower):
         yield "pos_embed.weight", (self.learned, self.width)
         for layer in range(self.depth):
             yield from self._block(f"blocks.{layer}.")
-        yield from self.merger("merger.", self.width)
+        yield from self._merger("merger.", self.width)
         for level in range(self.levels):
-            yield from self.merger(f"deepstack_merger_list.{level}.", self.merged)
+            yield from self._merger(f"{self.mergers}.{level}.", self.merged)
 
     def _block(self, place: str) -> Shapes:
         yield from layer_norm(f"{place}norm1", self.width)
@@ -109,34 +115,17 @@ class VisionTower(Tower):
         """Width of the patches of a token together."""
         return self.width * self.merge**2
 
-    def merger(self, place: str, normed: int) -> Shapes:
+    def _merger(self, place: str, normed: int) -> Shapes:
         """Parameters of a layer that makes tokens of patches; ``normed``: the width of its norm."""
-        yield from layer_norm(f"{place}norm", normed)
-        yield from linear(f"{place}linear_fc1", self.merged, self.merged)
-        yield from linear(f"{place}linear_fc2", self.out, self.merged)
+        norm, first, second = self.merger_parts
+        yield from layer_norm(f"{place}{norm}", normed)
+        yield from linear(f"{place}{first}", self.merged, self.merged)
+        yield from linear(f"{place}{second}", self.out, self.merged)
 
-    def build(self) -> torch.nn.Module:
-        """See `Tower.build`."""
-        from relax_hpc.transformers_hook import install_transformers_hook
-
-        install_transformers_hook()
-        from transformers import AutoConfig, AutoModel
-
-        names = {
-            "hidden_size": self.width,
-            "intermediate_size": self.inner,
-            "num_heads": self.heads,
-            "in_channels": self.channels,
-            "patch_size": self.patch,
-            "spatial_merge_size": self.merge,
-            "temporal_patch_size": self.temporal,
-            "out_hidden_size": self.out,
-            "num_position_embeddings": self.learned,
-        }
-        config = AutoConfig.for_model(
-            self.kind, depth=self.depth, deepstack_visual_indexes=list(self.deep), hidden_act=self.activation, **names
-        )
-        return AutoModel.from_config(config, attn_implementation="sdpa")
+    def config(self) -> dict[str, Any]:
+        """See `Tower.config`."""
+        sizes = {key: getattr(self, name) for key, name in _SIZES.items()}
+        return sizes | {"deepstack_visual_indexes": list(self.deep), "hidden_act": self.activation}
 
     def encode(self, module: torch.nn.Module, media: TowerMedia) -> Tensor:
         """See `Tower.encode`; the values of ``media`` are `multimodal.features.patches`, [patches, values]."""

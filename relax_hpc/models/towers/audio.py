@@ -1,0 +1,126 @@
+"""The audio tower of Qwen3-Omni (AuT): three convolutions, then attention within windows. arXiv 2509.17765."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from relax_hpc.models.rules import FLAG, NUMBER, SIZE, Section, one_of
+from relax_hpc.models.towers.tower import Shapes, Tower, layer_norm, linear
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from relax_hpc.models.towers.media import TowerMedia
+
+_SIZES = {
+    "num_mel_bins": "bins",
+    "encoder_layers": "depth",
+    "encoder_attention_heads": "heads",
+    "encoder_ffn_dim": "inner",
+    "d_model": "width",
+    "downsample_hidden_size": "channels",
+    "output_dim": "out",
+    "n_window": "half",
+    "n_window_infer": "window",
+    "conv_chunksize": "chunks",
+    "max_source_positions": "learned",
+}
+"""Keys of `audio_config` -> fields."""
+_KIND = "qwen3_omni_moe_audio_encoder"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AudioTower(Tower):
+    """Audio tower, as one `audio_config` describes it."""
+
+    name = "audio"
+    built_by = "qwen3_omni_moe", "Qwen3OmniMoeAudioEncoder"
+
+    bins: int
+    """Mel bins of a frame."""
+    depth: int
+    heads: int
+    inner: int
+    """Width of a feed-forward layer."""
+    width: int
+    channels: int
+    """Channels of the convolutions."""
+    half: int
+    """Half of the frames of a chunk, which convolutions do not look beyond."""
+    window: int
+    """Frames of a window, which attention does not look beyond."""
+    chunks: int
+    """Chunks that go through the convolutions together."""
+    learned: int
+    """Most positions of a chunk."""
+
+    @classmethod
+    def section(cls) -> Section:
+        """Rules for `audio_config`."""
+        rules = {
+            **dict.fromkeys(_SIZES, SIZE),
+            **dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), one_of(0, 0.0)),
+            "model_type": one_of(_KIND),
+            "activation_function": one_of("gelu"),
+            # A scale that transformers reads, and multiplies nothing by.
+            "scale_embedding": FLAG,
+            "num_hidden_layers": SIZE,
+            "initializer_range": NUMBER,
+        }
+        return Section(rules, tuple(_SIZES), _contradictions)
+
+    @classmethod
+    def of(cls, known: Mapping[str, Any], place: str) -> Self:
+        """Build from the content of `audio_config`."""
+        return cls(place=place, **{name: known[key] for key, name in _SIZES.items()})
+
+    def shapes(self) -> Shapes:
+        """See `Tower.shapes`."""
+        rows, given = self.bins, 1
+        for number in (1, 2, 3):
+            yield f"conv2d{number}.weight", (self.channels, given, 3, 3)
+            yield f"conv2d{number}.bias", (self.channels,)
+            rows, given = (rows + 1) // 2, self.channels
+        yield "conv_out.weight", (self.width, self.channels * rows)
+        for layer in range(self.depth):
+            yield from self._layer(f"layers.{layer}.")
+        yield from layer_norm("ln_post", self.width)
+        yield from linear("proj1", self.width, self.width)
+        yield from linear("proj2", self.out, self.width)
+
+    def _layer(self, place: str) -> Shapes:
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            yield from linear(f"{place}self_attn.{name}", self.width, self.width)
+        yield from layer_norm(f"{place}self_attn_layer_norm", self.width)
+        yield from linear(f"{place}fc1", self.inner, self.width)
+        yield from linear(f"{place}fc2", self.width, self.inner)
+        yield from layer_norm(f"{place}final_layer_norm", self.width)
+
+    def config(self) -> dict[str, Any]:
+        """See `Tower.config`."""
+        return {key: getattr(self, name) for key, name in _SIZES.items()}
+
+    def encode(self, module: torch.nn.Module, media: TowerMedia) -> Tensor:
+        """See `Tower.encode`; the values of ``media`` are `multimodal.features.mel` turned around, [frames, bins].
+
+        Each sound by itself: the end of a short one would depend on what it is padded to, the longest of all.
+        """
+        import torch
+
+        lengths = media.grids[:, 2]
+        sounds = zip(media.values.split(lengths.tolist()), lengths.split(1), strict=True)
+        dtype = next(module.parameters()).dtype
+        found = [module(one.t().to(dtype), feature_lens=length).last_hidden_state for one, length in sounds]
+        return torch.cat(found)[None]
+
+
+def _contradictions(known: Mapping[str, Any]) -> Iterator[str]:
+    layers, again = known.get("encoder_layers"), known.get("num_hidden_layers")
+    if again is not None and again != layers:
+        yield f"num_hidden_layers is {again} beside encoder_layers {layers}, supported is the same"
+    half, window = known.get("n_window"), known.get("n_window_infer")
+    if SIZE.fits(half) and SIZE.fits(window) and window % (2 * half):
+        yield f"n_window_infer is {window}, supported is a multiple of twice n_window, {half}"
