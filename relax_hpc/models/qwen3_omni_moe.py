@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from relax_hpc.models.qwen3_moe import Qwen3Moe
-from relax_hpc.models.rules import FLAG, MAPPING, NUMBER, SIZE, TOKEN, Rule, Section, one_of
+from relax_hpc.models.rules import ANYWHERE, FLAG, MAPPING, NUMBER, SIZE, TOKEN, Rule, Section, one_of
 from relax_hpc.models.towers.audio import AudioTower
 from relax_hpc.models.towers.vision import VisionTower
 from relax_hpc.models.vision_language import VisionLanguage
@@ -50,6 +50,7 @@ class Qwen3OmniMoeThinker(VisionLanguage, Qwen3Moe):
         "initializer_range": NUMBER,
     }
     vision = OmniVisionTower
+    widths_of_towers: ClassVar[Mapping[str, str]] = VisionLanguage.widths_of_towers | {"audio_config": "output_dim"}
     tower_place = "visual."
     audio_place: ClassVar[str] = "audio_tower."
     """Beginning of the names of the audio tower's tensors in Hugging Face files."""
@@ -84,6 +85,7 @@ class Qwen3OmniMoe(Qwen3OmniMoeThinker):
         """See `ModelSpec.sections`."""
         tokens = ["assistant", "im_start", "im_end", "system", "user", "tts_bos", "tts_eos", "tts_pad"]
         top = {
+            **ANYWHERE,
             "architectures": one_of([cls.architecture]),
             **dict.fromkeys(("thinker_config", "talker_config", "code2wav_config"), MAPPING),
             **dict.fromkeys((f"{name}_token_id" for name in tokens), TOKEN),

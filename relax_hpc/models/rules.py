@@ -74,6 +74,15 @@ def _is_full_attention(found: Any) -> bool:
     return isinstance(found, list) and all(kind == "full_attention" for kind in found)
 
 
+ANYWHERE = {
+    "is_encoder_decoder": one_of(False),
+    "add_cross_attention": one_of(False),
+    "tie_encoder_decoder": one_of(False),
+    "pruned_heads": one_of({}),
+}
+"""Rules for keys that any mapping may have that describes a model or a part of one, by transformers'
+PretrainedConfig."""
+
 DECODER = {
     "vocab_size": SIZE,
     "hidden_size": SIZE,
@@ -96,11 +105,7 @@ DECODER = {
     # Both spellings, as in transformers: what is missed here is trained with the plain embedding.
     **{f"{name}.{key}": one_of("default") for name in ROPE for key in ("rope_type", "type")},
     **{f"{name}partial_rotary_factor": one_of(1.0) for name in ("", *(f"{name}." for name in ROPE))},
-    # Of any architecture, by transformers' PretrainedConfig.
-    "is_encoder_decoder": one_of(False),
-    "add_cross_attention": one_of(False),
-    "tie_encoder_decoder": one_of(False),
-    "pruned_heads": one_of({}),
+    **ANYWHERE,
 }
 """Keys that any decoder with full attention may have, and what of them is understood; those of the rotary embedding's
 mappings as `rope_scaling.factor`."""

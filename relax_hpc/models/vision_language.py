@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from relax_hpc.models.rules import FLAG, MAPPING, ROPE, SIZE, TOKEN, Rule, Section, one_of, rope
+from relax_hpc.models.rules import ANYWHERE, FLAG, MAPPING, ROPE, SIZE, TOKEN, Rule, Section, one_of, rope
 from relax_hpc.models.spec import ModelSpec
 from relax_hpc.models.towers.vision import VisionTower
 
@@ -33,6 +33,8 @@ class VisionLanguage(ModelSpec):
     top_rules: ClassVar[Mapping[str, Rule]] = {"vision_start_token_id": TOKEN, "vision_end_token_id": TOKEN}
     """Rules for further keys beside `text_config`."""
     vision: ClassVar[type[VisionTower]] = VisionTower
+    widths_of_towers: ClassVar[Mapping[str, str]] = {"vision_config": "out_hidden_size"}
+    """Keys of the width of what a tower gives, by the mapping that describes the tower."""
     tower_place: ClassVar[str] = "model.visual."
     """Beginning of the names of the vision tower's tensors in Hugging Face files."""
 
@@ -42,15 +44,19 @@ class VisionLanguage(ModelSpec):
         text = {**cls.rules(), "model_type": one_of(cls.text_type)}
         text.pop("architectures")
         text |= {f"{name}.{key}": rule for name in ROPE for key, rule in _MROPE.items()}
-        top = dict.fromkeys(cls.placeholder_keys, TOKEN) | {
-            "text_config": MAPPING,
-            "vision_config": MAPPING,
-            "tie_word_embeddings": FLAG,
-            "architectures": one_of([cls.architecture]),
-            **cls.top_rules,
-        }
+        top = (
+            ANYWHERE
+            | dict.fromkeys(cls.placeholder_keys, TOKEN)
+            | {
+                "text_config": MAPPING,
+                "vision_config": MAPPING,
+                "tie_word_embeddings": FLAG,
+                "architectures": one_of([cls.architecture]),
+                **cls.top_rules,
+            }
+        )
         return {
-            cls.within: Section(top, ("text_config", "vision_config", *cls.placeholder_keys)),
+            cls.within: Section(top, ("text_config", "vision_config", *cls.placeholder_keys), cls.mismatches),
             f"{cls.within}text_config.": Section(text, cls.needed, cls.contradictions),
             f"{cls.within}vision_config.": cls.vision.section(cls.vision_types),
         }
@@ -74,3 +80,16 @@ class VisionLanguage(ModelSpec):
         sections, dim = rope(known).get("mrope_section", list(_USUAL_SECTIONS)), known.get("head_dim")
         if _SECTIONS.fits(sections) and SIZE.fits(dim) and 2 * sum(sections) != dim:
             yield f"mrope_section is {sections}, supported are three numbers whose sum is half of head_dim, {dim}"
+
+    @classmethod
+    def mismatches(cls, known: Mapping[str, Any]) -> Iterator[str]:
+        """Contradictions between the parts of a model, one line each."""
+        text = known.get("text_config")
+        for name, key in cls.widths_of_towers.items():
+            tower = known.get(name)
+            # What is no mapping is found fault with by its rule.
+            if not isinstance(text, dict) or not isinstance(tower, dict):
+                continue
+            found, wide = tower.get(key), text.get("hidden_size")
+            if found != wide:
+                yield f"{name}.{key} is {found}, supported is text_config.hidden_size, {wide}"

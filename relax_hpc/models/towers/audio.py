@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from relax_hpc.models.rules import FLAG, NUMBER, SIZE, Section, one_of
+from relax_hpc.models.rules import ANYWHERE, FLAG, NUMBER, SIZE, Section, one_of
 from relax_hpc.models.towers.tower import Shapes, Tower, layer_norm, linear
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ class AudioTower(Tower):
     def section(cls) -> Section:
         """Rules for `audio_config`."""
         rules = {
+            **ANYWHERE,
             **dict.fromkeys(_SIZES, SIZE),
             **dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), one_of(0, 0.0)),
             "model_type": one_of(_KIND),

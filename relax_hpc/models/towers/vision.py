@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from relax_hpc.models.rules import NUMBER, SIZE, TOKEN, Rule, Section, one_of
+from relax_hpc.models.rules import ANYWHERE, NUMBER, SIZE, TOKEN, Rule, Section, one_of
 from relax_hpc.models.towers.tower import Shapes, Tower, layer_norm, linear
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ class VisionTower(Tower):
     def section(cls, kinds: Sequence[str]) -> Section:
         """Rules for `vision_config`, whose `model_type` is one of ``kinds``."""
         rules = {
+            **ANYWHERE,
             **dict.fromkeys(_SIZES, SIZE),
             "model_type": one_of(*kinds),
             "deepstack_visual_indexes": _LEVELS,
