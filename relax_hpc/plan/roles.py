@@ -9,6 +9,7 @@ from typing import Any
 from relax_hpc.config.schema import ActorConfig, Config, ParallelConfig
 from relax_hpc.models.spec import ModelSpec
 from relax_hpc.models.stages import stage_layers
+from relax_hpc.plan import tower_memory
 from relax_hpc.plan.footprint import GIB, Footprint
 from relax_hpc.plan.model_memory import (
     ITEM_BYTES,
@@ -22,6 +23,7 @@ from relax_hpc.plan.model_memory import (
     working_elements,
 )
 from relax_hpc.plan.optimizer_memory import gathered, optimizer_bytes
+from relax_hpc.plan.tower_memory import frozen_parameters
 
 CONTEXT_BYTES = 1.5 * GIB
 """Bytes of a process on a GPU before it has anything: CUDA's context, kernels, workspaces, NCCL. An assumption."""
@@ -50,17 +52,19 @@ def actor(config: Config, spec: ModelSpec, group: str, per_node: int) -> Footpri
 def _actor_stage(config: Config, spec: ModelSpec, group: str, per_node: int, stage: int) -> Footprint:
     settings, parallel, item = config.actor, config.actor.parallel, ITEM_BYTES[config.model.dtype]
     count, share = parameters(spec, parallel, stage), own_share(spec, parallel, stage)
-    updated = share if settings.optimizer.distributed else count
+    frozen = frozen_parameters(spec, config, stage)
+    trained, own = count - frozen, share - frozen / (parallel.data * parallel.context)
+    updated = own if settings.optimizer.distributed else trained
     optimizer = optimizer_bytes(settings, updated, item)
     tokens = max(settings.max_tokens_per_micro_batch, -(-longest_row(config) // parallel.context))
     moments = _passes(config, spec, tokens, stage) | {"update": {"optimizer step": optimizer.update}}
-    on_device, on_host = gathered(count, updated) if settings.optimizer.distributed else (0.0, 0.0)
+    on_device, on_host = gathered(trained, updated) if settings.optimizer.distributed else (0.0, 0.0)
     if on_device:
         moments["checkpoint"] = {"gathered states": on_device}
     weights, slabs = count * item, config.weights.slabs or config.max_staleness + 2
     pinned = {
         "slabs": (slabs + (1 if config.weights.anchor_every else 0)) * share * item,
-        "checkpoint": share * item + _saved(settings, share, item),
+        "checkpoint": share * item + _saved(settings, own, item),
         "optimizer states": optimizer.pinned,
         "weights of forward roles": _inner_copies(config) * weights,
         "what makes way for engines": (weights + optimizer.device) * config.colocate,
@@ -73,7 +77,7 @@ def _actor_stage(config: Config, spec: ModelSpec, group: str, per_node: int, sta
         gpus=parallel.ranks,
         resident={
             "weights": weights,
-            "gradients": MAIN_BYTES * count,
+            "gradients": MAIN_BYTES * trained,
             "optimizer states": optimizer.device,
             "CUDA, NCCL": CONTEXT_BYTES,
         },
@@ -94,6 +98,9 @@ def _passes(config: Config, spec: ModelSpec, tokens: int, stage: int) -> dict[st
     kept += 3 * spec.hidden * tokens * item if last else 0
     working = working_elements(spec, parallel, settings.recompute, kernels) * tokens * item
     found = {"backward": {"activations": kept, "a layer's backward": working}}
+    media = tower_memory.media_tokens(config, parallel, tokens) * item if spec.towers and stage == 0 else 0.0
+    towers = {"towers' activations": tower_memory.kept_elements(spec, config) * in_flight * media} if media else {}
+    found["backward"] |= towers
     if settings.experts == "grouped":
         # Of every layer until its backward pass, or of the one that is computed again, and their gradients.
         copies = len(layers) if settings.recompute == "none" else 2
@@ -102,7 +109,9 @@ def _passes(config: Config, spec: ModelSpec, tokens: int, stage: int) -> dict[st
         )
     if last:
         logits = logits_bytes(spec, parallel, tokens, item, kernels, config.algorithm.needs_entropy)
-        found["output layer"] = {"activations": kept, "logits": logits}
+        found["output layer"] = {"activations": kept, "logits": logits, **towers}
+    if towers:
+        found["towers"] = {**towers, "a layer of a tower": tower_memory.working_elements(spec, config) * media}
     return found
 
 
@@ -143,6 +152,9 @@ def forward(config: Config, spec: ModelSpec, role: str, group: str, per_node: in
     found = []
     for stage in range(parallel.pipeline):
         passing = {"activations": scored_elements(spec, parallel, config.actor.kernels) * tokens * item}
+        if stage == 0:
+            media = tower_memory.media_tokens(config, parallel, tokens) * item
+            passing["activations"] = max(passing["activations"], tower_memory.scored_elements(spec) * media)
         if stage == parallel.pipeline - 1:
             passing["logits"] = logits_bytes(spec, parallel, tokens, item, config.actor.kernels, entropy=False)
         weights = parameters(spec, parallel, stage) * item

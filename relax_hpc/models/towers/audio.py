@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from relax_hpc.models.rules import ANYWHERE, FLAG, NUMBER, SIZE, Section, one_of
-from relax_hpc.models.towers.tower import Shapes, Tower, layer_norm, linear
+from relax_hpc.models.towers.tower import Shapes, Tower, TowerSizes, layer_norm, linear
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +29,8 @@ _SIZES = {
     "max_source_positions": "learned",
 }
 """Keys of `audio_config` -> fields."""
+_FRAMES = 100 / 13
+"""Mel frames of a token."""
 _KIND = "qwen3_omni_moe_audio_encoder"
 
 
@@ -41,7 +43,6 @@ class AudioTower(Tower):
 
     bins: int
     """Mel bins of a frame."""
-    depth: int
     heads: int
     inner: int
     """Width of a feed-forward layer."""
@@ -77,6 +78,18 @@ class AudioTower(Tower):
     def of(cls, known: Mapping[str, Any], place: str) -> Self:
         """Build from the content of `audio_config`."""
         return cls(place=place, **{name: known[key] for key, name in _SIZES.items()})
+
+    @property
+    def sizes(self) -> TowerSizes:
+        """See `Tower.sizes`."""
+        # As of the vision tower, without rotated queries and keys.
+        block, height, convolved = 9 * self.width + 2 * self.inner, float(self.bins), float(self.bins)
+        for number in (1, 2, 3):
+            # Before and after the activation, of half as many frames each time.
+            height = (height + 1) // 2
+            convolved += 2 * self.channels * height / 2**number
+        ends = convolved * _FRAMES + self.channels * height + 4 * self.width
+        return TowerSizes(1, self.width, block, ends)
 
     def shapes(self) -> Shapes:
         """See `Tower.shapes`."""

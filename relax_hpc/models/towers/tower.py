@@ -20,6 +20,21 @@ Shapes = Iterator[tuple[str, tuple[int, ...]]]
 """Names of parameters and their shapes."""
 
 
+@dataclass(frozen=True, slots=True)
+class TowerSizes:
+    """Sizes of what a tower keeps for the backward pass, in elements; counted, tensor by tensor, along transformers
+    5.12.1."""
+
+    rows: float
+    """Rows of its layers that make one token."""
+    width: int
+    """Width of a row between layers."""
+    block: int
+    """Elements of a row that a layer keeps."""
+    ends: float
+    """Elements of a token that what is before and behind the layers keeps."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tower(abc.ABC):
     """Tower of one kind. Every rank of the first pipeline stage has all of it."""
@@ -32,12 +47,19 @@ class Tower(abc.ABC):
     """Beginning of the names of its tensors in Hugging Face files."""
     out: int
     """Width of what it gives: the decoder's."""
+    depth: int
+    """Layers of attention."""
 
     @property
     def levels(self) -> int:
         """Layers of the decoder, from the first on, that get something of it beside the embeddings (DeepStack, arXiv
         2406.04334)."""
         return 0
+
+    @property
+    @abc.abstractmethod
+    def sizes(self) -> TowerSizes:
+        """Sizes of what it keeps for the backward pass."""
 
     @abc.abstractmethod
     def shapes(self) -> Shapes:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from relax_hpc.models.rules import ANYWHERE, NUMBER, SIZE, TOKEN, Rule, Section, one_of
-from relax_hpc.models.towers.tower import Shapes, Tower, layer_norm, linear
+from relax_hpc.models.towers.tower import Shapes, Tower, TowerSizes, layer_norm, linear
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +48,6 @@ class VisionTower(Tower):
     merger_parts: ClassVar[tuple[str, str, str]] = ("norm", "linear_fc1", "linear_fc2")
     """Names of the parts of a layer that makes tokens of patches."""
 
-    depth: int
     width: int
     inner: int
     """Width of a feed-forward layer."""
@@ -91,6 +90,16 @@ class VisionTower(Tower):
     def levels(self) -> int:
         """See `Tower.levels`."""
         return len(self.deep)
+
+    @property
+    def sizes(self) -> TowerSizes:
+        """See `Tower.sizes`."""
+        # Two inputs of norms and what they give, queries, keys and values, two of them rotated, the results of frames
+        # and of all together; of the feed-forward layer what comes before and after the activation.
+        block = 11 * self.width + 2 * self.inner
+        values = self.channels * self.temporal * self.patch**2
+        ends = self.merge**2 * values + (4 + 3 * self.levels) * self.merged
+        return TowerSizes(self.merge**2, self.width, block, ends)
 
     def shapes(self) -> Shapes:
         """See `Tower.shapes`."""
