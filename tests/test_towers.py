@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from relax_hpc.config.schema import ActorConfig, ModelConfig, ParallelConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.hf_files import read_config
+from relax_hpc.models.towers.media import RowMedia
 from relax_hpc.training.batches import collate, idle
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.trainer import Trainer, supervised_loss
@@ -19,6 +24,7 @@ from tests.convert_helpers import model
 from tests.media_helpers import (
     OMNI_MEDIA,
     OMNI_ROWS,
+    QWEN3_OMNI,
     QWEN3_OMNI_THINKER,
     QWEN3_VL,
     QWEN3_VL_MOE,
@@ -41,21 +47,26 @@ def directory_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model(tmp_path_factory.mktemp("model") / "hf", QWEN3_VL)
 
 
-def learnt(directory: Path, packs: tuple[list[Row], ...], frozen: tuple[str, ...] = (), **settings: object) -> Trainer:
+def learnt(
+    directory: Path,
+    packs: Sequence[list[Row]],
+    frozen: tuple[str, ...] = (),
+    media: RowMedia = ROW_MEDIA,
+    **settings: Any,
+) -> Trainer:
     """A trainer that has the gradients of a supervised loss of ``packs``."""
-    actor = actor_settings(**settings)
-    ours = PolicyModel(
-        read_config(directory), ModelConfig(device=DEVICE, frozen_towers=[*frozen]), ParallelConfig(), actor
-    )
+    actor, given = actor_settings(**settings), ModelConfig(device=DEVICE, frozen_towers=[*frozen])
+    ours = PolicyModel(read_config(directory), given, ParallelConfig(), actor)
     ours.load_hf(directory)
     trainer = Trainer(ours, ALGORITHM, actor.optimizer, 1.0, supervised_loss)
-    trainer.accumulate([collate(rows, 0, DEVICE, media=ROW_MEDIA) for rows in packs])
+    trainer.accumulate([collate(rows, 0, DEVICE, media=media) for rows in packs])
     return trainer
 
 
-def tower_gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Gradients of the vision tower by the names of its own parameters."""
-    return {name: value.main_grad for name, value in trainer.model.module.towers.visual.named_parameters()}
+def tower_gradients(trainer: Trainer, name: str = "visual") -> dict[str, torch.Tensor]:
+    """Gradients of a tower by the names of its own parameters."""
+    tower = getattr(trainer.model.module.towers, name)
+    return {name: value.main_grad for name, value in tower.named_parameters()}
 
 
 @pytest.mark.parametrize("config", [QWEN3_VL, QWEN3_VL_MOE, QWEN3_OMNI_THINKER], ids=lambda one: one["model_type"])
@@ -76,13 +87,33 @@ def test_logprobs_with_media_match_transformers(tmp_path: Path, config: dict):
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_a_tower_learns_what_transformers_learns(directory: Path, recompute: str):
     theirs = transformers_model(directory)
-    for row in ROWS:
+    backward(theirs, ROWS)
+    assert_equal(tower_gradients(learnt(directory, PACKS, recompute=recompute)), theirs.model.visual)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_towers_for_sights_and_sounds_learn_what_transformers_learns(tmp_path: Path, recompute: str):
+    directory = model(tmp_path / "hf", QWEN3_OMNI_THINKER)
+    theirs = transformers_model(directory)
+    backward(theirs, OMNI_ROWS, omni=True)
+    ours = learnt(directory, (OMNI_ROWS[:3], OMNI_ROWS[3:]), media=OMNI_MEDIA, recompute=recompute)
+    assert_equal(tower_gradients(ours), theirs.visual)
+    assert_equal(tower_gradients(ours, "audio"), theirs.audio_tower)
+
+
+def backward(theirs: Any, rows: list[Row], omni: bool = False) -> None:
+    """Have transformers' model the gradients of the supervised loss."""
+    for row in rows:
         mask = torch.from_numpy(row["loss_mask"][1:]).float()
-        (-(transformers_logprobs(theirs, row) * mask).sum()).backward()
-    found = tower_gradients(learnt(directory, PACKS, recompute=recompute))
-    for name, value in theirs.model.visual.named_parameters():
+        (-(transformers_logprobs(theirs, row, omni) * mask).sum()).backward()
+
+
+def assert_equal(found: dict[str, torch.Tensor], tower: torch.nn.Module) -> None:
+    """Gradients are those of transformers' ``tower``, none of which is nothing."""
+    for name, value in tower.named_parameters():
         torch.testing.assert_close(found[name].cpu(), value.grad, atol=1e-4, rtol=1e-4)
-        assert value.grad.abs().max() > 1e-3 or name.endswith("qkv.bias"), name
+        # What is added to all keys alike changes no attention.
+        assert value.grad.abs().max() > 1e-4 or name.endswith(("qkv.bias", "k_proj.bias")), name
 
 
 def test_each_distinct_medium_is_encoded_once(directory: Path, monkeypatch: pytest.MonkeyPatch):
@@ -128,3 +159,20 @@ def test_a_first_stage_with_too_few_layers_is_refused(directory: Path):
     split = ParallelConfig(pipeline=2, first_stage_layers=1)
     with pytest.raises(ConfigError, match=r"first_stage_layers: found 1, with which .* has 1, allowed: 2 or more"):
         PolicyModel(read_config(directory), ModelConfig(), split, ActorConfig(parallel=split))
+
+
+def test_what_speaks_is_no_part_of_what_is_trained_and_goes_through(tmp_path: Path):
+    """Of a whole Qwen3-Omni, whose thinker scores as it does by itself."""
+    alone, whole = model(tmp_path / "alone", QWEN3_OMNI_THINKER), tmp_path / "whole"
+    weights = load_file(alone / "model.safetensors")
+    talker = {"talker.model.norm.weight": torch.randn(7), "code2wav.decoder.0.weight": torch.randn(2, 3).bfloat16()}
+    whole.mkdir()
+    (whole / "config.json").write_text(json.dumps(QWEN3_OMNI))
+    save_file({f"thinker.{name}": value for name, value in weights.items()} | talker, whole / "model.safetensors")
+    ours, pack = policy(whole), collate(OMNI_ROWS, 0, DEVICE, media=OMNI_MEDIA)
+    scored = [one.forward_logprobs([pack], 1.0) for one in (ours, policy(alone))]
+    assert all(np.array_equal(*both) for both in zip(*scored, strict=True))
+    ours.save_hf(tmp_path / "again", whole)
+    again = load_file(tmp_path / "again/model.safetensors")
+    for name, value in load_file(whole / "model.safetensors").items():
+        assert again[name].dtype == value.dtype and torch.equal(again[name], value), name

@@ -18,11 +18,11 @@ from relax_hpc.training.batches import Batch, collate, idle
 from relax_hpc.training.trainer import Trainer
 from relax_hpc.transfer_queue.row_schema import Row
 from tests import training_helpers as helpers
-from tests.media_helpers import ROW_MEDIA, ROWS
+from tests.media_helpers import OMNI_MEDIA, OMNI_ROWS, ROW_MEDIA, ROWS
 
-PACKS = ROWS[:2], ROWS[2:3], ROWS[3:]
-"""Media in the first and the last: of two data ranks one has none of its own."""
-STEPS = (PACKS, (PACKS[1], PACKS[0], PACKS[2]))
+ORDERS = (0, 1, 2), (1, 0, 2)
+"""Packs in the order of each step; there are media in the first and the last, so that of two data ranks one has none of
+its own in the first step."""
 
 
 def main() -> None:
@@ -45,9 +45,9 @@ def check(ours: Trainer, out: Path) -> None:
     scored = scores(ours)
     if scored is not None:
         save_file({"logprobs": torch.cat(scored)}, out / f"logprobs-{ours.model.layout.data_rank}.safetensors")
-    metrics = [step(ours, STEPS[0])]
+    metrics = [step(ours, 0)]
     helpers.save(out / "i000001-step-000001", ours, {"step": 1})
-    metrics.append(step(ours, STEPS[1]))
+    metrics.append(step(ours, 1))
     same_on_tensor_ranks(ours)
     weights = ours.model.export_hf()
     if weights is not None:
@@ -57,21 +57,34 @@ def check(ours: Trainer, out: Path) -> None:
 
 def scores(ours: Trainer) -> list[torch.Tensor] | None:
     """Log-probabilities of all tokens of this data rank's rows, on the replica's leader."""
-    whole = [[{key: row[key] for key in ("token_ids", "spans")} for row in rows] for rows in PACKS]
-    found = ours.model.forward_logprobs(micro_batches(ours, tuple(whole)), 1.0)
+    whole = [[{key: row[key] for key in ("token_ids", "spans")} for row in rows] for rows in packs_of(ours)]
+    found = ours.model.forward_logprobs(micro_batches(ours, whole), 1.0)
     return None if found is None else [torch.from_numpy(line.copy()) for line in found]
 
 
-def step(ours: Trainer, packs: tuple[list[Row], ...]) -> dict[str, float]:
+def hears(ours: Trainer) -> bool:
+    """Whether the model takes sounds."""
+    return len(ours.model.spec.towers) > 1
+
+
+def packs_of(ours: Trainer) -> list[list[Row]]:
+    """Rows of three packs, the second of text alone."""
+    rows = OMNI_ROWS if hears(ours) else ROWS
+    return [rows[:2], rows[2:3], rows[3:]]
+
+
+def step(ours: Trainer, number: int) -> dict[str, float]:
     """What a step says."""
-    ours.accumulate(micro_batches(ours, packs), last=True)
+    packs = packs_of(ours)
+    ours.accumulate(micro_batches(ours, [packs[pack] for pack in ORDERS[number]]), last=True)
     return ours.step(helpers.LR)
 
 
-def micro_batches(ours: Trainer, packs: tuple[list[Row], ...]) -> list[Batch]:
+def micro_batches(ours: Trainer, packs: list[list[Row]]) -> list[Batch]:
     """Of this data rank, as many as of the others."""
     layout, split = ours.model.layout, ours.model.pack_split
-    mine = [collate(rows, 0, "cpu", split, media=ROW_MEDIA) for rows in packs[layout.data_rank :: layout.data_size]]
+    media = OMNI_MEDIA if hears(ours) else ROW_MEDIA
+    mine = [collate(rows, 0, "cpu", split, media=media) for rows in packs[layout.data_rank :: layout.data_size]]
     count = -(-len(packs) // layout.data_size)
     return mine + [idle(ROWS[0], "cpu", split) for _ in range(count - len(mine))]
 

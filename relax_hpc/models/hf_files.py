@@ -62,6 +62,14 @@ class SafetensorFiles(Mapping[str, Any]):
         return {name: tuple(self[name].get_shape()) for name in self}
 
 
+def passengers_of(directory: Path, beginnings: tuple[str, ...]) -> dict[str, Tensor]:
+    """Tensors of a directory whose names have one of these ``beginnings``."""
+    if not beginnings:
+        return {}
+    with SafetensorFiles(directory) as files:
+        return {name: files[name][:] for name in files if name.startswith(beginnings)}
+
+
 def read_config(directory: Path) -> dict[str, Any]:
     """The content of config.json. ConfigError if it is missing or no JSON object."""
     path = directory / "config.json"

@@ -17,7 +17,7 @@ from torch import Tensor
 from relax_hpc.config.schema import Kernels, ModelConfig, ParallelConfig, TrainerConfig
 from relax_hpc.fields import ROUTES
 from relax_hpc.models.families import spec_of
-from relax_hpc.models.hf_files import SafetensorFiles, write_directory
+from relax_hpc.models.hf_files import SafetensorFiles, passengers_of, write_directory
 from relax_hpc.models.hf_mapping import (
     Entry,
     Piece,
@@ -217,13 +217,15 @@ class PolicyModel:
         return tensor
 
     def save_hf(self, directory: Path, source: Path | None = None) -> None:
-        """Write a Hugging Face directory that appears whole, with the tokenizer of `source`. Collective.
+        """Write a Hugging Face directory that appears whole, with tokenizer and untrained tensors of `source`.
+        Collective.
 
         ConfigError if `directory` is there already.
         """
         tensors = self.export_hf()
         if tensors is not None:
-            write_directory(directory, self.hf_config, tensors, source)
+            passengers = passengers_of(source, self.spec.passengers) if source else {}
+            write_directory(directory, self.hf_config, tensors | passengers, source)
         dist.barrier()
 
     def hidden(self, batch: Batch, module: torch.nn.Module | None = None, routed: bool = True) -> Tensor:
