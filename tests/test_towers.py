@@ -20,7 +20,7 @@ from relax_hpc.training.batches import collate, idle
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.trainer import Trainer, supervised_loss
 from relax_hpc.transfer_queue.row_schema import Row
-from tests.convert_helpers import model
+from tests.convert_helpers import model, to
 from tests.media_helpers import (
     OMNI_MEDIA,
     OMNI_ROWS,
@@ -176,3 +176,9 @@ def test_what_speaks_is_no_part_of_what_is_trained_and_goes_through(tmp_path: Pa
     again = load_file(tmp_path / "again/model.safetensors")
     for name, value in load_file(whole / "model.safetensors").items():
         assert again[name].dtype == value.dtype and torch.equal(again[name], value), name
+    to(whole, tmp_path / "megatron")
+    for number, options in enumerate(({}, {"model": whole}, {"shard_bytes": 20_000})):
+        to(tmp_path / "megatron", tmp_path / f"hf-{number}", verify="digests", **options)
+        found = [load_file(path) for path in (tmp_path / f"hf-{number}").glob("*.safetensors")]
+        assert len(found) == (1 if number < 2 else len(found)) and sum(map(len, found)) == len(weights) + len(talker)
+        assert all(torch.equal(value, again[name]) for one in found for name, value in one.items())

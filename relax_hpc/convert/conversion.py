@@ -15,6 +15,7 @@ import torch
 from relax_hpc.checkpoint.store import MARKER
 from relax_hpc.convert import verify
 from relax_hpc.convert.hf_tensors import HfTensors, read_header
+from relax_hpc.convert.passengers import Passengers
 from relax_hpc.convert.to_hf import MegatronTensors, ToHf, check_types
 from relax_hpc.convert.to_megatron import HEADERS, HUGGINGFACE, ToMegatron
 from relax_hpc.convert.torch_dist import CONFIG, METADATA, StoredState
@@ -117,7 +118,9 @@ def _to_hf(request: Request, progress: Callable[[str], None]) -> dict[str, Any]:
     _refuse_critic(state)
     source = MegatronTensors(state, spec)
     check_types(source)
-    job = ToHf(source, spec, hf_config, model, headers, _dtype(request), request.shard_bytes or DEFAULT_SHARD_BYTES)
+    shard_bytes = request.shard_bytes or DEFAULT_SHARD_BYTES
+    passengers = Passengers.of(model, spec)
+    job = ToHf(source, spec, hf_config, model, headers, _dtype(request), shard_bytes, passengers)
     job.files()
     ids = _prompt(request, model, spec)
     work, found = Workspace(request.target, _plan(request, request.source, model)), {}

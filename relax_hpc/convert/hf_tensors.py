@@ -117,7 +117,8 @@ class HfTensors:
         forms = stored_forms(spec)
         for path in paths:
             for name, stored in self.headers[path.name].tensors.items():
-                self._add(path, name, stored, forms.get(name), spec)
+                if not spec.carries(name):
+                    self._add(path, name, stored, forms.get(name), spec)
         self._check_complete(spec)
 
     def _add(self, path: Path, name: str, stored: Stored, form: StoredForm | None, spec: ModelSpec) -> None:
@@ -151,9 +152,13 @@ class HfTensors:
 
     def read(self, name: str) -> Tensor:
         """Tensor of a piece."""
-        place = self._place[name]
-        whole = _read(place.path, place.stored)
-        return whole if place.rows is None else whole[:, place.rows].t().contiguous()
+        return read_place(self._place[name])
+
+
+def read_place(place: Place) -> Tensor:
+    """The tensor that lies there."""
+    whole = _read(place.path, place.stored)
+    return whole if place.rows is None else whole[:, place.rows].t().contiguous()
 
 
 def _places(path: Path, stored: Stored, form: StoredForm) -> Iterator[tuple[Piece, Place]]:

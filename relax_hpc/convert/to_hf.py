@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from relax_hpc.convert.hf_tensors import DTYPES, INDEX, TYPE_NAMES, write_tensors
+from relax_hpc.convert.passengers import Passengers
 from relax_hpc.convert.sharded_names import Parameter, parameters
 from relax_hpc.convert.to_megatron import HEADERS, SMALL_FILES
 from relax_hpc.convert.torch_dist import METADATA, StoredState
 from relax_hpc.convert.workspace import Workspace, in_files
 from relax_hpc.errors import ConfigError
-from relax_hpc.models.hf_mapping import StoredForm, all_pieces, split, stored_forms
+from relax_hpc.models.hf_mapping import Piece, StoredForm, all_pieces, split, stored_forms
 from relax_hpc.models.spec import ModelSpec
 from relax_hpc.weights.tensors import header_text
 from relax_hpc.weights.version_files import file_name
@@ -113,16 +114,27 @@ class ToHf:
     """Type of the result; None: the types of the source."""
     shard_bytes: int
     """Bytes of a new file at most."""
+    passengers: Passengers
+    """Tensors of the model that are not trained."""
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Type that a piece is stored in."""
-        return self.dtype or self.source.dtype(name)
+        return self.passengers.dtype(name) if name in self.passengers else self.dtype or self.source.dtype(name)
+
+    def _read(self, name: str) -> Tensor:
+        read = self.passengers.read if name in self.passengers else self.source.read
+        return read(name).to(self.dtype_of(name))
+
+    def _pieces(self) -> dict[str, Piece]:
+        """Pieces of the model by name, and with them those that are not trained."""
+        return all_pieces(self.spec) | {name: Piece(name, self.passengers.shape(name)) for name in self.passengers}
 
     def files(self) -> list[FilePlan]:
         """Plans of the files: what goes into each."""
         if self.headers is None:
             return self._new_files()
-        forms = stored_forms(self.spec)
+        alone = {name: StoredForm(self.passengers.shape(name), (Piece(name, ()),)) for name in self.passengers}
+        forms = stored_forms(self.spec) | alone
         return [self._file_again(name, text, forms) for name, text in self.headers.items()]
 
     def _file_again(self, name: str, text: str, forms: dict[str, StoredForm]) -> FilePlan:
@@ -137,7 +149,7 @@ class ToHf:
         return FilePlan(name, text, tuple(forms[tensor] for tensor in order))
 
     def _new_files(self) -> list[FilePlan]:
-        pieces, plans = all_pieces(self.spec), []
+        pieces, plans = self._pieces(), []
         sizes = ((name, math.prod(one.shape) * self.dtype_of(name).itemsize) for name, one in pieces.items())
         groups = in_files(sizes, self.shard_bytes)
         for number, names in enumerate(groups):
@@ -159,7 +171,7 @@ class ToHf:
     def _parts(self, form: StoredForm) -> Iterator[Tensor]:
         """Parts of a tensor whose bytes follow each other."""
         for block in form.blocks if form.turned else [(piece,) for piece in form.pieces]:
-            rows = [self.source.read(piece.name).to(self.dtype_of(piece.name)) for piece in block]
+            rows = [self._read(piece.name) for piece in block]
             yield torch.cat(rows).t() if form.turned else rows[0]
 
     def _describe(self, path: Path, plans: list[FilePlan]) -> None:
@@ -182,7 +194,7 @@ class ToHf:
         elif len(plans) > 1:
             names = {plan.name: [name for name in json.loads(plan.header) if name != "__metadata__"] for plan in plans}
             where = {name: file for file, found in names.items() for name in found}
-            pieces = all_pieces(self.spec)
+            pieces = self._pieces()
             sizes = {name: math.prod(piece.shape) * self.dtype_of(name).itemsize for name, piece in pieces.items()}
             total = sum(sizes[piece.name] for plan in plans for form in plan.forms for piece in form.pieces)
             about = {"metadata": {"total_size": total}, "weight_map": where}

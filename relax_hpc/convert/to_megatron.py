@@ -16,6 +16,7 @@ from torch import Tensor
 
 from relax_hpc.checkpoint.store import FORMAT_VERSION, MARKER, checksum
 from relax_hpc.convert.hf_tensors import HfTensors
+from relax_hpc.convert.passengers import FILE, Passengers
 from relax_hpc.convert.sharded_names import Parameter, parameters
 from relax_hpc.convert.torch_dist import Shard, shards_from_json, shards_to_json, write_description, write_shards
 from relax_hpc.convert.workspace import HashedFile, Workspace, in_files
@@ -103,6 +104,10 @@ class ToMegatron:
         for pattern in SMALL_FILES:
             for file in self.source.directory.glob(pattern):
                 shutil.copyfile(file, folder / file.name)
+        passengers = Passengers.of(self.source.directory, self.spec)
+        if list(passengers):
+            with (folder / FILE).open("wb") as target:
+                passengers.write(target)
         headers = {name: header.text for name, header in self.source.headers.items()}
         (folder / HEADERS).write_text(json.dumps(headers))
 

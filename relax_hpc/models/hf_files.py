@@ -8,13 +8,16 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from relax_hpc.errors import ConfigError
+
+if TYPE_CHECKING:
+    from relax_hpc.models.spec import ModelSpec
 
 _COPIED = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "*.jinja")
 _COPIED_CONFIGS = ("generation_config.json", "preprocessor_config.json", "processor_config.json")
@@ -62,12 +65,12 @@ class SafetensorFiles(Mapping[str, Any]):
         return {name: tuple(self[name].get_shape()) for name in self}
 
 
-def passengers_of(directory: Path, beginnings: tuple[str, ...]) -> dict[str, Tensor]:
-    """Tensors of a directory whose names have one of these ``beginnings``."""
-    if not beginnings:
+def passengers_of(directory: Path, spec: ModelSpec) -> dict[str, Tensor]:
+    """Tensors of a directory that are no part of what is trained."""
+    if not spec.passengers:
         return {}
     with SafetensorFiles(directory) as files:
-        return {name: files[name][:] for name in files if name.startswith(beginnings)}
+        return {name: files[name][:] for name in files if spec.carries(name)}
 
 
 def read_config(directory: Path) -> dict[str, Any]:

@@ -152,7 +152,7 @@ def check_names(spec: ModelSpec, found: Mapping[str, tuple[int, ...]], source: s
     """
     expected = {name: piece.shape for name, piece in all_pieces(spec).items()}
     for name in found:
-        if name not in expected and not (spec.tied and name == spec.output) and not name.startswith(spec.passengers):
+        if name not in expected and not (spec.tied and name == spec.output) and not spec.carries(name):
             raise ConfigError(f"{source}: unknown tensor {name}; this is not the model that config.json describes")
     for name, size in expected.items():
         if name not in found:

@@ -199,6 +199,11 @@ class ModelSpec:
 
     # -- names of weights --------------------------------------------------------------------------------------
 
+    @classmethod
+    def carries(cls, name: str) -> bool:
+        """Whether a tensor of that name is one of the `passengers`."""
+        return name.startswith(cls.passengers)
+
     @property
     def embedding(self) -> str:
         """Name of the embedding's tensor in Hugging Face files."""

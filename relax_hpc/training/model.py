@@ -224,7 +224,7 @@ class PolicyModel:
         """
         tensors = self.export_hf()
         if tensors is not None:
-            passengers = passengers_of(source, self.spec.passengers) if source else {}
+            passengers = passengers_of(source, self.spec) if source else {}
             write_directory(directory, self.hf_config, tensors | passengers, source)
         dist.barrier()
 
