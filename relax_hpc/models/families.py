@@ -36,7 +36,8 @@ _FAMILIES: tuple[type[ModelSpec], ...] = (
     Qwen3OmniMoeThinker,
 )
 FAMILIES = {family.model_type: family for family in _FAMILIES}
-"""Families by `model_type`. A new one is a class in a file of its own, and its name here."""
+"""Families by `model_type`. A new one is a class in a file of its own, and its name here; what Qwen3.5 would take is in
+docs/reference/towers.md."""
 _OVERRULES: dict[Use, str] = {"train": "model.ignore_keys", "convert": "--ignore-keys"}
 
 _HARMLESS = {

@@ -70,7 +70,7 @@ class Tower(abc.ABC):
         """Content of the mapping of config.json that describes it."""
 
     def build(self) -> torch.nn.Module:
-        """Its module, with random weights in float32."""
+        """Build its module, with random weights in float32."""
         from relax_hpc.transformers_hook import install_transformers_hook
 
         install_transformers_hook()
@@ -83,7 +83,7 @@ class Tower(abc.ABC):
         """Embeddings of ``media`` and what is added to each of the first layers' results, [1 + levels, n, out]."""
 
     def entries(self) -> Iterator[Entry]:
-        """Its parameters, which no rank cuts."""
+        """Parameters of it, which no rank cuts."""
         for name, shape in self.shapes():
             yield Entry(f"towers.{self.name}.{name}", (Piece(f"{self.place}{name}", shape),))
 
