@@ -16,6 +16,7 @@ from relax_hpc.config.schema import ActorConfig, ModelConfig, ParallelConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.hf_files import read_config
 from relax_hpc.models.towers.media import RowMedia
+from relax_hpc.multimodal.bad import BadMedium
 from relax_hpc.training.batches import collate, idle
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.trainer import Trainer, supervised_loss
@@ -148,7 +149,7 @@ def test_rows_of_text_alone_leave_a_tower_without_gradient(directory: Path):
 )
 def test_spans_that_media_do_not_fit_are_refused(length: int, says: str):
     spans = [{"kind": "image", "start": 3, "length": length, "media_id": "wide"}]
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(BadMedium, match=says):
         collate([ROWS[2] | {"spans": spans}], 0, DEVICE, media=ROW_MEDIA)
     with pytest.raises(ValueError, match="came without them"):
         collate([ROWS[0]], 0, DEVICE)

@@ -36,6 +36,8 @@ class Towers(torch.nn.Module):
                 value.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
                 value.repeated = not config.sequence_parallel  # type: ignore[attr-defined]
             if config.recompute_granularity == "full":
+                # Else transformers takes it for a language model, and warns that it has no embeddings of tokens.
+                module.main_input_name = "values"
                 module.gradient_checkpointing_enable({"use_reentrant": False})
             self.add_module(tower.name, module)
 

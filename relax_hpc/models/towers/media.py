@@ -12,6 +12,7 @@ from torch import Tensor
 
 from relax_hpc.models.packs import PackSplit, Places
 from relax_hpc.models.upload import upload
+from relax_hpc.multimodal.bad import BadMedium, Reason
 from relax_hpc.multimodal.features import mel, patches
 from relax_hpc.multimodal.medium import Grid, Kind, Medium
 from relax_hpc.multimodal.positions import positions
@@ -93,7 +94,7 @@ def media_inputs(
 ) -> MediaInputs:
     """Media that tokens of this rank stand for, out of ``rows`` that lie in ``places``.
 
-    Spans of a medium take its tokens one after the other, and begin again when all are taken. ValueError: spans that
+    Spans of a medium take its tokens one after the other, and begin again when all are taken. BadMedium: spans that
     media do not fit.
     """
     mine = np.full(places.total, -1, np.int64)
@@ -106,15 +107,14 @@ def media_inputs(
             name, length = span["media_id"], span["length"]
             one, first = media.inputs[name], taken.get(name, 0)
             if first + length > one.tokens:
-                raise ValueError(
-                    f"a span of {length} tokens at {span['start']}: its {one.kind} has {one.tokens} tokens"
-                )
+                at = f"a span of {length} tokens at {span['start']}"
+                raise BadMedium(Reason.SPANS, f"{at}: its {one.kind} has {one.tokens} tokens")
             taken[name] = (first + length) % one.tokens
             at = mine[start + span["start"] :][:length]
             if (at >= 0).any():
                 found.setdefault(_TOWERS[one.kind], _Gathered()).add(name, one, at, first)
         if any(taken.values()):
-            raise ValueError("spans that leave tokens of a medium over")
+            raise BadMedium(Reason.SPANS, "spans that leave tokens of a medium over")
     return {name: gathered.media(device) for name, gathered in found.items()}
 
 
