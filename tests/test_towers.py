@@ -17,6 +17,7 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.models.hf_files import read_config
 from relax_hpc.models.towers.media import RowMedia
 from relax_hpc.multimodal.bad import BadMedium
+from relax_hpc.routes import NAME
 from relax_hpc.training.batches import collate, idle
 from relax_hpc.training.model import PolicyModel
 from relax_hpc.training.trainer import Trainer, supervised_loss
@@ -35,6 +36,7 @@ from tests.media_helpers import (
     transformers_model,
 )
 from tests.requirements import DEVICE
+from tests.routes_helpers import declared, routed_policy
 from tests.training_helpers import ALGORITHM, actor_settings, one_rank_fixture, policy  # noqa: F401
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_rank")]
@@ -160,6 +162,24 @@ def test_a_first_stage_with_too_few_layers_is_refused(directory: Path):
     split = ParallelConfig(pipeline=2, first_stage_layers=1)
     with pytest.raises(ConfigError, match=r"first_stage_layers: found 1, with which .* has 1, allowed: 2 or more"):
         PolicyModel(read_config(directory), ModelConfig(), split, ActorConfig(parallel=split))
+
+
+def test_routes_of_tokens_among_media_are_those_of_the_experts_that_transformers_chooses(tmp_path: Path):
+    directory = model(tmp_path / "hf", QWEN3_VL_MOE, packed=True)
+    theirs, chosen = transformers_model(directory), list[torch.Tensor]()
+    for layer in theirs.model.language_model.layers:
+        layer.mlp.gate.register_forward_hook(lambda _, __, found: chosen.append(found[2]))
+    with declared():
+        ours, rows = routed_policy(directory, "record"), []
+        for row in ROWS:
+            chosen.clear()
+            transformers_logprobs(theirs, row)
+            routes = ours.spec.route_shape.packed(torch.stack(chosen, 1).numpy())
+            rows.append(row | {NAME: routes})
+        batch = collate(rows, 0, DEVICE, also=ours.row_fields, media=ROW_MEDIA)
+        with torch.no_grad():
+            ours.hidden(batch)
+    assert len(batch.routes.equal) == 4 and all(equal.all() for equal in batch.routes.equal.values())
 
 
 def test_what_speaks_is_no_part_of_what_is_trained_and_goes_through(tmp_path: Path):
