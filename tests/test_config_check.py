@@ -40,6 +40,7 @@ def same_fields() -> Iterator[None]:
 EXPERTS = {"model.tiny.num_experts": 4, "model.tiny.tie_word_embeddings": False, "model.routing_replay": "on"}
 FINDINGS = [
     ({"model.routing_replay": "record"}, ["model.routing_replay: found record with a qwen3 model, allowed: off"]),
+    ({"model.frozen_towers": ["audio"]}, ["model.frozen_towers: found audio, allowed: none; a qwen3 model takes no"]),
     (
         EXPERTS | {"rollout.engine.flags.enable_return_routed_experts": False},
         ["rollout.engine.flags.enable_return_routed_experts: found false with model.routing_replay on"],

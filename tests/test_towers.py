@@ -140,6 +140,12 @@ def test_a_frozen_tower_has_no_gradients_and_stays_as_it_is(directory: Path):
     assert moved and not any("visual" in name for name in moved) and moved | {*before} == {*before}
 
 
+def test_a_tower_that_is_not_there_is_not_frozen(directory: Path):
+    given = ModelConfig(frozen_towers=["visual", "audio"])
+    with pytest.raises(ConfigError, match=r"model\.frozen_towers: found audio, allowed: visual"):
+        PolicyModel(read_config(directory), given, ParallelConfig(), ActorConfig())
+
+
 def test_rows_of_text_alone_leave_a_tower_without_gradient(directory: Path):
     """Also where sums over ranks wait for each parameter to have had one."""
     found = tower_gradients(learnt(directory, (ROWS[2:3],)))

@@ -38,6 +38,7 @@ def check_files(config: Config) -> Iterator[str]:
         if not policy.problems:
             yield from _lengths(config, policy)
             yield from _replay(config, policy)
+            yield from _frozen(config, policy)
             yield from _tied(config, policy)
             for group, parallel in _parallels(config):
                 own = f"{group}_path"
@@ -223,6 +224,11 @@ def _replay(config: Config, model: Model) -> Iterator[str]:
             f"actor.megatron.moe_router_fusion: found true with model.routing_replay {found}, allowed: false; "
             "Transformer Engine's fused router takes no routes"
         )
+
+
+def _frozen(config: Config, model: Model) -> Iterator[str]:
+    found = model.spec.frozen_misfits(config.model.frozen_towers) if model.spec else ()
+    yield from (f"model.{misfit}" for misfit in found)
 
 
 def _tied(config: Config, model: Model) -> Iterator[str]:

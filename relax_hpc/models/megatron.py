@@ -31,6 +31,12 @@ def check_split(spec: ModelSpec, parallel: ParallelConfig) -> None:
         raise ConfigError(f"parallel.{misfit}")
 
 
+def check_frozen(spec: ModelSpec, model: ModelConfig) -> None:
+    """ConfigError if the model has not the towers that are to be frozen."""
+    for misfit in spec.frozen_misfits(model.frozen_towers):
+        raise ConfigError(f"model.{misfit}")
+
+
 def training_settings(actor: TrainerConfig, experts: bool) -> dict[str, Any]:
     """Settings of megatron-core's transformer configuration for a model that is trained. ConfigError: one may not be
     set.

@@ -6,7 +6,7 @@ feed-forward layers. A family changes what differs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -170,6 +170,13 @@ class ModelSpec:
         yield from stages or self._shallow_stages(parallel)
         if parallel.expert > 1 and not self.experts:
             yield f"expert: found {parallel.expert}, allowed: 1; a {self.model_type} model has no experts"
+
+    def frozen_misfits(self, names: Sequence[str]) -> Iterator[str]:
+        """Reason why the towers of these ``names`` cannot be frozen, a line that begins with the field."""
+        there = [tower.name for tower in self.towers]
+        if other := [name for name in names if name not in there]:
+            allowed = ", ".join(there) or f"none; a {self.model_type} model takes no media"
+            yield f"frozen_towers: found {', '.join(other)}, allowed: {allowed}"
 
     def _shallow_stages(self, parallel: ParallelConfig) -> Iterator[str]:
         """Reason why the first of the stages, into which ``parallel`` can cut the layers, does not do."""

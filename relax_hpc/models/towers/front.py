@@ -43,8 +43,8 @@ class Towers(torch.nn.Module):
 
     def freeze(self, names: Collection[str]) -> None:
         """Leave the weights of these towers as they are; before an optimizer is made."""
-        for name in names:
-            getattr(self, name).requires_grad_(False)
+        for name in self.about:
+            getattr(self, name).requires_grad_(name not in names)
 
     def forward(self, embedded: Tensor, media: MediaPass | None) -> Tensor:
         """Embeddings [t, 1, h] of this rank's tokens -> the same with media in their places."""
