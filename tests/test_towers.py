@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from relax_hpc.algorithms import Sft
 from relax_hpc.config.schema import ActorConfig, ModelConfig, ParallelConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.hf_files import read_config
@@ -20,7 +21,7 @@ from relax_hpc.multimodal.bad import BadMedium
 from relax_hpc.routes import NAME
 from relax_hpc.training.batches import collate, idle
 from relax_hpc.training.model import PolicyModel
-from relax_hpc.training.trainer import Trainer, supervised_loss
+from relax_hpc.training.trainer import Trainer
 from relax_hpc.transfer_queue.row_schema import Row
 from tests.convert_helpers import model, to
 from tests.media_helpers import (
@@ -61,7 +62,7 @@ def learnt(
     actor, given = actor_settings(**settings), ModelConfig(device=DEVICE, frozen_towers=[*frozen])
     ours = PolicyModel(read_config(directory), given, ParallelConfig(), actor)
     ours.load_hf(directory)
-    trainer = Trainer(ours, ALGORITHM, actor.optimizer, 1.0, supervised_loss)
+    trainer = Trainer(ours, Sft(), actor.optimizer, 1.0)
     trainer.accumulate([collate(rows, 0, DEVICE, media=media) for rows in packs])
     return trainer
 
