@@ -177,7 +177,7 @@ def transformers_logprobs(model: Any, row: Row, omni: bool = False) -> torch.Ten
     """Log-probabilities of a row's tokens but the first, by transformers, where placeholders have none."""
     ids = torch.tensor(row["token_ids"][None].astype(np.int64))
     kinds = {"mm_token_type_ids": (ids == IMAGE).int() + 2 * (ids == VIDEO).int()}
-    given = _visual(row) | (_omni(row) if omni else kinds)
+    given = _visual(row) | (_omni(row, model.dtype) if omni else kinds)
     logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **given).logits[0].float()
     banned = torch.tensor([IMAGE, VIDEO, AUDIO] if omni else [IMAGE, VIDEO])
     return logits.index_fill(1, banned, -1e4).log_softmax(-1)[:-1].gather(-1, ids[0, 1:, None])[:, 0]
@@ -199,19 +199,19 @@ def _visual(row: Row) -> dict[str, Any]:
     return given
 
 
-def _omni(row: Row) -> dict[str, Any]:
+def _omni(row: Row, dtype: torch.dtype) -> dict[str, Any]:
     given: dict[str, Any] = {"video_second_per_grid": torch.ones(len(_named(row, Kind.VIDEO)))}
     if names := _named(row, Kind.AUDIO):
         sounds = [torch.from_numpy(mel(MEDIA[name], OMNI_RULES)) for name in names]
-        given["input_features"] = torch.stack(sounds)
+        given["input_features"] = torch.stack(sounds).to(dtype)
         given["feature_attention_mask"] = torch.ones(len(sounds), sounds[0].shape[1], dtype=torch.long)
     return given
 
 
-def transformers_model(directory: Path) -> Any:
-    """Transformers' model of a directory, in float32."""
+def transformers_model(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """Transformers' model of a directory."""
     install_transformers_hook()
     import transformers
 
     kind = getattr(transformers, read_config(directory)["architectures"][0])
-    return kind.from_pretrained(directory, dtype=torch.float32).eval()
+    return kind.from_pretrained(directory, dtype=dtype).eval()

@@ -125,10 +125,25 @@ class AudioTower(Tower):
         import torch
 
         lengths = media.grids[:, 2]
-        sounds = zip(media.values.split(lengths.tolist()), lengths.split(1), strict=True)
-        dtype = next(module.parameters()).dtype
-        found = [module(one.t().to(dtype), feature_lens=length).last_hidden_state for one, length in sounds]
-        return torch.cat(found)[None]
+        values = media.values.to(next(module.parameters()).dtype)
+        sounds = zip(values.split(lengths.tolist()), lengths.split(1), strict=True)
+        return torch.cat([module(**self._placed(*one)).last_hidden_state for one in sounds])[None]
+
+    def _placed(self, frames: Tensor, length: Tensor) -> dict[str, Tensor]:
+        """Chunks of a sound, and tensors that follow from its ``length`` [1], which is on the host, alone. Worked out
+        there: transformers' way would wait for a GPU in every layer."""
+        from transformers.models.qwen3_omni_moe import modeling_qwen3_omni_moe as theirs
+
+        from relax_hpc.models.upload import upload
+
+        padded, chunks = theirs.chunk_and_pad_features(frames.t(), length, self.half)
+        return {
+            "padded_feature": padded,
+            "chunk_lengths": chunks,
+            "valid_indices": upload(theirs.get_valid_indices(chunks).numpy(), frames.device),
+            # Of which the host alone makes use.
+            "cu_seqlens": theirs.get_audio_cu_seqlens(chunks, length, self.window, self.half),
+        }
 
 
 def _contradictions(known: Mapping[str, Any]) -> Iterator[str]:
