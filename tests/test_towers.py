@@ -86,6 +86,10 @@ def test_logprobs_with_media_match_transformers(tmp_path: Path, config: dict):
         expected = transformers_logprobs(theirs, row, omni).detach().numpy()
         np.testing.assert_allclose(mine[1:], expected, atol=2e-5)
     assert expected[-5:].std() > 0.1
+    ours.save_hf(tmp_path / "again", directory)
+    saved = load_file(tmp_path / "again/model.safetensors")
+    assert {*saved} == {*load_file(directory / "model.safetensors")}
+    assert all(torch.equal(saved[name], value) for name, value in load_file(directory / "model.safetensors").items())
 
 
 @pytest.mark.parametrize("config", [QWEN3_VL, QWEN3_OMNI_THINKER], ids=lambda one: one["model_type"])

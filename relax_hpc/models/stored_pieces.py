@@ -56,3 +56,15 @@ def _places(tensor: Any, form: StoredForm) -> Iterator[tuple[Piece, StoredPiece]
         for piece in block:
             yield piece, StoredPiece(tensor, number, first, piece.shape[0], form.turned)
             first += piece.shape[0]
+
+
+def as_published(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Whole ``tensors`` of pieces, those of blocks that are published turned around put together so."""
+    import torch
+
+    found = dict(tensors)
+    for name, form in spec.packed_forms(all_pieces(spec)).items():
+        if form.turned:
+            blocks = [torch.cat([found.pop(piece.name) for piece in block]).t() for block in form.blocks]
+            found[name] = torch.stack(blocks)
+    return found

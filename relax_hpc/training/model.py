@@ -32,7 +32,7 @@ from relax_hpc.models.hf_mapping import (
 from relax_hpc.models.packs import PackSplit
 from relax_hpc.models.replay import Routes
 from relax_hpc.models.stages import stage_layers
-from relax_hpc.models.stored_pieces import by_piece
+from relax_hpc.models.stored_pieces import as_published, by_piece
 from relax_hpc.models.towers.media import MediaPass
 from relax_hpc.training import parallel as ranks
 from relax_hpc.training.batches import Batch
@@ -228,7 +228,7 @@ class PolicyModel:
         tensors = self.export_hf()
         if tensors is not None:
             passengers = passengers_of(source, self.spec) if source else {}
-            write_directory(directory, self.hf_config, tensors | passengers, source)
+            write_directory(directory, self.hf_config, as_published(self.spec, tensors) | passengers, source)
         dist.barrier()
 
     def hidden(self, batch: Batch, module: torch.nn.Module | None = None, routed: bool = True) -> Tensor:
