@@ -136,8 +136,8 @@ def token_logprobs(
     `states` [n, h]: the hidden states that predict them. `weight` [v, h]: this rank's rows of the output layer, whose
     padded ones, from `vocab` on over all ranks, get no probability. `targets` int64 [n], or [n, m] of m a state.
     Differentiable by `states`, of which each rank gets its own columns' part, and by `weight`, whose gradient is summed
-    over chunks in float32: in its `main_grad` if it has one, as under megatron-core's DistributedDataParallel. `banned`:
-    columns, over all ranks, that get no probability either.
+    over chunks in float32: in its `main_grad` if it has one, as under megatron-core's DistributedDataParallel. Columns
+    `banned`, over all ranks, get no probability either.
     """
     asked = targets if targets.dim() > 1 else targets[:, None]
     mine = _own_banned(banned, weight, group)

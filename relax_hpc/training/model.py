@@ -72,8 +72,8 @@ class PolicyModel:
         self.hf_config = hf_config
         self.spec = spec_of(hf_config, model.ignore_keys)
         megatron.check_split(self.spec, parallel)
-        if training:
-            # A teacher may be of another family than what is trained.
+        if training and self.spec.towers:
+            # A critic may be of another family than the policy.
             megatron.check_frozen(self.spec, model)
         self.layout = ranks.layout()
         self.device = torch.device(model.device)
