@@ -174,14 +174,15 @@ class Reading:
 def read_prompts(path: str, tokenizer: Tokenizer | None, config: Config) -> Reading:
     """All rows of a file, or those of the first READ_S seconds; once, as long as it does not change. ConfigError: it
     cannot be read."""
-    return _read(path, stamp(Path(path)), tokenizer, rules_of(config, tokenizer), READ_S)
+    how = rules_of(config, tokenizer, Path(path).parent)
+    return _read(path, stamp(Path(path)), tokenizer, how, READ_S)
 
 
 @functools.lru_cache(maxsize=16)
 def _read(path: str, _: tuple[int, ...], tokenizer: Tokenizer | None, how: PromptRules, read_s: float) -> Reading:
     names = re.compile("|".join(map(re.escape, tokenizer.special_names)) or "(?!)") if tokenizer else None
     found, until = Reading(tally=Tally()), time.monotonic() + read_s
-    rows = prompts_of(read_rows(path), tokenizer, how, tokens=False)
+    rows = prompts_of(read_rows(path, how.media is not None), tokenizer, how, tokens=False)
     with how.rendering():
         while block := list(islice(rows, BLOCK)):
             for one in block:

@@ -41,9 +41,9 @@ def find_model(config: ModelConfig, field_name: str = "path") -> Model:
     key, name = f"model.{field_name}", getattr(config, field_name)
     try:
         if not name:
-            from relax_hpc.data.tiny_model import qwen3_config
+            from relax_hpc.data.tiny_model import model_config
 
-            return Model(spec=spec_of(qwen3_config(config.tiny)))
+            return Model(spec=spec_of(model_config(config.tiny)))
     except ConfigError as error:
         return Model(problems=[str(error)])
     path = Path(name)
@@ -73,9 +73,9 @@ def spec_at(config: ModelConfig) -> ModelSpec:
     """Spec in config.json of `config.path`, all that need be there, or of the tiny model. ConfigError: it is not in
     order."""
     if not config.path:
-        from relax_hpc.data.tiny_model import qwen3_config
+        from relax_hpc.data.tiny_model import model_config
 
-        return spec_of(qwen3_config(config.tiny))
+        return spec_of(model_config(config.tiny))
     return spec_of(_read_json(Path(config.path) / "config.json"), config.ignore_keys)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 from relax_hpc.config.schema import Config
@@ -63,9 +64,10 @@ class ExampleRules(PromptRules):
             return BadLine(number, *bad.args)
 
 
-def rules_of(config: Config, tokenizer: Tokenizer | None) -> PromptRules:
-    """Rules by which rows of the run's files become prompts, or examples. ConfigError: as of `PromptRules.of`."""
-    found, sequences = PromptRules.of(config.data, tokenizer), config.algorithm.sequences
+def rules_of(config: Config, tokenizer: Tokenizer | None, folder: Path = Path()) -> PromptRules:
+    """Rules by which rows of the run's files in ``folder`` become prompts, or examples. ConfigError: as of
+    `PromptRules.of`."""
+    found, sequences = PromptRules.of(config.data, tokenizer, folder), config.algorithm.sequences
     if not sequences:
         return found
     return ExampleRules(config.data.max_row_tokens, found.special_tokens, found.template, sequences=sequences)

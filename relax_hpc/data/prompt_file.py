@@ -174,7 +174,7 @@ def build(path: Path, where: Path, key: str, tokenizer: Tokenizer, how: PromptRu
     where.parent.mkdir(parents=True, exist_ok=True)
     before, digest = Stamp.of(path), xxhash.xxh3_128()
     scan = _Scan(tokenizer, how)
-    for line, row in _spooled(path, where) if is_parquet(path) else _rows(path, digest.update):
+    for line, row in _spooled(path, where, how) if is_parquet(path) else _rows(path, digest.update):
         scan.add(line, row)
     stamp = Stamp(
         before.path, before.size, before.mtime_ns, digest_of(path) if is_parquet(path) else digest.hexdigest()
@@ -241,13 +241,13 @@ def _rows(path: Path, told: Callable[[bytes], None]) -> Iterator[tuple[Line, Row
     return ((line, row_of(line)) for line in read_lines(path, told) if not line.is_blank)
 
 
-def _spooled(path: Path, where: Path) -> Iterator[tuple[Line, Row]]:
+def _spooled(path: Path, where: Path, how: PromptRules) -> Iterator[tuple[Line, Row]]:
     """Rows of a parquet file, which are written beside the index as lines."""
     lines = _lines_of(path, where)
     partial, start = lines.with_name(f".{lines.name}.{os.getpid()}"), 0
     try:
         with partial.open("wb") as file:
-            for number, row in enumerate(read_parquet(path), start=1):
+            for number, row in enumerate(read_parquet(path, how.media is not None), start=1):
                 data = json.dumps(None if isinstance(row, BadLine) else row[1]).encode() + b"\n"
                 file.write(data)
                 yield Line(number, start, data), row

@@ -17,8 +17,10 @@ import numpy as np
 
 from relax_hpc.config.schema import DataConfig
 from relax_hpc.data.chat import ChatTemplate, TemplateError, template_of
+from relax_hpc.data.media import Columns, MediaRules, PromptMedium, with_parts
 from relax_hpc.data.rows import BadLine, Record
 from relax_hpc.errors import ConfigError
+from relax_hpc.multimodal.bad import BadMedium
 
 
 class Tokenizer:
@@ -150,6 +152,8 @@ class Prompt:
     answer: str
     metadata: dict[str, Any] = field(default_factory=dict)
     """Fields of the line besides these."""
+    media: tuple[PromptMedium, ...] = ()
+    """Media that the prompt has places for, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,22 +166,26 @@ class PromptRules:
     template: ChatTemplate | None = None
     """Template that makes text of messages; None: a row with messages is bad."""
     keeps_end: bool = False
-    """Whether the last tokens of a prompt that is too long are taken; if not, it is bad."""
+    """Whether the last tokens of a prompt that is too long are taken; if not, or if it has media, it is bad."""
+    media: MediaRules | None = None
+    """Rules of media; None: a row has none, of which the model could make anything."""
 
     @classmethod
-    def of(cls, data: DataConfig, tokenizer: Tokenizer | None) -> PromptRules:
-        """Rules that a configuration says. ConfigError: there is no such template."""
+    def of(cls, data: DataConfig, tokenizer: Tokenizer | None, folder: Path = Path()) -> PromptRules:
+        """Rules that a configuration says for the files of ``folder``. ConfigError: there is no such template."""
         template = None
         if data.chat_template and tokenizer:
             names = tuple(sorted(tokenizer.named.items()))
             about = tokenizer.directory, data.system, data.enable_thinking, names
             template = template_of(data.chat_template, *about)
-        return cls(data.max_prompt_tokens, tuple(data.special_tokens), template, data.truncate == "left")
+        media = MediaRules.of(data, tokenizer.directory, folder) if tokenizer else None
+        return cls(data.max_prompt_tokens, tuple(data.special_tokens), template, data.truncate == "left", media)
 
     def about(self) -> list[Any]:
         """All that decides what rows become, but for the tokenizer."""
         template = self.template.key if self.template else ""
-        return [self.max_tokens, *self.special_tokens, template, self.keeps_end]
+        media = self.media.key if self.media else []
+        return [self.max_tokens, *self.special_tokens, template, self.keeps_end, *media]
 
     def read(self, number: int, record: Record, tokenizer: Tokenizer | None, tokens: bool = True) -> Any:
         """The prompt of the row in line ``number``, or why it has none, a `BadLine`; see `prompts_of`."""
@@ -281,19 +289,33 @@ def _prompt(record: Record, tokenizer: Tokenizer | None, how: PromptRules, token
     if not isinstance(answer, str | int | float):
         raise BadRecord("wrong_type", f"answer is {_kind(answer)}")
     del rest["id"]
+    sources = how.media.taken(rest) if how.media else {}
     if source != "token_ids":
-        text, ids = _encoded(given, source, tokenizer, how, tokens)
+        text, ids, sources = _encoded(given, source, sources, tokenizer, how, tokens)
     else:
         check_ids(given, tokenizer.vocab_size if tokenizer else None)
         text = str(rest.pop("prompt", "") or (tokenizer.decode(given) if tokenizer else ""))
         ids = given
     if not (text.strip() if ids is None else ids):
         raise BadRecord("empty_prompt", f"{source} is empty")
+    ids, media = _with_media(ids, sources, how)
     if len(ids or ()) > how.max_tokens:
-        if not how.keeps_end:
+        if not how.keeps_end or media:
             raise BadRecord("over_long", f"{len(ids)} tokens, data.max_prompt_tokens is {how.max_tokens}")
         ids = ids[-how.max_tokens :]
-    return Prompt(prompt_id, tuple(ids or ()), text, str(answer), rest)
+    return Prompt(prompt_id, tuple(ids or ()), text, str(answer), rest, tuple(media))
+
+
+def _with_media(
+    ids: list[int] | None, sources: Columns, how: PromptRules
+) -> tuple[list[int] | None, list[PromptMedium]]:
+    """Tokens of a prompt, those that stand for media included, and its media."""
+    if ids is None or not how.media:
+        return ids, []
+    try:
+        return how.media.placed(ids, sources)
+    except BadMedium as bad:
+        raise BadRecord(bad.reason, bad.detail) from None
 
 
 def id_of(record: Record) -> str:
@@ -311,28 +333,34 @@ def is_chat(given: Any) -> bool:
 
 
 def _encoded(
-    given: Any, source: str, tokenizer: Tokenizer | None, how: PromptRules, tokens: bool
-) -> tuple[str, list[int] | None]:
-    """The text of a prompt, by a template or as it is, and its tokens; None: they were not looked at."""
+    given: Any, source: str, columns: Columns, tokenizer: Tokenizer | None, how: PromptRules, tokens: bool
+) -> tuple[str, list[int] | None, Columns]:
+    """The text of a prompt, by a template or as it is, its tokens, and the media it names, by ``columns`` of its row or
+    by itself. None for tokens: they were not looked at."""
     chat = is_chat(given)
     if not (chat or (isinstance(given, str) and source == "prompt")):
         raise BadRecord("wrong_type", f"{source} is {_kind(given)}")
     if not tokenizer:
-        return (given if isinstance(given, str) else json.dumps(given)), None
+        return (given if isinstance(given, str) else json.dumps(given)), None, columns
     as_tokens = "prompt" in how.special_tokens
     if chat and not how.template:
         raise BadRecord("wrong_type", f"{source} is a list of chat messages; set data.chat_template: model")
     if isinstance(given, str) and not given.strip():
-        return given, []
+        return given, [], columns
     text = given
     if how.template:
         messages = given if chat else [{"role": "user", "content": given}]
+        if how.media:
+            messages, columns = with_parts(messages, columns)
         text = rendered(messages, tokenizer, how.template, as_tokens)
-    if not tokens and text.strip() and (most := tokenizer.at_most(text)) and (how.keeps_end or most <= how.max_tokens):
-        return text, None
+    looks = tokens or how.media or not text.strip()
+    if not looks and (most := tokenizer.at_most(text)) and (how.keeps_end or most <= how.max_tokens):
+        return text, None, columns
     if how.template:
-        return text, tokenizer.encode(text, special=False, special_tokens=True)
-    return text, tokenizer.encode(text, special_tokens=as_tokens)
+        return text, tokenizer.encode(text, special=False, special_tokens=True), columns
+    if how.media:
+        return text, how.media.encoded(text, columns, tokenizer, as_tokens), columns
+    return text, tokenizer.encode(text, special_tokens=as_tokens), columns
 
 
 def rendered(

@@ -3,6 +3,7 @@ held in memory."""
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,7 +39,7 @@ class BadLine:
     """Number of the line, counted from 1."""
     reason: str
     """broken_json | missing_field | wrong_type | duplicate_id | empty_prompt | over_long | special_token |
-    chat_template; of examples also empty_answer | no_preference"""
+    chat_template | media_mismatch, or why a medium is of no use; of examples also empty_answer | no_preference"""
     detail: str = field(default="", compare=False)
 
 
@@ -60,13 +61,13 @@ class Line:
         return not self.data.strip()
 
 
-def read_rows(path: Path | str) -> Iterator[tuple[int, Record] | BadLine]:
+def read_rows(path: Path | str, with_media: bool = False) -> Iterator[tuple[int, Record] | BadLine]:
     """Rows of a jsonl or parquet file with their lines, counted from 1; blank lines are none.
 
-    ConfigError: it cannot be read, or is no file of rows at all.
+    ``with_media``: see `read_parquet`. ConfigError: it cannot be read, or is no file of rows at all.
     """
     if is_parquet(path):
-        yield from read_parquet(path)
+        yield from read_parquet(path, with_media)
         return
     for line in read_lines(path):
         if not line.is_blank:
@@ -105,14 +106,16 @@ def is_parquet(path: Path | str) -> bool:
         return file.peek(4)[:4] == b"PAR1"
 
 
-def read_parquet(path: Path | str) -> Iterator[tuple[int, Record] | BadLine]:
-    """Rows of a parquet file, as `read_rows`. A field that is null is left out; times and decimals become texts."""
+def read_parquet(path: Path | str, with_media: bool = False) -> Iterator[tuple[int, Record] | BadLine]:
+    """Rows of a parquet file, as `read_rows`. A field that is null is left out; times and decimals become texts, and
+    so do bytes, as data URIs, in rows ``with_media``; in others they are bad."""
     number = 0
     with _parquet(path) as parquet:
         for batch in parquet.ParquetFile(str(path)).iter_batches(batch_size=_BATCH, use_threads=False):
             for record in batch.to_pylist():
                 number += 1
-                yield _as_json(number, {name: value for name, value in record.items() if value is not None})
+                known = {name: value for name, value in record.items() if value is not None}
+                yield _as_json(number, known, _text_or_uri if with_media else _text)
 
 
 def count_rows(path: Path | str) -> int:
@@ -140,10 +143,11 @@ def _parquet(path: Path | str) -> Iterator[Any]:
         raise ConfigError(f"{path}: not a parquet file that can be read: {error}; write it again") from error
 
 
-def _as_json(number: int, record: Record) -> tuple[int, Record] | BadLine:
-    """``record`` as it is after it was written as JSON."""
+def _as_json(number: int, record: Record, default: Callable[[Any], str]) -> tuple[int, Record] | BadLine:
+    """``record`` as it is after it was written as JSON, what JSON has no type for as the text that ``default``
+    makes."""
     try:
-        return number, json.loads(json.dumps(record, default=_text))
+        return number, json.loads(json.dumps(record, default=default))
     except (TypeError, ValueError) as error:
         return BadLine(number, "wrong_type", str(error))
 
@@ -152,6 +156,19 @@ def _text(value: Any) -> str:
     if isinstance(value, bytes | memoryview):
         raise TypeError("a column holds bytes, which no row of text has a place for")
     return str(value)
+
+
+def _text_or_uri(value: Any) -> str:
+    return data_uri(bytes(value)) if isinstance(value, bytes | memoryview) else str(value)
+
+
+def data_uri(data: bytes, kind: str = "application/octet-stream") -> str:
+    """``data`` as a row of text may hold it.
+
+    >>> data_uri(b"ab")
+    'data:application/octet-stream;base64,YWI='
+    """
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
 @contextmanager

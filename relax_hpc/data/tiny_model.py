@@ -1,4 +1,4 @@
-"""A small random Qwen3 model with a character tokenizer, made offline in the Hugging Face format."""
+"""A small random Qwen3 or Qwen3-VL model with a character tokenizer, made offline in the Hugging Face format."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from relax_hpc.config.schema import TinyModelConfig
+from relax_hpc.data import tiny_vision
 from relax_hpc.errors import ConfigError
 from relax_hpc.imports import many_imports
 
@@ -29,7 +30,7 @@ def make_tiny_model(directory: Path, shape: TinyModelConfig, seed: int) -> None:
     The directory appears whole, by rename; one that is there already is kept. ConfigError: it holds another shape,
     or `shape` is impossible.
     """
-    config = qwen3_config(shape)
+    config = model_config(shape)
     if directory.exists():
         return _check_same(directory, config)
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -39,13 +40,25 @@ def make_tiny_model(directory: Path, shape: TinyModelConfig, seed: int) -> None:
     ids = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
     _write_json(partial / "config.json", config)
     _write_json(partial / "generation_config.json", ids)
-    write_tokenizer(partial)
+    write_tokenizer(partial, tiny_vision.TOKENS if shape.vision_layers else ())
+    if shape.vision_layers:
+        tiny_vision.write_processor(partial)
     _write_weights(partial / "model.safetensors", shape, seed)
     partial.rename(directory)
 
 
+def model_config(shape: TinyModelConfig) -> dict[str, Any]:
+    """The config.json of `shape`. ConfigError as `qwen3_config`."""
+    text = qwen3_config(shape)
+    if not shape.vision_layers:
+        return text
+    if shape.num_experts:
+        raise ConfigError("model.tiny.vision_layers: found it beside num_experts, allowed: one of both")
+    return tiny_vision.seeing(shape, text, len(SPECIAL) + len(CHARACTERS))
+
+
 def qwen3_config(shape: TinyModelConfig) -> dict[str, Any]:
-    """The config.json of `shape`. ConfigError if attention cannot have it."""
+    """The config.json of the language model of `shape`. ConfigError if attention cannot have it."""
     if shape.num_attention_heads % shape.num_key_value_heads:
         raise ConfigError(
             f"model.tiny.num_attention_heads: found {shape.num_attention_heads}, allowed multiples of "
@@ -62,7 +75,7 @@ def qwen3_config(shape: TinyModelConfig) -> dict[str, Any]:
         "num_attention_heads": shape.num_attention_heads,
         "num_key_value_heads": shape.num_key_value_heads,
         "head_dim": shape.head_dim,
-        "max_position_embeddings": 256,
+        "max_position_embeddings": 2048 if shape.vision_layers else 256,
         "rms_norm_eps": 1e-6,
         "rope_theta": 1e6,
         "tie_word_embeddings": shape.tie_word_embeddings,
@@ -112,10 +125,12 @@ def parameter_shapes(shape: TinyModelConfig) -> dict[str, tuple[int, ...]]:
         "post_attention_layernorm": (hidden,),
         **_mlp_shapes(shape),
     }
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB_SIZE, hidden)}
+    text = "model.language_model" if shape.vision_layers else "model"
+    shapes = tiny_vision.tower_shapes(shape) if shape.vision_layers else {}
+    shapes[f"{text}.embed_tokens.weight"] = (VOCAB_SIZE, hidden)
     for index in range(shape.num_layers):
-        shapes |= {f"model.layers.{index}.{name}.weight": size for name, size in layer.items()}
-    shapes["model.norm.weight"] = (hidden,)
+        shapes |= {f"{text}.layers.{index}.{name}.weight": size for name, size in layer.items()}
+    shapes[f"{text}.norm.weight"] = (hidden,)
     if not shape.tie_word_embeddings:
         shapes["lm_head.weight"] = (VOCAB_SIZE, hidden)
     return shapes
@@ -144,24 +159,27 @@ def _write_weights(path: Path, shape: TinyModelConfig, seed: int) -> None:
 
     generator = torch.Generator().manual_seed(seed)
 
-    def draw(size: tuple[int, ...]) -> torch.Tensor:
+    def draw(name: str, size: tuple[int, ...]) -> torch.Tensor:
+        if name.endswith(".bias"):
+            return torch.zeros(size)
         # One-dimensional parameters are norms' scales.
         return torch.ones(size) if len(size) == 1 else torch.randn(size, generator=generator) * INIT_STD
 
-    weights = {name: draw(size) for name, size in parameter_shapes(shape).items()}
+    weights = {name: draw(name, size) for name, size in parameter_shapes(shape).items()}
     save_file(weights, path, metadata={"format": "pt"})
 
 
-def write_tokenizer(directory: Path) -> None:
-    """One token a character, BOS in front; unknown characters become <pad>."""
+def write_tokenizer(directory: Path, more: tuple[str, ...] = ()) -> None:
+    """One token a character, BOS in front; unknown characters become <pad>. ``more``: special tokens after all
+    others."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
-    words = [*SPECIAL, *CHARACTERS]
+    words = [*SPECIAL, *CHARACTERS, *more]
     words += [f"<unused{index}>" for index in range(VOCAB_SIZE - len(words))]
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.add_special_tokens([*SPECIAL, *more])
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS_ID)])
     tokenizer.save(str(directory / "tokenizer.json"))
     names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}

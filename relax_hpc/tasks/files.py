@@ -60,7 +60,8 @@ def check_unchanged(run: RunDir, config: Config) -> None:
 
 
 def _opened(config: Config, tokenizer: Tokenizer, path: Path, index: Path) -> PromptFile:
-    return open_prompts(path, index, tokenizer, rules_of(config, tokenizer), config.data.max_bad_share)
+    how = rules_of(config, tokenizer, path.parent)
+    return open_prompts(path, index, tokenizer, how, config.data.max_bad_share)
 
 
 def _train_index(run: RunDir) -> Path:

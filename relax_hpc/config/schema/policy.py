@@ -10,7 +10,8 @@ from relax_hpc.settings import bounded
 
 @dataclass(kw_only=True, slots=True)
 class TinyModelConfig:
-    """Shape of a small Qwen3 model, dense or a mixture of experts, that is made offline, with its tokenizer."""
+    """Shape of a small Qwen3 model, dense, a mixture of experts, or one that sees, that is made offline, with its
+    tokenizer."""
 
     hidden_size: int = bounded(64, 8)
     """Width; must be a multiple of num_attention_heads' groups."""
@@ -24,6 +25,8 @@ class TinyModelConfig:
     num_experts_per_tok: int = bounded(2, 1)
     moe_intermediate_size: int = bounded(64, 8)
     """Width of an expert."""
+    vision_layers: int = bounded(0, 0)
+    """Layers of the tower by which a dense model sees images, as wide as it is itself; 0: it takes text alone."""
     tie_word_embeddings: bool = True
 
 
@@ -69,19 +72,24 @@ class DataConfig:
     """Prompts, of files or of a task; see `relax_hpc.data.prompts`.
 
     A row of a jsonl or parquet file is {"id", "prompt", "messages" or "token_ids", "answer", ...}. A file must stay
-    as it is while a run uses it. What rows of sft and dpo are: `relax_hpc.data.examples`.
+    as it is while a run uses it, and so must the files of media that it names. What rows of sft and dpo are:
+    `relax_hpc.data.examples`.
     """
 
     task: str = ""
-    """Task: `sort_digits`, a built-in verifiable task whose files are made in the run directory, `sort_digit_pairs`,
-    the same for dpo, or one's own as `package.module:Class`, see `relax_hpc.tasks`. Empty: `train` and `eval` name
-    files."""
+    """Task: `sort_digits`, `coloured_shapes` (images) or `moving_squares` (videos), built-in verifiable tasks, whose
+    files are made in the run directory, `sort_digit_pairs`, for dpo, or one's own as `package.module:Class`, see
+    `relax_hpc.tasks`. Empty: `train` and `eval` name files."""
     digits: int = bounded(4, 1, 6)
     """Digits a prompt of `sort_digits` has."""
     train: str = ""
     """File of training prompts, jsonl or parquet."""
     eval: dict[str, str] = field(default_factory=dict)
     """Name of an evaluation set -> file."""
+    multimodal_keys: dict[str, str] = field(default_factory=dict)
+    """Kind of medium, `image`, `video` or `audio` -> column of the rows that names a prompt's: one, or a list, of paths
+    relative to the file, file or data URIs, or bytes. A prompt has a place for each, `<image>`, `<video>` or `<audio>`
+    in its text, or a part of a message. One that is not named: `images`, `videos`, `audios`."""
     shuffle: bool = True
     """Visit prompts in an order drawn from the run's seed, anew each incarnation."""
     special_tokens: list[Literal["prompt"]] = field(default_factory=list)

@@ -16,7 +16,6 @@ removes it when nobody does::
 from __future__ import annotations
 
 import contextlib
-import json
 import mmap
 import os
 import re
@@ -29,6 +28,7 @@ import numpy as np
 import xxhash
 
 from relax_hpc.content_id import flat, id_of
+from relax_hpc.data.media import places_of
 from relax_hpc.disk import patiently
 from relax_hpc.rundir import sync_directory, write_atomic
 from relax_hpc.transfer_queue.row_ids import ticket_of
@@ -221,16 +221,7 @@ def placeholders_of(model: Path) -> dict[str, int]:
 
     Empty for a text model, and where there is no such file.
     """
-    try:
-        found = json.loads((model / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return {}
-    # Models that think in text and talk in speech have those of the prompt one level below.
-    names = found.get("thinker_config", found) if isinstance(found, dict) else None
-    if not isinstance(names, dict):
-        return {}
-    ids = ((kind, names.get(f"{kind}_token_id", names.get(f"{kind}_token_index"))) for kind in KINDS)
-    return {kind: token for kind, token in ids if type(token) is int}
+    return {str(kind): place.placeholder for kind, place in places_of(model).items()}
 
 
 def check_media(row: Row, placeholders: Mapping[str, int] | None = None) -> int:

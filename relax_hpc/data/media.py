@@ -1,0 +1,273 @@
+"""Media of a row: where they come from, and which of its prompt's tokens stand for them.
+
+A row names its media in columns (`data.multimodal_keys`), or in the parts of chat messages. A prompt has one place for
+each: a mark such as `<image>` in a text, a part of a message, or the model's own placeholder token. Sources are looked
+at as far as it takes to count tokens; what they hold is decoded when the prompt is drawn.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+
+from relax_hpc.multimodal.bad import BadMedium, Reason
+from relax_hpc.multimodal.image import header
+from relax_hpc.multimodal.medium import Kind
+from relax_hpc.multimodal.rules import Rules
+from relax_hpc.multimodal.source import Source
+
+if TYPE_CHECKING:
+    from relax_hpc.config.schema import DataConfig
+    from relax_hpc.data.prompts import Tokenizer
+
+Columns = dict[Kind, deque[Any]]
+"""What the columns of a row name, by kind, in the order of its places."""
+_MARK = re.compile("(<image>|<video>|<audio>)")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptMedium:
+    """A medium of a prompt."""
+
+    kind: Kind
+    source: Source = field(repr=False)
+    spans: tuple[tuple[int, int], ...]
+    """Places in the prompt: (start, length) of each run of placeholders."""
+    blob: Path | None = None
+    """File of its blob in a media store, by the name of its id; None: it was not stored yet."""
+
+    @property
+    def tokens(self) -> int:
+        """Placeholders that stand for it."""
+        return sum(length for _, length in self.spans)
+
+
+def spans_of(media: Sequence[PromptMedium]) -> list[dict[str, Any]]:
+    """Field `spans` of the rows of a prompt with these ``media``, which are stored."""
+    return [
+        {"kind": str(medium.kind), "start": start, "length": length, "media_id": medium.blob.name}
+        for medium in media
+        if medium.blob
+        for start, length in medium.spans
+    ]
+
+
+def tokens_by_id(media: Sequence[PromptMedium]) -> dict[str, int]:
+    """Field `media_tokens` of such rows: placeholders of each medium, by its id."""
+    found = Counter[str]()
+    for medium in media:
+        if medium.blob:
+            found[medium.blob.name] += medium.tokens
+    return dict(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Tokens by which a prompt has a place for a medium."""
+
+    placeholder: int
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return (*self.before, self.placeholder, *self.after)
+
+
+@dataclass(frozen=True, slots=True)
+class MediaRules:
+    """Rules by which rows have media."""
+
+    rules: Rules
+    columns: tuple[tuple[Kind, str], ...]
+    """Kind of medium, and the column that names those of a row."""
+    places: tuple[tuple[Kind, Place], ...]
+    """Kind of medium, and a place for one in a prompt."""
+    folder: Path
+    """Folder that paths of media are relative to."""
+
+    @classmethod
+    def of(cls, data: DataConfig, model: Path, folder: Path) -> MediaRules | None:
+        """Rules of a run for the files of ``folder``; None: the ``model``, a Hugging Face directory, takes text
+        alone."""
+        places = places_of(model)
+        if not places:
+            return None
+        columns = tuple((kind, data.multimodal_keys.get(str(kind), f"{kind}s")) for kind in places)
+        return cls(Rules.of(model), columns, tuple(places.items()), folder)
+
+    @property
+    def key(self) -> list[Any]:
+        """Value that is the same for rules by which rows become the same prompts."""
+        return [repr(self.rules), self.columns, repr(self.places)]
+
+    def taken(self, record: dict[str, Any]) -> Columns:
+        """Media that the columns of ``record`` name, which are taken out of it."""
+        named = ((kind, record.pop(column)) for kind, column in self.columns if column in record)
+        return {kind: deque(value if isinstance(value, list) else [value]) for kind, value in named}
+
+    def placed(self, ids: Sequence[int], sources: Mapping[Kind, Sequence[Any]]) -> tuple[list[int], list[PromptMedium]]:
+        """``ids`` with as many placeholders for each medium as it has tokens, and the media in their order.
+
+        BadMedium: there are not as many ``sources`` of a kind as ``ids`` have places, or one is of no use.
+        """
+        kinds = {place.placeholder: kind for kind, place in self.places}
+        places = Counter(kinds[token] for token in ids if token in kinds)
+        for kind in sources.keys() | places.keys():
+            if (named := len(sources.get(kind, ()))) != places[kind]:
+                raise BadMedium(Reason.SPANS, f"places for {places[kind]} {kind}s in the prompt, {named} named")
+        waiting = {kind: deque(some) for kind, some in sources.items()}
+        expanded, media = list[int](), list[PromptMedium]()
+        for token in ids:
+            if token not in kinds:
+                expanded.append(token)
+                continue
+            kind = kinds[token]
+            source = source_of(waiting[kind].popleft(), self.folder)
+            count = self.rules.tokens(header(source, self.rules))
+            media.append(PromptMedium(kind, source, ((len(expanded), count),)))
+            expanded += [token] * count
+        return expanded, media
+
+    def encoded(self, text: str, kinds: Columns, tokenizer: Tokenizer, as_tokens: bool) -> list[int]:
+        """Token ids of a text whose marks are places for media of these ``kinds``; other marks are text."""
+        places, ids = dict(self.places), list[int]()
+        for number, piece in enumerate(split_at_marks(text, kinds)):
+            if isinstance(piece, Kind):
+                ids += places[piece].tokens
+            elif piece or not number:
+                ids += tokenizer.encode(piece, special=not number, special_tokens=as_tokens)
+        return ids
+
+
+def places_of(model: Path) -> dict[Kind, Place]:
+    """Places that prompts of a ``model``, a Hugging Face directory, may have; empty: it takes text alone, or has no
+    config.json."""
+    try:
+        return places_in(json.loads((model / "config.json").read_bytes()))
+    except (OSError, ValueError):
+        return {}
+
+
+def places_in(found: Any) -> dict[Kind, Place]:
+    """Places by the token ids that a config.json with that content names."""
+    # Models that think in text and talk in speech have those of the prompt one level below.
+    names = found.get("thinker_config", found) if isinstance(found, dict) else {}
+
+    def ids(name: str) -> tuple[int, ...]:
+        value = names.get(f"{name}_token_id", names.get(f"{name}_token_index")) if isinstance(names, dict) else None
+        return (value,) if type(value) is int else ()
+
+    def place_of(kind: Kind) -> Place:
+        sense = "audio" if kind is Kind.AUDIO else "vision"
+        return Place(*ids(kind), ids(f"{sense}_start"), ids(f"{sense}_end"))
+
+    return {kind: place_of(kind) for kind in Kind if ids(kind)}
+
+
+def split_at_marks(text: str, kinds: Columns) -> Iterator[str | Kind]:
+    """Texts of ``text``, and between them the kinds of media that have their places there.
+
+    >>> list(split_at_marks("a<image>b<audio>", {Kind.IMAGE: deque()}))
+    ['a', <Kind.IMAGE: 'image'>, 'b<audio>']
+    """
+    marks, before = {f"<{kind}>": kind for kind in kinds}, ""
+    for piece in _MARK.split(text):
+        if piece in marks:
+            yield before
+            yield marks[piece]
+            before = ""
+        else:
+            before += piece
+    yield before
+
+
+def with_parts(messages: Sequence[Mapping[str, Any]], columns: Columns) -> tuple[list[dict[str, Any]], Columns]:
+    """Messages as a template takes them, a part for each medium and nothing of what it holds; and all their media, in
+    order, those that no part names from ``columns``."""
+    waiting = {kind: deque(some) for kind, some in columns.items()}
+    found: Columns = defaultdict(deque)
+
+    def part_of(kind: Kind, named: Any) -> dict[str, Any]:
+        if named is None and waiting.get(kind):
+            named = waiting[kind].popleft()
+        if named is not None:
+            found[kind].append(named)
+        return {"type": str(kind)}
+
+    def text_parts(text: str) -> Iterator[dict[str, Any]]:
+        for piece in split_at_marks(text, columns):
+            if isinstance(piece, Kind):
+                yield part_of(piece, None)
+            elif piece:
+                yield {"type": "text", "text": piece}
+
+    def parts_of(content: Any) -> Any:
+        if isinstance(content, str):
+            parts = list(text_parts(content))
+            return parts if any(part["type"] != "text" for part in parts) else content
+        if not isinstance(content, list):
+            return content
+        parts = []
+        for part in content:
+            kind = _kind_of(part)
+            if kind:
+                parts.append(part_of(kind, next((part[name] for name in _names(kind) if part.get(name)), None)))
+            elif isinstance(part, Mapping) and isinstance(part.get("text"), str):
+                parts += text_parts(part["text"])
+            else:
+                parts.append(part)
+        return parts
+
+    laid_out = [{**message, "content": parts_of(message.get("content"))} for message in messages]
+    for kind, rest in waiting.items():
+        found[kind].extend(rest)
+    return laid_out, found
+
+
+def _kind_of(part: Any) -> Kind | None:
+    """Kind of the medium that a part of a message is, by its type, as Hugging Face and OpenAI name them."""
+    name = str(part.get("type", "")) if isinstance(part, Mapping) else ""
+    return next((kind for kind in Kind if name in (str(kind), f"{kind}_url", f"input_{kind}")), None)
+
+
+def _names(kind: Kind) -> tuple[str, ...]:
+    """Names under which a part has its medium."""
+    return str(kind), f"{kind}_url", "url", "path", "bytes"
+
+
+def source_of(value: Any, folder: Path) -> Source:
+    """Where a medium is that ``value`` names: a path relative to ``folder``, a file or data URI, or a mapping of one of
+    these under `bytes`, `path` or `url`. BadMedium: it names none that can be had here."""
+    if isinstance(value, Mapping):
+        value = next((value[name] for name in ("bytes", "path", "url") if value.get(name)), None)
+    if isinstance(value, bytes):
+        return value
+    if not isinstance(value, str) or not value:
+        raise BadMedium(Reason.URI, f"found {str(value)[:80]!r}, allowed: a path, file:// or data: URI, or bytes")
+    scheme = value[:8].partition(":")[0].lower()
+    if scheme == "data":
+        return _decoded(value)
+    if scheme == "file":
+        return Path(unquote(urlsplit(value).path))
+    if "://" in value[:12]:
+        raise BadMedium(Reason.URI, f"found {value[:80]!r}; nothing is fetched from a network: name a file")
+    return folder / value
+
+
+def _decoded(uri: str) -> bytes:
+    head, comma, data = uri.partition(",")
+    try:
+        if not comma or not head.endswith(";base64"):
+            raise ValueError("expected data:TYPE;base64,DATA")
+        return base64.b64decode(data, validate=True)
+    except (ValueError, binascii.Error) as error:
+        raise BadMedium(Reason.URI, f"data URI {uri[:40]!r}: {error}") from error

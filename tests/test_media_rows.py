@@ -1,0 +1,164 @@
+"""Rows with media: where they may name them, what places a prompt has, and what is said of rows that are none."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relax_hpc.checks.files import read_prompts
+from relax_hpc.config.schema import DataConfig
+from relax_hpc.data.media import MediaRules, spans_of, split_at_marks
+from relax_hpc.data.prompt_file import open_prompts
+from relax_hpc.data.prompts import Prompt, PromptRules, Tokenizer, load_tokenizer
+from relax_hpc.data.rows import BadLine
+from relax_hpc.multimodal.bad import BadMedium
+from relax_hpc.multimodal.image import load
+from relax_hpc.multimodal.medium import Kind
+from tests.media_prompts import END, IMAGE, START, png, seeing_model
+from tests.prompt_helpers import load_prompts
+from tests.requirements import requires
+
+requires("pyarrow")
+
+DATA = DataConfig(max_prompt_tokens=64)
+URI = f"data:image/png;base64,{base64.b64encode(png()).decode()}"
+FOUR = [START, *[IMAGE] * 4, END]
+"""Place for 64 x 64 pixels."""
+CHAT = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return load_tokenizer(seeing_model(tmp_path_factory.mktemp("model") / "m"))
+
+
+def read(
+    rows: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, folder: Path, **data: Any
+) -> tuple[list[Prompt], list[BadLine]]:
+    """Prompts and bad lines of a file of ``rows``, beside which lies one picture of 96 x 64 pixels."""
+    (folder / "pictures").mkdir(exist_ok=True)
+    (folder / "pictures" / "one.png").write_bytes(png(96, 64))
+    path = folder / "rows.jsonl"
+    named = ({"id": str(number), "answer": "a", **row} for number, row in enumerate(rows))
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in named))
+    how = PromptRules.of(DataConfig(max_prompt_tokens=64, **data), tokenizer, folder)
+    return load_prompts(path, tokenizer, how, 1.0)
+
+
+def test_a_medium_is_a_path_a_file_a_data_uri_or_bytes(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    file = (tmp_path / "pictures" / "one.png").as_uri()
+    rows = [{"prompt": "<image>?", "images": value} for value in (["pictures/one.png"], file, {"path": file}, [URI])]
+    (path, uri, mapping, data), bad = read(rows, tokenizer, tmp_path)
+    assert not bad and path.media[0].source == uri.media[0].source == mapping.media[0].source
+    assert data.media[0].source == png()
+    question = tokenizer.encode("?", special=False)
+    assert list(path.token_ids) == [*tokenizer.encode(""), START, *[IMAGE] * 6, END, *question]
+    assert list(data.token_ids) == [*tokenizer.encode(""), *FOUR, *question] and data.media[0].spans == ((2, 4),)
+
+
+def test_parquet_holds_bytes_as_data_sets_do(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    import pyarrow as arrow
+    from pyarrow import parquet
+
+    columns = {"id": ["a", "b"], "prompt": ["<image>"] * 2, "answer": ["x"] * 2}
+    columns["picture"] = [{"bytes": png(), "path": None}, {"bytes": png(seed=1), "path": "lost.png"}]
+    parquet.write_table(arrow.table(columns), tmp_path / "rows.parquet")
+    how = PromptRules.of(DataConfig(multimodal_keys={"image": "picture"}), tokenizer, tmp_path)
+    found = open_prompts(tmp_path / "rows.parquet", tmp_path / "index", tokenizer, how, 0.0)
+    assert [one.media[0].source for one in found] == [png(), png(seed=1)]
+
+
+def test_parts_of_messages_and_marks_in_them_are_places(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "chat.jinja").write_text(CHAT)
+    parts = [{"type": "text", "text": "a<image>b"}, {"type": "image_url", "image_url": {"url": URI}}, {"type": "image"}]
+    rows = [
+        {"messages": [{"role": "user", "content": parts}], "images": ["pictures/one.png", URI]},
+        {"messages": [{"role": "user", "content": "x<image>"}], "images": [URI]},
+        {"messages": [{"role": "user", "content": "x<image>"}]},
+        {"prompt": "<image>y", "images": [URI]},
+    ]
+    found, bad = read(rows, tokenizer, tmp_path, chat_template=str(tmp_path / "chat.jinja"))
+    assert not bad and [[medium.tokens for medium in one.media] for one in found] == [[6, 4, 4], [4], [], [4]]
+    first = found[0]
+    assert [first.media[0].source, first.media[2].source] == [tmp_path / "pictures" / "one.png", png()]
+    for medium in first.media:
+        ((start, length),) = medium.spans
+        assert first.token_ids[start - 1] == START and first.token_ids[start + length] == END
+        assert set(first.token_ids[start : start + length]) == {IMAGE}
+    # A mark is text in a row that names no image.
+    assert found[2].text == "x<image>" and IMAGE not in found[2].token_ids
+
+
+def test_tokens_have_one_placeholder_for_each_medium(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    rows = [{"token_ids": [1, START, IMAGE, END, 9, IMAGE], "images": [URI, "pictures/one.png"], "level": 3}]
+    (found,), _ = read(rows, tokenizer, tmp_path)
+    assert list(found.token_ids) == [1, *FOUR, 9, *[IMAGE] * 6]
+    assert [medium.spans for medium in found.media] == [((2, 4),), ((8, 6),)]
+    assert found.metadata == {"level": 3}
+
+
+def test_bad_rows_are_named_by_line_and_reason(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"prompt": "<image>?", "images": ["pictures/none.png"]},
+        {"prompt": "<image>?", "images": [URI, URI]},
+        {"prompt": "no place", "images": [URI]},
+        {"prompt": "<image>?", "images": ["https://example.org/a.png"]},
+        {"prompt": "<image>?", "images": ["data:image/png;base64,?"]},
+        {"prompt": "<image>?", "images": [7]},
+        {"prompt": "<image>?", "images": ["rows.jsonl"]},
+        {"token_ids": [1, IMAGE]},
+        {"prompt": "<image>" * 20, "images": [URI] * 20},
+        {"prompt": "sound <audio>", "images": [], "audios": ["a.wav"]},
+    ]
+    good, bad = read(rows, tokenizer, tmp_path)
+    reasons = {line.line: line.reason for line in bad}
+    assert reasons == {
+        1: "missing_file",
+        **dict.fromkeys((2, 3, 8), "media_mismatch"),
+        **dict.fromkeys((4, 5, 6), "bad_uri"),
+        7: "mislabelled",
+        9: "over_long",
+    }
+    # A model that hears nothing has no column of sounds.
+    assert good[0].metadata == {"audios": ["a.wav"]} and not good[0].media
+    problem = read_prompts(str(tmp_path / "rows.jsonl"), tokenizer, DATA).problem(DATA)
+    assert "missing_file (first line 1: " in problem and "pictures/none.png" in problem
+
+
+def test_a_header_is_enough_for_the_index(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "cut.png").write_bytes(png()[:200])
+    (found,), bad = read([{"prompt": "<image>", "images": ["cut.png"]}], tokenizer, tmp_path)
+    assert not bad and found.media[0].tokens == 4
+    how = PromptRules.of(DATA, tokenizer, tmp_path).media
+    assert isinstance(how, MediaRules)
+    with pytest.raises(BadMedium):
+        load(found.media[0].source, how.rules)
+
+
+def test_a_model_of_text_has_no_media(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    plain = PromptRules.of(DATA, None, tmp_path)
+    assert plain.media is None
+
+
+@given(st.lists(st.sampled_from(["<image>", "<video>", "a", "<", ""])))
+def test_marks_cut_a_text_without_loss(pieces: list[str]) -> None:
+    text = "".join(pieces)
+    found = list(split_at_marks(text, {Kind.IMAGE: [URI]}))
+    assert "".join(f"<{piece}>" if isinstance(piece, Kind) else piece for piece in found) == text
+    assert found.count(Kind.IMAGE) == text.count("<image>")
+
+
+def test_spans_are_of_media_that_are_stored(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (found,), _ = read([{"prompt": "<image>", "images": [URI]}], tokenizer, tmp_path)
+    assert spans_of(found.media) == []
