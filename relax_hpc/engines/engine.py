@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from relax_hpc.data.media import PromptMedium
 from relax_hpc.errors import ConfigError
 from relax_hpc.versions import Version
 
@@ -26,6 +27,8 @@ FaultReason = Literal[
     "dead",
     "update_failed",
     "unsupported",
+    "bad_media",
+    "other_prompt",
     "episode_exception",
     "episode_timeout",
 ]
@@ -192,8 +195,8 @@ class GenerateRequest:
     sampling: Sampling
     budget: int
     """Tokens that the response may have, those of the draft included."""
-    media: tuple[str, ...] = ()
-    """Ids of the media whose places are in the prompt, in their order."""
+    media: tuple[PromptMedium, ...] = ()
+    """Media whose places are in the prompt, in their order, stored."""
     session: str = ""
     """Session of the request, whose keys and values an engine may keep: its requests go on where others ended. Empty:
     none."""

@@ -20,13 +20,16 @@ from relax_hpc.engines.engine import (
     GenerateRequest,
     Generation,
     checked,
-    refuse_media,
     require_model,
 )
 from relax_hpc.engines.gate import UpdateGate
+from relax_hpc.engines.media import check_places
 from relax_hpc.engines.stops import Stops
+from relax_hpc.engines.transformers_media import MediaInputs
 from relax_hpc.errors import ConfigError
 from relax_hpc.imports import many_imports
+from relax_hpc.multimodal.rules import Rules
+from relax_hpc.transfer_queue.storage.media import placeholders_of
 from relax_hpc.versions import Version
 
 _IMPORTING = threading.Lock()
@@ -60,6 +63,8 @@ class TransformersEngine:
         """See `Engine.start`. Sets this process's torch to one thread: sums then have one order."""
         require_model(self._model_dir)
         self._tokenizer = load_tokenizer(self._model_dir)
+        self._placeholders = placeholders_of(self._model_dir)
+        self._rules = Rules.of(self._model_dir) if self._placeholders else None
         self._model, self._ends = await asyncio.to_thread(_build, self._model_dir, self._dtype)
         try:
             await asyncio.to_thread(move, self._model, self._device)
@@ -69,7 +74,7 @@ class TransformersEngine:
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """See `Engine.generate`."""
-        refuse_media(request)
+        check_places(request, self._placeholders)
         drawing = _Drawing(request, asyncio.get_running_loop(), self._silence)
         await self._gate.enter()
         try:
@@ -117,17 +122,22 @@ class TransformersEngine:
         stops = Stops.of(sampling, self._ends, self._tokenizer)
         draft = request.draft or Draft()
         drawn, cache, version = Draft.of(draft.so_far()), None, 0
+        media, never = MediaInputs(request.media, self._rules, self._model.device), [*self._placeholders.values()]
         reason: Literal["stop", "length"] = "length"
         for position in range(len(drawn.token_ids), request.budget):
             with self._lock, torch.inference_mode():
                 before, version = version, self._version.encode()
                 if self._partial == "recompute" and version != before:
                     cache = None
-                inputs = drawn.token_ids[-1:] if cache is not None else [*request.prompt_ids, *drawn.token_ids]
-                ids = torch.tensor([inputs], device=self._model.device)
-                output = self._model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                whole = [*request.prompt_ids, *drawn.token_ids]
+                start = len(whole) - 1 if cache is not None else 0
+                ids = torch.tensor([whole[start:]], device=self._model.device)
+                about = media.of(len(whole), start)
+                output = self._model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **about)
+                logits = output.logits[0, -1]
+                logits[never] = -torch.inf
             uniform = keyed_uniform(sampling.seed, request.prompt_id, request.sample, position)
-            token, logprob = sample_token(output.logits[0, -1], sampling, uniform)
+            token, logprob = sample_token(logits, sampling, uniform)
             drawn.add([token], [logprob], [version])
             drawing.go_on()
             if stops.met(drawn.token_ids):
@@ -186,11 +196,12 @@ def _build(directory: Path, dtype: str) -> tuple[Any, set[int]]:
         install_transformers_hook()
         # Its modules load on first use, which two threads at once break.
         with _IMPORTING:
-            from transformers import AutoConfig, AutoModelForCausalLM
+            from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
-        ends = config.eos_token_id
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
+        ends = config.get_text_config().eos_token_id
+        kind = AutoModelForImageTextToText if placeholders_of(directory) else AutoModelForCausalLM
+        model = kind.from_config(config, dtype=getattr(torch, dtype)).eval()
     return model, set(ends if isinstance(ends, list) else [ends]) - {None}
 
 

@@ -8,6 +8,7 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -16,9 +17,11 @@ import orjson
 from relax_hpc.config.schema import EngineConfig, PartialRollout
 from relax_hpc.engines.batcher import Batcher
 from relax_hpc.engines.deadline import Silence
-from relax_hpc.engines.engine import EngineFault, GenerateRequest, Generation, refuse_media
+from relax_hpc.engines.engine import EngineFault, GenerateRequest, Generation
 from relax_hpc.engines.gate import UpdateGate
+from relax_hpc.engines.media import check_places
 from relax_hpc.engines.sglang import slab_loader
+from relax_hpc.engines.sglang.media import fields_of
 from relax_hpc.engines.sglang.stream import Events, Response
 from relax_hpc.models.sizes import read_seconds
 from relax_hpc.routes import RouteShape
@@ -33,6 +36,9 @@ _ABORT_AGAIN_S = 0.05
 """Seconds for an aborted request to end, before the server is told again."""
 _TOGETHER = 64
 """Requests of one HTTP request, unless the configuration says otherwise."""
+_NEVER = -1e4
+"""Bias of the logit of a token that is never drawn; log-probabilities are of what is left."""
+NO_PLACEHOLDERS: Mapping[str, int] = MappingProxyType({})
 _PAUSES: dict[PartialRollout, str] = {"keep": "in_place", "recompute": "retract"}
 
 
@@ -48,9 +54,11 @@ class SglangClient:
         partial: PartialRollout = "keep",
         together: int = _TOGETHER,
         routes: RouteShape | None = None,
+        placeholders: Mapping[str, int] = NO_PLACEHOLDERS,
     ) -> None:
         """``version``: what the server serves. ``partial``: what an update does to running requests. ``together``:
-        how many that come at once are asked in one HTTP request, at most. ``routes``: those that are asked for."""
+        how many that come at once are asked in one HTTP request, at most. ``routes``: those that are asked for.
+        ``placeholders``: tokens that stand for media, by kind, which are never drawn."""
         headers = {"Content-Type": "application/json"}
         self._key = {"Authorization": f"Bearer {key}"}
         # A new connection a request: the server closes idle ones, and a request on its way there would be lost.
@@ -58,6 +66,7 @@ class SglangClient:
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         self._session = aiohttp.ClientSession(url, headers=headers, connector=connector, trust_env=False)
         self._settings, self._version, self._partial, self._routes = settings, version, partial, routes
+        self._placeholders = placeholders
         self._silence = Silence(settings.request_timeout_s)
         self._numbers = itertools.count()
         self._froze_gc = False
@@ -79,7 +88,7 @@ class SglangClient:
 
     async def generate(self, request: GenerateRequest) -> Generation:
         """See `Engine.generate`. One HTTP request for all that come at once: on a CPU that is the quickest."""
-        refuse_media(request)
+        check_places(request, self._placeholders)
         await self.gate.enter()
         try:
             if self._unknown_weights:
@@ -112,7 +121,7 @@ class SglangClient:
         fault = EngineFault("wrong_count", f"/generate: some of {len(asked)} requests have no answer")
         try:
             with self._silence.limited():
-                async for piece in self._stream("/generate", _body(asked, self._routes is not None)):
+                async for piece in self._stream("/generate", self._body(asked)):
                     self._silence.heard()
                     _take(piece, asked)
         except TimeoutError:
@@ -122,6 +131,24 @@ class SglangClient:
         finally:
             for response in asked:
                 response.fail(fault)
+
+    def _body(self, asked: Sequence[Response]) -> dict[str, Any]:
+        banned = {str(token): _NEVER for token in self._placeholders.values()}
+        media = fields_of([response.request.media for response in asked])
+        return {
+            "input_ids": [response.request.so_far for response in asked],
+            "sampling_params": [
+                _parameters(response) | ({"logit_bias": banned} if banned else {}) for response in asked
+            ],
+            "rid": [response.name for response in asked],
+            "return_logprob": True,
+            "return_sampling_mask": [response.tells_of_cut for response in asked],
+            "stream": True,
+            # Keys and values of other weights are never found.
+            "extra_key": [str(response.begun_by) for response in asked],
+            **({"return_routed_experts": True} if self._routes else {}),
+            **({"return_prompt_token_ids": True, **media} if media else {}),
+        }
 
     async def _give_up(self, response: Response) -> None:
         """Abort a request that nobody waits for: the server would go on with it for 2 s, and have no room to update."""
@@ -270,20 +297,6 @@ def _load_format(directory: Path, flags: Mapping[str, Any]) -> dict[str, str]:
     if "load_format" in flags or "quantization" in flags:
         return {}
     return {"load_format": slab_loader.FORMAT if is_slab(directory) else "auto"}
-
-
-def _body(asked: Sequence[Response], routes: bool) -> dict[str, Any]:
-    return {
-        "input_ids": [response.request.so_far for response in asked],
-        "sampling_params": [_parameters(response) for response in asked],
-        "rid": [response.name for response in asked],
-        "return_logprob": True,
-        "return_sampling_mask": [response.tells_of_cut for response in asked],
-        "stream": True,
-        # Keys and values of other weights are never found.
-        "extra_key": [str(response.begun_by) for response in asked],
-        **({"return_routed_experts": True} if routes else {}),
-    }
 
 
 def _parameters(response: Response) -> dict[str, Any]:

@@ -29,6 +29,8 @@ def install() -> None:
         return
     # Without it SGLang takes the CUDA code paths and asks for vllm's rotary embedding.
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    # Vision towers compile their rotary embedding, and the compiler asks the stand-in for triton what it has.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     # SGLang's model classes come through transformers' image processors.
     install_transformers_hook()
     # `import triton` (kernels that are defined, never compiled, here) and `import sgl_kernel` have no CPU packages.

@@ -18,6 +18,7 @@ from relax_hpc.models.families import routes_of
 from relax_hpc.models.sizes import read_seconds
 from relax_hpc.rendezvous.affinity import numa_of_gpus
 from relax_hpc.rendezvous.network import LOOPBACK
+from relax_hpc.transfer_queue.storage.media import placeholders_of
 from relax_hpc.versions import Version
 
 _EXIT_GRACE_S = 1.0
@@ -63,6 +64,7 @@ class SglangEngine:
                 threads=config.threads,
                 stop_s=config.liveness.stop_timeout_s,
                 routes_as_drawn=config.rollout.save_partial == "tokens",
+                takes_media=bool(placeholders_of(model_dir)),
             )
         )
         self._open = contextlib.AsyncExitStack()
@@ -83,7 +85,7 @@ class SglangEngine:
             await self.server.start()
             shape = self._config.rollout
             together = shape.groups_per_request * self._config.samples_per_prompt
-            about = shape.partial_rollout, together, self._routes
+            about = shape.partial_rollout, together, self._routes, placeholders_of(self._model_dir)
             self._client = SglangClient(self.server.url, self.server.key, self._settings, self._version, *about)
             self._open.push_async_callback(self._client.close)
             limit_s = self._settings.start_timeout_s or START_FLOOR_S + read_seconds(self._model_dir)

@@ -38,6 +38,20 @@ def topk_softmax_cpu(
     return weights, ids.to(torch.int32)
 
 
+# Looked up when models/qwen3_5.py is imported, through which all Qwen-VL processors come: without them no model that
+# takes media has a processor, and its server does not start. Only the first has to work.
+_LIBRARY.define("fused_sigmoid_mul_cpu(Tensor(a!) x, Tensor gate) -> ()")
+_NAMES = ("fused_qk_gemma_rmsnorm_cpu", "fused_qk_gemma_rmsnorm_with_gate_cpu")
+for _name in (*_NAMES, "fused_qkvzba_split_reshape_cat_contiguous_cpu"):
+    _LIBRARY.define(f"{_name}(Tensor x) -> Tensor")
+
+
+@torch.library.impl(_LIBRARY, "fused_sigmoid_mul_cpu", "CPU")
+def fused_sigmoid_mul_cpu(x: torch.Tensor, gate: torch.Tensor) -> None:
+    """Multiply `x` by sigmoid(`gate`), in place."""
+    x.mul_(torch.sigmoid(gate))
+
+
 def __getattr__(name: str) -> object:
     if name.startswith("__"):
         raise AttributeError(name)

@@ -45,6 +45,8 @@ class Launch:
     stop_s: float
     """Seconds between asking it to end and killing it."""
     routes_as_drawn: bool = False
+    takes_media: bool = False
+    """Whether prompts may have media, which it reads from their store."""
     """See `first_routes`."""
     flags: str = "rollout.engine.flags"
     """Key of the configuration that users' arguments come from."""
@@ -123,7 +125,7 @@ class ServerProcess:
         launch, socket_number = self.launch, self.listening.fileno()
         launch.logs.mkdir(parents=True, exist_ok=True)
         about = {"server": self.arguments, "key_file": str(self.key_file), "socket": socket_number}
-        about |= {"routes_as_drawn": launch.routes_as_drawn, "flags": launch.flags}
+        about |= {"routes_as_drawn": launch.routes_as_drawn, "flags": launch.flags, "takes_media": launch.takes_media}
         file = launch.logs / f"{launch.name}.json"
         file.write_text(json.dumps(about, indent=2) + "\n")
         command = (sys.executable, "-m", _SERVER, str(file))
@@ -161,6 +163,8 @@ def server_environment(threads: int, scratch: Path) -> dict[str, str]:
     of this user find again.
     """
     own = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", PARENT: str(os.getpid())}
+    # What a tower has made of media would outlive an update of its weights, and every flush.
+    own["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
     return clean_environment() | compile_caches() | own | {"TMPDIR": str(scratch)}
 
 

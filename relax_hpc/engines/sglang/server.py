@@ -1,7 +1,7 @@
 """`python -m relax_hpc.engines.sglang.server ARGS.json`: an SGLang server that suits a run.
 
 ARGS.json: {"server": {ServerArgs field: value}, "key_file": path, "socket": number of a descriptor, "routes_as_drawn":
-see `first_routes`, "flags": key of the configuration}. The key is read
+see `first_routes`, "flags": key of the configuration, "takes_media": whether prompts may have some}. The key is read
 here, so that it is in no command line, environment or log. The socket listens already, and is inherited. SGLang's child
 interpreters import this module again before anything else (multiprocessing's spawn), which is how they get the CPU
 hooks, the loader of weights, the redaction and the tie to their parent as well.
@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-from relax_hpc.engines.sglang import cpu, first_routes, slab_loader
+from relax_hpc.engines.sglang import cpu, first_routes, media, slab_loader
 from relax_hpc.engines.sglang.flags import ROUTES_FLAG
 from relax_hpc.errors import EXIT_CONFIG
 from relax_hpc.rendezvous.process import die_with_parent, stay_private
@@ -126,6 +126,8 @@ def _prepare() -> tuple[dict[str, Any], str]:
     slab_loader.install()
     if settings["server"].get(ROUTES_FLAG):
         first_routes.install(settings["routes_as_drawn"])
+    if settings["takes_media"]:
+        media.install(Path(settings["server"]["model_path"]))
     return settings, key
 
 

@@ -112,6 +112,7 @@ class Response:
             return
         try:
             token_ids, meta = piece["output_ids"], piece["meta_info"]
+            self._check_prompt(piece.get("prompt_token_ids"))
             logprobs = self._logprobs_of(meta)
             self._token_ids += token_ids
             self._logprobs += logprobs
@@ -125,6 +126,15 @@ class Response:
             self.fail(fault)
         except (KeyError, TypeError, IndexError, AttributeError) as error:
             self.fail(BadAnswer("http_error", f"/generate: unexpected answer, {error!r} in {str(piece)[:300]}"))
+
+    def _check_prompt(self, found: list[int] | None) -> None:
+        """BadAnswer if the server has read another prompt than it was given; of one with media it says which."""
+        asked = [*self.request.prompt_ids, *self._known.token_ids]
+        if self.request.media and found != asked:
+            told = f"{len(found)} tokens" if isinstance(found, list) else "nothing"
+            raise BadAnswer(
+                "other_prompt", f"/generate: {told} of the prompt, others than the {len(asked)} it was given"
+            )
 
     def _logprobs_of(self, meta: dict[str, Any]) -> list[float]:
         told = (
