@@ -159,6 +159,11 @@ class RunDir:
         return self.root / "queue" / "media"
 
     @property
+    def eval_media(self) -> Path:
+        """Media of evaluations' prompts, by content, for as long as the run."""
+        return self.data / "media"
+
+    @property
     def journal(self) -> Path:
         return self.root / "queue" / "journal"
 

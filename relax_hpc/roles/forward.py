@@ -87,8 +87,9 @@ def score_rows(
 ) -> list[np.ndarray]:
     """Scores of rows by ``score``, which takes micro-batches: [tokens, *tail] of each row; complete in the leader."""
     parts = ranks.parts(rows, pack_tokens)
-    batches = collate_parts(rows, parts, model.device, model.pack_split, model.row_fields)
     mine = [number for part in parts for number in part]
+    media = ranks.media([rows[number] for number in mine])
+    batches = collate_parts(rows, parts, model.device, model.pack_split, model.row_fields, media=media)
     return ranks.collect(rows, mine, score(batches), tail)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from relax_hpc.background import Background
 from relax_hpc.config.schema import TrainerConfig
 from relax_hpc.models.families import routes_of
+from relax_hpc.models.towers.media import RowMedia
 from relax_hpc.roles.context import Context
 from relax_hpc.roles.ranks import Ranks
 from relax_hpc.transfer_queue.client import Claim
@@ -26,6 +27,8 @@ class Window:
 
     claim: Claim
     rows: list[Row]
+    media: RowMedia | None = None
+    """Media of the rows that this rank trains on; None: they have none."""
     last: bool = False
     """Whether it is the last window of its mini-batch; not known before it is taken."""
 
@@ -70,8 +73,15 @@ class Prefetch:
             claim = Claim.of(self.channel.lead(partial(self._claim, batch)))
             with self.context.spans("queue", step=claim.step):
                 rows = self.ranks.rows(claim, self.channel)
+                media = self._media(claim, rows) if rows is not None else None
             if rows is not None:
-                return Window(claim, rows)
+                return Window(claim, rows, media)
+
+    def _media(self, claim: Claim, rows: list[Row]) -> RowMedia | None:
+        if not claim.with_media:
+            return None
+        mine = (number for part in claim.assignment[self.ranks.layout.data_rank] for number in part)
+        return self.ranks.media([rows[number] for number in mine])
 
     def _claim(self, batch: int) -> dict[str, Any]:
         """The leader's part: a claim all of whose rows are sound, as a message.

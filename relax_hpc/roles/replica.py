@@ -18,6 +18,7 @@ from relax_hpc.roles.ticket_worker import TicketWorker
 from relax_hpc.rollout.activity import Activity
 from relax_hpc.rollout.episodes import Repeat, play
 from relax_hpc.rollout.evaluation import Evaluated, Tally
+from relax_hpc.rollout.media import UNUSABLE
 from relax_hpc.rollout.samples import last_response, requests_for
 from relax_hpc.transfer_queue.client.answers import OWED, News
 from relax_hpc.versions import Version
@@ -284,12 +285,21 @@ class Replica:
 
     async def scored(self, prompts: list[Prompt]) -> list[Evaluated]:
         """All responses to the prompts, drawn together, each with the evaluation's reward."""
-        settings, sampling = self.config.eval, self.rollout.eval_sampling
-        budget = settings.max_new_tokens or self.config.rollout.max_new_tokens
-        asked = [(p, r) for p in prompts for r in requests_for(p, 0, settings.responses, sampling, budget)]
-        answers = await asyncio.gather(*(self.answer(request) for _, request in asked))
-        each = [prompt for prompt, _ in asked]
+        drawn = await asyncio.gather(*map(self.drawn, prompts))
+        each = [prompt for prompt, answers in drawn for _ in answers]
+        answers = [answer for _, some in drawn for answer in some]
         return list(zip(each, answers, await self.rollout.judging.evaluated(each, answers), strict=True))
+
+    async def drawn(self, prompt: Prompt) -> tuple[Prompt, list[Generation | BadAnswer]]:
+        """A prompt of an evaluation, its media stored, and all responses to it."""
+        settings = self.config.eval
+        budget = settings.max_new_tokens or self.config.rollout.max_new_tokens
+        try:
+            prompt = await self.rollout.media.of_evaluation(prompt)
+        except UNUSABLE as bad:
+            return prompt, [BadAnswer("bad_media", str(bad))] * settings.responses
+        requests = requests_for(prompt, 0, settings.responses, self.rollout.eval_sampling, budget)
+        return prompt, await asyncio.gather(*map(self.answer, requests))
 
     async def answer(self, request: GenerateRequest) -> Generation | BadAnswer:
         """End of an episode, asked for again while the engine fails, a few times in a row at most."""

@@ -22,6 +22,7 @@ from relax_hpc.roles.replica import FOR_TURN, Replica
 from relax_hpc.rollout.attempt import Attempt
 from relax_hpc.rollout.bad_lines import note_bad_lines
 from relax_hpc.rollout.judge import Judge
+from relax_hpc.rollout.media import PromptMedia
 from relax_hpc.rollout.outbox import Outbox
 from relax_hpc.rollout.outcomes import Failure, Outcomes
 from relax_hpc.rollout.sample_keeper import SampleKeeper, in_tensorboard
@@ -61,6 +62,7 @@ class Rollout:
         """Tasks that write down the last puts."""
         self.samples = SampleKeeper(SampleLog(path, config.samples, config.steps), config, self.tokenizer)
         self.outbox = Outbox(self.put, context.report)
+        self.media = PromptMedia(self.client, context.model, context.run.eval_media)
         routes = routes_of(context.model, config.model)
         self.judging = Judge(
             config, self.tokenizer, self.outbox.report, self.samples.keeps, routes, self.note_waiting_for_judge

@@ -13,6 +13,7 @@ from relax_hpc.errors import RelaxError
 from relax_hpc.roles.context import END
 from relax_hpc.rollout.attempt import Attempt
 from relax_hpc.rollout.episodes import Repeat, play
+from relax_hpc.rollout.media import UNUSABLE
 from relax_hpc.rollout.outcomes import Failure, generated
 from relax_hpc.rollout.segment_log import SegmentLog
 from relax_hpc.rollout.spares import Spare, has_spare
@@ -121,6 +122,9 @@ class TicketWorker:
     async def finish(self, attempt: Attempt) -> Failure | None:
         """Draw what is missing of an attempt and put it; or why it came to nothing. HandedOn: others are to do that."""
         step, known = self.step_of(attempt.ticket), attempt.tokens
+        if failure := await self.prepare(attempt):
+            self.rollout.outcomes.count(failure)
+            return failure
         async with self.log.of(attempt):
             with self.replica.activity("generate", step):
                 drawing = await self.replica.until_leaving(self.draw(attempt))
@@ -136,6 +140,15 @@ class TicketWorker:
             return judged
         with self.replica.activity("queue", step):
             await self.rollout.outbox.put(judged)
+        return None
+
+    async def prepare(self, attempt: Attempt) -> Failure | None:
+        """Have the media of its prompt where engines read them, or say why they are of no use."""
+        try:
+            with self.replica.activity("queue", self.step_of(attempt.ticket)):
+                attempt.prompt = await self.rollout.media.of_ticket(attempt.prompt, attempt.ticket)
+        except UNUSABLE as bad:
+            return Failure(bad.reason, f"{bad} (prompt {attempt.prompt.prompt_id})")
         return None
 
     def report(self, ticket: int, drawn: int, values: Mapping[str, float] | None = None) -> None:
@@ -202,6 +215,8 @@ class TicketWorker:
     async def draw_spare(self, attempt: Attempt) -> bool:
         """Whether the engine draws all of it well, asked once: what keeps it from that shows in the other requests."""
         try:
+            if await self.prepare(attempt):
+                return False
             with self.replica.activity("generate", self.step_of(attempt.ticket)):
                 answers = await self.draw(attempt, counted=False)
             return not any(isinstance(answer, BadAnswer) or answer.finish_reason == "abort" for answer in answers)

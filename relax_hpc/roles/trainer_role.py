@@ -234,4 +234,5 @@ class TrainerRole:
         """Micro-batches of a window for this data rank, as the queue has assigned them."""
         assigned, model = window.claim.assignment[self.ranks.layout.data_rank], self.trainer.model
         split, also = model.pack_split, model.row_fields
-        return collate_parts(window.rows, assigned, model.device, split, also, episode_tokens(window.rows))
+        tokens = episode_tokens(window.rows)
+        return collate_parts(window.rows, assigned, model.device, split, also, tokens, window.media)

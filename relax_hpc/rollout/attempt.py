@@ -60,7 +60,7 @@ class Attempt:
             return None
         self.drafts[k] = draft = Draft.of(draft.so_far()) if draft.token_versions else Draft()
         key = draw_key(self.ticket, self.prompt)
-        return GenerateRequest(self.prompt.token_ids, key, k, sampling, budget, draft=draft)
+        return GenerateRequest(self.prompt.token_ids, key, k, sampling, budget, self.prompt.media, draft=draft)
 
     def requests(self, sampling: Sampling, budget: int, but: Container[int] = ()) -> list[GenerateRequest]:
         """Requests for the rest of all episodes that are not whole, ``but`` for some."""
@@ -86,7 +86,7 @@ class Attempt:
                 return []
             if made.token_ids and not _is_sound(made, budget - start):
                 return []
-        prompt = replace(self.prompt, token_ids=()) if start else self.prompt
+        prompt = replace(self.prompt, token_ids=(), media=()) if start else self.prompt
         return [row | {START: start} for row in rows_of(prompt, self.ticket, {k: made})]
 
     def appended(self, segments: Sequence[Row], refused: bool) -> None:

@@ -8,6 +8,7 @@ from itertools import accumulate, chain
 import numpy as np
 
 from relax_hpc.config.schema import Config
+from relax_hpc.data.media import spans_of, tokens_by_id
 from relax_hpc.data.prompts import Prompt, Tokenizer, prompt_at
 from relax_hpc.engines.engine import EngineFault, Episode, EpisodeRow, GenerateRequest, Generation, Sampling
 from relax_hpc.fields import FIELDS
@@ -56,7 +57,7 @@ def draw_key(ticket: int, prompt: Prompt) -> str:
 def requests_for(prompt: Prompt, ticket: int, samples: int, sampling: Sampling, budget: int) -> list[GenerateRequest]:
     """One request a sample, each of at most ``budget`` tokens."""
     key = draw_key(ticket, prompt)
-    return [GenerateRequest(prompt.token_ids, key, k, sampling, budget) for k in range(samples)]
+    return [GenerateRequest(prompt.token_ids, key, k, sampling, budget, prompt.media) for k in range(samples)]
 
 
 def reward_input(prompt: Prompt, answer: Generation | Episode, tokenizer: Tokenizer) -> RewardInput:
@@ -156,7 +157,7 @@ def rows_of(prompt: Prompt, ticket: int, answers: Mapping[int, Generation | Epis
             "row": number,
             **{name: values[start:end] for name, values in flat.items()},
             "prompt_len": len(turn.prompt),
-            "spans": [],
+            **_media(prompt, turn),
             "finish_reason": turn.made.finish_reason,
             **_extras(turn),
         }
@@ -181,6 +182,14 @@ def _columns(turns: Sequence[EpisodeRow]) -> dict[str, np.ndarray]:
 
 def _turns(prompt: Prompt, answer: Generation | Episode) -> Sequence[EpisodeRow]:
     return answer.rows if isinstance(answer, Episode) else [EpisodeRow(prompt.token_ids, answer)]
+
+
+def _media(prompt: Prompt, turn: EpisodeRow) -> Row:
+    """Fields about media: a row that does not begin with the ``prompt`` has none of its places."""
+    known = len(prompt.token_ids)
+    if not prompt.media or tuple(turn.prompt[:known]) != prompt.token_ids:
+        return {"spans": []}
+    return {"spans": spans_of(prompt.media), "media_tokens": tokens_by_id(prompt.media)}
 
 
 def _extras(turn: EpisodeRow) -> Row:

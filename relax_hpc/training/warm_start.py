@@ -9,16 +9,26 @@ import argparse
 import json
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from relax_hpc.algorithms import Sft
 from relax_hpc.config import load_resolved
 from relax_hpc.config.schema import Config, OptimizerConfig, ParallelConfig
+from relax_hpc.data.media import MediaRules, spans_of
 from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.imports import many_imports
+from relax_hpc.multimodal.bad import BadMedium
+from relax_hpc.multimodal.image import load
+from relax_hpc.multimodal.medium import Medium
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.row_schema import Row
+from relax_hpc.transfer_queue.storage.media import id_of
+
+if TYPE_CHECKING:
+    from relax_hpc.models.towers.media import RowMedia
 
 START_TIMEOUT_S = 60.0
 
@@ -50,16 +60,31 @@ def warm_start(config: Config, source: Path, demonstrations: Path, target: Path)
         from relax_hpc.training import parallel
 
     settings = config.warm_start
-    rows = read_demonstrations(demonstrations)
+    rules = MediaRules.of(config.data, source, demonstrations.parent)
+    rows, media = read_demonstrations(demonstrations, rules)
     torch.set_num_threads(config.threads)
     parallel.initialize_alone(config.model.device, config.seed, START_TIMEOUT_S)
     try:
-        return _train(config, settings.steps, rows, source, target)
+        return _train(config, settings.steps, rows, _Shown(rules, media), source, target)
     finally:
         parallel.destroy()
 
 
-def _train(config: Config, steps: int, rows: list[Row], source: Path, target: Path) -> float:
+class _Shown:
+    """Media of demonstrations, given out for a few of them at a time."""
+
+    def __init__(self, rules: MediaRules | None, media: Mapping[str, Medium]) -> None:
+        self._rules, self._media = rules, media
+
+    def of(self, rows: Sequence[Row]) -> RowMedia | None:
+        """Media that ``rows`` name, as towers take them; None: they name none."""
+        from relax_hpc.training.row_media import as_taken
+
+        names = {span["media_id"] for row in rows for span in row["spans"]}
+        return as_taken({name: self._media[name] for name in names}, self._rules.rules) if names else None
+
+
+def _train(config: Config, steps: int, rows: list[Row], shown: _Shown, source: Path, target: Path) -> float:
     from relax_hpc.models.hf_files import read_config
     from relax_hpc.training.batches import collate, split_rows
     from relax_hpc.training.model import PolicyModel
@@ -74,7 +99,7 @@ def _train(config: Config, steps: int, rows: list[Row], source: Path, target: Pa
     loss = float("nan")
     for batch in _draw(rows, settings.batch_size, steps, config.seed):
         parts = split_rows(batch, config.actor.max_tokens_per_micro_batch)
-        trainer.accumulate([collate(part, pad, model.device) for part in parts])
+        trainer.accumulate([collate(part, pad, model.device, media=shown.of(part)) for part in parts])
         loss = trainer.step(settings.lr)["loss/policy"]
     model.save_hf(target, source)
     return loss
@@ -89,26 +114,44 @@ def _draw(rows: list[Row], size: int, steps: int, seed: int) -> list[list[Row]]:
     return [order[start : start + size] for start in range(0, size * steps, size)]
 
 
-def read_demonstrations(path: Path) -> list[Row]:
-    """Rows of a jsonl file of {"token_ids", "prompt_len"}, trained on everything after the prompt.
+def read_demonstrations(path: Path, rules: MediaRules | None = None) -> tuple[list[Row], dict[str, Medium]]:
+    """Rows of a jsonl file of {"token_ids", "prompt_len"}, trained on everything after the prompt, and their media by
+    id, which rows have as those of `data.prompts` do.
 
-    ConfigError names the line that is not one.
+    ConfigError names the line that is not one. ``rules``: of media; None: there are none.
     """
     try:
         lines = path.read_text().splitlines()
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; the warm start needs demonstrations") from error
-    rows = []
+    rows, media = list[Row](), dict[str, Medium]()
     for number, line in enumerate(lines, start=1):
         try:
             value = json.loads(line)
-            tokens, prompt = value["token_ids"], int(value["prompt_len"])
-        except (ValueError, KeyError, TypeError) as error:
+            given, prompt = value["token_ids"], int(value["prompt_len"])
+            tokens, spans = _shown_in(given, value, rules, media) if rules else (given, [])
+        except (ValueError, KeyError, TypeError, BadMedium) as error:
             raise ConfigError(f"{path}:{number}: {error!r}; expected {{token_ids, prompt_len}}") from error
-        rows.append({"token_ids": tokens, "loss_mask": [0] * prompt + [1] * (len(tokens) - prompt)})
+        prompt += len(tokens) - len(given)
+        mask = [0] * prompt + [1] * (len(tokens) - prompt)
+        rows.append({"token_ids": tokens, "loss_mask": mask, "spans": spans})
     if not rows:
         raise ConfigError(f"{path}: empty; expected a demonstration {{token_ids, prompt_len}} a line")
-    return rows
+    return rows, media
+
+
+def _shown_in(
+    tokens: list[int], value: dict[str, Any], rules: MediaRules, media: dict[str, Medium]
+) -> tuple[list[int], list[dict[str, Any]]]:
+    """Tokens and spans of a demonstration, whose media join the ``media`` of others."""
+    tokens, placed = rules.placed(tokens, rules.taken(value))
+    named = []
+    for one in placed:
+        medium = load(one.source, rules.rules)
+        name = id_of(medium.to_bytes())
+        media[name] = medium
+        named.append(replace(one, blob=Path(name)))
+    return tokens, spans_of(named)
 
 
 if __name__ == "__main__":
