@@ -15,12 +15,17 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.named import named
 from relax_hpc.rewards import REWARDS
 from relax_hpc.tasks.base import Ask, Task
+from relax_hpc.tasks.coloured_shapes import ColouredShapes
 from relax_hpc.tasks.sort_digits import SortDigitPairs, SortDigits
 
 if TYPE_CHECKING:
     from relax_hpc.config.schema import Config
 
-TASKS: dict[str, type[Task]] = {"sort_digits": SortDigits, "sort_digit_pairs": SortDigitPairs}
+TASKS: dict[str, type[Task]] = {
+    "sort_digits": SortDigits,
+    "sort_digit_pairs": SortDigitPairs,
+    "coloured_shapes": ColouredShapes,
+}
 _NEAR = 0.85
 """Similarity of two names of which one is probably the other, misspelled: `rewards`, but not `reward_of`."""
 __all__ = ["TASKS", "Ask", "Task", "eval_reward", "get_task", "misfits", "train_reward"]
