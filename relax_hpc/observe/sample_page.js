@@ -45,6 +45,18 @@ const ORDERS = {
 
 const number = (value) => String(Math.round(value * 1e4) / 1e4);
 
+function picture(medium) {
+  const made = element("figure", "", ""), words = `${medium.kind}, ${medium.about}`;
+  if ((medium.picture || "").startsWith("data:image/jpeg;base64,")) {
+    const image = element("img");
+    image.src = medium.picture;
+    image.alt = words;
+    made.append(image);
+  }
+  made.append(element("figcaption", "about", words));
+  return made;
+}
+
 function card(sample) {
   const made = element("article"), title = element("h2");
   title.append(`${setOf(sample)}, ${sample.eval === undefined ? "step" : "version"} ${sample.step} `);
@@ -54,6 +66,7 @@ function card(sample) {
   const told = [...parts, sample.finish_reason, `${sample.tokens ?? "?"} tokens`, ...(sample.versions || []), sample.fate,
     sample.id, sample.prompt_id];
   made.append(title, element("div", "about", told.filter(Boolean).join(" \u00b7 ")));
+  for (const medium of sample.media || []) made.append(picture(medium));
   for (const name of ["prompt", "response", "answer"]) {
     if (sample[name]) made.append(element("h3", "", name), element("pre", "", sample[name]));
   }

@@ -1,7 +1,8 @@
 """One HTML page of samples that needs nothing else: filtered by plain JavaScript, safe whatever a model has written.
 
 The data is JSON in an element that no browser runs; scripts put it into the page as text, never as markup; and the
-page's policy lets the browser run its own script, by its hash, and load nothing at all.
+page's policy lets the browser run its own script, by its hash, show pictures that the page holds, and load nothing at
+all.
 """
 
 from __future__ import annotations

@@ -32,8 +32,10 @@ _ENTRIES = {
     "tokens": (int, _NOTHING),
     "versions": (list, _NOTHING),
     "components": (dict, _NOTHING),
+    "media": (list, _NOTHING),
 }
 """Types of the fields that every sample has, and may have."""
+_OF_MEDIUM = {"kind": str, "about": str, "picture": (str, _NOTHING)}
 _COUNTED = ("accepted", "trained", "evaluated", "unknown")
 _LABEL_WIDTH, _LEAST_WIDTH = 9, 20
 _BOLD, _DIM, _RED, _GREEN, _YELLOW = 1, 2, 31, 32, 33
@@ -110,7 +112,8 @@ def whole(samples: Iterable[Sample]) -> Iterator[Sample]:
     for sample in samples:
         if is_map(sample, **_ENTRIES) and math.isfinite(sample["reward"]):
             known = {name: value for name, value in sample.items() if value is not None}
-            yield known | {"components": _numbers(known.get("components", {}))}
+            media = [one for one in known.pop("media", []) if is_map(one, **_OF_MEDIUM)]
+            yield known | {"components": _numbers(known.get("components", {}))} | ({"media": media} if media else {})
 
 
 def fate_of(sample: Sample, fates: Fates | None) -> Fate:
@@ -188,6 +191,9 @@ def lines(sample: Sample, width: int, paint: Callable[[str, int], str]) -> Itera
     about = "  ".join(map(str, [f"({parts})" if parts else "", *told, sample["id"], sample.get("prompt_id", "")]))
     head = f"{paint(harmless(place), _BOLD)}  {paint(f'reward {reward:.4g}', tone)}  {paint(harmless(about), _DIM)}"
     yield head
+    for one in sample.get("media", []):
+        label = paint(f"{harmless(one['kind']):<{_LABEL_WIDTH}}", _DIM)
+        yield f"{label}{harmless(one['about'])}"
     for name in ("prompt", "response", *(("answer",) if sample.get("answer") else ())):
         for number, line in enumerate(wrapped(harmless(sample[name]), width)):
             label = paint(f"{'' if number else name:<{_LABEL_WIDTH}}", _DIM)

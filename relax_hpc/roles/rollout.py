@@ -60,7 +60,8 @@ class Rollout:
         path = context.run.samples / f"{context.group}-inc-{context.incarnation:06d}-rank-{context.world.rank}{SUFFIX}"
         self.keeping: set[asyncio.Task[None]] = set()
         """Tasks that write down the last puts."""
-        self.samples = SampleKeeper(SampleLog(path, config.samples, config.steps), config, self.tokenizer)
+        log = SampleLog(path, config.samples, config.steps)
+        self.samples = SampleKeeper(log, config, self.tokenizer, context.run.media)
         self.outbox = Outbox(self.put, context.report)
         self.media = PromptMedia(self.client, context.model, context.run.eval_media)
         routes = routes_of(context.model, config.model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from relax_hpc.engines.engine import Generation
 from relax_hpc.rewards import RewardError, Score
 from relax_hpc.rollout.evaluation import Evaluated
 from relax_hpc.rollout.sample_log import Sample, SampleLog, kept_of
+from relax_hpc.rollout.thumbnails import thumbnail_of
 from relax_hpc.transfer_queue.row_schema import Row
 from relax_hpc.versions import Version
 
@@ -25,8 +27,9 @@ _SHOWN_CHARS = 1500
 class SampleKeeper:
     """Chooses episodes, has their tokens spelled out, and appends them to a `SampleLog`. Safe to use from threads."""
 
-    def __init__(self, log: SampleLog, config: Config, tokenizer: Tokenizer) -> None:
-        self.log, self.config, self.tokenizer = log, config, tokenizer
+    def __init__(self, log: SampleLog, config: Config, tokenizer: Tokenizer, media: Path = Path()) -> None:
+        """``media``: folder of the store of what rows name in their spans."""
+        self.log, self.config, self.tokenizer, self._media = log, config, tokenizer, media
 
     def keeps(self, ticket: int) -> bool:
         """Whether the episodes of ``ticket`` are among those of its step that are kept."""
@@ -47,6 +50,7 @@ class SampleKeeper:
                 made = Generation(row["token_ids"][known:].tolist(), [], versions[known:], row["finish_reason"])
                 step, prompt = row["ticket"] // self.config.prompts_per_step, row["token_ids"][:known].tolist()
                 sample = self._sample(row["row_id"], step, row["prompt_id"], prompt, made, row["reward"])
+                sample |= self._seen(self._media / span["media_id"] for span in row["spans"])
                 by_step[step].append(sample | {"shard": shard} | dict((about or {}).get(row["row_id"], {})))
         for step, samples in by_step.items():
             self.log.keep(samples, step)
@@ -66,10 +70,17 @@ class SampleKeeper:
             known = Score(0.0) if isinstance(score, RewardError) else score
             sample = self._sample(called, version.number, prompt.prompt_id, prompt.token_ids, made, known.total)
             more = {"answer": prompt.answer, "weights": str(version), "components": known.components}
+            more |= self._seen(medium.blob for medium in prompt.media if medium.blob)
             # Nobody counts its reward.
             failed = {"failed": score.reason} if isinstance(score, RewardError) else {}
             samples.append(sample | {"eval": name} | more | failed)
         self.log.keep(samples)
+
+    @staticmethod
+    def _seen(blobs: Iterable[Path]) -> Sample:
+        """What is kept of media, each once, for people; nothing where there are none."""
+        found = [shown for blob in dict.fromkeys(blobs) if (shown := thumbnail_of(blob))]
+        return {"media": found} if found else {}
 
     def _sample(
         self, name: str, step: int, prompt_id: str, prompt: Iterable[int], made: Generation, reward: float
