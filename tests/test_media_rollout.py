@@ -1,4 +1,4 @@
-"""Media between the file and the batch: stored once a prompt group, named by its rows, read as towers take them, shown."""
+"""Media between file and batch: stored once a prompt group, named by its rows, read as towers take them, shown."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from relax_hpc.multimodal.medium import Kind, Medium
 from relax_hpc.multimodal.rules import Rules
 from relax_hpc.observe.sample_page import page
 from relax_hpc.observe.sample_view import lines, whole
+from relax_hpc.roles.media_reader import MediaReader
 from relax_hpc.rollout.media import PromptMedia
 from relax_hpc.rollout.sample_keeper import SampleKeeper
 from relax_hpc.rollout.samples import rows_of
 from relax_hpc.rollout.thumbnails import thumbnail
-from relax_hpc.training.row_media import read_media
 from relax_hpc.transfer_queue.storage.media import BadMedia, MediaStore, check_media
 from relax_hpc.versions import Version
 from tests.media_prompts import END, IMAGE, START, png, seeing_model
@@ -118,22 +118,16 @@ def test_what_is_of_no_use_is_said_by_its_reason(stored: Stored) -> None:
 def test_rows_are_read_as_towers_take_them(stored: Stored, model: Path) -> None:
     prompt = asyncio.run(stored.media.of_ticket(PROMPT, 7))
     (row,) = rows_of(prompt, 7, {0: answer(9, 2)})
-    asked: list[str] = []
-
-    def read(name: str) -> memoryview:
-        asked.append(name)
-        return stored.store.read(name)
-
-    rules = Rules.of(model)
-    found = read_media([row, row, {"token_ids": [1]}], read, rules)
-    assert found and len(asked) == 1
-    one = found.inputs[asked[0]]
+    reader = MediaReader(lambda: stored.store, model)
+    found = reader.of([row, row, {"token_ids": [1], "spans": []}])
+    assert found
+    ((media_id, one),) = found.inputs.items()
     assert one.tokens == 4 and one.grid == (1, 4, 4)
-    assert (one.values == patches(Medium.from_bytes(stored.store.read(asked[0])), rules)).all()
+    assert (one.values == patches(Medium.from_bytes(stored.store.read(media_id)), Rules.of(model))).all()
     heights, widths = [2, 2, 3, 3], [2, 3, 2, 3]
     expected = [[0, 1, *place, 4, 5, 6, 7] for place in ([2] * 4, heights, widths)]
     assert found.positions(row).tolist() == expected
-    assert read_media([{"token_ids": [1], "spans": []}], read, rules) is None
+    assert reader.of([{"token_ids": [1], "spans": []}]) is None
 
 
 def test_people_see_small_pictures_of_what_a_sample_is_about(stored: Stored, model: Path) -> None:

@@ -13,20 +13,18 @@ import numpy as np
 import torch
 
 from relax_hpc.config.schema import ParallelConfig
-from relax_hpc.data.media import places_of
 from relax_hpc.models.towers.media import RowMedia
-from relax_hpc.multimodal.rules import Rules
 from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.rendezvous.exit_mark import leave_mark
 from relax_hpc.roles.context import Context
+from relax_hpc.roles.media_reader import MediaReader
 from relax_hpc.training import parallel
 from relax_hpc.training.meeting import store_of
-from relax_hpc.training.row_media import read_media
 from relax_hpc.transfer_queue.client import Claim, QueueClient, read_rows
 from relax_hpc.transfer_queue.client.claims import APPEARS_S, still_held
 from relax_hpc.transfer_queue.row_schema import Row
 from relax_hpc.transfer_queue.samplers import schedule
-from relax_hpc.transfer_queue.storage.media import MediaError, MediaStore
+from relax_hpc.transfer_queue.storage.media import MediaStore
 from relax_hpc.transfer_queue.storage.shard import ShardError
 from relax_hpc.transfer_queue.storage.shard_store import ShardReader, files_of, planes_of
 from relax_hpc.transport import SlabPool
@@ -58,7 +56,7 @@ class Ranks:
         # Commands wait on sockets, not in an MPI or NCCL call that would burn a core or a GPU.
         self.control = self.channel()
         self._client = context.client
-        self._media = _MediaReader(context, self.layout.first_stage)
+        self._media = MediaReader(partial(_media_store, context), context.model)
 
     def channel(self, patience_s: float = 0.0) -> Channel:
         """One more way for small messages between the ranks, for one thread of each, whose waits may take so long."""
@@ -99,10 +97,8 @@ class Ranks:
             time.sleep(_LOOK_S)
 
     def media(self, rows: Sequence[Row]) -> RowMedia | None:
-        """Media that ``rows`` name, read by this rank for itself; None: there are none. Not collective.
-
-        MediaError: one is missing, or damaged, though the leader has found it sound.
-        """
+        """Media that ``rows`` name, read by this rank for itself; None: there are none. Not collective. MediaError: see
+        `MediaReader`."""
         return self._media.of(rows)
 
     def _holds(self, claim: Claim) -> bool:
@@ -146,26 +142,5 @@ class Ranks:
         parallel.destroy()
 
 
-class _MediaReader:
-    """Reader of the queue's media for one rank."""
-
-    def __init__(self, context: Context, embeds: bool) -> None:
-        """``embeds``: whether the rank has the towers."""
-        self._folder, self._embeds = context.run.media, embeds
-        self._store = context.client.media if context.client else None
-        self._rules = Rules.of(context.model) if places_of(context.model) else None
-
-    def of(self, rows: Sequence[Row]) -> RowMedia | None:
-        """See `Ranks.media`."""
-        return read_media(rows, self._read, self._rules, self._embeds) if self._rules else None
-
-    def _read(self, media_id: str) -> memoryview:
-        self._store = self._store or MediaStore(self._folder, durable=False)
-        until = time.monotonic() + APPEARS_S
-        while True:
-            try:
-                return self._store.read(media_id)
-            except MediaError:
-                if time.monotonic() > until:
-                    raise
-            time.sleep(_LOOK_S)
+def _media_store(context: Context) -> MediaStore:
+    return context.client.media if context.client else MediaStore(context.run.media, durable=False)

@@ -25,7 +25,7 @@ from relax_hpc.multimodal.image import load
 from relax_hpc.multimodal.medium import Medium
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.row_schema import Row
-from relax_hpc.transfer_queue.storage.media import id_of
+from relax_hpc.transfer_queue.storage.media import id_of, media_ids
 
 if TYPE_CHECKING:
     from relax_hpc.models.towers.media import RowMedia
@@ -78,10 +78,10 @@ class _Shown:
 
     def of(self, rows: Sequence[Row]) -> RowMedia | None:
         """Media that ``rows`` name, as towers take them; None: they name none."""
-        from relax_hpc.training.row_media import as_taken
+        from relax_hpc.models.towers.media import RowMedia
 
-        names = {span["media_id"] for row in rows for span in row["spans"]}
-        return as_taken({name: self._media[name] for name in names}, self._rules.rules) if names else None
+        names = media_ids(rows)
+        return RowMedia.of({name: self._media[name] for name in names}, self._rules.rules) if names else None
 
 
 def _train(config: Config, steps: int, rows: list[Row], shown: _Shown, source: Path, target: Path) -> float:

@@ -1,0 +1,45 @@
+"""Media that rows name, read by one rank as the towers of its model take them."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from relax_hpc.data.media import places_of
+from relax_hpc.models.towers.media import RowMedia
+from relax_hpc.multimodal.medium import Medium
+from relax_hpc.multimodal.rules import Rules
+from relax_hpc.transfer_queue.client.claims import APPEARS_S
+from relax_hpc.transfer_queue.row_schema import Row
+from relax_hpc.transfer_queue.storage.media import MediaError, MediaStore, media_ids
+
+_LOOK_S = 0.5
+
+
+class MediaReader:
+    """Reader of the media of a run."""
+
+    def __init__(self, store: Callable[[], MediaStore], model: Path) -> None:
+        """``store``: makes the store, or finds it, once there are any. ``model``: a Hugging Face directory."""
+        self._store = functools.cache(store)
+        self._rules = Rules.of(model) if places_of(model) else None
+
+    def of(self, rows: Sequence[Row]) -> RowMedia | None:
+        """Media that ``rows`` name, each once; None: they name none.
+
+        MediaError: one is missing, or damaged, and stays so for as long as another node's file may take to appear.
+        """
+        names = media_ids(rows) if self._rules else ()
+        return RowMedia.of({name: self._read(name) for name in names}, self._rules) if names else None
+
+    def _read(self, media_id: str) -> Medium:
+        until = time.monotonic() + APPEARS_S
+        while True:
+            try:
+                return Medium.from_bytes(self._store().read(media_id))
+            except MediaError:
+                if time.monotonic() > until:
+                    raise
+            time.sleep(_LOOK_S)
