@@ -347,7 +347,7 @@ def test_prompts_are_read_once_for_mistakes_and_notes(tmp_path: Path, monkeypatc
     path, read = tmp_path / "p.jsonl", []
     path.write_text(json.dumps(PROMPT | {"prompt": "<s>1"}))
     rows = files.read_rows
-    monkeypatch.setattr(files, "read_rows", lambda path: read.append(path) or rows(path))
+    monkeypatch.setattr(files, "read_rows", lambda path, *how: read.append(path) or rows(path, *how))
     for _ in range(2):
         mistakes, notes = prompt_findings(path)
         assert mistakes == [] and len(notes) == 1

@@ -18,6 +18,7 @@ from relax_hpc.engines.kinds import findings_of
 from relax_hpc.errors import ConfigError
 from relax_hpc.fields import FIELDS, fields_by
 from relax_hpc.models import megatron_settings
+from relax_hpc.multimodal.medium import Kind
 from relax_hpc.protocol import misfit
 from relax_hpc.tasks import get_task, misfits
 
@@ -130,6 +131,8 @@ def _data(config: Config) -> Findings:
             f"data.system: found {data.system[:40]!r} without data.chat_template, which would place it; set "
             "data.chat_template: model"
         )
+    for kind in data.multimodal_keys.keys() - set(Kind):
+        yield f"data.multimodal_keys: found a column for {kind!r}, allowed: {', '.join(Kind)}"
     if config.warm_start.steps and not task.makes("demonstrations"):
         yield (
             f"warm_start.steps: found {config.warm_start.steps} without a task that has demonstrations, allowed: 0; "

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from relax_hpc.data.prompts import Tokenizer
 
 Columns = dict[Kind, deque[Any]]
-"""What the columns of a row name, by kind, in the order of its places."""
+"""Media that the columns of a row name, by kind, in the order of its places."""
 _MARK = re.compile("(<image>|<video>|<audio>)")
 
 
@@ -245,8 +245,8 @@ def _names(kind: Kind) -> tuple[str, ...]:
 
 
 def source_of(value: Any, folder: Path) -> Source:
-    """Where a medium is that ``value`` names: a path relative to ``folder``, a file or data URI, or a mapping of one of
-    these under `bytes`, `path` or `url`. BadMedium: it names none that can be had here."""
+    """Source of the medium that ``value`` names: a path relative to ``folder``, a file or data URI, or a mapping of one
+    of these under `bytes`, `path` or `url`. BadMedium: it names none that can be had here."""
     if isinstance(value, Mapping):
         value = next((value[name] for name in ("bytes", "path", "url") if value.get(name)), None)
     if isinstance(value, bytes):

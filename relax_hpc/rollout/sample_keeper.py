@@ -78,7 +78,7 @@ class SampleKeeper:
 
     @staticmethod
     def _seen(blobs: Iterable[Path]) -> Sample:
-        """What is kept of media, each once, for people; nothing where there are none."""
+        """Thumbnails of media, each once; nothing where there are none."""
         found = [shown for blob in dict.fromkeys(blobs) if (shown := thumbnail_of(blob))]
         return {"media": found} if found else {}
 
