@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,6 +47,13 @@ class Stored:
     store: MediaStore
     named: list[tuple[int, list[str]]]
     folder: Path
+    runner: asyncio.Runner
+
+    def of_ticket(self, prompt: Prompt, ticket: int = 7) -> Prompt:
+        return self.runner.run(self.media.of_ticket(prompt, ticket))
+
+    def of_evaluation(self, prompt: Prompt) -> Prompt:
+        return self.runner.run(self.media.of_evaluation(prompt))
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +62,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def stored(model: Path, tmp_path: Path) -> Stored:
+def stored(model: Path, tmp_path: Path) -> Iterator[Stored]:
     named: list[tuple[int, list[str]]] = []
 
     def name_media(ticket: int, ids: list[str]) -> Future[bool]:
@@ -65,7 +73,10 @@ def stored(model: Path, tmp_path: Path) -> Stored:
 
     store = MediaStore(tmp_path / "media", durable=False)
     client: Any = SimpleNamespace(config=Config(), media=store, tickets=SimpleNamespace(name_media=name_media))
-    return Stored(PromptMedia(client, model, tmp_path / "evaluations"), store, named, tmp_path)
+    with asyncio.Runner() as runner:
+        media = PromptMedia(client, model, tmp_path / "evaluations")
+        yield Stored(media, store, named, tmp_path, runner)
+        runner.run(media.close())
 
 
 def answer(*tokens: int) -> Generation:
@@ -74,7 +85,7 @@ def answer(*tokens: int) -> Generation:
 
 
 def test_a_medium_is_stored_once_for_all_rows_of_its_prompt_group(stored: Stored) -> None:
-    prompt = asyncio.run(stored.media.of_ticket(PROMPT, 7))
+    prompt = stored.of_ticket(PROMPT)
     (media_id,) = stored.store.sizes()
     assert stored.named == [(7, [media_id])]
     rows = rows_of(prompt, 7, {0: answer(9, 2), 1: answer(8, 2)})
@@ -82,28 +93,28 @@ def test_a_medium_is_stored_once_for_all_rows_of_its_prompt_group(stored: Stored
         assert row["spans"] == [{"kind": "image", "start": 2, "length": 4, "media_id": media_id}]
         assert row["media_tokens"] == {media_id: 4} and check_media(row, {"image": IMAGE}) == 4
     twice = replace(PROMPT, media=(MEDIUM, replace(MEDIUM, spans=((8, 4),))))
-    assert len({medium.blob for medium in asyncio.run(stored.media.of_ticket(twice, 8)).media}) == 1
+    assert len({medium.blob for medium in stored.of_ticket(twice, 8).media}) == 1
 
 
 def test_rows_of_an_episode_have_media_where_they_begin_with_the_prompt(stored: Stored) -> None:
-    prompt = asyncio.run(stored.media.of_ticket(PROMPT, 7))
+    prompt = stored.of_ticket(PROMPT)
     made = Episode([EpisodeRow((*prompt.token_ids, 6, 6), answer(9)), EpisodeRow((1, 5, 5), answer(9))])
     whole_one, compacted = rows_of(prompt, 7, {0: made})
     assert len(whole_one["spans"]) == 1 and compacted["spans"] == []
 
 
 def test_evaluations_have_a_store_of_their_own(stored: Stored) -> None:
-    prompt = asyncio.run(stored.media.of_evaluation(PROMPT))
+    prompt = stored.of_evaluation(PROMPT)
     assert not stored.named and not stored.store.sizes()
     assert prompt.media[0].blob and prompt.media[0].blob.parent == stored.folder / "evaluations"
     text = Prompt("t", (1, 5), "?", "a")
-    assert asyncio.run(stored.media.of_evaluation(text)) is text
+    assert stored.of_evaluation(text) is text
 
 
 def test_what_is_of_no_use_is_said_by_its_reason(stored: Stored) -> None:
     def told(medium: PromptMedium) -> str:
         with pytest.raises((BadMedium, BadMedia)) as raised:
-            asyncio.run(stored.media.of_ticket(replace(PROMPT, media=(medium,)), 7))
+            stored.of_ticket(replace(PROMPT, media=(medium,)))
         return raised.value.reason
 
     assert told(replace(MEDIUM, source=png()[:200])) in ("truncated", "corrupted")
@@ -116,7 +127,7 @@ def test_what_is_of_no_use_is_said_by_its_reason(stored: Stored) -> None:
 
 
 def test_rows_are_read_as_towers_take_them(stored: Stored, model: Path) -> None:
-    prompt = asyncio.run(stored.media.of_ticket(PROMPT, 7))
+    prompt = stored.of_ticket(PROMPT)
     (row,) = rows_of(prompt, 7, {0: answer(9, 2)})
     reader = MediaReader(lambda: stored.store, model)
     found = reader.of([row, row, {"token_ids": [1], "spans": []}])
@@ -131,7 +142,7 @@ def test_rows_are_read_as_towers_take_them(stored: Stored, model: Path) -> None:
 
 
 def test_people_see_small_pictures_of_what_a_sample_is_about(stored: Stored, model: Path) -> None:
-    prompt = asyncio.run(stored.media.of_ticket(replace(PROMPT, media=(replace(MEDIUM, source=png(64, 64)),)), 7))
+    prompt = stored.of_ticket(PROMPT)
     kept: list[Any] = []
     log: Any = SimpleNamespace(keep=lambda samples, step=None: kept.extend(samples))
     config = Config()

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from relax_hpc import content_id
 from relax_hpc.errors import RefusedError
 from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transfer_queue.client.claims import check_claim, sound_claim
@@ -148,7 +149,7 @@ def broken(rows: list[Row], how: str, store: Path) -> None:
 def test_each_medium_is_named_once_and_looked_at_once_in_each_process(tmp_path, monkeypatch):
     """Not once a sample, nor again for the next claim of the same prompt, nor for what reads it then."""
     seen: dict[str, list[bytes]] = {"blake2b": [], "xxh3_128_digest": []}
-    for module, name in ((media, "blake2b"), (media.xxhash, "xxh3_128_digest")):
+    for module, name in ((content_id, "blake2b"), (media.xxhash, "xxh3_128_digest")):
         real = getattr(module, name)
         monkeypatch.setattr(
             module, name, lambda blob, real=real, n=name, **k: seen[n].append(bytes(blob)) or real(blob, **k)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from relax_hpc.multimodal.bad import BadMedium, Reason
-from relax_hpc.multimodal.image import header
+from relax_hpc.multimodal.loading import header
 from relax_hpc.multimodal.medium import Kind
 from relax_hpc.multimodal.rules import Rules
 from relax_hpc.multimodal.source import Source
@@ -132,7 +132,7 @@ class MediaRules:
                 continue
             kind = kinds[token]
             source = source_of(waiting[kind].popleft(), self.folder)
-            count = self.rules.tokens(header(source, self.rules))
+            count = self.rules.tokens(header(kind, source, self.rules))
             media.append(PromptMedium(kind, source, ((len(expanded), count),)))
             expanded += [token] * count
         return expanded, media

@@ -108,6 +108,7 @@ class Rollout:
                 following.cancel()
         finally:
             await self.judging.close()
+            await self.media.close()
             await self.outbox.close()
             await asyncio.gather(*self.keeping, return_exceptions=True)
             self.samples.log.close()

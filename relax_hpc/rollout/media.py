@@ -10,56 +10,64 @@ from pathlib import Path
 from relax_hpc.data.media import PromptMedium, places_of
 from relax_hpc.data.prompts import Prompt
 from relax_hpc.multimodal.bad import BadMedium, Reason
-from relax_hpc.multimodal.image import load
+from relax_hpc.multimodal.pool import Loaded, MediaPool
 from relax_hpc.multimodal.rules import Rules
 from relax_hpc.transfer_queue.client import QueueClient
 from relax_hpc.transfer_queue.client.media_client import store_media
 from relax_hpc.transfer_queue.storage.media import BadMedia, MediaStore
 
-Store = Callable[[Sequence[bytes]], list[Path]]
+Store = Callable[[Sequence[Loaded]], list[Path]]
 UNUSABLE = (BadMedium, BadMedia)
 """Errors of media that nobody can use, each with its `reason`."""
 
 
 class PromptMedia:
-    """Media of a rollout process. Prompts without any come back as they are, at once."""
+    """Media of a rollout process, decoded by processes of their own. Prompts without any come back as they are, at
+    once. For one event loop."""
 
     def __init__(self, client: QueueClient, model: Path, evaluations: Path) -> None:
         """``model``: a Hugging Face directory. ``evaluations``: folder of the media of evaluations, which no row names:
         they stay as long as the run."""
         self._client, self._folder = client, evaluations
         self._rules = Rules.of(model) if places_of(model) else None
+        self._pool = MediaPool(self._rules) if self._rules else None
+
+    async def close(self) -> None:
+        """End its processes."""
+        if self._pool:
+            await self._pool.close()
 
     async def of_ticket(self, prompt: Prompt, ticket: int) -> Prompt:
         """``prompt`` with its media in the queue's store, where they stay as long as rows of ``ticket`` name them.
 
         BadMedium, BadMedia: one of them is of no use."""
 
-        def store(blobs: Sequence[bytes]) -> list[Path]:
-            return [self._client.media.folder / one for one in store_media(self._client, ticket, blobs)]
+        def store(media: Sequence[Loaded]) -> list[Path]:
+            blobs, ids = [one.blob for one in media], [one.media_id for one in media]
+            return [self._client.media.folder / one for one in store_media(self._client, ticket, blobs, ids)]
 
         return await self._stored(prompt, store)
 
     async def of_evaluation(self, prompt: Prompt) -> Prompt:
         """``prompt`` of an evaluation with its media stored. BadMedium as `of_ticket`."""
 
-        def store(blobs: Sequence[bytes]) -> list[Path]:
+        def store(media: Sequence[Loaded]) -> list[Path]:
             own = MediaStore(self._folder, durable=False)
-            return [self._folder / own.put(blob) for blob in blobs]
+            return [self._folder / own.put(one.blob, one.media_id) for one in media]
 
         return await self._stored(prompt, store)
 
     async def _stored(self, prompt: Prompt, store: Store) -> Prompt:
-        return await asyncio.to_thread(self._store, prompt, store) if prompt.media else prompt
-
-    def _store(self, prompt: Prompt, store: Store) -> Prompt:
-        paths = store([self._blob(medium) for medium in prompt.media])
+        if not prompt.media:
+            return prompt
+        loaded = await asyncio.gather(*map(self._loaded, prompt.media))
+        paths = await asyncio.to_thread(store, loaded)
         stored = (replace(medium, blob=path) for medium, path in zip(prompt.media, paths, strict=True))
         return replace(prompt, media=tuple(stored))
 
-    def _blob(self, medium: PromptMedium) -> bytes:
-        assert self._rules, "a prompt of a model that takes text alone has no media"
-        found = load(medium.source, self._rules)
-        if (tokens := self._rules.tokens(found)) != medium.tokens:
+    async def _loaded(self, medium: PromptMedium) -> Loaded:
+        assert self._pool and self._rules, "a prompt of a model that takes text alone has no media"
+        found = await self._pool.load(medium.kind, medium.source)
+        if (tokens := self._rules.tokens(found.header)) != medium.tokens:
             raise BadMedium(Reason.SPANS, f"{medium.kind} of {tokens} tokens, its header said {medium.tokens}")
-        return found.to_bytes()
+        return found

@@ -17,15 +17,16 @@ from typing import TYPE_CHECKING, Any
 from relax_hpc.algorithms import Sft
 from relax_hpc.config import load_resolved
 from relax_hpc.config.schema import Config, OptimizerConfig, ParallelConfig
+from relax_hpc.content_id import id_of
 from relax_hpc.data.media import MediaRules, spans_of
 from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.imports import many_imports
 from relax_hpc.multimodal.bad import BadMedium
-from relax_hpc.multimodal.image import load
+from relax_hpc.multimodal.loading import load
 from relax_hpc.multimodal.medium import Medium
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.row_schema import Row
-from relax_hpc.transfer_queue.storage.media import id_of, media_ids
+from relax_hpc.transfer_queue.storage.media import media_ids
 
 if TYPE_CHECKING:
     from relax_hpc.models.towers.media import RowMedia
@@ -147,7 +148,7 @@ def _shown_in(
     tokens, placed = rules.placed(tokens, rules.taken(value))
     named = []
     for one in placed:
-        medium = load(one.source, rules.rules)
+        medium = load(one.kind, one.source, rules.rules)
         name = id_of(medium.to_bytes())
         media[name] = medium
         named.append(replace(one, blob=Path(name)))

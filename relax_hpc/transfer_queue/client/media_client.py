@@ -16,11 +16,14 @@ TOO_LARGE = "media_too_large"
 """Reason of BadMedia, for whoever counts the prompt group as failed."""
 
 
-def store_media(client: QueueClient, ticket: int, media: Sequence[bytes | memoryview | np.ndarray]) -> list[str]:
+def store_media(
+    client: QueueClient, ticket: int, media: Sequence[bytes | memoryview | np.ndarray], ids: Sequence[str] = ()
+) -> list[str]:
     """Store the media of a prompt group that this client generates; their ids, in order.
 
-    The queue hears first who needs them, so what lies there without having been named can be removed. Asked again, or
-    by another group, it stores nothing twice. BadMedia: one of them, or all together, is larger than `queue` allows.
+    ``ids``: what `id_of` has said of them; empty: nobody has asked. The queue hears first who needs them, so what lies
+    there without having been named can be removed. Asked again, or by another group, it stores nothing twice.
+    BadMedia: one of them, or all together, is larger than `queue` allows.
     """
     limits, sizes = client.config.queue, [memoryview(data).nbytes for data in media]
     found = {"max_medium_bytes": max(sizes, default=0), "max_group_media_bytes": sum(sizes)}
@@ -31,7 +34,7 @@ def store_media(client: QueueClient, ticket: int, media: Sequence[bytes | memory
             raise BadMedia(TOO_LARGE, f"ticket {ticket}: {text}")
     if 0 in sizes:
         raise BadMedia("bad_media", f"ticket {ticket}: a medium of 0 bytes, allowed 1 or more; mend the prompt's file")
-    ids = [id_of(data) for data in media]
+    ids = list(ids) or [id_of(data) for data in media]
     if ids and client.tickets.name_media(ticket, ids).result():
         for media_id, data in zip(ids, media, strict=True):
             client.media.put(data, media_id)
