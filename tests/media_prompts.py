@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import io
+from collections import deque
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
-from relax_hpc.config.schema import TinyModelConfig
-from relax_hpc.data.media import PromptMedium
+from relax_hpc.config.schema import DataConfig, TinyModelConfig
+from relax_hpc.data.media import Columns, MediaRules, PromptMedium
+from relax_hpc.data.prompts import load_tokenizer
+from relax_hpc.data.rows import data_uri
 from relax_hpc.data.tiny_model import make_tiny_model
-from relax_hpc.multimodal.image import load
-from relax_hpc.multimodal.medium import Medium
-from relax_hpc.multimodal.rules import Rules
+from relax_hpc.multimodal.loading import load
+from relax_hpc.multimodal.medium import Kind, Medium
 from relax_hpc.transfer_queue.storage.media import MediaStore
 
 SEEING = TinyModelConfig(vision_layers=2)
 IMAGE = 51
 """Placeholder of an image in the tiny model."""
+VIDEO = 52
 START, END = 49, 50
 """Tokens around it."""
 
@@ -37,16 +42,21 @@ def png(height: int = 64, width: int = 64, seed: int = 0) -> bytes:
     return file.getvalue()
 
 
-def placed(model: Path, store: MediaStore, *images: bytes) -> tuple[list[int], tuple[PromptMedium, ...]]:
-    """A prompt with a place for each of some images, which are stored, and text around them."""
-    rules, ids, media = Rules.of(model), [1, 5], list[PromptMedium]()
-    for image in images:
-        medium = load(image, rules)
-        ids.append(START)
-        blob = store.folder / store.put(medium.to_bytes())
-        media.append(PromptMedium(medium.kind, image, ((len(ids), rules.tokens(medium)),), blob))
-        ids += [IMAGE] * rules.tokens(medium) + [END, 7]
-    return ids, tuple(media)
+def placed(model: Path, store: MediaStore, *media: tuple[Kind, bytes]) -> tuple[list[int], tuple[PromptMedium, ...]]:
+    """A prompt with a place for each of some media, which are stored, and text around them."""
+    tokenizer, rules = load_tokenizer(model), MediaRules.of(DataConfig(), model, Path())
+    assert rules
+    sources: Columns = {kind: deque(data_uri(one) for found, one in media if found is kind) for kind in Kind}
+    text = "a" + "".join(f"<{kind}>b" for kind, _ in media)
+    encode = functools.partial(tokenizer.encode, special=False)
+    named = {kind: some for kind, some in sources.items() if some}
+    ids, found = rules.placed(rules.encoded(text, named, tokenizer, False), named, encode)
+
+    def kept(medium: PromptMedium) -> PromptMedium:
+        blob = store.put(load(medium.kind, medium.source, rules.rules).to_bytes())
+        return replace(medium, blob=store.folder / blob)
+
+    return ids, tuple(map(kept, found))
 
 
 def stored(medium: PromptMedium) -> Medium:

@@ -24,17 +24,23 @@ from relax_hpc.data.tiny_model import EOS_ID  # noqa: E402
 from relax_hpc.engines import make_engine  # noqa: E402
 from relax_hpc.engines.engine import BadAnswer, Draft, Engine, GenerateRequest, Generation, Sampling  # noqa: E402
 from relax_hpc.multimodal.features import patches  # noqa: E402
+from relax_hpc.multimodal.medium import Kind  # noqa: E402
 from relax_hpc.multimodal.rules import Rules  # noqa: E402
+from relax_hpc.tasks.moving_squares import filmed  # noqa: E402
 from relax_hpc.transfer_queue.storage.media import MediaStore, placeholders_of  # noqa: E402
 from relax_hpc.versions import Version  # noqa: E402
 from tests.engine_helpers import make_config  # noqa: E402
 from tests.media_helpers import transformers_model  # noqa: E402
-from tests.media_prompts import END, IMAGE, START, placed, png, seeing_model, stored  # noqa: E402
+from tests.media_prompts import END, IMAGE, START, VIDEO, placed, png, seeing_model, stored  # noqa: E402
 
 pytestmark = pytest.mark.run
 
 CLOSE = 1e-5
 """Difference of log-probabilities in float32 that were summed in other orders."""
+NAMES = (
+    (Kind.IMAGE, "pixel_values", "image_grid_thw"),
+    (Kind.VIDEO, "pixel_values_videos", "video_grid_thw"),
+)
 SAMPLING, TOKENS = Sampling(1.0, 1.0, (), 0), 8
 
 
@@ -47,8 +53,10 @@ class Seeing:
     models: list[Path]
     store: MediaStore
 
-    def asked(self, *images: bytes, sample: int = 0) -> GenerateRequest:
-        ids, media = placed(self.models[0], self.store, *images)
+    def asked(self, *media: bytes | tuple[Kind, bytes], sample: int = 0) -> GenerateRequest:
+        """A request with media, which are images unless it is said."""
+        named = [one if isinstance(one, tuple) else (Kind.IMAGE, one) for one in media]
+        ids, media = placed(self.models[0], self.store, *named)
         return GenerateRequest((*ids, 8 + sample), "p", sample, SAMPLING, TOKENS, media)
 
     def answers(self, *requests: GenerateRequest) -> list[Generation]:
@@ -56,6 +64,11 @@ class Seeing:
             return await asyncio.gather(*map(self.engine.generate, requests))
 
         return self.runner.run(together())
+
+
+def film(seed: int) -> tuple[Kind, bytes]:
+    """A video of four frames."""
+    return Kind.VIDEO, filmed(f"film {seed}")[0]
 
 
 def strong(model: Path) -> Path:
@@ -86,10 +99,11 @@ def transformers_of(model: Path) -> Any:
 def error(model: Path, request: GenerateRequest, found: Generation) -> float:
     """Largest difference of log-probabilities to those of transformers, which has no placeholders to choose from."""
     rules, ids = Rules.of(model), torch.tensor([[*request.prompt_ids, *found.token_ids]])
-    given: dict[str, Any] = {"mm_token_type_ids": (ids == IMAGE).int()}
-    if media := [stored(medium) for medium in request.media]:
-        given["pixel_values"] = torch.from_numpy(np.concatenate([patches(medium, rules) for medium in media]))
-        given["image_grid_thw"] = torch.tensor([medium.grid for medium in media])
+    given: dict[str, Any] = {"mm_token_type_ids": (ids == IMAGE).int() + 2 * (ids == VIDEO).int()}
+    for kind, values, grids in NAMES:
+        if media := [stored(medium) for medium in request.media if medium.kind is kind]:
+            given[values] = torch.from_numpy(np.concatenate([patches(medium, rules) for medium in media]))
+            given[grids] = torch.tensor([medium.grid for medium in media])
     logits = transformers_of(model)(input_ids=ids, attention_mask=torch.ones_like(ids), **given).logits[0].clone()
     logits[:, [*placeholders_of(model).values()]] = -torch.inf
     drawn = logits.log_softmax(-1)[len(request.prompt_ids) - 1 : -1].gather(-1, torch.tensor(found.token_ids)[:, None])
@@ -100,7 +114,7 @@ def test_rows_with_images_and_without_are_in_flight_at_once(seeing: Seeing) -> N
     wide, high, small = png(64, 96), png(96, 64, 1), png(32, 32, 2)
     asked = [
         seeing.asked(*images, sample=k)
-        for k, images in enumerate([(wide,), (), (high, small), (wide, wide), (small,), ()])
+        for k, images in enumerate([(wide,), (), (high, small), (wide, wide), (film(1), small, film(2)), ()])
     ]
     answers = seeing.answers(*asked)
     for request, answer in zip(asked, answers, strict=True):

@@ -23,7 +23,6 @@ IMAGE = Path(__file__).parents[1] / "configs" / "runs" / "image.yaml"
 STEPS = 24
 SHORTER = {
     "steps": STEPS,
-    "prompts_per_step": 16,
     "data": {"task": "tests.shapes_task:Shapes"},
     "actor": {"optimizer": {"warmup_steps": 3}},
     "queue": {"keep_steps": 1000},
@@ -39,7 +38,7 @@ def test_a_model_that_sees_learns_from_images(tmp_path: Path) -> None:
         live.finish(RUN_S)
     trained, rows = trained_steps(live.run), queue_rows(live.run)
     rewards = [row["reward/mean"] for row in trained]
-    assert mean(rewards[-6:]) > mean(rewards[:6]) + 0.03, rewards
+    assert mean(rewards[-6:]) > mean(rewards[:6]) + 0.04, rewards
     # The engine saw what the trainer saw.
     assert all(row["parity/logprob_abs_diff"] < 1e-5 for row in trained)
     # By the image of another row its question is answered by chance, which is a quarter.

@@ -12,7 +12,7 @@ import binascii
 import json
 import re
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,8 @@ from urllib.parse import unquote, urlsplit
 
 from relax_hpc.multimodal.bad import BadMedium, Reason
 from relax_hpc.multimodal.loading import header
-from relax_hpc.multimodal.medium import Kind
+from relax_hpc.multimodal.medium import Header, Kind
+from relax_hpc.multimodal.placeholders import stamped_runs
 from relax_hpc.multimodal.rules import Rules
 from relax_hpc.multimodal.source import Source
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 Columns = dict[Kind, deque[Any]]
 """Media that the columns of a row name, by kind, in the order of its places."""
+Encode = Callable[[str], list[int]]
+"""Maker of the tokens of a text, without any around it."""
 _MARK = re.compile("(<image>|<video>|<audio>)")
 
 
@@ -114,28 +117,57 @@ class MediaRules:
         named = ((kind, record.pop(column)) for kind, column in self.columns if column in record)
         return {kind: deque(value if isinstance(value, list) else [value]) for kind, value in named}
 
-    def placed(self, ids: Sequence[int], sources: Mapping[Kind, Sequence[Any]]) -> tuple[list[int], list[PromptMedium]]:
+    def placed(
+        self, ids: Sequence[int], sources: Mapping[Kind, Sequence[Any]], encode: Encode
+    ) -> tuple[list[int], list[PromptMedium]]:
         """``ids`` with as many placeholders for each medium as it has tokens, and the media in their order.
 
-        BadMedium: there are not as many ``sources`` of a kind as ``ids`` have places, or one is of no use.
+        ``encode``: makes tokens of the time stamps between those of a video. BadMedium: there are not as many
+        ``sources`` of a kind as ``ids`` have places, or one is of no use.
         """
         kinds = {place.placeholder: kind for kind, place in self.places}
-        places = Counter(kinds[token] for token in ids if token in kinds)
-        for kind in sources.keys() | places.keys():
-            if (named := len(sources.get(kind, ()))) != places[kind]:
-                raise BadMedium(Reason.SPANS, f"places for {places[kind]} {kind}s in the prompt, {named} named")
+        wanted = Counter(kinds[token] for token in ids if token in kinds)
+        for kind in sources.keys() | wanted.keys():
+            if (named := len(sources.get(kind, ()))) != wanted[kind]:
+                raise BadMedium(Reason.SPANS, f"places for {wanted[kind]} {kind}s in the prompt, {named} named")
         waiting = {kind: deque(some) for kind, some in sources.items()}
-        expanded, media = list[int](), list[PromptMedium]()
-        for token in ids:
+        expanded, media, rest = list[int](), list[PromptMedium](), deque(ids)
+        while rest:
+            token = rest.popleft()
             if token not in kinds:
                 expanded.append(token)
                 continue
             kind = kinds[token]
             source = source_of(waiting[kind].popleft(), self.folder)
-            count = self.rules.tokens(header(kind, source, self.rules))
-            media.append(PromptMedium(kind, source, ((len(expanded), count),)))
-            expanded += [token] * count
+            about, spans = header(kind, source, self.rules), []
+            if about.seconds and self.rules.stamped:
+                self._leave(expanded, rest, kind)
+            for before, count, after in self._runs(about, encode):
+                expanded += before
+                spans.append((len(expanded), count))
+                expanded += [token] * count + after
+            media.append(PromptMedium(kind, source, tuple(spans)))
         return expanded, media
+
+    def _runs(self, about: Header, encode: Encode) -> Iterator[tuple[list[int], int, list[int]]]:
+        """Runs of placeholders of a medium, each with the tokens before and after it."""
+        if not (about.seconds and self.rules.stamped):
+            yield [], self.rules.tokens(about), []
+            return
+        place = dict(self.places)[about.kind]
+        for stamp, (_, count) in stamped_runs(about, self.rules):
+            yield [*encode(stamp), *place.before], count, list(place.after)
+
+    def _leave(self, expanded: list[int], rest: deque[int], kind: Kind) -> None:
+        """Take away what is around the place of a video whose every patch in time has that around it, as Qwen3-VL was
+        trained."""
+        place = dict(self.places)[kind]
+        before, after = list(place.before), list(place.after)
+        if before and expanded[-len(before) :] == before:
+            del expanded[-len(before) :]
+        if after and [*rest][: len(after)] == after:
+            for _ in after:
+                rest.popleft()
 
     def encoded(self, text: str, kinds: Columns, tokenizer: Tokenizer, as_tokens: bool) -> list[int]:
         """Token ids of a text whose marks are places for media of these ``kinds``; other marks are text."""

@@ -298,7 +298,7 @@ def _prompt(record: Record, tokenizer: Tokenizer | None, how: PromptRules, token
         ids = given
     if not (text.strip() if ids is None else ids):
         raise BadRecord("empty_prompt", f"{source} is empty")
-    ids, media = _with_media(ids, sources, how)
+    ids, media = _with_media(ids, sources, tokenizer, how)
     if len(ids or ()) > how.max_tokens:
         if not how.keeps_end or media:
             raise BadRecord("over_long", f"{len(ids)} tokens, data.max_prompt_tokens is {how.max_tokens}")
@@ -307,13 +307,13 @@ def _prompt(record: Record, tokenizer: Tokenizer | None, how: PromptRules, token
 
 
 def _with_media(
-    ids: list[int] | None, sources: Columns, how: PromptRules
+    ids: list[int] | None, sources: Columns, tokenizer: Tokenizer | None, how: PromptRules
 ) -> tuple[list[int] | None, list[PromptMedium]]:
     """Tokens of a prompt, those that stand for media included, and its media."""
-    if ids is None or not how.media:
+    if ids is None or not (how.media and tokenizer):
         return ids, []
     try:
-        return how.media.placed(ids, sources)
+        return how.media.placed(ids, sources, functools.partial(tokenizer.encode, special=False))
     except BadMedium as bad:
         raise BadRecord(bad.reason, bad.detail) from None
 

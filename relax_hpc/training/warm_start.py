@@ -6,6 +6,7 @@ Run as ``python -m relax_hpc.training.warm_start --run_dir RUN``, in one process
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import random
 import sys
@@ -18,7 +19,8 @@ from relax_hpc.algorithms import Sft
 from relax_hpc.config import load_resolved
 from relax_hpc.config.schema import Config, OptimizerConfig, ParallelConfig
 from relax_hpc.content_id import id_of
-from relax_hpc.data.media import MediaRules, spans_of
+from relax_hpc.data.media import Encode, MediaRules, spans_of
+from relax_hpc.data.prompts import load_tokenizer
 from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.imports import many_imports
 from relax_hpc.multimodal.bad import BadMedium
@@ -62,7 +64,8 @@ def warm_start(config: Config, source: Path, demonstrations: Path, target: Path)
 
     settings = config.warm_start
     rules = MediaRules.of(config.data, source, demonstrations.parent)
-    rows, media = read_demonstrations(demonstrations, rules)
+    encode = functools.partial(load_tokenizer(source).encode, special=False)
+    rows, media = read_demonstrations(demonstrations, rules, encode)
     torch.set_num_threads(config.threads)
     parallel.initialize_alone(config.model.device, config.seed, START_TIMEOUT_S)
     try:
@@ -115,11 +118,14 @@ def _draw(rows: list[Row], size: int, steps: int, seed: int) -> list[list[Row]]:
     return [order[start : start + size] for start in range(0, size * steps, size)]
 
 
-def read_demonstrations(path: Path, rules: MediaRules | None = None) -> tuple[list[Row], dict[str, Medium]]:
+def read_demonstrations(
+    path: Path, rules: MediaRules | None = None, encode: Encode = list
+) -> tuple[list[Row], dict[str, Medium]]:
     """Rows of a jsonl file of {"token_ids", "prompt_len"}, trained on everything after the prompt, and their media by
     id, which rows have as those of `data.prompts` do.
 
-    ConfigError names the line that is not one. ``rules``: of media; None: there are none.
+    ConfigError names the line that is not one. ``rules``, ``encode``: see `MediaRules.placed`; None: there are no
+    media.
     """
     try:
         lines = path.read_text().splitlines()
@@ -130,7 +136,7 @@ def read_demonstrations(path: Path, rules: MediaRules | None = None) -> tuple[li
         try:
             value = json.loads(line)
             given, prompt = value["token_ids"], int(value["prompt_len"])
-            tokens, spans = _shown_in(given, value, rules, media) if rules else (given, [])
+            tokens, spans = _shown_in(given, value, rules, encode, media) if rules else (given, [])
         except (ValueError, KeyError, TypeError, BadMedium) as error:
             raise ConfigError(f"{path}:{number}: {error!r}; expected {{token_ids, prompt_len}}") from error
         prompt += len(tokens) - len(given)
@@ -142,10 +148,10 @@ def read_demonstrations(path: Path, rules: MediaRules | None = None) -> tuple[li
 
 
 def _shown_in(
-    tokens: list[int], value: dict[str, Any], rules: MediaRules, media: dict[str, Medium]
+    tokens: list[int], value: dict[str, Any], rules: MediaRules, encode: Encode, media: dict[str, Medium]
 ) -> tuple[list[int], list[dict[str, Any]]]:
     """Tokens and spans of a demonstration, whose media join the ``media`` of others."""
-    tokens, placed = rules.placed(tokens, rules.taken(value))
+    tokens, placed = rules.placed(tokens, rules.taken(value), encode)
     named = []
     for one in placed:
         medium = load(one.kind, one.source, rules.rules)
