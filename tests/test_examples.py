@@ -73,7 +73,7 @@ def learned(tokenizer: Tokenizer, one: Learned) -> list[str]:
 
 def test_what_the_assistant_says_is_learned_as_transformers_masks_it(model: Path) -> None:
     requires("transformers")
-    from relax_hpc.engines.transformers_hook import install_transformers_hook
+    from relax_hpc.transformers_hook import install_transformers_hook
 
     install_transformers_hook()
     from transformers import AutoTokenizer

@@ -14,7 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from relax_hpc.engines.transformers_hook import install_transformers_hook
 
 from relax_hpc.multimodal import features, image
 from relax_hpc.multimodal.bad import BadMedium
@@ -24,6 +23,7 @@ from relax_hpc.multimodal.positions import positions
 from relax_hpc.multimodal.rules import IMAGE as IMAGE_BUDGET
 from relax_hpc.multimodal.rules import Rules, sound_tokens
 from relax_hpc.multimodal.sizes import Budget
+from relax_hpc.transformers_hook import install_transformers_hook
 from tests.media_files import PROCESSOR, encoded, model_files, picture, tone
 
 install_transformers_hook()

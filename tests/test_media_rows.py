@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_hpc.checks.files import read_prompts
-from relax_hpc.config.schema import DataConfig
+from relax_hpc.config.schema import Config, DataConfig
 from relax_hpc.data.media import MediaRules, spans_of, split_at_marks
 from relax_hpc.data.prompt_file import open_prompts
 from relax_hpc.data.prompts import Prompt, PromptRules, Tokenizer, load_tokenizer
@@ -132,7 +132,8 @@ def test_bad_rows_are_named_by_line_and_reason(tokenizer: Tokenizer, tmp_path: P
     }
     # A model that hears nothing has no column of sounds.
     assert good[0].metadata == {"audios": ["a.wav"]} and not good[0].media
-    problem = read_prompts(str(tmp_path / "rows.jsonl"), tokenizer, DATA).problem(DATA)
+    config = Config(data=DATA)
+    problem = read_prompts(str(tmp_path / "rows.jsonl"), tokenizer, config).problem(DATA)
     assert "missing_file (first line 1: " in problem and "pictures/none.png" in problem
 
 
