@@ -20,7 +20,7 @@ from relax_hpc.config.schema import Config
 from relax_hpc.data.media import PromptMedium
 from relax_hpc.data.prompts import Prompt, load_tokenizer
 from relax_hpc.engines.engine import Episode, EpisodeRow, Generation
-from relax_hpc.multimodal.bad import BadMedium
+from relax_hpc.multimodal.bad import BadMedium, Reason
 from relax_hpc.multimodal.features import patches
 from relax_hpc.multimodal.medium import Kind, Medium
 from relax_hpc.multimodal.rules import Rules
@@ -96,6 +96,14 @@ def test_a_medium_is_stored_once_for_all_rows_of_its_prompt_group(stored: Stored
     assert len({medium.blob for medium in stored.of_ticket(twice, 8).media}) == 1
 
 
+def test_an_engine_finds_media_of_a_ticket_that_is_another_s_by_now(stored: Stored, monkeypatch: Any) -> None:
+    refused: Future[bool] = Future()
+    refused.set_result(False)
+    monkeypatch.setattr(stored.media._client.tickets, "name_media", lambda *_: refused)
+    (medium,) = stored.of_ticket(PROMPT).media
+    assert medium.blob and medium.blob.exists()
+
+
 def test_rows_of_an_episode_have_media_where_they_begin_with_the_prompt(stored: Stored) -> None:
     prompt = stored.of_ticket(PROMPT)
     made = Episode([EpisodeRow((*prompt.token_ids, 6, 6), answer(9)), EpisodeRow((1, 5, 5), answer(9))])
@@ -121,6 +129,9 @@ def test_what_is_of_no_use_is_said_by_its_reason(stored: Stored) -> None:
     assert told(replace(MEDIUM, source=Path("/nowhere.png"))) == "missing_file"
     # Another file by the time it is decoded.
     assert told(replace(MEDIUM, source=png(96, 96))) == "media_mismatch"
+    gone = Prompt("p", (), "", "", fault=BadMedium(Reason.MISSING, "a.png"))
+    with pytest.raises(BadMedium, match="missing_file"):
+        stored.of_ticket(gone)
     stored.media._client.config.queue.max_medium_bytes = 100
     assert told(MEDIUM) == "media_too_large"
     assert not stored.named and not stored.store.sizes()

@@ -17,11 +17,12 @@ from relax_hpc.config.schema import Config, DataConfig
 from relax_hpc.data.media import MediaRules, spans_of, split_at_marks
 from relax_hpc.data.prompt_file import open_prompts
 from relax_hpc.data.prompts import Prompt, PromptRules, Tokenizer, load_tokenizer
-from relax_hpc.data.rows import BadLine
+from relax_hpc.data.rows import BadLine, data_uri
 from relax_hpc.multimodal.bad import BadMedium
 from relax_hpc.multimodal.image import load
 from relax_hpc.multimodal.medium import Kind
-from tests.media_prompts import END, IMAGE, START, png, seeing_model
+from relax_hpc.tasks.moving_squares import filmed
+from tests.media_prompts import END, IMAGE, START, VIDEO, png, seeing_model
 from tests.prompt_helpers import load_prompts
 from tests.requirements import requires
 
@@ -145,6 +146,35 @@ def test_a_header_is_enough_for_the_index(tokenizer: Tokenizer, tmp_path: Path) 
     assert isinstance(how, MediaRules)
     with pytest.raises(BadMedium):
         load(found.media[0].source, how.rules)
+
+
+def test_a_medium_that_is_gone_when_it_is_drawn_costs_its_prompt_alone(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    rows = [{"id": "a", "prompt": "<image>", "answer": "x", "images": [name]} for name in ("one.png",)]
+    rows.append({"id": "b", "prompt": "b", "answer": "x", "images": []})
+    (tmp_path / "one.png").write_bytes(png())
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    how = PromptRules.of(DATA, tokenizer, tmp_path)
+    found = open_prompts(tmp_path / "rows.jsonl", tmp_path / "index", tokenizer, how, 0.0)
+    (tmp_path / "one.png").unlink()
+    gone, text = found
+    assert gone.prompt_id == "a" and gone.fault and gone.fault.reason == "missing_file" and not text.fault
+
+
+def test_a_video_has_a_time_stamp_before_each_patch_in_time(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """In the place of all that the template has put around its placeholder."""
+    uri = data_uri(filmed("film")[0], "video/x-msvideo")
+    (found,), bad = read([{"prompt": "<video>?<image>", "videos": [uri], "images": [URI]}], tokenizer, tmp_path)
+    assert not bad
+
+    def stamped(seconds: str) -> list[int]:
+        return [*tokenizer.encode(f"<{seconds} seconds>", special=False), START, *[VIDEO] * 4, END]
+
+    question = tokenizer.encode("?", special=False)
+    expected = [*tokenizer.encode(""), *stamped("0.2"), *stamped("1.2"), *question, *FOUR]
+    assert list(found.token_ids) == expected
+    video, image = found.media
+    assert [length for _, length in video.spans] == [4, 4] and video.tokens == 8 and image.tokens == 4
+    assert all(set(found.token_ids[start : start + 4]) == {VIDEO} for start, _ in video.spans)
 
 
 def test_a_model_of_text_has_no_media(tokenizer: Tokenizer, tmp_path: Path) -> None:

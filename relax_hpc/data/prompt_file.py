@@ -24,6 +24,7 @@ from relax_hpc.data.prompts import Prompt, PromptRules, Tally, Tokenizer
 from relax_hpc.data.rows import BadLine, Line, Record, is_parquet, opened, read_lines, read_parquet, row_of
 from relax_hpc.disk import patiently
 from relax_hpc.errors import ConfigError, RelaxError
+from relax_hpc.multimodal.bad import BadMedium, Reason
 from relax_hpc.rundir import write_atomic
 
 Row = tuple[int, Record] | BadLine
@@ -115,6 +116,8 @@ class PromptFile(Sequence[Prompt]):
             raise changed(self.index.stamp, self._where, f"line {number} is another")
         record = row_of(Line(number, start, data))
         made = record if isinstance(record, BadLine) else self._how.read(number, record[1], self._tokenizer)
+        if isinstance(made, BadLine) and made.reason in set(Reason):
+            return Prompt(str(record[1]["id"]), (), "", "", fault=BadMedium(Reason(made.reason), made.detail))
         if isinstance(made, BadLine):
             raise RelaxError(
                 f"{self._lines}: line {number} was a prompt when it was indexed: {made.reason}: {made.detail}"

@@ -154,6 +154,9 @@ class Prompt:
     """Fields of the line besides these."""
     media: tuple[PromptMedium, ...] = ()
     """Media that the prompt has places for, in their order."""
+    fault: BadMedium | None = None
+    """Reason why its media are of no use any more, though they were when its file was indexed; the rest is not known
+    then."""
 
 
 @dataclass(frozen=True, slots=True)

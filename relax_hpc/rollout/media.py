@@ -43,8 +43,13 @@ class PromptMedia:
         BadMedium, BadMedia: one of them is of no use."""
 
         def store(media: Sequence[Loaded]) -> list[Path]:
-            blobs, ids = [one.blob for one in media], [one.media_id for one in media]
-            return [self._client.media.folder / one for one in store_media(self._client, ticket, blobs, ids)]
+            ids = store_media(self._client, ticket, [one.blob for one in media], [one.media_id for one in media])
+            paths = [self._client.media.folder / one for one in ids]
+            for path, one in zip(paths, media, strict=True):
+                # The ticket is another's by now, who refuses the rows; until then an engine looks for them.
+                if not path.exists():
+                    self._client.media.put(one.blob, one.media_id)
+            return paths
 
         return await self._stored(prompt, store)
 
@@ -58,6 +63,8 @@ class PromptMedia:
         return await self._stored(prompt, store)
 
     async def _stored(self, prompt: Prompt, store: Store) -> Prompt:
+        if prompt.fault:
+            raise prompt.fault
         if not prompt.media:
             return prompt
         loaded = await asyncio.gather(*map(self._loaded, prompt.media))
