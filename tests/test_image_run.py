@@ -24,7 +24,7 @@ STEPS = 24
 SHORTER = {
     "steps": STEPS,
     "data": {"task": "tests.shapes_task:Shapes"},
-    "actor": {"optimizer": {"warmup_steps": 3}},
+    "actor": {"optimizer": {"warmup_steps": 3}, "parallel": {"data": 2}},
     "queue": {"keep_steps": 1000},
     "checkpoint": {"every": STEPS},
     "eval": {"every": STEPS, "samples": 96},

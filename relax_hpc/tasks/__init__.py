@@ -16,6 +16,7 @@ from relax_hpc.named import named
 from relax_hpc.rewards import REWARDS
 from relax_hpc.tasks.base import Ask, Task
 from relax_hpc.tasks.coloured_shapes import ColouredShapes
+from relax_hpc.tasks.mixed_media import MixedMedia
 from relax_hpc.tasks.moving_squares import MovingSquares
 from relax_hpc.tasks.sort_digits import SortDigitPairs, SortDigits
 
@@ -27,6 +28,7 @@ TASKS: dict[str, type[Task]] = {
     "sort_digit_pairs": SortDigitPairs,
     "coloured_shapes": ColouredShapes,
     "moving_squares": MovingSquares,
+    "mixed_media": MixedMedia,
 }
 _NEAR = 0.85
 """Similarity of two names of which one is probably the other, misspelled: `rewards`, but not `reward_of`."""

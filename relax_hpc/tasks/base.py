@@ -38,7 +38,8 @@ class Task:
     the configuration names another, that one counts."""
 
     def rows(self, split: str, data: DataConfig) -> Iterable[Mapping[str, Any]]:
-        """Rows of `train`, or of one of ``evaluations``: {"id", "prompt" (or "messages", "token_ids"), "answer", ...}.
+        """Rows of `train`, or of one of ``evaluations``: {"id", "prompt" (or "messages", "token_ids"), "answer", ...}, with
+        columns of media as files have them.
 
         They are written to the run directory when a run is prepared, once, and read there. It is not asked for what
         the configuration names files of (`data.train`, `data.eval`).
@@ -46,7 +47,8 @@ class Task:
         raise NotImplementedError
 
     def demonstrations(self, data: DataConfig, tokenizer: Tokenizer, noise: float, seed: int) -> Iterator[dict]:
-        """Right answers to learn from before (`warm_start`), any number: {"token_ids" (whole), "prompt_len"}.
+        """Right answers to learn from before (`warm_start`), any number: {"token_ids" (whole), "prompt_len"},
+        and columns of media, each with one placeholder among the tokens.
 
         A share ``noise`` of them should be wrong.
         """

@@ -77,9 +77,9 @@ class DataConfig:
     """
 
     task: str = ""
-    """Task: `sort_digits`, `coloured_shapes` (images) or `moving_squares` (videos), built-in verifiable tasks, whose
-    files are made in the run directory, `sort_digit_pairs`, for dpo, or one's own as `package.module:Class`, see
-    `relax_hpc.tasks`. Empty: `train` and `eval` name files."""
+    """Task: `sort_digits`, `coloured_shapes` (images), `moving_squares` (videos) or `mixed_media` (both, and text),
+    built-in verifiable tasks, whose files are made in the run directory, `sort_digit_pairs`, for dpo, or one's own as
+    `package.module:Class`, see `relax_hpc.tasks`. Empty: `train` and `eval` name files."""
     digits: int = bounded(4, 1, 6)
     """Digits a prompt of `sort_digits` has."""
     train: str = ""
