@@ -38,8 +38,8 @@ class Task:
     the configuration names another, that one counts."""
 
     def rows(self, split: str, data: DataConfig) -> Iterable[Mapping[str, Any]]:
-        """Rows of `train`, or of one of ``evaluations``: {"id", "prompt" (or "messages", "token_ids"), "answer", ...}, with
-        columns of media as files have them.
+        """Rows of `train`, or of one of ``evaluations``: {"id", "prompt" (or "messages", "token_ids"), "answer", ...},
+        with columns of media as files have them.
 
         They are written to the run directory when a run is prepared, once, and read there. It is not asked for what
         the configuration names files of (`data.train`, `data.eval`).
