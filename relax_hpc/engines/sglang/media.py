@@ -33,9 +33,9 @@ _KEPT = 8
 
 
 def fields_of(requests: Sequence[Sequence[PromptMedium]]) -> dict[str, Any]:
-    """Fields of an HTTP request for the media of its ``requests``, by kind: of each request one mapping, which holds
-    all of that kind in order, or None."""
-    found: dict[str, list[Any]] = defaultdict(lambda: [None] * len(requests))
+    """Fields of an HTTP request for the media of its ``requests``, by kind: of each request a list of one mapping,
+    which holds all of that kind in order, or an empty one: where the first has None, SGLang makes media of all."""
+    found: dict[str, list[Any]] = defaultdict(lambda: [[] for _ in requests])
     for number, media in enumerate(requests):
         for kind in {medium.kind for medium in media}:
             mine = [medium for medium in media if medium.kind == kind]
