@@ -12,7 +12,8 @@ import numpy as np
 from PIL import Image
 
 from relax_hpc.config.schema import DataConfig, TinyModelConfig
-from relax_hpc.data.media import Columns, MediaRules, PromptMedium
+from relax_hpc.data.media import MediaRules, PromptMedium
+from relax_hpc.data.named_media import Columns
 from relax_hpc.data.prompts import load_tokenizer
 from relax_hpc.data.rows import data_uri
 from relax_hpc.data.tiny_model import make_tiny_model

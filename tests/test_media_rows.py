@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from relax_hpc.checks.files import read_prompts
 from relax_hpc.config.schema import Config, DataConfig
-from relax_hpc.data.media import MediaRules, spans_of, split_at_marks
+from relax_hpc.data.media import MediaRules, spans_of
+from relax_hpc.data.named_media import split_at_marks
 from relax_hpc.data.prompt_file import open_prompts
 from relax_hpc.data.prompts import Prompt, PromptRules, Tokenizer, load_tokenizer
 from relax_hpc.data.rows import BadLine, data_uri

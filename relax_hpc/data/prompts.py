@@ -17,7 +17,8 @@ import numpy as np
 
 from relax_hpc.config.schema import DataConfig
 from relax_hpc.data.chat import ChatTemplate, TemplateError, template_of
-from relax_hpc.data.media import Columns, MediaRules, PromptMedium, with_parts
+from relax_hpc.data.media import MediaRules, PromptMedium
+from relax_hpc.data.named_media import Columns, with_parts
 from relax_hpc.data.rows import BadLine, Record
 from relax_hpc.errors import ConfigError
 from relax_hpc.multimodal.bad import BadMedium
