@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import functools
 import json
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from relax_hpc.data.rows import BadLine, data_uri
 from relax_hpc.multimodal.bad import BadMedium
 from relax_hpc.multimodal.image import load
 from relax_hpc.multimodal.medium import Kind
+from relax_hpc.tasks import TASKS
 from relax_hpc.tasks.moving_squares import filmed
 from tests.media_prompts import END, IMAGE, START, VIDEO, png, seeing_model
 from tests.prompt_helpers import load_prompts
@@ -194,3 +197,23 @@ def test_marks_cut_a_text_without_loss(pieces: list[str]) -> None:
 def test_spans_are_of_media_that_are_stored(tokenizer: Tokenizer, tmp_path: Path) -> None:
     (found,), _ = read([{"prompt": "<image>", "images": [URI]}], tokenizer, tmp_path)
     assert spans_of(found.media) == []
+
+
+@pytest.mark.parametrize("name", ["coloured_shapes", "moving_squares", "mixed_media"])
+def test_tasks_demonstrate_the_prompts_that_they_have(name: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """With media and all: what a warm start learns from is what is asked for."""
+    task, how = TASKS[name](), PromptRules.of(DATA, tokenizer, tmp_path).media
+    assert how
+    found, bad = read(list(islice(task.rows("train", DATA), 24)), tokenizer, tmp_path)
+    assert not bad and len({one.prompt_id for one in found}) == 24
+
+    def asked(shown: dict[str, Any]) -> tuple[int, ...]:
+        ids, known = shown["token_ids"], shown["prompt_len"]
+        expanded, _ = how.placed(ids[:known], how.taken(shown), functools.partial(tokenizer.encode, special=False))
+        return tuple(expanded)
+
+    shown = {asked(one) for one in islice(task.demonstrations(DATA, tokenizer, 0.0, 1), 24)}
+    with_media = {one.token_ids for one in found if one.media}
+    assert with_media and with_media <= shown
+    held = {row["id"] for split in task.evaluations for row in task.rows(split, DATA)}
+    assert not held & {row["id"] for row in islice(task.rows("train", DATA), 400)}
