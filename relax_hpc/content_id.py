@@ -7,9 +7,12 @@ from hashlib import blake2b
 import numpy as np
 
 
-def id_of(data: bytes | memoryview | np.ndarray) -> str:
-    """Hash of the bytes of ``data``, 64 hex digits, at about 1 GB/s."""
-    return blake2b(flat(data), digest_size=32).hexdigest()
+def id_of(*parts: bytes | memoryview | np.ndarray) -> str:
+    """Hash of the bytes of all ``parts``, one after the other, 64 hex digits, at about 1 GB/s."""
+    found = blake2b(digest_size=32)
+    for part in parts:
+        found.update(flat(part))
+    return found.hexdigest()
 
 
 def flat(data: bytes | memoryview | np.ndarray) -> memoryview:

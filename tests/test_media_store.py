@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_hpc import content_id
 from relax_hpc.transfer_queue.row_schema import BadRow
 from relax_hpc.transfer_queue.storage import media
 from relax_hpc.transfer_queue.storage.media import (
@@ -298,7 +297,7 @@ def test_placeholders_are_those_of_the_model(tmp_path, config, found):
 def hashed(monkeypatch) -> dict[str, int]:
     """Bytes that were hashed since, by what for."""
     found = {"name": 0, "damage": 0}
-    name, checksum = content_id.blake2b, media.xxhash.xxh3_128_digest
+    name, checksum = media.id_of, media.xxhash.xxh3_128_digest
 
     def counted(what: str, real: Callable) -> Callable:
         def count(blob: memoryview, **how: int) -> object:
@@ -307,7 +306,7 @@ def hashed(monkeypatch) -> dict[str, int]:
 
         return count
 
-    monkeypatch.setattr(content_id, "blake2b", counted("name", name))
+    monkeypatch.setattr(media, "id_of", counted("name", name))
     monkeypatch.setattr(media.xxhash, "xxh3_128_digest", counted("damage", checksum))
     return found
 

@@ -11,9 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relax_hpc import content_id
 from relax_hpc.errors import RefusedError
-from relax_hpc.transfer_queue.client import QueueClient
+from relax_hpc.transfer_queue.client import QueueClient, media_client
 from relax_hpc.transfer_queue.client.claims import check_claim, sound_claim
 from relax_hpc.transfer_queue.client.media_client import TOO_LARGE, store_media
 from relax_hpc.transfer_queue.client.segments import START, append, read
@@ -148,8 +147,8 @@ def broken(rows: list[Row], how: str, store: Path) -> None:
 
 def test_each_medium_is_named_once_and_looked_at_once_in_each_process(tmp_path, monkeypatch):
     """Not once a sample, nor again for the next claim of the same prompt, nor for what reads it then."""
-    seen: dict[str, list[bytes]] = {"blake2b": [], "xxh3_128_digest": []}
-    for module, name in ((content_id, "blake2b"), (media.xxhash, "xxh3_128_digest")):
+    seen: dict[str, list[bytes]] = {"id_of": [], "xxh3_128_digest": []}
+    for module, name in ((media, "id_of"), (media_client, "id_of"), (media.xxhash, "xxh3_128_digest")):
         real = getattr(module, name)
         monkeypatch.setattr(
             module, name, lambda blob, real=real, n=name, **k: seen[n].append(bytes(blob)) or real(blob, **k)
@@ -161,7 +160,7 @@ def test_each_medium_is_named_once_and_looked_at_once_in_each_process(tmp_path, 
         assert len(rows) > len(tickets) and roles["rollout"].generated(rows) == {}
         roles["rollout"].settle()
         blobs = sorted([png(0), png(1), wav(7)])
-        assert sorted(seen["blake2b"]) == sorted([*blobs, wav(7)]), "the sound was handed over twice"
+        assert sorted(seen["id_of"]) == sorted([*blobs, wav(7)]), "the sound was handed over twice"
         seen["xxh3_128_digest"].clear()
         reader = roles["reference"]
         for _ in range(2):

@@ -61,6 +61,10 @@ class Medium:
 
     def to_bytes(self) -> bytes:
         """A safetensors file, always the same of the same medium: its hash is the medium's name in the queue."""
+        return b"".join(self.parts())
+
+    def parts(self) -> tuple[bytes, memoryview]:
+        """The two parts of `to_bytes`, the second over the medium's own memory: a video has many megabytes."""
         about = json.dumps({"kind": self.kind, "grid": self.grid, "seconds": self.seconds})
         dtype, _ = _FORMS[self.kind]
         data = np.ascontiguousarray(self.data, _DTYPES[dtype])
@@ -68,7 +72,7 @@ class Medium:
         # One key of metadata: the order of several is left open by the format's own library.
         head = json.dumps({"__metadata__": {"medium": about}, "data": tensor}, separators=(",", ":")).encode()
         head += b" " * (-len(head) % 8)
-        return b"".join((_LENGTH.pack(len(head)), head, memoryview(data).cast("B")))
+        return _LENGTH.pack(len(head)) + head, memoryview(data).cast("B")
 
     @classmethod
     def from_bytes(cls, blob: bytes | memoryview) -> Medium:

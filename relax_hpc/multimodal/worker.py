@@ -48,10 +48,10 @@ class Decoder:
     def _handed_over(self, medium: Medium) -> dict[str, Any]:
         """Memory in which the blob is, until the next request: the reader has it open by then."""
         os.close(self._blob)
-        self._blob, blob = os.memfd_create("blob"), medium.to_bytes()
+        self._blob, parts = os.memfd_create("blob"), medium.parts()
         with os.fdopen(self._blob, "wb", closefd=False) as file:
-            file.write(blob)
-        return {"blob": f"/proc/{os.getpid()}/fd/{self._blob}", "media_id": id_of(blob)}
+            file.writelines(parts)
+        return {"blob": f"/proc/{os.getpid()}/fd/{self._blob}", "media_id": id_of(*parts)}
 
 
 def _source(message: dict[str, Any]) -> Source:

@@ -41,12 +41,13 @@ def avi(frames: Sequence[Image], fps: int = 10, samples: np.ndarray | None = Non
             struct.pack("<8s12x5IiI8x", b"auds", 2, rate * 2, 0, length, rate * 2, -1, 2),
             struct.pack("<HHIIHH", 1, 1, rate, rate * 2, 2, 16),
         )
-    body = index = b""
+    body, index, at = list[bytes](), list[bytes](), 4
     for number, jpeg in enumerate(pictures):
         for tag, data in ((b"00dc", jpeg), *((b"01wb", pulse) for pulse in pulses[number : number + 1])):
-            index += tag + struct.pack("<III", 0x10, 4 + len(body), len(data))
-            body += _chunk(tag, data)
-    movie = _list(b"hdrl", headers) + _list(b"movi", body) + _chunk(b"idx1", index)
+            index.append(tag + struct.pack("<III", 0x10, at, len(data)))
+            body.append(_chunk(tag, data))
+            at += len(body[-1])
+    movie = _list(b"hdrl", headers) + _list(b"movi", b"".join(body)) + _chunk(b"idx1", b"".join(index))
     return _chunk(b"RIFF", b"AVI " + movie)
 
 

@@ -1,0 +1,214 @@
+"""What preparing media costs beside their decoders alone, as ratios of throughput, the two by turns in one run.
+
+Ours is all that a worker does: checks of the file, decoding, resizing, and the blob that is stored. Times are of the
+processor, so that other work on the machine counts little. Videos are of JPEG frames, 30 a second, which is what can be
+written here without another program.
+
+    python tools/bench/media.py --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import io
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import psutil
+from figures import Figure, print_figures
+
+from relax_hpc.multimodal.audio import resampled
+from relax_hpc.multimodal.features import mel
+from relax_hpc.multimodal.loading import load
+from relax_hpc.multimodal.medium import Kind
+from relax_hpc.multimodal.pool import MediaPool
+from relax_hpc.multimodal.rules import Rules
+from relax_hpc.multimodal.source import Source
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.media_files import avi, clip, encoded, picture, sound, tone
+
+RULES = Rules(rate=16000)
+SECONDS, FPS = 30, 30
+_DISTINCT_FRAMES = 30
+
+
+def seconds(work: Callable[[], object], clock: Callable[[], float] = time.process_time) -> float:
+    """Seconds that ``work`` takes."""
+    begun = clock()
+    work()
+    return clock() - begun
+
+
+def ratio(name: str, target: float, rounds: int, alone: Callable[[], object], ours: Callable[[], object]) -> Figure:
+    """Throughput of ours as a share of that of the decoder alone."""
+    alone(), ours()
+    found = [seconds(alone) / seconds(ours) for _ in range(rounds)]
+    return Figure(name, median(found), "x", f">= {target}", median(found) >= target, found)
+
+
+def pictures(rounds: int) -> Iterator[Figure]:
+    """JPEG, as large as the model takes it, and not."""
+    from PIL import Image
+
+    def decoded(content: bytes, size: tuple[int, int]) -> None:
+        with Image.open(io.BytesIO(content)) as image:
+            image.load()
+            if image.size != size:
+                image.resize(size, Image.Resampling.BICUBIC)
+
+    for name, target, (height, width) in (("unresized", 0.6, (1024, 1024)), ("resized", 0.8, (1100, 1500))):
+        content = encoded(picture(height, width), "JPEG", quality=90)
+        size = RULES.image_size((height, width))[::-1]
+        yield ratio(
+            f"JPEG {width} x {height}, {name}: of decoding{' and resizing' if name == 'resized' else ''}",
+            target,
+            rounds * 5,
+            lambda content=content, size=size: decoded(content, size),
+            lambda content=content: load(Kind.IMAGE, content, RULES).to_bytes(),
+        )
+    yield size_of("1024 x 1024 image", Kind.IMAGE, encoded(picture(1024, 1024), "JPEG"), 3.15)
+
+
+def videos(folder: Path, rounds: int) -> Iterator[Figure]:
+    """Half a minute, 2 frames a second."""
+    import decord
+
+    for height, width, target in ((360, 640, 0.8), (720, 1280, 0.7)):
+        path, few = folder / f"{height}.avi", clip(_DISTINCT_FRAMES, height, width)
+        path.write_bytes(avi([few[number % len(few)] for number in range(SECONDS * FPS)], FPS))
+        taken = RULES.frames(SECONDS * FPS, FPS).tolist()
+        yield ratio(
+            f"video {height}p, {SECONDS} s: of decord",
+            target,
+            rounds,
+            lambda path=path, taken=taken: decord.VideoReader(str(path), num_threads=1).get_batch(taken).asnumpy(),
+            lambda path=path: load(Kind.VIDEO, path, RULES).parts(),
+        )
+        if height == 360:
+            yield size_of(f"{SECONDS} s of video, 360p", Kind.VIDEO, path, 40.6)
+
+
+def sounds(rounds: int) -> Iterator[Figure]:
+    """Half a minute in stereo."""
+    import soundfile
+
+    samples = tone(SECONDS, 44100)
+    content = sound(np.stack([samples, samples], 1), 44100, "FLAC")
+    medium = load(Kind.AUDIO, content, RULES)
+
+    def alone() -> None:
+        channels, rate = soundfile.read(io.BytesIO(content), dtype="float32")
+        resampled(channels.mean(axis=1), rate, RULES.rate)
+        mel(medium, RULES)
+
+    def ours() -> None:
+        found = load(Kind.AUDIO, content, RULES)
+        found.to_bytes()
+        mel(found, RULES)
+
+    yield ratio(f"FLAC, {SECONDS} s: of decoding, resampling and mel", 0.8, rounds * 3, alone, ours)
+    yield size_of(f"{SECONDS} s of sound", Kind.AUDIO, content, 0.961)
+
+
+def size_of(name: str, kind: Kind, source: Source, target: float) -> Figure:
+    """Megabytes that a prompt group has in the queue's store for one medium."""
+    found = len(load(kind, source, RULES).to_bytes()) / 1e6
+    return Figure(f"{name}: stored once a prompt group", found, "MB", f"<= {target}", found <= target)
+
+
+ALONE = """
+import sys, time
+from pathlib import Path
+from relax_hpc.content_id import id_of
+from relax_hpc.multimodal.loading import load
+from relax_hpc.multimodal.medium import Kind
+from relax_hpc.multimodal.rules import Rules
+path, count = Path(sys.argv[1]), int(sys.argv[2])
+def work(): return id_of(*load(Kind.IMAGE, path, Rules()).parts())
+work()
+print(flush=True)
+sys.stdin.readline()
+begun = time.process_time()
+for _ in range(count):
+    work()
+print(time.process_time() - begun, flush=True)
+"""
+"""Program that prepares an image again and again once it is told to, and says what that took of the processor."""
+Times = tuple[float, float]
+"""Seconds by the clock, and of the processor."""
+
+
+def independent(path: Path, count: int) -> Times:
+    """Times of two processes that know nothing of each other."""
+    command = [sys.executable, "-c", ALONE, path, str(count)]
+    both = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    for one in both:
+        one.stdout.readline()
+    begun = time.perf_counter()
+    for one in both:
+        one.stdin.write("\n")
+        one.stdin.flush()
+    spent = sum(float(one.stdout.readline()) for one in both)
+    took = time.perf_counter() - begun
+    for one in both:
+        one.communicate(timeout=60)
+    return took, spent
+
+
+async def pooled(path: Path, count: int) -> Times:
+    """Times of a pool of two, and of the process that asks it."""
+    pool = MediaPool(RULES, count=2)
+    try:
+        await asyncio.gather(*(pool.load(Kind.IMAGE, path) for _ in range(2)))
+        before, begun = processor_time(), time.perf_counter()
+        await asyncio.gather(*(pool.load(Kind.IMAGE, path) for _ in range(2 * count)))
+        return time.perf_counter() - begun, processor_time() - before
+    finally:
+        await pool.close()
+
+
+def processor_time() -> float:
+    """Seconds of the processor that this process and its children have had."""
+    own = psutil.Process()
+    return sum(sum(one.cpu_times()[:2]) for one in (own, *own.children()))
+
+
+def two_workers(folder: Path, rounds: int, count: int) -> Iterator[Figure]:
+    """Throughput of a pool of two beside that of two processes; by the clock for a quiet machine alone."""
+    path = folder / "picture.jpg"
+    path.write_bytes(encoded(picture(1100, 1500), "JPEG", quality=90))
+    both = [(independent(path, count), asyncio.run(pooled(path, count))) for _ in range(rounds)]
+    for number, clock in enumerate(("by the clock", "of the processor")):
+        found = [theirs[number] / ours[number] for theirs, ours in both]
+        middle = median(found)
+        yield Figure(f"two workers: of two processes, {clock}", middle, "x", ">= 0.95", middle >= 0.95, found)
+
+
+def figures(rounds: int, count: int) -> Iterator[Figure]:
+    """All of them."""
+    with tempfile.TemporaryDirectory() as name:
+        yield from pictures(rounds)
+        yield from videos(Path(name), rounds)
+        yield from sounds(rounds)
+        yield from two_workers(Path(name), rounds, count)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each side of a ratio")
+    parser.add_argument("--images", type=int, default=100, help="images that each of two workers prepares")
+    parser.add_argument("--json", action="store_true", help="print all figures as one line of JSON at the end")
+    args = parser.parse_args()
+    print_figures(figures(args.rounds, args.images), {"rounds": args.rounds, "images": args.images}, args.json)
+
+
+if __name__ == "__main__":
+    main()
