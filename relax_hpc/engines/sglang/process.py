@@ -45,9 +45,9 @@ class Launch:
     stop_s: float
     """Seconds between asking it to end and killing it."""
     routes_as_drawn: bool = False
+    """See `first_routes`."""
     takes_media: bool = False
     """Whether prompts may have media, which it reads from their store."""
-    """See `first_routes`."""
     flags: str = "rollout.engine.flags"
     """Key of the configuration that users' arguments come from."""
 
