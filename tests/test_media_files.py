@@ -13,6 +13,7 @@ import soundfile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from relax_hpc.config.schema import MultimodalConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.multimodal.audio import resampled
 from relax_hpc.multimodal.bad import BadMedium, Reason
@@ -23,7 +24,7 @@ from relax_hpc.multimodal.placeholders import stamped_runs
 from relax_hpc.multimodal.rules import Rules
 from relax_hpc.multimodal.sizes import Budget
 from tests.effort import effort
-from tests.media_files import avi, clip, encoded, picture, sound, tone
+from tests.media_files import avi, clip, encoded, model_files, picture, sound, tone
 
 IMAGE, VIDEO, AUDIO = Kind
 SMALL = Rules(image=Budget(1024, 1 << 20), rate=16000)
@@ -94,6 +95,24 @@ def test_what_is_over_a_limit_is_not_decoded(tmp_path: Path) -> None:
     assert refused(VIDEO, MOVIE, pixels=64 * 95) == Reason.PIXELS
     assert refused(AUDIO, WAV, seconds=0.9) == Reason.SECONDS
     assert refused(AUDIO, MOVIE, seconds=1.9) == Reason.SECONDS
+
+
+def test_a_configuration_changes_budgets_frames_and_limits(tmp_path: Path) -> None:
+    model = model_files(tmp_path)
+    settings = MultimodalConfig(image_max_token_num=2, video_min_token_num=8, fps=5.0, fps_max_frames=8, frame_factor=4)
+    rules = Rules.of(model, settings)
+    assert 1 <= rules.tokens(load(IMAGE, PNG, rules)) <= 2
+    video = load(VIDEO, MOVIE, rules)
+    assert len(video.data) == 8 and video.grid[0] == 4 and rules.tokens(video) >= 4 * 8
+    small = MultimodalConfig(video_total_token_num=8, image_min_token_num=100, image_resize_scale_factor=64)
+    changed = Rules.of(model, small)
+    assert changed.tokens(load(VIDEO, MOVIE, changed)) <= 8
+    picture_of_model = load(IMAGE, PNG, changed)
+    assert changed.tokens(picture_of_model) >= 100 and not any(side % 64 for side in picture_of_model.data.shape[:2])
+    assert Rules.of(model, MultimodalConfig()) == Rules.of(model)
+    assert Limits.of(MultimodalConfig(max_pixels=9, file_timeout_s=3.0)).pixels == 9
+    with pytest.raises(ConfigError, match="image_resize_scale_factor: found 28, allowed: multiples of the 32"):
+        Rules.of(model, MultimodalConfig(image_resize_scale_factor=28))
 
 
 def test_a_file_that_is_not_there_or_named_as_another_kind_is_refused(tmp_path: Path) -> None:

@@ -133,6 +133,12 @@ def _data(config: Config) -> Findings:
         )
     for kind in data.multimodal_keys.keys() - set(Kind):
         yield f"data.multimodal_keys: found a column for {kind!r}, allowed: {', '.join(Kind)}"
+    for what in ("image_{}_token_num", "video_{}_token_num", "fps_{}_frames"):
+        (least, low), (most, high) = (
+            (name, getattr(data.multimodal, name)) for name in map(what.format, ("min", "max"))
+        )
+        if 0 < high < low:
+            yield f"data.multimodal.{most}: found {high}, allowed: at least {least}={low}, or 0"
     if config.warm_start.steps and not task.makes("demonstrations"):
         yield (
             f"warm_start.steps: found {config.warm_start.steps} without a task that has demonstrations, allowed: 0; "

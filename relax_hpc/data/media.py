@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from relax_hpc.data.named_media import Columns, source_of, split_at_marks
 from relax_hpc.multimodal.bad import BadMedium, Reason
+from relax_hpc.multimodal.limits import Limits
 from relax_hpc.multimodal.loading import header
 from relax_hpc.multimodal.medium import Header, Kind
 from relax_hpc.multimodal.placeholders import stamped_runs
@@ -90,6 +91,7 @@ class MediaRules:
     """Kind of medium, and a place for one in a prompt."""
     folder: Path
     """Folder that paths of media are relative to."""
+    limits: Limits
 
     @classmethod
     def of(cls, data: DataConfig, model: Path, folder: Path) -> MediaRules | None:
@@ -99,7 +101,7 @@ class MediaRules:
         if not places:
             return None
         columns = tuple((kind, data.multimodal_keys.get(str(kind), f"{kind}s")) for kind in places)
-        return cls(Rules.of(model), columns, tuple(places.items()), folder)
+        return cls(Rules.of(model, data.multimodal), columns, tuple(places.items()), folder, Limits.of(data.multimodal))
 
     @property
     def key(self) -> list[Any]:
@@ -133,7 +135,7 @@ class MediaRules:
                 continue
             kind = kinds[token]
             source = source_of(waiting[kind].popleft(), self.folder)
-            about, spans = header(kind, source, self.rules), []
+            about, spans = header(kind, source, self.rules, self.limits), []
             if about.seconds and self.rules.stamped:
                 self._leave(expanded, rest, kind)
             for before, count, after in self._runs(about, encode):

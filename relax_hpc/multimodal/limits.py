@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from relax_hpc.config.schema import MultimodalConfig
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -23,3 +25,16 @@ class Limits:
     """Seconds that a worker may be at a file."""
     memory_mb: int = 4096
     """Megabytes that a worker may take."""
+
+    @classmethod
+    def of(cls, settings: MultimodalConfig) -> Limits:
+        """Limits of a run."""
+        return cls(
+            bytes=settings.max_file_mb * 1_000_000,
+            pixels=settings.max_pixels,
+            frames=settings.max_frames,
+            seconds=settings.max_seconds,
+            rate=settings.max_sample_rate,
+            time_s=settings.file_timeout_s,
+            memory_mb=settings.memory_mb,
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from relax_hpc.config.schema import MultimodalConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.multimodal.medium import Grid, Header, Kind, Medium
 from relax_hpc.multimodal.sizes import Budget, Size, resized, squeezed
@@ -19,6 +21,8 @@ IMAGE, CLIP = Budget(65536, 16777216), Budget(4096, 25165824)
 """Budgets of the published Qwen3-VL models."""
 EVEN = (0.5, 0.5, 0.5)
 """Mean, and deviation, of the three channels in all of Qwen3's models."""
+MOST_PIXELS = 1 << 40
+"""Pixels of a budget without a bound."""
 TOKENS_A_SECOND = 13
 """Tokens of a second of sound, 100 mel frames, in Qwen3-Omni."""
 
@@ -62,8 +66,11 @@ class Rules:
     """Samples from one mel frame to the next."""
 
     @classmethod
-    def of(cls, directory: Path | str) -> Rules:
-        """Rules of the Hugging Face model in ``directory``. ConfigError: it takes no media."""
+    def of(cls, directory: Path | str, settings: MultimodalConfig | None = None) -> Rules:
+        """Rules of the Hugging Face model in ``directory``, changed by ``settings``.
+
+        ConfigError: it takes no media, or not such.
+        """
         config = Path(directory) / "config.json"
         model, together = _read(config), _read(config.with_name("processor_config.json"))
         if (kind := model.get("model_type")) not in FAMILIES:
@@ -72,7 +79,29 @@ class Rules:
         pictures = _read(config.with_name("preprocessor_config.json"))
         pictures |= together.get("feature_extractor", {}) | together.get("image_processor", {})
         videos = _read(config.with_name("video_preprocessor_config.json")) | together.get("video_processor", {})
-        return FAMILIES[kind](model.get("thinker_config", model), pictures, videos)
+        found = FAMILIES[kind](model.get("thinker_config", model), pictures, videos)
+        return found.changed(settings) if settings else found
+
+    def changed(self, settings: MultimodalConfig) -> Rules:
+        """The rules as a configuration changes them. ConfigError: the model cannot take that."""
+        factor, needed = settings.image_resize_scale_factor or self.factor, self.patch * self.merge
+        if factor % needed:
+            raise ConfigError(
+                f"data.multimodal.image_resize_scale_factor: found {factor}, allowed: multiples of the {needed} pixels "
+                "of a token of this model, or 0"
+            )
+        token = needed**2
+        return dataclasses.replace(
+            self,
+            factor=factor,
+            image=_changed(self.image, settings.image_min_token_num * token, settings.image_max_token_num * token),
+            frame=_changed(self.frame, settings.video_min_token_num * token, settings.video_max_token_num * token),
+            clip=_changed(self.clip, 0, settings.video_total_token_num * token),
+            fps=settings.fps or self.fps,
+            min_frames=settings.fps_min_frames or self.min_frames,
+            max_frames=settings.fps_max_frames or self.max_frames,
+            frame_factor=settings.frame_factor or self.frame_factor,
+        )
 
     @classmethod
     def rebuilt(cls, tree: Mapping[str, Any]) -> Rules:
@@ -139,6 +168,14 @@ def sound_tokens(frames: int) -> int:
     for _ in range(3):
         rest = (rest + 1) // 2
     return rest + frames // 100 * TOKENS_A_SECOND
+
+
+def _changed(budget: Budget | None, low: int, high: int) -> Budget | None:
+    """``budget`` with another ``low`` or ``high``, in pixels, where these are not 0; the one that is given counts."""
+    if not (low or high):
+        return budget
+    usual = budget or Budget(0, MOST_PIXELS)
+    return Budget(low or min(usual.low, high), high or max(usual.high, low))
 
 
 def _vision(model: Mapping[str, Any], pictures: Mapping[str, Any]) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class Rollout:
         log = SampleLog(path, config.samples, config.steps)
         self.samples = SampleKeeper(log, config, self.tokenizer, context.run.media)
         self.outbox = Outbox(self.put, context.report)
-        self.media = PromptMedia(self.client, context.model, context.run.eval_media)
+        self.media = PromptMedia(self.client, context.model, context.run.eval_media, self.config.data.multimodal)
         routes = routes_of(context.model, config.model)
         self.judging = Judge(
             config, self.tokenizer, self.outbox.report, self.samples.keeps, routes, self.note_waiting_for_judge

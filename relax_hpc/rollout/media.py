@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from relax_hpc.config.schema import MultimodalConfig
 from relax_hpc.data.media import PromptMedium, places_of
 from relax_hpc.data.prompts import Prompt
 from relax_hpc.multimodal.bad import BadMedium, Reason
+from relax_hpc.multimodal.limits import Limits
 from relax_hpc.multimodal.pool import Loaded, MediaPool
 from relax_hpc.multimodal.rules import Rules
 from relax_hpc.transfer_queue.client import QueueClient
@@ -25,12 +27,15 @@ class PromptMedia:
     """Media of a rollout process, decoded by processes of their own. Prompts without any come back as they are, at
     once. For one event loop."""
 
-    def __init__(self, client: QueueClient, model: Path, evaluations: Path) -> None:
+    def __init__(
+        self, client: QueueClient, model: Path, evaluations: Path, settings: MultimodalConfig | None = None
+    ) -> None:
         """``model``: a Hugging Face directory. ``evaluations``: folder of the media of evaluations, which no row names:
         they stay as long as the run."""
         self._client, self._folder = client, evaluations
-        self._rules = Rules.of(model) if places_of(model) else None
-        self._pool = MediaPool(self._rules) if self._rules else None
+        settings = settings or MultimodalConfig()
+        self._rules = rules = Rules.of(model, settings) if places_of(model) else None
+        self._pool = MediaPool(rules, Limits.of(settings), settings.mm_processor_pool_size) if rules else None
 
     async def close(self) -> None:
         """End its processes."""

@@ -18,6 +18,7 @@ from relax_hpc.config.schema.generation import (
     RolloutConfig,
     SimulatedConfig,
 )
+from relax_hpc.config.schema.multimodal import MultimodalConfig
 from relax_hpc.config.schema.policy import DataConfig, ModelConfig, RoutingReplay, TinyModelConfig, WarmStartConfig
 from relax_hpc.config.schema.run import Config, default_groups, optional_groups
 from relax_hpc.config.schema.running import (
@@ -57,6 +58,7 @@ __all__ = [
     "Mode",
     "ModelConfig",
     "MpiConfig",
+    "MultimodalConfig",
     "OptimizerConfig",
     "ParallelConfig",
     "PartialRollout",

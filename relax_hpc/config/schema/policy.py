@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from relax_hpc.config.schema.multimodal import MultimodalConfig
 from relax_hpc.settings import bounded
 
 
@@ -90,6 +91,7 @@ class DataConfig:
     """Kind of medium, `image`, `video` or `audio` -> column of the rows that names a prompt's: one, or a list, of paths
     relative to the file, file or data URIs, or bytes. A prompt has a place for each, `<image>`, `<video>` or `<audio>`
     in its text, or a part of a message. One that is not named: `images`, `videos`, `audios`."""
+    multimodal: MultimodalConfig = field(default_factory=MultimodalConfig)
     shuffle: bool = True
     """Visit prompts in an order drawn from the run's seed, anew each incarnation."""
     special_tokens: list[Literal["prompt"]] = field(default_factory=list)
