@@ -38,7 +38,8 @@ def test_a_model_that_sees_learns_from_images(tmp_path: Path) -> None:
         live.finish(RUN_S)
     trained, rows = trained_steps(live.run), queue_rows(live.run)
     rewards = [row["reward/mean"] for row in trained]
-    assert mean(rewards[-6:]) > mean(rewards[:6]) + 0.04, rewards
+    # Of four runs by 0.06 to 0.12; a step's mean spreads by 0.03.
+    assert mean(rewards[STEPS // 2 :]) > mean(rewards[:3]) + 0.03, rewards
     # The engine saw what the trainer saw.
     assert all(row["parity/logprob_abs_diff"] < 1e-5 for row in trained)
     # By the image of another row its question is answered by chance, which is a quarter.
