@@ -183,7 +183,7 @@ def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_teacher_is_needed_and_has_to_read_what_the_policy_writes(tmp_path: Path) -> None:
+def test_a_teacher_is_needed_and_it_or_a_critic_has_to_read_what_the_policy_writes(tmp_path: Path) -> None:
     policy, teacher = tmp_path / "policy", tmp_path / "teacher"
     for directory in (policy, teacher):
         make_tiny_model(directory, TINY, seed=1)
@@ -201,6 +201,8 @@ def test_a_teacher_is_needed_and_has_to_read_what_the_policy_writes(tmp_path: Pa
     (teacher / "tokenizer.json").write_text(text.replace('"7"', '"seven"'))
     (finding,) = check(load([], run | {"model.teacher_path": str(teacher)}))
     assert finding.startswith("model.teacher_path: found") and "gives other ids than the policy's" in finding
+    (finding,) = check(load([], run | {"model.critic_path": str(teacher), "algorithm.name": "ppo"}))
+    assert finding.startswith("model.critic_path: found") and "gives other ids than the policy's" in finding
     top = {"model.teacher_path": str(policy), "algorithm.teacher_top_k": 1000}
     (finding,) = check(load([], run | top))
     assert finding.startswith("algorithm.teacher_top_k: found 1000, allowed: at most 64")
