@@ -1,6 +1,9 @@
-"""Draws of the engine in this process: keyed, and by the distribution that is left."""
+"""The engine in this process: its draws, keyed and by the distribution that is left, and its device."""
 
 from __future__ import annotations
+
+import asyncio
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +14,12 @@ requires("torch")
 
 import torch  # noqa: E402
 
+from relax_hpc.engines import make_engine  # noqa: E402
 from relax_hpc.engines.draws import keyed_uniform, sample_token  # noqa: E402
-from relax_hpc.engines.engine import Sampling  # noqa: E402
+from relax_hpc.engines.engine import GenerateRequest, Sampling  # noqa: E402
+from relax_hpc.errors import ConfigError  # noqa: E402
+from relax_hpc.versions import Version  # noqa: E402
+from tests.engine_helpers import error_against, make_config, make_model  # noqa: E402
 
 
 def test_uniforms_are_keyed_and_uniform() -> None:
@@ -42,3 +49,29 @@ def test_sampled_tokens_follow_the_distribution_and_top_p() -> None:
     assert counts(top_p=0.9, top_k=3, min_p=0.05) == counts(top_p=0.81) == [526, 0, 316, 158]
     assert counts(top_p=0.1) == counts(top_k=1) == counts(min_p=1.0) == [1000, 0, 0, 0]
     assert sample_token(logits, sampling(temperature=0.0, top_k=2), 0.99) == (0, pytest.approx(np.log(0.5), abs=1e-6))
+
+
+def test_the_engine_runs_on_its_device_or_refuses(tmp_path: Path) -> None:
+    """It ran on a CPU in silence, whatever it was given."""
+    models, prompt = [make_model(tmp_path / f"model-{seed}", seed) for seed in range(2)], (1, 3, 9, 2, 7)
+    request = GenerateRequest(prompt, "p", 0, sampling(), 8)
+    config = make_config("transformers")
+    config.model.device = "cuda"
+    engine = make_engine(config, 1, models[0], Version(3, 0), models[0], place=0)
+
+    async def scene() -> str:
+        try:
+            await engine.start()
+        except ConfigError as error:
+            return str(error)
+        assert error_against(models[0], prompt, await engine.generate(request)) < 1e-3
+        found = str(engine._model.device)
+        await engine.release()
+        assert str(engine._model.device) == "cpu"
+        await engine.update_weights(models[1], Version(3, 1))
+        assert str(engine._model.device) == found
+        return found
+
+    said = asyncio.run(scene())
+    here = "cuda:0" if torch.cuda.is_available() else "model.device: the transformers engine cannot run on cuda:0: "
+    assert said.startswith(here)

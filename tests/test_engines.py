@@ -32,7 +32,6 @@ from relax_hpc.engines.engine import (  # noqa: E402
 )
 from relax_hpc.engines.sglang.client import SglangClient  # noqa: E402
 from relax_hpc.engines.transformers_engine import load_weights  # noqa: E402
-from relax_hpc.errors import ConfigError  # noqa: E402
 from relax_hpc.reward_settings import JudgeSettings, RewardSettings  # noqa: E402
 from relax_hpc.rewards import RewardInput, Scores, get_reward  # noqa: E402
 from relax_hpc.rewards.ask import scores_soon  # noqa: E402
@@ -167,7 +166,6 @@ def test_temperature_zero_takes_the_most_probable_token(served: Served) -> None:
 
 
 def input_ids(ids: list[int]) -> object:
-    import torch
 
     return torch.tensor([ids])
 
@@ -475,30 +473,6 @@ def test_samples_of_the_seeded_engine_do_not_depend_on_what_is_generated_beside_
     assert [answer.logprobs for answer in crowd] == [answer.logprobs for answer in alone]
 
 
-def test_the_seeded_engine_runs_on_its_device_or_refuses(models: list[Path]) -> None:
-    """It ran on a CPU in silence, whatever it was given."""
-    config = make_config("transformers")
-    config.model.device = "cuda"
-    engine = make_engine(config, 1, models[0], Version(3, 0), models[0], place=0)
-
-    async def scene() -> str:
-        try:
-            await engine.start()
-        except ConfigError as error:
-            return str(error)
-        assert error_against(models[0], PROMPTS[0], await engine.generate(ask(PROMPTS[0]))) < 1e-3
-        found = str(engine._model.device)
-        await engine.release()
-        assert str(engine._model.device) == "cpu"
-        await engine.update_weights(models[1], Version(3, 1))
-        assert str(engine._model.device) == found
-        return found
-
-    said = asyncio.run(scene())
-    here = "cuda:0" if torch.cuda.is_available() else "model.device: the transformers engine cannot run on cuda:0: "
-    assert said.startswith(here)
-
-
 def test_the_seeded_engine_keeps_its_deadline(transformers: Served, models: list[Path], tmp_path: Path) -> None:
     hurried = serve("transformers", models, tmp_path, request_timeout_s=1e-6)
     with pytest.raises(EngineFault) as caught:
@@ -520,7 +494,6 @@ def test_weights_that_do_not_fit_are_refused_whole(transformers: Served, models:
 @pytest.mark.parametrize("how", [{"top_k": 3}, {"top_p": 0.6, "top_k": 8}, {"min_p": 0.6, "top_k": 8}], ids=str)
 def test_log_probs_are_those_of_what_was_drawn_from(served: Served, how: dict) -> None:
     """At another temperature, for requests beside which others draw from all."""
-    import torch
 
     asked = [*requests(temperature=0.7, **how), *requests()]
     answers = served.generate(*asked)

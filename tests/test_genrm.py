@@ -33,6 +33,7 @@ from relax_hpc.roles import genrm
 from relax_hpc.slurm.layout import components
 from relax_hpc.slurm.render import render
 from tests.audit import audit
+from tests.http_server import serving
 from tests.requirements import requires
 from tests.run_helpers import LIGHT, QUICKSTART, merged, queue_rows, running, trained_steps
 
@@ -41,6 +42,9 @@ requires("mpi", "torch", "megatron", "sglang")
 WAIT_S = 240.0
 OTHERS = ("rollout", "actor", "controller")
 GROUP = [RewardInput("2+2?", "4", text, "stop") for text in ("4", "5")]
+
+
+CHAT = "/v1/chat/completions"
 
 
 @contextlib.asynccontextmanager
@@ -52,16 +56,8 @@ async def judging(key: str, score: str) -> AsyncIterator[Endpoint]:
             return web.Response(status=401)
         return web.json_response({"choices": [{"message": {"content": f"Score: {score}"}}]})
 
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", answer)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield Endpoint(f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}", key)
-    finally:
-        await runner.cleanup()
+    async with serving(CHAT, answer) as url:
+        yield Endpoint(url.removesuffix(CHAT), key)
 
 
 def made_judge(directory: Path) -> Path:

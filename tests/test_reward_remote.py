@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,31 +15,17 @@ from relax_hpc.rewards import RewardError, RewardInput, Score, Scores, get_rewar
 from relax_hpc.rewards import service as service_module
 from relax_hpc.rewards.ask import scores_soon
 from relax_hpc.rewards.where import make_rewards
+from tests.http_server import Answer, serving
 
 GROUP = [RewardInput("2+2?", "4", text, "stop", {"level": 1}) for text in ("4", "5")]
-Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-@contextlib.asynccontextmanager
-async def service(answer: Answer) -> AsyncIterator[str]:
-    """Its address."""
-    app = web.Application()
-    app.router.add_post("/score", answer)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}/score"
-    finally:
-        await runner.cleanup()
+PATH = "/score"
 
 
 def asked(answer: Answer, **settings: Any) -> Scores:
     """The scores of one group, asked for in this process."""
 
     async def main() -> Scores:
-        async with service(answer) as url:
+        async with serving(PATH, answer) as url:
             reward = get_reward("remote", RewardSettings(remote=RemoteSettings(url=url, **settings)))
             try:
                 return await scores_soon(reward, GROUP)
@@ -157,7 +141,7 @@ def test_no_more_requests_are_under_way_than_the_limit() -> None:
         return web.json_response({"scores": [0.5] * len((await request.json())["samples"])})
 
     async def main() -> list[Scores]:
-        async with service(answer) as url:
+        async with serving(PATH, answer) as url:
             rewards = make_rewards("remote", 4, 60.0, RewardSettings(remote=RemoteSettings(url=url, in_flight=3)))
             try:
                 return await asyncio.gather(*(rewards.of(GROUP) for _ in range(20)))
@@ -189,7 +173,7 @@ def judged(answers: list[Any], asked_of: list[dict[str, Any]] | None = None, **s
         return web.json_response({"choices": [{"message": {"content": said}}]} if isinstance(said, str) else said)
 
     async def main() -> Scores:
-        async with service(answer) as url:
+        async with serving(PATH, answer) as url:
             reward = get_reward("judge", RewardSettings(judge=JudgeSettings(url=url, in_flight=1, **settings)))
             try:
                 return await scores_soon(reward, GROUP)
@@ -221,7 +205,7 @@ def test_what_a_response_says_is_no_place_of_the_question() -> None:
         return web.json_response({"choices": [{"message": {"content": "Score: 1"}}]})
 
     async def main() -> Scores:
-        async with service(answer) as url:
+        async with serving(PATH, answer) as url:
             question = JudgeSettings(url=url, question="{prompt}|{answer}|{response}")
             reward = get_reward("judge", RewardSettings(judge=question))
             found = await scores_soon(reward, [odd])
