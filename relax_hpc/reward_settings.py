@@ -93,9 +93,9 @@ class JudgeSettings(ServiceSettings):
     endpoints: str = ""
     """Folder in which servers of a role genrm say where they are: `rendezvous/genrm` of another run, whose judge is
     asked then. Empty: that of the run's own group."""
-    away_s: float = bounded(1800.0, 0.0)
+    away_s: float = bounded(0.0, 0.0)
     """Seconds for which a prompt group waits for servers of a role genrm that are not there; no other clock counts
-    them. Then it fails as `reward_away`."""
+    them. Then it fails as `reward_away`. 0: as long as a group is waited for, `liveness.longest_wait_s`."""
     model: str = "default"
     """Name of the model in requests."""
     question: str = (

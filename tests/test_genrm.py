@@ -30,6 +30,7 @@ from relax_hpc.rewards import RewardError, RewardInput, Score, Scores, get_rewar
 from relax_hpc.rewards.ask import scores_soon
 from relax_hpc.rewards.while_away import WhileAway
 from relax_hpc.roles import genrm
+from relax_hpc.rollout.judge import patient_settings
 from relax_hpc.slurm.layout import components
 from relax_hpc.slurm.render import render
 from tests.audit import audit
@@ -266,3 +267,12 @@ def command_of(process: psutil.Process) -> list[str]:
     with contextlib.suppress(psutil.Error):
         return process.cmdline()
     return []
+
+
+def test_a_judge_whose_job_is_in_a_queue_is_waited_for_as_any_group() -> None:
+    run = {"groups": {"genrm": {}}, "genrm.path": "judge", "rollout.reward": "judge", "liveness.longest_wait_s": 7200.0}
+    assert patient_settings(load([], run)).judge.away_s == 7200.0
+    assert patient_settings(load([], run | {"reward.judge.away_s": 60.0})).judge.away_s == 60.0
+    assert (
+        patient_settings(load([], {"layout": "jobs"} | run | {"liveness.longest_wait_s": 0.0})).judge.away_s > 86400.0
+    )

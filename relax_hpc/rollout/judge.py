@@ -6,12 +6,14 @@ import asyncio
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from relax_hpc.config.schema import Config
 from relax_hpc.data.prompts import Prompt, Tokenizer
 from relax_hpc.engines.engine import EngineFault, Episode, Generation
 from relax_hpc.metrics.writer import COMPONENT_COUNT, COMPONENT_SUM
+from relax_hpc.reward_settings import RewardSettings
 from relax_hpc.rewards import RewardError, RewardInput, Score
 from relax_hpc.rewards.of_run import reward_settings
 from relax_hpc.rewards.where import Rewards, make_rewards
@@ -20,6 +22,7 @@ from relax_hpc.rollout.outcomes import Failure
 from relax_hpc.rollout.samples import bad_routes, group_rows, last_response, refused, reward_input
 from relax_hpc.routes import RouteShape
 from relax_hpc.tasks import eval_reward, train_reward
+from relax_hpc.transfer_queue.presence import longest_wait_s
 from relax_hpc.transfer_queue.row_schema import Row
 
 _AT_ONCE_TOKENS = 4096
@@ -30,6 +33,14 @@ _MOST_COMPONENTS = 64
 _MOST_KEPT = 4096
 """Samples of whose components is known until they are put; those of groups that are not are forgotten in the end."""
 _OTHER = re.compile(r"[^A-Za-z0-9_.-]")
+
+
+def patient_settings(config: Config) -> RewardSettings:
+    """Settings of a run's rewards, whose servers are waited for as any group is where `away_s` says nothing else: their
+    job may be in a queue."""
+    settings = reward_settings(config)
+    judge = settings.judge
+    return replace(settings, judge=replace(judge, away_s=judge.away_s or longest_wait_s(config)))
 
 
 class Judge:
@@ -50,7 +61,7 @@ class Judge:
         self.config, self.tokenizer, self._report, self._keeps = config, tokenizer, report, keeps
         self._routes = routes
         shape, reward = config.rollout, train_reward(config)
-        about = shape.reward_workers, shape.reward_timeout_s, reward_settings(config), waits
+        about = shape.reward_workers, shape.reward_timeout_s, patient_settings(config), waits
         self.rewards: Rewards = make_rewards(reward, *about)
         evaluations = eval_reward(config)
         self.eval_rewards = self.rewards if evaluations == reward else make_rewards(evaluations, *about)
