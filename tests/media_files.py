@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import soundfile
 from PIL import Image
 
@@ -75,3 +77,28 @@ def clip(count: int, height: int, width: int) -> list[Image.Image]:
     """Frames of a picture that moves."""
     whole = np.asarray(picture(height, width + 4 * count))
     return [Image.fromarray(whole[:, 4 * at : 4 * at + width]) for at in range(count)]
+
+
+HANGS, CRASHES, SWELLS = 33, 34, 35
+"""Widths of pictures of 32 lines over which the Pillow of `have_own_pillow` hangs, crashes and takes a gigabyte."""
+_OWN_PILLOW = f"""
+import os, signal, time
+from PIL import Image as pillow
+real = pillow.open
+def opened(file, *args):
+    found = real(file, *args)
+    if found.size == ({HANGS}, 32):
+        time.sleep(3600)
+    if found.size == ({CRASHES}, 32):
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if found.size == ({SWELLS}, 32):
+        bytearray(1 << 30)
+    return found
+pillow.open = opened
+"""
+
+
+def have_own_pillow(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have workers that start from now on import a Pillow from ``folder`` that fails over some pictures."""
+    (folder / "sitecustomize.py").write_text(_OWN_PILLOW)
+    monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")

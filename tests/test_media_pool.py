@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -18,32 +17,15 @@ from relax_hpc.multimodal.loading import load
 from relax_hpc.multimodal.medium import Kind
 from relax_hpc.multimodal.pool import MediaPool
 from relax_hpc.multimodal.rules import Rules
-from tests.media_files import avi, clip, encoded, picture
+from tests.media_files import CRASHES, HANGS, SWELLS, avi, clip, encoded, have_own_pillow, picture
 
 RULES = Rules(rate=16000)
 PNG = encoded(picture(64, 96))
-OWN_PILLOW = """
-import os, signal, time
-from PIL import Image as pillow
-real = pillow.open
-def opened(file, *args):
-    found = real(file, *args)
-    if found.size == (33, 32):
-        time.sleep(3600)
-    if found.size == (34, 32):
-        os.kill(os.getpid(), signal.SIGSEGV)
-    if found.size == (35, 32):
-        bytearray(1 << 30)
-    return found
-pillow.open = opened
-"""
-"""Module that every worker imports at its start: pictures of some sizes hang, crash and swell."""
 
 
 @pytest.fixture
 def with_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    (tmp_path / "sitecustomize.py").write_text(OWN_PILLOW)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    have_own_pillow(tmp_path, monkeypatch)
 
     def run(work: Callable[[MediaPool], Coroutine[Any, Any, Any]], **limits: float) -> Any:
         async def whole() -> Any:
@@ -76,7 +58,7 @@ def test_a_worker_gives_what_is_decoded_here(with_pool: Callable[..., Any], tmp_
 
 def test_a_file_that_hangs_kills_or_swells_its_worker_is_bad_alone(with_pool: Callable[..., Any]) -> None:
     async def work(pool: MediaPool) -> list[str]:
-        files = [encoded(picture(32, width)) for width in (33, 32, 34, 32, 35, 32)]
+        files = [encoded(picture(32, width)) for width in (HANGS, 32, CRASHES, 32, SWELLS, 32)]
         found = await asyncio.gather(*(pool.load(Kind.IMAGE, file) for file in files), return_exceptions=True)
         return [one.reason if isinstance(one, BadMedium) else type(one).__name__ for one in found]
 

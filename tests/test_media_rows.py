@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_hpc.checks.files import read_prompts
-from relax_hpc.config.schema import Config, DataConfig
+from relax_hpc.config.schema import Config, DataConfig, MultimodalConfig
 from relax_hpc.data.media import MediaRules, spans_of
 from relax_hpc.data.named_media import split_at_marks
 from relax_hpc.data.prompt_file import open_prompts
@@ -26,6 +26,7 @@ from relax_hpc.multimodal.image import load
 from relax_hpc.multimodal.medium import Kind
 from relax_hpc.tasks import TASKS
 from relax_hpc.tasks.moving_squares import filmed
+from tests.media_files import CRASHES, HANGS, have_own_pillow
 from tests.media_prompts import END, IMAGE, START, VIDEO, png, seeing_model
 from tests.prompt_helpers import load_prompts
 from tests.requirements import requires
@@ -162,6 +163,27 @@ def test_a_medium_that_is_gone_when_it_is_drawn_costs_its_prompt_alone(tokenizer
     (tmp_path / "one.png").unlink()
     gone, text = found
     assert gone.prompt_id == "a" and gone.fault and gone.fault.reason == "missing_file" and not text.fault
+
+
+def test_a_file_that_ends_its_decoder_costs_its_row_alone(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where an index is made, where a configuration is checked, and where a prompt is drawn."""
+    have_own_pillow(tmp_path, monkeypatch)
+    sizes = {"hangs": HANGS, "good": 32, "crashes": CRASHES, "later": 36}
+    for name, width in sizes.items():
+        (tmp_path / f"{name}.png").write_bytes(png(32, width))
+    rows = [{"id": name, "prompt": "<image>", "answer": "x", "images": [f"{name}.png"]} for name in sizes]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    data = DataConfig(max_prompt_tokens=64, max_bad_share=0.5, multimodal=MultimodalConfig(file_timeout_s=8.0))
+    how = PromptRules.of(data, tokenizer, tmp_path)
+    found = open_prompts(tmp_path / "rows.jsonl", tmp_path / "index", tokenizer, how, 0.5)
+    assert {bad.line: bad.reason for bad in found.bad} == {1: "decoder_hung", 3: "decoder_died"}
+    checked = read_prompts(str(tmp_path / "rows.jsonl"), tokenizer, Config(data=data)).tally
+    assert checked.counts == {"decoder_hung": 1, "decoder_died": 1} and checked.rows == 4
+    (tmp_path / "later.png").write_bytes(png(32, CRASHES))
+    good, later = found
+    assert not good.fault and later.fault and later.fault.reason == "decoder_died"
 
 
 def test_a_video_has_a_time_stamp_before_each_patch_in_time(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 A row names its media in columns (`data.multimodal_keys`), or in the parts of chat messages. A prompt has one place for
 each: a mark such as `<image>` in a text, a part of a message, or the model's own placeholder token. Sources are looked
-at as far as it takes to count tokens; what they hold is decoded when the prompt is drawn.
+at as far as it takes to count tokens, by a worker; what they hold is decoded when the prompt is drawn.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from relax_hpc.data.named_media import Columns, source_of, split_at_marks
 from relax_hpc.multimodal.bad import BadMedium, Reason
+from relax_hpc.multimodal.blocking import BlockingMediaPool
 from relax_hpc.multimodal.limits import Limits
-from relax_hpc.multimodal.loading import header
 from relax_hpc.multimodal.medium import Header, Kind
 from relax_hpc.multimodal.placeholders import stamped_runs
 from relax_hpc.multimodal.rules import Rules
@@ -91,7 +91,8 @@ class MediaRules:
     """Kind of medium, and a place for one in a prompt."""
     folder: Path
     """Folder that paths of media are relative to."""
-    limits: Limits
+    pool: BlockingMediaPool = field(compare=False, repr=False)
+    """Worker that looks into the files."""
 
     @classmethod
     def of(cls, data: DataConfig, model: Path, folder: Path) -> MediaRules | None:
@@ -101,7 +102,8 @@ class MediaRules:
         if not places:
             return None
         columns = tuple((kind, data.multimodal_keys.get(str(kind), f"{kind}s")) for kind in places)
-        return cls(Rules.of(model, data.multimodal), columns, tuple(places.items()), folder, Limits.of(data.multimodal))
+        rules, limits = Rules.of(model, data.multimodal), Limits.of(data.multimodal)
+        return cls(rules, columns, tuple(places.items()), folder, BlockingMediaPool(rules, limits))
 
     @property
     def key(self) -> list[Any]:
@@ -135,7 +137,7 @@ class MediaRules:
                 continue
             kind = kinds[token]
             source = source_of(waiting[kind].popleft(), self.folder)
-            about, spans = header(kind, source, self.rules, self.limits), []
+            about, spans = self.pool.header(kind, source), []
             if about.seconds and self.rules.stamped:
                 self._leave(expanded, rest, kind)
             for before, count, after in self._runs(about, encode):

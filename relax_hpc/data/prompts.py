@@ -197,12 +197,13 @@ class PromptRules:
 
     @contextmanager
     def rendering(self) -> Iterator[None]:
-        """Context in which rows are read; the template's process ends with it."""
+        """Context in which rows are read; the processes of the template and of media end with it."""
         try:
             yield
         finally:
-            if self.template:
-                self.template.close()
+            for process in (self.template, self.media and self.media.pool):
+                if process:
+                    process.close()
 
 
 def prompts_of(

@@ -63,7 +63,7 @@ def opened(source: Source, kind: Kind, limits: Limits) -> Iterator[BinaryIO]:
             file.seek(0)
             yield file
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
-        raise BadMedium(Reason.MISSING, f"{name_of(source)}: {error.strerror}") from error
+        raise BadMedium(Reason.MISSING, str(error.strerror)) from error
 
 
 @contextmanager

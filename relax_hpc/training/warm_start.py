@@ -18,13 +18,11 @@ from typing import TYPE_CHECKING, Any
 from relax_hpc.algorithms import Sft
 from relax_hpc.config import load_resolved
 from relax_hpc.config.schema import Config, OptimizerConfig, ParallelConfig
-from relax_hpc.content_id import id_of
 from relax_hpc.data.media import Encode, MediaRules, spans_of
 from relax_hpc.data.prompts import load_tokenizer
 from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.imports import many_imports
 from relax_hpc.multimodal.bad import BadMedium
-from relax_hpc.multimodal.loading import load
 from relax_hpc.multimodal.medium import Medium
 from relax_hpc.rundir import RunDir
 from relax_hpc.transfer_queue.row_schema import Row
@@ -154,10 +152,10 @@ def _shown_in(
     tokens, placed = rules.placed(tokens, rules.taken(value), encode)
     named = []
     for one in placed:
-        medium = load(one.kind, one.source, rules.rules)
-        name = id_of(medium.to_bytes())
-        media[name] = medium
-        named.append(replace(one, blob=Path(name)))
+        loaded = rules.pool.load(one.kind, one.source)
+        # A copy: a process may have so many maps of memory, and no more.
+        media[loaded.media_id] = Medium.from_bytes(bytes(loaded.blob))
+        named.append(replace(one, blob=Path(loaded.media_id)))
     return tokens, spans_of(named)
 
 
