@@ -23,8 +23,8 @@ import msgpack
 import psutil
 
 from relax_hpc.config.schema import TinyModelConfig
-from relax_hpc.data.tiny_model import make_tiny_model
 from relax_hpc.metrics.read import read_metrics
+from relax_hpc.models.tiny_model import make_tiny_model
 from relax_hpc.observe.status import status
 from relax_hpc.rundir import RunDir
 from relax_hpc.sandbox import Sandbox, processes

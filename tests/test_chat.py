@@ -12,8 +12,8 @@ from relax_hpc.checks.settings import check
 from relax_hpc.config.schema import Config, DataConfig, TinyModelConfig
 from relax_hpc.data.chat import ChatTemplate, TemplateError
 from relax_hpc.data.prompts import PromptRules, Tokenizer, load_tokenizer
-from relax_hpc.data.tiny_model import make_tiny_model
 from relax_hpc.errors import ConfigError
+from relax_hpc.models.tiny_model import make_tiny_model
 from tests.prompt_helpers import load_prompts
 from tests.requirements import requires
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from relax_hpc.config.schema import TinyModelConfig
-from relax_hpc.data.tiny_model import make_tiny_model
 from relax_hpc.errors import ConfigError
+from relax_hpc.models.tiny_model import make_tiny_model
 from relax_hpc.transfer_queue.inspect.audit import journal_records
 from tests.audit import audit
 from tests.convert_helpers import to

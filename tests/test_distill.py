@@ -18,7 +18,7 @@ from relax_hpc.checks.model_files import spec_at
 from relax_hpc.checks.settings import check
 from relax_hpc.config import load
 from relax_hpc.config.schema import TinyModelConfig
-from relax_hpc.data.tiny_model import make_tiny_model
+from relax_hpc.models.tiny_model import make_tiny_model
 from relax_hpc.plan.plan import own_spec
 from relax_hpc.transfer_queue.plan import Plan
 from tests.audit import audit

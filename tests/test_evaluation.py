@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_hpc.config.schema import EvalConfig, TinyModelConfig
-from relax_hpc.data.tiny_model import make_tiny_model
 from relax_hpc.metrics.read import read_metrics
+from relax_hpc.models.tiny_model import make_tiny_model
 from relax_hpc.rewards import RewardError, Score
 from relax_hpc.rollout.evaluation import Tally, pass_at
 from relax_hpc.rollout.sample_log import read_samples

@@ -20,10 +20,10 @@ from relax_hpc.cli.program import main
 from relax_hpc.config import load
 from relax_hpc.config.schema import DataConfig, TinyModelConfig
 from relax_hpc.data.prompts import load_tokenizer
-from relax_hpc.data.tiny_model import make_tiny_model
 from relax_hpc.metrics.read import read_metrics
 from relax_hpc.metrics.tags import declared
 from relax_hpc.models.hf_files import read_config
+from relax_hpc.models.tiny_model import make_tiny_model
 from relax_hpc.roles.data import rows_of
 from relax_hpc.rollout.samples import PromptSource
 from relax_hpc.rundir import RunDir

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from relax_hpc.algorithms import Sft
 from relax_hpc.config.schema import ActorConfig, Kernels, OptimizerConfig, TinyModelConfig
-from relax_hpc.data.tiny_model import make_tiny_model
 from relax_hpc.errors import ConfigError
+from relax_hpc.models.tiny_model import make_tiny_model
 from relax_hpc.training.trainer import Trainer
 from relax_hpc.transfer_queue.row_schema import Row
 from tests.requirements import DEVICE, requires

@@ -21,8 +21,8 @@ from relax_hpc.checks.settings import check
 from relax_hpc.config import load
 from relax_hpc.config.load import resolve
 from relax_hpc.config.schema import TinyModelConfig
-from relax_hpc.data.tiny_model import make_tiny_model
 from relax_hpc.errors import ConfigError, RelaxError
+from relax_hpc.models.tiny_model import make_tiny_model
 from relax_hpc.plan.plan import plan
 from relax_hpc.rendezvous.endpoints import Endpoint, endpoints_of, publish_endpoints
 from relax_hpc.reward_settings import JudgeSettings, RewardSettings

@@ -36,7 +36,7 @@ import_role(role, config, 0)
 gc.callbacks.clear()
 found |= {"imported": sorted(sys.modules), "collects": gc.isenabled(), "for_good": gc.get_freeze_count()}
 
-from relax_hpc.data.tiny_model import make_tiny_model
+from relax_hpc.models.tiny_model import make_tiny_model
 from relax_hpc.training import parallel
 from tests.training_helpers import LR, batch, policy, rows, save, trainer
 

@@ -14,8 +14,8 @@ from relax_hpc.algorithms.gae import gae
 from relax_hpc.algorithms.values import clipped_value_loss, explained_variance
 from relax_hpc.checks.settings import check
 from relax_hpc.config import load
-from relax_hpc.data.tiny_model import qwen3_config
 from relax_hpc.models.families import spec_of
+from relax_hpc.models.tiny_model import qwen3_config
 from relax_hpc.plan.plan import plan
 from relax_hpc.roles.advantages import advantages_of
 from relax_hpc.transfer_queue.plan import Plan

@@ -21,8 +21,8 @@ from relax_hpc.data import prompt_file
 from relax_hpc.data.prompt_file import PromptFile, open_prompts
 from relax_hpc.data.prompts import PromptRules, Tokenizer, load_tokenizer
 from relax_hpc.data.rows import BadLine, count_rows
-from relax_hpc.data.tiny_model import make_tiny_model
 from relax_hpc.errors import ConfigError, RelaxError
+from relax_hpc.models.tiny_model import make_tiny_model
 from relax_hpc.rollout.samples import PromptSource
 from tests.effort import effort
 from tests.prompt_helpers import load_prompts, read_prompts

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from relax_hpc.config.schema import TinyModelConfig
 from relax_hpc.data.prompts import BadLine, Prompt, PromptRules, Tokenizer, load_tokenizer, prompt_at, prompts_of
-from relax_hpc.data.tiny_model import make_tiny_model
 from relax_hpc.errors import ConfigError
+from relax_hpc.models.tiny_model import make_tiny_model
 from tests.prompt_helpers import load_prompts as load
 
 GOOD = {"id": "a", "prompt": "12?", "answer": "12", "level": 3}

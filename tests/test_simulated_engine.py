@@ -36,7 +36,7 @@ OLD, NEW = Version(1, 3), Version(1, 4)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from relax_hpc.data.tiny_model import make_tiny_model
+    from relax_hpc.models.tiny_model import make_tiny_model
 
     directory = tmp_path_factory.mktemp("model") / "tiny"
     make_tiny_model(directory, TinyModelConfig(), 0)

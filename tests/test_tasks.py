@@ -15,10 +15,10 @@ from relax_hpc.checks.settings import check
 from relax_hpc.config import Config, dump, load
 from relax_hpc.config.schema import TinyModelConfig
 from relax_hpc.data.prompts import PromptRules, Tokenizer, load_tokenizer
-from relax_hpc.data.tiny_model import make_tiny_model
 from relax_hpc.engines.engine import BadAnswer, Draft, GenerateRequest, Generation, Sampling
 from relax_hpc.errors import EXIT_RETRY, ConfigError, RelaxError
 from relax_hpc.lifecycle.establish import check_resumable
+from relax_hpc.models.tiny_model import make_tiny_model
 from relax_hpc.rewards import get_reward
 from relax_hpc.rollout.episodes import Repeat, play
 from relax_hpc.rundir import RunDir

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from relax_hpc.config.schema import Config, WarmStartConfig
-from relax_hpc.data.tiny_model import make_tiny_model
 from relax_hpc.errors import ConfigError
+from relax_hpc.models.tiny_model import make_tiny_model
 from relax_hpc.training.warm_start import read_demonstrations, warm_start
 
 

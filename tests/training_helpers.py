@@ -32,9 +32,9 @@ from relax_hpc.config.schema import (
     ParallelConfig,
     TinyModelConfig,
 )
-from relax_hpc.data.tiny_model import make_tiny_model
 from relax_hpc.models.hf_files import read_config
 from relax_hpc.models.packs import PackSplit
+from relax_hpc.models.tiny_model import make_tiny_model
 from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.roles.inner import InnerRoles
 from relax_hpc.training import parallel

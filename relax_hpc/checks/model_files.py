@@ -41,7 +41,7 @@ def find_model(config: ModelConfig, field_name: str = "path") -> Model:
     key, name = f"model.{field_name}", getattr(config, field_name)
     try:
         if not name:
-            from relax_hpc.data.tiny_model import model_config
+            from relax_hpc.models.tiny_model import model_config
 
             return Model(spec=spec_of(model_config(config.tiny)))
     except ConfigError as error:
@@ -73,7 +73,7 @@ def spec_at(config: ModelConfig) -> ModelSpec:
     """Spec in config.json of `config.path`, all that need be there, or of the tiny model. ConfigError: it is not in
     order."""
     if not config.path:
-        from relax_hpc.data.tiny_model import model_config
+        from relax_hpc.models.tiny_model import model_config
 
         return spec_of(model_config(config.tiny))
     return spec_of(_read_json(Path(config.path) / "config.json"), config.ignore_keys)

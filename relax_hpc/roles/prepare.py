@@ -32,7 +32,7 @@ def prepare(run: RunDir, config: Config) -> None:
 
 
 def _tiny_model(run: RunDir, config: Config) -> Path:
-    from relax_hpc.data.tiny_model import make_tiny_model
+    from relax_hpc.models.tiny_model import make_tiny_model
 
     directory = run.root / "model-init"
     make_tiny_model(directory, config.model.tiny, config.seed)

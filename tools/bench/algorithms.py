@@ -27,8 +27,8 @@ from figures import Figure, print_figures
 
 from relax_hpc.algorithms import ALGORITHMS, Algorithm, Distill, Grpo, Ppo
 from relax_hpc.config.schema import ActorConfig, ModelConfig, ParallelConfig, TinyModelConfig
-from relax_hpc.data.tiny_model import make_tiny_model
 from relax_hpc.models.hf_files import read_config
+from relax_hpc.models.tiny_model import make_tiny_model
 from relax_hpc.roles.advantages import advantages_of
 from relax_hpc.training import logprobs, parallel
 from relax_hpc.training.batches import PAD, Batch, collate, split_rows

@@ -27,8 +27,8 @@ from relax_hpc.algorithms import Grpo
 from relax_hpc.checkpoint.saver import Saver
 from relax_hpc.checkpoint.store import remove_others
 from relax_hpc.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, TinyModelConfig
-from relax_hpc.data.tiny_model import make_tiny_model
 from relax_hpc.models.hf_files import read_config
+from relax_hpc.models.tiny_model import make_tiny_model
 from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.training import parallel
 from relax_hpc.training.model import PolicyModel

@@ -21,8 +21,8 @@ from figures import Figure, print_figures
 
 from relax_hpc.algorithms import Sft
 from relax_hpc.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, TinyModelConfig
-from relax_hpc.data.tiny_model import make_tiny_model
 from relax_hpc.models.hf_files import read_config
+from relax_hpc.models.tiny_model import make_tiny_model
 from relax_hpc.training import parallel
 from relax_hpc.training.batches import PAD, Batch, collate, split_rows
 from relax_hpc.training.model import PolicyModel

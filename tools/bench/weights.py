@@ -31,10 +31,10 @@ import torch.distributed as dist
 from figures import Figure, print_figures
 
 from relax_hpc.config.schema import Config, GroupConfig, ModelConfig, ParallelConfig, TinyModelConfig
-from relax_hpc.data.tiny_model import make_tiny_model
 from relax_hpc.engines.sglang.slab_loader import copying
 from relax_hpc.models.hf_files import SafetensorFiles, read_config
 from relax_hpc.models.hf_mapping import fuse
+from relax_hpc.models.tiny_model import make_tiny_model
 from relax_hpc.rendezvous.channel import Channel
 from relax_hpc.rendezvous.process import die_with_parent
 from relax_hpc.rendezvous.roster import Card, claim_incarnation, publish_card

@@ -1,4 +1,5 @@
-"""A small random Qwen3 or Qwen3-VL model with a character tokenizer, made offline in the Hugging Face format."""
+"""A small random Qwen3, Qwen3-VL or Qwen3-Omni model with a character tokenizer, made offline in the Hugging Face
+format."""
 
 from __future__ import annotations
 
@@ -9,9 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from relax_hpc.config.schema import TinyModelConfig
-from relax_hpc.data import tiny_vision
 from relax_hpc.errors import ConfigError
 from relax_hpc.imports import many_imports
+from relax_hpc.models import tiny_audio, tiny_vision
+from relax_hpc.models.families import spec_of
+from relax_hpc.models.hf_mapping import all_pieces
 
 if TYPE_CHECKING:
     import torch
@@ -40,21 +43,40 @@ def make_tiny_model(directory: Path, shape: TinyModelConfig, seed: int) -> None:
     ids = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
     _write_json(partial / "config.json", config)
     _write_json(partial / "generation_config.json", ids)
-    write_tokenizer(partial, tiny_vision.TOKENS if shape.vision_layers else ())
-    if shape.vision_layers:
-        tiny_vision.write_processor(partial)
+    write_tokenizer(partial, _media_tokens(shape))
+    for name, content in _processors(shape).items():
+        _write_json(partial / f"{name}.json", content)
     _write_weights(partial / "model.safetensors", shape, seed)
     partial.rename(directory)
 
 
+def _media_tokens(shape: TinyModelConfig) -> tuple[str, ...]:
+    """Special tokens by which a model of `shape` has places for media."""
+    return (*(tiny_vision.TOKENS if shape.vision_layers else ()), *(tiny_audio.TOKENS if shape.audio_layers else ()))
+
+
+def _processors(shape: TinyModelConfig) -> dict[str, dict[str, Any]]:
+    """Content of the files that say how media are prepared, by their names."""
+    if shape.audio_layers:
+        return tiny_audio.processors()
+    return tiny_vision.processors("Qwen3VLProcessor", "Qwen3VLVideoProcessor") if shape.vision_layers else {}
+
+
 def model_config(shape: TinyModelConfig) -> dict[str, Any]:
     """The config.json of `shape`. ConfigError as `qwen3_config`."""
-    text = qwen3_config(shape)
+    text, first = qwen3_config(shape), len(SPECIAL) + len(CHARACTERS)
+    if shape.audio_layers:
+        if not (shape.vision_layers and shape.num_experts):
+            raise ConfigError(
+                f"model.tiny.audio_layers: found {shape.audio_layers}, allowed beside vision_layers and num_experts: "
+                "what hears is a Qwen3-Omni, which sees too, and has experts"
+            )
+        return tiny_audio.hearing(shape, text, first)
     if not shape.vision_layers:
         return text
     if shape.num_experts:
         raise ConfigError("model.tiny.vision_layers: found it beside num_experts, allowed: one of both")
-    return tiny_vision.seeing(shape, text, len(SPECIAL) + len(CHARACTERS))
+    return tiny_vision.seeing(shape, text, first)
 
 
 def qwen3_config(shape: TinyModelConfig) -> dict[str, Any]:
@@ -112,44 +134,7 @@ def _family(shape: TinyModelConfig) -> dict[str, Any]:
 
 def parameter_shapes(shape: TinyModelConfig) -> dict[str, tuple[int, ...]]:
     """Hugging Face name -> shape of every stored tensor; tied output weights are not stored."""
-    hidden = shape.hidden_size
-    query, value = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-    layer = {
-        "input_layernorm": (hidden,),
-        "self_attn.q_proj": (query, hidden),
-        "self_attn.k_proj": (value, hidden),
-        "self_attn.v_proj": (value, hidden),
-        "self_attn.o_proj": (hidden, query),
-        "self_attn.q_norm": (shape.head_dim,),
-        "self_attn.k_norm": (shape.head_dim,),
-        "post_attention_layernorm": (hidden,),
-        **_mlp_shapes(shape),
-    }
-    text = "model.language_model" if shape.vision_layers else "model"
-    shapes = tiny_vision.tower_shapes(shape) if shape.vision_layers else {}
-    shapes[f"{text}.embed_tokens.weight"] = (VOCAB_SIZE, hidden)
-    for index in range(shape.num_layers):
-        shapes |= {f"{text}.layers.{index}.{name}.weight": size for name, size in layer.items()}
-    shapes[f"{text}.norm.weight"] = (hidden,)
-    if not shape.tie_word_embeddings:
-        shapes["lm_head.weight"] = (VOCAB_SIZE, hidden)
-    return shapes
-
-
-def _mlp_shapes(shape: TinyModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shapes of a layer's feed-forward part, or of its router and experts."""
-
-    def gated(place: str, inner: int) -> dict[str, tuple[int, ...]]:
-        hidden = shape.hidden_size
-        up_gate = {f"{place}.{name}_proj": (inner, hidden) for name in ("gate", "up")}
-        return up_gate | {f"{place}.down_proj": (hidden, inner)}
-
-    if not shape.num_experts:
-        return gated("mlp", shape.intermediate_size)
-    found: dict[str, tuple[int, ...]] = {"mlp.gate": (shape.num_experts, shape.hidden_size)}
-    for expert in range(shape.num_experts):
-        found |= gated(f"mlp.experts.{expert}", shape.moe_intermediate_size)
-    return found
+    return {name: piece.shape for name, piece in all_pieces(spec_of(model_config(shape))).items()}
 
 
 def _write_weights(path: Path, shape: TinyModelConfig, seed: int) -> None:
@@ -184,7 +169,16 @@ def write_tokenizer(directory: Path, more: tuple[str, ...] = ()) -> None:
     tokenizer.save(str(directory / "tokenizer.json"))
     names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": True, "model_max_length": 256}
-    _write_json(directory / "tokenizer_config.json", settings | names)
+    _write_json(
+        directory / "tokenizer_config.json", settings | names | ({"extra_special_tokens": _named(more)} if more else {})
+    )
+
+
+def _named(tokens: tuple[str, ...]) -> dict[str, str]:
+    """Names of ``tokens`` by which transformers' processors of Qwen3-Omni ask for them."""
+    words = {"pad": "token", "start": "bos_token", "end": "eos_token"}
+    parts = ((token, *token.strip("<|>").split("_")) for token in tokens)
+    return {f"{sense}_{words[what]}": token for token, sense, what in parts}
 
 
 def _check_same(directory: Path, config: dict[str, Any]) -> None:

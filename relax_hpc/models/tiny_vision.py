@@ -1,0 +1,71 @@
+"""The part of a small random model that sees: its tower, its tokens, and what its processor is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from relax_hpc.config.schema import TinyModelConfig
+
+TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+"""Special tokens, in the order of their ids."""
+_NAMES = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+"""Keys of config.json for their ids."""
+_PATCH, _MERGE, _TEMPORAL, _HEADS = 16, 2, 2, 2
+_PLACES = 256
+"""Places of patches that have an embedding of their own: a square of 16 a side."""
+_PIXELS = {"shortest_edge": 1024, "longest_edge": 1 << 20}
+"""Fewest and most pixels of an image: one token, and 1,024 of them."""
+
+
+def seeing(shape: TinyModelConfig, text: dict[str, Any], first: int) -> dict[str, Any]:
+    """The config.json of a Qwen3-VL of `shape` whose language model has that of ``text``. ``first``: id of the first of
+    `TOKENS`."""
+    return {
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "model_type": "qwen3_vl",
+        **parts(shape, text, first, ("qwen3_vl_text", "qwen3_vl")),
+    }
+
+
+def parts(shape: TinyModelConfig, text: dict[str, Any], first: int, types: tuple[str, str]) -> dict[str, Any]:
+    """Entries of config.json for a language model and the tower before it, of these ``types``. See `seeing`."""
+    half = shape.head_dim // 2
+    side = half // 4
+    turns = {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [half - 2 * side, side, side]}
+    text = {name: value for name, value in text.items() if name != "architectures"}
+    return {
+        "text_config": {**text, "model_type": types[0], "rope_scaling": turns},
+        "vision_config": {"model_type": types[1], **_tower(shape)},
+        "tie_word_embeddings": shape.tie_word_embeddings,
+        "torch_dtype": text["torch_dtype"],
+        **{name: first + number for number, name in enumerate(_NAMES)},
+    }
+
+
+def _tower(shape: TinyModelConfig) -> dict[str, Any]:
+    return {
+        "depth": shape.vision_layers,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": 2 * shape.hidden_size,
+        "num_heads": _HEADS,
+        "out_hidden_size": shape.hidden_size,
+        "num_position_embeddings": _PLACES,
+        "deepstack_visual_indexes": list(range(min(shape.vision_layers, shape.num_layers))),
+        "patch_size": _PATCH,
+        "temporal_patch_size": _TEMPORAL,
+        "spatial_merge_size": _MERGE,
+        "in_channels": 3,
+        "hidden_act": "gelu_pytorch_tanh",
+        "initializer_range": 0.02,
+    }
+
+
+def processors(family: str, videos: str) -> dict[str, dict[str, Any]]:
+    """Content of the files by which processors of images and videos are set up. ``family``, ``videos``: names of the
+    classes of the whole processor and of that of videos."""
+    about = {"patch_size": _PATCH, "temporal_patch_size": _TEMPORAL, "merge_size": _MERGE, "size": _PIXELS}
+    about |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "processor_class": family}
+    return {
+        "preprocessor_config": about | {"image_processor_type": "Qwen2VLImageProcessor"},
+        "video_preprocessor_config": about | {"video_processor_type": videos, "fps": 2, "min_frames": 4},
+    }
