@@ -32,6 +32,8 @@ from relax_hpc.engines.engine import (  # noqa: E402
 )
 from relax_hpc.engines.sglang.client import SglangClient  # noqa: E402
 from relax_hpc.engines.transformers_engine import load_weights  # noqa: E402
+from relax_hpc.models.families import spec_of  # noqa: E402
+from relax_hpc.models.hf_files import read_config  # noqa: E402
 from relax_hpc.reward_settings import JudgeSettings, RewardSettings  # noqa: E402
 from relax_hpc.rewards import RewardInput, Scores, get_reward  # noqa: E402
 from relax_hpc.rewards.ask import scores_soon  # noqa: E402
@@ -488,7 +490,7 @@ def test_weights_that_do_not_fit_are_refused_whole(transformers: Served, models:
     weights["model.norm.scale"] = weights.pop("model.norm.weight")
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"model\.norm\.scale, model\.norm\.weight"):
-        load_weights(reference_model(models[0]), tmp_path)
+        load_weights(reference_model(models[0]), tmp_path, spec_of(read_config(models[0])))
 
 
 @pytest.mark.parametrize("how", [{"top_k": 3}, {"top_p": 0.6, "top_k": 8}, {"min_p": 0.6, "top_k": 8}], ids=str)

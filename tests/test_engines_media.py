@@ -1,116 +1,57 @@
-"""Engines that see: what they say of tokens is what transformers says, by the images that they were given."""
+"""Engines that see, and hear: what they say of tokens is what transformers says, by the media that they were given."""
 
 from __future__ import annotations
 
-import asyncio
-import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.requirements import requires
 
 requires("sglang", "torch", "transformers")
 
-import torch  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
-
 from relax_hpc.data.media import PromptMedium  # noqa: E402
-from relax_hpc.data.tiny_model import EOS_ID  # noqa: E402
-from relax_hpc.engines import make_engine  # noqa: E402
-from relax_hpc.engines.engine import BadAnswer, Draft, Engine, GenerateRequest, Generation, Sampling  # noqa: E402
-from relax_hpc.multimodal.features import patches  # noqa: E402
-from relax_hpc.multimodal.medium import Kind  # noqa: E402
-from relax_hpc.multimodal.rules import Rules  # noqa: E402
-from relax_hpc.tasks.moving_squares import filmed  # noqa: E402
-from relax_hpc.transfer_queue.storage.media import MediaStore, placeholders_of  # noqa: E402
+from relax_hpc.engines.engine import BadAnswer, Draft  # noqa: E402
 from relax_hpc.versions import Version  # noqa: E402
-from tests.engine_helpers import make_config  # noqa: E402
-from tests.media_helpers import transformers_model  # noqa: E402
-from tests.media_prompts import END, IMAGE, START, VIDEO, placed, png, seeing_model, stored  # noqa: E402
+from tests.media_engine import CLOSE, HEARING, MediaEngine, error, film, noise  # noqa: E402
+from tests.media_prompts import END, IMAGE, START, png  # noqa: E402
 
 pytestmark = pytest.mark.run
 
-CLOSE = 1e-5
-"""Difference of log-probabilities in float32 that were summed in other orders."""
-NAMES = (
-    (Kind.IMAGE, "pixel_values", "image_grid_thw"),
-    (Kind.VIDEO, "pixel_values_videos", "video_grid_thw"),
-)
-SAMPLING, TOKENS = Sampling(1.0, 1.0, (), 0), 8
-
-
-@dataclass
-class Seeing:
-    """An engine, the loop it runs in, and the two models that it may serve."""
-
-    engine: Engine
-    runner: asyncio.Runner
-    models: list[Path]
-    store: MediaStore
-
-    def asked(self, *media: bytes | tuple[Kind, bytes], sample: int = 0) -> GenerateRequest:
-        """A request with media, which are images unless it is said."""
-        named = [one if isinstance(one, tuple) else (Kind.IMAGE, one) for one in media]
-        ids, media = placed(self.models[0], self.store, *named)
-        return GenerateRequest((*ids, 8 + sample), "p", sample, SAMPLING, TOKENS, media)
-
-    def answers(self, *requests: GenerateRequest) -> list[Generation]:
-        async def together() -> list[Generation]:
-            return await asyncio.gather(*map(self.engine.generate, requests))
-
-        return self.runner.run(together())
-
-
-def film(seed: int) -> tuple[Kind, bytes]:
-    """A video of four frames."""
-    return Kind.VIDEO, filmed(f"film {seed}")[0]
-
-
-def strong(model: Path) -> Path:
-    """``model`` with weights by which the next token depends strongly on all that is before, images included."""
-    weights = {name: one * (8 if one.ndim > 1 else 1) for name, one in load_file(model / "model.safetensors").items()}
-    weights["model.language_model.embed_tokens.weight"][EOS_ID] = 0
-    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    return model
-
 
 @pytest.fixture(scope="module", params=["transformers", "sglang"])
-def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seeing]:
-    folder = tmp_path_factory.mktemp(request.param)
-    models = [strong(seeing_model(folder / f"m{seed}", seed)) for seed in (0, 1)]
-    engine = make_engine(make_config(request.param), 0, models[0], Version(1, 0), folder)
-    with asyncio.Runner() as runner:
-        runner.run(engine.start())
-        yield Seeing(engine, runner, models, MediaStore(folder / "media", durable=False))
-        runner.run(engine.close())
+def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MediaEngine]:
+    with MediaEngine.started(request.param, tmp_path_factory.mktemp(request.param)) as found:
+        yield found
 
 
-@functools.cache
-def transformers_of(model: Path) -> Any:
-    return transformers_model(model)
+@pytest.mark.parametrize("kind", ["transformers", "sglang"])
+def test_sounds_images_videos_and_texts_are_in_flight_at_once(kind: str, tmp_path: Path) -> None:
+    """A sound alone is the same beside longer ones; two of them beside an image have SGLang's own positions fail."""
+    with MediaEngine.started(kind, tmp_path, HEARING) as hearing:
+        named = [
+            (),
+            (noise(0.4),),
+            (noise(2.3, 1),),
+            (png(64, 96),),
+            (film(3),),
+            (noise(1.3, 2), png(32, 64), noise(1.6, 3)),
+            (png(seed=1), film(1), noise(1.1, 4), film(2)),
+            (noise(0.63, 5),),
+        ]
+        asked = [hearing.asked(*media, sample=number) for number, media in enumerate(named)]
+        answers = hearing.answers(*asked)
+        assert [error(hearing.models[0], *pair) < CLOSE for pair in zip(asked, answers, strict=True)] == [True] * 8
+        other = replace(asked[2], media=hearing.asked(noise(2.3, 7)).media)
+        assert error(hearing.models[0], other, answers[2]) > 1000 * CLOSE
+        hearing.runner.run(hearing.engine.update_weights(hearing.models[1], Version(1, 1)))
+        again = hearing.answers(*asked)
+        assert max(error(hearing.models[1], *pair) for pair in zip(asked, again, strict=True)) < CLOSE
 
 
-@torch.inference_mode()
-def error(model: Path, request: GenerateRequest, found: Generation) -> float:
-    """Largest difference of log-probabilities to those of transformers, which has no placeholders to choose from."""
-    rules, ids = Rules.of(model), torch.tensor([[*request.prompt_ids, *found.token_ids]])
-    given: dict[str, Any] = {"mm_token_type_ids": (ids == IMAGE).int() + 2 * (ids == VIDEO).int()}
-    for kind, values, grids in NAMES:
-        if media := [stored(medium) for medium in request.media if medium.kind is kind]:
-            given[values] = torch.from_numpy(np.concatenate([patches(medium, rules) for medium in media]))
-            given[grids] = torch.tensor([medium.grid for medium in media])
-    logits = transformers_of(model)(input_ids=ids, attention_mask=torch.ones_like(ids), **given).logits[0].clone()
-    logits[:, [*placeholders_of(model).values()]] = -torch.inf
-    drawn = logits.log_softmax(-1)[len(request.prompt_ids) - 1 : -1].gather(-1, torch.tensor(found.token_ids)[:, None])
-    return (drawn[:, 0] - torch.tensor(found.logprobs)).abs().max().item()
-
-
-def test_rows_with_images_and_without_are_in_flight_at_once(seeing: Seeing) -> None:
+def test_rows_with_images_and_without_are_in_flight_at_once(seeing: MediaEngine) -> None:
     wide, high, small = png(64, 96), png(96, 64, 1), png(32, 32, 2)
     asked = [
         seeing.asked(*images, sample=k)
@@ -127,7 +68,7 @@ def test_rows_with_images_and_without_are_in_flight_at_once(seeing: Seeing) -> N
     assert error(seeing.models[0], other, answers[1]) > 0.1
 
 
-def test_a_response_goes_on_from_its_draft(seeing: Seeing) -> None:
+def test_a_response_goes_on_from_its_draft(seeing: MediaEngine) -> None:
     request = seeing.asked(png(seed=3))
     (whole,) = seeing.answers(request)
     draft = Draft(whole.token_ids[:3], whole.logprobs[:3], whole.token_versions[:3].tolist())
@@ -135,7 +76,7 @@ def test_a_response_goes_on_from_its_draft(seeing: Seeing) -> None:
     assert rest.token_ids[:3] == whole.token_ids[:3] and error(seeing.models[0], request, rest) < CLOSE
 
 
-def test_what_a_tower_made_by_older_weights_is_not_used_again(seeing: Seeing) -> None:
+def test_what_a_tower_made_by_older_weights_is_not_used_again(seeing: MediaEngine) -> None:
     request = seeing.asked(png(seed=4))
     seeing.answers(request)
     for number, model in ((1, seeing.models[1]), (2, seeing.models[0])):
@@ -148,7 +89,7 @@ def moved(media: Sequence[PromptMedium], by: int) -> tuple[PromptMedium, ...]:
     return tuple(replace(one, spans=tuple((start + by, length) for start, length in one.spans)) for one in media)
 
 
-def test_places_that_media_do_not_fit_are_refused_before_anything_is_asked(seeing: Seeing) -> None:
+def test_places_that_media_do_not_fit_are_refused_before_anything_is_asked(seeing: MediaEngine) -> None:
     """SGLang answers the first of these without a word, by wrong tokens."""
     two, one = seeing.asked(png(), png(seed=1)), seeing.asked(png())
     wrong = [

@@ -28,6 +28,10 @@ from relax_hpc.engines.stops import Stops
 from relax_hpc.engines.transformers_media import MediaInputs
 from relax_hpc.errors import ConfigError
 from relax_hpc.imports import many_imports
+from relax_hpc.models.families import spec_of
+from relax_hpc.models.hf_files import read_config
+from relax_hpc.models.spec import ModelSpec
+from relax_hpc.models.stored_pieces import as_in_transformers
 from relax_hpc.multimodal.rules import Rules
 from relax_hpc.transfer_queue.storage.media import placeholders_of
 from relax_hpc.versions import Version
@@ -52,7 +56,7 @@ class TransformersEngine:
         self._dtype = config.rollout.engine.dtype or config.model.dtype
         self._silence = Silence(config.rollout.engine.request_timeout_s)
         self._model_dir, self._version = model_dir, version
-        self._partial = config.rollout.partial_rollout
+        self._partial, self._ignored = config.rollout.partial_rollout, config.model.ignore_keys
         self._lock = threading.Lock()
         """Lock that is held while the weights are looked at or changed: for a token."""
         self._gate = UpdateGate()
@@ -65,10 +69,11 @@ class TransformersEngine:
         self._tokenizer = load_tokenizer(self._model_dir)
         self._placeholders = placeholders_of(self._model_dir)
         self._rules = Rules.of(self._model_dir) if self._placeholders else None
+        self._spec = spec_of(read_config(self._model_dir), self._ignored)
         self._model, self._ends = await asyncio.to_thread(_build, self._model_dir, self._dtype)
         try:
             await asyncio.to_thread(move, self._model, self._device)
-            await asyncio.to_thread(load_weights, self._model, self._model_dir)
+            await asyncio.to_thread(load_weights, self._model, self._model_dir, self._spec)
         except (OSError, ValueError) as error:
             raise ConfigError(f"model.path: {error}") from error
 
@@ -112,7 +117,7 @@ class TransformersEngine:
         with self._lock:
             started = time.monotonic()
             move(self._model, self._device)
-            load_weights(self._model, directory)
+            load_weights(self._model, directory, self._spec)
             self._version, self.pause_s = version, time.monotonic() - started
 
     def _draw(self, drawing: _Drawing) -> Generation:
@@ -122,7 +127,8 @@ class TransformersEngine:
         stops = Stops.of(sampling, self._ends, self._tokenizer)
         draft = request.draft or Draft()
         drawn, cache, version = Draft.of(draft.so_far()), None, 0
-        media, never = MediaInputs(request.media, self._rules, self._model.device), [*self._placeholders.values()]
+        model = getattr(self._model, "thinker", self._model)
+        media, never = MediaInputs(request.media, self._rules, model), [*self._placeholders.values()]
         reason: Literal["stop", "length"] = "length"
         for position in range(len(drawn.token_ids), request.budget):
             with self._lock, torch.inference_mode():
@@ -131,9 +137,7 @@ class TransformersEngine:
                     cache = None
                 whole = [*request.prompt_ids, *drawn.token_ids]
                 start = len(whole) - 1 if cache is not None else 0
-                ids = torch.tensor([whole[start:]], device=self._model.device)
-                about = media.of(len(whole), start)
-                output = self._model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **about)
+                output = model(**media.of(whole, start), past_key_values=cache, use_cache=True, logits_to_keep=1)
                 logits = output.logits[0, -1]
                 logits[never] = -torch.inf
             uniform = keyed_uniform(sampling.seed, request.prompt_id, request.sample, position)
@@ -196,11 +200,13 @@ def _build(directory: Path, dtype: str) -> tuple[Any, set[int]]:
         install_transformers_hook()
         # Its modules load on first use, which two threads at once break.
         with _IMPORTING:
-            from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+            from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
         ends = config.get_text_config().eos_token_id
-        kind = AutoModelForImageTextToText if placeholders_of(directory) else AutoModelForCausalLM
+        # Of a model that speaks, what it thinks is asked for alone.
+        config.enable_audio_output = False
+        kind = AutoModelForMultimodalLM if placeholders_of(directory) else AutoModelForCausalLM
         model = kind.from_config(config, dtype=getattr(torch, dtype)).eval()
     return model, set(ends if isinstance(ends, list) else [ends]) - {None}
 
@@ -215,16 +221,20 @@ def move(model: Any, device: str) -> None:
         raise ConfigError(f"model.device: the transformers engine cannot run on {device}: {first}") from error
 
 
-def load_weights(model: Any, directory: Path) -> None:
-    """Copy *.safetensors of `directory` into `model`. ValueError unless names and shapes are exactly the model's;
-    weights that are tied to others may be left out. OSError: no such file.
+def load_weights(model: Any, directory: Path, spec: ModelSpec) -> None:
+    """Copy *.safetensors of `directory` into `model`, which ``spec`` describes. ValueError unless names and shapes are
+    exactly the model's; weights that are tied to others may be left out. OSError: no such file.
     """
     import torch
     from safetensors.torch import load_file
 
     found: dict[str, Any] = {}
     for path in sorted(directory.glob("*.safetensors")) or [directory / "model.safetensors"]:
-        found |= load_file(path)
+        found |= {name: tensor for name, tensor in load_file(path).items() if not spec.carries(name)}
+    try:
+        found = as_in_transformers(spec, found)
+    except KeyError as missing:
+        raise ValueError(f"{directory}: missing: {missing}") from missing
     own, with_tied = dict(model.named_parameters()), dict(model.named_parameters(remove_duplicate=False))
     wrong = sorted((own.keys() - found.keys()) | (found.keys() - with_tied.keys()))
     wrong += [name for name in found.keys() & own.keys() if found[name].shape != own[name].shape]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from relax_hpc.models.hf_mapping import Piece, StoredForm, all_pieces
@@ -60,11 +60,24 @@ def _places(tensor: Any, form: StoredForm) -> Iterator[tuple[Piece, StoredPiece]
 
 def as_published(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Whole ``tensors`` of pieces, those of blocks that are published turned around put together so."""
+    forms = spec.packed_forms(all_pieces(spec))
+    return _packed({name: form for name, form in forms.items() if form.turned}, tensors)
+
+
+def as_in_transformers(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Whole ``tensors`` of files as transformers 5 has them in memory: all experts of a layer in one, none turned
+    around."""
+    pieces, _ = by_piece(spec, tensors, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    forms = spec.packed_forms(all_pieces(spec)) if spec.experts else {}
+    return _packed({name: replace(form, turned=False) for name, form in forms.items()}, pieces)
+
+
+def _packed(forms: Mapping[str, StoredForm], pieces: Mapping[str, Any]) -> dict[str, Tensor]:
+    """``pieces``, those of ``forms`` put together. KeyError: one of these is missing."""
     import torch
 
-    found = dict(tensors)
-    for name, form in spec.packed_forms(all_pieces(spec)).items():
-        if form.turned:
-            blocks = [torch.cat([found.pop(piece.name) for piece in block]).t() for block in form.blocks]
-            found[name] = torch.stack(blocks)
+    found = dict(pieces)
+    for name, form in forms.items():
+        blocks = [torch.cat([found.pop(piece.name)[:] for piece in block]) for block in form.blocks]
+        found[name] = torch.stack([block.t() if form.turned else block for block in blocks])
     return found

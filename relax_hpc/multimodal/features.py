@@ -18,6 +18,11 @@ MOST_HERTZ = 8000.0
 _LOG_STEP = np.log(6.4) / 27
 
 
+def features(medium: Medium, rules: Rules) -> np.ndarray:
+    """Rows that the tower of a medium takes, float32: `patches`, or the frames of `mel`, [frames, bins]."""
+    return np.ascontiguousarray(mel(medium, rules).T) if medium.kind is Kind.AUDIO else patches(medium, rules)
+
+
 def patches(medium: Medium, rules: Rules) -> np.ndarray:
     """Patches of an image or video, float32 [product of the grid, channels * temporal * patch * patch].
 

@@ -1,7 +1,8 @@
 """Media in requests to SGLang: what the trainer has prepared, byte for byte, in place of SGLang's own preprocessing.
 
 A request names blobs of the media store, which the server reads. `install` has it do so: left alone, SGLang 0.5.21
-takes lists of numbers in such a request for tensors, and answers 500. Needed beside a GPU too.
+takes lists of numbers in such a request for tensors, and answers 500. Needed beside a GPU too. Position ids are the
+trainer's as well: SGLang's own, of Qwen3-Omni, cut off parts of a position, and fail on two sounds beside an image.
 """
 
 from __future__ import annotations
@@ -14,20 +15,22 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from relax_hpc.data.media import PromptMedium
+from relax_hpc.data.media import PromptMedium, spans_of
 from relax_hpc.engines.sglang.after_import import change
-from relax_hpc.multimodal.features import patches
-from relax_hpc.multimodal.medium import Medium
+from relax_hpc.multimodal.features import features
+from relax_hpc.multimodal.medium import Header, Kind, Medium
+from relax_hpc.multimodal.positions import positions
 from relax_hpc.multimodal.rules import Rules
 from relax_hpc.transfer_queue.storage.media import MediaStore
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
 
 _FORMAT = "processor_output"
 """SGLang's word for inputs that need no preprocessing."""
-_FEATURES = {"image": "pixel_values", "video": "pixel_values_videos"}
-_GRIDS = {"image": "image_grid_thw", "video": "video_grid_thw"}
+_FEATURES = {Kind.IMAGE: "pixel_values", Kind.VIDEO: "pixel_values_videos", Kind.AUDIO: "input_features"}
+_GRIDS = {Kind.IMAGE: "image_grid_thw", Kind.VIDEO: "video_grid_thw"}
 _KEPT = 8
 """Media whose features are kept: a prompt group's requests come together, and all have the same."""
 
@@ -40,16 +43,33 @@ def fields_of(requests: Sequence[Sequence[PromptMedium]]) -> dict[str, Any]:
         for kind in {medium.kind for medium in media}:
             mine = [medium for medium in media if medium.kind == kind]
             blobs = [str(medium.blob) for medium in mine]
-            # Both ends of a span belong to it.
-            spans = [[start, start + length - 1] for medium in mine for start, length in medium.spans]
-            found[f"{kind}_data"][number] = [{"format": _FORMAT, "blobs": blobs, "offsets": spans}]
+            found[f"{kind}_data"][number] = [{"format": _FORMAT, "blobs": blobs, "spans": spans_of(mine)}]
     return found
 
 
 def install(model: Path) -> None:
     """Have SGLang read the blobs of requests in a process that has not imported it yet. ``model``: the directory that
     it serves."""
-    change({"sglang.srt.multimodal.processors.qwen_vl": functools.partial(_read_blobs, Rules.of(model))})
+    change(
+        {
+            "sglang.srt.multimodal.processors.qwen_vl": functools.partial(_read_blobs, Rules.of(model)),
+            "sglang.srt.models.qwen3_omni_moe": _hear_alone,
+        }
+    )
+
+
+def _hear_alone(module: ModuleType) -> None:
+    # Together, sounds of several requests must be padded alike, or the server ends; and the last tokens of one that is
+    # shorter than a chunk depend on the others.
+    model = module.Qwen3OmniMoeThinkerForConditionalGeneration
+    heard = model.get_audio_feature
+
+    def get_audio_feature(self: Any, items: Sequence[Any]) -> torch.Tensor:
+        import torch
+
+        return torch.cat([heard(self, [item]).flatten(0, -2) for item in items])
+
+    model.get_audio_feature = get_audio_feature
 
 
 def _read_blobs(rules: Rules, module: ModuleType) -> None:
@@ -57,35 +77,53 @@ def _read_blobs(rules: Rules, module: ModuleType) -> None:
     process = processor.process_mm_data_async
 
     async def process_mm_data_async(self: Any, image_data: Any, input_text: Any, request_obj: Any, **more: Any) -> Any:
-        for kind in _FEATURES:
-            if found := getattr(request_obj, f"{kind}_data", None):
-                setattr(request_obj, f"{kind}_data", await asyncio.to_thread(_as_tensors, kind, found, rules))
+        named = {kind: getattr(request_obj, f"{kind}_data", None) or [] for kind in Kind}
+        for kind, parts in (await asyncio.to_thread(_as_tensors, named, input_text, rules)).items():
+            setattr(request_obj, f"{kind}_data", parts)
         return await process(self, request_obj.image_data, input_text, request_obj, **more)
 
     processor.process_mm_data_async = process_mm_data_async
 
 
-def _as_tensors(kind: str, parts: Sequence[Any], rules: Rules) -> list[Any]:
-    """``parts`` of a request, with the features of the blobs that they name."""
-    return [_of_blobs(kind, part, rules) if isinstance(part, Mapping) and "blobs" in part else part for part in parts]
-
-
-def _of_blobs(kind: str, part: Mapping[str, Any], rules: Rules) -> dict[str, Any]:
-    import numpy as np
-    import torch
-
-    media = [_features(path, rules) for path in part["blobs"]]
+def _as_tensors(named: Mapping[Kind, Sequence[Any]], ids: Any, rules: Rules) -> dict[Kind, list[Any]]:
+    """Parts of a request with token ``ids`` whose media are ``named``, with the features of the blobs, by kind."""
+    ours = {kind: parts for kind, parts in named.items() if parts and "blobs" in parts[0]}
+    media = {Path(path).name: _read(path, rules) for (part,) in ours.values() for path in part["blobs"]}
+    spans = sorted((span for (part,) in ours.values() for span in part["spans"]), key=lambda span: span["start"])
+    about = _places(len(ids), spans, {name: header for name, (_, header) in media.items()}, rules) if ours else {}
     return {
-        "format": _FORMAT,
-        "offsets": part["offsets"],
-        _FEATURES[kind]: torch.from_numpy(np.concatenate([values for values, _ in media])),
-        _GRIDS[kind]: torch.tensor([grid for _, grid in media]),
+        kind: [_of_blobs(kind, part["spans"], [media[Path(path).name] for path in part["blobs"]]) | about]
+        for kind, (part,) in ours.items()
     }
 
 
+def _places(tokens: int, spans: Sequence[Any], media: Mapping[str, Header], rules: Rules) -> dict[str, Any]:
+    """Position ids of a prompt, and how far those behind it are from numbers of tokens."""
+    import torch
+
+    found = torch.from_numpy(positions(tokens, spans, media, rules))
+    return {"mrope_positions": found, "mrope_position_delta": found.max().reshape(1, 1) + 1 - tokens}
+
+
+def _of_blobs(kind: Kind, spans: Sequence[Any], media: Sequence[tuple[np.ndarray, Header]]) -> dict[str, Any]:
+    import torch
+
+    values = [torch.from_numpy(one) for one, _ in media]
+    # Both ends of a span belong to it.
+    offsets = [[span["start"], span["start"] + span["length"] - 1] for span in spans]
+    found: dict[str, Any] = {"format": _FORMAT, "offsets": offsets}
+    if kind is Kind.AUDIO:
+        frames = [torch.ones(len(one), dtype=torch.long) for one in values]
+        padded = torch.nn.utils.rnn.pad_sequence(values, batch_first=True).transpose(1, 2)
+        mask = torch.nn.utils.rnn.pad_sequence(frames, batch_first=True)
+        return found | {_FEATURES[kind]: padded, "feature_attention_mask": mask}
+    grids = torch.tensor([header.grid for _, header in media])
+    return found | {_FEATURES[kind]: torch.cat(values), _GRIDS[kind]: grids}
+
+
 @functools.lru_cache(maxsize=_KEPT)
-def _features(path: str, rules: Rules) -> tuple[np.ndarray, tuple[int, int, int]]:
-    """Patches of the medium whose blob is at ``path``, and their grid."""
+def _read(path: str, rules: Rules) -> tuple[np.ndarray, Header]:
+    """Features of the medium whose blob is at ``path``, and what it is."""
     blob = Path(path)
     medium = Medium.from_bytes(MediaStore(blob.parent).read(blob.name))
-    return patches(medium, rules), medium.grid
+    return features(medium, rules), medium.header

@@ -13,7 +13,7 @@ from torch import Tensor
 from relax_hpc.models.packs import PackSplit, Places
 from relax_hpc.models.upload import upload
 from relax_hpc.multimodal.bad import BadMedium, Reason
-from relax_hpc.multimodal.features import mel, patches
+from relax_hpc.multimodal.features import features
 from relax_hpc.multimodal.medium import Grid, Kind, Medium
 from relax_hpc.multimodal.positions import positions
 from relax_hpc.multimodal.rules import Rules
@@ -29,7 +29,7 @@ class TowerInput:
 
     kind: Kind
     values: np.ndarray
-    """float32: patches [patches, values], or the mel spectrogram of a sound turned around, [frames, bins]."""
+    """See `multimodal.features.features`."""
     grid: Grid
     tokens: int
     """Tokens in whose places its embeddings come."""
@@ -37,8 +37,7 @@ class TowerInput:
     @classmethod
     def of(cls, medium: Medium, rules: Rules) -> Self:
         """Build from a stored medium by the ``rules`` of the model's family."""
-        values = mel(medium, rules).T if medium.kind is Kind.AUDIO else patches(medium, rules)
-        return cls(medium.kind, np.ascontiguousarray(values), medium.grid, rules.tokens(medium))
+        return cls(medium.kind, features(medium, rules), medium.grid, rules.tokens(medium))
 
 
 @dataclass(frozen=True, slots=True)
