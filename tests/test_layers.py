@@ -25,7 +25,7 @@ LINES = (
     ("transfer_queue",),
     ("transport", "metrics"),
     ("tasks",),
-    ("rewards",),
+    ("rewards", "environments"),
     ("data",),
     ("multimodal",),
     ("workers",),

@@ -24,7 +24,11 @@ class Task:
     process that has use for one, and keep nothing from one call to the next.
 
     >>> class Echo(Task):
-    ...     def rows(self, split, data):
+    ...     environment: ClassVar[str] = ""
+    """Environment that episodes are played against where the configuration names none, as `environment.kind` has it;
+    empty: none."""
+
+    def rows(self, split, data):
     ...         return ({"id": word, "prompt": word, "answer": word} for word in ("a", "b", "ab"))
     >>> [row["id"] for row in Echo().rows("train", None)]
     ['a', 'b', 'ab']

@@ -11,6 +11,7 @@ from relax_hpc.config.schema.cluster import (
     SiteConfig,
     SlurmConfig,
 )
+from relax_hpc.config.schema.environment import EnvironmentConfig
 from relax_hpc.config.schema.generation import (
     EngineConfig,
     GenrmConfig,
@@ -49,6 +50,7 @@ __all__ = [
     "DataConfig",
     "Durability",
     "EngineConfig",
+    "EnvironmentConfig",
     "EvalConfig",
     "ForwardConfig",
     "GenrmConfig",

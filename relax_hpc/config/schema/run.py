@@ -7,6 +7,7 @@ from typing import Literal
 
 from relax_hpc.algorithms import Algorithm, Grpo
 from relax_hpc.config.schema.cluster import GroupConfig, SiteConfig, SlurmConfig
+from relax_hpc.config.schema.environment import EnvironmentConfig
 from relax_hpc.config.schema.generation import GenrmConfig, RolloutConfig
 from relax_hpc.config.schema.policy import DataConfig, ModelConfig, WarmStartConfig
 from relax_hpc.config.schema.running import (
@@ -71,6 +72,7 @@ class Config:
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     algorithm: Algorithm = field(default_factory=Grpo)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     reward: RewardSettings = field(default_factory=RewardSettings)
     genrm: GenrmConfig = field(default_factory=GenrmConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
