@@ -24,11 +24,7 @@ class Task:
     process that has use for one, and keep nothing from one call to the next.
 
     >>> class Echo(Task):
-    ...     environment: ClassVar[str] = ""
-    """Environment that episodes are played against where the configuration names none, as `environment.kind` has it;
-    empty: none."""
-
-    def rows(self, split, data):
+    ...     def rows(self, split, data):
     ...         return ({"id": word, "prompt": word, "answer": word} for word in ("a", "b", "ab"))
     >>> [row["id"] for row in Echo().rows("train", None)]
     ['a', 'b', 'ab']
@@ -36,6 +32,10 @@ class Task:
 
     evaluations: ClassVar[tuple[str, ...]] = ()
     """Evaluation sets that `rows` has rows of."""
+
+    environment: ClassVar[str] = ""
+    """Environment that episodes are played against where the configuration names none, as `environment.kind` has it;
+    empty: none."""
 
     reward: Reward = staticmethod(answer_partial)
     """Reward of a sample or, if its parameter is called `samples`, of a prompt group; see `relax_hpc.rewards`. Where
