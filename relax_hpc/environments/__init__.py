@@ -10,7 +10,9 @@ from relax_hpc.environments.base import Environment
 from relax_hpc.errors import ConfigError
 from relax_hpc.named import named
 
-ENVIRONMENTS: dict[str, str] = {}
+ENVIRONMENTS: dict[str, str] = {
+    "tools": "relax_hpc.environments.with_tools:WithTools",
+}
 """Environments that are built in, by name: where each lies."""
 
 

@@ -127,7 +127,7 @@ class Environment:
         message of its role comes from the run's chat template."""
         return (*observation.media, observation.text) if observation.text else observation.media
 
-    def close(self) -> None | Awaitable[None]:
+    def close(self) -> Awaitable[None] | None:
         """Give back what it holds; the process may as well end without it."""
 
 
@@ -136,7 +136,7 @@ class EnvironmentFault(Exception):
 
     def __init__(self, reason: FaultReason, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
-        self.reason = reason
+        self.reason, self.detail = reason, detail
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,7 +14,7 @@ from relax_hpc.multimodal.medium import Header, Kind, Medium
 from relax_hpc.multimodal.rules import Rules
 from relax_hpc.multimodal.source import Source
 from relax_hpc.workers import frames
-from relax_hpc.workers.serving import serve, write
+from relax_hpc.workers.serving import bound_memory, serve, write
 
 
 class Decoder:
@@ -24,7 +23,7 @@ class Decoder:
     def __init__(self, first: dict[str, Any]) -> None:
         self._rules, self._limits = Rules.rebuilt(first["rules"]), Limits(**first["limits"])
         self._blob = os.memfd_create("blob")
-        _bound_memory(self._limits.memory_mb)
+        bound_memory(self._limits.memory_mb)
 
     def answer(self, message: dict[str, Any]) -> dict[str, Any]:
         """Answer to a request."""
@@ -60,14 +59,6 @@ def _source(message: dict[str, Any]) -> Source:
 
 def _shown(about: Header) -> dict[str, Any]:
     return {"kind": about.kind, "grid": about.grid, "seconds": about.seconds}
-
-
-def _bound_memory(most_mb: int) -> None:
-    """Let this process have so much more memory of its own than it has."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    now_kb = next(int(line.split()[1]) for line in lines if line.startswith("VmData:"))
-    most = (now_kb << 10) + (most_mb << 20)
-    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
 def _serve(asked: BinaryIO, answers: BinaryIO) -> None:

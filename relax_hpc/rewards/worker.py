@@ -7,7 +7,6 @@ A plain function is called in the main thread, one prompt group after the other,
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any, BinaryIO
 
 from relax_hpc.errors import ConfigError
@@ -15,7 +14,7 @@ from relax_hpc.reward_settings import RewardSettings, rebuilt
 from relax_hpc.rewards import Reward, RewardError, RewardInput, Scores, get_reward
 from relax_hpc.rewards.ask import is_async, scores, scores_soon
 from relax_hpc.workers import frames
-from relax_hpc.workers.serving import serve, write
+from relax_hpc.workers.serving import requests, serve, write
 
 AT_ONCE = 64
 """Prompt groups that a worker has at a time, of a reward that is `async def`, unless its `at_once` says another."""
@@ -38,9 +37,6 @@ def _serve(asked: BinaryIO, answers: BinaryIO) -> None:
 
 
 async def _serve_many(reward: Reward, limit_s: float, asked: BinaryIO, answers: BinaryIO) -> None:
-    reader = asyncio.StreamReader(limit=frames.MOST_BYTES)
-    loop = asyncio.get_running_loop()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), asked)
     tasks: set[asyncio.Task[None]] = set()
 
     async def answer(message: dict[str, Any]) -> None:
@@ -52,12 +48,7 @@ async def _serve_many(reward: Reward, limit_s: float, asked: BinaryIO, answers: 
             found = RewardError("reward_timeout", "")
         write(answers, _answer(message, found))
 
-    while True:
-        try:
-            head = await reader.readexactly(frames.HEAD.size)
-            message = json.loads(await reader.readexactly(frames.size(head)))
-        except asyncio.IncompleteReadError:
-            raise EOFError from None
+    async for message in requests(asked):
         task = asyncio.create_task(answer(message))
         tasks.add(task)
         task.add_done_callback(tasks.discard)

@@ -9,14 +9,12 @@ import time
 from collections import deque
 from typing import Generic, Protocol, TypeVar
 
-from relax_hpc.errors import RelaxError
 from relax_hpc.workers.process import Message, Worker, WorkerEnded
+from relax_hpc.workers.starter import Starter
 
 Q = TypeVar("Q", contravariant=True)
 A = TypeVar("A")
 
-MOST_STARTS = 3
-"""Starts in a row that may come to nothing."""
 _GRACE_S = 2.0
 """Seconds beyond the limit for a worker that keeps it by itself."""
 
@@ -60,7 +58,8 @@ class Pool(Generic[Q, A]):
     def __init__(self, work: Work[Q, A], count: int) -> None:
         self.work, self.count = work, count
         self.workers: list[Worker] = []
-        self._starting = self._failed = 0
+        self._starter = Starter(work.name, work.module, work.about, work.answer)
+        self._starting = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._numbers = itertools.count()
         self._suspects = asyncio.Lock()
@@ -83,7 +82,7 @@ class Pool(Generic[Q, A]):
         async with self._suspects:
             while True:
                 if self._for_suspects is None or self._for_suspects.has_ended:
-                    self._for_suspects = await self._started()
+                    self._for_suspects = await self._starter.start()
                 with contextlib.suppress(WorkerEnded):
                     return await self._asked(self._for_suspects, asked, alone=True)
 
@@ -122,7 +121,7 @@ class Pool(Generic[Q, A]):
             if len(self.workers) + self._starting < self.count:
                 self._starting += 1
                 try:
-                    worker = await self._started()
+                    worker = await self._starter.start()
                     self.workers.append(worker)
                 finally:
                     self._starting -= 1
@@ -160,16 +159,3 @@ class Pool(Generic[Q, A]):
             if not turn.done():
                 turn.set_result(None)
                 places -= 1
-
-    async def _started(self) -> Worker:
-        while True:
-            try:
-                worker = await Worker.start(self.work.module, self.work.about, self.work.answer)
-            except WorkerEnded as ended:
-                self._failed += 1
-                if self._failed >= MOST_STARTS:
-                    text = f"a worker for {self.work.name} {ended} while it started, {self._failed} times in a row"
-                    raise RelaxError(f"{text}; what it printed is in the log of this role") from ended
-            else:
-                self._failed = 0
-                return worker

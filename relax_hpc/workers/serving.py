@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import json
 import os
+import resource
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -27,6 +30,25 @@ def serve(work: Callable[[BinaryIO, BinaryIO], None]) -> NoReturn:
         # While the pipe is open: the parent kills who has closed it, and would say that it was killed.
         _end(1)
     _end(0)
+
+
+async def requests(asked: BinaryIO) -> AsyncIterator[Any]:
+    """Requests as they come, for one event loop, until there are no more."""
+    reader = asyncio.StreamReader(limit=frames.MOST_BYTES)
+    protocol = asyncio.StreamReaderProtocol(reader)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, asked)
+    with contextlib.suppress(asyncio.IncompleteReadError):
+        while True:
+            head = await reader.readexactly(frames.HEAD.size)
+            yield json.loads(await reader.readexactly(frames.size(head)))
+
+
+def bound_memory(most_mb: int) -> None:
+    """Let this process have so much more memory of its own than it has."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    now_kb = next(int(line.split()[1]) for line in lines if line.startswith("VmData:"))
+    most = (now_kb << 10) + (most_mb << 20)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
 def write(file: BinaryIO, message: Any) -> None:

@@ -1,0 +1,54 @@
+"""The environment `tools`: the policy calls tools, and is done when it says something without a call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from relax_hpc.environments.base import Environment, Observation, Response, Step
+from relax_hpc.environments.tool_calls import ToolCall, ToolError, calls_of
+from relax_hpc.environments.tools import tools_of
+from relax_hpc.errors import ConfigError
+
+
+class WithTools(Environment):
+    """Tools by name, each with its options: `{tools: {calculator: {}, search: {corpus: texts.sqlite}}}`.
+
+    Each call of a turn gets an observation of its own, in their order; of a call that is none, why. `info` has the
+    names of those that were called, and how many calls failed.
+    """
+
+    def __init__(self, tools: Mapping[str, Mapping[str, Any] | None], most_calls: int = 8) -> None:
+        """``most_calls``: of a turn. ConfigError: there is no such tool."""
+        if not isinstance(tools, Mapping) or not tools:
+            raise ConfigError(f"environment.options.tools: found {tools!r}, allowed: tools by name, with their options")
+        self._tools, self._most_calls = tools_of(tools), most_calls
+
+    def step(self, response: Response) -> Step:
+        calls = calls_of(response.text)
+        if not calls:
+            return Step(done=True)
+        if len(calls) > self._most_calls:
+            calls = [ToolError(f"found {len(calls)} calls in a turn, allowed {self._most_calls}")]
+        answers = [self._answer(call) for call in calls]
+        info = {
+            "calls": [call.name for call in calls if isinstance(call, ToolCall)],
+            "failed": sum(isinstance(answer, ToolError) for answer in answers),
+        }
+        return Step(tuple(map(_observation, answers)), info=info)
+
+    def _answer(self, call: ToolCall | ToolError) -> str | Observation | ToolError:
+        if isinstance(call, ToolError):
+            return call
+        if call.name not in self._tools:
+            return ToolError(f"there is no tool {call.name[:80]!r}; allowed: {', '.join(self._tools)}")
+        try:
+            return self._tools[call.name].called(call.arguments)
+        except ToolError as error:
+            return error
+
+
+def _observation(answer: str | Observation | ToolError) -> Observation:
+    if isinstance(answer, Observation):
+        return answer
+    return Observation(f"Error: {answer}" if isinstance(answer, ToolError) else answer)

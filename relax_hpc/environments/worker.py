@@ -1,0 +1,183 @@
+"""`python -m relax_hpc.environments.worker`: a process of environments, see `host`.
+
+A plain method is called in a thread that its environment has to itself, so that one that waits holds up no other;
+`async def` in one event loop. What is printed goes to the role's log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, BinaryIO, TypeVar
+
+from relax_hpc.environments import environment_class
+from relax_hpc.environments.base import Environment, EnvironmentFault, Message, Observation, Response, Step
+from relax_hpc.environments.wire import (
+    Wire,
+    beginning_from_wire,
+    checked_messages,
+    checked_observations,
+    checked_step,
+    digest_of,
+    step_to_wire,
+)
+from relax_hpc.errors import ConfigError
+from relax_hpc.workers import frames
+from relax_hpc.workers.serving import bound_memory, requests, serve, write
+
+T = TypeVar("T")
+_SHOWN = 500
+"""Characters of an error that are told."""
+
+
+class Live:
+    """One environment, from its making on."""
+
+    def __init__(self, make: Callable[[], Environment], limit_s: float) -> None:
+        self._make, self._limit_s = make, limit_s
+        self._thread = ThreadPoolExecutor(1)
+        self._environment: Any = None
+        self._left: Future[Any] = Future()
+        self._is_over_time = False
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a call that is over its time still has the thread, which nothing can end."""
+        return self._is_over_time and self._left.running()
+
+    async def begin(self, wire: Wire) -> Wire:
+        """What the environment says first, as `step_to_wire`. EnvironmentFault."""
+        return await self._within(self._begin(wire))
+
+    async def step(self, wire: Wire) -> Wire:
+        """What follows from a response. EnvironmentFault."""
+        return await self._within(self._step(Response(**wire)))
+
+    async def again(self, begun: Wire, played: list[Wire], digests: list[str]) -> Wire:
+        """What came of all that was played, in another process; the last of it. EnvironmentFault: it differs now."""
+        last = await self.begin(begun)
+        for number, digest in enumerate(digests):
+            if digest_of(last) != digest:
+                where = f"after response {number}" if number else "at its beginning"
+                raise EnvironmentFault("environment_differs", f"it said something else {where} when played again")
+            if number < len(played):
+                last = await self.step(played[number])
+        return last
+
+    async def close(self) -> None:
+        """Let it give back what it holds, once it is done with what it is at. EnvironmentFault."""
+        if not self.is_stuck:
+            await self._within(self._close())
+
+    async def _begin(self, wire: Wire) -> Wire:
+        self._environment = await self._call(self._make)
+        said = checked_observations(await self._call(self._environment.reset, beginning_from_wire(wire)))
+        return step_to_wire(Step(said), await self._formatted(said))
+
+    async def _step(self, response: Response) -> Wire:
+        step = checked_step(await self._call(self._environment.step, response))
+        return step_to_wire(step, await self._formatted(step.observations))
+
+    async def _formatted(self, observations: tuple[Observation, ...]) -> list[Message]:
+        form = self._environment.format_observation
+        return checked_messages([(said.role, await self._call(form, said)) for said in observations])
+
+    async def _close(self) -> None:
+        try:
+            if self._environment:
+                await self._call(self._environment.close)
+        finally:
+            self._thread.shutdown(wait=False)
+
+    async def _call(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        called = self._thread.submit(work, *arguments)
+        try:
+            found = await asyncio.wrap_future(called)
+        finally:
+            if called.running():
+                self._left = called
+        return await found if inspect.isawaitable(found) else found
+
+    async def _within(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            async with asyncio.timeout(self._limit_s) as clock:
+                return await work
+        except (EnvironmentFault, asyncio.CancelledError):
+            raise
+        except BaseException as error:  # a user's method may raise what no `except Exception` catches
+            if isinstance(error, TimeoutError) and clock.expired():
+                self._is_over_time = True
+                limit = f"{self._limit_s:g} s (environment.step_timeout_s)"
+                raise EnvironmentFault("environment_timeout", f"not done in {limit}") from error
+            text = f"{type(error).__name__}: {error}"[:_SHOWN]
+            raise EnvironmentFault("environment_raised", text) from error
+
+
+class Host:
+    """The work of this process."""
+
+    def __init__(self, first: Wire, answers: BinaryIO) -> None:
+        self._kind, self._options = environment_class(first["kind"]), first["options"]
+        self._limit_s, self._answers = first["limit_s"], answers
+        self._live: dict[int, Live] = {}
+        self._playing: dict[int, asyncio.Task[None]] = {}
+
+    def make(self) -> Environment:
+        """An environment. ConfigError: it cannot be made of these options."""
+        try:
+            return self._kind(**self._options)
+        except TypeError as error:
+            raise ConfigError(f"environment.options: {self._kind.__name__} is not made with them: {error}") from error
+
+    async def serve(self, asked: BinaryIO) -> None:
+        """Do what is asked, for any number of environments at a time."""
+        write(self._answers, {"at_once": 0})
+        async for message in requests(asked):
+            session = message["session"]
+            if message["do"] == "close" and (playing := self._playing.get(session)):
+                playing.cancel()
+            do = self._close if message["do"] == "close" else self._play
+            self._playing[session] = asyncio.create_task(self._answer(do, message))
+
+    async def _answer(self, do: Callable[[Wire], Coroutine[Any, Any, Wire]], message: Wire) -> None:
+        live = self._live.get(message["session"])
+        try:
+            found = await do(message)
+        except EnvironmentFault as fault:
+            live = live or self._live[message["session"]]
+            found = {"fault": [fault.reason, fault.detail], "stuck": live.is_stuck}
+        write(self._answers, {"id": message["id"], **found})
+
+    async def _play(self, message: Wire) -> Wire:
+        session = message["session"]
+        found: Wire = {}
+        if history := message["history"]:
+            self._live[session] = Live(self.make, self._limit_s)
+            found = await self._live[session].again(history["begun"], history["played"], history["digests"])
+        if message["response"]:
+            found = await self._live[session].step(message["response"])
+        return {"step": found, "digest": digest_of(found)}
+
+    async def _close(self, message: Wire) -> Wire:
+        self._playing.pop(message["session"], None)
+        if live := self._live.pop(message["session"], None):
+            await live.close()
+        return {}
+
+
+def _serve(asked: BinaryIO, answers: BinaryIO) -> None:
+    first = frames.read(asked)
+    try:
+        host = Host(first, answers)
+        host.make()
+    except ConfigError as error:
+        write(answers, {"error": str(error)})
+        return
+    bound_memory(first["memory_mb"])
+    asyncio.run(host.serve(asked))
+
+
+if __name__ == "__main__":
+    serve(_serve)

@@ -1,0 +1,183 @@
+"""Environments in processes of their own: what one does there costs its own episode alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import psutil
+import pytest
+
+from relax_hpc.config.schema import EnvironmentConfig
+from relax_hpc.environments import process as process_module
+from relax_hpc.environments.base import Beginning, EnvironmentFault, Message, Response
+from relax_hpc.environments.host import Environments, Session
+from relax_hpc.errors import ConfigError
+from tests.hostile_environments import BAD_STEPS, WELL
+
+LIMIT_S = 100.0
+SLEEPS = "sleep 1000"
+HOSTILE = "tests.hostile_environments:Hostile"
+
+
+@pytest.fixture(autouse=True)
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_module, "_GRACE_S", 0.5)
+
+
+def with_host(work: Any, kind: str = HOSTILE, **settings: Any) -> Any:
+    async def main() -> Any:
+        host = Environments(kind, EnvironmentConfig(**{"step_timeout_s": LIMIT_S, **settings}))
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                return await work(host)
+        finally:
+            await host.close()
+
+    return asyncio.run(main())
+
+
+def beginning(seed: int = 0) -> Beginning:
+    return Beginning("4?", "4", {"id": 10**30, "name": "é"}, WELL.observations[0].media, seed)
+
+
+async def play(host: Environments, *words: str, seed: int = 0) -> list[str]:
+    """What the environment said, turn by turn; the fault that ended it last."""
+    heard, session = [], await host.open(beginning(seed))
+    try:
+        for turn, word in enumerate(words):
+            heard.append(text_of(await session.step(Response(word, "stop", turn))))
+    except EnvironmentFault as fault:
+        heard.append(str(fault))
+    finally:
+        await session.close()
+    return heard
+
+
+def text_of(turn: Any) -> str:
+    return turn[1][0].parts[-1]
+
+
+def together(*parts: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.gather(*parts)
+
+
+async def pid_of(session: Session, turn: int = 0) -> int:
+    step, _ = await session.step(Response("pid", "stop", turn))
+    return step.info["pid"]
+
+
+def test_what_an_environment_is_told_and_says_comes_over_whole() -> None:
+    async def work(host: Environments) -> Any:
+        session = await host.open(beginning(7))
+        return session.opening, await session.step(Response("well", "stop", 0))
+
+    opening, (step, messages) = with_host(work, options={"word": "opens"})
+    [observation, _] = WELL.observations
+    assert opening == (Message("tool", ("begun 7 {'id': 1000000000000000000000000000000, 'name': 'é'}",)),)
+    assert messages == (Message("tool", (*observation.media, observation.text)),) * 2
+    assert (step.done, step.info, step.reward, step.context) == (WELL.done, WELL.info, WELL.reward, WELL.context)
+
+
+def test_a_bad_answer_ends_its_own_episode_and_nothing_beside_it() -> None:
+    async def work(host: Environments) -> Any:
+        beside = await host.open(beginning())
+        first = await pid_of(beside)
+        ended = await together(*(play(host, "a", word) for word in BAD_STEPS))
+        raised = [await play(host, word) for word in ("quit", "swell", "sleep x")]
+        return ended, raised, await play(host, "closed"), first == await pid_of(beside, 1)
+
+    ended, raised, closed, is_same = with_host(work, memory_mb=1024)
+    assert all(heard[0] == "1 a 0" and heard[1].startswith("environment_answer: ") for heard in ended), ended
+    assert raised == [
+        ["environment_raised: SystemExit: 3"],
+        ["environment_raised: MemoryError: "],
+        ["environment_raised: ValueError: could not convert string to float: 'x'"],
+    ]
+    assert is_same and closed == [f"1 {[0] * (len(BAD_STEPS) + 3)} 0"]
+
+
+def test_one_that_hangs_ends_alone_and_nobody_comes_into_its_process_any_more() -> None:
+    async def work(host: Environments) -> Any:
+        beside = await host.open(beginning(5))
+        first = await pid_of(beside)
+        hung = await play(host, "a", SLEEPS)
+        again, other = await pid_of(beside, 1), await host.open(beginning())
+        others = await pid_of(other)
+        gone = psutil.Process(first)
+        await beside.close()
+        await asyncio.to_thread(gone.wait, LIMIT_S)
+        return hung, first == again, first == others
+
+    hung, stayed, came = with_host(work, step_timeout_s=1.0)
+    assert hung == ["1 a 0", "environment_timeout: not done in 1 s (environment.step_timeout_s)"]
+    assert stayed and not came
+
+
+@pytest.mark.parametrize(
+    ("bad", "fault"),
+    [
+        ("exit", "environment_died: its process ended by exit code 7"),
+        ("hang", "environment_timeout: its process did not answer in 2 s"),
+    ],
+)
+def test_those_beside_one_that_ends_their_process_are_played_again(bad: str, fault: str) -> None:
+    async def work(host: Environments) -> Any:
+        idle, whim = await host.open(beginning(8)), await host.open(beginning(9))
+        before = await pid_of(idle)
+        await whim.step(Response("whim", "stop", 0))
+        words = ("a", "sleep 0.2", "b"), ("a", bad), ("sleep 0.3", "b")
+        heard = await together(*(play(host, *said, seed=seed) for seed, said in enumerate(words, 1)))
+        with pytest.raises(EnvironmentFault, match="environment_differs: it said something else after response 1"):
+            await whim.step(Response("b", "stop", 1))
+        return heard, before == await pid_of(idle, 1)
+
+    heard, is_same = with_host(work, step_timeout_s=2.0)
+    assert heard == [["1 a 1", "2 None 1", "3 b 1"], ["1 a 2", fault], ["1 None 3", "2 b 3"]]
+    assert not is_same
+
+
+def test_calls_of_an_event_loop_are_many_at_a_time_and_end_in_time() -> None:
+    async def work(host: Environments) -> Any:
+        return await together(*(play(host, "await 0.2") for _ in range(50)), play(host, "await 1000"))
+
+    *heard, late = with_host(work, "tests.hostile_environments:Soon", step_timeout_s=3.0)
+    assert heard == [["awaited"]] * 50
+    assert late == ["environment_timeout: not done in 3 s (environment.step_timeout_s)"]
+
+
+def test_places_are_kept_and_given_back() -> None:
+    async def work(host: Environments) -> Any:
+        first, second = [await host.open(beginning(seed)) for seed in (1, 2)]
+        pids = {await pid_of(first), await pid_of(second)}
+        waits = asyncio.create_task(host.open(beginning(3)))
+        step = asyncio.create_task(second.step(Response("sleep 0.3", "stop", 1)))
+        await asyncio.wait([waits], timeout=0.1)
+        assert not waits.done()
+        # Its rollout has no use for it any more: the place is free once the call that is under way is over.
+        step.cancel()
+        await second.close()
+        await second.close()
+        third = await waits
+        closed, _ = text_of(await third.step(Response("closed", "stop", 0))), await first.close()
+        return len(pids), closed
+
+    assert with_host(work, processes=2, per_process=1) == (2, "1 [2] 3")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "error"),
+    [
+        (HOSTILE, {"word": "refuses"}, "environment.options.word: found refuses"),
+        (HOSTILE, {"words": ""}, "environment.options: Hostile is not made with them: .*unexpected keyword"),
+        ("tool", {}, "environment.kind: found 'tool', allowed .*did you mean 'tools'"),
+        ("relax_hpc.errors:ConfigError", {}, "found no class derived from"),
+    ],
+)
+def test_an_environment_that_cannot_be_had_is_said_at_once(kind: str, options: dict, error: str) -> None:
+    async def work(host: Environments) -> None:
+        with pytest.raises(ConfigError, match=error):
+            await host.start()
+
+    with_host(work, kind, options=options)
