@@ -25,7 +25,8 @@ from relax_hpc.multimodal.features import patches
 from relax_hpc.multimodal.medium import Kind, Medium
 from relax_hpc.multimodal.rules import Rules
 from relax_hpc.observe.sample_page import page
-from relax_hpc.observe.sample_view import lines, whole
+from relax_hpc.observe.sample_reading import whole
+from relax_hpc.observe.sample_text import lines
 from relax_hpc.roles.media_reader import MediaReader
 from relax_hpc.rollout.media import PromptMedia
 from relax_hpc.rollout.sample_keeper import SampleKeeper

@@ -26,6 +26,7 @@ from relax_hpc.observe.terminal_text import harmless, wrapped
 from relax_hpc.rollout.sample_log import SampleLog
 from relax_hpc.rundir import RunDir
 from relax_hpc.versions import Version
+from tests.browser import needs_browser, seen
 from tests.queue_helpers import Roles, in_thread, make_run, rows_of, small
 
 EVIL = (
@@ -266,16 +267,11 @@ def test_the_page_holds_its_data_and_nothing_else_that_runs(
     assert not re.search(r"https?:|innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", text.replace(data, ""))
 
 
-@pytest.mark.skipif(not shutil.which("chromium"), reason="a real browser is looked into where there is one: chromium")
+@needs_browser
 def test_a_browser_shows_and_filters_the_page(made: Path, tmp_path: Path) -> None:
     assert main(["samples", str(made), "--html", str(tmp_path / "page.html")]) == EXIT_DONE
-
-    def seen(chosen: str) -> str:
-        command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'browser'}"]
-        command += ["--virtual-time-budget=5000", "--dump-dom", f"file://{tmp_path / 'page.html'}#{chosen}"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-
-    everything, chosen = seen(""), seen("set=training&reason=stop&most=-1.5&text=EVIL")
+    everything = seen(tmp_path / "page.html")
+    chosen = seen(tmp_path / "page.html", "set=training&reason=stop&most=-1.5&text=EVIL")
     assert "34 of 34 episodes" in everything and everything.count("<article>") == 34
     assert "1 of 34 episodes, mean reward -2" in chosen and chosen.count("<article>") == 1
     assert "<title>Samples of" in chosen and "&lt;/script&gt;&lt;script&gt;document.title" in chosen

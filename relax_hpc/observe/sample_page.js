@@ -57,19 +57,36 @@ function picture(medium) {
   return made;
 }
 
+// What is known of a sample or of a turn: its tokens, how many are trained on where not all are, and who sampled them.
+function known(part) {
+  const some = part.trained !== undefined && part.trained !== part.tokens;
+  return [`${part.tokens ?? "?"} tokens`, ...(some ? [`${part.trained} trained on`] : []), ...(part.versions || [])];
+}
+
+function turn(one) {
+  const policy = one.by === "policy", made = element("section", policy ? "policy" : "environment");
+  made.append(element("h3", "", [one.by, ...known(one)].join(" \u00b7 ")));
+  for (const medium of one.media || []) made.append(picture(medium));
+  made.append(element("pre", "", one.text));
+  for (const call of one.tool_calls || []) {
+    made.append(element("div", "call", `calls ${call.name} ${JSON.stringify(call.arguments)}`));
+  }
+  return made;
+}
+
 function card(sample) {
   const made = element("article"), title = element("h2");
   title.append(`${setOf(sample)}, ${sample.eval === undefined ? "step" : "version"} ${sample.step} `);
   const tone = sample.reward > 0 ? "good" : sample.reward < 0 ? "bad" : "";
   title.append(element("span", `reward ${tone}`, `reward ${number(sample.reward)}`));
   const parts = Object.entries(sample.components || {}).map(([name, value]) => `${name} ${number(value)}`);
-  const told = [...parts, sample.finish_reason, `${sample.tokens ?? "?"} tokens`, ...(sample.versions || []), sample.fate,
-    sample.id, sample.prompt_id];
+  const told = [...parts, sample.finish_reason, ...known(sample), sample.fate, sample.id, sample.prompt_id];
   made.append(title, element("div", "about", told.filter(Boolean).join(" \u00b7 ")));
   for (const medium of sample.media || []) made.append(picture(medium));
-  for (const name of ["prompt", "response", "answer"]) {
-    if (sample[name]) made.append(element("h3", "", name), element("pre", "", sample[name]));
-  }
+  const texts = (names) => names.filter((name) => sample[name]).flatMap((name) =>
+    [element("h3", "", name), element("pre", "", sample[name])]);
+  made.append(...texts(["prompt"]), ...(sample.turns ? sample.turns.map(turn) : texts(["response"])), ...texts(["answer"]));
+  if (sample.outcome) made.append(element("h3", "", "outcome"), element("pre", "", JSON.stringify(sample.outcome)));
   return made;
 }
 

@@ -4,41 +4,24 @@ from __future__ import annotations
 
 import heapq
 import json
-import math
-import os
-import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from relax_hpc.errors import EXIT_DONE, ConfigError
 from relax_hpc.observe.sample_page import page
-from relax_hpc.observe.terminal_text import harmless, wrapped
+from relax_hpc.observe.sample_reading import whole
+from relax_hpc.observe.sample_text import show
 from relax_hpc.rollout.sample_log import Sample, read_samples
-from relax_hpc.rundir import RunDir, is_map, write_atomic
+from relax_hpc.rundir import RunDir, write_atomic
 from relax_hpc.transfer_queue.controller.journal import JournalError
 from relax_hpc.transfer_queue.inspect.fates import Fate, Fates, read_fates
 
 LIMIT, PAGE_LIMIT = 10, 5000
 """Samples that are shown unless --limit says otherwise: printed, or on a page."""
-_NOTHING = type(None)
-_ENTRIES = {
-    **dict.fromkeys(("id", "prompt", "response", "finish_reason"), str),
-    **dict.fromkeys(("reward", "step", "time"), (int, float)),
-    **dict.fromkeys(("eval", "shard", "answer", "prompt_id"), (str, _NOTHING)),
-    "tokens": (int, _NOTHING),
-    "versions": (list, _NOTHING),
-    "components": (dict, _NOTHING),
-    "media": (list, _NOTHING),
-}
-"""Types of the fields that every sample has, and may have."""
-_OF_MEDIUM = {"kind": str, "about": str, "picture": (str, _NOTHING)}
 _COUNTED = ("accepted", "trained", "evaluated", "unknown")
-_LABEL_WIDTH, _LEAST_WIDTH = 9, 20
-_BOLD, _DIM, _RED, _GREEN, _YELLOW = 1, 2, 31, 32, 33
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,15 +90,6 @@ def find(run: RunDir, wanted: Wanted) -> Found:
     return found
 
 
-def whole(samples: Iterable[Sample]) -> Iterator[Sample]:
-    """Samples that have what they must; a run directory is its user's, who may have put anything there."""
-    for sample in samples:
-        if is_map(sample, **_ENTRIES) and math.isfinite(sample["reward"]):
-            known = {name: value for name, value in sample.items() if value is not None}
-            media = [one for one in known.pop("media", []) if is_map(one, **_OF_MEDIUM)]
-            yield known | {"components": _numbers(known.get("components", {}))} | ({"media": media} if media else {})
-
-
 def fate_of(sample: Sample, fates: Fates | None) -> Fate:
     """Fate of ``sample`` by the journal; ``fates`` is None if that cannot be read."""
     if "eval" in sample:
@@ -170,44 +144,3 @@ def _left_out(found: Found) -> Iterator[str]:
         yield f"{more} more, see --limit"
     if found.hidden:
         yield ", ".join(f"{count} {fate}" for fate, count in sorted(found.hidden.items())) + ": left out, see --dropped"
-
-
-def show(samples: Iterable[Sample]) -> None:
-    """Print for people; on a terminal in colours, unless NO_COLOR is set, and fitted to its width."""
-    terminal = sys.stdout.isatty()
-    paint = _painted if terminal and not os.environ.get("NO_COLOR") else _plain
-    width = max(_LEAST_WIDTH, shutil.get_terminal_size().columns - _LABEL_WIDTH - 1) if terminal else sys.maxsize
-    for sample in samples:
-        print("\n".join(lines(sample, width, paint)), end="\n\n")
-
-
-def lines(sample: Sample, width: int, paint: Callable[[str, int], str]) -> Iterator[str]:
-    """A sample as text: what is known of it, then its texts, ``width`` columns wide, without what a terminal obeys."""
-    reward = sample["reward"]
-    tone = _GREEN if reward > 0 else _RED if reward < 0 else _YELLOW
-    parts = ", ".join(f"{name} {value:.4g}" for name, value in sample["components"].items())
-    place = f"{sample['eval']} at version {sample['step']}" if "eval" in sample else f"step {sample['step']}"
-    told = [sample["finish_reason"], f"{sample.get('tokens', '?')} tokens", *sample.get("versions", []), sample["fate"]]
-    about = "  ".join(map(str, [f"({parts})" if parts else "", *told, sample["id"], sample.get("prompt_id", "")]))
-    head = f"{paint(harmless(place), _BOLD)}  {paint(f'reward {reward:.4g}', tone)}  {paint(harmless(about), _DIM)}"
-    yield head
-    for one in sample.get("media", []):
-        label = paint(f"{harmless(one['kind']):<{_LABEL_WIDTH}}", _DIM)
-        yield f"{label}{harmless(one['about'])}"
-    for name in ("prompt", "response", *(("answer",) if sample.get("answer") else ())):
-        for number, line in enumerate(wrapped(harmless(sample[name]), width)):
-            label = paint(f"{'' if number else name:<{_LABEL_WIDTH}}", _DIM)
-            yield f"{label}{line}".rstrip()
-
-
-def _numbers(found: Mapping[str, Any]) -> dict[str, float]:
-    """Numbers among the components of a reward."""
-    return {name: v for name, v in found.items() if isinstance(v, int | float) and math.isfinite(v)}
-
-
-def _painted(text: str, colour: int) -> str:
-    return f"\x1b[{colour}m{text}\x1b[0m"
-
-
-def _plain(text: str, colour: int) -> str:
-    return text

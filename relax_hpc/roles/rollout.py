@@ -61,7 +61,7 @@ class Rollout:
         self.keeping: set[asyncio.Task[None]] = set()
         """Tasks that write down the last puts."""
         log = SampleLog(path, config.samples, config.steps)
-        self.samples = SampleKeeper(log, config, self.tokenizer, context.run.media)
+        self.samples = SampleKeeper(log, config, self.tokenizer, context.run.media, context.run.eval_media)
         self.outbox = Outbox(self.put, context.report)
         self.media = PromptMedia(self.client, context.model, context.run.eval_media, self.config.data.multimodal)
         routes = routes_of(context.model, config.model)

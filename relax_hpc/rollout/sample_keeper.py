@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from relax_hpc.config.schema import Config
-from relax_hpc.data.prompts import Tokenizer
-from relax_hpc.engines.engine import Generation
+from relax_hpc.data.prompts import Prompt, Tokenizer
+from relax_hpc.engines.engine import EngineFault, Episode, Generation
 from relax_hpc.rewards import RewardError, Score
+from relax_hpc.rollout.attempt import Made
 from relax_hpc.rollout.evaluation import Evaluated
+from relax_hpc.rollout.readable import readable
 from relax_hpc.rollout.sample_log import Sample, SampleLog, kept_of
-from relax_hpc.rollout.thumbnails import thumbnail_of
+from relax_hpc.rollout.samples import rows_of
 from relax_hpc.transfer_queue.row_schema import Row
 from relax_hpc.versions import Version
 
@@ -27,9 +29,12 @@ _SHOWN_CHARS = 1500
 class SampleKeeper:
     """Chooses episodes, has their tokens spelled out, and appends them to a `SampleLog`. Safe to use from threads."""
 
-    def __init__(self, log: SampleLog, config: Config, tokenizer: Tokenizer, media: Path = Path()) -> None:
-        """``media``: folder of the store of what rows name in their spans."""
-        self.log, self.config, self.tokenizer, self._media = log, config, tokenizer, media
+    def __init__(
+        self, log: SampleLog, config: Config, tokenizer: Tokenizer, media: Path = Path(), eval_media: Path = Path()
+    ) -> None:
+        """``media``, ``eval_media``: folders of the stores of what rows name in their spans, and of evaluations."""
+        self.log, self.config, self.tokenizer = log, config, tokenizer
+        self._media, self._eval_media = media, eval_media
 
     def keeps(self, ticket: int) -> bool:
         """Whether the episodes of ``ticket`` are among those of its step that are kept."""
@@ -46,11 +51,8 @@ class SampleKeeper:
         by_step: dict[int, list[Sample]] = defaultdict(list)
         for row in rows:
             if self.keeps(row["ticket"]):
-                known, versions = int(row["prompt_len"]), row["token_versions"]
-                made = Generation(row["token_ids"][known:].tolist(), [], versions[known:], row["finish_reason"])
-                step, prompt = row["ticket"] // self.config.prompts_per_step, row["token_ids"][:known].tolist()
-                sample = self._sample(row["row_id"], step, row["prompt_id"], prompt, made, row["reward"])
-                sample |= self._seen(self._media / span["media_id"] for span in row["spans"])
+                step = row["ticket"] // self.config.prompts_per_step
+                sample = self._sample(row, row["row_id"], step, row["reward"], self._media)
                 by_step[step].append(sample | {"shard": shard} | dict((about or {}).get(row["row_id"], {})))
         for step, samples in by_step.items():
             self.log.keep(samples, step)
@@ -58,45 +60,35 @@ class SampleKeeper:
 
     def evaluated(self, name: str, version: Version, scored: Iterable[Evaluated]) -> None:
         """Keep the episodes of the evaluation set ``name``, if evaluations are kept."""
-        if not self.config.samples.evaluations:
-            return
-        samples = []
-        for place, (prompt, answer, score) in enumerate(scored):
-            made = (
-                answer if isinstance(answer, Generation) else Generation([], [], np.zeros(0, np.int32), answer.reason)
+        if self.config.samples.evaluations:
+            about = {"eval": name, "weights": str(version)}
+            self.log.keep(
+                [
+                    sample | about
+                    for place, one in enumerate(scored)
+                    for sample in self._evaluated(place % self.config.eval.responses, version.number, *one)
+                ]
             )
-            responses = self.config.eval.responses
-            called = prompt.prompt_id if responses == 1 else f"{prompt.prompt_id}.{place % responses:02d}"
-            known = Score(0.0) if isinstance(score, RewardError) else score
-            sample = self._sample(called, version.number, prompt.prompt_id, prompt.token_ids, made, known.total)
-            more = {"answer": prompt.answer, "weights": str(version), "components": known.components}
-            more |= self._seen(medium.blob for medium in prompt.media if medium.blob)
-            # Nobody counts its reward.
-            failed = {"failed": score.reason} if isinstance(score, RewardError) else {}
-            samples.append(sample | {"eval": name} | more | failed)
-        self.log.keep(samples)
 
-    @staticmethod
-    def _seen(blobs: Iterable[Path]) -> Sample:
-        """Thumbnails of media, each once; nothing where there are none."""
-        found = [shown for blob in dict.fromkeys(blobs) if (shown := thumbnail_of(blob))]
-        return {"media": found} if found else {}
+    def _evaluated(
+        self, number: int, step: int, prompt: Prompt, answer: Made | EngineFault, score: Score | RewardError
+    ) -> Iterator[Sample]:
+        """The rows of response ``number`` to ``prompt``."""
+        called = prompt.prompt_id if self.config.eval.responses == 1 else f"{prompt.prompt_id}.{number:02d}"
+        made = Generation([], [], np.zeros(0, np.int32), answer.reason) if isinstance(answer, EngineFault) else answer
+        # Nobody counts the reward of one that has none.
+        failed = {"failed": score.reason} if isinstance(score, RewardError) else {}
+        known = Score(0.0) if isinstance(score, RewardError) else score
+        about = {"answer": prompt.answer, "components": known.components} | failed
+        for row in rows_of(prompt, 0, {0: made}):
+            del row["loss_mask"]  # Nothing of it is trained on.
+            name = f"{called}.{row['row']:02d}" if isinstance(made, Episode) else called
+            yield self._sample(row, name, step, known.total, self._eval_media) | about
 
-    def _sample(
-        self, name: str, step: int, prompt_id: str, prompt: Iterable[int], made: Generation, reward: float
-    ) -> Sample:
-        return {
-            "id": name,
-            "step": step,
-            "prompt_id": prompt_id,
-            "prompt": self.tokenizer.decode(list(prompt)),
-            "response": self.tokenizer.decode(list(made.token_ids)),
-            "reward": float(reward),
-            "finish_reason": made.finish_reason,
-            "tokens": int(np.count_nonzero(made.token_versions)),
-            "versions": [str(Version.decode(code)) for code in np.unique(made.token_versions).tolist() if code],
-            "time": time.time(),
-        }
+    def _sample(self, row: Row, name: str, step: int, reward: float, media: Path) -> Sample:
+        about = {"id": name, "step": step, "prompt_id": row["prompt_id"], "reward": float(reward)}
+        told = readable(row, self.tokenizer, media)
+        return about | told | {"finish_reason": row["finish_reason"], "time": time.time()}
 
 
 def in_tensorboard(samples: list[Sample]) -> list[str]:

@@ -99,9 +99,15 @@ class SampleLog:
         return self._used + size <= share * self.limits.max_bytes
 
     def _short(self, sample: Mapping[str, Any]) -> Sample:
-        """Sample whose texts are cut to the length that they may have."""
+        """Sample whose texts are cut to the length that they may have; those of its turns share it."""
         most = self.limits.max_text_chars
-        return {name: _cut(value, most) if isinstance(value, str) else value for name, value in sample.items()}
+        short = {name: _cut(value, most) if isinstance(value, str) else value for name, value in sample.items()}
+        if turns := sample.get("turns", []):
+            whole = sum(len(turn["text"]) for turn in turns) <= most
+            short["turns"] = (
+                turns if whole else [turn | {"text": _cut(turn["text"], most // len(turns))} for turn in turns]
+            )
+        return short
 
     def take_skipped(self) -> int:
         """Episodes since the last call that found no room, within the bound or on a disk that was full for long."""
@@ -151,11 +157,16 @@ def read_samples(folder: Path) -> Iterator[Sample]:
 def _samples(member: bytes) -> Iterator[Sample]:
     for line in member.splitlines():
         try:
-            sample = json.loads(line)
-        except ValueError:
+            sample = json.loads(line, parse_constant=_number, parse_float=_number)
+        except (ValueError, RecursionError):
             continue
         if isinstance(sample, dict):
             yield sample
+
+
+def _number(text: str) -> float | None:
+    """None for what is no number: a page could not hold it."""
+    return value if math.isfinite(value := float(text)) else None
 
 
 def _members(path: Path) -> Iterator[bytes]:

@@ -38,6 +38,8 @@ def rows_of(config: Config, step: int, tokens: int, vocabulary: int) -> list[Row
             "token_ids": random.integers(0, vocabulary, tokens, dtype=np.int32),
             "prompt_len": tokens // 4,
             "token_versions": np.full(tokens, 1, np.int32),
+            "loss_mask": np.ones(tokens, np.uint8),
+            "spans": [],
             "reward": 0.5,
             "finish_reason": "stop",
         }

@@ -147,7 +147,7 @@ class SamplesConfig:
     """Bytes, compressed, that the samples of a run may take. Steps share them evenly, so that the last ones have some
     too; evaluations may use what is left."""
     max_text_chars: int = bounded(32_768, 16)
-    """Characters of a prompt or a response; of a longer one its middle is left out."""
+    """Characters of a prompt or a response; of a longer one its middle is left out. Turns of one share them."""
     tensorboard_every: int = bounded(10, 0)
     """Steps from one of which TensorBoard's Text tab shows a few episodes to the next; 0: none."""
 

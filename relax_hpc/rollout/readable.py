@@ -1,0 +1,70 @@
+"""Rows made readable: their tokens as texts, turn by turn, and what is known of each part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from relax_hpc.data.prompts import Tokenizer
+from relax_hpc.rollout.sample_log import Sample
+from relax_hpc.rollout.thumbnails import thumbnail_of
+from relax_hpc.transfer_queue.row_schema import NOBODY, Row
+from relax_hpc.versions import Version
+
+
+def readable(row: Row, tokenizer: Tokenizer, media: Path) -> Sample:
+    """``row`` as people read it: prompt, response, what is known of them, and `turns` where others spoke too.
+
+    ``media``: folder of the store of what its spans name. A turn: {by: policy or environment, text, tokens, versions,
+    media}; and how many tokens are `trained` on, unless the row has no `loss_mask`.
+    """
+    ids, versions = row["token_ids"].tolist(), row["token_versions"]
+    before, after = slice(0, int(row["prompt_len"])), slice(int(row["prompt_len"]), len(ids))
+    sample = {
+        "prompt": tokenizer.decode(ids[before]),
+        "response": tokenizer.decode(ids[after]),
+        **_known(row, after),
+        **_media(row, before, media),
+        "tokens": int(np.count_nonzero(versions[after])),
+    }
+    turns = list(turns_of(versions, after.start))
+    if all(sampled for sampled, _ in turns):
+        return sample
+    spelled = (
+        {
+            "by": "policy" if sampled else "environment",
+            "text": tokenizer.decode(ids[part]),
+            "tokens": part.stop - part.start,
+            **_known(row, part),
+            **_media(row, part, media),
+        }
+        for sampled, part in turns
+    )
+    return sample | {"turns": list(spelled)}
+
+
+def turns_of(versions: np.ndarray, start: int) -> Iterator[tuple[bool, slice]]:
+    """Whether each turn behind the first ``start`` tokens was sampled, and where it lies; ``versions``: int32 [tokens].
+
+    >>> [(sampled, (part.start, part.stop)) for sampled, part in turns_of(np.array([0, 7, 8, 0, 0, 8]), 1)]
+    [(True, (1, 3)), (False, (3, 5)), (True, (5, 6))]
+    """
+    sampled = versions[start:] != NOBODY
+    edges = [start, *(start + 1 + np.flatnonzero(np.diff(sampled))).tolist(), len(versions)]
+    return ((bool(sampled[begin - start]), slice(begin, end)) for begin, end in pairwise(edges) if begin < end)
+
+
+def _known(row: Row, part: slice) -> Sample:
+    codes = np.unique(row["token_versions"][part]).tolist()
+    known = {"versions": [str(Version.decode(code)) for code in codes if code != NOBODY]}
+    return known | {"trained": int(np.count_nonzero(row["loss_mask"][part]))} if "loss_mask" in row else known
+
+
+def _media(row: Row, part: slice, folder: Path) -> Sample:
+    """Thumbnails of the media that begin in ``part``, each once; nothing where there are none."""
+    ids = dict.fromkeys(span["media_id"] for span in row["spans"] if part.start <= span["start"] < part.stop)
+    found = [shown for media_id in ids if (shown := thumbnail_of(folder / media_id))]
+    return {"media": found} if found else {}

@@ -1,0 +1,153 @@
+"""Episodes of several turns as people see them: who said what, with which media, by which weights, what is learned."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from relax_hpc.config.schema import Config, SamplesConfig
+from relax_hpc.data.prompts import Prompt, Tokenizer, load_tokenizer
+from relax_hpc.data.tiny_model import write_tokenizer
+from relax_hpc.engines.engine import Generation
+from relax_hpc.multimodal.medium import Kind, Medium
+from relax_hpc.observe.sample_page import page
+from relax_hpc.observe.sample_reading import whole
+from relax_hpc.observe.sample_text import lines
+from relax_hpc.rewards import Score
+from relax_hpc.rollout.readable import turns_of
+from relax_hpc.rollout.sample_keeper import SampleKeeper
+from relax_hpc.rollout.sample_log import CUT, Sample, SampleLog, read_samples
+from relax_hpc.transfer_queue.storage.media import MediaStore
+from relax_hpc.versions import Version
+from tests.browser import needs_browser, seen
+
+OLD, NEW = Version(1, 3), Version(1, 4)
+SAID: list[tuple[str, Version | None]] = [("look at 4,4", OLD), ("a part ", None), ("now seven", NEW)]
+"""Turns, and the weights that sampled each."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    write_tokenizer(folder := tmp_path_factory.mktemp("tokenizer"))
+    return load_tokenizer(folder)
+
+
+def versions_of(tokenizer: Tokenizer) -> np.ndarray:
+    codes = [version.encode() if version else 0 for _, version in SAID]
+    return np.repeat(codes, [len(tokenizer.encode(text, special=False)) for text, _ in SAID]).astype(np.int32)
+
+
+def row_of(tokenizer: Tokenizer, shown: str) -> dict[str, Any]:
+    """A row whose observation begins with a picture, and of which the newest weights' tokens alone are trained on."""
+    prompt = tokenizer.encode("which?")
+    versions = np.concatenate([np.zeros(len(prompt), np.int32), versions_of(tokenizer)])
+    ids = [*prompt, *itertools.chain.from_iterable(tokenizer.encode(text, special=False) for text, _ in SAID)]
+    start = len(prompt) + len(SAID[0][0])
+    return {
+        **{"row_id": "000000031.00.00", "prompt_id": "p", "ticket": 31, "reward": 0.5, "finish_reason": "env_done"},
+        "token_ids": np.array(ids, np.int32),
+        "token_versions": versions,
+        "loss_mask": (versions == NEW.encode()).astype(np.uint8),
+        "prompt_len": len(prompt),
+        "spans": [{"kind": "image", "start": start, "length": 2, "media_id": shown}],
+    }
+
+
+@pytest.fixture
+def sample(tokenizer: Tokenizer, tmp_path: Path) -> Sample:
+    """What is read of the row once a rollout process has kept it."""
+    picture = Medium(Kind.IMAGE, np.full((32, 48, 3), 200, np.uint8), (1, 2, 3))
+    shown = MediaStore(tmp_path / "media", durable=False).put(picture.to_bytes())
+    log = SampleLog(tmp_path / "samples" / "rollout-inc-000001-rank-0.jsonl.gz", SamplesConfig(), steps=1)
+    config = Config(prompts_per_step=32)
+    SampleKeeper(log, config, tokenizer, tmp_path / "media").put([row_of(tokenizer, shown)], "shard")
+    log.close()
+    (found,) = whole(read_samples(tmp_path / "samples"))
+    return found | {"fate": "trained"}
+
+
+def test_a_sample_has_its_turns_with_media_versions_and_masks(sample: Sample) -> None:
+    assert [(turn["by"], turn["text"]) for turn in sample["turns"]] == [
+        ("policy", "look at 4,4"),
+        ("environment", "a part "),
+        ("policy", "now seven"),
+    ]
+    assert [turn["versions"] for turn in sample["turns"]] == [[str(OLD)], [], [str(NEW)]]
+    assert [(turn["tokens"], turn["trained"]) for turn in sample["turns"]] == [(11, 0), (7, 0), (9, 9)]
+    assert [len(turn.get("media", [])) for turn in sample["turns"]] == [0, 1, 0] and "media" not in sample
+    assert (sample["tokens"], sample["trained"], sample["response"]) == (20, 9, "look at 4,4a part now seven")
+
+
+def test_a_terminal_shows_turn_by_turn(sample: Sample) -> None:
+    shown = list(lines(sample, 80, lambda text, _: text))
+    assert shown[0].endswith(f"env_done  20 tokens  9 trained on  {OLD}  {NEW}  trained  000000031.00.00  p")
+    assert shown[1:] == [
+        "prompt   which?",
+        f"policy   11 tokens  0 trained on  {OLD}",
+        "         look at 4,4",
+        "observed 7 tokens  0 trained on",
+        "image    48 x 32",
+        "         a part",
+        f"policy   9 tokens  {NEW}",
+        "         now seven",
+    ]
+
+
+@needs_browser
+def test_a_browser_shows_turns_and_runs_nothing_of_theirs(sample: Sample, tmp_path: Path) -> None:
+    evil = "</script><img src=x onerror=\"document.title='evil'\">"
+    sample["turns"][0] |= {"text": evil, "tool_calls": [{"name": evil, "arguments": {"at": [4, evil]}}]}
+    (tmp_path / "page.html").write_text(page({"run": "r", "left_out": ""}, [sample | {"outcome": {"info": evil}}]))
+    shown = seen(tmp_path / "page.html")
+    article = shown[shown.index("<article>") : shown.index("</article>")]
+    assert re.findall(r'<section class="(\w+)"><h3>([^<]*)', article) == [
+        ("policy", f"policy \u00b7 11 tokens \u00b7 0 trained on \u00b7 {OLD}"),
+        ("environment", "environment \u00b7 7 tokens \u00b7 0 trained on"),
+        ("policy", f"policy \u00b7 9 tokens \u00b7 {NEW}"),
+    ]
+    assert article.count("<img") == 1 and 'alt="image, 48 x 32"' in article
+    assert "<title>Samples of r" in shown and article.count("&lt;img src=x") == 4
+
+
+def test_an_evaluation_is_of_turns_too(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    log = SampleLog(tmp_path / "samples" / "a.jsonl.gz", SamplesConfig(), steps=1)
+    text = "".join(text for text, _ in SAID)
+    made = Generation(tokenizer.encode(text, special=False), [0.0] * len(text), versions_of(tokenizer), "env_done")
+    prompt = Prompt("p", tuple(tokenizer.encode("which?")), "which?", "seven")
+    SampleKeeper(log, Config(), tokenizer).evaluated("held", NEW, [(prompt, made, Score(1.0))])
+    log.close()
+    (found,) = whole(read_samples(tmp_path / "samples"))
+    assert [turn["by"] for turn in found["turns"]] == ["policy", "environment", "policy"]
+    assert found["eval"] == "held" and "trained" not in found and "trained" not in found["turns"][0]
+
+
+def test_turns_share_the_length_of_a_text(tmp_path: Path) -> None:
+    log = SampleLog(tmp_path / "a.jsonl.gz", SamplesConfig(max_text_chars=100), steps=1)
+    turns = [{"by": "policy", "text": "x" * count} for count in (10, 90, 1)]
+    log.keep([{"id": "fits", "turns": turns[1:]}, {"id": "cut", "turns": turns}], 0)
+    log.close()
+    fits, cut = read_samples(tmp_path)
+    mark = CUT.format(58)
+    assert [turn["text"] for turn in fits["turns"]] == ["x" * 90, "x"]
+    assert [turn["text"] for turn in cut["turns"]] == ["x" * 10, f"{'x' * 16}{mark}{'x' * 16}", "x"]
+
+
+def test_turns_that_are_none_are_left_out(sample: Sample) -> None:
+    odd = [3, {"by": "policy"}, sample["turns"][0] | {"media": ["x"], "tool_calls": [{"name": 1}]}]
+    (found,) = whole([sample | {"turns": odd}])
+    assert found["turns"] == [sample["turns"][0]]
+    assert "turns" not in next(whole([sample | {"turns": odd[:2]}]))
+
+
+def test_turns_lie_side_by_side() -> None:
+    for codes in itertools.product((0, 7), repeat=5):
+        found = list(turns_of(np.array((9, *codes), np.int32), 1))
+        assert [place for _, part in found for place in range(part.start, part.stop)] == [1, 2, 3, 4, 5]
+        assert all(((9, *codes)[place] != 0) == sampled for sampled, part in found for place in range(*part.indices(6)))
+        assert all(one[0] != other[0] for one, other in itertools.pairwise(found))
+    assert list(turns_of(np.array([9], np.int32), 1)) == []
