@@ -12,8 +12,8 @@ import pytest
 
 from relax_hpc.config.schema import Config, SamplesConfig
 from relax_hpc.data.prompts import Prompt, Tokenizer, load_tokenizer
-from relax_hpc.models.tiny_model import write_tokenizer
 from relax_hpc.engines.engine import Generation
+from relax_hpc.models.tiny_model import write_tokenizer
 from relax_hpc.multimodal.medium import Kind, Medium
 from relax_hpc.observe.sample_page import page
 from relax_hpc.observe.sample_reading import whole
